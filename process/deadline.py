@@ -1,0 +1,50 @@
+"""A moment by which something must be over, taken from the request's own budget and handed down
+from wait to wait."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from process.errors import DeadlineExceeded
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """A point on this process's monotonic clock. Across processes only the rest of the budget
+    travels."""
+
+    at_s: float
+    clock: Clock = time.monotonic
+
+    @classmethod
+    def after(cls, seconds: float, clock: Clock = time.monotonic) -> Deadline:
+        return cls(clock() + seconds, clock)
+
+    def left_s(self) -> float:
+        """Seconds left, never negative."""
+        return max(0.0, self.at_s - self.clock())
+
+    @property
+    def expired(self) -> bool:
+        return self.clock() >= self.at_s
+
+    def sooner(self, seconds: float) -> Deadline:
+        """This deadline, or `seconds` from now if that is sooner."""
+        return Deadline(min(self.at_s, self.clock() + seconds), self.clock)
+
+    @asynccontextmanager
+    async def timeout(self, what: str) -> AsyncIterator[None]:
+        """Bound the body. Raises: DeadlineExceeded naming `what` when time runs out inside it."""
+        try:
+            async with asyncio.timeout(self.left_s()):
+                yield
+        except TimeoutError as error:
+            if not self.expired:
+                raise  # somebody else's timeout
+            raise DeadlineExceeded(f"{what}: the time for it ran out") from error

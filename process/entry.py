@@ -1,0 +1,92 @@
+"""How a Baton process starts and ends: arguments, settings, event loop, signals, one-line errors,
+no orphans.
+
+    python -m <package> --config file.toml --set key=value --set group.key=value
+
+Exit codes: 0 after a clean stop, 2 when settings or the environment are wrong (one line on stderr
+says what and how to fix it), 1 for our own mistakes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ctypes
+import logging
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import uvloop
+
+from process import errors, logs, settings
+
+Settings = TypeVar("Settings")
+
+_PR_SET_PDEATHSIG = 1
+
+
+def run(
+    component: str,
+    settings_type: type[Settings],
+    main: Callable[[Settings, asyncio.Event], Awaitable[None]],
+    arguments: Sequence[str] | None = None,
+) -> int:
+    """Load the settings and run `main(settings, stop)` until it returns; SIGTERM and SIGINT set
+    `stop`.
+
+    A process started with BATON_PARENT_PID in its environment dies with that parent.
+    Returns: the exit code.
+    """
+    parser = argparse.ArgumentParser(prog=component, description=settings_type.__doc__)
+    parser.add_argument("--config", type=Path, help="TOML file")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="one setting; may be repeated",
+    )
+    parser.add_argument("--log-level", choices=logs.LEVELS, default="info")
+    parsed = parser.parse_args(arguments)
+    logs.configure(component, parsed.log_level)
+    logger = logging.getLogger(component)
+    try:
+        die_with_parent()
+        loaded = settings.load(settings_type, file=parsed.config, overrides=parsed.set)
+        logs.event(logger, "settings", settings=settings.to_json(loaded))
+        uvloop.run(_supervise(main, loaded))
+    except (settings.SettingsError, errors.BatonError) as error:
+        sys.stderr.write(f"{component}: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+async def _supervise(
+    main: Callable[[Settings, asyncio.Event], Awaitable[None]], loaded: Settings
+) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    await main(loaded, stop)
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the parent named by BATON_PARENT_PID is gone (Linux).
+
+    Raises: Unavailable when that parent is gone already.
+    """
+    expected = os.environ.get("BATON_PARENT_PID")
+    if not expected:
+        return
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # The parent may have gone before the call above took effect.
+    if os.getppid() != int(expected):
+        raise errors.Unavailable(f"the parent process {expected} is gone")

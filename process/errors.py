@@ -1,0 +1,73 @@
+"""Errors that cross a process border, by what the caller can do about them.
+
+    BatonError
+      InvalidArgument(field)      permanent; the request is wrong at `field`
+      NotFound                    permanent; no such model, lease, push
+      AlreadyExists               permanent; this request id runs with another body
+      FailedPrecondition          permanent here; another layout, model or incarnation
+      NoCapacity                  retry after `retry_after_s`; nothing was done
+      Unavailable                 retry after `retry_after_s`; a peer is away
+      DeadlineExceeded            permanent; the request's own time is over
+      Cancelled                   permanent; somebody asked for it
+      Internal                    permanent; our own mistake
+
+Packages may derive their own (a kvstore `StaleBlock`, an engine `ModelTooLarge`); `process.serving`
+is the one place that turns them into gRPC status codes and back.
+"""
+
+from __future__ import annotations
+
+
+class BatonError(Exception):
+    """Root. `retry_after_s` is None when a retry cannot help."""
+
+    retry_after_s: float | None = None
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        if retry_after_s is not None:
+            self.retry_after_s = retry_after_s
+
+
+class InvalidArgument(BatonError):
+    """A field of the request is wrong. The message begins with the field's name."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field}: {problem}")
+        self.field = field
+
+
+class NotFound(BatonError):
+    """What was named does not exist (any more)."""
+
+
+class AlreadyExists(BatonError):
+    """The request id is in flight with another body."""
+
+
+class FailedPrecondition(BatonError):
+    """The two sides do not fit: layout, model, incarnation or order of calls."""
+
+
+class NoCapacity(BatonError):
+    """No room now. Nothing was done."""
+
+    retry_after_s = 1.0
+
+
+class Unavailable(BatonError):
+    """A peer is away or going."""
+
+    retry_after_s = 1.0
+
+
+class DeadlineExceeded(BatonError):
+    """The request's own time is over."""
+
+
+class Cancelled(BatonError):
+    """Somebody asked for the end."""
+
+
+class Internal(BatonError):
+    """Our own mistake."""

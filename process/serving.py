@@ -1,0 +1,234 @@
+"""gRPC at a process's border: a server with a clean end, channels, and errors to status codes and
+back.
+
+This is the only module that knows status codes. A servicer wraps its methods in `unary` or
+`streaming`; a client turns what it catches with `error_from_rpc`. Everything in between speaks
+`process.errors`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from typing import Any, NoReturn, TypeVar
+
+import grpc
+import grpc.aio
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from process import errors, logs
+
+logger = logging.getLogger(__name__)
+
+Request = TypeVar("Request")
+Reply = TypeVar("Reply")
+
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+"""Between our own processes; the router's client port has a smaller bound of its own."""
+
+# Most specific first: the first that matches decides.
+_CODES: tuple[tuple[type[BaseException], grpc.StatusCode], ...] = (
+    (errors.InvalidArgument, grpc.StatusCode.INVALID_ARGUMENT),
+    (errors.NotFound, grpc.StatusCode.NOT_FOUND),
+    (errors.AlreadyExists, grpc.StatusCode.ALREADY_EXISTS),
+    (errors.FailedPrecondition, grpc.StatusCode.FAILED_PRECONDITION),
+    (errors.NoCapacity, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (errors.Unavailable, grpc.StatusCode.UNAVAILABLE),
+    (errors.DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED),
+    (errors.Cancelled, grpc.StatusCode.CANCELLED),
+)
+
+_ERRORS: dict[grpc.StatusCode, type[errors.BatonError]] = {
+    grpc.StatusCode.NOT_FOUND: errors.NotFound,
+    grpc.StatusCode.ALREADY_EXISTS: errors.AlreadyExists,
+    grpc.StatusCode.FAILED_PRECONDITION: errors.FailedPrecondition,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: errors.NoCapacity,
+    grpc.StatusCode.UNAVAILABLE: errors.Unavailable,
+    grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineExceeded,
+    grpc.StatusCode.CANCELLED: errors.Cancelled,
+}
+
+
+def status_of(error: BaseException) -> tuple[grpc.StatusCode, str]:
+    """The status a client sees. What we did not expect is INTERNAL and does not leak its text."""
+    for kind, code in _CODES:
+        if isinstance(error, kind):
+            return code, str(error)
+    if isinstance(error, errors.BatonError):
+        return grpc.StatusCode.INTERNAL, str(error)
+    return (
+        grpc.StatusCode.INTERNAL,
+        f"internal error ({type(error).__name__}); see the server's log",
+    )
+
+
+def code_number(code: grpc.StatusCode) -> int:
+    """The google.rpc.Code number of a status, for messages that carry it as a field."""
+    return int(code.value[0])
+
+
+def error_of_code(
+    number: int, message: str, retry_after_s: float | None = None
+) -> errors.BatonError:
+    """The error behind a code that travelled as a field."""
+    for code in grpc.StatusCode:
+        if code_number(code) == number:
+            return _error(code, message, retry_after_s, field=None)
+    return errors.Internal(f"unknown status {number}: {message}")
+
+
+def error_from_rpc(error: grpc.aio.AioRpcError) -> errors.BatonError:
+    """The error that the server raised, or what the failed connection means."""
+    field: str | None = None
+    retry_after_s: float | None = None
+    for detail in _details(error):
+        bad_request, retry = error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
+        if detail.Unpack(bad_request) and bad_request.field_violations:
+            field = bad_request.field_violations[0].field
+        elif detail.Unpack(retry):
+            retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
+    return _error(error.code(), error.details() or "", retry_after_s, field)
+
+
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BaseException) -> NoReturn:
+    """End the RPC with the status of `error`: code, message, and details (the wrong field, when to
+    retry)."""
+    code, message = status_of(error)
+    if code is grpc.StatusCode.INTERNAL:
+        logs.event(logger, "rpc_failed", level=logging.ERROR, exc_info=True, message=message)
+    details = []
+    if isinstance(error, errors.InvalidArgument):
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=error.field, description=str(error)
+        )
+        details.append(_packed(error_details_pb2.BadRequest(field_violations=[violation])))
+    if isinstance(error, errors.BatonError) and error.retry_after_s is not None:
+        delay = duration_pb2.Duration()
+        delay.FromNanoseconds(int(error.retry_after_s * 1e9))
+        details.append(_packed(error_details_pb2.RetryInfo(retry_delay=delay)))
+    status = status_pb2.Status(code=code_number(code), message=message, details=details)
+    await context.abort_with_status(rpc_status.to_status(status))
+    raise AssertionError("abort_with_status returned")
+
+
+Unary = Callable[[Any, Request, grpc.aio.ServicerContext[Any, Any]], Awaitable[Reply]]
+Streaming = Callable[[Any, Request, grpc.aio.ServicerContext[Any, Any]], AsyncIterator[Reply]]
+
+
+def unary(handler: Unary[Request, Reply]) -> Unary[Request, Reply]:
+    """Wrap a servicer's unary method: what it raises becomes a status."""
+
+    @functools.wraps(handler)
+    async def wrapped(
+        self: Any, request: Request, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> Reply:
+        try:
+            return await handler(self, request, context)
+        except (asyncio.CancelledError, grpc.aio.AbortError):
+            raise
+        except Exception as error:
+            await abort(context, error)
+
+    return wrapped
+
+
+def streaming(handler: Streaming[Request, Reply]) -> Streaming[Request, Reply]:
+    """Wrap a servicer's streaming method (an async generator): what it raises becomes a status."""
+
+    @functools.wraps(handler)
+    async def wrapped(
+        self: Any, request: Request, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[Reply]:
+        try:
+            async for reply in handler(self, request, context):
+                yield reply
+        except (asyncio.CancelledError, GeneratorExit, grpc.aio.AbortError):
+            raise
+        except Exception as error:
+            await abort(context, error)
+
+    return wrapped
+
+
+def channel(address: str, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.aio.Channel:
+    """A channel of its own connection (channels to one address do not share a broken one), with
+    keepalive."""
+    return grpc.aio.insecure_channel(
+        address,
+        options=[
+            ("grpc.use_local_subchannel_pool", 1),
+            ("grpc.max_send_message_length", max_message_bytes),
+            ("grpc.max_receive_message_length", max_message_bytes),
+            ("grpc.keepalive_time_ms", 10_000),
+            ("grpc.keepalive_timeout_ms", 5_000),
+            ("grpc.http2.max_pings_without_data", 0),
+            # A peer that restarts is met again within a second instead of gRPC's default of up to
+            # two minutes.
+            ("grpc.initial_reconnect_backoff_ms", 100),
+            ("grpc.min_reconnect_backoff_ms", 100),
+            ("grpc.max_reconnect_backoff_ms", 1_000),
+        ],
+    )
+
+
+async def listen(
+    listen_address: str,
+    add_services: Iterable[Callable[[grpc.aio.Server], None]],
+    *,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+) -> tuple[grpc.aio.Server, str]:
+    """Start a server on `host:port` (port 0: a free one).
+
+    Returns: the started server (its owner stops it) and the address it listens on.
+    Raises: Unavailable naming the address when it is taken or not ours.
+    """
+    server = grpc.aio.server(
+        options=[
+            # Without this a second process shares the port in silence.
+            ("grpc.so_reuseport", 0),
+            ("grpc.max_send_message_length", max_message_bytes),
+            ("grpc.max_receive_message_length", max_message_bytes),
+            ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+            ("grpc.keepalive_permit_without_calls", 1),
+        ]
+    )
+    for add in add_services:
+        add(server)
+    try:
+        port = server.add_insecure_port(listen_address)
+    except RuntimeError as error:
+        raise errors.Unavailable(
+            f"cannot listen on {listen_address}: the port is taken or the address is not this "
+            "machine's; choose another"
+        ) from error
+    await server.start()
+    return server, f"{listen_address.rsplit(':', 1)[0]}:{port}"
+
+
+def _error(
+    code: grpc.StatusCode, message: str, retry_after_s: float | None, field: str | None
+) -> errors.BatonError:
+    if code is grpc.StatusCode.INVALID_ARGUMENT:
+        name, _, problem = message.partition(": ")
+        return errors.InvalidArgument(field or name, problem if field in (None, name) else message)
+    kind = _ERRORS.get(code)
+    if kind is None:
+        return errors.Internal(f"{code.name}: {message}")
+    return kind(message, retry_after_s=retry_after_s)
+
+
+def _packed(message: Any) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(message)
+    return packed
+
+
+def _details(error: grpc.aio.AioRpcError) -> Iterable[any_pb2.Any]:
+    for key, value in error.trailing_metadata() or ():
+        if key == "grpc-status-details-bin":
+            return status_pb2.Status.FromString(value).details  # type: ignore[no-any-return]
+    return ()

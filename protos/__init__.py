@@ -1,0 +1,7 @@
+"""The wire of Baton: `.proto` files beside their committed stubs (`make protos`; never edit a stub).
+
+- `inference.proto`: clients to the router.
+- `prefill.proto`, `decode.proto`: the router to its workers.
+- `kvstore.proto`: workers to a KV store.
+- `common.proto`: the words that they share.
+"""

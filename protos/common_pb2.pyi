@@ -1,0 +1,330 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
+    FINISH_REASON_EOS: _ClassVar[FinishReason]
+    FINISH_REASON_STOP_TOKEN: _ClassVar[FinishReason]
+    FINISH_REASON_STOP_STRING: _ClassVar[FinishReason]
+    FINISH_REASON_LENGTH: _ClassVar[FinishReason]
+    FINISH_REASON_CANCELLED: _ClassVar[FinishReason]
+    FINISH_REASON_GRAMMAR: _ClassVar[FinishReason]
+    FINISH_REASON_POLICY: _ClassVar[FinishReason]
+
+class Tier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TIER_UNSPECIFIED: _ClassVar[Tier]
+    TIER_DEVICE: _ClassVar[Tier]
+    TIER_HOST: _ClassVar[Tier]
+    TIER_FILE: _ClassVar[Tier]
+    TIER_OBJECT: _ClassVar[Tier]
+FINISH_REASON_UNSPECIFIED: FinishReason
+FINISH_REASON_EOS: FinishReason
+FINISH_REASON_STOP_TOKEN: FinishReason
+FINISH_REASON_STOP_STRING: FinishReason
+FINISH_REASON_LENGTH: FinishReason
+FINISH_REASON_CANCELLED: FinishReason
+FINISH_REASON_GRAMMAR: FinishReason
+FINISH_REASON_POLICY: FinishReason
+TIER_UNSPECIFIED: Tier
+TIER_DEVICE: Tier
+TIER_HOST: Tier
+TIER_FILE: Tier
+TIER_OBJECT: Tier
+
+class SamplingParams(_message.Message):
+    __slots__ = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "seed", "stop_token_ids", "stop", "include_stop_text", "ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "n", "logprobs", "json_schema", "regex", "ebnf", "choice", "trace")
+    class LogitBiasEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: float
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[float] = ...) -> None: ...
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    INCLUDE_STOP_TEXT_FIELD_NUMBER: _ClassVar[int]
+    IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
+    PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    N_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    JSON_SCHEMA_FIELD_NUMBER: _ClassVar[int]
+    REGEX_FIELD_NUMBER: _ClassVar[int]
+    EBNF_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
+    TRACE_FIELD_NUMBER: _ClassVar[int]
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    max_tokens: int
+    min_tokens: int
+    seed: int
+    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    stop: _containers.RepeatedScalarFieldContainer[str]
+    include_stop_text: bool
+    ignore_eos: bool
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logit_bias: _containers.ScalarMap[int, float]
+    allowed_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    n: int
+    logprobs: int
+    json_schema: str
+    regex: str
+    ebnf: str
+    choice: StringList
+    trace: bool
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[str]] = ..., include_stop_text: bool = ..., ignore_eos: bool = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., n: _Optional[int] = ..., logprobs: _Optional[int] = ..., json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., ebnf: _Optional[str] = ..., choice: _Optional[_Union[StringList, _Mapping]] = ..., trace: bool = ...) -> None: ...
+
+class StringList(_message.Message):
+    __slots__ = ("values",)
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    values: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, values: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class BlockRef(_message.Message):
+    __slots__ = ("chain_hash", "frame", "generation", "checksum", "num_tokens", "tier")
+    CHAIN_HASH_FIELD_NUMBER: _ClassVar[int]
+    FRAME_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    chain_hash: bytes
+    frame: int
+    generation: int
+    checksum: int
+    num_tokens: int
+    tier: Tier
+    def __init__(self, chain_hash: _Optional[bytes] = ..., frame: _Optional[int] = ..., generation: _Optional[int] = ..., checksum: _Optional[int] = ..., num_tokens: _Optional[int] = ..., tier: _Optional[_Union[Tier, str]] = ...) -> None: ...
+
+class BlockRun(_message.Message):
+    __slots__ = ("node_id", "store_address", "store_incarnation", "lease_id", "first_block", "blocks")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    STORE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    STORE_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    store_address: str
+    store_incarnation: bytes
+    lease_id: str
+    first_block: int
+    blocks: _containers.RepeatedCompositeFieldContainer[BlockRef]
+    def __init__(self, node_id: _Optional[str] = ..., store_address: _Optional[str] = ..., store_incarnation: _Optional[bytes] = ..., lease_id: _Optional[str] = ..., first_block: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[BlockRef, _Mapping]]] = ...) -> None: ...
+
+class KvHandle(_message.Message):
+    __slots__ = ("version", "request_id", "tenant", "model_fingerprint", "producer_id", "producer_incarnation", "block_size", "num_tokens", "runs", "tail", "deadline_unix_ms", "key_id", "signature", "direct_transport", "direct_descriptor", "adapter")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    PRODUCER_ID_FIELD_NUMBER: _ClassVar[int]
+    PRODUCER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    TAIL_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    KEY_ID_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    DIRECT_TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    DIRECT_DESCRIPTOR_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    request_id: str
+    tenant: str
+    model_fingerprint: bytes
+    producer_id: str
+    producer_incarnation: bytes
+    block_size: int
+    num_tokens: int
+    runs: _containers.RepeatedCompositeFieldContainer[BlockRun]
+    tail: BlockRun
+    deadline_unix_ms: int
+    key_id: str
+    signature: bytes
+    direct_transport: str
+    direct_descriptor: bytes
+    adapter: str
+    def __init__(self, version: _Optional[int] = ..., request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., model_fingerprint: _Optional[bytes] = ..., producer_id: _Optional[str] = ..., producer_incarnation: _Optional[bytes] = ..., block_size: _Optional[int] = ..., num_tokens: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[BlockRun, _Mapping]]] = ..., tail: _Optional[_Union[BlockRun, _Mapping]] = ..., deadline_unix_ms: _Optional[int] = ..., key_id: _Optional[str] = ..., signature: _Optional[bytes] = ..., direct_transport: _Optional[str] = ..., direct_descriptor: _Optional[bytes] = ..., adapter: _Optional[str] = ...) -> None: ...
+
+class StageTime(_message.Message):
+    __slots__ = ("stage", "seconds")
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    stage: str
+    seconds: float
+    def __init__(self, stage: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class TierCount(_message.Message):
+    __slots__ = ("tier", "node_id", "num_tokens", "num_bytes")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    tier: Tier
+    node_id: str
+    num_tokens: int
+    num_bytes: int
+    def __init__(self, tier: _Optional[_Union[Tier, str]] = ..., node_id: _Optional[str] = ..., num_tokens: _Optional[int] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+
+class RecomputeCount(_message.Message):
+    __slots__ = ("reason", "num_blocks")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    num_blocks: int
+    def __init__(self, reason: _Optional[str] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+
+class KvLeg(_message.Message):
+    __slots__ = ("role", "worker_id", "incarnation", "transport", "dtype", "num_tokens_computed", "num_tokens_local", "from_store", "num_bytes_read", "num_bytes_written", "recomputed")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_COMPUTED_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_LOCAL_FIELD_NUMBER: _ClassVar[int]
+    FROM_STORE_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_READ_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_WRITTEN_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTED_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    worker_id: str
+    incarnation: str
+    transport: str
+    dtype: str
+    num_tokens_computed: int
+    num_tokens_local: int
+    from_store: _containers.RepeatedCompositeFieldContainer[TierCount]
+    num_bytes_read: int
+    num_bytes_written: int
+    recomputed: _containers.RepeatedCompositeFieldContainer[RecomputeCount]
+    def __init__(self, role: _Optional[str] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., transport: _Optional[str] = ..., dtype: _Optional[str] = ..., num_tokens_computed: _Optional[int] = ..., num_tokens_local: _Optional[int] = ..., from_store: _Optional[_Iterable[_Union[TierCount, _Mapping]]] = ..., num_bytes_read: _Optional[int] = ..., num_bytes_written: _Optional[int] = ..., recomputed: _Optional[_Iterable[_Union[RecomputeCount, _Mapping]]] = ...) -> None: ...
+
+class Provenance(_message.Message):
+    __slots__ = ("num_prompt_tokens", "legs", "model", "model_fingerprint")
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LEGS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    num_prompt_tokens: int
+    legs: _containers.RepeatedCompositeFieldContainer[KvLeg]
+    model: str
+    model_fingerprint: str
+    def __init__(self, num_prompt_tokens: _Optional[int] = ..., legs: _Optional[_Iterable[_Union[KvLeg, _Mapping]]] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ...) -> None: ...
+
+class Usage(_message.Message):
+    __slots__ = ("num_prompt_tokens", "num_output_tokens", "num_cached_tokens")
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int
+    def __init__(self, num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
+
+class TokenLogprob(_message.Message):
+    __slots__ = ("token_id", "logprob")
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    token_id: int
+    logprob: float
+    def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ...) -> None: ...
+
+class TokenLogprobs(_message.Message):
+    __slots__ = ("chosen", "top")
+    CHOSEN_FIELD_NUMBER: _ClassVar[int]
+    TOP_FIELD_NUMBER: _ClassVar[int]
+    chosen: TokenLogprob
+    top: _containers.RepeatedCompositeFieldContainer[TokenLogprob]
+    def __init__(self, chosen: _Optional[_Union[TokenLogprob, _Mapping]] = ..., top: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ...) -> None: ...
+
+class WorkerStatus(_message.Message):
+    __slots__ = ("worker_id", "role", "address", "incarnation", "model", "model_fingerprint", "tokenizer_digest", "dtype", "device", "block_size", "block_bytes", "num_blocks", "num_free_blocks", "num_cached_blocks", "num_quarantined_blocks", "num_waiting", "num_running", "num_holding", "context_window", "vocab_size", "transport", "store_node_id", "store_address", "num_prompt_tokens_computed", "num_prompt_tokens_local", "num_prompt_tokens_from_store", "num_output_tokens", "recomputed", "draining", "integrity_error")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_QUARANTINED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    NUM_HOLDING_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_WINDOW_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    STORE_NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    STORE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_COMPUTED_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_LOCAL_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FROM_STORE_FIELD_NUMBER: _ClassVar[int]
+    NUM_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTED_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    INTEGRITY_ERROR_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    role: str
+    address: str
+    incarnation: str
+    model: str
+    model_fingerprint: str
+    tokenizer_digest: str
+    dtype: str
+    device: str
+    block_size: int
+    block_bytes: int
+    num_blocks: int
+    num_free_blocks: int
+    num_cached_blocks: int
+    num_quarantined_blocks: int
+    num_waiting: int
+    num_running: int
+    num_holding: int
+    context_window: int
+    vocab_size: int
+    transport: str
+    store_node_id: str
+    store_address: str
+    num_prompt_tokens_computed: int
+    num_prompt_tokens_local: int
+    num_prompt_tokens_from_store: int
+    num_output_tokens: int
+    recomputed: _containers.RepeatedCompositeFieldContainer[RecomputeCount]
+    draining: bool
+    integrity_error: str
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_quarantined_blocks: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., num_holding: _Optional[int] = ..., context_window: _Optional[int] = ..., vocab_size: _Optional[int] = ..., transport: _Optional[str] = ..., store_node_id: _Optional[str] = ..., store_address: _Optional[str] = ..., num_prompt_tokens_computed: _Optional[int] = ..., num_prompt_tokens_local: _Optional[int] = ..., num_prompt_tokens_from_store: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., recomputed: _Optional[_Iterable[_Union[RecomputeCount, _Mapping]]] = ..., draining: bool = ..., integrity_error: _Optional[str] = ...) -> None: ...
+
+class GetWorkerStatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -1,0 +1,373 @@
+from protos import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class ReserveState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    RESERVE_STATE_UNSPECIFIED: _ClassVar[ReserveState]
+    RESERVE_STATE_RESERVED: _ClassVar[ReserveState]
+    RESERVE_STATE_PRESENT: _ClassVar[ReserveState]
+    RESERVE_STATE_NO_ROOM: _ClassVar[ReserveState]
+RESERVE_STATE_UNSPECIFIED: ReserveState
+RESERVE_STATE_RESERVED: ReserveState
+RESERVE_STATE_PRESENT: ReserveState
+RESERVE_STATE_NO_ROOM: ReserveState
+
+class AttachRequest(_message.Message):
+    __slots__ = ("worker_id", "worker_incarnation", "model_fingerprint", "block_bytes", "transport", "nixl_agent", "nixl_metadata", "region_address", "region_num_blocks", "region_device_id", "region_memory")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    WORKER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    NIXL_AGENT_FIELD_NUMBER: _ClassVar[int]
+    NIXL_METADATA_FIELD_NUMBER: _ClassVar[int]
+    REGION_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    REGION_NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    REGION_DEVICE_ID_FIELD_NUMBER: _ClassVar[int]
+    REGION_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    worker_incarnation: bytes
+    model_fingerprint: bytes
+    block_bytes: int
+    transport: str
+    nixl_agent: str
+    nixl_metadata: bytes
+    region_address: int
+    region_num_blocks: int
+    region_device_id: int
+    region_memory: str
+    def __init__(self, worker_id: _Optional[str] = ..., worker_incarnation: _Optional[bytes] = ..., model_fingerprint: _Optional[bytes] = ..., block_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., nixl_agent: _Optional[str] = ..., nixl_metadata: _Optional[bytes] = ..., region_address: _Optional[int] = ..., region_num_blocks: _Optional[int] = ..., region_device_id: _Optional[int] = ..., region_memory: _Optional[str] = ...) -> None: ...
+
+class AttachReply(_message.Message):
+    __slots__ = ("node_id", "incarnation", "frame_bytes", "num_frames", "slab_path", "slab_bytes", "frames_offset", "generations_offset", "nixl_agent", "nixl_metadata", "region_address", "attachment_id")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    FRAME_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_FRAMES_FIELD_NUMBER: _ClassVar[int]
+    SLAB_PATH_FIELD_NUMBER: _ClassVar[int]
+    SLAB_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FRAMES_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    NIXL_AGENT_FIELD_NUMBER: _ClassVar[int]
+    NIXL_METADATA_FIELD_NUMBER: _ClassVar[int]
+    REGION_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    incarnation: bytes
+    frame_bytes: int
+    num_frames: int
+    slab_path: str
+    slab_bytes: int
+    frames_offset: int
+    generations_offset: int
+    nixl_agent: str
+    nixl_metadata: bytes
+    region_address: int
+    attachment_id: str
+    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., frame_bytes: _Optional[int] = ..., num_frames: _Optional[int] = ..., slab_path: _Optional[str] = ..., slab_bytes: _Optional[int] = ..., frames_offset: _Optional[int] = ..., generations_offset: _Optional[int] = ..., nixl_agent: _Optional[str] = ..., nixl_metadata: _Optional[bytes] = ..., region_address: _Optional[int] = ..., attachment_id: _Optional[str] = ...) -> None: ...
+
+class DetachRequest(_message.Message):
+    __slots__ = ("attachment_id",)
+    ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    attachment_id: str
+    def __init__(self, attachment_id: _Optional[str] = ...) -> None: ...
+
+class DetachReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class MatchRequest(_message.Message):
+    __slots__ = ("attachment_id", "chain_hashes", "pin", "lease_id", "ttl_ms")
+    ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    CHAIN_HASHES_FIELD_NUMBER: _ClassVar[int]
+    PIN_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    attachment_id: str
+    chain_hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    pin: bool
+    lease_id: str
+    ttl_ms: int
+    def __init__(self, attachment_id: _Optional[str] = ..., chain_hashes: _Optional[_Iterable[bytes]] = ..., pin: bool = ..., lease_id: _Optional[str] = ..., ttl_ms: _Optional[int] = ...) -> None: ...
+
+class MatchReply(_message.Message):
+    __slots__ = ("blocks", "lease_id", "incarnation")
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    blocks: _containers.RepeatedCompositeFieldContainer[_common_pb2.BlockRef]
+    lease_id: str
+    incarnation: bytes
+    def __init__(self, blocks: _Optional[_Iterable[_Union[_common_pb2.BlockRef, _Mapping]]] = ..., lease_id: _Optional[str] = ..., incarnation: _Optional[bytes] = ...) -> None: ...
+
+class ReserveRequest(_message.Message):
+    __slots__ = ("attachment_id", "lease_id", "ttl_ms", "parent", "chain_hashes", "tail_name")
+    ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    CHAIN_HASHES_FIELD_NUMBER: _ClassVar[int]
+    TAIL_NAME_FIELD_NUMBER: _ClassVar[int]
+    attachment_id: str
+    lease_id: str
+    ttl_ms: int
+    parent: bytes
+    chain_hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    tail_name: str
+    def __init__(self, attachment_id: _Optional[str] = ..., lease_id: _Optional[str] = ..., ttl_ms: _Optional[int] = ..., parent: _Optional[bytes] = ..., chain_hashes: _Optional[_Iterable[bytes]] = ..., tail_name: _Optional[str] = ...) -> None: ...
+
+class ReservedBlock(_message.Message):
+    __slots__ = ("state", "block")
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_FIELD_NUMBER: _ClassVar[int]
+    state: ReserveState
+    block: _common_pb2.BlockRef
+    def __init__(self, state: _Optional[_Union[ReserveState, str]] = ..., block: _Optional[_Union[_common_pb2.BlockRef, _Mapping]] = ...) -> None: ...
+
+class ReserveReply(_message.Message):
+    __slots__ = ("lease_id", "blocks", "tail", "incarnation")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TAIL_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    lease_id: str
+    blocks: _containers.RepeatedCompositeFieldContainer[ReservedBlock]
+    tail: ReservedBlock
+    incarnation: bytes
+    def __init__(self, lease_id: _Optional[str] = ..., blocks: _Optional[_Iterable[_Union[ReservedBlock, _Mapping]]] = ..., tail: _Optional[_Union[ReservedBlock, _Mapping]] = ..., incarnation: _Optional[bytes] = ...) -> None: ...
+
+class CommitBlock(_message.Message):
+    __slots__ = ("frame", "generation", "checksum", "num_tokens")
+    FRAME_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    frame: int
+    generation: int
+    checksum: int
+    num_tokens: int
+    def __init__(self, frame: _Optional[int] = ..., generation: _Optional[int] = ..., checksum: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+
+class CommitRequest(_message.Message):
+    __slots__ = ("attachment_id", "lease_id", "blocks")
+    ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    attachment_id: str
+    lease_id: str
+    blocks: _containers.RepeatedCompositeFieldContainer[CommitBlock]
+    def __init__(self, attachment_id: _Optional[str] = ..., lease_id: _Optional[str] = ..., blocks: _Optional[_Iterable[_Union[CommitBlock, _Mapping]]] = ...) -> None: ...
+
+class CommitReply(_message.Message):
+    __slots__ = ("blocks",)
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    blocks: _containers.RepeatedCompositeFieldContainer[_common_pb2.BlockRef]
+    def __init__(self, blocks: _Optional[_Iterable[_Union[_common_pb2.BlockRef, _Mapping]]] = ...) -> None: ...
+
+class AbortRequest(_message.Message):
+    __slots__ = ("attachment_id", "lease_id", "blocks", "quarantine")
+    ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINE_FIELD_NUMBER: _ClassVar[int]
+    attachment_id: str
+    lease_id: str
+    blocks: _containers.RepeatedCompositeFieldContainer[CommitBlock]
+    quarantine: bool
+    def __init__(self, attachment_id: _Optional[str] = ..., lease_id: _Optional[str] = ..., blocks: _Optional[_Iterable[_Union[CommitBlock, _Mapping]]] = ..., quarantine: bool = ...) -> None: ...
+
+class AbortReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PinRequest(_message.Message):
+    __slots__ = ("attachment_id", "blocks", "ttl_ms")
+    ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    attachment_id: str
+    blocks: _containers.RepeatedCompositeFieldContainer[_common_pb2.BlockRef]
+    ttl_ms: int
+    def __init__(self, attachment_id: _Optional[str] = ..., blocks: _Optional[_Iterable[_Union[_common_pb2.BlockRef, _Mapping]]] = ..., ttl_ms: _Optional[int] = ...) -> None: ...
+
+class PinReply(_message.Message):
+    __slots__ = ("lease_id", "num_pinned")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_PINNED_FIELD_NUMBER: _ClassVar[int]
+    lease_id: str
+    num_pinned: int
+    def __init__(self, lease_id: _Optional[str] = ..., num_pinned: _Optional[int] = ...) -> None: ...
+
+class RenewRequest(_message.Message):
+    __slots__ = ("lease_id", "ttl_ms", "num_bytes_read")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_READ_FIELD_NUMBER: _ClassVar[int]
+    lease_id: str
+    ttl_ms: int
+    num_bytes_read: int
+    def __init__(self, lease_id: _Optional[str] = ..., ttl_ms: _Optional[int] = ..., num_bytes_read: _Optional[int] = ...) -> None: ...
+
+class RenewReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ReleaseRequest(_message.Message):
+    __slots__ = ("lease_ids", "num_bytes_read")
+    LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_READ_FIELD_NUMBER: _ClassVar[int]
+    lease_ids: _containers.RepeatedScalarFieldContainer[str]
+    num_bytes_read: int
+    def __init__(self, lease_ids: _Optional[_Iterable[str]] = ..., num_bytes_read: _Optional[int] = ...) -> None: ...
+
+class ReleaseReply(_message.Message):
+    __slots__ = ("num_released",)
+    NUM_RELEASED_FIELD_NUMBER: _ClassVar[int]
+    num_released: int
+    def __init__(self, num_released: _Optional[int] = ...) -> None: ...
+
+class PushRequest(_message.Message):
+    __slots__ = ("attachment_id", "lease_id", "blocks", "destinations", "budget_ms")
+    ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DESTINATIONS_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_MS_FIELD_NUMBER: _ClassVar[int]
+    attachment_id: str
+    lease_id: str
+    blocks: _containers.RepeatedCompositeFieldContainer[_common_pb2.BlockRef]
+    destinations: _containers.RepeatedScalarFieldContainer[int]
+    budget_ms: int
+    def __init__(self, attachment_id: _Optional[str] = ..., lease_id: _Optional[str] = ..., blocks: _Optional[_Iterable[_Union[_common_pb2.BlockRef, _Mapping]]] = ..., destinations: _Optional[_Iterable[int]] = ..., budget_ms: _Optional[int] = ...) -> None: ...
+
+class PushReply(_message.Message):
+    __slots__ = ("push_id", "terminal", "num_bytes", "stale")
+    PUSH_ID_FIELD_NUMBER: _ClassVar[int]
+    TERMINAL_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STALE_FIELD_NUMBER: _ClassVar[int]
+    push_id: str
+    terminal: bool
+    num_bytes: int
+    stale: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, push_id: _Optional[str] = ..., terminal: bool = ..., num_bytes: _Optional[int] = ..., stale: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class GetPushRequest(_message.Message):
+    __slots__ = ("push_id",)
+    PUSH_ID_FIELD_NUMBER: _ClassVar[int]
+    push_id: str
+    def __init__(self, push_id: _Optional[str] = ...) -> None: ...
+
+class GetPushReply(_message.Message):
+    __slots__ = ("terminal",)
+    TERMINAL_FIELD_NUMBER: _ClassVar[int]
+    terminal: bool
+    def __init__(self, terminal: bool = ...) -> None: ...
+
+class WriteChunk(_message.Message):
+    __slots__ = ("attachment_id", "lease_id", "frame", "generation", "offset", "data")
+    ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    FRAME_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    attachment_id: str
+    lease_id: str
+    frame: int
+    generation: int
+    offset: int
+    data: bytes
+    def __init__(self, attachment_id: _Optional[str] = ..., lease_id: _Optional[str] = ..., frame: _Optional[int] = ..., generation: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class WriteReply(_message.Message):
+    __slots__ = ("num_bytes",)
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    num_bytes: int
+    def __init__(self, num_bytes: _Optional[int] = ...) -> None: ...
+
+class ReadRequest(_message.Message):
+    __slots__ = ("attachment_id", "lease_id", "blocks", "chunk_bytes")
+    ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    attachment_id: str
+    lease_id: str
+    blocks: _containers.RepeatedCompositeFieldContainer[_common_pb2.BlockRef]
+    chunk_bytes: int
+    def __init__(self, attachment_id: _Optional[str] = ..., lease_id: _Optional[str] = ..., blocks: _Optional[_Iterable[_Union[_common_pb2.BlockRef, _Mapping]]] = ..., chunk_bytes: _Optional[int] = ...) -> None: ...
+
+class ReadChunk(_message.Message):
+    __slots__ = ("index", "offset", "data", "stale")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    STALE_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    offset: int
+    data: bytes
+    stale: bool
+    def __init__(self, index: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., stale: bool = ...) -> None: ...
+
+class GetStatusRequest(_message.Message):
+    __slots__ = ("check_integrity",)
+    CHECK_INTEGRITY_FIELD_NUMBER: _ClassVar[int]
+    check_integrity: bool
+    def __init__(self, check_integrity: bool = ...) -> None: ...
+
+class GetStatusReply(_message.Message):
+    __slots__ = ("node_id", "incarnation", "frame_bytes", "num_frames", "num_free", "num_writing", "num_committed", "num_pinned", "num_quarantined", "num_leases", "num_attachments", "num_lookups", "num_blocks_asked", "num_blocks_matched", "num_bytes_written", "num_bytes_read", "num_evictions", "num_leases_lapsed", "num_tails", "index_sequence", "index_synced", "integrity_error", "refused")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    FRAME_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_FRAMES_FIELD_NUMBER: _ClassVar[int]
+    NUM_FREE_FIELD_NUMBER: _ClassVar[int]
+    NUM_WRITING_FIELD_NUMBER: _ClassVar[int]
+    NUM_COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    NUM_PINNED_FIELD_NUMBER: _ClassVar[int]
+    NUM_QUARANTINED_FIELD_NUMBER: _ClassVar[int]
+    NUM_LEASES_FIELD_NUMBER: _ClassVar[int]
+    NUM_ATTACHMENTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LOOKUPS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_ASKED_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_MATCHED_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_WRITTEN_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_READ_FIELD_NUMBER: _ClassVar[int]
+    NUM_EVICTIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LEASES_LAPSED_FIELD_NUMBER: _ClassVar[int]
+    NUM_TAILS_FIELD_NUMBER: _ClassVar[int]
+    INDEX_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    INDEX_SYNCED_FIELD_NUMBER: _ClassVar[int]
+    INTEGRITY_ERROR_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    incarnation: bytes
+    frame_bytes: int
+    num_frames: int
+    num_free: int
+    num_writing: int
+    num_committed: int
+    num_pinned: int
+    num_quarantined: int
+    num_leases: int
+    num_attachments: int
+    num_lookups: int
+    num_blocks_asked: int
+    num_blocks_matched: int
+    num_bytes_written: int
+    num_bytes_read: int
+    num_evictions: int
+    num_leases_lapsed: int
+    num_tails: int
+    index_sequence: int
+    index_synced: bool
+    integrity_error: str
+    refused: _containers.RepeatedCompositeFieldContainer[_common_pb2.RecomputeCount]
+    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., frame_bytes: _Optional[int] = ..., num_frames: _Optional[int] = ..., num_free: _Optional[int] = ..., num_writing: _Optional[int] = ..., num_committed: _Optional[int] = ..., num_pinned: _Optional[int] = ..., num_quarantined: _Optional[int] = ..., num_leases: _Optional[int] = ..., num_attachments: _Optional[int] = ..., num_lookups: _Optional[int] = ..., num_blocks_asked: _Optional[int] = ..., num_blocks_matched: _Optional[int] = ..., num_bytes_written: _Optional[int] = ..., num_bytes_read: _Optional[int] = ..., num_evictions: _Optional[int] = ..., num_leases_lapsed: _Optional[int] = ..., num_tails: _Optional[int] = ..., index_sequence: _Optional[int] = ..., index_synced: bool = ..., integrity_error: _Optional[str] = ..., refused: _Optional[_Iterable[_Union[_common_pb2.RecomputeCount, _Mapping]]] = ...) -> None: ...

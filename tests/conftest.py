@@ -1,0 +1,43 @@
+"""Fixtures of every test: a rotating seed that is printed and can be replayed, and the scale of
+stated counts.
+
+`BATON_TEST_SEED=<n>` replays a seed. `BATON_TEST_LONG=1` (`make test-long`) runs the full stated
+counts; otherwise at least a twentieth of each.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+from collections.abc import Callable
+
+import pytest
+
+LONG = os.environ.get("BATON_TEST_LONG") == "1"
+SESSION_SEED = int(os.environ.get("BATON_TEST_SEED", secrets.randbelow(2**31)))
+
+
+def pytest_report_header() -> list[str]:
+    return [
+        f"baton seed: {SESSION_SEED} (replay with BATON_TEST_SEED={SESSION_SEED}), long: {LONG}"
+    ]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("long") and not LONG:
+            item.add_marker(pytest.mark.skip(reason="the full stated counts: make test-long"))
+
+
+@pytest.fixture
+def seed() -> int:
+    """This run's seed; printed in the header and with a failure."""
+    print(f"BATON_TEST_SEED={SESSION_SEED}")  # noqa: T201  pytest shows it with the failure
+    return SESSION_SEED
+
+
+@pytest.fixture
+def scale() -> Callable[[int], int]:
+    """`scale(full)`: how many of a stated count this run does."""
+    return lambda full: full if LONG else math.ceil(full / 20)

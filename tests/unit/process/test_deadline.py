@@ -1,0 +1,33 @@
+"""Waits must end with the request's own budget, and only with that."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from process.deadline import Deadline
+from process.errors import DeadlineExceeded
+
+
+def test_left_never_negative_and_sooner_takes_the_nearer() -> None:
+    now = 100.0
+    deadline = Deadline.after(5, clock=lambda: now)
+    assert deadline.left_s() == 5
+    assert deadline.sooner(2).left_s() == 2
+    assert deadline.sooner(9).left_s() == 5
+    now = 106.0
+    assert deadline.left_s() == 0
+    assert deadline.expired
+
+
+async def test_timeout_names_what_was_waited_for() -> None:
+    with pytest.raises(DeadlineExceeded, match="the parcel"):
+        async with Deadline.after(0.01).timeout("the parcel"):
+            await asyncio.Event().wait()
+
+
+async def test_a_timeout_of_the_body_stays_its_own() -> None:
+    with pytest.raises(TimeoutError):
+        async with Deadline.after(60).timeout("outer"), asyncio.timeout(0.01):
+            await asyncio.Event().wait()

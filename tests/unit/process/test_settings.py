@@ -1,0 +1,84 @@
+"""A wrong key or value must stop the start with one line that names it; nothing may be ignored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from process import settings
+
+
+@dataclass(frozen=True)
+class Inner:
+    num_blocks: int = 4
+    """Blocks."""
+
+
+@dataclass(frozen=True)
+class Outer:
+    listen: str = "127.0.0.1:0"
+    """Address."""
+    timeout_s: float = 1.0
+    """Seconds."""
+    transport: Literal["shm", "nixl"] = "shm"
+    """Transport."""
+    names: tuple[str, ...] = ()
+    """Names."""
+    api_secret: str = ""
+    """Secret."""
+    limit: int | None = None
+    """Limit."""
+    inner: Inner = field(default_factory=Inner)
+    """Group."""
+
+    def __post_init__(self) -> None:
+        if self.timeout_s <= 0:
+            raise settings.SettingsError("timeout_s: must be above 0")
+
+
+def test_file_then_overrides(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text('timeout_s = 2\nnames = ["a"]\n[inner]\nnum_blocks = 7\n')
+    loaded = settings.load(
+        Outer, file=file, overrides=["inner.num_blocks=9", "listen=127.0.0.1:80", "limit=3"]
+    )
+    assert loaded == Outer("127.0.0.1:80", 2.0, "shm", ("a",), "", 3, Inner(9))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("timeuot_s=1", "unknown key 'timeuot_s', nearest is 'timeout_s'"),
+        ("inner.num_block=1", "unknown key 'num_block', nearest is 'num_blocks'"),
+        ("timeout_s=fast", "timeout_s: expected float, got 'fast'"),
+        ("timeout_s=-1", "timeout_s: must be above 0"),
+        ("inner=3", "inner: expected a group of keys"),
+        ("inner.num_blocks=true", "num_blocks: expected int, got True"),
+        ("inner.num_blocks=1.5", "num_blocks: expected int, got 1.5"),
+        ("transport=smoke", "transport: expected one of shm, nixl, got 'smoke'"),
+        ("names=a", "names: expected a list"),
+        ("listen", "write it as key=value"),
+        ("listen.port=3", "expected str"),
+    ],
+)
+def test_what_is_wrong_is_named(override: str, message: str) -> None:
+    with pytest.raises(settings.SettingsError, match=message.replace("(", r"\(")):
+        settings.load(Outer, overrides=[override])
+
+
+def test_broken_file_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text("timeout_s = [")
+    with pytest.raises(settings.SettingsError, match="cannot be read as TOML"):
+        settings.load(Outer, file=file)
+    with pytest.raises(settings.SettingsError, match=r"absent\.toml"):
+        settings.load(Outer, file=tmp_path / "absent.toml")
+
+
+def test_secrets_are_masked() -> None:
+    line = settings.to_json(Outer(api_secret="hunter2"))
+    assert "hunter2" not in line
+    assert '"api_secret": "***"' in line

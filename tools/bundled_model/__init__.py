@@ -1,0 +1,1 @@
+"""How the bundled demo checkpoints are made: corpus, tokenizer, training, evaluation, card."""
