@@ -1,0 +1,20 @@
+"""Errors of this package, by whose mistake they are.
+
+TokensError
+  TokenizerError      the checkpoint's: tokenizer files missing, broken or of no streamable kind
+  ChatTemplateError   the template's or the messages': none there, refused by it, output too long
+"""
+
+from __future__ import annotations
+
+
+class TokensError(Exception):
+    """Root. The message is one line that says what and, where there is one, the fix."""
+
+
+class TokenizerError(TokensError):
+    """The tokenizer's files cannot be used."""
+
+
+class ChatTemplateError(TokensError):
+    """These messages cannot be rendered."""
