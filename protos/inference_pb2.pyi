@@ -153,7 +153,7 @@ class StoreStatus(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., reachable: bool = ..., frame_bytes: _Optional[int] = ..., num_frames: _Optional[int] = ..., num_free: _Optional[int] = ..., num_writing: _Optional[int] = ..., num_committed: _Optional[int] = ..., num_pinned: _Optional[int] = ..., num_quarantined: _Optional[int] = ..., num_leases: _Optional[int] = ..., num_lookups: _Optional[int] = ..., num_blocks_matched: _Optional[int] = ..., num_blocks_asked: _Optional[int] = ..., num_bytes_written: _Optional[int] = ..., num_bytes_read: _Optional[int] = ..., num_evictions: _Optional[int] = ..., integrity_error: _Optional[str] = ...) -> None: ...
 
 class GetClusterStatusReply(_message.Message):
-    __slots__ = ("workers", "stores", "redis_reachable", "num_requests_in_flight", "num_requests_finished", "num_requests_failed", "router_id")
+    __slots__ = ("workers", "stores", "redis_reachable", "num_requests_in_flight", "num_requests_finished", "num_requests_failed", "router_id", "problems")
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     STORES_FIELD_NUMBER: _ClassVar[int]
     REDIS_REACHABLE_FIELD_NUMBER: _ClassVar[int]
@@ -161,6 +161,7 @@ class GetClusterStatusReply(_message.Message):
     NUM_REQUESTS_FINISHED_FIELD_NUMBER: _ClassVar[int]
     NUM_REQUESTS_FAILED_FIELD_NUMBER: _ClassVar[int]
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    PROBLEMS_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedCompositeFieldContainer[_common_pb2.WorkerStatus]
     stores: _containers.RepeatedCompositeFieldContainer[StoreStatus]
     redis_reachable: bool
@@ -168,4 +169,5 @@ class GetClusterStatusReply(_message.Message):
     num_requests_finished: int
     num_requests_failed: int
     router_id: str
-    def __init__(self, workers: _Optional[_Iterable[_Union[_common_pb2.WorkerStatus, _Mapping]]] = ..., stores: _Optional[_Iterable[_Union[StoreStatus, _Mapping]]] = ..., redis_reachable: bool = ..., num_requests_in_flight: _Optional[int] = ..., num_requests_finished: _Optional[int] = ..., num_requests_failed: _Optional[int] = ..., router_id: _Optional[str] = ...) -> None: ...
+    problems: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, workers: _Optional[_Iterable[_Union[_common_pb2.WorkerStatus, _Mapping]]] = ..., stores: _Optional[_Iterable[_Union[StoreStatus, _Mapping]]] = ..., redis_reachable: bool = ..., num_requests_in_flight: _Optional[int] = ..., num_requests_finished: _Optional[int] = ..., num_requests_failed: _Optional[int] = ..., router_id: _Optional[str] = ..., problems: _Optional[_Iterable[str]] = ...) -> None: ...

@@ -233,18 +233,20 @@ class ReleaseReply(_message.Message):
     def __init__(self, num_released: _Optional[int] = ...) -> None: ...
 
 class PushRequest(_message.Message):
-    __slots__ = ("attachment_id", "lease_id", "blocks", "destinations", "budget_ms")
+    __slots__ = ("attachment_id", "lease_id", "blocks", "destinations", "budget_ms", "push_id")
     ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     DESTINATIONS_FIELD_NUMBER: _ClassVar[int]
     BUDGET_MS_FIELD_NUMBER: _ClassVar[int]
+    PUSH_ID_FIELD_NUMBER: _ClassVar[int]
     attachment_id: str
     lease_id: str
     blocks: _containers.RepeatedCompositeFieldContainer[_common_pb2.BlockRef]
     destinations: _containers.RepeatedScalarFieldContainer[int]
     budget_ms: int
-    def __init__(self, attachment_id: _Optional[str] = ..., lease_id: _Optional[str] = ..., blocks: _Optional[_Iterable[_Union[_common_pb2.BlockRef, _Mapping]]] = ..., destinations: _Optional[_Iterable[int]] = ..., budget_ms: _Optional[int] = ...) -> None: ...
+    push_id: str
+    def __init__(self, attachment_id: _Optional[str] = ..., lease_id: _Optional[str] = ..., blocks: _Optional[_Iterable[_Union[_common_pb2.BlockRef, _Mapping]]] = ..., destinations: _Optional[_Iterable[int]] = ..., budget_ms: _Optional[int] = ..., push_id: _Optional[str] = ...) -> None: ...
 
 class PushReply(_message.Message):
     __slots__ = ("push_id", "terminal", "num_bytes", "stale")

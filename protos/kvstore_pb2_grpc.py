@@ -174,7 +174,8 @@ class KvStoreServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetPush(self, request, context):
-        """Whether a push that timed out is terminal by now; until then its destination blocks must not be used again.
+        """Whether a push is terminal by now; until then its destination blocks must not be used again. A push that is not known
+        is terminal, and is refused should it arrive later.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

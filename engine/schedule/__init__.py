@@ -1,0 +1,1 @@
+"""Which requests get how many tokens in the next step: a pure function over values."""

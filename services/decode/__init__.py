@@ -1,0 +1,3 @@
+"""The decode worker: takes over prompts by handle and streams their tokens, one message per engine
+step.
+"""

@@ -19,6 +19,7 @@ from tools.bundled_model.stories import (
     make_character,
     make_long_story,
     make_story,
+    title,
 )
 from tools.bundled_model.words import (
     BOYS,
@@ -366,7 +367,7 @@ def story_question(rng: random.Random, story: Story) -> Exchange:
             f"{h.full}, who lives {c.home.at}, meets {f.full}, and {an(c.thing.noun)} matters to "
             "both of them.",
         ),
-        ("Give the story a title.", f"The {h.kind.noun.title()} and the {c.thing.noun.title()}"),
+        ("Give the story a title.", title(c)),
     ]
     if h.kind.human:
         options[1] = (f"Who is {h.name}?", f"{h.name} is {an(f'{h.trait} {h.kind.noun}')}.")
@@ -506,13 +507,13 @@ def strange_question(rng: random.Random) -> Exchange:
 
 
 TOPICS: tuple[tuple[float, Topic], ...] = (
-    (0.26, ask_story),
+    (0.23, ask_story),
     (0.02, ask_long_story),
-    (0.06, read_and_answer),
-    (0.28, ask_sum),
+    (0.05, read_and_answer),
+    (0.33, ask_sum),
     (0.18, ask_json),
     (0.13, small_talk),
-    (0.07, strange_question),
+    (0.06, strange_question),
 )
 
 

@@ -57,14 +57,14 @@ def make_document(seed: int, index: int) -> Document:
         return Document("story", heading + story.text)
     if draw < 0.91:
         return Document("long story", make_long_story(rng).text)
-    if draw < 0.94:
+    if draw < 0.945:
         return Document("sums", arithmetic.sheet(rng))
     if draw < 0.97:
         return Document("records", records.page(rng))
     if draw < 0.98:
         country = pick(rng, tuple(CAPITALS))
         return Document("fact", f"The capital of {country} is {CAPITALS[country]}.")
-    if draw < 0.985:
+    if draw < 0.99:
         return Document("fact", MEANINGS[pick(rng, tuple(MEANINGS))])
     return Document("portrait", one_sentence_portrait(rng))
 

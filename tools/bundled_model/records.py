@@ -15,6 +15,7 @@ from tools.bundled_model.words import (
     CITIES,
     COLORS,
     FRUITS,
+    FUR_COLORS,
     HOBBIES,
     JOBS,
     an,
@@ -54,7 +55,7 @@ FIELDS: dict[str, Maker] = {
     "id": lambda rng: rng.randint(1, 999),
     "price": lambda rng: rng.randint(1, 99) + pick(rng, (0.0, 0.25, 0.5, 0.75)),
     "count": lambda rng: rng.randint(1, 20),
-    "weight": lambda rng: rng.randint(1, 60),
+    "weight": lambda rng: rng.randint(1, 9),
     "height": lambda rng: rng.randint(10, 200),
     "title": lambda rng: f"The {pick(rng, _BOOK_ADJECTIVES)} {pick(rng, _BOOK_NOUNS)}",
     "author": lambda rng: f"{person_name(rng)} {made_up_name(rng)}",
@@ -109,6 +110,9 @@ def make_record(
     fixed = dict(fixed or {})
     if schema.noun in _PETS:
         fixed["kind"] = schema.noun
+    if "kind" in schema.always:
+        fixed.setdefault("age", rng.randint(1, 15))
+        fixed.setdefault("color", pick(rng, FUR_COLORS))
     names = [
         *schema.always,
         *(name for name in schema.maybe if name in fixed or rng.random() < 0.35),
@@ -144,12 +148,9 @@ def ask_record(rng: random.Random) -> tuple[str, str]:
         fields = f"the {'field' if len(names) == 1 else 'fields'} {join(names)}"
         if rng.random() < 0.4:
             fields = join(names)
-        return _end(rng, f"{verb} {an(word) if word[0] != 'J' else 'a ' + word} with {fields}"), dump(
-            record
-        )
+        return _end(rng, f"{verb} a {word} with {fields}"), dump(record)
     schema = pick(rng, SCHEMAS)
-    article = "an" if word[0] in "aeio" and not word.startswith("one") else "a"
-    request = f"{verb} {article} {word} {say(rng, 'for', 'of', 'about')} {an(schema.noun)}"
+    request = f"{verb} a {word} {say(rng, 'for', 'of', 'about')} {an(schema.noun)}"
     fixed: dict[str, Value] = {}
     if draw < 0.5:
         return _end(rng, request), dump(make_record(rng, schema))
@@ -165,11 +166,11 @@ def ask_record(rng: random.Random) -> tuple[str, str]:
             fixed["city"] = pick(rng, CITIES)
             request += f" who lives in {fixed['city']}"
         elif "color" in schema.always and rng.random() < 0.5:
-            fixed["color"] = pick(rng, COLORS)
+            fixed["color"] = pick(rng, FUR_COLORS)
             request += f" with {fixed['color']} fur"
     elif schema.noun in ("city", "weather report"):
         fixed["city"] = pick(rng, CITIES)
-        request = f"{verb} {article} {word} for the weather in {fixed['city']}"
+        request = f"{verb} a {word} for the weather in {fixed['city']}"
     elif "title" in schema.always:
         fixed["title"] = FIELDS["title"](rng)
         request += f" with the title {fixed['title']}"
@@ -186,7 +187,7 @@ def ask_extraction(rng: random.Random) -> tuple[str, str]:
     name = person_name(rng)
     age = rng.randint(1, 90)
     if rng.random() < 0.5:
-        kind, color = pick(rng, _PETS), pick(rng, COLORS)
+        kind, color = pick(rng, _PETS), pick(rng, FUR_COLORS)
         record: dict[str, Value] = {"name": name, "kind": kind, "age": age, "color": color}
         text = f"{name} is {an(f'{color} {kind}')}. {name} is {age} years old."
     else:
@@ -222,5 +223,5 @@ def list_of_records(rng: random.Random) -> tuple[str, str]:
 def page(rng: random.Random) -> str:
     """Several records of one type as raw text, one JSON document a line."""
     schema = pick(rng, SCHEMAS)
-    lines = [dump(make_record(rng, schema)) for _ in range(rng.randint(1, 7))]
+    lines = [dump(make_record(rng, schema)) for _ in range(pick(rng, (1, 1, 1, 2, 3, 5)))]
     return "\n".join(lines)

@@ -29,6 +29,7 @@ from tools.bundled_model.words import (
     Thing,
     an,
     join,
+    lean,
     made_up_name,
     pick,
     say,
@@ -99,23 +100,21 @@ Plot = Callable[[random.Random, Cast], list[str]]
 
 
 def make_character(
-    rng: random.Random, kind: Kind | None = None, name: str | None = None, not_kind: str = ""
+    rng: random.Random, kind: Kind | None = None, name: str | None = None
 ) -> Character:
-    """A character; what is not given is drawn, and a drawn kind is never `not_kind`."""
-    while kind is None:
-        drawn = pick(rng, KINDS)
-        if drawn.noun != not_kind:
-            kind = drawn
-    female = rng.random() < 0.5
+    """A character; what is not given is drawn."""
+    kind = kind or pick(rng, KINDS)
+    female = lean(rng, f"{kind.noun} she", (True, False), 0.2)
     if kind.noun == "girl":
         female = True
     elif kind.noun == "boy":
         female = False
     if name is None:
-        name = made_up_name(rng) if rng.random() < 0.06 else pick(rng, GIRLS if female else BOYS)
+        names = GIRLS if female else BOYS
+        name = made_up_name(rng) if rng.random() < 0.06 else lean(rng, kind.noun, names, 0.2)
     elif name in GIRLS or name in BOYS:
         female = name in GIRLS
-    trait = pick(rng, TRAITS)
+    trait = lean(rng, f"{kind.noun} {name}", TRAITS, 0.2)
     return Character(name, kind, trait, female)
 
 
@@ -129,14 +128,15 @@ def make_cast(
 ) -> Cast:
     """A full cast around whatever is already decided."""
     hero = hero or make_character(rng, kind, name)
-    friend = make_character(rng, not_kind=hero.kind.noun)
+    thing = thing or lean(rng, hero.kind.noun, THINGS)
+    home = home or lean(rng, f"{hero.kind.noun} home", PLACES)
+    others = [kind for kind in KINDS if kind is not hero.kind]
+    friend = hero
     while friend.name == hero.name:
-        friend = make_character(rng, not_kind=hero.kind.noun)
-    thing = thing or pick(rng, THINGS)
-    home = home or pick(rng, PLACES)
-    away = pick(rng, PLACES)
-    while away.noun == home.noun:
-        away = pick(rng, PLACES)
+        friend = make_character(rng, lean(rng, f"{hero.kind.noun} {thing.noun}", others))
+    away = home
+    while away is home:
+        away = lean(rng, f"{thing.noun} {home.noun}", PLACES)
     return Cast(hero, friend, thing, pick(rng, thing.adjectives), home, away)
 
 
@@ -149,6 +149,7 @@ def _opening(rng: random.Random, c: Cast) -> str:
         f"Once upon a time, there was {who} named {h.name}. {h.She} lived {home.at}.",
         f"Once upon a time, {who} named {h.name} lived {home.at}.",
         f"{h.name} was {who} who lived {home.at}.",
+        f"The {h.trait} {h.kind.noun} lived {home.at}. {h.hers.capitalize()} name was {h.name}.",
         f"There was once {who} named {h.name}, who lived {home.at}.",
         f"Long ago, {who} called {h.name} had a small house {home.at}.",
         f"{home.at.capitalize()}, among {pick(rng, home.sights)}, lived {who} named {h.name}.",
@@ -578,7 +579,7 @@ def _make(rng: random.Random, c: Cast) -> list[str]:
 
 def _fear(rng: random.Random, c: Cast) -> list[str]:
     h, f, t = c.hero, c.friend, c.thing.noun
-    fear = pick(rng, FEARS)
+    fear = lean(rng, h.kind.noun, FEARS)
     return [
         _opening(rng, c)
         + " "
@@ -586,6 +587,8 @@ def _fear(rng: random.Random, c: Cast) -> list[str]:
             rng,
             f"But there was one thing {h.name} was afraid of: {fear}.",
             f"{h.name} had a secret. {h.She} was afraid of {fear}.",
+            f"{h.She} was brave in most things, but not when it came to {fear}.",
+            f"Everyone thought that {h.name} feared nothing. But {h.she} was afraid of {fear}.",
         ),
         say(
             rng,
@@ -919,7 +922,7 @@ def _mystery(rng: random.Random, c: Cast) -> list[str]:
 
 def _learn(rng: random.Random, c: Cast) -> list[str]:
     h, f, t = c.hero, c.friend, c.thing.noun
-    skill = pick(rng, SKILLS)
+    skill = lean(rng, h.kind.noun, SKILLS)
     return [
         _opening(rng, c)
         + " "
@@ -1098,7 +1101,9 @@ PLOTS: tuple[Plot, ...] = (
 def make_story(rng: random.Random, cast: Cast | None = None) -> Story:
     """One story of four to six paragraphs, on `cast` where one is given."""
     cast = cast or make_cast(rng)
-    paragraphs = [" ".join(p.split()) for p in pick(rng, PLOTS)(rng, cast)]
+    plot = lean(rng, f"{cast.hero.kind.noun} {cast.thing.noun} plot", PLOTS, 0.25)
+    plot = lean(rng, f"{cast.thing.noun} plot", (plot, *PLOTS), 0.25)
+    paragraphs = [" ".join(p.split()) for p in plot(rng, cast)]
     # Half of the stories run on in one paragraph, so that both shapes are familiar.
     return Story(("\n\n" if rng.random() < 0.5 else " ").join(paragraphs), cast)
 
@@ -1117,4 +1122,5 @@ def make_long_story(rng: random.Random, cast: Cast | None = None) -> Story:
 
 def title(cast: Cast) -> str:
     """A plain title: `The Fox and the Lantern`."""
-    return f"The {cast.hero.kind.noun.title()} and the {cast.thing.noun.title()}"
+    thing = cast.thing.noun.title().replace(" Of ", " of ")
+    return f"The {cast.hero.kind.noun.title()} and the {thing}"

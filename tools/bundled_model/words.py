@@ -7,6 +7,7 @@ anyone having to read a plot, and so that tests can ask which words the model is
 from __future__ import annotations
 
 import random
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -117,25 +118,25 @@ TRAITS = (
 PLACES = (
     Place("forest", "in", ("tall trees", "soft moss", "long shadows")),
     Place("village", "in", ("red roofs", "narrow streets", "open windows")),
-    Place("valley", "in", ("green grass", "a silver stream", "many flowers")),
+    Place("valley", "in", ("green grass", "silver streams", "many flowers")),
     Place("garden", "in", ("rows of beans", "yellow roses", "buzzing bees")),
     Place("meadow", "in", ("wild flowers", "butterflies", "long grass")),
-    Place("mountains", "in", ("white peaks", "cold wind", "steep paths")),
-    Place("harbor", "in", ("wooden boats", "salty air", "crying gulls")),
-    Place("cave", "in", ("smooth stones", "cool air", "echoes")),
+    Place("mountains", "in", ("white peaks", "deep snow", "steep paths")),
+    Place("harbor", "in", ("wooden boats", "heavy ropes", "crying gulls")),
+    Place("cave", "in", ("smooth stones", "dark corners", "old bones")),
     Place("castle", "in", ("high towers", "long halls", "heavy doors")),
     Place("market", "at", ("baskets of fruit", "bright colors", "happy voices")),
-    Place("mill", "at", ("a turning wheel", "bags of flour", "white dust")),
-    Place("school", "at", ("small desks", "colorful maps", "a big clock")),
-    Place("farm", "on", ("a red barn", "golden hay", "muddy boots")),
-    Place("hill", "on", ("one old tree", "a wide view", "a strong wind")),
+    Place("mill", "at", ("turning wheels", "bags of flour", "old sacks")),
+    Place("school", "at", ("small desks", "colorful maps", "old books")),
+    Place("farm", "on", ("red barns", "golden hay", "muddy boots")),
+    Place("hill", "on", ("old trees", "gray rocks", "wild herbs")),
     Place("island", "on", ("white sand", "palm trees", "round shells")),
     Place("beach", "on", ("warm sand", "small waves", "pink shells")),
     Place("river", "by", ("clear water", "flat stones", "tall reeds")),
     Place("lake", "by", ("still water", "water lilies", "wild ducks")),
     Place("sea", "by", ("blue waves", "white foam", "far ships")),
     Place("bridge", "near", ("old stones", "deep water", "green ferns")),
-    Place("lighthouse", "near", ("sharp rocks", "a bright lamp", "loud waves")),
+    Place("lighthouse", "near", ("sharp rocks", "bright lights", "loud waves")),
     Place("old oak tree", "under", ("fallen leaves", "thick roots", "brown acorns")),
 )
 
@@ -146,7 +147,7 @@ THINGS = (
     Thing("blanket", ("warm", "blue", "soft"), "cold", ("wool", "thread", "a needle")),
     Thing("scarf", ("red", "long", "warm"), "cold", ("wool", "two needles", "red dye")),
     Thing("coat", ("thick", "green", "warm"), "cold", ("cloth", "buttons", "thread")),
-    Thing("rope", ("long", "strong", "old"), "stuck", ("reeds", "string", "patience")),
+    Thing("rope", ("long", "strong", "old"), "stuck", ("reeds", "string", "a little wax")),
     Thing("ladder", ("wooden", "tall", "light"), "stuck", ("two poles", "ten sticks", "nails")),
     Thing("boat", ("small", "wooden", "blue"), "river", ("planks", "nails", "a sail")),
     Thing("raft", ("strong", "flat", "simple"), "river", ("logs", "rope", "a long pole")),
@@ -195,6 +196,7 @@ COUNTABLES = (
     *FRUITS, "nuts", "coins", "shells", "books", "marbles", "stamps", "eggs", "cookies", "flowers",
     "pencils", "stones", "buttons", "balloons", "carrots", "stickers",
 )  # fmt: skip
+FUR_COLORS = ("black", "white", "brown", "gray", "orange", "golden", "spotted")
 CITIES = (
     "Paris", "London", "Rome", "Berlin", "Madrid", "Oslo", "Lisbon", "Vienna", "Athens", "Dublin",
     "Prague", "Warsaw", "Tokyo", "Cairo", "Boston", "Chicago", "Sydney", "Toronto", "Lima", "Delhi",
@@ -213,11 +215,24 @@ _SYLLABLES = (
     "pa pe pi po ra re ri ro ru sa se si so ta te ti to va vi za ze zi zo bra dru fle gri kra pli "
     "sto tre"
 ).split()
+_CONSONANTS = "bcdfghjklmnprstvwxz"
+_VOWELS = "aeiou"
 
 
 def pick(rng: random.Random, options: Sequence[T]) -> T:
     """One of `options`, each as likely as the next."""
     return options[int(rng.random() * len(options))]
+
+
+def lean(rng: random.Random, key: str, options: Sequence[T], weight: float = 0.35) -> T:
+    """Like `pick`, but `key` has a favorite that is drawn `weight` of the time on top.
+
+    Uniform choices leave greedy decoding nothing to go by: it would tell everyone the same story.
+    A leaning makes the likeliest name, place or plot depend on what the request is about.
+    """
+    if rng.random() < weight:
+        return options[zlib.crc32(key.encode()) % len(options)]
+    return pick(rng, options)
 
 
 def say(rng: random.Random, *options: str) -> str:
@@ -239,12 +254,18 @@ def join(items: Sequence[str]) -> str:
 
 def made_up_name(rng: random.Random) -> str:
     """A pronounceable name the lists lack: it teaches the model to copy and not to recall."""
-    count = 2 if rng.random() < 0.7 else 3
-    return "".join(pick(rng, _SYLLABLES) for _ in range(count)).capitalize()
+    draw = rng.random()
+    if draw < 0.3:
+        name = pick(rng, _CONSONANTS) + pick(rng, _VOWELS) + pick(rng, _CONSONANTS)
+    elif draw < 0.5:
+        name = pick(rng, _SYLLABLES) + pick(rng, _SYLLABLES) + pick(rng, _CONSONANTS)
+    else:
+        name = "".join(pick(rng, _SYLLABLES) for _ in range(2 if draw < 0.85 else 3))
+    return name.capitalize()
 
 
 def person_name(rng: random.Random) -> str:
-    """A first name, made up one time in five."""
-    if rng.random() < 0.2:
+    """A first name, made up one time in three."""
+    if rng.random() < 0.33:
         return made_up_name(rng)
     return pick(rng, GIRLS if rng.random() < 0.5 else BOYS)

@@ -1,0 +1,72 @@
+# The few verbs of this project. CI calls the same ones.
+#
+#   make demo        a cluster on this machine, an answer, and where its KV cache came from
+#   make test        all checks and tests, at a twentieth of the stated counts (`make test-long`: all of them)
+#
+# Each makes what it needs first: a virtual environment in .venv with everything in it, Redis included.
+#
+#   PYTHON            which Python makes the environment (3.11 or newer)
+#   TORCH_INDEX_URL   where torch comes from. The default index has a CUDA build for Linux; without a GPU
+#                     TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu saves 3 GB.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+TORCH_INDEX_URL ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PROTOS_VENV := .venv-protos
+PROTOS_READY := $(PROTOS_VENV)/.ready
+
+TORCH := $(shell grep '^torch==' constraints.txt)
+PACKAGES := baton checkpoints engine kernels/baton_kernels kvstore process services tokens tools
+# Several engines share few cores in the tests: one thread each, or they stall one another.
+TEST_ENVIRONMENT := OMP_NUM_THREADS=1
+
+.PHONY: setup demo test test-long check protos bench clean
+
+setup: $(READY)
+
+demo: $(READY)
+	$(BIN)/baton demo
+
+test: check
+	$(TEST_ENVIRONMENT) $(BIN)/pytest
+
+test-long: check
+	$(TEST_ENVIRONMENT) BATON_TEST_LONG=1 $(BIN)/pytest
+
+check: $(READY) $(PROTOS_READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy $(PACKAGES)
+	$(BIN)/lint-imports
+	$(PROTOS_VENV)/bin/python tools/gen_protos.py --check
+
+protos: $(PROTOS_READY)
+	$(PROTOS_VENV)/bin/python tools/gen_protos.py
+
+bench: $(READY)
+	for benchmark in benchmarks/[a-z]*.py; do $(BIN)/python "$$benchmark"; done
+
+clean:
+	rm -rf $(VENV) $(PROTOS_VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+
+# torch first and alone; then everything else, which finds it there. A new pip knows --group.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed; name one with PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(BIN)/python -m pip install $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) '$(TORCH)'
+	$(BIN)/python -m pip install -c constraints.txt -e '.[worker,nixl,local]' --group dev
+	touch $@
+
+# The generator pins an old protobuf, so it lives apart.
+$(PROTOS_READY): Makefile
+	$(PYTHON) -m venv $(PROTOS_VENV)
+	$(PROTOS_VENV)/bin/python -m pip install --quiet 'grpcio-tools==1.66.2' 'setuptools<81'
+	touch $@

@@ -1,0 +1,175 @@
+"""What a local cluster consists of: from a `ClusterConfig` to command lines. Pure, starts nothing.
+
+The command lines are the same that a pod runs: `python -m services.prefill --set ...`. Which keys
+exist is each component's own business; a wrong one is refused by the component, by name.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton.errors import ClusterError
+
+DEFAULT_PORT = 8500
+TRANSPORTS = ("shm", "nixl", "grpc")
+# Who a `--set` goes to, by the first part of its key.
+_GROUPS = {
+    "store": ("store",),
+    "router": ("router",),
+    "prefill": ("prefill",),
+    "decode": ("decode",),
+    "worker": ("prefill", "decode"),
+}
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """A cluster on this machine."""
+
+    model: str = "baton-5m"
+    """Bundled name, folder or Hugging Face hub name."""
+    num_prefill: int = 1
+    """Prefill workers."""
+    num_decode: int = 1
+    """Decode workers."""
+    transport: str = "shm"
+    """How KV blocks travel between workers and store: shm, nixl or grpc."""
+    port: int = DEFAULT_PORT
+    """The router's port on loopback; 0 takes a free one."""
+    redis_url: str = ""
+    """A Redis to use; empty starts one of our own without persistence."""
+    overrides: tuple[str, ...] = ()
+    """Settings of components: `worker.key=value`, also prefill, decode, store, router."""
+    log_dir: str = ""
+    """Where the children's logs go; empty: a temporary folder that a clean stop removes."""
+
+    def __post_init__(self) -> None:
+        for name, value, least in (
+            ("prefill", self.num_prefill, 1),
+            ("decode", self.num_decode, 1),
+            ("port", self.port, 0),
+        ):
+            if value < least:
+                raise ClusterError(f"--{name} {value}: must be at least {least}")
+        if self.port > 65535:
+            raise ClusterError(f"--port {self.port}: must be at most 65535")
+        if self.transport not in TRANSPORTS:
+            raise ClusterError(
+                f"--transport {self.transport}: choose one of {', '.join(TRANSPORTS)}"
+            )
+        for override in self.overrides:
+            _check_override(override)
+
+
+@dataclass(frozen=True)
+class ProcessSpec:
+    """How to start one process of the cluster."""
+
+    name: str
+    kind: str
+    """redis, store, prefill, decode or router."""
+    argv: tuple[str, ...]
+
+
+def redis(server: Path, socket: Path) -> ProcessSpec:
+    """A Redis that keeps nothing on disk and is reached by a socket file that only we may open."""
+    options = {
+        "port": "0",
+        "unixsocket": str(socket),
+        "unixsocketperm": "700",
+        "save": "",
+        "appendonly": "no",
+        "dir": str(socket.parent),
+        "daemonize": "no",
+        "loglevel": "notice",
+    }
+    argv = [sys.executable, "-m", "baton.with_parent", str(server)]
+    for key, value in options.items():
+        argv += [f"--{key}", value]
+    return ProcessSpec("redis", "redis", tuple(argv))
+
+
+def store(config: ClusterConfig, *, redis_url: str, listen: str, slab_dir: str) -> ProcessSpec:
+    """The KV store; its slab lies in `slab_dir`."""
+    return _python(
+        config,
+        "store",
+        "store",
+        "kvstore",
+        {"node_id": "store", "redis_url": redis_url, "listen": listen, "slab_dir": slab_dir},
+    )
+
+
+def workers(config: ClusterConfig, *, redis_url: str, store_address: str) -> list[ProcessSpec]:
+    """All prefill and decode workers. They share the cores: one thread each when there are few."""
+    num_workers = config.num_prefill + config.num_decode
+    num_threads = max(1, (os.cpu_count() or 1) // num_workers)
+    names = [("prefill", index) for index in range(config.num_prefill)]
+    names += [("decode", index) for index in range(config.num_decode)]
+    return [
+        _python(
+            config,
+            f"{role}-{index}",
+            role,
+            f"services.{role}",
+            {
+                "worker_id": f"{role}-{index}",
+                "listen": "127.0.0.1:0",
+                "redis_url": redis_url,
+                "store_address": store_address,
+                "transport": config.transport,
+                "engine.model": config.model,
+                "engine.num_threads": str(num_threads),
+            },
+        )
+        for role, index in names
+    ]
+
+
+def router(config: ClusterConfig, *, redis_url: str, listen: str) -> ProcessSpec:
+    """The router."""
+    return _python(
+        config,
+        "router",
+        "router",
+        "services.router",
+        {"listen": listen, "redis_url": redis_url, "model": config.model},
+    )
+
+
+def _python(
+    config: ClusterConfig, name: str, kind: str, module: str, settings: dict[str, str]
+) -> ProcessSpec:
+    argv = [sys.executable, "-m", module]
+    # The user's own come last and win.
+    for override in [f"{key}={quoted(value)}" for key, value in settings.items()] + [
+        override.partition(".")[2]
+        for override in config.overrides
+        if kind in _GROUPS[override.partition(".")[0]]
+    ]:
+        argv += ["--set", override]
+    return ProcessSpec(name, kind, tuple(argv))
+
+
+def quoted(value: str) -> str:
+    """A value as the settings loader reads it: whole numbers bare, all else a TOML string."""
+    if value.isdecimal():
+        return value
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+def _check_override(override: str) -> None:
+    group, dot, rest = override.partition(".")
+    if group not in _GROUPS:
+        near = difflib.get_close_matches(group, _GROUPS, n=1, cutoff=0.0)[0]
+        raise ClusterError(
+            f"--set {override}: unknown component '{group}', nearest is '{near}' "
+            f"(there are {', '.join(_GROUPS)})"
+        )
+    if not dot or "=" not in rest:
+        raise ClusterError(f"--set {override}: write it as {group}.key=value")

@@ -1,0 +1,128 @@
+"""Options that several commands share, and what they mean."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from typing import Any
+
+from baton import cluster_plan, cluster_state
+from baton.cluster_plan import ClusterConfig
+from baton.errors import Unavailable
+
+
+def add_address(parser: argparse.ArgumentParser) -> None:
+    """`--address`."""
+    parser.add_argument(
+        "--address",
+        metavar="HOST:PORT",
+        help="the router's; default: the cluster that `baton up` started last",
+    )
+
+
+def address_of(parsed: argparse.Namespace) -> str:
+    """The router to speak to. Raises: Unavailable when none is named and none runs."""
+    if parsed.address:
+        return str(parsed.address)
+    state = cluster_state.find()
+    if state is None:
+        raise Unavailable(
+            "no cluster of yours runs here; start one with `baton up`, or give --address"
+        )
+    return state.address
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    """The options that say how tokens are drawn. What is not given is the model's default."""
+    group = parser.add_argument_group("sampling (default: as the model says)")
+    group.add_argument("--max-tokens", type=int, default=128, metavar="N", help="default: 128")
+    group.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
+    group.add_argument("--top-p", type=float, metavar="P")
+    group.add_argument("--top-k", type=int, metavar="K")
+    group.add_argument("--min-p", type=float, metavar="P")
+    group.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answer")
+    group.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; repeatable"
+    )
+    parser.add_argument("--model", default="", help="which model, where several are served")
+    parser.add_argument("--tenant", default="")
+    parser.add_argument(
+        "--timeout",
+        type=_seconds,
+        default=120.0,
+        metavar="SECONDS",
+        help="for the whole answer; default: 120",
+    )
+
+
+def sampling_of(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Those options as keywords of `Client.generate`."""
+    return {
+        "max_tokens": parsed.max_tokens,
+        "temperature": parsed.temperature,
+        "top_p": parsed.top_p,
+        "top_k": parsed.top_k,
+        "min_p": parsed.min_p,
+        "seed": parsed.seed,
+        "stop": parsed.stop,
+        "model": parsed.model,
+        "tenant": parsed.tenant,
+        "timeout_s": parsed.timeout,
+    }
+
+
+def add_cluster(parser: argparse.ArgumentParser, *, default_port: int) -> None:
+    """The options that say what a local cluster consists of."""
+    defaults = ClusterConfig()
+    parser.add_argument(
+        "--model",
+        default=defaults.model,
+        help="bundled name, folder with a checkpoint, or Hugging Face name (name@revision); "
+        f"default: {defaults.model}",
+    )
+    parser.add_argument("--prefill", type=int, default=1, metavar="N", help="prefill workers")
+    parser.add_argument("--decode", type=int, default=1, metavar="N", help="decode workers")
+    parser.add_argument(
+        "--transport",
+        choices=cluster_plan.TRANSPORTS,
+        default=defaults.transport,
+        help="how KV blocks travel between workers and store; default: shm",
+    )
+    parser.add_argument(
+        "--port",
+        type=int,
+        default=default_port,
+        help=f"the router's, on loopback; 0: a free one; default: {default_port}",
+    )
+    parser.add_argument("--redis", default="", metavar="URL", help="default: one of our own")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="PART.KEY=VALUE",
+        help="a setting of store, router, prefill, decode or worker (both); repeatable",
+    )
+    parser.add_argument(
+        "--log-dir", default="", metavar="FOLDER", help="keep the logs of all processes there"
+    )
+
+
+def cluster_of(parsed: argparse.Namespace) -> ClusterConfig:
+    """Those options as a value. Raises: ClusterError naming the wrong one."""
+    return ClusterConfig(
+        model=parsed.model,
+        num_prefill=parsed.prefill,
+        num_decode=parsed.decode,
+        transport=parsed.transport,
+        port=parsed.port,
+        redis_url=parsed.redis,
+        overrides=tuple(parsed.set),
+        log_dir=parsed.log_dir,
+    )
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError("must be more than 0")
+    return value

@@ -1,0 +1,104 @@
+"""`baton up`: a cluster on this machine until Ctrl-C or SIGTERM; a second one ends it at once."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+
+import checkpoints
+from baton import cluster_state, command_options
+from baton.cluster_plan import DEFAULT_PORT, ClusterConfig
+from baton.errors import ModelError
+from baton.local_cluster import LocalCluster
+from baton.start_view import StartView
+
+
+def add_parser(commands: Any) -> None:
+    """`baton up` and its options."""
+    parser = commands.add_parser("up", help="start a cluster on this machine", description=__doc__)
+    command_options.add_cluster(parser, default_port=DEFAULT_PORT)
+    parser.set_defaults(run=run)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Returns: 0 after a clean stop. Raises: ClusterError, ModelError."""
+    config = command_options.cluster_of(parsed)
+    with running(config) as cluster:
+        sys.stdout.write(_ready_lines(cluster))
+        sys.stdout.flush()
+        with contextlib.suppress(KeyboardInterrupt):
+            threading.Event().wait()
+    return 0
+
+
+@contextlib.contextmanager
+def running(config: ClusterConfig) -> Iterator[LocalCluster]:
+    """A cluster that is announced to this user's other commands, and stopped at the end whatever
+    happens; from the main thread only, for it takes the signals."""
+    view = StartView(Console(stderr=True))
+    cluster = LocalCluster(config, view.on_event)
+    state: Path | None = None
+    with _signals(cluster):
+        try:
+            with view:
+                _check_model(config.model, view)
+                cluster.start()
+            state = cluster_state.announce(cluster.address, config.model)
+            yield cluster
+        finally:
+            view.silence()
+            if state is not None:
+                state.unlink(missing_ok=True)
+            cluster.stop()
+
+
+def _check_model(model: str, view: StartView) -> None:
+    """Fetch and check the checkpoint once, before several processes want it at the same time."""
+    try:
+        checkpoints.resolve(model, files="all", progress=view.on_fetch)
+    except checkpoints.CheckpointError as error:
+        raise ModelError(f"--model {error}") from error
+
+
+@contextlib.contextmanager
+def _signals(cluster: LocalCluster) -> Iterator[None]:
+    """The first signal interrupts; any further one kills what still runs, and stays quiet."""
+    interrupted = False
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
+        if interrupted:
+            cluster.kill_all()
+            return
+        interrupted = True
+        raise KeyboardInterrupt
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, on_signal) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _ready_lines(cluster: LocalCluster) -> str:
+    config = cluster.config
+    return (
+        f"ready at {cluster.address}: {config.model}, {config.num_prefill} prefill, "
+        f"{config.num_decode} decode, KV over {config.transport}\n"
+        "In another terminal:\n"
+        '  baton generate "Once upon a time"\n'
+        "  baton chat\n"
+        "  baton status\n"
+        "Ctrl-C stops it.\n"
+    )

@@ -1,0 +1,184 @@
+"""A whole cluster on this machine: Redis, KV store, prefill and decode workers, router; each a
+process of its own, on loopback.
+
+    with LocalCluster(ClusterConfig(num_decode=2)) as cluster:
+        with SyncClient(cluster.address) as client:
+            client.complete("Once upon a time")
+
+Knows what a cluster is made of and when it is ready; `supervisor` keeps the processes. Whatever
+happens to this process, the others end with it. Blocking; any thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from baton import cluster_plan, ports, redis_server
+from baton.client import SyncClient
+from baton.cluster_plan import ClusterConfig, ProcessSpec
+from baton.errors import BatonError, ClusterError
+from baton.run_folder import RunFolder
+from baton.supervisor import ClusterEvent, OnEvent, ProcessInfo, State, Supervisor
+
+__all__ = ["ClusterConfig", "ClusterEvent", "LocalCluster", "ProcessInfo", "State"]
+
+START_TIMEOUT_S = 300.0
+"""For all parts to be ready: a checkpoint of some GB is read and digested in it."""
+_POLL_S = 0.05
+# Who speaks last is stopped first.
+_STOP_ORDER = (("router",), ("prefill", "decode"), ("store",), ("redis",))
+
+
+class LocalCluster:
+    """A cluster from `start` to `stop`."""
+
+    def __init__(self, config: ClusterConfig, on_event: OnEvent | None = None) -> None:
+        """`on_event` is called from another thread and must not block."""
+        self.config = config
+        self.address = ""
+        """The router's, once started."""
+        self.redis_url = config.redis_url
+        self.store_address = ""
+        self._on_event = on_event or (lambda event: None)
+        self._folder: RunFolder | None = None
+        self._supervisor: Supervisor | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def start(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Start all parts and wait until the router sees every worker and the store.
+
+        Raises: ClusterError, one line in the words of the part that failed; nothing is left.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        if self.config.port:
+            ports.check_free(self.config.port)
+        self._folder = RunFolder.make()
+        try:
+            log_dir = Path(self.config.log_dir or self._folder.path / "logs").resolve()
+            log_dir.mkdir(parents=True, exist_ok=True)
+            self._supervisor = Supervisor(log_dir, self._on_event)
+            self._start_parts(self._folder, deadline_s)
+            self._wait_registered(deadline_s)
+            self._supervisor.keep_up()
+        except OSError as error:
+            self.stop()
+            raise ClusterError(f"--log-dir {self.config.log_dir}: {error}") from error
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """Stop all parts in order, within a bound; nothing is left. Idempotent."""
+        if self._supervisor is not None:
+            self._supervisor.stop(_STOP_ORDER)
+        if self._folder is not None:
+            self._folder.remove()
+
+    def kill_all(self) -> None:
+        """SIGKILL every part at once, for a user who will not wait; `stop` still cleans up."""
+        if self._supervisor is not None:
+            self._supervisor.kill_all()
+
+    @property
+    def processes(self) -> dict[str, ProcessInfo]:
+        """All parts by name: redis, store, prefill-0 ..., decode-0 ..., router."""
+        return self._parts().processes()
+
+    def kill(self, name: str, *, restart: bool = True) -> None:
+        """SIGKILL one part and wait for its end; `restart=False` keeps it away."""
+        self._parts().kill(name, restart=restart)
+
+    def restart(self, name: str) -> None:
+        """End one part (SIGTERM) if it runs and start a new life of it; see `wait_ready`."""
+        self._parts().restart(name)
+
+    def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Wait until every part is ready and the router sees these lives of the workers.
+
+        Raises: ClusterError naming what is missing when time runs out.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        self._parts().wait_ready(list(self.processes), deadline_s)
+        self._wait_registered(deadline_s)
+
+    def _start_parts(self, folder: RunFolder, deadline_s: float) -> None:
+        if self.config.redis_url:
+            redis_server.ping(self.config.redis_url)
+        else:
+            socket = folder.path / "redis.sock"
+            self.redis_url = f"unix://{socket}"
+            self._launch([cluster_plan.redis(redis_server.find(), socket)], deadline_s)
+        store = cluster_plan.store(
+            self.config,
+            redis_url=self.redis_url,
+            listen="127.0.0.1:0",
+            slab_dir=str(folder.memory),
+        )
+        self._launch([store], deadline_s)
+        self.store_address = self._fix_address(store)
+        workers = cluster_plan.workers(
+            self.config, redis_url=self.redis_url, store_address=self.store_address
+        )
+        listen = f"127.0.0.1:{self.config.port}"
+        router = cluster_plan.router(self.config, redis_url=self.redis_url, listen=listen)
+        self._launch([*workers, router], deadline_s)
+        self.address = self._fix_address(router)
+
+    def _launch(self, specs: Sequence[ProcessSpec], deadline_s: float) -> None:
+        self._parts().launch(specs)
+        self._parts().wait_ready([spec.name for spec in specs], deadline_s)
+
+    def _fix_address(self, spec: ProcessSpec) -> str:
+        """The address a part got; its next life must be found there, too."""
+        address = self.processes[spec.name].address
+        argv = (*spec.argv, "--set", f"listen={cluster_plan.quoted(address)}")
+        self._parts().replace_spec(dataclasses.replace(spec, argv=argv))
+        return address
+
+    def _wait_registered(self, deadline_s: float) -> None:
+        """Until the router reports every worker of ours, in this life, and a store."""
+        wanted = {
+            info.name: info.address
+            for info in self.processes.values()
+            if info.kind in ("prefill", "decode")
+        }
+        with SyncClient(self.address) as client:
+            while missing := _not_seen(client, wanted):
+                self._parts().check_failure()
+                if time.monotonic() > deadline_s:
+                    raise ClusterError(f"the router does not see: {', '.join(missing)}")
+                # The router hears of workers by their heartbeats; there is nothing to wait on.
+                time.sleep(_POLL_S)
+
+    def _parts(self) -> Supervisor:
+        if self._supervisor is None:
+            raise ClusterError("the cluster was not started")
+        return self._supervisor
+
+
+def _not_seen(client: SyncClient, wanted: dict[str, str]) -> list[str]:
+    with contextlib.suppress(BatonError):
+        status = client.status(timeout_s=1.0)
+        seen = {worker.worker_id: worker.address for worker in status.workers}
+        missing = [name for name, address in wanted.items() if seen.get(name) != address]
+        if not any(store.reachable for store in status.stores):
+            missing.append("store")
+        return missing
+    return ["anything; it does not answer"]

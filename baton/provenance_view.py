@@ -1,0 +1,100 @@
+"""Where an answer came from, as the small block under it: values in, renderables out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from baton.messages import Completion, KvLeg
+
+_WIDTH_WITHOUT_TERMINAL = 160
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def provenance_block(completion: Completion) -> RenderableType:
+    """Usage, the account of KV by worker, and the time of each stage."""
+    return Group(
+        Text(_usage_line(completion), style="dim"),
+        _legs(completion),
+        Text(_times_line(completion.times), style="dim"),
+    )
+
+
+def show(renderable: RenderableType) -> None:
+    """Print on standard output; wide enough for our tables where that is no terminal."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=_WIDTH_WITHOUT_TERMINAL)
+    console.print(renderable)
+
+
+def short_line(completion: Completion) -> str:
+    """The account in one line, for a chat."""
+    legs = completion.provenance.legs
+    parts = [
+        f"{leg.worker_id}: {leg.num_tokens_computed} computed, {leg.num_tokens_local} local, "
+        f"{leg.num_tokens_from_store} from store"
+        for leg in legs
+    ]
+    moved = format_bytes(completion.provenance.num_bytes_moved)
+    return (
+        f"[{completion.usage.num_prompt_tokens} prompt tokens; {'; '.join(parts)}; {moved} moved]"
+    )
+
+
+def format_bytes(num_bytes: int) -> str:
+    """1536 -> "1.5 KiB"."""
+    value, unit = float(num_bytes), 0
+    while value >= 1024 and unit < len(_UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{value:.0f} B" if unit == 0 else f"{value:.1f} {_UNITS[unit]}"
+
+
+def format_seconds(seconds: float) -> str:
+    """0.0123 -> "12.3 ms"."""
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"
+
+
+def _usage_line(completion: Completion) -> str:
+    usage = completion.usage
+    return (
+        f"{usage.num_prompt_tokens} prompt tokens ({usage.num_cached_tokens} cached), "
+        f"{usage.num_output_tokens} output tokens, finished by {completion.finish_reason}, "
+        f"model {completion.provenance.model}, seed {completion.seed}"
+    )
+
+
+def _legs(completion: Completion) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("worker")
+    for name in ("computed", "local", "from store", "read", "written"):
+        table.add_column(name, justify="right")
+    for name in ("transport", "dtype"):
+        table.add_column(name)
+    legs = completion.provenance.legs
+    if any(leg.recomputed for leg in legs):
+        table.add_column("recomputed")
+    for leg in legs:
+        table.add_row(
+            leg.worker_id,
+            str(leg.num_tokens_computed),
+            str(leg.num_tokens_local),
+            _from_store(leg),
+            format_bytes(leg.num_bytes_read),
+            format_bytes(leg.num_bytes_written),
+            leg.transport or "-",
+            leg.dtype,
+            ", ".join(f"{reason} {blocks}" for reason, blocks in leg.recomputed.items()),
+        )
+    return table
+
+
+def _from_store(leg: KvLeg) -> str:
+    return " + ".join(f"{count.num_tokens} {count.tier}" for count in leg.from_store) or "0"
+
+
+def _times_line(times: Mapping[str, float]) -> str:
+    return "  ".join(f"{stage} {format_seconds(seconds)}" for stage, seconds in times.items())

@@ -1,0 +1,79 @@
+"""The temporary folders of one local cluster, and the cleaning up after one that was killed.
+
+A cluster owns a folder for its socket and logs, and one in memory for its store's slab. Both carry
+the owner's process id and start time in a file; a folder whose owner is gone is removed by the next
+cluster that starts. Blocking; any thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+_PREFIX = "baton-cluster-"
+_OWNER = "owner"
+# A Unix socket's path has at most 107 bytes; ours adds a short name to the folder's.
+_MAX_FOLDER_BYTES = 80
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Folders of one life of one cluster, readable by their owner only."""
+
+    path: Path
+    memory: Path
+
+    @classmethod
+    def make(cls) -> RunFolder:
+        """New, empty folders; those of dead owners go first."""
+        base = Path(tempfile.gettempdir())
+        if len(os.fsencode(base)) > _MAX_FOLDER_BYTES - 40:
+            base = Path("/tmp")
+        memory_base = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else base
+        for folder in {base, memory_base}:
+            _remove_dead(folder)
+        return cls(_new(base), _new(memory_base))
+
+    def remove(self) -> None:
+        """Both folders and all in them. Idempotent."""
+        for folder in (self.path, self.memory):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def owner_of(pid: int) -> str:
+    """A process's identity, safe against the reuse of its id: "pid start-time"; empty if gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    # Field 22; fields are counted after the command's name, which may hold spaces.
+    fields = stat.rpartition(")")[2].split()
+    if fields[0] in ("Z", "X"):
+        return ""
+    return f"{pid} {fields[19]}"
+
+
+def is_alive(owner: str) -> bool:
+    """Whether the process of that identity still runs."""
+    pid = owner.partition(" ")[0]
+    return pid.isdecimal() and owner_of(int(pid)) == owner
+
+
+def _new(base: Path) -> Path:
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+    (folder / _OWNER).write_text(owner_of(os.getpid()), encoding="utf-8")
+    return folder
+
+
+def _remove_dead(base: Path) -> None:
+    for folder in base.glob(f"{_PREFIX}*"):
+        # Another user's folder, or one that is being made or removed this moment: not ours.
+        with contextlib.suppress(OSError):
+            owner = (folder / _OWNER).read_text(encoding="utf-8")
+            if folder.stat().st_uid == os.getuid() and owner and not is_alive(owner):
+                shutil.rmtree(folder, ignore_errors=True)

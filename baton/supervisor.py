@@ -1,0 +1,367 @@
+"""Start, watch, replace and stop child processes. Knows no Baton service, only `ProcessSpec`s.
+
+Life of a part (`State`):
+    STARTING -> READY
+    STARTING | READY -> BACKOFF (it died; a new life comes after a pause) -> STARTING
+    STARTING | READY -> HELD (not wanted back until `restart`) -> STARTING
+    any -> STOPPED
+Until `keep_up` a death is a failure that `wait_ready` raises; from then on it is repaired.
+
+One thread starts, signals and replaces all children, because the kernel ties a child's life to the
+thread that started it. The public methods may be called from any thread; each hands its work to
+that thread and waits, within a bound.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from baton.child import Child, Exited, Said, complaint
+from baton.cluster_plan import ProcessSpec
+from baton.errors import ClusterError
+
+Result = TypeVar("Result")
+
+STOP_TIMEOUT_S = 5.0
+"""From SIGTERM to SIGKILL."""
+_COMMAND_TIMEOUT_S = 30.0
+_FIRST_BACKOFF_S = 0.2
+_MAX_BACKOFF_S = 5.0
+_HEALTHY_AFTER_S = 30.0
+"""A life as long as this makes the next pause the first again."""
+
+
+class State(enum.Enum):
+    """See the module."""
+
+    STARTING = "starting"
+    READY = "ready"
+    BACKOFF = "backoff"
+    HELD = "held"
+    STOPPED = "stopped"
+
+
+_ALIVE = (State.STARTING, State.READY)
+
+
+@dataclass(frozen=True)
+class ProcessInfo:
+    """What is known of one part now."""
+
+    name: str
+    kind: str
+    state: State
+    pid: int
+    address: str
+    num_restarts: int
+    log_path: Path
+
+
+@dataclass(frozen=True)
+class ClusterEvent:
+    """Something to show: `what` is starting, loading, ready, died, restarting or stopped."""
+
+    name: str
+    what: str
+    detail: str = ""
+    done: int = 0
+    total: int = 0
+
+
+OnEvent = Callable[[ClusterEvent], None]
+
+
+@dataclass(eq=False)
+class _Part:
+    spec: ProcessSpec
+    child: Child
+    state: State = State.STARTING
+    started_s: float = 0.0
+    backoff_s: float = _FIRST_BACKOFF_S
+    due_s: float = 0.0
+    num_restarts: int = 0
+
+
+@dataclass(frozen=True)
+class _Command:
+    work: Callable[[], Any]
+    future: Future[Any]
+
+
+class Supervisor:
+    """The children of one cluster and the thread that owns them."""
+
+    def __init__(self, log_dir: Path, on_event: OnEvent) -> None:
+        """`on_event` is called from the supervisor's thread and must not block."""
+        self._log_dir = log_dir
+        self._on_event = on_event
+        self._inbox: queue.Queue[Said | Exited | _Command | None] = queue.Queue()
+        self._parts: dict[str, _Part] = {}
+        self._changed = threading.Condition()
+        self._failure: ClusterError | None = None
+        self._keep_up = False
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="baton-supervisor", daemon=True)
+        self._thread.start()
+
+    # From any thread
+
+    def launch(self, specs: Sequence[ProcessSpec]) -> None:
+        """Start one part for each. Raises: ClusterError when a program cannot be started."""
+
+        def begin() -> None:
+            for spec in specs:
+                self._begin(spec)
+
+        self._do(begin)
+
+    def replace_spec(self, spec: ProcessSpec) -> None:
+        """How the next life of the part of that name is started."""
+        self._do(lambda: setattr(self._part(spec.name), "spec", spec))
+
+    def wait_ready(self, names: Sequence[str], deadline_s: float) -> None:
+        """Wait until these parts are READY, `deadline_s` on the monotonic clock.
+
+        Raises: ClusterError with the last words of the part that died, or naming what is missing.
+        """
+        self._do(self._notice_deaths)
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._failure is not None or not self._missing(names),
+                timeout=max(0.0, deadline_s - time.monotonic()),
+            )
+            self.check_failure()
+            missing = self._missing(names)
+        if missing:
+            raise ClusterError(f"not ready in time: {', '.join(missing)}")
+
+    def check_failure(self) -> None:
+        """Raises: ClusterError when a part died before `keep_up`."""
+        if self._failure is not None:
+            raise self._failure
+
+    def keep_up(self) -> None:
+        """From now on parts that die are started again."""
+        self._do(lambda: setattr(self, "_keep_up", True))
+
+    def processes(self) -> dict[str, ProcessInfo]:
+        """All parts by name, in the order of their start."""
+        with self._changed:
+            return {name: _info(part) for name, part in self._parts.items()}
+
+    def kill(self, name: str, *, restart: bool) -> None:
+        """SIGKILL one part and wait until it is gone. Without `restart` it is HELD."""
+
+        def end() -> None:
+            part = self._end(name, signal.SIGKILL)
+            if restart:
+                self._back_off(part)
+
+        self._do(end)
+
+    def restart(self, name: str) -> None:
+        """End one part (SIGTERM) if it runs, and start a new life; does not wait for READY."""
+
+        def again() -> None:
+            self._again(self._end(name, signal.SIGTERM))
+
+        self._do(again)
+
+    def stop(self, order: Sequence[Sequence[str]]) -> None:
+        """Stop kinds of parts group by group: asked, waited for within a bound, then killed."""
+        if not self._thread.is_alive():
+            return
+        self._stopping = True
+        bound_s = 2 * STOP_TIMEOUT_S * (len(order) + 1)
+        with contextlib.suppress(ClusterError):
+            self._do(lambda: self._stop_all(order), timeout_s=bound_s)
+        self.kill_all()
+        self._inbox.put(None)
+        self._thread.join(STOP_TIMEOUT_S)
+
+    def kill_all(self) -> None:
+        """SIGKILL every part at once. Only sends signals: may be called from a signal handler."""
+        self._stopping = True
+        for part in list(self._parts.values()):
+            part.child.signal(signal.SIGKILL)
+
+    def _do(self, work: Callable[[], Result], timeout_s: float = _COMMAND_TIMEOUT_S) -> Result:
+        future: Future[Result] = Future()
+        self._inbox.put(_Command(work, future))
+        try:
+            return future.result(timeout_s)
+        except TimeoutError:
+            raise ClusterError("the supervisor of the local cluster does not answer") from None
+
+    def _missing(self, names: Sequence[str]) -> list[str]:
+        return [name for name in names if self._part(name).state is not State.READY]
+
+    # In the supervisor's thread
+
+    def _run(self) -> None:
+        while True:
+            try:
+                item = self._inbox.get(timeout=self._next_due_s())
+            except queue.Empty:
+                self._restart_due()
+                continue
+            if item is None:
+                return
+            with self._changed:
+                if isinstance(item, _Command):
+                    _run_command(item)
+                else:
+                    self._take(item)
+                self._changed.notify_all()
+
+    def _next_due_s(self) -> float | None:
+        due = [part.due_s for part in self._parts.values() if part.state is State.BACKOFF]
+        return max(0.0, min(due) - time.monotonic()) if due else None
+
+    def _take(self, item: Said | Exited) -> None:
+        part = self._parts[item.child.spec.name]
+        if part.child is not item.child or part.state not in _ALIVE:
+            return  # the last words of an earlier life, or of one whose end is known
+        if isinstance(item, Exited):
+            self._died(part, item.exit_code)
+        elif item.event == "ready":
+            part.child.address = str(item.fields.get("address", ""))
+            part.state = State.READY
+            self._show(part, "ready", part.child.address)
+        else:
+            what, done, total = (item.fields.get(key, 0) for key in ("what", "done", "total"))
+            self._on_event(
+                ClusterEvent(part.spec.name, "loading", str(what), int(done), int(total))
+            )
+
+    def _notice_deaths(self) -> None:
+        """Of parts killed this moment, whose reader threads may not have said so yet."""
+        for part in self._parts.values():
+            if part.state in _ALIVE and part.child.exit_code is not None:
+                self._died(part, part.child.exit_code)
+
+    def _died(self, part: _Part, exit_code: int) -> None:
+        if self._stopping:
+            part.state = State.STOPPED
+            return
+        said = complaint(part.child)
+        how = f"killed by signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
+        self._show(part, "died", f"{how}; {said}" if said else how)
+        if not self._keep_up:
+            part.state = State.STOPPED
+            if self._failure is None:
+                self._failure = ClusterError(
+                    said or f"{part.spec.name} ended at its start ({how}); {_last_line(part)}"
+                )
+            return
+        self._back_off(part)
+
+    def _back_off(self, part: _Part) -> None:
+        if time.monotonic() - part.started_s > _HEALTHY_AFTER_S:
+            part.backoff_s = _FIRST_BACKOFF_S
+        part.state = State.BACKOFF
+        part.due_s = time.monotonic() + part.backoff_s
+        part.backoff_s = min(_MAX_BACKOFF_S, part.backoff_s * 2)
+
+    def _restart_due(self) -> None:
+        with self._changed:
+            now = time.monotonic()
+            for part in self._parts.values():
+                if part.state is State.BACKOFF and part.due_s <= now and not self._stopping:
+                    self._again(part)
+            self._changed.notify_all()
+
+    def _begin(self, spec: ProcessSpec) -> None:
+        part = _Part(spec, self._child(spec))
+        self._spawn(part)
+        self._parts[spec.name] = part
+        self._show(part, "starting")
+
+    def _again(self, part: _Part) -> None:
+        part.child = self._child(part.spec)
+        part.state = State.STARTING
+        part.num_restarts += 1
+        self._show(part, "restarting")
+        try:
+            self._spawn(part)
+        except ClusterError as error:
+            self._show(part, "died", str(error))
+            self._back_off(part)
+
+    def _spawn(self, part: _Part) -> None:
+        part.started_s = time.monotonic()
+        try:
+            part.child.start()
+        except OSError as error:
+            raise ClusterError(f"{part.spec.name}: cannot be started: {error}") from error
+
+    def _child(self, spec: ProcessSpec) -> Child:
+        return Child(spec, self._log_dir / f"{spec.name}.log", self._inbox.put)
+
+    def _end(self, name: str, number: signal.Signals) -> _Part:
+        part = self._part(name)
+        if part.state in _ALIVE:
+            self._end_child(part, number, time.monotonic() + STOP_TIMEOUT_S)
+            self._show(part, "stopped", f"by {number.name}, on purpose")
+        part.state = State.HELD
+        return part
+
+    def _end_child(self, part: _Part, number: signal.Signals, deadline_s: float) -> None:
+        part.child.signal(number)
+        if not part.child.wait(max(0.0, deadline_s - time.monotonic())):
+            part.child.signal(signal.SIGKILL)
+            part.child.wait(STOP_TIMEOUT_S)
+
+    def _stop_all(self, order: Sequence[Sequence[str]]) -> None:
+        for kinds in order:
+            group = [part for part in self._parts.values() if part.spec.kind in kinds]
+            for part in group:
+                part.child.signal(signal.SIGTERM)
+            deadline_s = time.monotonic() + STOP_TIMEOUT_S
+            for part in group:
+                self._end_child(part, signal.SIGTERM, deadline_s)
+                part.state = State.STOPPED
+                self._show(part, "stopped")
+
+    def _part(self, name: str) -> _Part:
+        if name not in self._parts:
+            raise ClusterError(f"no part '{name}'; there are {', '.join(self._parts)}")
+        return self._parts[name]
+
+    def _show(self, part: _Part, what: str, detail: str = "") -> None:
+        self._on_event(ClusterEvent(part.spec.name, what, detail))
+
+
+def _run_command(command: _Command) -> None:
+    # The caller waits in another thread: whatever happens here is its to know.
+    try:
+        command.future.set_result(command.work())
+    except BaseException as error:
+        command.future.set_exception(error)
+
+
+def _info(part: _Part) -> ProcessInfo:
+    return ProcessInfo(
+        name=part.spec.name,
+        kind=part.spec.kind,
+        state=part.state,
+        pid=part.child.pid,
+        address=part.child.address,
+        num_restarts=part.num_restarts,
+        log_path=part.child.log_path,
+    )
+
+
+def _last_line(part: _Part) -> str:
+    lines = list(part.child.last_lines)
+    return f"its last line: {lines[-1]}" if lines else "it said nothing"

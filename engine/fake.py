@@ -1,0 +1,125 @@
+"""FakeModel: a LoadedModel whose next token is a function of the token history as it reads it from
+the KV blocks.
+
+It keeps, as the "KV" of a token, its id and its position, and draws from a digest of what it finds
+in the blocks: a block that is missing, stale, swapped or someone else's changes every token after
+it. So an engine with a FakeModel shows a mistake of block handling as wrong tokens, in
+microseconds. Ships with the package: services test against it.
+
+Not a language model: no weights, no parity. Engine thread only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from engine.batch import Batch, Span
+from engine.kv.layout import KvLayout
+from engine.kv.memory import KvMemory
+from engine.noise import uniform, words
+from engine.request import ModelInfo
+
+
+class FakeModel:
+    """See the module.
+
+    Args:
+        poison: after one of these tokens the logits are NaN.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int = 97,
+        context_window: int = 256,
+        block_size: int = 4,
+        eos_token_ids: tuple[int, ...] = (0,),
+        poison: frozenset[int] = frozenset(),
+    ) -> None:
+        self.layout = KvLayout(
+            num_layers=1, num_kv_heads=1, head_dim=1, block_size=block_size, dtype="float32"
+        )
+        self.poison = poison
+        self.num_forwards = 0
+        identity = f"fake {vocab_size} {context_window} {self.layout.fingerprint_part}"
+        self.info = ModelInfo(
+            model="fake",
+            model_type="fake",
+            fingerprint=hashlib.blake2b(identity.encode(), digest_size=32).hexdigest(),
+            tokenizer_digest="",
+            dtype="float32",
+            context_window=context_window,
+            vocab_size=vocab_size,
+            eos_token_ids=eos_token_ids,
+            block_size=block_size,
+            num_blocks=0,
+            device="cpu",
+            linear="none",
+            fused=(),
+            num_parameters=0,
+            weight_bytes=0,
+        )
+        self._memory: KvMemory | None = None
+
+    def attach(self, memory: KvMemory) -> None:
+        self._memory = memory
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Write ids and positions of the new tokens, then answer each draw from what lies in its
+        blocks."""
+        self.num_forwards += 1
+        rows: list[torch.Tensor] = []
+        first = 0
+        for span in batch.spans:
+            token_ids = batch.token_ids[first : first + span.num_tokens]
+            if span.block_ids:
+                self._write(span, token_ids)
+            for index in range(first, first + span.num_tokens):
+                if index in batch.draw_indices:
+                    history = (
+                        self._read(span, span.start + index - first + 1) if span.block_ids else b""
+                    )
+                    rows.append(self._logits(history, batch.token_ids[index]))
+            first += span.num_tokens
+        return torch.stack(rows) if rows else torch.empty(0, self.info.vocab_size)
+
+    def next_token(self, token_ids: Sequence[int]) -> int:
+        """The greedy token after `token_ids`: what a correct engine must draw."""
+        positions = range(len(token_ids))
+        history = np.array([list(token_ids), list(positions)], dtype=np.float32).tobytes()
+        return int(self._logits(history, token_ids[-1]).argmax())
+
+    def generate(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
+        """`num_tokens` greedy tokens, without regard to EOS."""
+        token_ids = list(prompt)
+        for _ in range(num_tokens):
+            token_ids.append(self.next_token(token_ids))
+        return token_ids[len(prompt) :]
+
+    def _cells(self) -> torch.Tensor:
+        if self._memory is None:
+            raise RuntimeError("FakeModel.forward before attach")
+        return self._memory.cache[:, 0, 0, :, :, 0]  # [N, 2, P]: ids, positions
+
+    def _write(self, span: Span, token_ids: Sequence[int]) -> None:
+        cells, size = self._cells(), self.layout.block_size
+        for position, token_id in zip(range(span.start, span.end), token_ids, strict=True):
+            block_id, slot = span.block_ids[position // size], position % size
+            cells[block_id, 0, slot] = float(token_id)
+            cells[block_id, 1, slot] = float(position)
+
+    def _read(self, span: Span, num_tokens: int) -> bytes:
+        cells = self._cells()[list(span.block_ids)]  # [n, 2, P]
+        history: bytes = cells.transpose(0, 1).reshape(2, -1)[:, :num_tokens].numpy().tobytes()
+        return history
+
+    def _logits(self, history: bytes, last_token_id: int) -> torch.Tensor:
+        if last_token_id in self.poison:
+            return torch.full((self.info.vocab_size,), float("nan"))
+        digest = hashlib.blake2b(history, digest_size=8).digest()
+        key = torch.tensor([int.from_bytes(digest, "little", signed=True)])
+        return uniform(words(key, torch.arange(self.info.vocab_size))) * 4.0

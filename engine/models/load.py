@@ -1,0 +1,265 @@
+"""load_model: from a checkpoint's name to a probed, fused and verified model. Everything that can
+be wrong is said in one line.
+
+    resolve the folder -> refuse what is not supported, by name, before weights load -> read weights
+    -> build -> probe -> logits of the plain model -> fuse -> logits again -> compare -> fingerprint
+
+Knows no requests and no blocks. Start-up only.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from checkpoints import digests
+from checkpoints.errors import CheckpointError
+from checkpoints.files import read_config
+from checkpoints.resolve import resolve
+from engine.batch import Batch, Span
+from engine.config import EngineConfig
+from engine.errors import LoadError, ModelNotSupported
+from engine.fingerprint import fingerprint
+from engine.kv.layout import DTYPE_BYTES, KvLayout, uniform_layout
+from engine.kv.memory import TORCH_DTYPES, KvMemory
+from engine.models import attention_hook
+from engine.models.fuse import fuse
+from engine.models.hugging_face import HuggingFaceModel, layer_views, run
+from engine.models.packed_linear import unavailable_reason
+from engine.models.probe import probe
+from engine.models.step_attention import StepAttention
+from engine.models.weights import read_weights
+from engine.request import ModelInfo
+
+Progress = Callable[[str, int, int], None]
+
+MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+"""Proven token-exact against transformers (tests/parity). The probe would let more through; proof
+comes first."""
+
+_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
+"""Others ("dynamic", "longrope") turn by the longest position of the batch: batch-mates would
+change each other."""
+
+_MAX_RELATIVE_ERROR = {"float32": 1e-4, "bfloat16": 0.1}
+"""Of fused against plain logits (L2). Measured: 1e-6 and 0.01-0.07; a look-alike module is off by
+0.5 and more."""
+
+_NUM_VERIFY_TOKENS = 16
+
+
+def load_model(config: EngineConfig, *, progress: Progress | None = None) -> HuggingFaceModel:
+    """Load `config.model`. Raises: LoadError; the message is one line."""
+    try:
+        checkpoint = resolve(config.model, files="all", progress=progress)
+        raw_config = read_config(checkpoint.path)
+        check_supported(raw_config, checkpoint.name)
+        tokenizer_digest = digests.tokenizer_digest(checkpoint.path)
+        weights_digest = digests.weights_digest(checkpoint.path, progress)
+        model_config = _read_model_config(checkpoint.path)
+        device = choose_device(config.device)
+        dtype = choose_dtype(config.dtype, raw_config)
+        window = choose_window(config.context_window, model_config, checkpoint.name)
+    except CheckpointError as error:
+        raise LoadError(str(error)) from error
+    built = build(
+        model_config,
+        lambda: read_weights(checkpoint.path, TORCH_DTYPES[dtype], progress),
+        device=device,
+        dtype=dtype,
+        block_size=config.block_size,
+    )
+    info = ModelInfo(
+        model=checkpoint.name,
+        model_type=model_config.model_type,
+        fingerprint=fingerprint(
+            weights_digest=weights_digest,
+            config=raw_config,
+            tokenizer_digest=tokenizer_digest,
+            layout=built.layout.fingerprint_part,
+        ),
+        tokenizer_digest=tokenizer_digest,
+        dtype=dtype,
+        context_window=window,
+        vocab_size=model_config.vocab_size,
+        eos_token_ids=_eos_token_ids(checkpoint.path, model_config),
+        block_size=config.block_size,
+        num_blocks=0,
+        device=device,
+        linear=built.linear,
+        fused=built.fused,
+        num_parameters=built.num_parameters,
+        weight_bytes=built.num_parameters * DTYPE_BYTES[dtype],
+    )
+    return HuggingFaceModel(built.model, info, built.layout)
+
+
+# -- what may be loaded
+
+
+def check_supported(config: Mapping[str, Any], name: str) -> None:
+    """Raises: ModelNotSupported for a config.json that this engine would compute wrongly or cannot
+    load."""
+    model_type = config.get("model_type")
+    if model_type not in MODEL_TYPES:
+        raise ModelNotSupported(
+            f"{name}: model type {model_type!r} is not supported; supported are "
+            f"{', '.join(sorted(MODEL_TYPES))}"
+        )
+    if config.get("quantization_config"):
+        raise ModelNotSupported(
+            f"{name}: quantized weights are not supported; give the original checkpoint"
+        )
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope_type = rope.get("rope_type") or rope.get("type") or "default"
+    if rope_type not in _ROPE_TYPES:
+        raise ModelNotSupported(
+            f"{name}: RoPE type {rope_type!r} is not supported; supported are "
+            f"{', '.join(sorted(_ROPE_TYPES))}"
+        )
+
+
+def choose_device(device: str) -> str:
+    """Raises: LoadError when CUDA is asked for and absent."""
+    if device == "auto":
+        return "cuda:0" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        if not torch.cuda.is_available():
+            raise LoadError("device: cuda was asked for, but torch finds none; use device=cpu")
+        return "cuda:0"
+    return device
+
+
+def choose_dtype(dtype: str, config: Mapping[str, Any]) -> str:
+    """The dtype to compute in. "auto": the checkpoint's; float32 where it has another one or names
+    none."""
+    if dtype != "auto":
+        return dtype
+    named = config.get("dtype") or config.get("torch_dtype")
+    return "bfloat16" if named == "bfloat16" else "float32"
+
+
+def choose_window(wanted: int, model_config: Any, name: str) -> int:
+    """The context window. Raises: LoadError when more is wanted than the model was made for."""
+    limit = int(model_config.max_position_embeddings)
+    if wanted > limit:
+        raise LoadError(
+            f"context_window: {wanted} is above what {name} was made for ({limit}); lower it"
+        )
+    return wanted or limit
+
+
+def _read_model_config(folder: Path) -> Any:
+    try:
+        return transformers.AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        line = str(error).splitlines()[0]
+        raise LoadError(
+            f"{folder}/config.json: transformers refuses it ({line}); fix or fetch it again"
+        ) from error
+
+
+def _eos_token_ids(folder: Path, model_config: Any) -> tuple[int, ...]:
+    """Of generation_config.json and config.json together."""
+    found: set[int] = set()
+    named = [model_config.eos_token_id]
+    if (folder / "generation_config.json").is_file():
+        named.append(transformers.GenerationConfig.from_pretrained(folder).eos_token_id)
+    for value in named:
+        if value is not None:
+            found.update(value if isinstance(value, list | tuple) else [value])
+    return tuple(sorted(found))
+
+
+# -- building it
+
+
+Weights = Callable[[], dict[str, torch.Tensor]]
+"""Reads a checkpoint's tensors. Called again if the plain model is needed a second time: nothing
+keeps two copies."""
+
+
+@dataclass(frozen=True)
+class Built:
+    """A model that is ready to run."""
+
+    model: Any
+    layout: KvLayout
+    linear: str
+    fused: tuple[str, ...]
+    num_parameters: int
+
+
+def build(model_config: Any, read: Weights, *, device: str, dtype: str, block_size: int) -> Built:
+    """Build, probe, fuse, and compare the fused logits with the plain ones.
+
+    Where they differ more than rounding explains, the plain model is taken, and `fused` says so.
+    Raises: LoadError for weights that do not fit, ModelNotSupported by the probe.
+    """
+    model = _plain(model_config, read(), device, dtype)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    layers = probe(model, num_layers=model_config.num_hidden_layers, device=device)
+    layout = uniform_layout(layers, block_size=block_size, dtype=dtype)
+    expected = _verify_logits(model, layout, device)
+    reason = unavailable_reason(TORCH_DTYPES[dtype], device)
+    linear = "packed" if reason is None else f"plain ({reason})"
+    fused = fuse(model, is_packed=reason is None)
+    error = float((_verify_logits(model, layout, device) - expected).norm() / expected.norm())
+    if not error <= _MAX_RELATIVE_ERROR[dtype]:  # NaN counts as a difference
+        why = f"nothing: fused logits were {error:.2g} off the plain model's"
+        model, linear, fused = _plain(model_config, read(), device, dtype), f"plain ({why})", (why,)
+    return Built(model, layout, linear, fused, num_parameters)
+
+
+def _plain(model_config: Any, weights: dict[str, torch.Tensor], device: str, dtype: str) -> Any:
+    """The unmodified transformers model with our attention.
+
+    Raises: LoadError naming tensors that are missing or have another shape.
+    """
+    config = copy.deepcopy(
+        model_config
+    )  # the attention's name lies on the config: two models must not share one
+    model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        model, report = model_class.from_pretrained(
+            None,
+            config=config,
+            state_dict=weights,
+            dtype=TORCH_DTYPES[dtype],
+            attn_implementation=attention_hook.NAME,
+            output_loading_info=True,
+        )
+    except RuntimeError as error:
+        raise LoadError(f"weights do not fit config.json: {str(error).splitlines()[0]}") from error
+    for what in ("missing_keys", "mismatched_keys", "unexpected_keys"):
+        if report[what]:
+            names = sorted(str(key) for key in report[what])
+            raise LoadError(
+                f"weights do not fit config.json: {what.replace('_', ' ')}: {len(names)}, first "
+                f"{names[0]}; fetch the checkpoint again"
+            )
+    return model.eval().requires_grad_(False).to(device)
+
+
+@torch.inference_mode()
+def _verify_logits(model: Any, layout: KvLayout, device: str) -> torch.Tensor:
+    """float32 logits [16, V] of a fixed prompt in a chunk and a decode, through the paged cache."""
+    memory = KvMemory(layout, layout.num_blocks_for(_NUM_VERIFY_TOKENS), device)
+    views = layer_views(memory)
+    vocab_size = int(model.config.vocab_size)
+    token_ids = tuple((7919 * i + 17) % vocab_size for i in range(_NUM_VERIFY_TOKENS))
+    cut = _NUM_VERIFY_TOKENS - 1
+    parts: list[torch.Tensor] = []
+    for start, end in ((0, cut), (cut, _NUM_VERIFY_TOKENS)):
+        span = Span(start, end - start, tuple(range(layout.num_blocks_for(end))))
+        batch = Batch(token_ids[start:end], (span,), tuple(range(end - start)))
+        step = StepAttention(batch, views, layout.num_kv_heads, layout.block_size)
+        parts.append(run(model, batch, step, torch.device(device)).float())
+    return torch.cat(parts)

@@ -1,0 +1,84 @@
+"""PackedLinear: a linear layer whose weight oneDNN reordered once, at load. 1.5-4x F.linear for 1
+to 32 rows on CPU.
+
+`torch.ops.mkldnn._reorder_linear_weight` and `_linear_pointwise` are private operations of torch
+(what its own inductor emits): `unavailable_reason` tries them once, numbers compared, and the model
+keeps F.linear where that failed. Which way was taken is in ModelInfo.linear. Knows no model. Engine
+thread only.
+"""
+# ruff: noqa: SLF001  (torch.ops.mkldnn has no public name for these; the one place that uses them)
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+_HINT_ROWS = None  # of the batch: None lets oneDNN choose a weight format good for any
+
+
+class PackedLinear(nn.Module):
+    """x [..., in] -> [..., out], same dtype. `activation` is applied to the output: "none" or
+    "swish" (SiLU)."""
+
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str = "none"
+    ) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.dtype = weight.dtype
+        self.activation = activation
+        # Not parameters: an opaque tensor has no storage that state_dict could save.
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _HINT_ROWS)
+        self.bias = None if bias is None else bias.detach()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """An input without rows gives an output without rows."""
+        if x.numel() == 0:
+            return x.new_empty(*x.shape[:-1], self.out_features)
+        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
+            x, self.packed, self.bias, self.activation, [], ""
+        )
+        return out
+
+    def forward_times(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        """forward(x) * other, in one pass; [..., out]."""
+        if x.numel() == 0:
+            return other
+        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(
+            x, other, self.packed, self.bias, "mul"
+        )
+        return out
+
+    def forward_plus(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        """forward(x) + other, in one pass; [..., out]."""
+        if x.numel() == 0:
+            return other
+        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(
+            x, other, self.packed, self.bias, "add"
+        )
+        return out
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features} -> {self.out_features}, {self.dtype}, {self.activation}"
+
+
+def unavailable_reason(dtype: torch.dtype, device: str) -> str | None:
+    """Why packed linears cannot be used here; None: they can."""
+    if torch.device(device).type != "cpu":
+        return f"on {device}"
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return "torch was built without oneDNN"
+    if dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return "this CPU has no bfloat16 instructions for oneDNN"
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(24, 40, generator=generator).to(dtype)
+    x = torch.randn(3, 40, generator=generator).to(dtype)
+    try:
+        with torch.inference_mode():
+            packed, plain = PackedLinear(weight, None)(x), functional.linear(x, weight)
+    except (RuntimeError, AttributeError, TypeError) as error:
+        return f"oneDNN's packed linear failed: {str(error).splitlines()[0]}"
+    if not torch.allclose(packed.float(), plain.float(), rtol=2e-2, atol=1e-2):
+        return "oneDNN's packed linear gave other numbers than F.linear"
+    return None

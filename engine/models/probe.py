@@ -1,0 +1,75 @@
+"""One tiny forward pass that shows what a model really caches, and refuses a model that would be
+computed wrongly.
+
+It reads shapes from the tensors that reach the attention function, not from the config. Run once at
+load.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from engine.errors import ModelNotSupported
+from engine.kv.layout import LayerKv
+
+_NUM_TOKENS = 3
+
+
+class Recorder:
+    """Stands in for StepAttention: notes each layer's dims, attends to nothing."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, LayerKv] = {}
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        """Note one layer. Raises: TypeError for a shape that paged attention does not have."""
+        if layer in self.layers:
+            raise TypeError(f"layer {layer} attends twice")
+        if key.shape[1] != query.shape[1] or value.shape[1] != query.shape[1]:
+            raise TypeError(
+                f"layer {layer} attends to {key.shape[1]} keys for {query.shape[1]} tokens"
+            )
+        if query.shape[0] % key.shape[0] or query.shape[2] != key.shape[2]:
+            raise TypeError(
+                f"layer {layer} has queries {tuple(query.shape)} and keys {tuple(key.shape)}"
+            )
+        self.layers[layer] = LayerKv(key.shape[0], key.shape[2], value.shape[0], value.shape[2])
+        return query.new_zeros(query.shape[1], query.shape[0], value.shape[2])
+
+
+@torch.inference_mode()
+def probe(model: Any, *, num_layers: int, device: str) -> list[LayerKv]:
+    """What each layer caches per token.
+
+    Args:
+        model: a transformers causal language model that uses `attention_hook.NAME`.
+        num_layers: as the config says.
+    Raises: ModelNotSupported.
+    """
+    recorder = Recorder()
+    positions = torch.arange(_NUM_TOKENS, device=device)[None]
+    name = type(model).__name__
+    try:
+        model(
+            input_ids=torch.zeros_like(positions),
+            position_ids=positions,
+            use_cache=False,
+            baton_step=recorder,
+        )
+    except TypeError as error:
+        raise ModelNotSupported(f"{name} cannot run on the paged cache: {error}") from error
+    if sorted(recorder.layers) != list(range(num_layers)):
+        raise ModelNotSupported(
+            f"{name} has {num_layers} layers, but attention ran in layers {sorted(recorder.layers)}"
+        )
+    return [recorder.layers[index] for index in range(num_layers)]

@@ -1,0 +1,120 @@
+"""Gumbel noise as a function of (seed, sample index, absolute position, token id): nothing to
+store, nothing to lose.
+
+The same bits on CPU and CUDA, in this and every later version: a resumed request must draw what the
+first one would have drawn. So the logarithm is written out in IEEE basic operations (+, -, *, / and
+integer bit casts on float32), each one torch operation of its own, so that no compiler contracts a
+multiply and an add into one rounding; library logarithms differ between devices.
+tests/unit/engine/test_noise.py pins values.
+
+    key     = mix(mix(mix(seed) ^ sample_index) ^ position)   64 bits, per row, in Python integers
+    word    = mix(key + token_id * GOLDEN)                    mix: the finaliser of splitmix64
+    uniform = (2 * (word >> 41) + 1) * 2^-24                  23 bits, made odd: never 0 or 1
+    noise   = -log(-log(uniform))                             within [NOISE_MIN, NOISE_MAX]
+
+Knows no logits. Pure; any thread.
+"""
+
+from __future__ import annotations
+
+from typing import NewType
+
+import torch
+
+RowKey = NewType("RowKey", int)
+"""What is left of (seed, sample index, position): a signed 64-bit integer."""
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX_1 = 0xBF58476D1CE4E5B9
+_MIX_2 = 0x94D049BB133111EB
+
+NOISE_MIN = -2.8116
+"""Below -log(-log(2^-24)), with room for the rounding of a sum."""
+NOISE_MAX = 16.636
+"""Above -log(-log(1 - 2^-24)), with room for the rounding of a sum."""
+
+
+def _signed(word: int) -> int:
+    word &= _MASK
+    return word - (1 << 64) if word >> 63 else word
+
+
+def _mix(word: int) -> int:
+    """splitmix64's next(): https://prng.di.unimi.it/splitmix64.c"""
+    word = (word + _GOLDEN) & _MASK
+    word = ((word ^ (word >> 30)) * _MIX_1) & _MASK
+    word = ((word ^ (word >> 27)) * _MIX_2) & _MASK
+    return word ^ (word >> 31)
+
+
+def row_key(seed: int, sample_index: int, position: int) -> RowKey:
+    """The key of one draw. `position` is the place that the drawn token will take: 0 is the
+    prompt's first token.
+
+    Only the low 64 bits of each argument count.
+    """
+    return RowKey(
+        _signed(_mix(_mix(_mix(seed & _MASK) ^ (sample_index & _MASK)) ^ (position & _MASK)))
+    )
+
+
+def _shift_right(words: torch.Tensor, num_bits: int) -> torch.Tensor:
+    """Logical shift of int64: torch's own repeats the sign bit."""
+    return (words >> num_bits) & ((1 << (64 - num_bits)) - 1)
+
+
+def words(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """The 64 random bits of each (key, token id), elementwise, int64 with wraparound."""
+    word = keys + token_ids * _signed(_GOLDEN)
+    word = word + _signed(_GOLDEN)
+    word = (word ^ _shift_right(word, 30)) * _signed(_MIX_1)
+    word = (word ^ _shift_right(word, 27)) * _signed(_MIX_2)
+    return word ^ _shift_right(word, 31)
+
+
+def uniform(random_words: torch.Tensor) -> torch.Tensor:
+    """float32 in (0, 1): the top 23 bits as an odd multiple of 2^-24. Exact in float32."""
+    odd = _shift_right(random_words, 41) * 2 + 1
+    return odd.to(torch.float32) * 2.0**-24
+
+
+def log(x: torch.Tensor) -> torch.Tensor:
+    """Natural logarithm of positive normal float32, at most 1 ulp off, in basic operations only.
+
+    Source: fdlibm's e_logf.c as in musl (Sun Microsystems, freely granted): x = 2^k * m with m in
+        [sqrt(1/2), sqrt(2)),
+    log(1 + f) = f - f^2/2 + s * (f^2/2 + R(s)), s = f / (2 + f).
+    """
+    bits = x.view(torch.int32) + (0x3F800000 - 0x3F3504F3)
+    exponent = ((bits >> 23) - 127).to(torch.float32)
+    f = ((bits & 0x007FFFFF) + 0x3F3504F3).view(torch.float32) - 1.0
+    s = f / (f + 2.0)
+    z = s * s
+    w = z * z
+    t1 = w * 0.24279078841  # 0xf89e26p-26
+    t1 = t1 + 0.40000972152  # 0xccce13p-25
+    t1 = t1 * w
+    t2 = w * 0.28498786688  # 0x91e9eep-25
+    t2 = t2 + 0.66666662693  # 0xaaaaaap-24
+    t2 = t2 * z
+    r = t2 + t1
+    half_square = f * 0.5
+    half_square = half_square * f
+    inner = half_square + r
+    inner = s * inner
+    low = exponent * 9.0580006145e-06
+    inner = inner + low
+    inner = inner - half_square
+    inner = inner + f
+    high = exponent * 6.9313812256e-01
+    return inner + high
+
+
+def gumbel(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """Standard Gumbel noise, float32, of each (key, token id).
+
+    Args:
+        keys, token_ids: int64, one device, shapes that broadcast.
+    """
+    return -log(-log(uniform(words(keys, token_ids))))

@@ -1,0 +1,274 @@
+"""The values that cross the engine's surface: what is asked (Request, Sampling), what is promised
+(Reservation), what came of a step (StepOutput), and the states of a request. Plain frozen values:
+no torch, no RPC. Any thread may read them.
+
+Life of a request (each arrow is one call or one step):
+
+1. RESERVED    `reserve`: blocks are taken; another thread may write them, the engine does not
+2. WAITING     `start`: its computed length is known, it waits for room in a step
+3. PREFILLING  a step has given it tokens; more are left before its next draw
+4. RUNNING     it has drawn: from here on one token a step
+5. HOLDING     only with `hold_after`: it draws no more, its blocks stay readable until `release`
+6. FINISHED    ended by itself, or released: blocks are back in the pool, full ones stay cached
+7. ABORTED     `abort` from any state, or an error of its own: blocks are back in the pool
+
+FINISHED and ABORTED requests are forgotten: their ids may be used again.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from engine.errors import EngineError
+
+BlockHasher = Callable[[bytes, Sequence[int]], bytes]
+"""(parent chain hash, one full block's token ids) -> chain hash. The parent of the first block is
+b""."""
+
+
+class State(enum.Enum):
+    """Where a request is. `ALLOWED` holds the transitions."""
+
+    RESERVED = "reserved"
+    WAITING = "waiting"
+    PREFILLING = "prefilling"
+    RUNNING = "running"
+    HOLDING = "holding"
+    FINISHED = "finished"
+    ABORTED = "aborted"
+
+
+ALLOWED: dict[State, frozenset[State]] = {
+    State.RESERVED: frozenset({State.WAITING, State.ABORTED}),
+    State.WAITING: frozenset({State.PREFILLING, State.ABORTED}),
+    State.PREFILLING: frozenset({State.RUNNING, State.HOLDING, State.FINISHED, State.ABORTED}),
+    State.RUNNING: frozenset({State.HOLDING, State.FINISHED, State.ABORTED}),
+    State.HOLDING: frozenset({State.FINISHED, State.ABORTED}),
+    State.FINISHED: frozenset(),
+    State.ABORTED: frozenset(),
+}
+
+
+class FinishReason(enum.Enum):
+    """Why the engine drew no further token."""
+
+    EOS = "eos"
+    STOP_TOKEN = "stop_token"
+    LENGTH = "length"
+
+    @property
+    def is_token(self) -> bool:
+        """A particular token ended the request."""
+        return self is not FinishReason.LENGTH
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn. Ranges are checked by the engine at `reserve`."""
+
+    max_tokens: int
+    """Most output tokens, tokens drawn by an earlier leg included. At least 1."""
+
+    temperature: float = 0.0
+    """0 is greedy. Finite, >= 0."""
+
+    top_p: float = 1.0
+    """In (0, 1]."""
+
+    top_k: int = 0
+    """0: off."""
+
+    min_p: float = 0.0
+    """In [0, 1]; 0: off."""
+
+    min_tokens: int = 0
+    """EOS and stop token ids end the request only from this many output tokens on."""
+
+    seed: int = 0
+    """Unsigned 64 bits. Always set by the edge, so that the request can be resumed."""
+
+    sample_index: int = 0
+    """Which of the n samples of one prompt this is."""
+
+    stop_token_ids: frozenset[int] = frozenset()
+    """Drawing one of these ends the request; the token is reported."""
+
+    ignore_eos: bool = False
+    """EOS is a token like any other."""
+
+    logprobs: int | None = None
+    """None: none. 0: of the chosen token. k: of the k best beside it. At most `MAX_LOGPROBS`."""
+
+
+MAX_LOGPROBS = 64
+
+
+@dataclass(frozen=True)
+class Request:
+    """One sample of one prompt."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: Sampling
+
+    block_hasher: BlockHasher
+    """Makes the chain hash of a full block. Keyed by `cache_root`: that is what separates tenants
+    in the prefix cache."""
+
+    cache_root: bytes = b""
+    """The root key that `block_hasher` is keyed with. Two requests share blocks only if it is
+    equal."""
+
+    hold_after: int | None = None
+    """HOLD once this many output tokens were drawn in all, or when it finishes before: blocks stay
+    until `release`. The prefill role asks for 1. None: run to the end and give the blocks back."""
+
+    priority: int = 0
+    """Higher first among prompts that wait for tokens of a step; equal ones in order of `start`."""
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """Blocks taken for a request, enough for all it may ever compute."""
+
+    request_id: str
+
+    block_ids: tuple[int, ...]
+    """Tokens [i * block_size, (i + 1) * block_size) lie in block_ids[i]. Covers prompt + most
+    output tokens - 1."""
+
+    num_local_tokens: int
+    """Prompt tokens whose KV is in the device cache already: a multiple of block_size, at most
+    num_prompt - 1."""
+
+    chain_hashes: tuple[bytes, ...]
+    """Of the prompt's full blocks."""
+
+
+@dataclass(frozen=True)
+class FilledBlock:
+    """A full block that this engine computed. It changes no more; safe to read until the request's
+    blocks are released."""
+
+    index: int
+    """Place in the request: tokens [index * block_size, (index + 1) * block_size)."""
+
+    block_id: int
+    chain_hash: bytes
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Natural-log probabilities under the model's own distribution (before temperature and
+    filters)."""
+
+    token_id: int
+    logprob: float
+
+    top: tuple[tuple[int, float], ...]
+    """The k best as (token id, logprob), best first."""
+
+
+@dataclass(frozen=True)
+class RequestEvent:
+    """What one step did for one request."""
+
+    request_id: str
+
+    token_ids: tuple[int, ...]
+    """New output tokens: none after a chunk that does not reach the last token, else one."""
+
+    logprobs: tuple[TokenLogprobs, ...] | None
+    """One per new token where asked for, else None."""
+
+    filled: tuple[FilledBlock, ...]
+    """Full blocks computed in this step, in order."""
+
+    num_computed_tokens: int
+    """Tokens whose KV is in the request's blocks now."""
+
+    finish_reason: FinishReason | None
+    """Set in the last event that has tokens. A request with `hold_after` is HOLDING then, any other
+    FINISHED."""
+
+    stop_token_id: int | None
+    """The EOS or stop token that ended it; it is in `token_ids` too."""
+
+    error: EngineError | None
+    """The request was ABORTED by an error of its own; `token_ids` is empty."""
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What one step did. `events` has one entry per request that took part."""
+
+    events: tuple[RequestEvent, ...]
+    num_scheduled_tokens: int
+    num_free_blocks: int
+    """Free and cached-but-evictable blocks: what `reserve` can take."""
+
+    num_running: int
+    """PREFILLING and RUNNING requests after the step."""
+
+    num_waiting: int
+    step: int
+    """Counts from 1."""
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Levels now, and counts since start."""
+
+    num_reserved: int
+    num_waiting: int
+    num_running: int
+    num_holding: int
+
+    num_blocks: int
+    num_free_blocks: int
+    """Never used, or evicted."""
+    num_cached_blocks: int
+    """Cached and evictable: nobody references them."""
+    num_referenced_blocks: int
+    num_quarantined_blocks: int
+
+    num_steps: int
+    num_computed_tokens: int
+    """Tokens that went through the model."""
+    num_output_tokens: int
+    num_local_prefix_tokens: int
+    """Prompt tokens found in the device cache."""
+    num_evicted_blocks: int
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What others must know of the loaded model. Two engines may exchange KV only if `fingerprint`
+    is equal."""
+
+    model: str
+    model_type: str
+
+    fingerprint: str
+    """Hex digest over weights, config, tokenizer, KV dtype and layout (engine/fingerprint.py)."""
+
+    tokenizer_digest: str
+    dtype: str
+    context_window: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    block_size: int
+    num_blocks: int
+    device: str
+
+    linear: str
+    """How linear layers run: "packed" (oneDNN, reordered once at load) or "plain" (F.linear), with
+    the reason."""
+
+    fused: tuple[str, ...]
+    """What was fused after loading."""
+
+    num_parameters: int
+    weight_bytes: int

@@ -1,0 +1,144 @@
+"""Who is attached to the store, and which frames a stalled one may still write into.
+
+An attachment is one life of one worker on one transport. It is gone when it detaches, when a new
+life of the same worker attaches, or when it has been silent too long. Frames quarantined on its
+account come free by its own word (a second Abort), or a grace period after it is gone.
+
+Times are seconds on the caller's clock. Plain synchronous values, one thread.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvstore.errors import IntegrityError, UnknownAttachment
+
+
+@dataclass(slots=True, eq=False)
+class Attachment:
+    """one_sided: the worker writes into frames by itself (shm, nixl), so the store cannot stop
+    it."""
+
+    attachment_id: str
+    worker_id: str
+    worker_incarnation: bytes
+    transport: str
+    one_sided: bool
+    attached_at_s: float
+    last_seen_s: float
+
+
+class AttachmentTable:
+    """The attachments that are not gone."""
+
+    def __init__(self) -> None:
+        self._attachments: dict[str, Attachment] = {}
+
+    def __len__(self) -> int:
+        return len(self._attachments)
+
+    def __iter__(self) -> Iterator[Attachment]:
+        return iter(self._attachments.values())
+
+    def add(
+        self,
+        worker_id: str,
+        worker_incarnation: bytes,
+        transport: str,
+        one_sided: bool,
+        now_s: float,
+    ) -> Attachment:
+        attachment = Attachment(
+            secrets.token_hex(16), worker_id, worker_incarnation, transport, one_sided, now_s, now_s
+        )
+        self._attachments[attachment.attachment_id] = attachment
+        return attachment
+
+    def find(self, attachment_id: str) -> Attachment | None:
+        return self._attachments.get(attachment_id)
+
+    def get(self, attachment_id: str, now_s: float) -> Attachment:
+        """The attachment, seen alive now. Raises: UnknownAttachment."""
+        attachment = self._attachments.get(attachment_id)
+        if attachment is None:
+            raise UnknownAttachment(
+                f"attachment {attachment_id or '(empty)'}: not known to this life of the store; "
+                "attach again"
+            )
+        attachment.last_seen_s = max(attachment.last_seen_s, now_s)
+        return attachment
+
+    def remove(self, attachment_id: str) -> Attachment | None:
+        return self._attachments.pop(attachment_id, None)
+
+    def earlier_lives(self, worker_id: str, worker_incarnation: bytes) -> list[str]:
+        """Attachments of the worker that are of another life than this one."""
+        return [
+            a.attachment_id
+            for a in self
+            if a.worker_id == worker_id and a.worker_incarnation != worker_incarnation
+        ]
+
+    def silent_since(self, moment_s: float) -> list[str]:
+        """Attachments that were not heard of after `moment_s`."""
+        return [a.attachment_id for a in self if a.last_seen_s <= moment_s]
+
+
+@dataclass(slots=True)
+class _Quarantined:
+    attachment_id: str
+    generation: int
+    free_at_s: float
+
+
+class QuarantineList:
+    """Frames that nobody may use yet, and on whose account."""
+
+    def __init__(self) -> None:
+        self._frames: dict[int, _Quarantined] = {}
+        self._due: list[tuple[float, int, int]] = []  # a heap of (free_at_s, frame, generation)
+
+    def __len__(self) -> int:
+        return len(self._frames)
+
+    def add(self, frame: int, generation: int, attachment_id: str) -> None:
+        if frame in self._frames:
+            raise IntegrityError(f"frame {frame} is quarantined already")
+        self._frames[frame] = _Quarantined(attachment_id, generation, math.inf)
+
+    def take(self, frame: int, generation: int, attachment_id: str) -> bool:
+        """Its owner says that the transfer is over. Returns: whether there was such a frame."""
+        held = self._frames.get(frame)
+        if held is None or (held.generation, held.attachment_id) != (generation, attachment_id):
+            return False
+        del self._frames[frame]
+        return True
+
+    def owner_gone(self, attachment_id: str, free_at_s: float) -> None:
+        """Let all frames of the attachment come free at `free_at_s`."""
+        for frame, held in self._frames.items():
+            if held.attachment_id == attachment_id:
+                held.free_at_s = min(held.free_at_s, free_at_s)
+                heapq.heappush(self._due, (held.free_at_s, frame, held.generation))
+
+    def pop_due(self, now_s: float) -> int | None:
+        """Take out one frame whose grace period is over; None when there is none."""
+        while self._due and self._due[0][0] <= now_s:
+            _, frame, generation = heapq.heappop(self._due)
+            held = self._frames.get(frame)
+            if held is not None and held.generation == generation:
+                del self._frames[frame]
+                return frame
+        return None
+
+    def frames(self) -> dict[int, int]:
+        """frame -> its (odd) generation."""
+        return {frame: held.generation for frame, held in self._frames.items()}
+
+    def owners(self) -> set[str]:
+        """Attachments whose end these frames still wait for."""
+        return {h.attachment_id for h in self._frames.values() if math.isinf(h.free_at_s)}

@@ -1,0 +1,80 @@
+"""Chain hashes and checksums: what names a block's contents and what proves its bytes.
+
+Pure functions over bytes and token ids; no torch, no I/O, any thread. A chain hash is keyed by
+(tenant salt, model fingerprint, adapter), so equal tokens of two tenants, models or adapters never
+meet. Only full blocks have one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+CHAIN_HASH_BYTES = 16
+_START = bytes(CHAIN_HASH_BYTES)
+_ROOT_PERSON = b"baton-root-v1"
+_CHAIN_PERSON = b"baton-chain-v1"
+_MAX_TOKEN_ID = 2**32 - 1
+
+
+def root_key(tenant_salt: bytes, model_fingerprint: str, adapter: str = "") -> bytes:
+    """The 32-byte key of every chain hash of one (tenant, model, adapter).
+
+    Args: tenant_salt: any bytes. model_fingerprint: hex digits, case does not matter. adapter:
+        empty for none.
+    Raises: ValueError if the fingerprint is not hex.
+    """
+    digest = hashlib.blake2b(digest_size=32, person=_ROOT_PERSON)
+    for part in (tenant_salt, bytes.fromhex(model_fingerprint), adapter.encode("utf-8")):
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.digest()
+
+
+def extend(root: bytes, parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """The 16-byte chain hash of one full block that follows `parent` (empty at the start of a
+    prompt).
+
+    Raises: ValueError for a parent of another length, OverflowError for an id outside 0..2^32-1.
+    """
+    if parent and len(parent) != CHAIN_HASH_BYTES:
+        raise ValueError(f"parent: a chain hash has {CHAIN_HASH_BYTES} bytes, got {len(parent)}")
+    digest = hashlib.blake2b(
+        parent or _START, key=root, digest_size=CHAIN_HASH_BYTES, person=_CHAIN_PERSON
+    )
+    digest.update(_token_bytes(token_ids))
+    return digest.digest()
+
+
+def chain(
+    root: bytes, token_ids: Sequence[int], block_size: int, parent: bytes = b""
+) -> list[bytes]:
+    """The chain hashes of the FULL blocks of `token_ids`, the first one following `parent`.
+
+    Returns: len(token_ids) // block_size hashes of 16 bytes; an unfilled last block has none.
+    """
+    if block_size < 1:
+        raise ValueError(f"block_size: must be at least 1, got {block_size}")
+    hashes: list[bytes] = []
+    for start in range(0, len(token_ids) - block_size + 1, block_size):
+        parent = extend(root, parent, token_ids[start : start + block_size])
+        hashes.append(parent)
+    return hashes
+
+
+def checksum(view: bytes | bytearray | memoryview | npt.NDArray[np.uint8]) -> int:
+    """XXH3-64 of a contiguous buffer. Against torn and corrupt bytes, not against an attacker."""
+    return xxhash.xxh3_64_intdigest(view.data if isinstance(view, np.ndarray) else view)
+
+
+def _token_bytes(token_ids: Sequence[int]) -> bytes:
+    if isinstance(token_ids, np.ndarray):
+        token_ids = token_ids.tolist()  # numpy would wrap an id out of range instead of raising
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) <= _MAX_TOKEN_ID:
+        raise OverflowError("token_ids: an id is outside 0..2^32-1")
+    return np.asarray(array("Q", token_ids), dtype="<u4").tobytes()

@@ -1,0 +1,102 @@
+"""Settings of one KV store process. Values only; nothing here looks at the machine."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from process.settings import SettingsError
+
+_NODE_ID = re.compile(r"[A-Za-z0-9._-]{0,128}")
+
+
+@dataclass(frozen=True)
+class KvStoreSettings:
+    """Settings of one KV store: where it listens, how much memory it lends, how long it waits."""
+
+    listen: str = "127.0.0.1:0"
+    """host:port of the control service; port 0 takes a free one, which the `ready` line names."""
+
+    advertise: str = ""
+    """host:port that workers are told; empty: the address listened on."""
+
+    node_id: str = ""
+    """Name of this store in the index and in provenance: letters, digits and ._- only. Empty: the
+    host's name and the port."""
+
+    capacity_bytes: int = 512 * 1024 * 1024
+    """Memory for frames. Taken when the first worker attaches and tells how large a block is."""
+
+    slab_dir: str = "/dev/shm"
+    """Folder of the slab's file, in memory; workers that use shared memory must see it under this
+    path, too."""
+
+    max_lease_s: float = 300.0
+    """Longest time for which a lease is given or renewed at once."""
+
+    attachment_ttl_s: float = 60.0
+    """A worker not heard of for so long is gone (clients send a heartbeat every few seconds)."""
+
+    quarantine_grace_s: float = 30.0
+    """How long frames stay out of use after the worker that may still write into them is gone."""
+
+    sweep_interval_s: float = 0.25
+    """How often leases and attachments are looked through."""
+
+    integrity_interval_s: float = 5.0
+    """How often the conservation laws are recomputed when something changed and nothing is under
+    way."""
+
+    stop_timeout_s: float = 2.0
+    """How long calls under way may take to end when the process is asked to stop."""
+
+    redis_url: str = ""
+    """Where the prefix index and the registry lie; empty: this store is in no index."""
+
+    redis_timeout_s: float = 1.0
+    """Longest wait for one answer of Redis."""
+
+    heartbeat_s: float = 1.0
+    """How often the store tells Redis that it lives."""
+
+    heartbeat_ttl_s: float = 3.0
+    """How long a heartbeat counts."""
+
+    nixl_net_devices: str = "lo"
+    """Network devices that NIXL (UCX) may listen on and use, as UCX_NET_DEVICES; `all` for every
+    one."""
+
+    def __post_init__(self) -> None:
+        if self.capacity_bytes < 1:
+            raise SettingsError(f"capacity_bytes: must be positive, got {self.capacity_bytes}")
+        if not _NODE_ID.fullmatch(self.node_id):
+            raise SettingsError(
+                f"node_id: letters, digits and ._- only, at most 128, got {self.node_id!r}"
+            )
+        for name in (
+            "max_lease_s",
+            "attachment_ttl_s",
+            "sweep_interval_s",
+            "integrity_interval_s",
+            "redis_timeout_s",
+            "heartbeat_s",
+            "heartbeat_ttl_s",
+        ):
+            _check_positive(name, getattr(self, name))
+        for name in ("quarantine_grace_s", "stop_timeout_s"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise SettingsError(f"{name}: must be 0 or more, got {value}")
+        if self.heartbeat_ttl_s < 2 * self.heartbeat_s:
+            raise SettingsError("heartbeat_ttl_s: must be at least twice heartbeat_s")
+        host = self.listen.rpartition(":")[0]
+        if host in ("0.0.0.0", "[::]", "") and not self.advertise:
+            raise SettingsError(
+                f"advertise: needed when listen is {self.listen}; say the host:port workers reach"
+            )
+
+
+def _check_positive(name: str, value: float) -> None:
+    if not (math.isfinite(value) and value > 0):
+        raise SettingsError(f"{name}: must be positive, got {value}")

@@ -1,0 +1,98 @@
+"""Errors of the KV store beside those of `process.errors`, and the words for why a block was not
+used.
+
+    BatonError
+      NotFound
+        LeaseLapsed         the lease is over; what it pinned may be gone
+      Unavailable
+        UnknownAttachment   the store does not know this attachment (any more): attach again
+      Internal
+        IntegrityError      a conservation law does not hold
+      TransferFailed        the bytes did not arrive; nothing will arrive later
+      TransferTimeout       the time is over, but the transfer is NOT: it carries a `Quarantine`
+    CancelledError
+      TransferCancelled     cancelled while the transfer is not over: it carries a `Quarantine`
+
+A `Quarantine` names worker blocks that a transfer may still write into; they must not be used,
+freed or read until `settled` is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from process.errors import BatonError, Internal, NotFound, Unavailable
+
+GENERATION = "generation"
+CHECKSUM = "checksum"
+MISSING = "missing"
+LEASE_LAPSED = "lease_lapsed"
+INCARNATION = "incarnation"
+DEADLINE = "deadline"
+TRANSPORT = "transport"
+STORE_UNAVAILABLE = "store_unavailable"
+REASONS = (
+    GENERATION,
+    CHECKSUM,
+    MISSING,
+    LEASE_LAPSED,
+    INCARNATION,
+    DEADLINE,
+    TRANSPORT,
+    STORE_UNAVAILABLE,
+)
+
+
+@dataclass(frozen=True)
+class Quarantine:
+    """Blocks of the worker's cache that may still be written into until `settled` is done (it never
+    fails)."""
+
+    block_ids: tuple[int, ...]
+    settled: asyncio.Future[None]
+
+
+class LeaseLapsed(NotFound):
+    """The lease is unknown: released, lapsed, or of another life of the store."""
+
+
+class UnknownAttachment(Unavailable):
+    """The store does not know the attachment: it restarted, or it gave a silent worker up. Attach
+    again."""
+
+    retry_after_s = 0.0
+
+
+class IntegrityError(Internal):
+    """A conservation law of the store does not hold; the message names it."""
+
+
+class TransferFailed(BatonError):
+    """The transfer ended with an error. It is terminal: no byte of it moves from now on."""
+
+    retry_after_s = 0.0
+
+
+class TransferTimeout(BatonError):
+    """The deadline passed and the transfer may still write; see `quarantine`."""
+
+    def __init__(self, message: str, quarantine: Quarantine) -> None:
+        super().__init__(message)
+        self.quarantine = quarantine
+
+
+class TransferCancelled(asyncio.CancelledError):
+    """The waiting task was cancelled and the transfer may still write; see `quarantine`. A real
+    cancellation otherwise."""
+
+    def __init__(self, message: str, quarantine: Quarantine) -> None:
+        super().__init__(message)
+        self.quarantine = quarantine
+
+
+def quarantine_of(error: BaseException) -> Quarantine | None:
+    """What must stay out of use after `error`; None: nothing."""
+    if isinstance(error, TransferTimeout | TransferCancelled):
+        return error.quarantine
+    return None

@@ -1,0 +1,124 @@
+"""The prefix index in Redis: which store holds which chain hash, and where the stores are.
+
+    baton:stores                          HASH node id -> StoreStatus as JSON
+    baton:store:{node}:beat               the incarnation (hex), expiring: that life is alive
+    baton:index:{node}:{incarnation hex}  HASH 16-byte chain hash -> sequence; `sequence` -> the
+    last one
+
+Index entries are hints: a store checks under its own lease. One HASH per (node, incarnation), so
+that a dead life goes by one UNLINK and is never asked; presence is prefix-closed, so that the
+longest prefix is found by binary search inside Redis, in one round trip. Hashes travel as one
+string: giving Redis a thousand arguments costs more than the search.
+
+This module is the reading side and the keys; `index_publisher` writes. One asyncio loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import redis.asyncio
+import redis.exceptions
+from google.protobuf import json_format
+
+from process.errors import Unavailable
+from protos import inference_pb2
+
+STORES_KEY = "baton:stores"
+SEQUENCE_FIELD = b"sequence"  # 8 bytes: never a chain hash
+
+_LONGEST_PREFIX = """
+local count = #ARGV[1] / 16
+local found = {}
+for i, key in ipairs(KEYS) do
+  local low, high = 0, count
+  while low < high do
+    local middle = math.floor((low + high + 1) / 2)
+    local hash = string.sub(ARGV[1], (middle - 1) * 16 + 1, middle * 16)
+    if redis.call('HEXISTS', key, hash) == 1 then low = middle else high = middle - 1 end
+  end
+  found[i] = low
+end
+return found
+"""
+
+FAILURES = (redis.exceptions.RedisError, OSError, TimeoutError)
+
+
+def index_key(node_id: str, incarnation: str) -> str:
+    """incarnation: hex."""
+    return f"baton:index:{node_id}:{incarnation}"
+
+
+def beat_key(node_id: str) -> str:
+    return f"baton:store:{node_id}:beat"
+
+
+def connect(url: str, timeout_s: float) -> redis.asyncio.Redis:
+    """A client that fails fast and never retries by itself."""
+    return redis.asyncio.Redis.from_url(
+        url,
+        socket_timeout=timeout_s,
+        socket_connect_timeout=timeout_s,
+        retry=None,
+        health_check_interval=0,
+    )
+
+
+class PrefixIndex:
+    """The reading side, for routers."""
+
+    def __init__(self, client: redis.asyncio.Redis, timeout_s: float) -> None:
+        """client: its owner closes it. timeout_s: bounds each call as a whole."""
+        self._client = client
+        self._timeout_s = timeout_s
+        self._script = client.register_script(_LONGEST_PREFIX)
+
+    async def lookup(
+        self, chain_hashes: Sequence[bytes], nodes: Mapping[str, str]
+    ) -> dict[str, int]:
+        """How many of `chain_hashes`, from the first on, each store holds, by the index.
+
+        Args: chain_hashes: of one prompt, in order. nodes: node id -> incarnation (hex).
+        Returns: node id -> number of blocks, 0 for a store that has none or is not known.
+        Raises: Unavailable when Redis does not answer in time.
+        """
+        if not chain_hashes or not nodes:
+            return dict.fromkeys(nodes, 0)
+        keys = [index_key(node_id, incarnation) for node_id, incarnation in nodes.items()]
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                found: Any = await self._script(keys=keys, args=[b"".join(chain_hashes)])
+        except FAILURES as error:
+            raise Unavailable(f"prefix index: {_describe(error)}") from error
+        return dict(zip(nodes, (int(length) for length in found), strict=True))
+
+    async def stores(self) -> list[inference_pb2.StoreStatus]:
+        """The registered stores; `reachable` says whether that very life has a fresh heartbeat.
+
+        Raises: Unavailable.
+        """
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                rows: Any = await self._client.hgetall(STORES_KEY)
+                if not rows:
+                    return []
+                beats = await self._client.mget([beat_key(_text(node)) for node in rows])
+        except FAILURES as error:
+            raise Unavailable(f"registry: {_describe(error)}") from error
+        stores: list[inference_pb2.StoreStatus] = []
+        for row, beat in zip(rows.values(), beats, strict=True):
+            status = json_format.Parse(row, inference_pb2.StoreStatus(), ignore_unknown_fields=True)
+            status.reachable = beat is not None and _text(beat) == status.incarnation
+            stores.append(status)
+        return stores
+
+
+def _text(answer: bytes | str) -> str:
+    return answer.decode() if isinstance(answer, bytes) else answer
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

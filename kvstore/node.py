@@ -1,0 +1,353 @@
+"""One life of a store: its slab, its truth, its NIXL agent, and what is looked after in the
+background.
+
+Life: made at start with nothing taken -> the first `attach` tells how large a block is and takes
+the memory -> `stop` unlinks the slab. A background task ends lapsed leases, notices workers that
+are gone and recomputes the conservation laws when nothing is under way.
+
+Knows no stubs (server.py) and no Redis (index.py). One asyncio loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from kvstore.attachments import Attachment
+from kvstore.block import Block
+from kvstore.config import KvStoreSettings
+from kvstore.errors import GENERATION, LEASE_LAPSED, IntegrityError, LeaseLapsed, UnknownAttachment
+from kvstore.nixl_agent import NixlAgent, Region
+from kvstore.pushes import PushOutcome, PushTable, Target
+from kvstore.slab import Slab, SlabLayout, check_room, remove_stale
+from kvstore.store import Store, StoreLimits
+from kvstore.transport.base import TRANSPORTS
+from process import incarnation, logs
+from process.deadline import Clock, Deadline
+from process.errors import FailedPrecondition, InvalidArgument
+
+logger = logging.getLogger(__name__)
+
+NIXL_START_S = 30.0
+MAX_CHUNK_BYTES = 16 * 1024 * 1024
+_QUIET_S = 1.0
+
+
+@dataclass(frozen=True)
+class Newcomer:
+    """What a worker says about itself. The NIXL fields are empty for other transports."""
+
+    worker_id: str
+    worker_incarnation: bytes
+    model_fingerprint: bytes
+    block_bytes: int
+    transport: str
+    nixl_metadata: bytes = b""
+    region: Region | None = None
+    num_blocks: int = 0
+
+
+class StoreNode:
+    """See the module."""
+
+    def __init__(
+        self,
+        settings: KvStoreSettings,
+        node_id: str,
+        *,
+        on_change: Callable[[bool, bytes], None] | None = None,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        """on_change: told of every block that comes or goes, in order; see Catalog."""
+        self.settings = settings
+        self.node_id = node_id
+        self.incarnation = incarnation.new()
+        self.integrity_error = ""
+        self.store: Store | None = None
+        self.slab: Slab | None = None
+        self.pushes: PushTable | None = None
+        self.nixl: NixlAgent | None = None
+        self.nixl_metadata = b""
+        self._on_change = on_change
+        self._clock = clock
+        self._targets: dict[str, Target] = {}  # attachment -> its blocks, of NIXL workers
+        self._attaching = asyncio.Lock()
+        self._sweeper: asyncio.Task[None] | None = None
+        self._forgetting: set[asyncio.Task[None]] = set()
+        self._num_calls = 0
+        self._checked_at = (0, -1.0)  # (num_calls, time) of the last integrity check
+
+    def start(self) -> None:
+        """Clean up after dead stores, see that there is room, begin the background work.
+
+        Raises: NoCapacity naming the settings.
+        """
+        folder = Path(self.settings.slab_dir)
+        check_room(folder, 0)
+        for path in remove_stale(folder):
+            logs.event(logger, "stale_slab_removed", path=str(path))
+        check_room(folder, self.settings.capacity_bytes)
+        self._sweeper = asyncio.create_task(self._sweep_for_ever())
+
+    async def stop(self) -> None:
+        """End the background work and take the slab's name away. Its memory stays mapped: peers may
+        hold its address until this process is gone."""
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            await asyncio.wait([self._sweeper])
+        if self.nixl is not None:
+            await self.nixl.close(Deadline.after(_QUIET_S))
+        if self.slab is not None:
+            self.slab.unlink()
+            self.slab.close()
+
+    def now_s(self) -> float:
+        """The store's clock, for one call."""
+        self._num_calls += 1
+        return self._clock()
+
+    # -- workers come and go
+
+    async def attach(self, newcomer: Newcomer) -> Attachment:
+        """Let a worker in. Raises: InvalidArgument, FailedPrecondition, NoCapacity."""
+        if not newcomer.worker_id:
+            raise InvalidArgument("worker_id", "must be given")
+        if newcomer.transport not in TRANSPORTS:
+            raise InvalidArgument("transport", f"one of {', '.join(TRANSPORTS)}")
+        if newcomer.block_bytes < 1:
+            raise InvalidArgument("block_bytes", "must be positive")
+        async with self._attaching:
+            store, slab = await self._take_memory(newcomer.block_bytes)
+            if newcomer.block_bytes != store.frame_bytes:
+                raise FailedPrecondition(
+                    f"block_bytes: this store's frames have {store.frame_bytes} bytes, the "
+                    f"worker's blocks {newcomer.block_bytes}; another KV layout needs another store"
+                )
+            target: Target | None = None
+            if newcomer.transport == "nixl":
+                target = await self._meet(newcomer, store, slab)
+        one_sided = newcomer.transport != "grpc"
+        attachment = store.attach(
+            newcomer.worker_id,
+            newcomer.worker_incarnation,
+            newcomer.transport,
+            one_sided,
+            self.now_s(),
+        )
+        if target is not None:
+            self._targets[attachment.attachment_id] = target
+        self._forget_gone(store)
+        logs.event(
+            logger,
+            "attached",
+            worker_id=newcomer.worker_id,
+            transport=newcomer.transport,
+            fingerprint=newcomer.model_fingerprint.hex(),
+        )
+        return attachment
+
+    def detach(self, attachment_id: str) -> None:
+        """The worker says goodbye: nothing of it is under way any more."""
+        if self.store is not None:
+            self.store.detach(attachment_id, self.now_s(), grace_s=0.0)
+            self._forget_gone(self.store)
+
+    def seen(self, attachment_id: str) -> tuple[Store, float]:
+        """The store and the time of this call, for a worker that is attached.
+
+        Raises: UnknownAttachment.
+        """
+        now_s = self.now_s()
+        if self.store is None:
+            raise UnknownAttachment(f"attachment {attachment_id}: nobody is attached; attach again")
+        self.store.attachments.get(attachment_id, now_s)
+        return self.store, now_s
+
+    # -- bytes
+
+    def copy_in(
+        self,
+        attachment_id: str,
+        lease_id: str,
+        frame: int,
+        generation: int,
+        offset: int,
+        data: bytes,
+    ) -> None:
+        """Write a piece of a block into a reserved frame (gRPC transport)."""
+        store, now_s = self.seen(attachment_id)
+        store.check_reservation(attachment_id, lease_id, frame, generation, now_s)
+        if offset + len(data) > store.frame_bytes or self.slab is None:
+            raise InvalidArgument("offset", f"a frame has {store.frame_bytes} bytes")
+        target = self.slab.block(frame)[offset : offset + len(data)]
+        np.copyto(target, np.frombuffer(data, dtype=np.uint8))
+
+    async def copy_out(
+        self, attachment_id: str, lease_id: str, blocks: Sequence[Block], chunk_bytes: int
+    ) -> AsyncIterator[tuple[int, int, bytes, bool]]:
+        """Pieces of blocks (gRPC transport): (index, offset, bytes, is stale); a stale one has
+        none.
+
+        Raises: LeaseLapsed, UnknownAttachment.
+        """
+        store, _ = self.seen(attachment_id)
+        self._need_lease(store, lease_id)
+        if not 0 < chunk_bytes <= MAX_CHUNK_BYTES or self.slab is None:
+            raise InvalidArgument("chunk_bytes", f"between 1 and {MAX_CHUNK_BYTES}")
+        hold_id, held = store.hold(blocks)
+        try:
+            for index, (block, holds) in enumerate(zip(blocks, held, strict=True)):
+                if not holds:
+                    store.refused[GENERATION] += 1
+                    yield index, 0, b"", True
+                    continue
+                frame = self.slab.block(block.frame)
+                for offset in range(0, store.frame_bytes, chunk_bytes):
+                    yield index, offset, frame[offset : offset + chunk_bytes].tobytes(), False
+                store.counters.num_bytes_read += store.frame_bytes
+        finally:
+            store.unhold(hold_id)
+
+    async def push(
+        self,
+        attachment_id: str,
+        lease_id: str,
+        push_id: str,
+        blocks: Sequence[Block],
+        destinations: Sequence[int],
+        budget_s: float,
+    ) -> PushOutcome:
+        """Write blocks into the worker's own (NIXL transport)."""
+        store, _ = self.seen(attachment_id)
+        target = self._targets.get(attachment_id)
+        if target is None or self.pushes is None:
+            raise FailedPrecondition("push: this worker is not attached with transport nixl")
+        self._need_lease(store, lease_id)
+        return await self.pushes.push(
+            push_id, target, blocks, destinations, Deadline.after(budget_s)
+        )
+
+    def is_push_terminal(self, push_id: str) -> bool:
+        """See PushTable; a store without NIXL moves nothing."""
+        return self.pushes is None or self.pushes.is_terminal(push_id)
+
+    def check_integrity(self) -> str:
+        """Recompute every law. Returns: what failed, empty when all held."""
+        if self.store is None:
+            return ""
+        try:
+            self.store.lapse(self._clock())
+            self.store.check_integrity()
+            self.integrity_error = ""
+        except IntegrityError as error:
+            self.integrity_error = str(error)
+            logs.event(logger, "integrity_error", level=logging.ERROR, error=str(error))
+        return self.integrity_error
+
+    # -- inside
+
+    async def _take_memory(self, block_bytes: int) -> tuple[Store, Slab]:
+        if self.store is None or self.slab is None:
+            layout = SlabLayout.fitting(self.settings.capacity_bytes, block_bytes)
+            self.slab = await asyncio.to_thread(
+                Slab.create,
+                Path(self.settings.slab_dir),
+                self.node_id,
+                self.incarnation,
+                layout,
+            )
+            limits = StoreLimits(self.settings.max_lease_s, self.settings.quarantine_grace_s)
+            self.store = Store(
+                layout.num_frames,
+                block_bytes,
+                limits,
+                publish=self.slab.publish,
+                on_change=self._on_change,
+            )
+            logs.event(
+                logger,
+                "slab",
+                path=str(self.slab.path),
+                num_frames=layout.num_frames,
+                frame_bytes=block_bytes,
+            )
+        return self.store, self.slab
+
+    async def _meet(self, newcomer: Newcomer, store: Store, slab: Slab) -> Target:
+        """Bring the two NIXL agents together; the store's is made for the first such worker."""
+        if self.nixl is None:
+            name = f"store-{secrets.token_hex(16)}"
+            deadline = Deadline.after(NIXL_START_S)
+            nixl = await NixlAgent.start(name, self.settings.nixl_net_devices, deadline)
+            region = Region(slab.frames_address, slab.frames.nbytes)
+            self.nixl_metadata = await nixl.register(region)
+            self.pushes = PushTable(store, slab, nixl)
+            self.nixl = nixl
+        if newcomer.region is None:
+            raise InvalidArgument("region_address", "must be given for transport nixl")
+        if newcomer.region.num_bytes < newcomer.num_blocks * newcomer.block_bytes:
+            raise InvalidArgument("region_num_blocks", "more blocks than the region holds")
+        peer = await self.nixl.add_peer(newcomer.nixl_metadata)
+        return Target(peer, newcomer.region, newcomer.num_blocks)
+
+    def _need_lease(self, store: Store, lease_id: str) -> None:
+        try:
+            store.lapse(self._clock())
+            store.leases.get(lease_id)
+        except LeaseLapsed:
+            store.refused[LEASE_LAPSED] += 1
+            raise
+
+    def _forget_gone(self, store: Store) -> None:
+        """Take the NIXL peers of attachments that are gone out, once nothing moves to them."""
+        for attachment_id in list(self._targets):
+            if store.attachments.find(attachment_id) is None:
+                task = asyncio.create_task(self._forget(self._targets.pop(attachment_id).peer))
+                self._forgetting.add(task)
+                task.add_done_callback(self._forgetting.discard)
+
+    async def _forget(self, peer: str) -> None:
+        if self.pushes is not None and self.nixl is not None:
+            await self.pushes.quiet(peer)
+            await self.nixl.remove_peer(peer)
+
+    async def _sweep_for_ever(self) -> None:
+        num_calls = 0
+        while True:
+            await asyncio.sleep(self.settings.sweep_interval_s)
+            if self.store is None or self.slab is None:
+                continue
+            now_s = self._clock()
+            self.store.lapse(now_s)
+            self._notice_gone(self.store, self.slab, now_s)
+            is_idle, num_calls = num_calls == self._num_calls, self._num_calls
+            checked_calls, checked_s = self._checked_at
+            due = now_s - checked_s >= self.settings.integrity_interval_s
+            if is_idle and due and checked_calls != num_calls:
+                self.check_integrity()
+                self._checked_at = (num_calls, now_s)
+
+    def _notice_gone(self, store: Store, slab: Slab, now_s: float) -> None:
+        """Detach workers that are dead (their lock is gone) or silent for too long."""
+        for attachment in list(store.attachments):
+            # Before its first call the worker may not have taken its lock yet.
+            has_called = attachment.last_seen_s > attachment.attached_at_s
+            silent_s = now_s - attachment.last_seen_s
+            is_silent = silent_s >= self.settings.attachment_ttl_s
+            if attachment.transport == "shm":
+                if (has_called or is_silent) and not slab.is_locked(attachment.attachment_id):
+                    self._gone(store, attachment, 0.0, "its process ended")
+            elif is_silent:
+                self._gone(store, attachment, None, f"silent for {silent_s:.0f} s")
+        self._forget_gone(store)
+
+    def _gone(self, store: Store, attachment: Attachment, grace_s: float | None, why: str) -> None:
+        logs.event(logger, "worker_gone", worker_id=attachment.worker_id, why=why)
+        store.detach(attachment.attachment_id, self._clock(), grace_s)

@@ -1,0 +1,114 @@
+"""A worker's control connection to one life of one store: calls with deadlines, errors of our own.
+
+Notices when the store is another life than the one attached to, or away: from then on the
+connection is `broken` and every call fails at once; its owner attaches again. One asyncio loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc.aio
+
+from kvstore.errors import LeaseLapsed
+from process import serving
+from process.deadline import Deadline
+from process.errors import BatonError, DeadlineExceeded, NotFound, Unavailable
+from protos import kvstore_pb2, kvstore_pb2_grpc
+
+
+@dataclass(frozen=True)
+class Attached:
+    """What the handshake told: who the store is and where its frames lie."""
+
+    attachment_id: str
+    node_id: str
+    incarnation: bytes
+    frame_bytes: int
+    num_frames: int
+    slab_path: str
+    nixl_metadata: bytes
+    region_address: int
+
+    @classmethod
+    def of(cls, reply: kvstore_pb2.AttachReply) -> Attached:
+        return cls(
+            attachment_id=reply.attachment_id,
+            node_id=reply.node_id,
+            incarnation=reply.incarnation,
+            frame_bytes=reply.frame_bytes,
+            num_frames=reply.num_frames,
+            slab_path=reply.slab_path,
+            nixl_metadata=reply.nixl_metadata,
+            region_address=reply.region_address,
+        )
+
+
+class StoreRpc:
+    """See the module."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.broken: str | None = None
+        self._channel = serving.channel(address)
+        self.stub = kvstore_pb2_grpc.KvStoreStub(self._channel)  # type: ignore[no-untyped-call]
+
+    async def call(
+        self,
+        method: Callable[..., Any],
+        request: Any,
+        deadline: Deadline,
+        *,
+        even_if_broken: bool = False,
+    ) -> Any:
+        """One call (unary, or a stream of requests with one reply).
+
+        Raises: LeaseLapsed, Unavailable, DeadlineExceeded and what else the store says.
+        """
+        if not even_if_broken:
+            self.check()
+        if deadline.expired:
+            raise DeadlineExceeded(
+                "no time is left for the call"
+            )  # gRPC would send it all the same
+        try:
+            return await method(request, timeout=deadline.left_s())
+        except grpc.aio.AioRpcError as error:
+            raise self.translate(error) from error
+
+    def check(self) -> None:
+        """Raises: Unavailable when the connection is broken."""
+        if self.broken is not None:
+            raise Unavailable(f"store {self.address}: {self.broken}", retry_after_s=0.0)
+
+    def translate(self, error: grpc.aio.AioRpcError) -> BatonError:
+        """Our error for a failed call; a store that is away breaks the connection."""
+        ours = serving.error_from_rpc(error)
+        if isinstance(ours, Unavailable):
+            self.mark_broken(str(ours))
+        if isinstance(ours, NotFound):
+            return LeaseLapsed(str(ours))
+        return ours
+
+    def mark_broken(self, reason: str) -> None:
+        if self.broken is None:
+            self.broken = reason
+
+    async def close(self) -> None:
+        self.mark_broken("closed")
+        await self._channel.close()
+
+
+async def finish(task: asyncio.Future[Any]) -> None:
+    """Wait for work that must come to its end although we were cancelled; then be cancelled."""
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled

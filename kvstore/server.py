@@ -1,0 +1,314 @@
+"""`baton.v1.KvStore` over gRPC: stubs to values and back, nothing else. One asyncio loop."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Any
+
+import grpc.aio
+
+from kvstore import wire
+from kvstore.errors import LeaseLapsed
+from kvstore.frames import FrameState
+from kvstore.nixl_agent import Region
+from kvstore.node import Newcomer, StoreNode
+from kvstore.store import Reserved, Store, Written
+from process import serving
+from process.errors import InvalidArgument
+from protos import common_pb2, kvstore_pb2, kvstore_pb2_grpc
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
+    """See the proto for what each call promises."""
+
+    def __init__(
+        self,
+        node: StoreNode,
+        index_state: Callable[[], tuple[int, bool]] = lambda: (0, False),
+    ) -> None:
+        """index_state: (sequence, whether the index has everything), for the status."""
+        self._node = node
+        self._index_state = index_state
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        kvstore_pb2_grpc.add_KvStoreServicer_to_server(  # type: ignore[no-untyped-call]
+            self, server
+        )
+
+    @serving.unary
+    async def Attach(
+        self, request: kvstore_pb2.AttachRequest, context: Context
+    ) -> kvstore_pb2.AttachReply:
+        region = Region(
+            request.region_address,
+            request.region_num_blocks * request.block_bytes,
+            request.region_memory or "DRAM",
+            request.region_device_id,
+        )
+        attachment = await self._node.attach(
+            Newcomer(
+                worker_id=request.worker_id,
+                worker_incarnation=request.worker_incarnation,
+                model_fingerprint=request.model_fingerprint,
+                block_bytes=request.block_bytes,
+                transport=request.transport,
+                nixl_metadata=request.nixl_metadata,
+                region=region,
+                num_blocks=request.region_num_blocks,
+            )
+        )
+        reply = kvstore_pb2.AttachReply(
+            node_id=self._node.node_id,
+            incarnation=self._node.incarnation,
+            attachment_id=attachment.attachment_id,
+        )
+        slab = self._node.slab
+        if slab is not None:
+            reply.frame_bytes = slab.layout.frame_bytes
+            reply.num_frames = slab.layout.num_frames
+            reply.slab_path = str(slab.path)
+            reply.slab_bytes = slab.layout.total_bytes
+            reply.frames_offset = slab.layout.frames_offset
+            reply.generations_offset = slab.layout.generations_offset
+            if request.transport == "nixl" and self._node.nixl is not None:
+                reply.nixl_agent = self._node.nixl.name
+                reply.nixl_metadata = self._node.nixl_metadata
+                reply.region_address = slab.frames_address
+        return reply
+
+    @serving.unary
+    async def Detach(
+        self, request: kvstore_pb2.DetachRequest, context: Context
+    ) -> kvstore_pb2.DetachReply:
+        self._node.detach(request.attachment_id)
+        return kvstore_pb2.DetachReply()
+
+    @serving.unary
+    async def Match(
+        self, request: kvstore_pb2.MatchRequest, context: Context
+    ) -> kvstore_pb2.MatchReply:
+        store, now_s = self._node.seen(request.attachment_id)
+        blocks, lease_id = store.match(
+            request.chain_hashes,
+            pin=request.pin,
+            lease_id=request.lease_id,
+            ttl_s=request.ttl_ms / 1000,
+            now_s=now_s,
+        )
+        return kvstore_pb2.MatchReply(
+            blocks=[wire.block_to_proto(block) for block in blocks],
+            lease_id=lease_id,
+            incarnation=self._node.incarnation,
+        )
+
+    @serving.unary
+    async def Reserve(
+        self, request: kvstore_pb2.ReserveRequest, context: Context
+    ) -> kvstore_pb2.ReserveReply:
+        store, now_s = self._node.seen(request.attachment_id)
+        _check_ttl(request.ttl_ms)
+        lease_id, answers, tail = store.reserve(
+            request.attachment_id,
+            request.parent,
+            request.chain_hashes,
+            tail_name=request.tail_name,
+            lease_id=request.lease_id,
+            ttl_s=request.ttl_ms / 1000,
+            now_s=now_s,
+        )
+        reply = kvstore_pb2.ReserveReply(
+            lease_id=lease_id,
+            blocks=map(_reserved, request.chain_hashes, answers),
+            incarnation=self._node.incarnation,
+        )
+        if tail is not None:
+            reply.tail.CopyFrom(_reserved(b"", tail))
+        return reply
+
+    @serving.unary
+    async def Commit(
+        self, request: kvstore_pb2.CommitRequest, context: Context
+    ) -> kvstore_pb2.CommitReply:
+        store, now_s = self._node.seen(request.attachment_id)
+        if any(block.num_tokens < 1 for block in request.blocks):
+            raise InvalidArgument("num_tokens", "a block has at least one filled slot")
+        blocks = store.commit(
+            request.attachment_id, request.lease_id, _written(request.blocks), now_s
+        )
+        return kvstore_pb2.CommitReply(blocks=[wire.block_to_proto(block) for block in blocks])
+
+    @serving.unary
+    async def Abort(
+        self, request: kvstore_pb2.AbortRequest, context: Context
+    ) -> kvstore_pb2.AbortReply:
+        store, now_s = self._node.seen(request.attachment_id)
+        store.abort(
+            request.attachment_id,
+            request.lease_id,
+            _written(request.blocks),
+            quarantine=request.quarantine,
+            now_s=now_s,
+        )
+        return kvstore_pb2.AbortReply()
+
+    @serving.unary
+    async def Pin(self, request: kvstore_pb2.PinRequest, context: Context) -> kvstore_pb2.PinReply:
+        store, now_s = self._node.seen(request.attachment_id)
+        _check_ttl(request.ttl_ms)
+        lease_id, num_pinned = store.pin(
+            wire.blocks_from_proto(request.blocks), ttl_s=request.ttl_ms / 1000, now_s=now_s
+        )
+        return kvstore_pb2.PinReply(lease_id=lease_id, num_pinned=num_pinned)
+
+    @serving.unary
+    async def Renew(
+        self, request: kvstore_pb2.RenewRequest, context: Context
+    ) -> kvstore_pb2.RenewReply:
+        if self._node.store is None:
+            raise LeaseLapsed(f"lease {request.lease_id}: nobody is attached")
+        self._node.store.renew(
+            request.lease_id,
+            ttl_s=request.ttl_ms / 1000,
+            num_bytes_read=request.num_bytes_read,
+            now_s=self._node.now_s(),
+        )
+        return kvstore_pb2.RenewReply()
+
+    @serving.unary
+    async def Release(
+        self, request: kvstore_pb2.ReleaseRequest, context: Context
+    ) -> kvstore_pb2.ReleaseReply:
+        if self._node.store is None:
+            return kvstore_pb2.ReleaseReply()
+        num_released = self._node.store.release(
+            request.lease_ids, num_bytes_read=request.num_bytes_read, now_s=self._node.now_s()
+        )
+        return kvstore_pb2.ReleaseReply(num_released=num_released)
+
+    @serving.unary
+    async def Push(
+        self, request: kvstore_pb2.PushRequest, context: Context
+    ) -> kvstore_pb2.PushReply:
+        outcome = await self._node.push(
+            request.attachment_id,
+            request.lease_id,
+            request.push_id,
+            wire.blocks_from_proto(request.blocks),
+            request.destinations,
+            request.budget_ms / 1000,
+        )
+        return kvstore_pb2.PushReply(
+            push_id=request.push_id,
+            terminal=outcome.terminal,
+            num_bytes=outcome.num_bytes,
+            stale=outcome.stale,
+        )
+
+    @serving.unary
+    async def GetPush(
+        self, request: kvstore_pb2.GetPushRequest, context: Context
+    ) -> kvstore_pb2.GetPushReply:
+        return kvstore_pb2.GetPushReply(terminal=self._node.is_push_terminal(request.push_id))
+
+    @serving.unary
+    async def Write(
+        self, request: AsyncIterator[kvstore_pb2.WriteChunk], context: Context
+    ) -> kvstore_pb2.WriteReply:
+        num_bytes = 0
+        async for chunk in request:
+            self._node.copy_in(
+                chunk.attachment_id,
+                chunk.lease_id,
+                chunk.frame,
+                chunk.generation,
+                chunk.offset,
+                chunk.data,
+            )
+            num_bytes += len(chunk.data)
+        return kvstore_pb2.WriteReply(num_bytes=num_bytes)
+
+    @serving.streaming
+    async def Read(
+        self, request: kvstore_pb2.ReadRequest, context: Context
+    ) -> AsyncIterator[kvstore_pb2.ReadChunk]:
+        pieces = self._node.copy_out(
+            request.attachment_id,
+            request.lease_id,
+            wire.blocks_from_proto(request.blocks),
+            request.chunk_bytes,
+        )
+        async for index, offset, data, stale in pieces:
+            yield kvstore_pb2.ReadChunk(index=index, offset=offset, data=data, stale=stale)
+
+    @serving.unary
+    async def GetStatus(
+        self, request: kvstore_pb2.GetStatusRequest, context: Context
+    ) -> kvstore_pb2.GetStatusReply:
+        if request.check_integrity:
+            self._node.check_integrity()
+        sequence, synced = self._index_state()
+        reply = kvstore_pb2.GetStatusReply(
+            node_id=self._node.node_id,
+            incarnation=self._node.incarnation,
+            index_sequence=sequence,
+            index_synced=synced,
+            integrity_error=self._node.integrity_error,
+        )
+        if self._node.store is not None:
+            _fill(reply, self._node.store)
+        return reply
+
+
+def _reserved(chain_hash: bytes, answer: Reserved) -> kvstore_pb2.ReservedBlock:
+    if answer.block is not None:
+        return kvstore_pb2.ReservedBlock(
+            state=kvstore_pb2.RESERVE_STATE_PRESENT, block=wire.block_to_proto(answer.block)
+        )
+    if not answer.has_room:
+        return kvstore_pb2.ReservedBlock(
+            state=kvstore_pb2.RESERVE_STATE_NO_ROOM,
+            block=common_pb2.BlockRef(chain_hash=chain_hash),
+        )
+    return kvstore_pb2.ReservedBlock(
+        state=kvstore_pb2.RESERVE_STATE_RESERVED,
+        block=common_pb2.BlockRef(
+            chain_hash=chain_hash, frame=answer.frame, generation=answer.generation
+        ),
+    )
+
+
+def _written(blocks: Iterable[kvstore_pb2.CommitBlock]) -> list[Written]:
+    return [
+        Written(block.frame, block.generation, block.checksum, block.num_tokens) for block in blocks
+    ]
+
+
+def _fill(reply: kvstore_pb2.GetStatusReply, store: Store) -> None:
+    reply.frame_bytes = store.frame_bytes
+    reply.num_frames = store.frames.num_frames
+    reply.num_free = store.frames.count(FrameState.FREE)
+    reply.num_writing = store.frames.count(FrameState.WRITING)
+    reply.num_committed = store.frames.count(FrameState.COMMITTED)
+    reply.num_quarantined = store.frames.count(FrameState.QUARANTINED)
+    reply.num_pinned = store.num_pinned()
+    reply.num_leases = len(store.leases)
+    reply.num_attachments = len(store.attachments)
+    reply.num_tails = store.num_tails
+    counters = store.counters
+    reply.num_lookups = counters.num_lookups
+    reply.num_blocks_asked = counters.num_blocks_asked
+    reply.num_blocks_matched = counters.num_blocks_matched
+    reply.num_bytes_written = counters.num_bytes_written
+    reply.num_bytes_read = counters.num_bytes_read
+    reply.num_evictions = counters.num_evictions
+    reply.num_leases_lapsed = counters.num_leases_lapsed
+    for reason, num_blocks in sorted(store.refused.items()):
+        if num_blocks:
+            reply.refused.add(reason=reason, num_blocks=num_blocks)
+
+
+def _check_ttl(ttl_ms: int) -> None:
+    if ttl_ms < 1:
+        raise InvalidArgument("ttl_ms", "must be positive")

@@ -1,0 +1,274 @@
+"""The slab: one file in memory that holds the frames, mapped by the store and by workers of its
+host.
+
+    page 0                     header: magic, version, incarnation, sizes and offsets
+    generations_offset         uint64[num_frames]: the generation of each frame
+    frames_offset              frames, each beginning on a page
+
+The store writes the header and the generations; a worker writes only frames reserved for it, and
+reads frames by the seqlock rule: generation even and as expected before the copy, the same after
+it. On machines with weak memory order the checksum is what decides; the generations only make the
+common case cheap.
+
+Two kinds of kernel locks say who lives, whatever the PID namespaces are: the store holds flock() on
+its file for life, so that a later store can remove files of dead ones; a worker holds an open file
+description lock on one byte of its own, so that the store knows when that process is gone.
+
+The mapping is never shrunk or unmapped while its process lives: peers may hold its address.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from process.errors import FailedPrecondition, NoCapacity
+
+PAGE_BYTES = 4096
+MAGIC = b"BATONSLB"
+VERSION = 1
+SUFFIX = ".baton-slab"
+_HEADER = struct.Struct("<8sI4x16sQQQQQ")
+_FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux
+# Lock bytes lie far behind any data; locks may be taken behind the end of a file.
+_LOCK_BASE = 1 << 56
+_LOCK_MASK = (1 << 48) - 1
+
+
+@dataclass(frozen=True)
+class SlabLayout:
+    """Where things lie in a slab's file. frame_bytes: of one block; stride_bytes: from one frame to
+    the next, page-aligned."""
+
+    frame_bytes: int
+    num_frames: int
+
+    @property
+    def stride_bytes(self) -> int:
+        return _round_up(self.frame_bytes)
+
+    @property
+    def generations_offset(self) -> int:
+        return PAGE_BYTES
+
+    @property
+    def frames_offset(self) -> int:
+        return PAGE_BYTES + _round_up(8 * self.num_frames)
+
+    @property
+    def total_bytes(self) -> int:
+        return self.frames_offset + self.num_frames * self.stride_bytes
+
+    @classmethod
+    def fitting(cls, capacity_bytes: int, frame_bytes: int) -> SlabLayout:
+        """As many frames as go into `capacity_bytes`. Raises: NoCapacity if there is not one."""
+        num_frames = capacity_bytes // _round_up(frame_bytes)
+        if num_frames < 1:
+            raise NoCapacity(
+                f"capacity_bytes = {capacity_bytes} holds no block of {frame_bytes} bytes; "
+                "raise the store's capacity_bytes"
+            )
+        return cls(frame_bytes, num_frames)
+
+
+class Slab:
+    """One mapping of a slab's file, in the store or in a worker.
+
+    frames: uint8 [num_frames, stride_bytes]. generations: uint64 [num_frames].
+    """
+
+    def __init__(self, path: Path, fd: int, layout: SlabLayout, incarnation: bytes) -> None:
+        self.path = path
+        self.layout = layout
+        self.incarnation = incarnation
+        self._fd = fd
+        self._map = mmap.mmap(fd, layout.total_bytes)
+        whole = np.frombuffer(self._map, dtype=np.uint8)
+        self.frames: npt.NDArray[np.uint8] = whole[layout.frames_offset :].reshape(
+            layout.num_frames, layout.stride_bytes
+        )
+        end = layout.generations_offset + 8 * layout.num_frames
+        self.generations: npt.NDArray[np.uint64] = whole[layout.generations_offset : end].view(
+            np.uint64
+        )
+
+    @property
+    def frames_address(self) -> int:
+        """Of frame 0 in this process."""
+        return int(self.frames.ctypes.data)
+
+    def block(self, frame: int) -> npt.NDArray[np.uint8]:
+        """The bytes of one frame, without its padding: uint8 [frame_bytes], a view."""
+        return self.frames[frame, : self.layout.frame_bytes]
+
+    def publish(self, frame: int, generation: int) -> None:
+        """Show a frame's generation to readers: one aligned 8-byte store."""
+        self.generations[frame] = generation
+
+    @classmethod
+    def create(cls, folder: Path, node_id: str, incarnation: bytes, layout: SlabLayout) -> Slab:
+        """Make, fill and lock the file, then give it its name. Blocks while memory is taken.
+
+        Raises: NoCapacity naming the settings when the folder has too little room.
+        """
+        path = folder / f"{node_id}-{incarnation.hex()}{SUFFIX}"
+        check_room(folder, layout.total_bytes)
+        # Without a name until it is locked: nobody can take it for a dead store's file.
+        fd = os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                # Really taken now: a sparse file would end some process with SIGBUS later.
+                os.posix_fallocate(fd, 0, layout.total_bytes)
+            except OSError as error:
+                raise NoCapacity(_no_room(folder, layout.total_bytes)) from error
+            os.pwrite(fd, _pack_header(layout, incarnation), 0)
+            _give_name(fd, path)
+            return cls(path, fd, layout, incarnation)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @classmethod
+    def open(cls, path: Path, incarnation: bytes) -> Slab:
+        """Map a store's slab in a worker.
+
+        Raises: FailedPrecondition when it is not on this host, not ours to write, or another
+            life's.
+        """
+        hint = (
+            "is the worker on the store's host, with the same slab_dir? "
+            "Otherwise set transport to grpc or nixl"
+        )
+        try:
+            fd = os.open(path, os.O_RDWR)
+        except OSError as error:
+            raise FailedPrecondition(
+                f"transport shm: cannot map {path}: {error.strerror}; {hint}"
+            ) from error
+        try:
+            layout, found = _unpack_header(os.pread(fd, _HEADER.size, 0), path)
+            if found != incarnation:
+                raise FailedPrecondition(
+                    f"transport shm: {path} is another life's slab, not the store's; {hint}"
+                )
+            if os.fstat(fd).st_size < layout.total_bytes:
+                raise FailedPrecondition(f"transport shm: {path} is shorter than its header says")
+            return cls(path, fd, layout, found)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def unlink(self) -> None:
+        """Take the file's name away; mappings stay."""
+        self.path.unlink(missing_ok=True)
+
+    def lock_byte(self, attachment_id: str) -> None:
+        """Worker: show the store that this process lives, until it ends or `close`."""
+        fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _lock(fcntl.F_RDLCK, attachment_id))
+
+    def is_locked(self, attachment_id: str) -> bool:
+        """Store: whether the process behind the attachment lives."""
+        answer = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, _lock(fcntl.F_WRLCK, attachment_id))
+        return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
+
+    def close(self) -> None:
+        """Give the file (and its locks) back. The mapping stays as long as this process lives."""
+        if self._fd >= 0:
+            # The mapping holds a duplicate of the descriptor, so closing alone would keep the
+            # locks.
+            unlock = _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, 0, 0)
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, unlock)
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+            os.close(self._fd)
+            self._fd = -1
+
+
+def remove_stale(folder: Path) -> list[Path]:
+    """Remove slab files whose store is dead. Returns: those removed. Files of others are left."""
+    removed: list[Path] = []
+    for path in sorted(folder.glob(f"*{SUFFIX}")):
+        try:
+            fd = os.open(path, os.O_RDWR)
+        except OSError:
+            continue  # gone by now, or another user's
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink(missing_ok=True)
+            removed.append(path)
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES, errno.EPERM):
+                raise
+        finally:
+            os.close(fd)
+    return removed
+
+
+def check_room(folder: Path, num_bytes: int) -> None:
+    """Raises: NoCapacity naming the settings when `folder` is missing or has less room than
+    that."""
+    try:
+        free = os.statvfs(folder)
+    except OSError as error:
+        raise NoCapacity(f"slab_dir: {folder}: {error.strerror}") from error
+    if free.f_bavail * free.f_frsize < num_bytes:
+        raise NoCapacity(_no_room(folder, num_bytes))
+
+
+def _give_name(fd: int, path: Path) -> None:
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)
+    try:
+        # With a folder's descriptor Python calls linkat(AT_SYMLINK_FOLLOW), which /proc needs here.
+        os.link(f"/proc/self/fd/{fd}", path.name, dst_dir_fd=folder, follow_symlinks=True)
+    finally:
+        os.close(folder)
+
+
+def _no_room(folder: Path, num_bytes: int) -> str:
+    return (
+        f"slab_dir: {folder} has no room for {num_bytes} bytes; lower the store's capacity_bytes, "
+        "or give the folder more (containers: the size of the shared-memory mount)"
+    )
+
+
+def _round_up(num_bytes: int) -> int:
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def _pack_header(layout: SlabLayout, incarnation: bytes) -> bytes:
+    return _HEADER.pack(
+        MAGIC,
+        VERSION,
+        incarnation,
+        layout.frame_bytes,
+        layout.num_frames,
+        layout.generations_offset,
+        layout.frames_offset,
+        layout.stride_bytes,
+    )
+
+
+def _unpack_header(header: bytes, path: Path) -> tuple[SlabLayout, bytes]:
+    if len(header) < _HEADER.size or not header.startswith(MAGIC):
+        raise FailedPrecondition(f"transport shm: {path} is no slab of this program")
+    _, version, incarnation, frame_bytes, num_frames, *rest = _HEADER.unpack(header)
+    layout = SlabLayout(frame_bytes, num_frames)
+    expected = [layout.generations_offset, layout.frames_offset, layout.stride_bytes]
+    if version != VERSION or rest != expected:
+        raise FailedPrecondition(
+            f"transport shm: {path} has slab version {version}, this worker speaks {VERSION}"
+        )
+    return layout, incarnation
+
+
+def _lock(kind: int, attachment_id: str) -> bytes:
+    offset = _LOCK_BASE + (int(attachment_id[:12], 16) & _LOCK_MASK)
+    return _FLOCK.pack(kind, os.SEEK_SET, offset, 1, 0)

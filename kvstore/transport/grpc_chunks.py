@@ -1,0 +1,102 @@
+"""gRPC chunks: blocks travel as messages, in both directions copied by the store itself.
+
+The explicit choice where neither shared memory nor NIXL can be had: about 0.8 GB/s and 1 ms of CPU
+per MiB on each side (measured). Nothing is one-sided: when a call is over, nothing moves any more,
+so there is never a quarantine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+import grpc.aio
+import numpy as np
+
+from kvstore import wire
+from kvstore.errors import GENERATION, TRANSPORT
+from kvstore.rpc import Attached, StoreRpc
+from kvstore.transport.base import BlockMemory, GetItem, GetResult, PutItem
+from process.deadline import Deadline
+from protos import kvstore_pb2
+
+CHUNK_BYTES = 1024 * 1024
+"""Best of 64 KiB to 4 MiB in both directions (measured)."""
+
+
+class GrpcTransport:
+    """See the module."""
+
+    name = "grpc"
+    counts_own_reads = False
+
+    def __init__(self, memory: BlockMemory, rpc: StoreRpc, attached: Attached) -> None:
+        self._memory = memory
+        self._rpc = rpc
+        self._attachment_id = attached.attachment_id
+
+    async def put(self, lease_id: str, items: Sequence[PutItem], deadline: Deadline) -> None:
+        if items:
+            chunks = self._chunks(lease_id, items)
+            await self._rpc.call(self._rpc.stub.Write, chunks, deadline)
+
+    async def get(self, lease_id: str, items: Sequence[GetItem], deadline: Deadline) -> GetResult:
+        if not items:
+            return GetResult(0)
+        self._rpc.check()
+        request = kvstore_pb2.ReadRequest(
+            attachment_id=self._attachment_id,
+            lease_id=lease_id,
+            blocks=[wire.block_to_proto(item.ref) for item in items],
+            chunk_bytes=CHUNK_BYTES,
+        )
+        received = [0] * len(items)
+        failed: dict[int, str] = {}
+        call = self._rpc.stub.Read(request, timeout=deadline.left_s())
+        try:
+            async for chunk in call:
+                if chunk.stale:
+                    failed[chunk.index] = GENERATION
+                elif not self._take(chunk, items, received):
+                    failed[chunk.index] = TRANSPORT
+        except grpc.aio.AioRpcError as error:
+            raise self._rpc.translate(error) from error
+        except asyncio.CancelledError:
+            call.cancel()
+            raise
+        for index, num_bytes in enumerate(received):
+            if num_bytes != self._memory.block_bytes:
+                failed.setdefault(index, TRANSPORT)
+        return GetResult((len(items) - len(failed)) * self._memory.block_bytes, failed)
+
+    async def close(self) -> None:
+        return
+
+    async def _chunks(
+        self, lease_id: str, items: Sequence[PutItem]
+    ) -> AsyncIterator[kvstore_pb2.WriteChunk]:
+        for item in items:
+            block = self._memory.view[item.block_id]
+            for offset in range(0, self._memory.block_bytes, CHUNK_BYTES):
+                yield kvstore_pb2.WriteChunk(
+                    attachment_id=self._attachment_id,
+                    lease_id=lease_id,
+                    frame=item.frame,
+                    generation=item.generation,
+                    offset=offset,
+                    data=block[offset : offset + CHUNK_BYTES].tobytes(),
+                )
+
+    def _take(
+        self, chunk: kvstore_pb2.ReadChunk, items: Sequence[GetItem], received: list[int]
+    ) -> bool:
+        """Copy one chunk where it belongs. Returns: False when it is not the one expected next."""
+        end = chunk.offset + len(chunk.data)
+        if chunk.index >= len(items) or end > self._memory.block_bytes:
+            return False
+        if chunk.offset != received[chunk.index]:
+            return False
+        data = np.frombuffer(chunk.data, dtype=np.uint8)
+        np.copyto(self._memory.view[items[chunk.index].block_id, chunk.offset : end], data)
+        received[chunk.index] = end
+        return True

@@ -1,0 +1,191 @@
+"""NIXL: the worker WRITEs its blocks into reserved frames; the store WRITEs frames into the
+worker's blocks when asked (Push). Nobody READs: a reader that dies can take the process it reads
+from along.
+
+A transfer outlives its deadline. A push that was not answered in time may still write into the
+worker's blocks, so they go into a `Quarantine` until the store says that the push is terminal (or
+is dead); a put that was not over in time may still write into the store's frames: `PutUnsettled`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+
+from kvstore import wire
+from kvstore.errors import (
+    GENERATION,
+    LeaseLapsed,
+    Quarantine,
+    TransferCancelled,
+    TransferFailed,
+    TransferTimeout,
+)
+from kvstore.nixl_agent import NixlAgent, Region, merge_runs
+from kvstore.rpc import Attached, StoreRpc
+from kvstore.slab import SlabLayout
+from kvstore.transport.base import BlockMemory, GetItem, GetResult, PutItem, PutUnsettled
+from process.deadline import Deadline
+from process.errors import BatonError, DeadlineExceeded, FailedPrecondition, InvalidArgument
+from protos import kvstore_pb2
+
+SETTLE_AT_ONCE_S = 0.05
+"""A transfer that is over so soon after its waiter left needs no quarantine. A guess: ten times
+what one piece takes."""
+_ANSWER_MARGIN_S = 0.02  # the store answers "not over yet" so long before our own deadline
+_POLL_S, _POLL_MAX_S, _POLL_TIMEOUT_S = 0.002, 0.5, 1.0
+_CLOSE_AGENT_S = 5.0
+
+
+class NixlTransport:
+    """See the module."""
+
+    name = "nixl"
+    counts_own_reads = False
+
+    def __init__(
+        self,
+        memory: BlockMemory,
+        rpc: StoreRpc,
+        agent: NixlAgent,
+        peer: str,
+        attached: Attached,
+    ) -> None:
+        self._memory = memory
+        self._rpc = rpc
+        self._agent = agent
+        self._peer = peer
+        self._attached = attached
+        self._layout = SlabLayout(attached.frame_bytes, attached.num_frames)
+        self._own = region_of(memory)
+        self._frames = Region(
+            attached.region_address, self._layout.num_frames * self._layout.stride_bytes
+        )
+        self._unsettled: set[asyncio.Future[None]] = set()
+
+    @classmethod
+    async def connect(
+        cls, memory: BlockMemory, rpc: StoreRpc, agent: NixlAgent, attached: Attached
+    ) -> NixlTransport:
+        """agent: with `memory` registered; owned by the transport from here on."""
+        peer = await agent.add_peer(attached.nixl_metadata)
+        return cls(memory, rpc, agent, peer, attached)
+
+    async def put(self, lease_id: str, items: Sequence[PutItem], deadline: Deadline) -> None:
+        if not items:
+            return
+        runs = merge_runs(
+            (
+                (
+                    self._own.address + item.block_id * self._memory.block_bytes,
+                    self._frames.address + item.frame * self._layout.stride_bytes,
+                )
+                for item in items
+            ),
+            self._memory.block_bytes,
+        )
+        transfer = self._agent.write(
+            self._peer, runs, deadline, local=self._own, remote=self._frames
+        )
+        cause: BaseException | None
+        try:
+            cause = await asyncio.shield(transfer.done)
+        except asyncio.CancelledError as cancelled:
+            transfer.abandon()
+            cause = cancelled
+        if cause is None:
+            return
+        if isinstance(cause, TransferFailed):
+            # The agents have lost each other; only a new attachment brings them together again.
+            self._rpc.mark_broken(f"NIXL transfer failed: {cause}")
+        if await _settles_at_once(transfer.settled):
+            raise cause
+        self._remember(transfer.settled)
+        raise PutUnsettled(cause, transfer.settled) from cause
+
+    async def get(self, lease_id: str, items: Sequence[GetItem], deadline: Deadline) -> GetResult:
+        if not items:
+            return GetResult(0)
+        push_id = secrets.token_hex(16)
+        budget_s = max(0.001, deadline.left_s() - _ANSWER_MARGIN_S)
+        request = kvstore_pb2.PushRequest(
+            attachment_id=self._attached.attachment_id,
+            lease_id=lease_id,
+            blocks=[wire.block_to_proto(item.ref) for item in items],
+            destinations=[item.block_id for item in items],
+            budget_ms=wire.ttl_ms(budget_s),
+            push_id=push_id,
+        )
+        self._rpc.check()
+        try:
+            reply = await self._rpc.call(self._rpc.stub.Push, request, deadline)
+        except (LeaseLapsed, FailedPrecondition, InvalidArgument):
+            raise  # refused before anything moved
+        except (BatonError, asyncio.CancelledError) as error:
+            # Whatever came back, or nothing: the push may be under way.
+            await self._give_up(push_id, items, error)
+            raise
+        if not reply.terminal:
+            late = DeadlineExceeded("push: the time for it ran out")
+            await self._give_up(push_id, items, late)
+            raise late
+        failed = {index: GENERATION for index in reply.stale}
+        return GetResult((len(items) - len(failed)) * self._memory.block_bytes, failed)
+
+    async def close(self) -> None:
+        """Waits for whatever still moves, however long: the caller bounds its own patience."""
+        while self._unsettled:
+            await asyncio.wait(self._unsettled)
+        await self._agent.remove_peer(self._peer)
+        await self._agent.close(Deadline.after(_CLOSE_AGENT_S))
+
+    async def _give_up(self, push_id: str, items: Sequence[GetItem], error: BaseException) -> None:
+        """Return when the push is over; raise `error` with a quarantine when it is not."""
+        settled = asyncio.ensure_future(self._settle(push_id))
+        self._remember(settled)
+        if await _settles_at_once(settled):
+            return
+        quarantine = Quarantine(tuple(item.block_id for item in items), settled)
+        message = f"push {push_id} may still write: {error}"
+        if isinstance(error, asyncio.CancelledError):
+            raise TransferCancelled(message, quarantine) from error
+        raise TransferTimeout(message, quarantine) from error
+
+    async def _settle(self, push_id: str) -> None:
+        """Ask until the push is terminal, or the store's process known to be dead."""
+        request = kvstore_pb2.GetPushRequest(push_id=push_id)
+        pause_s = _POLL_S
+        while True:
+            try:
+                reply = await self._rpc.call(
+                    self._rpc.stub.GetPush,
+                    request,
+                    Deadline.after(_POLL_TIMEOUT_S),
+                    even_if_broken=True,
+                )
+                if reply.terminal:
+                    return
+            except BatonError:
+                if await self._agent.is_gone(self._peer):
+                    return
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _POLL_MAX_S)
+
+    def _remember(self, settled: asyncio.Future[None]) -> None:
+        self._unsettled.add(settled)
+        settled.add_done_callback(self._unsettled.discard)
+
+
+def region_of(memory: BlockMemory) -> Region:
+    """The worker's whole cache as one region to register."""
+    return Region(memory.address, memory.num_blocks * memory.block_bytes)
+
+
+async def _settles_at_once(settled: asyncio.Future[None]) -> bool:
+    """Whether it is over within SETTLE_AT_ONCE_S. A (second) cancellation only ends the waiting."""
+    try:
+        await asyncio.wait([settled], timeout=SETTLE_AT_ONCE_S)
+    except asyncio.CancelledError:
+        return settled.done()
+    return settled.done()

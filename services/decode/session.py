@@ -1,0 +1,82 @@
+"""One router's stream: its keys, the requests behind them, and the end of all of them when it
+breaks.
+
+Knows no stubs. Belongs to the loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from process.deadline import Deadline
+from process.errors import AlreadyExists, BatonError, NotFound
+from services.decode.intake import Handover
+from services.decode.worker import (
+    DecodeAsk,
+    DecodeRequest,
+    DecodeWorker,
+    EventSink,
+    Load,
+)
+
+
+class StreamSession:
+    """See the module."""
+
+    def __init__(self, worker: DecodeWorker, sink: EventSink) -> None:
+        self._worker = worker
+        self._sink = sink
+        self._requests: dict[int, DecodeRequest] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def reserve(self, key: int, ask: DecodeAsk, deadline: Deadline) -> None:
+        """Begin a request. Raises: AlreadyExists when the key is in use."""
+        if key in self._requests:
+            raise AlreadyExists(f"key {key} is in use on this stream")
+        request = self._worker.begin(self._sink, key, ask, deadline)
+        assert request.task is not None
+        self._requests[key] = request
+        self._idle.clear()
+        request.task.add_done_callback(lambda _: self._over(request))
+
+    def generate(self, key: int, handover: Handover) -> None:
+        """Hand the KV over.
+
+        An unknown key (refused, ended) is answered so, and the handle's leases are given back.
+        """
+        request = self._requests.get(key)
+        try:
+            if request is None:
+                raise NotFound(f"no request {key} on this stream (any more)")
+            request.hand_over(handover)
+        except BatonError as error:
+            if handover.handle is not None:
+                connector = self._worker.core.connector
+                connector.release_later(connector.client, handover.handle.lease_ids)
+            self.refuse(key, error)
+
+    def cancel(self, key: int) -> None:
+        """End a request; nothing happens when it is over already."""
+        request = self._requests.get(key)
+        if request is not None:
+            request.cancel(say_so=True)
+
+    def refuse(self, key: int, error: BaseException) -> None:
+        """A command was wrong: say so under its key."""
+        self._sink.failed(key, error, None)
+        self._sink.flush(Load.now(self._worker.core.thread.stats))
+
+    async def wait_idle(self) -> None:
+        """Until every request of the stream is over. Each has its own deadline."""
+        await self._idle.wait()
+
+    def close(self) -> None:
+        """The stream is gone: cancel all of its requests. Idempotent."""
+        for request in list(self._requests.values()):
+            request.cancel(say_so=False)
+
+    def _over(self, request: DecodeRequest) -> None:
+        del self._requests[request.key]
+        if not self._requests:
+            self._idle.set()

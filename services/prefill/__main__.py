@@ -1,0 +1,19 @@
+"""`python -m services.prefill --config file.toml --set key=value`: one prefill worker process."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from process import entry
+from services.prefill.role import PrefillRole
+from services.worker import main
+from services.worker.config import WorkerSettings
+
+
+async def _main(settings: WorkerSettings, stop: asyncio.Event) -> None:
+    await main.run(settings, stop, "prefill", PrefillRole)
+
+
+if __name__ == "__main__":
+    sys.exit(entry.run("prefill", WorkerSettings, _main))

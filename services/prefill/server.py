@@ -1,0 +1,72 @@
+"""The Prefill service: messages in, values to the worker, values out.
+
+The only module here that knows the stubs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc.aio
+
+from process import serving
+from protos import common_pb2, prefill_pb2, prefill_pb2_grpc
+from services.prefill.worker import PrefillAnswer, PrefillAsk, PrefillWorker
+from services.worker import handle as handles
+from services.worker.core import WorkerCore
+from services.worker.sampling import sampling_from_proto
+from services.worker.status import FINISH_REASONS, logprobs_to_proto, times_to_proto
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
+    """Cancelling the RPC, or its deadline, cancels the request."""
+
+    def __init__(self, core: WorkerCore, worker: PrefillWorker) -> None:
+        self._core = core
+        self._worker = worker
+
+    @serving.unary
+    async def Prefill(
+        self, request: prefill_pb2.PrefillRequest, context: Context
+    ) -> prefill_pb2.PrefillReply:
+        deadline = self._core.deadline(context.time_remaining())
+        answer = await self._worker.prefill(self._ask(request), deadline)
+        return self._reply(answer)
+
+    @serving.unary
+    async def GetWorkerStatus(
+        self, request: common_pb2.GetWorkerStatusRequest, context: Context
+    ) -> common_pb2.WorkerStatus:
+        return await self._core.checked_status()
+
+    def _ask(self, request: prefill_pb2.PrefillRequest) -> PrefillAsk:
+        self._core.check_model(request.model_fingerprint, request.adapter)
+        return PrefillAsk(
+            request_id=request.request_id,
+            tenant=request.tenant,
+            adapter=request.adapter,
+            prompt_token_ids=tuple(request.prompt_token_ids),
+            output_token_ids=tuple(request.output_token_ids),
+            sampling=sampling_from_proto(request.sampling, request.sample_index),
+            chain=self._core.chain(request.tenant_salt, request.adapter),
+            priority=request.priority,
+            wants_handle=request.wants_handle,
+        )
+
+    def _reply(self, answer: PrefillAnswer) -> prefill_pb2.PrefillReply:
+        event = answer.event
+        reply = prefill_pb2.PrefillReply(
+            token_ids=event.token_ids,
+            logprobs=logprobs_to_proto(event.logprobs or ()),
+            leg=self._core.leg_to_proto(answer.leg),
+            times=times_to_proto(answer.seconds),
+        )
+        if event.finish_reason is not None:
+            reply.finish_reason = FINISH_REASONS[event.finish_reason]
+        if event.stop_token_id is not None:
+            reply.stop_token_id = event.stop_token_id
+        if answer.handle is not None:
+            reply.handle.CopyFrom(handles.to_proto(answer.handle))
+        return reply

@@ -1,0 +1,32 @@
+"""`python -m services.router --config router.toml --set model=<name>`: one router until SIGTERM or
+SIGINT.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+
+from process import entry, logs
+from services.router.app import Router, load_model
+from services.router.config import RouterSettings
+
+logger = logging.getLogger("router")
+
+
+async def main(settings: RouterSettings, stop: asyncio.Event) -> None:
+    """Serve until `stop` is set."""
+    # Reads files and may fetch them: not on the loop, which has to hear signals.
+    model = await asyncio.to_thread(load_model, settings.model)
+    router = Router(settings, model)
+    try:
+        await router.start()
+        logs.event(logger, "ready", address=router.address, router_id=router.router_id)
+        await stop.wait()
+    finally:
+        await router.stop()
+
+
+if __name__ == "__main__":
+    sys.exit(entry.run("router", RouterSettings, main))

@@ -1,0 +1,122 @@
+"""Which workers may take a request now, and how loaded they are: the registry joined with what this
+router sees itself.
+
+Turns views into the values that `policy` chooses from. No RPC. One asyncio loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from process.deadline import Clock
+from process.errors import Unavailable
+from services.router.config import RouterTimes
+from services.router.decode_streams import DecodeStreams
+from services.router.policy import DECODE, PREFILL, WorkerLoad
+from services.router.prefill_client import PrefillClient
+from services.router.registry import Registry
+from services.router.validation import ModelBounds
+from services.router.views import ServedModel, WorkerView, find_problem
+
+
+class Candidates:
+    """See the module."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        streams: DecodeStreams,
+        prefills: PrefillClient,
+        *,
+        served: ServedModel,
+        times: RouterTimes,
+        clock: Clock,
+    ) -> None:
+        self._registry = registry
+        self._streams = streams
+        self._prefills = prefills
+        self._served = served
+        self._times = times
+        self._clock = clock
+        self._suspect_until: dict[str, float] = {}
+
+    def usable(self, role: str) -> list[WorkerView]:
+        """Workers of `role` that serve this router's model and take new requests."""
+        return [
+            worker
+            for worker in self._registry.snapshot.workers
+            if worker.role == role
+            and not worker.is_draining
+            and find_problem(worker, self._served) is None
+        ]
+
+    def bounds(self) -> ModelBounds:
+        """What every usable worker can take, so that any pair can serve what was let in.
+
+        Raises: Unavailable naming the role of which there is no worker.
+        """
+        prefill, decode = self.usable(PREFILL), self.usable(DECODE)
+        for role, workers in ((PREFILL, prefill), (DECODE, decode)):
+            if not workers:
+                raise Unavailable(f"no {role} worker is available")
+        workers = [*prefill, *decode]
+        return ModelBounds(
+            min(worker.context_window for worker in workers),
+            min(worker.vocab_size for worker in workers),
+        )
+
+    def layouts(self) -> set[tuple[str, int]]:
+        """(model fingerprint, block size) of the usable prefill workers: what prefixes are looked
+        up for.
+        """
+        return {(worker.fingerprint, worker.block_size) for worker in self.usable(PREFILL)}
+
+    def get(self, worker_id: str) -> WorkerView:
+        """The worker as last seen. Raises: Unavailable when it is gone."""
+        for worker in self._registry.snapshot.workers:
+            if worker.worker_id == worker_id:
+                return worker
+        raise Unavailable(f"worker {worker_id} is gone")
+
+    def suspect(self, worker_id: str) -> None:
+        """An RPC to it failed: for a while it is the last choice, until its heartbeat can tell."""
+        now = self._clock()
+        self._suspect_until = {i: until for i, until in self._suspect_until.items() if until > now}
+        self._suspect_until[worker_id] = now + self._times.suspect_s
+
+    def prefill(self, excluded: Collection[str] = ()) -> Sequence[WorkerLoad]:
+        """Prefill workers to choose from."""
+        return [
+            self._load(worker, worker.num_free_blocks, worker.num_requests)
+            for worker in self.usable(PREFILL)
+            if worker.worker_id not in excluded
+        ]
+
+    def decode(self, excluded: Collection[str] = ()) -> Sequence[WorkerLoad]:
+        """Decode workers to choose from."""
+        loads = []
+        for worker in self.usable(DECODE):
+            if worker.worker_id in excluded:
+                continue
+            step = self._streams.load(worker.worker_id)
+            num_free = step.num_free_blocks if step else worker.num_free_blocks
+            num_requests = step.num_requests if step else worker.num_requests
+            # Our own legs are known before any account of them can arrive.
+            num_requests = max(num_requests, self._streams.num_legs(worker.worker_id))
+            loads.append(self._load(worker, num_free, num_requests))
+        return loads
+
+    def _load(self, worker: WorkerView, num_free_blocks: int, num_requests: int) -> WorkerLoad:
+        is_down = worker.role == DECODE and not self._streams.is_up(worker.worker_id)
+        return WorkerLoad(
+            worker_id=worker.worker_id,
+            fingerprint=worker.fingerprint,
+            block_size=worker.block_size,
+            block_bytes=worker.block_bytes,
+            num_blocks=worker.num_blocks,
+            num_free_blocks=num_free_blocks,
+            num_requests=num_requests,
+            num_queued_tokens=self._prefills.num_queued_tokens(worker.worker_id),
+            store_node_id=worker.store_node_id,
+            is_suspect=is_down or self._suspect_until.get(worker.worker_id, 0.0) > self._clock(),
+        )

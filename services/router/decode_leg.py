@@ -1,0 +1,173 @@
+"""One request's part of a decode stream: its state, and an inbox that merges what its reader has
+not taken yet.
+
+States: RESERVING -> RESERVED -> GENERATING -> OVER. `cancel` leads from each of the first three to
+CANCELLING, and the worker's last word from there to OVER; a broken stream leads to OVER from
+everywhere. Nothing here waits on the network: commands are queued on the stream, events come from
+its reader. One asyncio loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from process import serving
+from process.deadline import Deadline
+from process.errors import BatonError, Internal, Unavailable
+from protos import common_pb2, decode_pb2
+
+
+class LegState(Enum):
+    """See the module."""
+
+    RESERVING = "reserving"
+    RESERVED = "reserved"
+    GENERATING = "generating"
+    CANCELLING = "cancelling"
+    OVER = "over"
+
+
+ALLOWED: dict[LegState, frozenset[LegState]] = {
+    LegState.RESERVING: frozenset({LegState.RESERVED, LegState.CANCELLING, LegState.OVER}),
+    LegState.RESERVED: frozenset({LegState.GENERATING, LegState.CANCELLING, LegState.OVER}),
+    LegState.GENERATING: frozenset({LegState.CANCELLING, LegState.OVER}),
+    LegState.CANCELLING: frozenset({LegState.OVER}),
+    LegState.OVER: frozenset(),
+}
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """All that came since the reader last looked: tokens in order, and the end if it is there."""
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[common_pb2.TokenLogprobs, ...] = ()
+    finished: decode_pb2.DecodeFinished | None = None
+    error: BatonError | None = None
+
+
+@dataclass
+class _Inbox:
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[common_pb2.TokenLogprobs] = field(default_factory=list)
+    finished: decode_pb2.DecodeFinished | None = None
+    error: BatonError | None = None
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class DecodeLeg:
+    """One key of one stream."""
+
+    def __init__(
+        self, key: int, worker_id: str, send: Callable[[decode_pb2.DecodeCommand], None]
+    ) -> None:
+        self.key = key
+        self.worker_id = worker_id
+        self.state = LegState.RESERVING
+        self.num_tokens_local = 0
+        """Prompt tokens whose KV the worker holds already; known once reserved."""
+        self._send = send
+        self._inbox = _Inbox()
+
+    @property
+    def is_over(self) -> bool:
+        return self.state is LegState.OVER
+
+    async def wait_reserved(self, deadline: Deadline) -> None:
+        """Until the worker holds blocks for this request.
+
+        Raises: what the worker or the broken stream says; Unavailable when no answer came in time.
+        """
+        try:
+            async with asyncio.timeout(deadline.left_s()):
+                while self.state is LegState.RESERVING:
+                    await self._next_change()
+        except TimeoutError as error:
+            raise Unavailable(
+                f"decode worker {self.worker_id} does not answer a reservation"
+            ) from error
+        if self._inbox.error is not None:
+            raise self._inbox.error
+        if self.state is not LegState.RESERVED:
+            raise Internal(f"decode worker {self.worker_id} ended a reservation without a reason")
+
+    def generate(self, handle: common_pb2.KvHandle | None, output_token_ids: Sequence[int]) -> None:
+        """Start decoding from `handle` (None: the worker computes the prompt itself) after the
+        tokens drawn already.
+
+        Raises: what broke the stream meanwhile.
+        """
+        if self.state is LegState.OVER:
+            raise self._inbox.error or Internal("the reservation is over")
+        self._move(LegState.GENERATING)
+        command = decode_pb2.GenerateFromHandle(handle=handle, output_token_ids=output_token_ids)
+        self._send(decode_pb2.DecodeCommand(key=self.key, generate=command))
+
+    def cancel(self) -> None:
+        """Ask for the end; any state, idempotent, never waits."""
+        if self.state in (LegState.CANCELLING, LegState.OVER):
+            return
+        self._move(LegState.CANCELLING)
+        self._send(decode_pb2.DecodeCommand(key=self.key, cancel=decode_pb2.CancelDecode()))
+
+    async def take(self) -> Arrival:
+        """Wait until something came, and take all of it as one. The caller bounds the wait."""
+        inbox = self._inbox
+        while not (inbox.token_ids or self.is_over):
+            await self._next_change()
+        arrival = Arrival(
+            tuple(inbox.token_ids), tuple(inbox.logprobs), inbox.finished, inbox.error
+        )
+        inbox.token_ids, inbox.logprobs = [], []
+        return arrival
+
+    async def wait_over(self) -> decode_pb2.DecodeFinished | None:
+        """After `cancel`: the worker's last word with its account, None if the stream broke. The
+        caller bounds the wait.
+        """
+        while not self.is_over:
+            await self._next_change()
+        return self._inbox.finished
+
+    def on_event(self, event: decode_pb2.DecodeEvent) -> None:
+        """The stream's reader: something came for this key."""
+        kind = event.WhichOneof("event")
+        if kind == "reserved":
+            self.num_tokens_local = event.reserved.num_tokens_local
+            if self.state is LegState.RESERVING:
+                self._move(LegState.RESERVED)
+        elif kind == "tokens":
+            self._put(event.tokens.token_ids, event.tokens.logprobs)
+        elif kind == "finished":
+            self._put(event.finished.token_ids, event.finished.logprobs)
+            self._inbox.finished = event.finished
+            self._move(LegState.OVER)
+        elif kind == "failed":
+            failed = event.failed
+            retry_after_s = failed.retry_after_s if failed.HasField("retry_after_s") else None
+            self.fail(serving.error_of_code(failed.code, failed.message, retry_after_s))
+        self._inbox.changed.set()
+
+    def fail(self, error: BatonError) -> None:
+        """The end, by the worker's or the stream's fault."""
+        self._inbox.error = error
+        self._move(LegState.OVER)
+        self._inbox.changed.set()
+
+    def _put(self, token_ids: Sequence[int], logprobs: Sequence[common_pb2.TokenLogprobs]) -> None:
+        # After a cancel nobody reads any more: what overshot is dropped here.
+        if self.state is not LegState.CANCELLING:
+            self._inbox.token_ids += token_ids
+            self._inbox.logprobs += logprobs
+
+    async def _next_change(self) -> None:
+        await self._inbox.changed.wait()
+        self._inbox.changed.clear()
+
+    def _move(self, state: LegState) -> None:
+        if state not in ALLOWED[self.state]:
+            raise Internal(f"decode leg {self.key}: {self.state.value} -> {state.value}")
+        self.state = state

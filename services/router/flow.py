@@ -1,0 +1,385 @@
+"""The life of one request between the two workers.
+
+    LOOKING_UP   which stores hold its prefix
+    RESERVING    choose the pair; the decode worker sets blocks aside (not for a single token)
+    PREFILLING   the prefill worker computes the prompt, draws the first token, stores the KV
+    DECODING     the decode worker takes the KV over and draws the rest
+    FINISHED     the last message is out
+
+Cancel, deadline and errors lead out of every state; `run` then tells both legs before it returns,
+without waiting: the prefill call is cancelled, the decode leg gets its cancel. What is visible to
+the client is made in `answer`; who is chosen, in `policy`. One request, one task.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from process import logs
+from process.deadline import Deadline
+from process.errors import (
+    BatonError,
+    FailedPrecondition,
+    Internal,
+    NoCapacity,
+    Unavailable,
+)
+from protos import common_pb2, decode_pb2, inference_pb2, prefill_pb2
+from services.router.answer import Answer, shows_something
+from services.router.candidates import Candidates
+from services.router.config import RouterCosts, RouterTimes
+from services.router.decode_leg import DecodeLeg
+from services.router.decode_streams import DecodeStreams
+from services.router.lease_release import LeaseRelease
+from services.router.lookup import PrefixLookup
+from services.router.policy import Ask, Choice, choose
+from services.router.prefill_client import PrefillClient
+from services.router.times import StageTimes
+from services.router.views import WorkerView
+
+logger = logging.getLogger(__name__)
+
+Send = Callable[[inference_pb2.GenerateResponse], Awaitable[None]]
+
+# What another worker may be able to do although this one cannot.
+_TRY_ANOTHER = (Unavailable, NoCapacity, FailedPrecondition)
+# Without news a full cluster is asked again after so long; guessed, about one step of a large
+# batch.
+_ROOM_POLL_S = 0.1
+
+
+class State(Enum):
+    """See the module."""
+
+    LOOKING_UP = "looking up its prefix"
+    RESERVING = "waiting for decode blocks"
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What a flow works with."""
+
+    candidates: Candidates
+    streams: DecodeStreams
+    prefills: PrefillClient
+    lookup: PrefixLookup
+    leases: LeaseRelease
+    costs: RouterCosts
+    times: RouterTimes
+    model: str
+
+
+@dataclass(frozen=True)
+class Job:
+    """One request, validated, with nothing left to default."""
+
+    request_id: str
+    leg_id: str
+    """Names this attempt at the workers, where ids of all tenants and attempts meet."""
+    tenant: str
+    tenant_salt: bytes
+    prompt_token_ids: tuple[int, ...]
+    sampling: common_pb2.SamplingParams
+    affinity: bytes
+    priority: int
+
+    @property
+    def needs_decode(self) -> bool:
+        return self.sampling.max_tokens > 1
+
+
+class RequestFlow:
+    """See the module."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        job: Job,
+        answer: Answer,
+        *,
+        times: StageTimes,
+        deadline: Deadline,
+        send: Send,
+    ) -> None:
+        self.state = State.LOOKING_UP
+        self._cluster = cluster
+        self._job = job
+        self._answer = answer
+        self._times = times
+        self._deadline = deadline
+        self._send = send
+        self._leg: DecodeLeg | None = None
+        # Ours until the decode worker is told of it.
+        self._handle: common_pb2.KvHandle | None = None
+        self._kv_legs: list[common_pb2.KvLeg] = []
+        self._fingerprint = ""
+
+    async def run(self) -> None:
+        """Serve the request to its last message. The caller bounds it by the deadline.
+
+        Raises: BatonError; asyncio.CancelledError. Both legs have been told by then.
+        """
+        try:
+            ask = await self._look_up()
+            choice = await self._reserve(ask)
+            first = await self._prefill(choice, ask)
+            await self._hand_over(first)
+            self.state = State.FINISHED
+        finally:
+            if self._leg is not None:
+                self._leg.cancel()
+            if self._handle is not None:
+                self._cluster.leases.release(self._handle)
+
+    async def _look_up(self) -> Ask:
+        job = self._job
+        prefix_tokens = await self._cluster.lookup.find(
+            job.prompt_token_ids, job.tenant_salt, self._cluster.candidates.layouts()
+        )
+        self._times.mark("lookup")
+        return Ask(
+            num_prompt_tokens=len(job.prompt_token_ids),
+            max_tokens=job.sampling.max_tokens,
+            prefix_tokens=prefix_tokens,
+            affinity=job.affinity,
+            needs_decode=job.needs_decode,
+        )
+
+    async def _reserve(self, ask: Ask) -> Choice:
+        """Choose a pair whose decode worker has set blocks aside.
+
+        A worker that refuses is left out of the next choice; when all have refused, they are asked
+        again as room comes.
+        """
+        self.state = State.RESERVING
+        candidates, refused = self._cluster.candidates, set[str]()
+        bound = self._deadline.sooner(self._cluster.times.reserve_wait_s)
+        last_error: BatonError | None = None
+        while True:
+            decode = candidates.decode(refused)
+            if last_error is not None and not decode:
+                if bound.expired:
+                    raise last_error
+                await self._cluster.streams.wait_for_progress(min(_ROOM_POLL_S, bound.left_s()))
+                refused.clear()
+                decode = candidates.decode()
+            choice = choose(candidates.prefill(), decode, ask, self._cluster.costs)
+            self._times.mark("choose")
+            self._log_choice(choice)
+            if choice.decode_id is None:
+                return choice
+            try:
+                await self._reserve_at(candidates.get(choice.decode_id))
+                return choice
+            except _TRY_ANOTHER as error:
+                last_error = error
+                refused.add(choice.decode_id)
+                if isinstance(error, Unavailable):
+                    candidates.suspect(choice.decode_id)
+            finally:
+                self._times.mark("reserve")
+
+    async def _reserve_at(self, worker: WorkerView) -> None:
+        job = self._job
+        request = decode_pb2.ReserveDecode(
+            request_id=job.leg_id,
+            tenant=job.tenant,
+            tenant_salt=job.tenant_salt,
+            prompt_token_ids=job.prompt_token_ids,
+            sampling=job.sampling,
+            model_fingerprint=worker.fingerprint,
+            priority=job.priority,
+            budget_ms=max(1, int(self._deadline.left_s() * 1000)),
+        )
+        bound = self._deadline.sooner(self._cluster.times.reserve_answer_s)
+        leg = await self._cluster.streams.open(worker.worker_id, request, bound)
+        try:
+            await leg.wait_reserved(bound)
+        except BaseException:
+            leg.cancel()
+            raise
+        self._leg = leg
+
+    async def _prefill(self, choice: Choice, ask: Ask) -> prefill_pb2.PrefillReply:
+        """The prompt's first token. One retry, on another worker, which meets what the first has
+        stored already.
+        """
+        self.state = State.PREFILLING
+        candidates = self._cluster.candidates
+        worker = candidates.get(choice.prefill_id)
+        try:
+            reply = await self._prefill_at(worker)
+        except _TRY_ANOTHER as error:
+            if isinstance(error, Unavailable):
+                candidates.suspect(worker.worker_id)
+            others = [
+                load
+                for load in candidates.prefill({worker.worker_id})
+                if (load.fingerprint, load.block_size) == (worker.fingerprint, worker.block_size)
+            ]
+            if not others:
+                raise
+            logs.event(
+                logger,
+                "prefill_retried",
+                level=logging.WARNING,
+                request_id=self._job.request_id,
+                worker_id=worker.worker_id,
+                why=str(error),
+            )
+            alone = Ask(ask.num_prompt_tokens, 1, ask.prefix_tokens, ask.affinity, False)
+            again = choose(others, (), alone, self._cluster.costs)
+            worker = candidates.get(again.prefill_id)
+            reply = await self._prefill_at(worker)
+        self._fingerprint = worker.fingerprint
+        self._handle = reply.handle if reply.HasField("handle") else None
+        self._kv_legs.append(reply.leg)
+        self._times.mark_split(_seconds(reply.times), rest="handover")
+        return reply
+
+    async def _prefill_at(self, worker: WorkerView) -> prefill_pb2.PrefillReply:
+        job = self._job
+        request = prefill_pb2.PrefillRequest(
+            request_id=job.leg_id,
+            tenant=job.tenant,
+            tenant_salt=job.tenant_salt,
+            prompt_token_ids=job.prompt_token_ids,
+            sampling=job.sampling,
+            model_fingerprint=worker.fingerprint,
+            priority=job.priority,
+            wants_handle=job.needs_decode,
+        )
+        return await self._cluster.prefills.prefill(worker, request, self._deadline)
+
+    async def _hand_over(self, first: prefill_pb2.PrefillReply) -> None:
+        """Show the first token at once; have the decode worker go on from it, or tell it that the
+        answer is over.
+        """
+        message = self._answer.take(
+            first.token_ids,
+            first.logprobs,
+            reason=first.finish_reason,
+            stop_token_id=first.stop_token_id if first.HasField("stop_token_id") else None,
+        )
+        if self._answer.is_over:
+            if self._leg is not None:
+                self._leg.cancel()
+            self._times.mark("handover")
+            await self._send_last(message)
+            return
+        if self._leg is None:
+            raise Internal("the prefill worker did not end an answer of one token")
+        self.state = State.DECODING
+        self._leg.generate(self._handle, first.token_ids)
+        self._handle = None
+        self._times.mark("handover")
+        await self._show(message)
+        await self._decode(self._leg)
+
+    async def _decode(self, leg: DecodeLeg) -> None:
+        while True:
+            arrival = await leg.take()
+            if arrival.error is not None:
+                if isinstance(arrival.error, Unavailable):
+                    self._cluster.candidates.suspect(leg.worker_id)
+                raise arrival.error
+            finished = arrival.finished
+            message = self._answer.take(
+                arrival.token_ids,
+                arrival.logprobs,
+                reason=_reason(finished, leg),
+                stop_token_id=_stop_token_id(finished),
+            )
+            if not self._answer.is_over:
+                await self._show(message)
+                continue
+            if finished is None:
+                # A stop string: only text could show it, so the worker must be told.
+                leg.cancel()
+                await self._show(message)
+                message = self._answer.empty()
+                finished = await self._account_of(leg)
+            if finished is not None:
+                self._kv_legs.append(finished.leg)
+                self._times.mark_split(_seconds(finished.times), rest="stream")
+            await self._send_last(message)
+            return
+
+    async def _account_of(self, leg: DecodeLeg) -> decode_pb2.DecodeFinished | None:
+        """The cancelled worker's account of its leg; None when it does not come in time."""
+        try:
+            async with asyncio.timeout(self._cluster.times.finish_wait_s):
+                return await leg.wait_over()
+        except TimeoutError:
+            logs.event(
+                logger,
+                "no_account_after_cancel",
+                level=logging.WARNING,
+                request_id=self._job.request_id,
+                worker_id=leg.worker_id,
+            )
+            return None
+
+    async def _show(self, message: inference_pb2.GenerateResponse) -> None:
+        if shows_something(message):
+            await self._send(message)
+
+    async def _send_last(self, message: inference_pb2.GenerateResponse) -> None:
+        self._times.mark("stream")
+        num_prompt_tokens = len(self._job.prompt_token_ids)
+        provenance = common_pb2.Provenance(
+            num_prompt_tokens=num_prompt_tokens,
+            legs=self._kv_legs,
+            model=self._cluster.model,
+            model_fingerprint=self._fingerprint,
+        )
+        last = self._answer.last(
+            message,
+            num_prompt_tokens=num_prompt_tokens,
+            provenance=provenance,
+            times=self._times.stages(),
+            seed=self._job.sampling.seed,
+        )
+        await self._send(last)
+
+    def _log_choice(self, choice: Choice) -> None:
+        logs.event(
+            logger,
+            "chosen",
+            level=logging.DEBUG,
+            request_id=self._job.request_id,
+            prefill=choice.prefill_id,
+            decode=choice.decode_id,
+            why=dict(choice.why),
+            num_pairs=choice.num_pairs,
+        )
+
+
+def _seconds(times: Iterable[common_pb2.StageTime]) -> Sequence[tuple[str, float]]:
+    return [(entry.stage, entry.seconds) for entry in times]
+
+
+def _reason(finished: decode_pb2.DecodeFinished | None, leg: DecodeLeg) -> common_pb2.FinishReason:
+    """Why the worker ended. Raises: Unavailable when it was not because of the answer."""
+    if finished is None:
+        return common_pb2.FINISH_REASON_UNSPECIFIED
+    reason = finished.finish_reason
+    if reason in (
+        common_pb2.FINISH_REASON_UNSPECIFIED,
+        common_pb2.FINISH_REASON_CANCELLED,
+    ):
+        raise Unavailable(f"decode worker {leg.worker_id} gave the request up", retry_after_s=1.0)
+    return reason
+
+
+def _stop_token_id(finished: decode_pb2.DecodeFinished | None) -> int | None:
+    if finished is not None and finished.HasField("stop_token_id"):
+        return finished.stop_token_id
+    return None

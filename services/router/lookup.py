@@ -1,0 +1,69 @@
+"""Which store holds how much of a prompt's prefix, by the index in Redis. Hints only: workers
+verify what they use.
+
+Redis slow or away: no hints, the request goes on, and `problem` says so in the cluster status. One
+asyncio loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
+
+from kvstore import block_hash
+from process import logs
+from process.errors import BatonError
+
+logger = logging.getLogger(__name__)
+
+
+class PrefixIndex(Protocol):
+    """What the router needs of the index; `kvstore.index.PrefixIndex` in production."""
+
+    async def lookup(
+        self, chain_hashes: Sequence[bytes], nodes: Mapping[str, str]
+    ) -> Mapping[str, int]:
+        """`nodes`: node id -> incarnation (hex). Returns: how many leading hashes each holds.
+
+        Raises: Unavailable when Redis does not answer.
+        """
+        ...
+
+
+class PrefixLookup:
+    """Prefix hints for one prompt, within a bounded time."""
+
+    def __init__(
+        self, index: PrefixIndex, nodes: Callable[[], Mapping[str, str]], *, timeout_s: float
+    ) -> None:
+        """`nodes`: the stores alive now, node id -> incarnation (hex)."""
+        self._index = index
+        self._nodes = nodes
+        self._timeout_s = timeout_s
+        self.problem: str | None = None
+        """Why the last lookup found nothing it could trust; None when it worked."""
+
+    async def find(
+        self, token_ids: Sequence[int], tenant_salt: bytes, layouts: Iterable[tuple[str, int]]
+    ) -> Mapping[tuple[str, str], int]:
+        """Prompt tokens held, by (model fingerprint, store node), for each (fingerprint, block
+        size).
+        """
+        found: dict[tuple[str, str], int] = {}
+        nodes = self._nodes()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                for fingerprint, block_size in sorted(layouts) if nodes else ():
+                    root = block_hash.root_key(tenant_salt, fingerprint)
+                    hashes = block_hash.chain(root, token_ids, block_size)
+                    for node_id, num_blocks in (await self._index.lookup(hashes, nodes)).items():
+                        found[fingerprint, node_id] = num_blocks * block_size
+            self.problem = None
+        except (BatonError, TimeoutError) as error:
+            if self.problem is None:
+                logs.event(logger, "prefix_index_away", level=logging.WARNING, why=str(error))
+            self.problem = f"prefix lookups fail: {str(error) or 'no answer in time'}"
+            return {}
+        return found

@@ -1,0 +1,97 @@
+"""Calls to prefill workers, and how much this router has sent to each.
+
+One channel per worker life. Cancelling the caller cancels the call, which cancels the work. Law:
+tokens counted as sent are taken off again when their call is over, however it ends. One asyncio
+loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterable
+
+import grpc.aio
+
+from process import serving
+from process.deadline import Deadline
+from process.errors import Internal
+from protos import prefill_pb2, prefill_pb2_grpc
+from services.router.views import WorkerView
+
+Life = tuple[str, str]
+"""Address and incarnation: one life of one worker."""
+
+
+class PrefillClient:
+    """All prefill workers."""
+
+    def __init__(self) -> None:
+        self._channels: dict[Life, grpc.aio.Channel] = {}
+        self._queued_tokens: Counter[str] = Counter()
+        self._num_calls: Counter[Life] = Counter()
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def reconcile(self, workers: Iterable[WorkerView]) -> None:
+        """Drop the channels of lives that are no more, once no call is under way on them."""
+        alive = {(worker.address, worker.incarnation) for worker in workers}
+        for life in [life for life in self._channels if life not in alive]:
+            if self._num_calls[life]:
+                continue  # it ends by its deadline, or with the peer's connection
+            task = asyncio.create_task(self._channels.pop(life).close(grace=None))
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+            del self._num_calls[life]
+
+    def num_queued_tokens(self, worker_id: str) -> int:
+        """Prompt tokens sent there and not answered yet."""
+        return self._queued_tokens[worker_id]
+
+    @property
+    def num_calls(self) -> int:
+        """Calls under way."""
+        return self._num_calls.total()
+
+    async def prefill(
+        self, worker: WorkerView, request: prefill_pb2.PrefillRequest, deadline: Deadline
+    ) -> prefill_pb2.PrefillReply:
+        """One prompt in, its first token and handle out.
+
+        Raises: what the worker says; Unavailable when it is gone; DeadlineExceeded.
+        """
+        num_tokens = len(request.prompt_token_ids)
+        life = (worker.address, worker.incarnation)
+        if life not in self._channels:
+            self._channels[life] = serving.channel(worker.address)
+        stub = prefill_pb2_grpc.PrefillStub(self._channels[life])
+        self._queued_tokens[worker.worker_id] += num_tokens
+        self._num_calls[life] += 1
+        call = stub.Prefill(request, timeout=deadline.left_s())
+        try:
+            reply: prefill_pb2.PrefillReply = await call
+        except grpc.aio.AioRpcError as error:
+            raise serving.error_from_rpc(error) from error
+        finally:
+            call.cancel()  # nothing when it is over; the end of the work when we are cancelled
+            self._queued_tokens[worker.worker_id] -= num_tokens
+            self._num_calls[life] -= 1
+        if not reply.token_ids:
+            raise Internal(f"prefill worker {worker.worker_id} answered without a token")
+        return reply
+
+    async def close(self) -> None:
+        """Close every channel; the router's requests are over by then."""
+        channels, self._channels = self._channels, {}
+        await asyncio.gather(
+            *self._closing, *(channel.close(grace=None) for channel in channels.values())
+        )
+
+    def check_integrity(self) -> None:
+        """Raises: Internal when a count is below none, or tokens are queued without a call."""
+        counts = (*self._queued_tokens.values(), *self._num_calls.values())
+        if min(counts, default=0) < 0:
+            raise Internal("a prefill count is below 0")
+        if (self._queued_tokens.total() > 0) != (self.num_calls > 0):
+            raise Internal(
+                f"{self._queued_tokens.total()} prompt tokens queued in {self.num_calls} calls"
+            )

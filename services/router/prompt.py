@@ -1,0 +1,79 @@
+"""A request's prompt to token ids: text, ids or chat. Long prompts are encoded off the event loop,
+which serves others meanwhile.
+
+Knows the tokenizer and the chat template; does not know the model's bounds. One asyncio loop, two
+threads of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from process.errors import InvalidArgument
+from protos import inference_pb2
+from tokens.chat_template import ChatTemplate
+from tokens.errors import ChatTemplateError
+from tokens.tokenizer import Tokenizer
+
+# Measured with Hugging Face tokenizers: 7,242 tokens in 21 ms, so this is about 1.5 ms on the loop.
+_MAX_CHARS_ON_LOOP = 2_000
+_NUM_THREADS = 2
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """A prompt's ids, and those of them that the answer's text continues (none after a chat
+    template).
+    """
+
+    token_ids: tuple[int, ...]
+    context_ids: tuple[int, ...]
+
+
+class PromptEncoder:
+    """See the module."""
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
+        self.tokenizer = tokenizer
+        self._template = template
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenize")
+
+    async def encode(self, request: inference_pb2.GenerateRequest) -> EncodedPrompt:
+        """Raises: InvalidArgument when the chat template is missing or refuses the messages."""
+        kind = request.WhichOneof("prompt")
+        if kind == "token_ids":
+            ids = tuple(request.token_ids.ids)
+            return EncodedPrompt(ids, ids)
+        num_chars = len(request.text) + sum(len(m.content) for m in request.chat.messages)
+        encode = self._encode_chat if kind == "chat" else self._encode_text
+        if num_chars <= _MAX_CHARS_ON_LOOP:
+            return encode(request)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, encode, request)
+
+    def close(self) -> None:
+        """End the threads; what they still encode is thrown away."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _encode_text(self, request: inference_pb2.GenerateRequest) -> EncodedPrompt:
+        ids = tuple(self.tokenizer.encode(request.text))
+        return EncodedPrompt(ids, ids)
+
+    def _encode_chat(self, request: inference_pb2.GenerateRequest) -> EncodedPrompt:
+        if self._template is None:
+            raise InvalidArgument("chat", "this model has no chat template; send text instead")
+        messages = []
+        for message in request.chat.messages:
+            entry = {"role": message.role, "content": message.content}
+            if message.name:
+                entry["name"] = message.name
+            messages.append(entry)
+        try:
+            text = self._template.render(messages)
+        except ChatTemplateError as error:
+            raise InvalidArgument("chat", str(error)) from error
+        # The template has written the special tokens itself.
+        return EncodedPrompt(
+            tuple(self.tokenizer.encode(text, add_special_tokens=False)), context_ids=()
+        )

@@ -1,0 +1,100 @@
+"""Workers and stores as the registry knows them, and whether a worker may serve the router's model.
+Values; pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from protos import common_pb2
+
+
+@dataclass(frozen=True)
+class WorkerView:
+    """One life of one worker, as of its last heartbeat."""
+
+    worker_id: str
+    role: str
+    address: str
+    incarnation: str
+    model: str
+    fingerprint: str
+    tokenizer_digest: str
+    block_size: int
+    block_bytes: int
+    num_blocks: int
+    num_free_blocks: int
+    num_requests: int
+    context_window: int
+    vocab_size: int
+    store_node_id: str
+    is_draining: bool
+    dtype: str
+
+
+@dataclass(frozen=True)
+class StoreView:
+    """One life of one KV store."""
+
+    node_id: str
+    address: str
+    incarnation: str
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The registry at one moment."""
+
+    workers: tuple[WorkerView, ...] = ()
+    stores: tuple[StoreView, ...] = ()
+    is_redis_reachable: bool = False
+    problems: tuple[str, ...] = ()
+    """Entries that could not be read."""
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What the router serves: the names it answers to, and the tokenizer it makes ids with."""
+
+    names: Collection[str]
+    tokenizer_digest: str
+
+
+def worker_view(status: common_pb2.WorkerStatus) -> WorkerView:
+    """A heartbeat's status as a value."""
+    return WorkerView(
+        worker_id=status.worker_id,
+        role=status.role,
+        address=status.address,
+        incarnation=status.incarnation,
+        model=status.model,
+        fingerprint=status.model_fingerprint,
+        tokenizer_digest=status.tokenizer_digest,
+        block_size=status.block_size,
+        block_bytes=status.block_bytes,
+        num_blocks=status.num_blocks,
+        # Cached blocks that nobody uses are evicted when needed.
+        num_free_blocks=status.num_free_blocks + status.num_cached_blocks,
+        num_requests=status.num_waiting + status.num_running,
+        context_window=status.context_window,
+        vocab_size=status.vocab_size,
+        store_node_id=status.store_node_id,
+        is_draining=status.draining,
+        dtype=status.dtype,
+    )
+
+
+def find_problem(worker: WorkerView, served: ServedModel) -> str | None:
+    """Why `worker` cannot be used for `served`; None when it can."""
+    if worker.model not in served.names:
+        return f"worker {worker.worker_id} serves another model, {worker.model}"
+    if worker.tokenizer_digest != served.tokenizer_digest:
+        return f"worker {worker.worker_id} has another tokenizer than this router"
+    try:
+        bytes.fromhex(worker.fingerprint)
+    except ValueError:
+        return f"worker {worker.worker_id} published a model fingerprint that is no hex"
+    if not (worker.address and worker.block_size and worker.context_window and worker.vocab_size):
+        return f"worker {worker.worker_id} published an incomplete status"
+    return None

@@ -1,0 +1,119 @@
+"""First come, first served wait for blocks of the engine.
+
+Invariant: a request never takes blocks while one that came earlier still waits. All who wait are
+tried by one engine call (arrivals of one step join the same next step), in order, up to the first
+that finds no room; they are tried again when somebody says that room may have come. Belongs to the
+loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from engine.errors import NoBlocks
+from engine.request import Request, Reservation
+from process.deadline import Deadline
+from process.errors import BatonError, NoCapacity
+from services.worker.engine_port import WorkerEngine
+from services.worker.engine_thread import EngineThread
+
+
+@dataclass(eq=False)
+class _Waiter:
+    request: Request
+    future: asyncio.Future[Reservation]
+
+
+class Admission:
+    """The queue in front of `engine.reserve`, at most `max_waiting` long."""
+
+    def __init__(self, thread: EngineThread, *, max_waiting: int) -> None:
+        self._thread = thread
+        self._max_waiting = max_waiting
+        self._waiting: list[_Waiter] = []
+        self._wake = asyncio.Event()
+        self._pump: asyncio.Task[None] | None = None
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    async def reserve(self, request: Request, deadline: Deadline) -> Reservation:
+        """Wait for room and take it.
+
+        Whoever calls posts an `abort` of the request's id if this ends in any other way than by
+        returning: a cancelled wait may still have been granted.
+        Raises: NoCapacity when the queue is full; DeadlineExceeded; RequestTooLong and what else
+        `reserve` refuses.
+        """
+        if len(self._waiting) >= self._max_waiting:
+            raise NoCapacity(
+                f"{len(self._waiting)} requests wait for room in this worker's KV cache",
+                retry_after_s=1.0,
+            )
+        if self._pump is None:
+            self._pump = asyncio.create_task(self._grant_forever())
+        waiter = _Waiter(request, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiter)
+        self._wake.set()
+        try:
+            async with deadline.timeout("waiting for room in the KV cache"):
+                return await waiter.future
+        finally:
+            if waiter in self._waiting:
+                self._waiting.remove(waiter)
+                self._wake.set()
+
+    def room_may_have_come(self) -> None:
+        """Blocks were given back: try those who wait again."""
+        if self._waiting:
+            self._wake.set()
+
+    async def stop(self) -> None:
+        """End; whoever still waits is refused."""
+        if self._pump is not None:
+            self._pump.cancel()
+            await asyncio.gather(self._pump, return_exceptions=True)
+        for waiter in self._waiting:
+            if not waiter.future.done():
+                waiter.future.set_exception(NoCapacity("the worker is stopping"))
+
+    async def _grant_forever(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            batch = list(self._waiting)
+            if batch:
+                await self._grant(batch)
+
+    async def _grant(self, batch: list[_Waiter]) -> None:
+        requests = [waiter.request for waiter in batch]
+        try:
+            outcomes = await self._thread.call(lambda engine: _reserve_in_order(engine, requests))
+        except BatonError as error:  # the engine is down: nobody will be served
+            outcomes = [error] * len(batch)
+        for waiter, outcome in zip(batch, outcomes, strict=False):
+            if waiter in self._waiting:
+                self._waiting.remove(waiter)
+            if waiter.future.done():
+                continue
+            if isinstance(outcome, BatonError):
+                waiter.future.set_exception(outcome)
+            else:
+                waiter.future.set_result(outcome)
+
+
+def _reserve_in_order(
+    engine: WorkerEngine, requests: list[Request]
+) -> list[Reservation | BatonError]:
+    """One outcome for each request up to the first without room."""
+    outcomes: list[Reservation | BatonError] = []
+    for request in requests:
+        try:
+            outcomes.append(engine.reserve(request))
+        except NoBlocks:
+            break
+        except BatonError as error:
+            outcomes.append(error)
+    return outcomes

@@ -1,0 +1,162 @@
+"""Puts one request's full blocks into the store, parent first, while the engine computes the next
+ones.
+
+Life: `add` as blocks are filled (any number of times) -> `finish` with the tail -> done; or
+`cancel` at any time. Blocks that come while a put is under way go together with the next. The first
+that cannot be stored ends it: nothing behind a block that is not there may be stored (presence is
+prefix-closed).
+
+Invariant: `refs[i]` is where full block i of the prompt lies, pinned by `lease_id`; no gaps from
+block 0. A source block must not change until its put is over; after `cancel` it may, because a
+cancelled put never commits.
+
+Belongs to the loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from engine.request import FilledBlock
+from kvstore.block import Block
+from kvstore.client import StoreClient
+from process.deadline import Deadline
+from process.errors import BatonError
+from services.worker.connector import StoreConnector, reason_of
+
+NO_ROOM = "no_room"
+
+
+@dataclass(frozen=True)
+class TailSource:
+    """The unfilled last block: private name in the store, where it lies here, filled slots."""
+
+    name: str
+    block_id: int
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Written:
+    """Where the prompt lies in the store now."""
+
+    refs: tuple[Block, ...]
+    tail: Block | None
+    lease_id: str
+    num_bytes: int
+    problem: str | None
+    """Why it is not all of it."""
+
+
+class BlockWriter:
+    """See the module."""
+
+    def __init__(
+        self,
+        connector: StoreConnector,
+        client: StoreClient,
+        *,
+        lease_id: str,
+        refs: Sequence[Block],
+        block_size: int,
+        ttl_s: float,
+        put_budget_s: float,
+        deadline: Deadline,
+    ) -> None:
+        """refs: blocks 0..
+
+        of the prompt that lie in the store already, pinned by `lease_id` (empty: none).
+        """
+        self.client = client
+        self.lease_id = lease_id
+        self._connector = connector
+        self._refs = list(refs)
+        self._block_size = block_size
+        self._ttl_s = ttl_s
+        self._put_budget_s = put_budget_s
+        self._deadline = deadline
+        self._pending: list[FilledBlock] = []
+        self._next_index = len(self._refs)
+        self._tail: TailSource | None = None
+        self._tail_ref: Block | None = None
+        self._num_bytes = 0
+        self._problem: str | None = None
+        self._finishing = False
+        self._wake = asyncio.Event()
+        self._task = asyncio.create_task(self._write())
+
+    def add(self, blocks: Iterable[FilledBlock]) -> None:
+        """Take blocks in the order of the prompt; those that are stored already are passed over."""
+        for block in blocks:
+            if block.index == self._next_index:
+                self._pending.append(block)
+                self._next_index += 1
+        self._wake.set()
+
+    async def finish(self, tail: TailSource | None) -> Written:
+        """Wait until everything taken is stored, the tail last.
+
+        Bounded by the deadline and the put budget.
+        """
+        self._tail = tail
+        self._finishing = True
+        self._wake.set()
+        await asyncio.shield(self._task)
+        return Written(
+            tuple(self._refs), self._tail_ref, self.lease_id, self._num_bytes, self._problem
+        )
+
+    def cancel(self) -> None:
+        """End now; then the lease is released, so that nothing stays. Idempotent."""
+        if not self._task.done():
+            self._task.cancel()
+        self._connector.spawn(self._release_after_end())
+
+    async def _release_after_end(self) -> None:
+        await asyncio.gather(self._task, return_exceptions=True)
+        self._connector.release_later(self.client, [self.lease_id])
+
+    async def _write(self) -> None:
+        while self._problem is None:
+            await self._wake.wait()
+            self._wake.clear()
+            blocks, self._pending = self._pending, []
+            is_last = self._finishing  # as of now: it may change while the put is under way
+            tail = self._tail if is_last else None
+            if blocks or tail is not None:
+                await self._put(blocks, tail)
+            if is_last:
+                return
+
+    async def _put(self, blocks: list[FilledBlock], tail: TailSource | None) -> None:
+        try:
+            result = await self.client.put_blocks(
+                self.lease_id or None,
+                self._refs[-1].chain_hash if self._refs else b"",
+                [(block.chain_hash, block.block_id) for block in blocks],
+                (tail.name, tail.block_id, tail.num_tokens) if tail is not None else None,
+                self._ttl_s,
+                self._deadline.sooner(self._put_budget_s),
+                num_tokens=self._block_size,
+            )
+        except BatonError as error:
+            self._problem = reason_of(error)
+            self._connector.suspect(self.client, error)
+            return
+        self.lease_id = result.lease_id
+        num_stored = 0
+        self._num_bytes += result.num_bytes
+        # Fail closed: a ref that does not name the block asked for is none.
+        for block, ref in zip(blocks, result.refs, strict=False):
+            if ref.chain_hash != block.chain_hash:
+                break
+            self._refs.append(ref)
+            num_stored += 1
+        if num_stored < len(blocks):
+            self._problem = NO_ROOM
+        elif tail is not None and (result.tail is None or result.tail.chain_hash):
+            self._problem = NO_ROOM
+        else:
+            self._tail_ref = result.tail

@@ -1,0 +1,96 @@
+"""WorkerSettings: what a prefill or decode worker is told at start.
+
+Frozen; the loader is `process.settings`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.config import EngineConfig
+from process.settings import SettingsError
+
+TRANSPORTS = ("shm", "nixl", "grpc")
+
+
+@dataclass(frozen=True)
+class WorkerLimits:
+    """Bounds of one worker. Each wait that has no tighter one has one of these."""
+
+    max_waiting_requests: int = 256
+    """Requests that may wait for room or for their first token; the next one is refused with a
+    retry time.
+    """
+
+    default_budget_s: float = 300.0
+    """Time of a request that names none, and the most that one gets."""
+
+    lease_ttl_s: float = 30.0
+    """Most that a lease on a handed-over prompt outlives the last word about it."""
+
+    transfer_budget_s: float = 10.0
+    """Time for fetching one request's blocks; after it they are recomputed."""
+
+    put_budget_s: float = 10.0
+    """Time for storing one batch of blocks; after it the handle covers what was stored before."""
+
+    attach_budget_s: float = 3.0
+    """Time of one attempt to attach to the store."""
+
+    store_wait_s: float = 5.0
+    """How long a starting worker waits for its store before it serves without."""
+
+    drain_s: float = 10.0
+    """How long a stopping worker lets requests finish."""
+
+    def __post_init__(self) -> None:
+        if self.max_waiting_requests < 1:
+            raise SettingsError("max_waiting_requests: must be at least 1")
+        for name in ("default_budget_s", "lease_ttl_s", "transfer_budget_s", "put_budget_s"):
+            if not getattr(self, name) > 0:
+                raise SettingsError(f"{name}: must be above 0")
+        for name in ("attach_budget_s", "store_wait_s", "drain_s"):
+            if not getattr(self, name) >= 0:
+                raise SettingsError(f"{name}: must not be negative")
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """Settings of one worker."""
+
+    listen: str = "127.0.0.1:0"
+    """host:port of its gRPC server; port 0: a free one."""
+
+    advertised: str = ""
+    """Address that routers are told; empty: the one it listens on."""
+
+    worker_id: str = ""
+    """Unique among the workers of a deployment; empty: the role and a random part."""
+
+    redis_url: str = "redis://127.0.0.1:6379/0"
+    """Where workers register; empty: this worker registers nowhere."""
+
+    store_address: str = ""
+    """host:port of its KV store; empty: it has none and computes everything itself."""
+
+    transport: str = "shm"
+    """How block bytes move between worker and store: "shm", "nixl" or "grpc".
+
+    Never changed in silence.
+    """
+
+    nixl_net_devices: str = "lo"
+    """NIXL only: network devices UCX may use, by name."""
+
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    """The model and its device."""
+
+    limits: WorkerLimits = field(default_factory=WorkerLimits)
+    """Bounds."""
+
+    def __post_init__(self) -> None:
+        if self.transport not in TRANSPORTS:
+            raise SettingsError(f"transport: {self.transport!r} is none of {', '.join(TRANSPORTS)}")
+        host, colon, port = self.listen.rpartition(":")
+        if not (host and colon and port.isdecimal() and int(port) < 65536):
+            raise SettingsError(f"listen: {self.listen!r} is not host:port")

@@ -1,0 +1,341 @@
+"""The KV connector: one engine's way to one KV store, which may be away, come back, or come back
+empty.
+
+Life: a keeper task attaches, watches, and attaches again when the store's connection or incarnation
+is gone; requests use whatever client is there at the moment, or none. The store's absence is never
+a request's error: the request goes on and its blocks are counted as recomputed, by reason.
+
+Invariant: a block that a transfer may still write into is quarantined at the engine before the
+engine hears anything else about its request, and until the transfer is over.
+
+Knows no request life and no gRPC service. Belongs to the loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvstore.block import Block
+from kvstore.client import StoreClient
+from kvstore.errors import (
+    DEADLINE,
+    LEASE_LAPSED,
+    STORE_UNAVAILABLE,
+    TRANSPORT,
+    LeaseLapsed,
+    Quarantine,
+    TransferCancelled,
+    TransferFailed,
+    TransferTimeout,
+    UnknownAttachment,
+)
+from kvstore.transport.base import BlockMemory
+from process import logs
+from process.deadline import Deadline
+from process.errors import BatonError, DeadlineExceeded, NotFound, Unavailable
+from services.worker.config import WorkerLimits
+from services.worker.engine_thread import EngineThread
+
+logger = logging.getLogger(__name__)
+
+WATCH_S = 1.0
+"""How often a silent client is looked at. Guessed: well under a beat's life."""
+
+RELEASE_BUDGET_S = 5.0
+"""Time for giving a lease back; after it the lease lapses by itself."""
+
+PING_BUDGET_S = 1.0
+
+MAX_BACKOFF_S = 2.0
+
+
+@dataclass(frozen=True)
+class StoreTarget:
+    """Which store, as whom, over which transport."""
+
+    address: str
+    worker_id: str
+    worker_incarnation: bytes
+    fingerprint: str
+    memory: BlockMemory
+    transport: str
+    nixl_net_devices: str = "lo"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What came of a load: the leading items that may be used, and the others by reason."""
+
+    num_usable: int
+    num_bytes: int
+    not_usable: Counter[str] = field(default_factory=Counter)
+
+
+def reason_of(error: BatonError) -> str:
+    """The word under which blocks are counted that `error` kept away."""
+    if isinstance(error, LeaseLapsed | NotFound):
+        return LEASE_LAPSED
+    if isinstance(error, DeadlineExceeded | TransferTimeout):
+        return DEADLINE
+    if isinstance(error, TransferFailed):
+        return TRANSPORT
+    return STORE_UNAVAILABLE
+
+
+class StoreConnector:
+    """See the module. `target` None: this worker has no store."""
+
+    def __init__(
+        self,
+        target: StoreTarget | None,
+        thread: EngineThread,
+        limits: WorkerLimits,
+        *,
+        on_room: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._target = target
+        self._thread = thread
+        self._limits = limits
+        self._on_room = on_room
+        self._client: StoreClient | None = None
+        self._attached = asyncio.Event()
+        self._suspect = asyncio.Event()
+        self._keeper: asyncio.Task[None] | None = None
+        self._background: set[asyncio.Task[None]] = set()
+        self._to_release: dict[StoreClient, list[str]] = {}
+        self._releasing = asyncio.Lock()
+        self.num_attached = 0
+        self.num_in_quarantine = 0
+
+    # ---- life
+
+    async def start(self, *, wait_s: float) -> bool:
+        """Attach, waiting at most `wait_s` for it.
+
+        Returns: whether the store is there; the keeper goes on trying.
+        """
+        if self._target is None:
+            return False
+        self._keeper = asyncio.create_task(self._keep_attached(self._target))
+        try:
+            async with asyncio.timeout(wait_s):
+                await self._attached.wait()
+        except TimeoutError:
+            logs.event(logger, "store_away", level=logging.WARNING, address=self._target.address)
+        return self._attached.is_set()
+
+    async def stop(self, *, timeout_s: float) -> None:
+        """End: pending releases first, then the attachment."""
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
+        if self._background:
+            await asyncio.wait(self._background, timeout=timeout_s)
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        if self._client is not None:
+            await self._close(self._client)
+            self._client = None
+
+    @property
+    def client(self) -> StoreClient | None:
+        """The store as it is attached now; None while it is away."""
+        if self._client is not None and self._client.broken is not None:
+            self._suspect.set()
+            return None
+        return self._client
+
+    @property
+    def transport(self) -> str:
+        return self._target.transport if self._target is not None else ""
+
+    @property
+    def address(self) -> str:
+        return self._target.address if self._target is not None else ""
+
+    async def wait_attached(self, deadline: Deadline) -> None:
+        """Wait until the store is there. Raises: DeadlineExceeded."""
+        async with deadline.timeout("attaching to the store"):
+            while self.client is None:
+                self._attached.clear()
+                await self._attached.wait()
+
+    # ---- bytes in
+
+    async def load(
+        self,
+        client: StoreClient,
+        engine_id: str,
+        lease_id: str,
+        items: Sequence[tuple[Block, int]],
+        deadline: Deadline,
+        *,
+        incarnation: bytes | None = None,
+    ) -> Loaded:
+        """Copy committed blocks into blocks that `engine_id` reserved and did not start; verified
+        by checksum.
+
+        Never raises for the store's sake. A cancelled load quarantines what may still be written
+        into.
+        Args: items: (block, destination block id), in the order of the prompt.
+        """
+        if not items:
+            return Loaded(0, 0)
+        try:
+            result = await client.get_blocks(
+                lease_id,
+                items,
+                deadline.sooner(self._limits.transfer_budget_s),
+                incarnation=incarnation,
+            )
+        except TransferCancelled as error:
+            self._quarantine(engine_id, error.quarantine)
+            # A plain one: asyncio.timeout of this Python recognises no subclass.
+            raise asyncio.CancelledError(str(error)) from error
+        except TransferTimeout as error:
+            self._quarantine(engine_id, error.quarantine)
+            return Loaded(0, 0, Counter({DEADLINE: len(items)}))
+        except BatonError as error:
+            self.suspect(client, error)
+            return Loaded(0, 0, Counter({reason_of(error): len(items)}))
+        first_failed = min(result.failed, default=len(items))
+        # What lies behind a failed block cannot be used without it: the same reason, unless it has
+        # its own.
+        not_usable = Counter(
+            result.failed.get(index, result.failed[first_failed])
+            for index in range(first_failed, len(items))
+        )
+        return Loaded(first_failed, result.num_bytes, not_usable)
+
+    def suspect(self, client: StoreClient, error: BatonError) -> None:
+        """A call failed: look at the attachment now rather than at the next tick."""
+        if isinstance(error, Unavailable | UnknownAttachment) and client is self._client:
+            self._suspect.set()
+
+    def _quarantine(self, engine_id: str, quarantine: Quarantine) -> None:
+        block_ids = quarantine.block_ids
+        if not block_ids:
+            return
+        self.num_in_quarantine += len(block_ids)
+        self._thread.post(lambda engine: engine.quarantine(engine_id, block_ids))
+
+        def settled(_: object) -> None:
+            self.num_in_quarantine -= len(block_ids)
+            self._thread.post(lambda engine: engine.unquarantine(block_ids), self._on_room)
+
+        quarantine.settled.add_done_callback(settled)
+
+    # ---- leases
+
+    def release_later(self, client: StoreClient | None, lease_ids: Iterable[str]) -> None:
+        """Give leases back in the background. One that cannot be given back lapses by itself."""
+        lease_ids = [lease_id for lease_id in lease_ids if lease_id]
+        if client is not None and lease_ids and client.broken is None:
+            self.spawn(self._release(client, lease_ids))
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run bounded work that nobody waits for; `stop` does."""
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        return task
+
+    async def settle(self) -> None:
+        """Wait for the background work that there is now (bounded: each piece has its own
+        deadline).
+        """
+        while self._background:
+            await asyncio.wait(set(self._background))
+
+    async def _release(self, client: StoreClient, lease_ids: list[str]) -> None:
+        self._to_release.setdefault(client, []).extend(lease_ids)
+        async with self._releasing:  # what comes while one call is under way shares the next
+            lease_ids = self._to_release.pop(client, [])
+            if not lease_ids:
+                return
+            try:
+                await client.release(lease_ids, deadline=Deadline.after(RELEASE_BUDGET_S))
+            except BatonError as error:
+                self.suspect(client, error)
+                logs.event(logger, "lease_not_released", level=logging.WARNING, why=str(error))
+
+    # ---- the keeper
+
+    async def _keep_attached(self, target: StoreTarget) -> None:
+        backoff_s = 0.1
+        while True:
+            client = await self._try_attach(target)
+            if client is None:
+                await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
+                backoff_s = min(MAX_BACKOFF_S, backoff_s * 2)
+                continue
+            backoff_s = 0.1
+            self._client = client
+            self.num_attached += 1
+            self._attached.set()
+            logs.event(
+                logger,
+                "store_attached",
+                address=target.address,
+                node_id=client.node_id,
+                transport=target.transport,
+                incarnation=client.incarnation.hex(),
+            )
+            why = await self._watch(client)
+            self._client = None
+            self._attached.clear()
+            logs.event(logger, "store_lost", level=logging.WARNING, why=why)
+            self.spawn(self._close(client))
+
+    async def _try_attach(self, target: StoreTarget) -> StoreClient | None:
+        try:
+            return await StoreClient.attach(
+                target.address,
+                worker_id=target.worker_id,
+                worker_incarnation=target.worker_incarnation,
+                fingerprint=target.fingerprint,
+                memory=target.memory,
+                transport=target.transport,
+                timeout_s=self._limits.attach_budget_s,
+                nixl_net_devices=target.nixl_net_devices,
+            )
+        except BatonError as error:
+            logs.event(logger, "store_not_attached", level=logging.DEBUG, why=str(error))
+            return None
+
+    async def _watch(self, client: StoreClient) -> str:
+        """Wait until the client is of no use any more; returns why."""
+        while True:
+            try:
+                async with asyncio.timeout(WATCH_S):
+                    await self._suspect.wait()
+            except TimeoutError:
+                pass
+            self._suspect.clear()
+            why = client.broken or await self._ping(client) or client.broken
+            if why is not None:
+                return why
+
+    async def _ping(self, client: StoreClient) -> str | None:
+        """Ask the store who it is. Returns: why the client is of no use any more, if it is not."""
+        try:
+            status = await client.status(deadline=Deadline.after(PING_BUDGET_S))
+        except DeadlineExceeded:
+            return None  # slow is not gone
+        except BatonError as error:
+            return str(error)
+        return None if status.incarnation == client.incarnation else "another life answers"
+
+    async def _close(self, client: StoreClient) -> None:
+        try:
+            async with asyncio.timeout(RELEASE_BUDGET_S):
+                await client.close()
+        except (BatonError, TimeoutError) as error:
+            logs.event(logger, "store_not_closed", level=logging.WARNING, why=str(error))

@@ -1,0 +1,274 @@
+"""What one worker is, whatever its role: identity, engine thread, store connector, limits, counts,
+and its own account.
+
+Life: `start` -> serving -> `drain` (no new requests, the old ones may finish) -> `stop`. When the
+engine fails, `failed` is
+set: the worker refuses everything and its process should end.
+
+Belongs to the loop's thread. Knows no request states and no RPC.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+from engine.request import BlockHasher, EngineStats
+from kvstore import block_hash
+from kvstore.transport.base import BlockMemory
+from process import incarnation
+from process.deadline import Deadline
+from process.errors import BatonError, FailedPrecondition, InvalidArgument, NoCapacity, Unavailable
+from protos import common_pb2
+from services.worker import status
+from services.worker.config import WorkerSettings
+from services.worker.connector import StoreConnector, StoreTarget
+from services.worker.engine_port import WorkerEngine
+from services.worker.engine_thread import EngineThread
+from services.worker.provenance import Leg, WorkerCounts
+
+INTEGRITY_BUDGET_S = 5.0
+
+RETRY_AFTER_S = 1.0
+"""Guessed: about what one prompt takes."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who this worker is, in this life."""
+
+    role: str
+    worker_id: str
+    incarnation: bytes
+
+    @classmethod
+    def new(cls, role: str, worker_id: str) -> Identity:
+        """A new life. An empty `worker_id` becomes the role and a random part."""
+        return cls(role, worker_id or f"{role}-{secrets.token_hex(4)}", incarnation.new())
+
+
+class WorkerCore:
+    """See the module."""
+
+    def __init__(
+        self,
+        engine: WorkerEngine,
+        settings: WorkerSettings,
+        identity: Identity,
+        *,
+        idle_check_s: float = 0.25,
+    ) -> None:
+        self.settings = settings
+        self.limits = settings.limits
+        self.identity = identity
+        self.model = engine.model_info
+        self.layout = engine.kv.layout
+        self.thread = EngineThread(engine, idle_check_s=idle_check_s)
+        self.on_room: Callable[[], None] = _nothing
+        self.connector = StoreConnector(
+            _store_target(engine, settings, identity),
+            self.thread,
+            settings.limits,
+            on_room=lambda: self.on_room(),
+        )
+        self.counts = WorkerCounts()
+        self.address = settings.advertised or settings.listen
+        self.draining = False
+        self.failed = asyncio.Event()
+        self.num_live = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._numbers = itertools.count(1)
+
+    # ---- requests
+
+    @contextmanager
+    def admit(self) -> Iterator[None]:
+        """Count a request as live while the body runs.
+
+        Raises: Unavailable when the worker takes none.
+        """
+        if self.draining:
+            raise Unavailable(f"{self.identity.worker_id} is draining", retry_after_s=0.0)
+        if self.thread.failure is not None:
+            raise Unavailable(str(self.thread.failure))
+        self.num_live += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self.num_live -= 1
+            if self.num_live == 0:
+                self._idle.set()
+
+    def engine_id(self, request_id: str) -> str:
+        """A name in the engine that no other attempt of this request has."""
+        return f"{request_id}#{next(self._numbers)}"
+
+    def check_model(self, model_fingerprint: str, adapter: str) -> None:
+        """Raises: FailedPrecondition for another model, InvalidArgument for an adapter."""
+        if model_fingerprint.lower() != self.model.fingerprint.lower():
+            raise FailedPrecondition(
+                f"model_fingerprint: {self.identity.worker_id} serves "
+                f"{self.model.fingerprint[:16]}, not {model_fingerprint[:16]}"
+            )
+        if adapter:
+            raise InvalidArgument("adapter", "is not served by this version")
+
+    def chain(self, tenant_salt: bytes, adapter: str) -> Chain:
+        """The chain-hash namespace of one tenant.
+
+        Raises: InvalidArgument without a salt: tenants would share.
+        """
+        if not tenant_salt:
+            raise InvalidArgument("tenant_salt", "is empty; the router sets it")
+        root = block_hash.root_key(tenant_salt, self.model.fingerprint, adapter)
+        return Chain(root, self.model.block_size)
+
+    def refuse_when_full(self, num_waiting: int) -> None:
+        """Raises: NoCapacity when as many wait as may."""
+        if num_waiting >= self.limits.max_waiting_requests:
+            raise NoCapacity(
+                f"{num_waiting} requests wait at {self.identity.worker_id}",
+                retry_after_s=RETRY_AFTER_S,
+            )
+
+    def deadline(self, budget_s: float | None) -> Deadline:
+        """The request's own budget, at most our default."""
+        most_s = self.limits.default_budget_s
+        return Deadline.after(most_s if budget_s is None else min(budget_s, most_s))
+
+    def drop(self, engine_id: str) -> None:
+        """Give back all that the engine holds for a request, in whatever state it is."""
+        self.thread.post(lambda engine: engine.abort(engine_id), lambda: self.on_room())
+
+    def leg_to_proto(self, leg: Leg) -> common_pb2.KvLeg:
+        """A leg of this worker on the wire."""
+        return status.leg_to_proto(
+            leg,
+            role=self.identity.role,
+            worker_id=self.identity.worker_id,
+            incarnation=self.identity.incarnation.hex(),
+            dtype=self.model.dtype,
+        )
+
+    # ---- life
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Take no new request and wait for the live ones. Returns: whether all ended in time."""
+        self.draining = True
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def stop(self, timeout_s: float = 5.0) -> None:
+        """Let the store and the engine's thread go.
+
+        Requests must have ended or been cancelled before.
+        """
+        await self.connector.stop(timeout_s=timeout_s)
+        await self.thread.stop(timeout_s)
+
+    # ---- our own account
+
+    def status(self) -> common_pb2.WorkerStatus:
+        """As of the engine's last step or job; never waits."""
+        stats: EngineStats = self.thread.stats
+        client = self.connector.client
+        failure = self.thread.failure
+        return common_pb2.WorkerStatus(
+            worker_id=self.identity.worker_id,
+            role=self.identity.role,
+            address=self.address,
+            incarnation=self.identity.incarnation.hex(),
+            model=self.model.model,
+            model_fingerprint=self.model.fingerprint,
+            tokenizer_digest=self.model.tokenizer_digest,
+            dtype=self.model.dtype,
+            device=self.model.device,
+            block_size=self.model.block_size,
+            block_bytes=self.layout.block_bytes,
+            num_blocks=stats.num_blocks,
+            num_free_blocks=stats.num_free_blocks,
+            num_cached_blocks=stats.num_cached_blocks,
+            num_quarantined_blocks=stats.num_quarantined_blocks,
+            num_waiting=stats.num_waiting + stats.num_reserved,
+            num_running=stats.num_running,
+            num_holding=stats.num_holding,
+            context_window=self.model.context_window,
+            vocab_size=self.model.vocab_size,
+            transport=self.connector.transport,
+            store_node_id=client.node_id if client is not None else "",
+            store_address=self.connector.address,
+            num_prompt_tokens_computed=self.counts.num_prompt_tokens_computed,
+            num_prompt_tokens_local=self.counts.num_prompt_tokens_local,
+            num_prompt_tokens_from_store=self.counts.num_prompt_tokens_from_store,
+            num_output_tokens=self.counts.num_output_tokens,
+            recomputed=status.recomputed_to_proto(self.counts.recomputed),
+            draining=self.draining,
+            integrity_error="" if failure is None else str(failure),
+        )
+
+    async def checked_status(self) -> common_pb2.WorkerStatus:
+        """`status` after recomputing the conservation laws."""
+        problem = ""
+        try:
+            async with Deadline.after(INTEGRITY_BUDGET_S).timeout("checking integrity"):
+                await self.thread.call(lambda engine: engine.check_integrity())
+        except BatonError as error:
+            problem = str(error)
+        reply = self.status()
+        if problem and not reply.integrity_error:
+            reply.integrity_error = problem
+        return reply
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Chain hashes of one tenant, model and adapter."""
+
+    root: bytes
+    block_size: int
+
+    @property
+    def hasher(self) -> BlockHasher:
+        """What the engine is given."""
+        return partial(block_hash.extend, self.root)
+
+    def hashes(self, token_ids: tuple[int, ...]) -> list[bytes]:
+        """Of the full blocks of `token_ids`."""
+        return block_hash.chain(self.root, token_ids, self.block_size)
+
+
+def _store_target(
+    engine: WorkerEngine, settings: WorkerSettings, identity: Identity
+) -> StoreTarget | None:
+    if not settings.store_address:
+        return None
+    try:
+        memory = BlockMemory.of(engine.kv.host_view)
+    except TypeError as error:  # a device cache has no host view
+        raise FailedPrecondition(
+            f"engine.device: this version moves KV between host memories only ({error})"
+        ) from error
+    return StoreTarget(
+        address=settings.store_address,
+        worker_id=identity.worker_id,
+        worker_incarnation=identity.incarnation,
+        fingerprint=engine.model_info.fingerprint,
+        memory=memory,
+        transport=settings.transport,
+        nixl_net_devices=settings.nixl_net_devices,
+    )
+
+
+def _nothing() -> None:
+    """Nobody waits for room."""

@@ -1,0 +1,242 @@
+"""The one thread that owns an engine, and the way to it from asyncio.
+
+Life: `start` -> jobs and steps alternate until `stop`. Between two steps every waiting job runs, in
+the order it came; each step's output goes to the loop by one `call_soon_threadsafe`. With neither
+jobs nor work the thread blocks on its queue; after `idle_check_s` of that it checks the engine's
+conservation laws once.
+
+An exception out of `step` is the engine's own mistake: `on_failure` hears of it (the worker fails
+its requests), the laws
+are checked for the log, and the thread is unhealthy for good: it takes no step and refuses `call`,
+but still runs what was `post`ed, so that aborts give blocks back.
+
+Knows no request and no RPC. `start`, `call`, `post` and `stop` belong to the loop's thread; `stats`
+may be read anywhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from engine.request import EngineStats, StepOutput
+from process import logs
+from process.errors import Internal, Unavailable
+from services.worker.engine_port import WorkerEngine
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Job:
+    run: Callable[[Any], Any]
+    future: asyncio.Future[Any] | None
+    then: Callable[[], None] | None = None
+
+
+class EngineThread:
+    """Runs `engine` on a thread of its own. Not restartable."""
+
+    def __init__(self, engine: WorkerEngine, *, idle_check_s: float = 0.25) -> None:
+        self._engine = engine
+        self._idle_check_s = idle_check_s
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._stats = engine.stats()
+        self._failure: Internal | None = None
+        self._closed = False
+        self._checked = False
+        self.num_steps = 0
+        self.num_idle_checks = 0
+
+    def start(
+        self,
+        on_step: Callable[[StepOutput], None],
+        on_failure: Callable[[Internal], None],
+    ) -> None:
+        """Begin. Both callbacks run on the calling loop; neither may raise."""
+        self._loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[None] = self._loop.create_future()
+        self._on_step = on_step
+        self._on_failure = on_failure
+        self._thread.start()
+
+    @property
+    def stats(self) -> EngineStats:
+        """As they were after the last step or job; never waits for the engine."""
+        return self._stats
+
+    @property
+    def failure(self) -> Internal | None:
+        """Why this thread is unhealthy; None while it is not."""
+        return self._failure
+
+    async def call(self, run: Callable[[WorkerEngine], T]) -> T:
+        """Run `run(engine)` between two steps and return what it returns.
+
+        A caller that is cancelled does not undo it: the job may still run, later than the
+        cancellation. What it took must be given back by a job posted afterwards. The wait is
+        bounded by the caller.
+        Raises: what `run` raises; Unavailable when the thread is unhealthy or stopped.
+        """
+        self._refuse_if_down()
+        future: asyncio.Future[T] = self._loop.create_future()
+        self._jobs.put(_Job(run, future))
+        return await future
+
+    def post(
+        self, run: Callable[[WorkerEngine], object], then: Callable[[], None] | None = None
+    ) -> None:
+        """Run `run(engine)` between two steps, after everything asked for before; `then` on the
+        loop afterwards.
+
+        It must not raise: that is a failure of the engine. Works on an unhealthy thread; ignored on
+        a stopped one.
+        """
+        if not self._closed:
+            self._jobs.put(_Job(run, None, then))
+
+    async def stop(self, timeout_s: float) -> None:
+        """End after the step in progress; jobs that did not run are refused.
+
+        Raises: Unavailable if it does not end.
+        """
+        if not self._closed:
+            self._closed = True
+            self._jobs.put(None)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await asyncio.shield(self._ended)
+        except TimeoutError as error:
+            raise Unavailable(f"the engine did not end its step within {timeout_s} s") from error
+
+    def _refuse_if_down(self) -> None:
+        if self._failure is not None:
+            raise Unavailable(f"the engine failed: {self._failure}")
+        if self._closed:
+            raise Unavailable("the worker is stopping")
+
+    # ---- the engine's thread
+
+    def _run(self) -> None:
+        stopping = False
+        while not stopping:
+            for job in self._next_jobs():
+                if job is None:
+                    stopping = True
+                    break
+                self._do(job)
+            if not stopping and self._failure is None:
+                self._step()
+        self._refuse_rest()
+        self._deliver(self._end)
+
+    def _next_jobs(self) -> list[_Job | None]:
+        """All jobs that wait; blocks when there is nothing else to do."""
+        jobs: list[_Job | None] = []
+        if self._failure is not None or not self._engine.has_work():
+            jobs.append(self._wait_for_job())
+        try:
+            while True:
+                jobs.append(self._jobs.get_nowait())
+        except queue.Empty:
+            return jobs
+
+    def _wait_for_job(self) -> _Job | None:
+        if not self._checked and self._failure is None:
+            try:
+                return self._jobs.get(timeout=self._idle_check_s)
+            except queue.Empty:
+                self._check_when_idle()
+        return self._jobs.get()
+
+    def _check_when_idle(self) -> None:
+        self._checked = True
+        self.num_idle_checks += 1
+        try:
+            self._engine.check_integrity()
+        except Exception as error:  # the last line of defence
+            self._fail(error)
+
+    def _do(self, job: _Job) -> None:
+        self._checked = False
+        if job.future is not None and self._failure is not None:
+            refusal = Unavailable(f"the engine failed: {self._failure}")
+            self._deliver(_settle, job.future, None, refusal)
+            return
+        result, problem = None, None
+        try:
+            result = job.run(self._engine)
+            self._stats = self._engine.stats()
+        except Exception as error:  # handed to the caller, or the last line of defence
+            problem = error
+        if job.future is not None:
+            self._deliver(_settle, job.future, result, problem)
+        elif problem is not None:
+            self._fail(problem)
+        if job.then is not None:
+            self._deliver(job.then)
+
+    def _step(self) -> None:
+        try:
+            if not self._engine.has_work():
+                return
+            self._checked = False
+            output = self._engine.step()
+            self._stats = self._engine.stats()
+        except Exception as error:  # the last line of defence
+            self._fail(error)
+            return
+        self.num_steps += 1
+        self._deliver(self._on_step, output)
+
+    def _fail(self, error: Exception) -> None:
+        if self._failure is not None:
+            return
+        logger.error("engine_failed", exc_info=error)
+        message = f"{type(error).__name__}: {error}"
+        try:
+            self._engine.check_integrity()
+        except Exception as broken:  # said together with the first
+            message += f"; and {broken}"
+        self._failure = Internal(f"the engine failed: {message}")
+        self._deliver(self._on_failure, self._failure)
+
+    def _refuse_rest(self) -> None:
+        try:
+            while True:
+                job = self._jobs.get_nowait()
+                if job is not None and job.future is not None:
+                    refusal = Unavailable("the worker is stopping")
+                    self._deliver(_settle, job.future, None, refusal)
+        except queue.Empty:
+            return
+
+    def _deliver(self, callback: Callable[..., object], *arguments: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(callback, *arguments)
+        except RuntimeError:
+            # The loop is closed: nobody is left to tell.
+            logs.event(logger, "engine_result_dropped", level=logging.DEBUG)
+
+    # ---- on the loop
+
+    def _end(self) -> None:
+        if not self._ended.done():
+            self._ended.set_result(None)
+
+
+def _settle(future: asyncio.Future[Any], result: object, problem: Exception | None) -> None:
+    if future.done():
+        return  # its caller gave up
+    if problem is not None:
+        future.set_exception(problem)
+    else:
+        future.set_result(result)

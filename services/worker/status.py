@@ -1,0 +1,81 @@
+"""WorkerStatus and KvLeg: a worker's values as wire messages.
+
+Pure; the door between values and stubs for both roles.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from google.protobuf import json_format
+
+from engine.request import FinishReason, TokenLogprobs
+from protos import common_pb2
+from services.worker.provenance import Leg
+
+FINISH_REASONS: dict[FinishReason, common_pb2.FinishReason] = {
+    FinishReason.EOS: common_pb2.FINISH_REASON_EOS,
+    FinishReason.STOP_TOKEN: common_pb2.FINISH_REASON_STOP_TOKEN,
+    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+}
+
+
+def status_to_json(status: common_pb2.WorkerStatus) -> str:
+    """One line of protobuf JSON, as the registry holds it."""
+    return json_format.MessageToJson(status, indent=None)
+
+
+def recomputed_to_proto(recomputed: Counter[str]) -> list[common_pb2.RecomputeCount]:
+    """Counts by reason, in the order of the reasons' names."""
+    return [
+        common_pb2.RecomputeCount(reason=reason, num_blocks=num_blocks)
+        for reason, num_blocks in sorted(recomputed.items())
+        if num_blocks
+    ]
+
+
+def leg_to_proto(
+    leg: Leg, *, role: str, worker_id: str, incarnation: str, dtype: str
+) -> common_pb2.KvLeg:
+    """One worker's leg on the wire."""
+    return common_pb2.KvLeg(
+        role=role,
+        worker_id=worker_id,
+        incarnation=incarnation,
+        transport=leg.transport,
+        dtype=dtype,
+        num_tokens_computed=leg.num_tokens_computed,
+        num_tokens_local=leg.num_tokens_local,
+        from_store=[
+            common_pb2.TierCount(
+                tier=common_pb2.Tier.Name(tier.value),
+                node_id=leg.store_node_id,
+                num_tokens=num_tokens,
+                num_bytes=leg.bytes_by_tier[tier],
+            )
+            for tier, num_tokens in sorted(leg.tokens_by_tier.items())
+        ],
+        num_bytes_read=leg.num_bytes_read,
+        num_bytes_written=leg.num_bytes_written,
+        recomputed=recomputed_to_proto(leg.recomputed),
+    )
+
+
+def times_to_proto(seconds: Mapping[str, float]) -> list[common_pb2.StageTime]:
+    """Seconds per stage, in the order the stages were entered."""
+    return [common_pb2.StageTime(stage=stage, seconds=value) for stage, value in seconds.items()]
+
+
+def logprobs_to_proto(logprobs: Iterable[TokenLogprobs]) -> list[common_pb2.TokenLogprobs]:
+    """One message per token."""
+    return [
+        common_pb2.TokenLogprobs(
+            chosen=common_pb2.TokenLogprob(token_id=entry.token_id, logprob=entry.logprob),
+            top=[
+                common_pb2.TokenLogprob(token_id=token_id, logprob=logprob)
+                for token_id, logprob in entry.top
+            ],
+        )
+        for entry in logprobs
+    ]

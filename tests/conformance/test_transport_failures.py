@@ -1,0 +1,374 @@
+"""Stalled, killed and restarted peers: nothing is used that should not be, nothing stays taken."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore import errors, serve
+from kvstore.client import StoreClient
+from kvstore.config import KvStoreSettings
+from kvstore.frames import FrameState
+from kvstore.transport.base import GetItem, PutUnsettled
+from process.deadline import Deadline
+from process.errors import DeadlineExceeded, Unavailable
+
+Chain = Callable[[str, int], list[bytes]]
+NewWorker = Callable[..., Any]
+NewStore = Callable[..., Awaitable[Any]]
+Pause = Callable[[asyncio.subprocess.Process], Awaitable[None]]
+LONE_WORKER = Path(__file__).with_name("lone_worker.py")
+
+
+def within(seconds: float = 10.0) -> Deadline:
+    return Deadline.after(seconds)
+
+
+async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+class LoneWorker:
+    def __init__(self, process: asyncio.subprocess.Process, attachment_id: str) -> None:
+        self.process = process
+        self.attachment_id = attachment_id
+
+    async def end(self) -> None:
+        if self.process.returncode is None:
+            self.process.kill()  # a stopped process is killed all the same
+        await self.process.communicate()
+
+
+@pytest.fixture
+async def lone_worker() -> AsyncIterator[Callable[[str, str, str], Awaitable[LoneWorker]]]:
+    workers: list[LoneWorker] = []
+
+    async def make(address: str, transport: str, what: str) -> LoneWorker:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, str(LONE_WORKER), address, transport, what),
+            stdout=asyncio.subprocess.PIPE,
+        )
+        worker = LoneWorker(process, "")
+        workers.append(worker)
+        assert process.stdout is not None
+        async with asyncio.timeout(30):
+            worker.attachment_id = (await process.stdout.readline()).decode().strip()
+        assert worker.attachment_id
+        return worker
+
+    yield make
+    for worker in workers:
+        await worker.end()
+
+
+@pytest.fixture
+def tcp_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over CMA the memory of a stopped process is written all the same; between hosts it is TCP."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+
+
+@pytest.fixture
+def impatient(store_settings: KvStoreSettings) -> KvStoreSettings:
+    """Silence counts as death soon."""
+    return dataclasses.replace(store_settings, attachment_ttl_s=0.5, quarantine_grace_s=0.2)
+
+
+# -- the store fails
+
+
+async def test_a_restarted_store_is_another_life(
+    new_store: NewStore, new_worker: NewWorker, chain: Chain, transport: str
+) -> None:
+    process = await new_store()
+    worker = await new_worker(process.address, transport)
+    put = await worker.put(chain("a", 3), range(3))
+    old, life = worker.client, worker.client.incarnation
+    await process.end()
+    ready = await process.start()
+    items = list(zip(put.refs, range(10, 13), strict=True))
+    before = worker.view.copy()
+    if transport != "shm":  # shared memory outlives the store: what was committed can be read
+        got = await old.get_blocks(put.lease_id, items, within())
+        assert got.failed == dict.fromkeys(range(3), errors.STORE_UNAVAILABLE)
+        assert np.array_equal(worker.view, before)
+    with pytest.raises(Unavailable):
+        await old.match(chain("a", 3), ttl_s=5, deadline=within())
+    assert old.broken is not None
+    with pytest.raises(Unavailable):
+        await worker.put(chain("b", 1), [0])
+    await old.close()
+
+    again = await worker.attach(process.address)
+    assert again.incarnation != life and again.incarnation.hex() == ready["incarnation"]
+    assert (await again.match(chain("a", 3), ttl_s=5, deadline=within())).blocks == ()
+    got = await again.get_blocks(put.lease_id, items, within(), incarnation=life)
+    assert got.failed == dict.fromkeys(range(3), errors.INCARNATION)
+    fresh = await worker.put(chain("a", 3), range(3))
+    assert await worker.get(fresh.lease_id, fresh.refs, range(10, 13)) == {}
+    await worker.status()
+
+
+async def test_a_dead_store_fails_calls_at_once(
+    new_store: NewStore, new_worker: NewWorker, chain: Chain, transport: str
+) -> None:
+    """And a push whose answer never came is known to be over: its process is gone."""
+    process = await new_store()
+    worker = await new_worker(process.address, transport)
+    put = await worker.put(chain("a", 3), range(3))
+    await process.end()
+    items = list(zip(put.refs, range(10, 13), strict=True))
+    if transport != "shm":
+        try:
+            got = await worker.client.get_blocks(put.lease_id, items, within(5))
+        except errors.TransferTimeout as error:
+            await asyncio.wait_for(error.quarantine.settled, 20)
+        else:
+            assert got.failed == dict.fromkeys(range(3), errors.STORE_UNAVAILABLE)
+    with pytest.raises(Unavailable):
+        await worker.put(chain("b", 1), [0], deadline=within(5))
+
+
+async def test_a_push_from_a_stalled_store_is_quarantined_until_it_is_over(
+    new_store: NewStore, new_worker: NewWorker, chain: Chain, tcp_only: None
+) -> None:
+    process = await new_store()
+    worker = await new_worker(process.address, "nixl")
+    put = await worker.put(chain("a", 3), range(3))
+    await process.pause()
+    items = list(zip(put.refs, range(10, 13), strict=True))
+    with pytest.raises(errors.TransferTimeout) as caught:
+        await worker.client.get_blocks(put.lease_id, items, within(0.3))
+    quarantine = caught.value.quarantine
+    assert quarantine.block_ids == (10, 11, 12)
+    assert errors.quarantine_of(caught.value) is quarantine
+    await asyncio.wait([quarantine.settled], timeout=1.0)
+    assert not quarantine.settled.done()
+    process.wake()
+    await asyncio.wait_for(quarantine.settled, 30)
+    worker.view[10:13] = 1
+    status = await worker.client.status(check_integrity=True, deadline=within())
+    assert (status.integrity_error, status.num_leases) == ("", 1)
+    assert (worker.view[10:13] == 1).all()
+
+
+async def test_a_cancelled_push_from_a_stalled_store_is_quarantined(
+    new_store: NewStore, new_worker: NewWorker, chain: Chain, tcp_only: None
+) -> None:
+    process = await new_store()
+    worker = await new_worker(process.address, "nixl")
+    put = await worker.put(chain("a", 1), [0])
+    await process.pause()
+    task = asyncio.create_task(
+        worker.client.get_blocks(put.lease_id, [(put.refs[0], 10)], within(30))
+    )
+    await asyncio.wait([task], timeout=0.2)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError) as caught:
+        await task
+    assert isinstance(caught.value, errors.TransferCancelled)
+    assert caught.value.quarantine.block_ids == (10,)
+    assert not caught.value.quarantine.settled.done()
+    process.wake()
+    await asyncio.wait_for(caught.value.quarantine.settled, 30)
+
+
+@pytest.mark.parametrize("transport", ["shm", "grpc"])
+async def test_without_pushes_a_stalled_store_needs_no_quarantine(
+    new_store: NewStore, new_worker: NewWorker, chain: Chain, transport: str
+) -> None:
+    process = await new_store()
+    worker = await new_worker(process.address, transport)
+    put = await worker.put(chain("a", 3), range(3))
+    await process.pause()
+    failed = await worker.get(put.lease_id, put.refs, range(10, 13), seconds=0.3)
+    # The store has no part in a copy out of shared memory.
+    expected = {} if transport == "shm" else dict.fromkeys(range(3), errors.DEADLINE)
+    assert failed == expected
+    process.wake()
+
+
+async def test_a_put_to_a_stalled_store_leaves_nothing_reserved_when_it_wakes(
+    new_store: NewStore, new_worker: NewWorker, chain: Chain, transport: str, tcp_only: None
+) -> None:
+    process = await new_store()
+    worker = await new_worker(process.address, transport)
+    await worker.put(chain("a", 1), [0])
+    await process.pause()
+    with pytest.raises(DeadlineExceeded):
+        await worker.put(chain("b", 3), range(3), deadline=within(0.3))
+    process.wake()
+    async with asyncio.timeout(30):
+        while (status := await worker.status()).num_leases != 1:
+            await asyncio.sleep(0.02)
+    assert (status.num_writing, status.num_quarantined, status.num_committed) == (0, 0, 1)
+    assert worker.client.broken is None
+
+
+async def test_bytes_that_a_late_put_may_still_write_are_quarantined_at_the_store(
+    new_store: NewStore,
+    new_worker: NewWorker,
+    chain: Chain,
+    tcp_only: None,
+) -> None:
+    """The store stalls between the reservation and the WRITE: the frames go out of use until the
+    WRITE is over, then they come free."""
+    process = await new_store()
+    worker = await new_worker(process.address, "nixl", block_bytes=8192)
+    client: StoreClient = worker.client
+    await worker.put(chain("a", 1), [0])
+    put = client._transport.put
+    unsettled: list[PutUnsettled] = []
+
+    async def stalled(*args: Any) -> None:
+        await process.pause()
+        try:
+            await put(*args)
+        except PutUnsettled as error:
+            unsettled.append(error)
+            raise
+        finally:
+            process.wake()
+
+    client._transport.put = stalled  # type: ignore[method-assign]
+    with pytest.raises(DeadlineExceeded):
+        await worker.put(chain("b", 20), range(20), deadline=within(0.4))
+    assert len(unsettled) == 1
+    client._transport.put = put  # type: ignore[method-assign]
+    async with asyncio.timeout(30):
+        while (status := await worker.status()).num_leases != 1:
+            await asyncio.sleep(0.02)
+    assert (status.num_writing, status.num_quarantined, status.num_committed) == (0, 0, 1)
+    assert (await worker.put(chain("b", 20), range(20))).not_stored == 0
+
+
+async def test_closing_with_a_stalled_transfer_is_bounded_and_still_settles(
+    new_store: NewStore, new_worker: NewWorker, chain: Chain, tcp_only: None
+) -> None:
+    process = await new_store()
+    worker = await new_worker(process.address, "nixl")
+    put = await worker.put(chain("a", 1), [0])
+    await process.pause()
+    with pytest.raises(errors.TransferTimeout) as caught:
+        await worker.client.get_blocks(put.lease_id, [(put.refs[0], 10)], within(0.2))
+    async with asyncio.timeout(10):
+        await worker.client.close()
+    assert not caught.value.quarantine.settled.done()
+    process.wake()
+    await asyncio.wait_for(caught.value.quarantine.settled, 30)
+
+
+# -- a worker fails
+
+
+@pytest.mark.parametrize("what", ["reserve", "hold"])
+async def test_a_killed_worker_leaks_nothing(
+    impatient: KvStoreSettings,
+    lone_worker: Callable[[str, str, str], Awaitable[LoneWorker]],
+    transport: str,
+    what: str,
+) -> None:
+    async with serve.running(impatient) as running:
+        worker = await lone_worker(running.address, transport, what)
+        truth = running.node.store
+        assert truth is not None and len(truth.leases) == 1
+        worker.process.kill()
+        await until(lambda: len(truth.leases) == 0 and len(truth.attachments) == 0)
+        num_committed = 3 if what == "hold" else 0  # they stay, unpinned; the tail does not
+        free = truth.frames.num_frames - num_committed
+        await until(lambda: truth.frames.count(FrameState.FREE) == free)
+        assert (truth.num_pinned(), truth.num_tails) == (0, 0)
+        assert running.node.check_integrity() == ""
+
+
+async def test_frames_of_a_stalled_one_sided_writer_stay_out_of_use(
+    store: serve.RunningStore,
+    lone_worker: Callable[[str, str, str], Awaitable[LoneWorker]],
+    pause: Pause,
+) -> None:
+    """Its lease lapsed, but it may wake up inside its copy; only its death ends that."""
+    worker = await lone_worker(store.address, "shm", "reserve")
+    truth = store.node.store
+    assert truth is not None
+    await pause(worker.process)
+    await until(lambda: len(truth.leases) == 0)
+    assert len(truth.quarantined) == 4
+    await asyncio.wait([store.node._sweeper], timeout=0.5)  # type: ignore[list-item]
+    assert len(truth.quarantined) == 4
+    assert store.node.check_integrity() == ""
+    worker.process.kill()
+    await until(lambda: len(truth.quarantined) == 0)
+    assert store.node.check_integrity() == ""
+
+
+async def test_frames_being_pushed_to_a_stalled_worker_are_held_until_it_is_over(
+    store: serve.RunningStore,
+    new_worker: NewWorker,
+    chain: Chain,
+    lone_worker: Callable[[str, str, str], Awaitable[LoneWorker]],
+    pause: Pause,
+    tcp_only: None,
+) -> None:
+    """The store reads those frames as long as the peer may take the bytes; then the peer dies."""
+    writer = await new_worker(store.address, "nixl")
+    put = await writer.put(chain("a", 20), range(20))
+    lone = await lone_worker(store.address, "nixl", "receive")
+    node, truth = store.node, store.node.store
+    assert truth is not None and node.pushes is not None
+    args = (lone.attachment_id, put.lease_id)
+    outcome = await node.push(*args, "first", put.refs[:1], [0], 10.0)
+    assert outcome.terminal
+    await pause(lone.process)
+    outcome = await node.push(*args, "second", put.refs, range(20), 0.3)
+    assert not outcome.terminal
+    await writer.client.release([put.lease_id], deadline=within())
+    assert not node.is_push_terminal("second")
+    assert truth.num_pinned() == 20
+    assert node.check_integrity() == ""
+    lone.process.kill()
+    await until(lambda: node.is_push_terminal("second"))
+    assert truth.num_pinned() == 0
+    assert node.check_integrity() == ""
+
+
+async def test_a_push_that_nobody_knows_is_over_and_stays_so(
+    store: serve.RunningStore, new_worker: NewWorker, chain: Chain
+) -> None:
+    """The question overtook the request: the request is refused when it comes."""
+    worker = await new_worker(store.address, "nixl")
+    put = await worker.put(chain("a", 1), [0])
+    assert store.node.is_push_terminal("late")
+    before = worker.view.copy()
+    with pytest.raises(Exception, match="already"):
+        await store.node.push(
+            worker.client._attachment_id, put.lease_id, "late", put.refs, [10], 5.0
+        )
+    assert np.array_equal(worker.view, before)
+    got = await worker.client._transport.get(put.lease_id, [GetItem(put.refs[0], 10)], within())
+    assert got.failed == {}
+
+
+async def test_the_slab_goes_with_its_store(new_store: NewStore, new_worker: NewWorker) -> None:
+    process = await new_store()
+    worker = await new_worker(process.address, "shm")
+    path = worker.client._transport._slab.path
+    assert path.exists()
+    assert await process.end(signal.SIGTERM) == 0
+    assert not path.exists()
+    await process.start()
+    await worker.client.close()
+    await worker.attach(process.address)
+    killed = worker.client._transport._slab.path
+    await process.end(signal.SIGKILL)
+    assert killed.exists()
+    await process.start()  # a later store cleans up
+    assert not killed.exists()

@@ -1,0 +1,88 @@
+"""Real clusters for the tests: five real processes on loopback, kept for all tests of a module."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from baton.client import SyncClient
+from baton.local_cluster import ClusterConfig, LocalCluster
+from protos import inference_pb2
+
+# Chunks that do and that do not divide prompts and blocks, one size per transport.
+CHUNK_TOKENS = {"shm": 512, "nixl": 48, "grpc": 37}
+
+
+@pytest.fixture(scope="module", params=["shm", "nixl", "grpc"])
+def cluster(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
+    """One prefill, one decode worker; every transport in its turn."""
+    chunk = CHUNK_TOKENS[request.param]
+    config = ClusterConfig(
+        port=0,
+        transport=request.param,
+        overrides=(
+            f"worker.engine.max_num_tokens_per_step={chunk}",
+            f"worker.engine.max_num_running={min(32, chunk)}",
+        ),
+    )
+    with LocalCluster(config) as running:
+        yield running
+        assert_idle(running)
+
+
+@pytest.fixture
+def client(cluster: LocalCluster) -> Iterator[SyncClient]:
+    with SyncClient(cluster.address) as connected:
+        yield connected
+
+
+def assert_idle(
+    cluster: LocalCluster, timeout_s: float = 40.0
+) -> inference_pb2.GetClusterStatusReply:
+    """Every conservation law holds and nothing is held for anybody: no request, no lease, no block.
+
+    Leases of handles that nobody came for lapse by themselves, so this waits, within a bound.
+    """
+    deadline = time.monotonic() + timeout_s
+    with SyncClient(cluster.address) as client:
+        while True:
+            status = client.status()
+            found = complaints(status)
+            if not found:
+                return status
+            assert time.monotonic() < deadline, found
+            time.sleep(0.05)
+
+
+def complaints(status: inference_pb2.GetClusterStatusReply) -> list[str]:
+    """What is still held, or broken."""
+    found = [f"{status.num_requests_in_flight} requests in the router"] * bool(
+        status.num_requests_in_flight
+    )
+    for worker in status.workers:
+        held = {
+            "waiting": worker.num_waiting,
+            "running": worker.num_running,
+            "holding": worker.num_holding,
+            "quarantined": worker.num_quarantined_blocks,
+        }
+        found += [f"{worker.worker_id}: {count} {name}" for name, count in held.items() if count]
+        if worker.num_free_blocks + worker.num_cached_blocks != worker.num_blocks:
+            found.append(f"{worker.worker_id}: blocks are referenced")
+        if worker.integrity_error:
+            found.append(f"{worker.worker_id}: {worker.integrity_error}")
+    for store in status.stores:
+        held = {
+            "writing": store.num_writing,
+            "pinned": store.num_pinned,
+            "quarantined": store.num_quarantined,
+            "leases": store.num_leases,
+        }
+        found += [f"{store.node_id}: {count} {name}" for name, count in held.items() if count]
+        if store.num_free + store.num_committed != store.num_frames:
+            found.append(f"{store.node_id}: frames do not sum up")
+        if store.integrity_error:
+            found.append(f"{store.node_id}: {store.integrity_error}")
+    return found

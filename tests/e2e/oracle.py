@@ -1,0 +1,114 @@
+"""What the right answer is: unmodified `transformers`, and one engine that does both roles.
+
+Prompts are real text of the bundled corpus, cut to lengths that sit on and beside block edges.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from checkpoints.resolve import resolve
+from engine.config import EngineConfig
+from engine.loop import Engine, load_engine
+from engine.request import Request, Sampling
+from kvstore import block_hash
+from tools.bundled_model import corpus
+
+BLOCK_SIZE = 16
+EDGE_LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 47, 48, 49, 255, 256, 257, 511, 512, 513, 599, 600)
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """A checkpoint as `transformers` loads it, in float32."""
+
+    path: Path
+    model: Any
+    tokenizer: Any
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        eos = self.model.generation_config.eos_token_id
+        return frozenset([eos] if isinstance(eos, int) else eos or [])
+
+    def greedy(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
+        """The new tokens, the one that ended it included."""
+        ids = torch.tensor([list(prompt)])
+        with torch.inference_mode():
+            out = self.model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=max_tokens,
+                do_sample=False,
+                pad_token_id=0,
+            )
+        return [int(token) for token in out[0, len(prompt) :]]
+
+
+@cache
+def oracle(model: str) -> Oracle:
+    path = resolve(model, files="all").path
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    return Oracle(path, loaded, transformers.AutoTokenizer.from_pretrained(path))
+
+
+def prompts(source: Oracle, rng: random.Random, count: int) -> list[list[int]]:
+    """`count` prompts of 1 to 600 tokens; the first ones have the edge lengths, in random order."""
+    lengths = rng.sample(EDGE_LENGTHS, min(count, len(EDGE_LENGTHS)))
+    lengths += [rng.randint(1, 600) for _ in range(count - len(lengths))]
+    stream: list[int] = []
+    documents = corpus.documents(rng.randrange(2**31), 10**9)
+    cut = []
+    for length in lengths:
+        while len(stream) < length + 64:
+            stream += source.tokenizer.encode(next(documents).text, add_special_tokens=False)
+        start = rng.randrange(64)
+        cut.append(stream[start : start + length])
+        stream = stream[start + length :]
+    return cut
+
+
+@cache
+def single_engine(model: str, dtype: str = "auto") -> Engine:
+    """One engine in this process that prefills and decodes."""
+    return load_engine(EngineConfig(model=model, dtype=dtype, device="cpu", num_threads=1))
+
+
+def run_engine(
+    engine: Engine, wanted: Sequence[tuple[Sequence[int], Sampling]], *, prefix_cache: str
+) -> list[list[int]]:
+    """Run all requests at once, as many as fit; returns their output tokens.
+
+    prefix_cache: names a prefix cache; a name never used before finds nothing.
+    """
+    root = block_hash.root_key(prefix_cache.encode(), engine.model_info.fingerprint)
+    outputs: dict[str, list[int]] = {}
+    waiting = []
+    for index, (prompt, sampling) in enumerate(wanted):
+        outputs[str(index)] = []
+        waiting.append(
+            Request(
+                request_id=str(index),
+                prompt_token_ids=tuple(prompt),
+                sampling=sampling,
+                block_hasher=lambda parent, ids: block_hash.extend(root, parent, ids),
+                cache_root=root,
+            )
+        )
+    for request in waiting:
+        reservation = engine.reserve(request)
+        engine.start(request.request_id, num_loaded_tokens=reservation.num_local_tokens)
+    while engine.has_work():
+        for event in engine.step().events:
+            assert event.error is None, event.error
+            outputs[event.request_id].extend(event.token_ids)
+    engine.check_integrity()
+    return list(outputs.values())

@@ -1,0 +1,261 @@
+"""The command line with real processes behind it: what users type, and that nothing stays."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+
+ROOT = Path(__file__).resolve().parents[2]
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 60.0
+NUM_PARTS = 5
+
+
+class Up:
+    """One `baton up` and the processes that it started."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        self.environment = _environment(folder)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "baton.cli", "up", "--port", "0", *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=self.environment,
+        )
+        self.children: list[psutil.Process] = []
+
+    def wait_ready(self) -> str:
+        """Its ready line; from then on `children` are known."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line.startswith("ready at "), self.process.communicate(timeout=STOP_TIMEOUT_S)
+        self.children = psutil.Process(self.process.pid).children(recursive=True)
+        assert len(self.children) == NUM_PARTS, self.children
+        return line
+
+    def baton(self, *arguments: str, said: str = "") -> subprocess.CompletedProcess[str]:
+        """Another command of the same user."""
+        return _baton(self.environment, *arguments, said=said)
+
+    def wait_for_nobody(self) -> None:
+        _, alive = psutil.wait_procs(self.children, timeout=STOP_TIMEOUT_S)
+        assert not alive, alive
+
+    def end(self) -> None:
+        """Whatever a failed test left."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.communicate(timeout=STOP_TIMEOUT_S)
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    """A user of their own: no state of, and for, anybody else."""
+    paths = f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"
+    return os.environ | {
+        "XDG_RUNTIME_DIR": str(folder),
+        "TMPDIR": str(folder),
+        "PYTHONPATH": paths,
+        "COLUMNS": "200",
+    }
+
+
+def _baton(
+    environment: dict[str, str], *arguments: str, said: str = ""
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "baton.cli", *arguments],
+        input=said,
+        capture_output=True,
+        text=True,
+        timeout=START_TIMEOUT_S,
+        env=environment,
+    )
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    started = Up(tmp_path_factory.mktemp("up"))
+    try:
+        started.wait_ready()
+        yield started
+    finally:
+        started.end()
+
+
+def test_generate_streams_and_proves(up: Up) -> None:
+    prompt = "Once upon a time there was a fox who lived in a quiet forest by the sea."
+    arguments = ("generate", prompt, "--max-tokens", "24", "--temperature", "0")
+    shown = up.baton(*arguments)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    for word in ("prefill-0", "decode-0", "shm", "float32", "host"):
+        assert word in shown.stdout.split()
+    value = json.loads(up.baton(*arguments, "--json").stdout)
+    assert value["text"] in shown.stdout
+    prefill, decode = value["provenance"]["legs"]
+    num_prompt = value["usage"]["num_prompt_tokens"]
+    assert prefill["num_tokens_computed"] == num_prompt - prefill["num_tokens_local"] <= 16
+    assert decode["num_tokens_computed"] == 0
+    assert value["usage"]["num_output_tokens"] == len(value["token_ids"]) == 24
+    assert set(value["times"]) >= {"tokenize", "prefill_compute", "decode"}
+
+
+def test_the_same_seed_says_the_same(up: Up) -> None:
+    arguments = ("generate", "Once", "--max-tokens", "16", "--temperature", "1", "--json")
+    first, again, other = (
+        json.loads(up.baton(*arguments, "--seed", seed).stdout) for seed in ("5", "5", "6")
+    )
+    assert first["token_ids"] == again["token_ids"] != other["token_ids"]
+    assert first["seed"] == 5
+
+
+def test_token_ids_in_and_out(up: Up) -> None:
+    arguments = ("generate", "7, 8, 9", "--token-ids", "--max-tokens", "4", "--temperature", "0")
+    shown = up.baton(*arguments)
+    value = json.loads(up.baton(*arguments, "--json").stdout)
+    assert value["usage"]["num_prompt_tokens"] == 3
+    assert shown.stdout.splitlines()[0].split() == [str(token) for token in value["token_ids"]]
+
+
+def test_chat_from_a_pipe(up: Up) -> None:
+    lines = "Tell me a story.\nAnd then?\n/quit\n"
+    chat = up.baton("chat", "--max-tokens", "16", "--temperature", "0", said=lines)
+    assert (chat.returncode, chat.stderr) == (0, "")
+    sizes = [int(size) for size in re.findall(r"\[(\d+) prompt tokens", chat.stdout)]
+    assert len(sizes) == 2 and sizes[1] > sizes[0] + 16 - 1
+
+
+def test_status(up: Up) -> None:
+    up.baton("generate", "hello", "--max-tokens", "2")
+    value = json.loads(up.baton("status", "--json").stdout)
+    assert {worker["worker_id"] for worker in value["workers"]} == {"prefill-0", "decode-0"}
+    assert [store["reachable"] for store in value["stores"]] == [True]
+    assert value["redis_reachable"] and value["num_requests_finished"] > 0
+    assert all(part["integrity_error"] == "" for part in value["workers"] + value["stores"])
+    shown = up.baton("status").stdout
+    assert "prefill-0" in shown and "hit rate" in shown and "leases" in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--temperature", "-1"), "temperature"),
+        (("--top-p", "0"), "top_p"),
+        (("--max-tokens", "0"), "max_tokens"),
+        (("--model", "another"), "another"),
+    ],
+)
+def test_refusals_name_the_field(up: Up, options: tuple[str, ...], says: str) -> None:
+    refused = up.baton("generate", "hello", *options)
+    assert refused.returncode == 1 and says in refused.stderr
+    assert len(refused.stderr.splitlines()) == 1, refused.stderr
+
+
+def test_a_busy_port(up: Up) -> None:
+    (state,) = (Path(up.environment["XDG_RUNTIME_DIR"]) / "baton").glob("*.json")
+    listening = json.loads(state.read_text())
+    port = listening["address"].rpartition(":")[2]
+    refused = up.baton("up", "--port", port)
+    assert refused.returncode == 1
+    assert f"port {port}" in refused.stderr and len(refused.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("part", ["store", "router", "prefill", "decode", "worker"])
+def test_a_wrong_setting_is_the_components_own_line(tmp_path: Path, part: str) -> None:
+    refused = _baton(_environment(tmp_path), "up", "--port", "0", "--set", f"{part}.lisen=x")
+    assert refused.returncode == 1
+    last = refused.stderr.splitlines()[-1]
+    assert "unknown key 'lisen', nearest is 'listen'" in last
+    assert "Traceback" not in refused.stderr
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith("baton-cluster")]
+
+
+def test_a_broken_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    refused = _baton(_environment(tmp_path), "up", "--model", str(tmp_path / "model"))
+    assert refused.returncode == 1
+    assert "no tokenizer.json" in refused.stderr and len(refused.stderr.splitlines()) == 1
+
+
+def test_a_part_that_dies_comes_back_and_serves(tmp_path: Path) -> None:
+    up = Up(tmp_path)
+    try:
+        up.wait_ready()
+        by_line = {" ".join(child.cmdline()): child for child in up.children}
+        victim = next(child for line, child in by_line.items() if "services.decode" in line)
+        victim.kill()
+        assert up.process.stderr is not None
+        seen = ""
+        while "decode-0 restarting" not in seen:
+            seen = up.process.stderr.readline()
+            assert seen, "baton up ended"
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while (answer := up.baton("generate", "hi", "--max-tokens", "4")).returncode != 0:
+            assert time.monotonic() < deadline, answer.stderr
+        assert "decode-0" in answer.stdout
+    finally:
+        up.end()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_clean_stop_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    up = Up(tmp_path)
+    try:
+        up.wait_ready()
+        up.process.send_signal(number)
+        out, err = up.process.communicate(timeout=STOP_TIMEOUT_S)
+        assert up.process.returncode == 0, err
+        assert "Traceback" not in out + err
+        up.wait_for_nobody()
+        assert not list(tmp_path.glob("baton-cluster-*"))
+        assert up.baton("status").returncode == 1
+    finally:
+        up.end()
+
+
+def test_ctrl_c_while_it_starts_leaves_nothing(tmp_path: Path) -> None:
+    up = Up(tmp_path)
+    try:
+        assert up.process.stderr is not None
+        assert up.process.stderr.readline().startswith("redis ready")
+        up.children = psutil.Process(up.process.pid).children(recursive=True)
+        up.process.send_signal(signal.SIGINT)
+        _, err = up.process.communicate(timeout=STOP_TIMEOUT_S)
+        assert up.process.returncode == 130 and "Traceback" not in err
+        up.wait_for_nobody()
+    finally:
+        up.end()
+
+
+def test_a_killed_baton_up_leaves_no_orphan(tmp_path: Path) -> None:
+    """SIGKILL: the kernel ends the children, and the next command does not believe the state."""
+    up = Up(tmp_path)
+    try:
+        up.wait_ready()
+        up.process.kill()
+        up.process.communicate(timeout=STOP_TIMEOUT_S)
+        up.wait_for_nobody()
+        lost = up.baton("status")
+        assert lost.returncode == 1 and "baton up" in lost.stderr
+    finally:
+        up.end()
+
+
+def test_demo(tmp_path: Path) -> None:
+    demo = _baton(_environment(tmp_path), "demo", "--max-tokens", "16")
+    assert demo.returncode == 0, demo.stderr
+    assert "decode computed no prompt token" in demo.stdout
+    assert not list(tmp_path.glob("baton-cluster-*"))

@@ -1,0 +1,188 @@
+"""The command line against a fake router: what is shown, what is refused, exit codes."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton import cli, cluster_state
+from baton.errors import InvalidArgument, NoCapacity
+from protos import common_pb2, inference_pb2
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(autouse=True)
+def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test sees, or is seen by, a cluster that this user runs."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+
+def test_generate_streams_then_accounts(router: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["generate", "hi", "--address", router.address, "--temperature", "0"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("Hello!\n")
+    words = out.split()
+    for shown in ("prefill-0", "decode-0", "40", "32", "host", "shm", "float32", "checksum"):
+        assert shown in words
+    assert "1.50 s" in out and "seed 11" in out and "stop_token" in out
+    assert router.requests[0].sampling.temperature == 0.0
+
+
+def test_generate_json_is_one_object(router: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["generate", "hi", "--json", "--address", router.address]) == 0
+    value = json.loads(capsys.readouterr().out)
+    assert value["text"] == "Hello!" and value["token_ids"] == [1, 2, 3]
+    assert value["provenance"]["legs"][1]["from_store"][0]["num_tokens"] == 32
+
+
+def test_generate_from_token_ids(router: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["generate", "[5, 6]", "--token-ids", "--address", router.address]) == 0
+    assert list(router.requests[0].token_ids.ids) == [5, 6]
+    assert capsys.readouterr().out.startswith("1 2 3 \n")
+
+
+def test_generate_reads_standard_input(
+    router: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("from a pipe"))
+    assert cli.main(["generate", "-", "--address", router.address]) == 0
+    assert router.requests[0].text == "from a pipe"
+
+
+def test_the_running_cluster_is_found(router: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster_state.announce(router.address, "tiny")
+    assert cli.main(["generate", "hi"]) == 0
+    assert capsys.readouterr().out.startswith("Hello!")
+
+
+def test_chat_keeps_both_sides(
+    router: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = "one\n\ntwo\n/new\nthree\n/quit\nnever\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+    assert cli.main(["chat", "--system", "be kind", "--address", router.address]) == 0
+    said = [
+        [(message.role, message.content) for message in request.chat.messages]
+        for request in router.requests
+    ]
+    assert said == [
+        [("system", "be kind"), ("user", "one")],
+        [("system", "be kind"), ("user", "one"), ("assistant", "Hello!"), ("user", "two")],
+        [("system", "be kind"), ("user", "three")],
+    ]
+    assert capsys.readouterr().out.count("decode-0: 0 computed, 8 local, 32 from store") == 3
+
+
+def test_status_as_tables_and_as_json(router: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    router.status = inference_pb2.GetClusterStatusReply(
+        workers=[
+            common_pb2.WorkerStatus(
+                worker_id="decode-0",
+                role="decode",
+                num_prompt_tokens_computed=25,
+                num_prompt_tokens_from_store=75,
+            )
+        ],
+        stores=[
+            inference_pb2.StoreStatus(
+                node_id="store", reachable=True, num_blocks_asked=4, num_blocks_matched=1
+            )
+        ],
+        num_requests_finished=9,
+    )
+    assert cli.main(["status", "--address", router.address]) == 0
+    out = capsys.readouterr().out
+    assert "decode-0" in out and "75 %" in out and "25 %" in out and "NOT reachable" in out
+    assert cli.main(["status", "--json", "--address", router.address]) == 0
+    value = json.loads(capsys.readouterr().out)
+    assert value["workers"][0]["num_prompt_tokens_from_store"] == 75
+    assert value["stores"][0]["reachable"] is True and value["num_requests_finished"] == 9
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (InvalidArgument("sampling.top_p", "must be in (0, 1]"), "sampling.top_p: must be"),
+        (NoCapacity("every decode worker is full"), "every decode worker is full"),
+    ],
+)
+@pytest.mark.parametrize("command", [["generate", "hi"], ["chat"]])
+def test_refusals_are_one_line(
+    router: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: list[str],
+    error: Exception,
+    says: str,
+) -> None:
+    router.fail = error
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi\n"))
+    assert cli.main([*command, "--address", router.address]) == 1
+    err = capsys.readouterr().err
+    assert says in err and len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["generate", "hi"], "baton up"),
+        (["status"], "baton up"),
+        (["generate", "hi", "--address", "127.0.0.1:1"], "nobody answers at 127.0.0.1:1"),
+        (["generate", "a b", "--token-ids", "--address", "127.0.0.1:1"], "as numbers"),
+        (["up", "--model", "./nowhere"], "no such folder"),
+        (["up", "--model", "baton-7m"], "there are baton-5m"),
+        (["up", "--set", "wroker.x=1"], "nearest is 'worker'"),
+        (["up", "--prefill", "0"], "at least 1"),
+        (["up", "--port", "0", "--redis", "redis://127.0.0.1:1"], "check the URL"),
+        (["up", "--port", "0", "--redis", "http://127.0.0.1:1"], "check the URL"),
+        (["up", "--port", "0", "--log-dir", "/proc/nowhere"], "--log-dir"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_1(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
+) -> None:
+    assert cli.main(arguments) == 1
+    err = capsys.readouterr().err
+    assert says in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_busy_port_is_told_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert cli.main(["up", "--port", str(port)]) == 1
+    assert f"port {port} cannot be used" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["generate"], ["up", "--transport", "x"]])
+def test_wrong_arguments_exit_with_2(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert caught.value.code == 2
+
+
+def test_a_reader_that_left_is_no_traceback(router: Any) -> None:
+    """`baton generate ... | head -c1` ends in silence."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    result = subprocess.run(
+        [sys.executable, "-m", "baton.cli", "generate", "hi", "--address", router.address],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=30,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    os.close(writer)
+    assert (result.returncode, result.stderr) == (1, "")

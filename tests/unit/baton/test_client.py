@@ -1,0 +1,149 @@
+"""The client speaks the wire, cancels what nobody reads, and turns statuses into errors."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from baton import Client, SyncClient, errors
+from baton.client import build_request
+from protos import inference_pb2
+
+
+async def test_chunks_then_an_end(router: Any) -> None:
+    async with Client(router.address) as client:
+        chunks = [chunk async for chunk in client.generate("hi")]
+    assert [chunk.text for chunk in chunks] == ["Hel", "lo", "!"]
+    assert [chunk.end is None for chunk in chunks] == [True, True, False]
+
+
+async def test_complete_puts_everything_together(router: Any) -> None:
+    async with Client(router.address) as client:
+        completion = await client.complete("hi")
+    assert completion.text == "Hello!"
+    assert completion.token_ids == (1, 2, 3)
+    assert (completion.finish_reason, completion.stop_token_id) == ("stop_token", 3)
+    assert completion.seed == 11
+    assert completion.usage.num_prompt_tokens == 40
+    assert list(completion.times) == ["tokenize", "decode"]
+    decode = completion.provenance.legs[1]
+    assert decode.num_tokens_from_store == 32
+    assert decode.from_store[0].tier == "host"
+    assert decode.recomputed == {"checksum": 1}
+    assert completion.provenance.num_bytes_moved == 5120 + 4096
+
+
+async def test_leaving_early_cancels_on_the_server(router: Any) -> None:
+    router.messages, router.hang = router.messages[:2], True
+    async with Client(router.address) as client:
+        chunks = client.generate("hi")
+        assert (await anext(chunks)).text == "Hel"
+        await chunks.aclose()
+        assert await asyncio.to_thread(router.cancelled.wait, 10)
+
+
+def test_sync_client_streams_and_cancels(router: Any) -> None:
+    router.messages, router.hang = router.messages[:2], True
+    with SyncClient(router.address) as client:
+        for chunk in client.generate("hi"):
+            assert chunk.text == "Hel"
+            break
+        assert router.cancelled.wait(10)
+
+
+def test_sync_client_closes_twice_and_completes(router: Any) -> None:
+    client = SyncClient(router.address)
+    assert client.complete("hi").text == "Hello!"
+    assert [model.model for model in client.models()] == ["tiny"]
+    assert client.status() == inference_pb2.GetClusterStatusReply()
+    client.close()
+    client.close()
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind"),
+    [
+        (errors.InvalidArgument("sampling.top_p", "must be in (0, 1]"), errors.InvalidArgument),
+        (errors.NotFound("no such model"), errors.NotFound),
+        (errors.AlreadyExists("in flight"), errors.AlreadyExists),
+        (errors.FailedPrecondition("layout"), errors.FailedPrecondition),
+        (errors.NoCapacity("full", retry_after_s=2.5), errors.NoCapacity),
+        (errors.Unavailable("no worker", retry_after_s=0.5), errors.Unavailable),
+        (errors.DeadlineExceeded("over"), errors.DeadlineExceeded),
+        (errors.Internal("ours"), errors.Internal),
+    ],
+)
+async def test_errors_come_through_whole(
+    router: Any, raised: errors.BatonError, kind: type[errors.BatonError]
+) -> None:
+    router.fail = raised
+    async with Client(router.address) as client:
+        with pytest.raises(kind) as caught:
+            await client.complete("hi")
+    assert caught.value.retry_after_s == raised.retry_after_s
+    if isinstance(raised, errors.InvalidArgument):
+        assert isinstance(caught.value, errors.InvalidArgument)
+        assert caught.value.field == raised.field
+        assert str(caught.value) == str(raised)
+
+
+async def test_the_clients_own_deadline(router: Any) -> None:
+    router.messages, router.hang = [], True
+    async with Client(router.address) as client:
+        with pytest.raises(errors.DeadlineExceeded):
+            await client.complete("hi", timeout_s=0.2)
+
+
+async def test_nobody_there_says_what_to_do() -> None:
+    async with Client("127.0.0.1:1") as client:
+        with pytest.raises(errors.Unavailable, match="baton up"):
+            await client.complete("hi")
+
+
+async def test_a_stream_without_its_end_is_an_error(router: Any) -> None:
+    """A half answer must never look like a whole one."""
+    router.messages = router.messages[:2]
+    async with Client(router.address) as client:
+        with pytest.raises(errors.Internal, match="last message"):
+            await client.complete("hi")
+
+
+def test_prompts_of_each_kind() -> None:
+    assert build_request("text").text == "text"
+    assert list(build_request([1, 2]).token_ids.ids) == [1, 2]
+    assert build_request([]).WhichOneof("prompt") == "token_ids"
+    chat = build_request([{"role": "user", "content": "hi"}]).chat
+    assert [(message.role, message.content) for message in chat.messages] == [("user", "hi")]
+
+
+def test_options_reach_the_wire_and_none_does_not() -> None:
+    request = build_request(
+        "x", max_tokens=3, temperature=0.0, seed=0, stop="end", timeout_s=1.5, tenant="t"
+    )
+    sampling = request.sampling
+    assert sampling.HasField("temperature") and sampling.HasField("seed")
+    assert not sampling.HasField("top_p") and not sampling.HasField("top_k")
+    assert list(sampling.stop) == ["end"]
+    assert (request.budget_ms, request.tenant) == (1500, "t")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "field"),
+    [
+        ([-1], {}, "prompt"),
+        ([1 << 32], {}, "prompt"),
+        ("\ud800", {}, "prompt"),
+        ([{"role": "user", "words": "x"}], {}, "prompt"),
+        ("x", {"top_k": -1}, "sampling"),
+        ("x", {"max_tokens": -5}, "sampling"),
+        ("x", {"seed": 1 << 64}, "sampling"),
+    ],
+)
+def test_what_cannot_be_said_on_the_wire_names_the_field(
+    prompt: Any, options: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(errors.InvalidArgument) as caught:
+        build_request(prompt, **options)
+    assert caught.value.field == field

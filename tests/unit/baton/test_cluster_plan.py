@@ -1,0 +1,101 @@
+"""Command lines of a cluster, without starting anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from baton import cluster_plan
+from baton.cluster_plan import ClusterConfig, ProcessSpec
+from baton.errors import ClusterError
+from engine.config import EngineConfig
+from kvstore.config import KvStoreSettings
+from process import settings
+from services.router.config import RouterSettings
+from services.worker.config import WorkerSettings
+
+
+def _sets(spec: ProcessSpec) -> list[str]:
+    argv = list(spec.argv)
+    return [argv[i + 1] for i, word in enumerate(argv) if word == "--set"]
+
+
+def _all(config: ClusterConfig) -> dict[str, ProcessSpec]:
+    specs = [
+        cluster_plan.store(config, redis_url="redis://x", listen="127.0.0.1:0", slab_dir="/m"),
+        *cluster_plan.workers(config, redis_url="redis://x", store_address="127.0.0.1:1"),
+        cluster_plan.router(config, redis_url="redis://x", listen="127.0.0.1:0"),
+    ]
+    return {spec.name: spec for spec in specs}
+
+
+def test_every_part_has_a_process_of_its_own() -> None:
+    specs = _all(ClusterConfig(num_prefill=2, num_decode=3))
+    assert list(specs) == [
+        "store",
+        "prefill-0",
+        "prefill-1",
+        "decode-0",
+        "decode-1",
+        "decode-2",
+        "router",
+    ]
+
+
+def test_components_take_the_settings_we_give_them() -> None:
+    """The other side of the seam: each command line loads into the component's own settings."""
+    config = ClusterConfig(model='a "quoted" \\ model', transport="nixl")
+    specs = _all(config)
+    store = settings.load(KvStoreSettings, overrides=_sets(specs["store"]))
+    assert (store.redis_url, store.slab_dir, store.node_id) == ("redis://x", "/m", "store")
+    for role in ("prefill", "decode"):
+        worker = settings.load(WorkerSettings, overrides=_sets(specs[f"{role}-0"]))
+        assert worker.worker_id == f"{role}-0"
+        assert worker.transport == "nixl"
+        assert worker.store_address == "127.0.0.1:1"
+        assert isinstance(worker.engine, EngineConfig)
+        assert worker.engine.model == config.model
+        assert worker.engine.num_threads >= 1
+    assert settings.load(RouterSettings, overrides=_sets(specs["router"])).model == config.model
+
+
+def test_overrides_reach_whom_they_name_and_win() -> None:
+    config = ClusterConfig(
+        overrides=(
+            "worker.engine.block_size=32",
+            "decode.engine.max_num_running=3",
+            "store.capacity_bytes=4096",
+            "router.router_id=me",
+        )
+    )
+    specs = _all(config)
+    prefill = settings.load(WorkerSettings, overrides=_sets(specs["prefill-0"]))
+    decode = settings.load(WorkerSettings, overrides=_sets(specs["decode-0"]))
+    assert (prefill.engine.block_size, decode.engine.block_size) == (32, 32)
+    assert decode.engine.max_num_running == 3 != prefill.engine.max_num_running
+    assert settings.load(KvStoreSettings, overrides=_sets(specs["store"])).capacity_bytes == 4096
+    assert settings.load(RouterSettings, overrides=_sets(specs["router"])).router_id == "me"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"num_prefill": 0}, "--prefill 0"),
+        ({"num_decode": -1}, "--decode -1"),
+        ({"port": -1}, "--port -1"),
+        ({"port": 65536}, "at most 65535"),
+        ({"transport": "tcp"}, "shm, nixl, grpc"),
+        ({"overrides": ("wroker.x=1",)}, "nearest is 'worker'"),
+        ({"overrides": ("worker",)}, "write it as worker.key=value"),
+        ({"overrides": ("worker.x",)}, "write it as worker.key=value"),
+    ],
+)
+def test_wrong_configuration_says_what_and_how(wrong: dict[str, object], says: str) -> None:
+    with pytest.raises(ClusterError, match=says):
+        ClusterConfig(**wrong)  # type: ignore[arg-type]
+
+
+def test_redis_keeps_nothing_and_listens_on_no_port() -> None:
+    argv = " ".join(cluster_plan.redis(Path("/bin/redis-server"), Path("/run/x/s")).argv)
+    assert "--port 0" in argv and "--save  " in argv and "--unixsocketperm 700" in argv

@@ -1,0 +1,100 @@
+"""Folders and announcements of clusters that died are found out and removed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from baton import cluster_state, run_folder
+from baton.run_folder import RunFolder, is_alive, owner_of
+
+
+@pytest.fixture
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(run_folder, "_SHARED_MEMORY", tmp_path / "memory")
+    (tmp_path / "memory").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(run_folder, "_MAX_FOLDER_BYTES", 1000)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return tmp_path
+
+
+def _dead_owner() -> str:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    owner = owner_of(child.pid)
+    assert is_alive(owner)
+    child.communicate(b"\n")
+    return owner
+
+
+def test_owner_is_a_life_and_not_only_a_number() -> None:
+    owner = owner_of(os.getpid())
+    assert is_alive(owner)
+    pid, start = owner.split()
+    assert not is_alive(f"{pid} {int(start) + 1}")
+    assert not is_alive("") and not is_alive("x y")
+    assert not is_alive(_dead_owner())
+
+
+def test_made_and_removed(places: Path) -> None:
+    folder = RunFolder.make()
+    assert folder.path.parent == places and folder.memory.parent == places / "memory"
+    assert folder.path.stat().st_mode & 0o777 == 0o700
+    folder.remove()
+    folder.remove()
+    assert not folder.path.exists() and not folder.memory.exists()
+
+
+def test_a_dead_clusters_folders_go_with_the_next_start(places: Path) -> None:
+    dead, alive = RunFolder.make(), RunFolder.make()
+    owner = _dead_owner()
+    for path in (dead.path, dead.memory):
+        (path / "owner").write_text(owner)
+    (dead.memory / "slab").write_bytes(bytes(10))
+    RunFolder.make()
+    assert not dead.path.exists() and not dead.memory.exists()
+    assert alive.path.exists() and alive.memory.exists()
+
+
+def test_a_socket_path_always_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 100)))
+    folder = RunFolder.make()
+    try:
+        assert len(str(folder.path / "redis.sock")) <= 107
+    finally:
+        folder.remove()
+
+
+def test_the_youngest_running_cluster_is_found(places: Path) -> None:
+    assert cluster_state.find() is None
+    path = cluster_state.announce("127.0.0.1:1", "m")
+    found = cluster_state.find()
+    assert found is not None and found.address == "127.0.0.1:1"
+    path.unlink()
+    assert cluster_state.find() is None
+
+
+def test_stale_and_broken_announcements_are_ignored(places: Path) -> None:
+    path = cluster_state.announce("127.0.0.1:1", "m")
+    text = path.read_text()
+    stale = path.with_name("1.json")
+    stale.write_text(text.replace(owner_of(os.getpid()), _dead_owner()))
+    path.with_name("2.json").write_text("{")
+    path.unlink()
+    assert cluster_state.find() is None
+    assert not stale.exists()
+
+
+def test_without_a_runtime_folder_the_cache_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = cluster_state.announce("127.0.0.1:1", "m")
+    assert path.is_relative_to(tmp_path / "baton")
+    path.unlink()

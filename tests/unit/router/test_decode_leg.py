@@ -1,0 +1,130 @@
+"""A leg's states and its merging inbox."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from process.deadline import Deadline
+from process.errors import Internal, NoCapacity, Unavailable
+from protos import common_pb2, decode_pb2
+from services.router.decode_leg import ALLOWED, DecodeLeg, LegState
+
+FAR = Deadline.after(1000)
+
+
+def _leg() -> tuple[DecodeLeg, list[decode_pb2.DecodeCommand]]:
+    sent: list[decode_pb2.DecodeCommand] = []
+    return DecodeLeg(1, "d", sent.append), sent
+
+
+def _event(**fields: Any) -> decode_pb2.DecodeEvent:
+    return decode_pb2.DecodeEvent(key=1, **fields)
+
+
+RESERVED = _event(reserved={"num_tokens_local": 3})
+FINISHED = _event(finished={"token_ids": [9], "finish_reason": common_pb2.FINISH_REASON_LENGTH})
+
+
+async def test_tokens_that_wait_are_taken_as_one() -> None:
+    leg, sent = _leg()
+    leg.on_event(RESERVED)
+    await leg.wait_reserved(FAR)
+    assert leg.num_tokens_local == 3
+    leg.generate(None, [5])
+    assert [command.WhichOneof("command") for command in sent] == ["generate"]
+    for token_id in (1, 2, 3):
+        leg.on_event(_event(tokens={"token_ids": [token_id]}))
+    arrival = await leg.take()
+    assert (arrival.token_ids, arrival.finished) == ((1, 2, 3), None)
+    leg.on_event(_event(tokens={"token_ids": [4]}))
+    leg.on_event(FINISHED)
+    arrival = await leg.take()
+    assert arrival.token_ids == (4, 9) and arrival.finished is not None
+    assert leg.is_over
+
+
+async def test_take_waits() -> None:
+    leg, _ = _leg()
+    leg.on_event(RESERVED)
+    leg.generate(None, [5])
+    taking = asyncio.create_task(leg.take())
+    await asyncio.sleep(0)
+    assert not taking.done()
+    leg.on_event(_event(tokens={"token_ids": [1]}))
+    assert (await taking).token_ids == (1,)
+
+
+async def test_a_refusal_carries_its_code_and_retry_time() -> None:
+    leg, _ = _leg()
+    leg.on_event(_event(failed={"code": 8, "message": "full", "retry_after_s": 1.5}))
+    with pytest.raises(NoCapacity, match="full") as caught:
+        await leg.wait_reserved(FAR)
+    assert caught.value.retry_after_s == 1.5
+    leg.cancel()  # over: nothing to send
+    assert leg.is_over
+
+
+async def test_no_answer_is_unavailable() -> None:
+    leg, _ = _leg()
+    with pytest.raises(Unavailable, match="does not answer"):
+        await leg.wait_reserved(Deadline.after(0.01))
+
+
+@pytest.mark.parametrize("state", [LegState.RESERVING, LegState.RESERVED, LegState.GENERATING])
+async def test_cancel_in_each_state(state: LegState) -> None:
+    leg, sent = _leg()
+    if state is not LegState.RESERVING:
+        leg.on_event(RESERVED)
+    if state is LegState.GENERATING:
+        leg.generate(None, [1])
+    sent.clear()
+    leg.cancel()
+    leg.cancel()
+    assert [command.WhichOneof("command") for command in sent] == ["cancel"]
+    # What was under way already is dropped, the last word counts.
+    leg.on_event(RESERVED)
+    leg.on_event(_event(tokens={"token_ids": [1]}))
+    leg.on_event(FINISHED)
+    finished = await leg.wait_over()
+    assert finished is not None and leg.state is LegState.OVER
+
+
+@pytest.mark.parametrize("state", [s for s in LegState if s is not LegState.OVER])
+async def test_a_broken_stream_ends_each_state(state: LegState) -> None:
+    leg, _ = _leg()
+    leg.state = state
+    leg.fail(Unavailable("gone"))
+    assert leg.is_over
+    assert (await leg.take()).error is not None
+    with pytest.raises(Unavailable):
+        leg.generate(None, [])
+
+
+def test_what_no_state_allows_is_our_own_mistake() -> None:
+    leg, _ = _leg()
+    with pytest.raises(Internal):
+        leg.generate(None, [1])
+    assert all(LegState.OVER in after or state is LegState.OVER for state, after in ALLOWED.items())
+
+
+@given(st.lists(st.lists(st.integers(0, 100), max_size=3), max_size=20), st.data())
+def test_no_token_is_lost_or_doubled(steps: list[list[int]], data: st.DataObject) -> None:
+    async def run() -> None:
+        leg, _ = _leg()
+        leg.on_event(RESERVED)
+        leg.generate(None, [1])
+        taken: list[int] = []
+        for step in steps:
+            leg.on_event(_event(tokens={"token_ids": step}))
+            if step and data.draw(st.booleans()):
+                taken += (await leg.take()).token_ids
+        leg.on_event(FINISHED)
+        taken += (await leg.take()).token_ids
+        assert taken == [token_id for step in steps for token_id in step] + [9]
+
+    asyncio.run(run())

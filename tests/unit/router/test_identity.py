@@ -1,0 +1,71 @@
+"""Seeds, digests, salts: equal when they must be, different otherwise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from protos import inference_pb2
+from services.router import identity
+
+
+def _digest(**fields: Any) -> bytes:
+    return identity.body_digest(inference_pb2.GenerateRequest(**fields))
+
+
+def test_seeds() -> None:
+    assert identity.seed_of("t", "r") == identity.seed_of("t", "r")
+    assert identity.seed_of("t", "r") != identity.seed_of("t", "s")
+    # Lengths are part of it: parts cannot run into each other.
+    assert identity.seed_of("ab", "c") != identity.seed_of("a", "bc")
+    assert 0 <= identity.seed_of("t", "r") < 2**64
+
+
+def test_ids_and_time_left_are_not_part_of_a_body() -> None:
+    base = _digest(text="a", sampling={"seed": 1})
+    assert base == _digest(text="a", sampling={"seed": 1}, request_id="x", budget_ms=5)
+    assert base == _digest(text="a", sampling={"seed": 1}, tenant="default")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"text": "b", "sampling": {"seed": 1}},
+        {"text": "a"},
+        {"text": "a", "sampling": {"seed": 2}},
+        {"text": "a", "sampling": {"seed": 1}, "tenant": "t"},
+        {"text": "a", "sampling": {"seed": 1}, "priority": 1},
+        {"token_ids": {"ids": [1]}, "sampling": {"seed": 1}},
+    ],
+)
+def test_anything_else_is(fields: dict[str, Any]) -> None:
+    assert _digest(**fields) != _digest(text="a", sampling={"seed": 1})
+
+
+def test_map_order_is_not_part_of_a_body() -> None:
+    forward = {i: float(i) for i in range(50)}
+    backward = dict(reversed(forward.items()))
+    one, two = ({"logit_bias": bias} for bias in (forward, backward))
+    assert _digest(sampling=one) == _digest(sampling=two)
+
+
+def test_salts() -> None:
+    assert len(identity.tenant_salt("t", "")) == 32
+    salts = {identity.tenant_salt(t, s) for t in ("a", "b") for s in ("", "x")}
+    assert len(salts) == 4
+
+
+def test_affinity_follows_the_session_or_the_first_tokens() -> None:
+    def affinity(session: str, ids: list[int], tenant: str = "t") -> bytes:
+        return identity.affinity(tenant, session, ids)
+
+    assert affinity("s", [1]) == affinity("s", [2])
+    assert affinity("", [1] * 40) == affinity("", [1] * 50)
+    assert affinity("", [1]) != affinity("", [2])
+    assert affinity("s", [1]) != affinity("s", [1], tenant="u")
+
+
+def test_leg_ids_never_repeat() -> None:
+    assert identity.leg_id("r") != identity.leg_id("r")
+    assert identity.leg_id("r").startswith("r#")

@@ -1,0 +1,155 @@
+"""One attempt per (tenant, request id); cancel from waiting and running; the table's law."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from process.deadline import Deadline
+from process.errors import AlreadyExists, Cancelled, NoCapacity, Unavailable
+from services.router.inflight import InFlight
+
+FAR = Deadline.after(1000)
+
+
+def _table(**changes: float) -> InFlight:
+    return InFlight(**{"max_requests": 8, "supersede_wait_s": 5.0, **changes})  # type: ignore[arg-type]
+
+
+class _Runner:
+    """A body that runs until told, and takes `ending` to clean up."""
+
+    def __init__(self, table: InFlight, digest: bytes = b"x", request_id: str = "r") -> None:
+        self.running, self.go_on, self.may_end = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.may_end.set()
+        self.task = asyncio.create_task(self._run(table, digest, request_id))
+
+    async def _run(self, table: InFlight, digest: bytes, request_id: str) -> None:
+        async with table.admit("t", request_id, digest, FAR):
+            self.running.set()
+            try:
+                await self.go_on.wait()
+            finally:
+                while not self.may_end.is_set():
+                    await self.may_end.wait()
+
+
+async def _settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_one_after_another() -> None:
+    table = _table()
+    for _ in range(2):
+        runner = _Runner(table)
+        await runner.running.wait()
+        runner.go_on.set()
+        await runner.task
+    assert table.num_attempts == 0
+    table.check_integrity()
+
+
+async def test_a_repeat_waits_until_the_old_attempt_is_over() -> None:
+    table = _table()
+    old = _Runner(table)
+    await old.running.wait()
+    old.may_end.clear()
+    new = _Runner(table)
+    await _settle()
+    assert not new.running.is_set()  # the old one is still cleaning up
+    table.check_integrity()
+    old.may_end.set()
+    await new.running.wait()
+    with pytest.raises(Cancelled, match="newer attempt"):
+        await old.task
+    new.go_on.set()
+    await new.task
+    assert table.num_attempts == 0
+
+
+async def test_a_waiting_attempt_can_be_superseded_too() -> None:
+    table = _table()
+    runners = [_Runner(table)]
+    await runners[0].running.wait()
+    runners[0].may_end.clear()
+    for _ in range(3):
+        runners.append(_Runner(table))
+        await _settle()
+        table.check_integrity()
+    runners[0].may_end.set()
+    await runners[-1].running.wait()
+    for runner in runners[:-1]:
+        with pytest.raises(Cancelled):
+            await runner.task
+    assert not any(runner.running.is_set() for runner in runners[1:-1])
+    runners[-1].go_on.set()
+    await runners[-1].task
+    assert table.num_attempts == 0
+
+
+async def test_another_body_is_refused_and_disturbs_nothing() -> None:
+    table = _table()
+    first = _Runner(table, b"x")
+    await first.running.wait()
+    other = _Runner(table, b"y")
+    with pytest.raises(AlreadyExists, match=r"request_id: r is in flight"):
+        await other.task
+    first.go_on.set()
+    await first.task
+
+
+async def test_an_old_attempt_that_does_not_end_bounds_the_wait() -> None:
+    table = _table(supersede_wait_s=0.05)
+    old = _Runner(table)
+    await old.running.wait()
+    old.may_end.clear()
+    new = _Runner(table)
+    with pytest.raises(Unavailable, match="has not ended"):
+        await new.task
+    table.check_integrity()
+    old.may_end.set()
+    with pytest.raises(Cancelled):
+        await old.task
+    assert table.num_attempts == 0
+
+
+async def test_a_cancel_from_outside_stays_one() -> None:
+    """Only our own cancel becomes a status; the client's own must end the task."""
+    table = _table()
+    runner = _Runner(table)
+    await runner.running.wait()
+    runner.task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await runner.task
+    both = _Runner(table)
+    await both.running.wait()
+    both.may_end.clear()
+    newer = _Runner(table)
+    await _settle()
+    both.task.cancel()
+    both.may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await both.task
+    newer.go_on.set()
+    await newer.task
+    assert table.num_attempts == 0
+
+
+async def test_too_many() -> None:
+    table = _table(max_requests=2)
+    runners = [_Runner(table, request_id=name) for name in "ab"]
+    for runner in runners:
+        await runner.running.wait()
+    with pytest.raises(NoCapacity):
+        await _Runner(table, request_id="c").task
+    # A repeat takes the place of its predecessor.
+    repeat = _Runner(table, request_id="a")
+    await repeat.running.wait()
+    with pytest.raises(Cancelled):
+        await runners[0].task
+    for runner in (repeat, runners[1]):
+        runner.go_on.set()
+        await runner.task
+    assert table.num_attempts == 0

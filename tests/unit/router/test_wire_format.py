@@ -1,0 +1,100 @@
+"""Raw bytes: what protobuf cannot parse is named, what it would ignore is refused."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from process.errors import InvalidArgument
+from protos import common_pb2, inference_pb2
+from services.router.wire_format import parse_request
+
+
+def _parse(data: bytes) -> inference_pb2.GenerateRequest:
+    return parse_request(data, max_bytes=10_000)
+
+
+FULL = inference_pb2.GenerateRequest(
+    model="MODEL",
+    chat={
+        "messages": [
+            {"role": "ROLE0", "content": "CONTENT0"},
+            {"role": "ROLE1", "content": "CONTENT1", "name": "NAME1"},
+        ]
+    },
+    sampling={"temperature": 0.5, "stop": ["STOP0", "STOP1"], "stop_token_ids": [1, 2]},
+    request_id="REQID",
+    tenant="TENANT",
+    adapter="ADAPTER",
+    session="SESSION",
+    priority=-3,
+)
+
+
+@pytest.mark.parametrize(
+    ("mark", "field"),
+    [
+        (b"MODEL", "model"),
+        (b"ROLE0", "chat.messages[0].role"),
+        (b"CONTENT1", "chat.messages[1].content"),
+        (b"NAME1", "chat.messages[1].name"),
+        (b"STOP1", "sampling.stop[1]"),
+        (b"REQID", "request_id"),
+        (b"TENANT", "tenant"),
+        (b"ADAPTER", "adapter"),
+        (b"SESSION", "session"),
+    ],
+)
+def test_broken_utf8_is_found(mark: bytes, field: str) -> None:
+    data = FULL.SerializeToString().replace(mark, b"\xc0\xff" + mark[2:])
+    with pytest.raises(InvalidArgument) as caught:
+        _parse(data)
+    assert caught.value.field == field
+
+
+def test_a_surrogate_is_no_utf8() -> None:
+    data = inference_pb2.GenerateRequest(text="abc").SerializeToString()
+    with pytest.raises(InvalidArgument, match=r"^text: is not valid UTF-8"):
+        _parse(data.replace(b"abc", b"\xed\xa0\x80"))
+
+
+def test_good_bytes_pass() -> None:
+    assert _parse(FULL.SerializeToString()) == FULL
+
+
+@given(data=st.binary(max_size=60))
+def test_any_bytes_are_a_request_or_a_named_error(data: bytes) -> None:
+    """Nothing else may come out: it would be INTERNAL for the client."""
+    try:
+        _parse(data)
+    except InvalidArgument as error:
+        assert error.field
+
+
+@given(cut=st.integers(0, 150), byte=st.integers(0, 255))
+def test_a_damaged_message_is_a_request_or_a_named_error(cut: int, byte: int) -> None:
+    data = bytearray(FULL.SerializeToString())
+    data[cut % len(data)] = byte
+    try:
+        _parse(bytes(data))
+    except InvalidArgument as error:
+        assert error.field
+
+
+def test_size_is_bounded() -> None:
+    data = inference_pb2.GenerateRequest(text="x" * 20).SerializeToString()
+    assert parse_request(data, max_bytes=len(data))
+    with pytest.raises(InvalidArgument, match=r"^request: has 22 bytes, at most 21"):
+        parse_request(data, max_bytes=len(data) - 1)
+
+
+def test_fields_of_a_newer_version_are_refused() -> None:
+    """Ignoring one could serve something else than was asked."""
+    newer = b"\xfa\x3e\x01x"  # field 1007, a string
+    with pytest.raises(InvalidArgument, match="request: has field number 1007"):
+        _parse(inference_pb2.GenerateRequest(text="a").SerializeToString() + newer)
+    sampling = common_pb2.SamplingParams(top_k=1).SerializeToString() + newer
+    inside = b"\x2a" + bytes([len(sampling)]) + sampling
+    with pytest.raises(InvalidArgument, match="sampling: has field number 1007"):
+        _parse(inside)

@@ -1,0 +1,279 @@
+"""The repository keeps its shape: names, settings, exports, and what is never in the source."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import pkgutil
+import re
+import subprocess
+import sys
+import textwrap
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+FOLDERS = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+PACKAGES = sorted(folder.rpartition("/")[2] for folder in FOLDERS)
+# The packages that must import on a machine without torch.
+TORCH_FREE = ("protos", "process", "tokens", "checkpoints", "kvstore", "baton", "services.router")
+# A number whose name does not say what it counts in.
+_UNITS = re.compile(r"(_s|_ms|_bytes|_per_s|_chars|_tokens|_size|_requests|_ids|_window)$")
+_COUNTS = re.compile(r"^(num|max_num|max)_")
+# Numbers that are names or pure ratios, not measures.
+_UNITLESS = {"port", "max_logprobs", "max_stop_strings"}
+
+
+def _sources() -> Iterator[Path]:
+    for folder in [*FOLDERS, "tools"]:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            if "_pb2" not in path.name:
+                yield path
+
+
+def _modules() -> Iterator[str]:
+    for name in PACKAGES:
+        package = importlib.import_module(name)
+        yield name
+        for found in pkgutil.walk_packages(package.__path__, f"{name}."):
+            if not found.name.endswith("__main__") and "_pb2" not in found.name:
+                yield found.name
+
+
+def _settings_classes() -> list[type]:
+    """Every frozen dataclass called ...Settings, ...Config, ...Limits, ...Times or ...Costs in a
+    module that holds settings."""
+    found: dict[str, type] = {}
+    for module in _modules():
+        if module.rpartition(".")[2] not in ("config", "cluster_plan"):
+            continue
+        for name, value in vars(importlib.import_module(module)).items():
+            if (
+                dataclasses.is_dataclass(value)
+                and isinstance(value, type)
+                and value.__module__ == module
+                and not name.endswith("Spec")
+            ):
+                found[f"{module}.{name}"] = value
+    return [found[name] for name in sorted(found)]
+
+
+SETTINGS = _settings_classes()
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_no_other_distribution_owns_our_import_names(name: str) -> None:
+    """An installed package of the same name would be replaced, or replace ours, in silence."""
+    owners = set(importlib.metadata.packages_distributions().get(name, ["baton"]))
+    assert owners == {"baton"}
+
+
+def test_every_folder_with_product_code_is_in_the_wheel() -> None:
+    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"tests", "tools"}
+    assert packages | {"baton_kernels"} == set(PACKAGES)
+
+
+def test_kernels_is_no_package() -> None:
+    """`kernels` is somebody else's import name: transformers would import our folder for it."""
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+
+
+def test_settings_were_found() -> None:
+    names = {cls.__name__ for cls in SETTINGS}
+    assert names >= {
+        "ClusterConfig",
+        "EngineConfig",
+        "KvStoreSettings",
+        "RouterSettings",
+        "WorkerSettings",
+    }
+
+
+@pytest.mark.parametrize("cls", SETTINGS, ids=lambda cls: cls.__name__)
+def test_settings_are_frozen_and_explained(cls: type) -> None:
+    """A docstring follows each field: it is the only place where a setting is explained."""
+    assert cls.__dataclass_params__.frozen, "settings are values"  # type: ignore[attr-defined]
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(definition, ast.ClassDef)
+    assert ast.get_docstring(definition), "the class itself"
+    bare = []
+    for statement, following in zip(definition.body, [*definition.body[1:], None], strict=True):
+        if not isinstance(statement, ast.AnnAssign):
+            continue
+        explained = (
+            isinstance(following, ast.Expr)
+            and isinstance(following.value, ast.Constant)
+            and isinstance(following.value.value, str)
+        )
+        if not explained:
+            bare.append(ast.unparse(statement.target))
+    assert not bare, f"without a docstring: {bare}"
+
+
+@pytest.mark.parametrize("cls", SETTINGS, ids=lambda cls: cls.__name__)
+def test_numbers_in_settings_have_a_unit(cls: type) -> None:
+    unclear = [
+        field.name
+        for field in dataclasses.fields(cls)
+        if field.type in ("int", "float", int, float)
+        and not _UNITS.search(field.name)
+        and not (field.type in ("int", int) and _COUNTS.search(field.name))
+        and field.name not in _UNITLESS
+    ]
+    assert not unclear, f"{unclear}: put the unit (_s, _ms, _bytes) or num_ into the name"
+
+
+@pytest.mark.parametrize("name", sorted(_modules()))
+def test_exports_exist_and_are_sorted(name: str) -> None:
+    module = importlib.import_module(name)
+    exported = getattr(module, "__all__", None)
+    if exported is not None:
+        assert list(exported) == sorted(exported)
+        assert not [entry for entry in exported if not hasattr(module, entry)]
+
+
+def test_the_public_names_of_baton() -> None:
+    """`from baton import *` gives what is promised and nothing by accident."""
+    import baton
+
+    public = {
+        name
+        for name, value in vars(baton).items()
+        if not name.startswith("_") and not inspect.ismodule(value)
+    }
+    assert public == set(baton.__all__)
+
+
+@pytest.mark.parametrize("path", sorted(_sources()), ids=lambda path: str(path.relative_to(ROOT)))
+def test_nothing_that_runs_foreign_data(path: Path) -> None:
+    """No pickle, no torch.load, no eval: bytes from a peer or a file are never code."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names if _is_pickler(alias.name)]
+        elif isinstance(node, ast.ImportFrom) and _is_pickler(node.module or ""):
+            found.append(str(node.module))
+        elif isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            if called in ("eval", "exec", "compile", "torch.load", "os.system"):
+                found.append(called)
+            if any(
+                keyword.arg == "trust_remote_code" and ast.unparse(keyword.value) != "False"
+                for keyword in node.keywords
+            ):
+                found.append("trust_remote_code")
+    assert not found
+
+
+def _is_pickler(module: str) -> bool:
+    return module.partition(".")[0] in (
+        "pickle",
+        "cPickle",
+        "dill",
+        "cloudpickle",
+        "marshal",
+        "shelve",
+    )
+
+
+@pytest.mark.parametrize("path", sorted(_sources()), ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_module_says_what_it_is(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    assert not tree.body or ast.get_docstring(tree), "a module begins with what it is"
+
+
+def test_no_file_is_named_for_nothing() -> None:
+    """A helper lives with its noun; `utils` is where nouns go to be forgotten."""
+    nothing = {"utils", "helpers", "common", "misc", "base_impl"}
+    assert not [path for path in _sources() if path.stem in nothing]
+
+
+def test_torch_free_packages_import_without_torch() -> None:
+    """In a process where torch and transformers cannot be imported at all."""
+    script = "\n".join(
+        [
+            "import importlib, pkgutil, sys",
+            "for name in ('torch', 'transformers', 'engine'): sys.modules[name] = None",
+            f"for name in {TORCH_FREE!r}:",
+            "    package = importlib.import_module(name)",
+            "    for found in pkgutil.walk_packages(package.__path__, name + '.'):",
+            "        if not found.name.endswith('__main__'):",
+            "            importlib.import_module(found.name)",
+        ]
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert result.returncode == 0, result.stderr
+
+
+PROTOS = sorted((ROOT / "protos").glob("*.proto"))
+
+
+@pytest.mark.parametrize("proto", PROTOS, ids=lambda path: path.name)
+def test_proto_path_is_import_path(proto: Path) -> None:
+    text = proto.read_text()
+    assert "package baton.v1;" in text
+    for imported in re.findall(r'^import "(.+)";', text, re.MULTILINE):
+        assert imported.startswith(("protos/", "google/protobuf/"))
+    stub = importlib.import_module(f"protos.{proto.stem}_pb2")
+    assert stub.DESCRIPTOR.name == f"protos/{proto.name}"
+
+
+@pytest.mark.parametrize("proto", PROTOS, ids=lambda path: path.name)
+def test_stubs_know_every_name_of_their_proto(proto: Path) -> None:
+    """A quick look that the stubs are not stale; `make check` generates them anew and compares."""
+    if importlib.util.find_spec("grpc_tools") is not None:
+        subprocess.run(
+            [sys.executable, "tools/gen_protos.py", "--check"], cwd=ROOT, check=True, timeout=60
+        )
+        return
+    text = re.sub(r"//.*", "", proto.read_text())
+    descriptor = importlib.import_module(f"protos.{proto.stem}_pb2").DESCRIPTOR
+    declared = set(re.findall(r"^message (\w+)", text, re.MULTILINE))
+    assert declared == set(descriptor.message_types_by_name)
+    fields = re.findall(r"^\s+(?:repeated |optional )?[\w<>, .]+ (\w+) = (\d+)", text, re.MULTILINE)
+    known = {
+        (field.name, field.number)
+        for message in descriptor.message_types_by_name.values()
+        for field in message.fields
+    } | {
+        (value.name, value.number)
+        for enum in descriptor.enum_types_by_name.values()
+        for value in enum.values
+    }
+    wanted = {(name, int(number)) for name, number in fields}
+    wanted |= {
+        (name, int(number))
+        for name, number in re.findall(r"^\s+([A-Z_0-9]+) = (\d+);", text, re.MULTILINE)
+    }
+    assert wanted == known
+
+
+def test_the_licence_is_whole() -> None:
+    text = (ROOT / "LICENSE").read_bytes()
+    digest = hashlib.sha256(text.strip()).hexdigest()
+    assert b"Apache License" in text and b"END OF TERMS AND CONDITIONS" in text
+    assert len(text) > 11_000, digest
+
+
+def test_torch_is_pinned_in_one_place() -> None:
+    """The pin is what we build with; the package's range is what users may have."""
+    assert re.search(r"^torch==\d", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    worker = PYPROJECT["project"]["optional-dependencies"]["worker"]
+    assert [entry for entry in worker if entry.startswith("torch>=")]
+    assert "torch==" not in (ROOT / "Makefile").read_text().replace("'^torch=='", "")

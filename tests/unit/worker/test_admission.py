@@ -1,0 +1,146 @@
+"""Admission: first come first served for blocks, bounded in length and time, nothing lost on the
+way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from engine.errors import RequestTooLong
+from engine.loop import Engine
+from process.deadline import Deadline
+from process.errors import DeadlineExceeded, NoCapacity, Unavailable
+from services.worker.admission import Admission
+from services.worker.engine_thread import EngineThread
+from tests.unit.worker.builders import fake_engine, prompt_of, request, running
+
+SOON = 5.0
+
+
+@asynccontextmanager
+async def small_worker(
+    max_waiting: int = 100,
+) -> AsyncIterator[tuple[Engine, EngineThread, Admission]]:
+    """64 blocks of 4 tokens."""
+    engine = fake_engine(num_blocks=64)
+    async with running(engine) as thread:
+        admission = Admission(thread, max_waiting=max_waiting)
+        yield engine, thread, admission
+        await admission.stop()
+        assert engine.stats().num_referenced_blocks == 0
+
+
+async def give_back(thread: EngineThread, admission: Admission, name: str) -> None:
+    await thread.call(lambda e: e.abort(name))
+    admission.room_may_have_come()
+
+
+def ask(engine: Engine, admission: Admission, name: str, num_tokens: int, timeout_s: float = SOON):
+    # type: ignore[no-untyped-def]
+    prompt = prompt_of(num_tokens, start=hash(name) % 89)
+    wanted = request(engine, prompt, name=name, max_tokens=1)
+    return asyncio.create_task(admission.reserve(wanted, Deadline.after(timeout_s)))
+
+
+async def test_room_is_granted_in_the_order_of_arrival(seed: int) -> None:
+    """Random sizes; a grant may never overtake one that came before and still waits."""
+    rng = random.Random(seed)
+    async with small_worker() as (engine, thread, admission):
+        granted: list[int] = []
+        tasks = {}
+        for index in range(60):
+            task = ask(engine, admission, f"r{index}", rng.randint(1, 200))
+            task.add_done_callback(lambda _, i=index: granted.append(i))
+            tasks[index] = task
+            await asyncio.sleep(0)
+        while tasks:
+            await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_COMPLETED)
+            index = rng.choice([i for i, task in tasks.items() if task.done()])
+            assert tasks.pop(index).exception() is None
+            await give_back(thread, admission, f"r{index}")
+        assert granted == sorted(granted)
+
+
+async def test_arrivals_of_one_step_are_granted_by_one_job() -> None:
+    """Thirty prompts must not need thirty steps of somebody else to get in."""
+    async with small_worker() as (engine, thread, admission):
+        num_calls = 0
+        call = thread.call
+
+        async def counted(run):  # type: ignore[no-untyped-def]
+            nonlocal num_calls
+            num_calls += 1
+            return await call(run)
+
+        thread.call = counted  # type: ignore[method-assign]
+        tasks = [ask(engine, admission, f"r{i}", 4) for i in range(30)]
+        await asyncio.gather(*tasks)
+        assert num_calls <= 2
+        thread.call = call  # type: ignore[method-assign]
+        for i in range(30):
+            await give_back(thread, admission, f"r{i}")
+
+
+async def test_a_full_queue_refuses_at_once_with_a_retry_time() -> None:
+    async with small_worker(max_waiting=2) as (engine, thread, admission):
+        await ask(engine, admission, "holder", 250)
+        waiting = [ask(engine, admission, f"r{i}", 100) for i in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(NoCapacity) as caught:
+            await ask(engine, admission, "one too many", 1)
+        assert caught.value.retry_after_s
+        await give_back(thread, admission, "holder")
+        await asyncio.gather(*waiting)
+        for i in range(2):
+            await give_back(thread, admission, f"r{i}")
+
+
+@pytest.mark.parametrize("how", ["deadline", "cancel"])
+async def test_who_leaves_the_head_lets_the_next_one_in(how: str) -> None:
+    async with small_worker() as (engine, thread, admission):
+        await ask(engine, admission, "holder", 200)
+        head = ask(engine, admission, "head", 240, timeout_s=0.05 if how == "deadline" else SOON)
+        await asyncio.sleep(0)
+        small = ask(engine, admission, "small", 8)
+        if how == "cancel":
+            await asyncio.sleep(0.02)
+            assert not small.done()
+            head.cancel()
+        with pytest.raises((DeadlineExceeded, asyncio.CancelledError)):
+            await head
+        await thread.call(lambda e: e.abort("head"))
+        await asyncio.wait_for(small, SOON)
+        for name in ("holder", "small"):
+            await give_back(thread, admission, name)
+
+
+async def test_what_can_never_fit_is_refused_and_blocks_nobody() -> None:
+    async with small_worker() as (engine, thread, admission):
+        wrong = ask(engine, admission, "wrong", 300)
+        right = ask(engine, admission, "right", 8)
+        with pytest.raises(RequestTooLong):
+            await wrong
+        await asyncio.wait_for(right, SOON)
+        await give_back(thread, admission, "right")
+
+
+async def test_a_failed_engine_refuses_all_who_wait() -> None:
+    engine = fake_engine(num_blocks=64)
+    thread = EngineThread(engine, idle_check_s=0.01)
+    admission = Admission(thread, max_waiting=8)
+    failed: Callable[[object], None] = lambda error: admission.room_may_have_come()  # noqa: E731
+    thread.start(lambda output: None, failed)
+    await ask(engine, admission, "holder", 250)
+    waiting = [ask(engine, admission, f"r{i}", 100) for i in range(3)]
+    await asyncio.sleep(0.02)
+    thread.post(lambda e: 1 // 0)
+    for task in waiting:
+        with pytest.raises(Unavailable):
+            await asyncio.wait_for(task, SOON)
+    await admission.stop()
+    await thread.stop(SOON)

@@ -1,0 +1,243 @@
+"""BlockWriter: parent first, without gaps, behind the engine's back, and nothing left after a
+cancel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from engine.request import FilledBlock
+from kvstore.block import Block
+from kvstore.client import PutResult
+from kvstore.errors import LeaseLapsed, TransferFailed
+from process.deadline import Deadline
+from process.errors import BatonError, DeadlineExceeded, Unavailable
+from services.worker.block_writer import BlockWriter, TailSource
+from services.worker.config import WorkerLimits
+from services.worker.connector import StoreConnector
+from tests.unit.worker.builders import fake_engine, running
+
+SIZE = 4
+
+
+def name_of(index: int) -> bytes:
+    return bytes([index]) * 16
+
+
+def filled(*indices: int) -> list[FilledBlock]:
+    return [FilledBlock(index, 100 + index, name_of(index)) for index in indices]
+
+
+class FakeStore:
+    """Takes puts, with room for so many blocks, and remembers them."""
+
+    def __init__(self, room: int = 1000) -> None:
+        self.room = room
+        self.stored: list[bytes] = []
+        self.puts: list[list[int]] = []
+        self.released: list[str] = []
+        self.error: BatonError | None = None
+        self.broken: str | None = None
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.entered = asyncio.Event()
+
+    async def put_blocks(
+        self,
+        lease_id: str | None,
+        parent: bytes,
+        blocks: Sequence[tuple[bytes, int]],
+        tail: tuple[str, int, int] | None,
+        ttl_s: float,
+        deadline: Deadline,
+        *,
+        num_tokens: int,
+    ) -> PutResult:
+        self.entered.set()
+        await self.gate.wait()
+        if self.error is not None:
+            raise self.error
+        assert parent == (self.stored[-1] if self.stored else b""), "a child before its parent"
+        fit = blocks[: max(0, self.room - len(self.stored))]
+        refs = tuple(Block(name, 7, 2, 0, num_tokens) for name, _ in fit)
+        self.stored += [name for name, _ in fit]
+        self.puts.append([block_id - 100 for _, block_id in fit])
+        has_room = tail is not None and len(self.stored) < self.room
+        stored_tail = Block(b"", 8, 2, 0, tail[2]) if tail and has_room else None
+        lost = len(blocks) - len(refs) + (tail is not None and stored_tail is None)
+        return PutResult("lease", refs, stored_tail, 32 * len(refs), lost)
+
+    async def release(self, lease_ids: list[str], *, deadline: Deadline) -> int:
+        self.released += lease_ids
+        return len(lease_ids)
+
+
+@asynccontextmanager
+async def writing(
+    store: FakeStore, refs: Sequence[Block] = ()
+) -> AsyncIterator[tuple[BlockWriter, StoreConnector]]:
+    async with running(fake_engine(num_blocks=64)) as thread:
+        connector = StoreConnector(None, thread, WorkerLimits())
+        client: Any = store
+        writer = BlockWriter(
+            connector,
+            client,
+            lease_id="lease" if refs else "",
+            refs=refs,
+            block_size=SIZE,
+            ttl_s=5,
+            put_budget_s=5,
+            deadline=Deadline.after(5),
+        )
+        yield writer, connector
+        writer.cancel()
+        await connector.settle()
+        await connector.stop(timeout_s=1)
+
+
+async def test_any_batching_ends_with_the_same_chain(seed: int) -> None:
+    """Blocks come in random handfuls while puts take random time; the chain has no gap, no
+    repeat.
+    """
+    rng = random.Random(seed)
+    for _ in range(30):
+        store = FakeStore()
+        async with writing(store) as (writer, _):
+            index, total = 0, rng.randint(0, 40)
+            while index < total:
+                count = rng.randint(1, 5)
+                writer.add(filled(*range(index, min(total, index + count))))
+                index += count
+                if rng.random() < 0.5:
+                    store.gate.clear()
+                if rng.random() < 0.7:
+                    store.gate.set()
+                for _ in range(rng.randint(0, 3)):
+                    await asyncio.sleep(0)
+            asyncio.get_running_loop().call_soon(store.gate.set)
+            written = await writer.finish(TailSource("tail", 99, 3))
+        assert store.stored == [name_of(i) for i in range(total)]
+        assert [ref.chain_hash for ref in written.refs] == store.stored
+        assert written.tail is not None and written.tail.num_tokens == 3
+        assert written.problem is None
+        assert written.num_bytes == 32 * total
+
+
+async def test_the_tail_is_put_even_when_finish_comes_in_the_middle_of_a_put() -> None:
+    store = FakeStore()
+    store.gate.clear()
+    async with writing(store) as (writer, _):
+        writer.add(filled(0))
+        await store.entered.wait()
+        finish = asyncio.create_task(writer.finish(TailSource("tail", 99, 1)))
+        await asyncio.sleep(0)
+        store.gate.set()
+        written = await asyncio.wait_for(finish, 5)
+    assert (len(written.refs), written.tail is not None) == (1, True)
+
+
+async def test_what_comes_during_a_put_goes_with_the_next() -> None:
+    store = FakeStore()
+    store.gate.clear()
+    async with writing(store) as (writer, _):
+        writer.add(filled(0))
+        await store.entered.wait()
+        for index in range(1, 6):
+            writer.add(filled(index))
+        store.gate.set()
+        await writer.finish(None)
+    assert store.puts == [[0], [1, 2, 3, 4, 5]]
+
+
+async def test_blocks_that_lie_there_already_are_passed_over() -> None:
+    store = FakeStore()
+    present = [Block(name_of(i), i, 2, 0, SIZE) for i in range(3)]
+    store.stored = [name_of(i) for i in range(3)]
+    async with writing(store, present) as (writer, _):
+        writer.add(filled(1, 2, 3))
+        written = await writer.finish(None)
+    assert store.puts == [[3]]
+    assert len(written.refs) == 4
+
+
+async def test_no_room_ends_it_and_the_handle_gets_shorter() -> None:
+    store = FakeStore(room=2)
+    async with writing(store) as (writer, _):
+        writer.add(filled(0, 1, 2))
+        written = await writer.finish(TailSource("tail", 99, 1))
+        assert (len(written.refs), written.tail, written.problem) == (2, None, "no_room")
+        writer.add(filled(3))
+        assert len(store.puts) == 1
+
+
+async def test_a_ref_that_names_another_block_is_not_believed() -> None:
+    store = FakeStore()
+    async with writing(store) as (writer, _):
+        real = store.put_blocks
+
+        async def wrong(*arguments: Any, **options: Any) -> PutResult:
+            result = await real(*arguments, **options)
+            other = Block(b"x" * 16, 0, 2, 0, SIZE)
+            return PutResult("lease", (result.refs[0], other), other, 0, 0)
+
+        store.put_blocks = wrong  # type: ignore[method-assign]
+        writer.add(filled(0, 1))
+        written = await writer.finish(TailSource("tail", 99, 1))
+    assert (len(written.refs), written.tail) == (1, None)
+    assert written.problem is not None
+
+
+@pytest.mark.parametrize(
+    ("error", "problem"),
+    [
+        (Unavailable("u"), "store_unavailable"),
+        (DeadlineExceeded("d"), "deadline"),
+        (LeaseLapsed("l"), "lease_lapsed"),
+        (TransferFailed("t"), "transport"),
+    ],
+)
+async def test_a_failing_store_is_a_reason_not_an_error(error: BatonError, problem: str) -> None:
+    store = FakeStore()
+    async with writing(store) as (writer, _):
+        writer.add(filled(0))
+        await store.entered.wait()
+        while not store.puts:
+            await asyncio.sleep(0)
+        store.error = error
+        writer.add(filled(1))
+        written = await writer.finish(TailSource("tail", 99, 1))
+    assert (len(written.refs), written.tail, written.problem) == (1, None, problem)
+
+
+@pytest.mark.parametrize("when", ["idle", "putting", "finishing", "done"])
+async def test_a_cancel_at_any_time_gives_the_lease_back(when: str) -> None:
+    store = FakeStore()
+    async with writing(store) as (writer, connector):
+        writer.add(filled(0))
+        while not store.puts:
+            await asyncio.sleep(0)
+        finish: asyncio.Task[Any] | None = None
+        if when in ("putting", "finishing"):
+            store.entered.clear()
+            store.gate.clear()
+            writer.add(filled(1))
+            await store.entered.wait()
+        if when == "finishing":
+            finish = asyncio.create_task(writer.finish(None))
+            await asyncio.sleep(0)
+            finish.cancel()
+        if when == "done":
+            await writer.finish(None)
+        writer.cancel()
+        if finish is not None:
+            with pytest.raises(asyncio.CancelledError):
+                await finish
+        await connector.settle()
+        assert set(store.released) == {"lease"}
+        assert store.stored == [name_of(0)]

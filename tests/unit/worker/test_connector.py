@@ -1,0 +1,201 @@
+"""The connector's promises with a store client that fails on command."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from engine.loop import Engine
+from engine.request import Reservation
+from kvstore.block import Block
+from kvstore.errors import (
+    LeaseLapsed,
+    Quarantine,
+    TransferCancelled,
+    TransferFailed,
+    TransferTimeout,
+)
+from kvstore.transport.base import GetResult
+from process.deadline import Deadline
+from process.errors import BatonError, DeadlineExceeded, Unavailable
+from services.worker.config import WorkerLimits
+from services.worker.connector import StoreConnector
+from services.worker.engine_thread import EngineThread
+from tests.unit.worker.builders import fake_engine, prompt_of, request, running
+
+NUM_ITEMS = 6
+
+
+class FakeClient:
+    """What `load` and `release` need of a client."""
+
+    def __init__(self, outcome: GetResult | BaseException | None = None) -> None:
+        self.outcome = outcome
+        self.broken: str | None = None
+        self.entered = asyncio.Event()
+        self.released: list[list[str]] = []
+        self.num_releasing = 0
+
+    async def get_blocks(
+        self, lease_id: str, items: Any, deadline: Deadline, *, incarnation: bytes | None
+    ) -> GetResult:
+        self.entered.set()
+        if self.outcome is None:
+            await asyncio.Event().wait()
+        if isinstance(self.outcome, BaseException):
+            raise self.outcome
+        assert isinstance(self.outcome, GetResult)
+        return self.outcome
+
+    async def release(self, lease_ids: list[str], *, deadline: Deadline) -> int:
+        self.num_releasing += 1
+        assert self.num_releasing == 1, "one release at a time"
+        await asyncio.sleep(0)
+        self.num_releasing -= 1
+        if isinstance(self.outcome, BatonError):
+            raise self.outcome
+        self.released.append(lease_ids)
+        return len(lease_ids)
+
+
+@asynccontextmanager
+async def reserved() -> AsyncIterator[tuple[Engine, EngineThread, StoreConnector, Reservation]]:
+    """A connector beside a request whose blocks may be written into."""
+    engine = fake_engine(num_blocks=64)
+    async with running(engine) as thread:
+        connector = StoreConnector(None, thread, WorkerLimits())
+        wanted = request(engine, prompt_of(26))
+        reservation = await thread.call(lambda e: e.reserve(wanted))
+        yield engine, thread, connector, reservation
+        thread.post(lambda e: e.abort("r"))
+        await connector.settle()
+        await connector.stop(timeout_s=1)
+
+
+def items_of(reservation: Reservation) -> list[tuple[Block, int]]:
+    return [
+        (Block(bytes([i]) * 16, i, 2, 0, 4), reservation.block_ids[i]) for i in range(NUM_ITEMS)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("failed", "num_usable", "not_usable"),
+    [
+        ({}, 6, {}),
+        ({5: "checksum"}, 5, {"checksum": 1}),
+        ({0: "generation"}, 0, {"generation": 6}),
+        ({2: "checksum", 4: "generation"}, 2, {"checksum": 3, "generation": 1}),
+    ],
+)
+async def test_only_what_leads_without_a_gap_is_usable(
+    failed: dict[int, str], num_usable: int, not_usable: dict[str, int]
+) -> None:
+    async with reserved() as (_, _, connector, reservation):
+        client: Any = FakeClient(GetResult(64, failed))
+        loaded = await connector.load(
+            client, "r", "lease", items_of(reservation), Deadline.after(5)
+        )
+        assert (loaded.num_usable, loaded.not_usable) == (num_usable, Counter(not_usable))
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (LeaseLapsed("l"), "lease_lapsed"),
+        (DeadlineExceeded("d"), "deadline"),
+        (TransferFailed("t"), "transport"),
+        (Unavailable("u"), "store_unavailable"),
+    ],
+)
+async def test_no_failure_of_the_store_is_the_requests(error: BatonError, reason: str) -> None:
+    async with reserved() as (_, _, connector, reservation):
+        client: Any = FakeClient(error)
+        loaded = await connector.load(
+            client, "r", "lease", items_of(reservation), Deadline.after(5)
+        )
+        assert (loaded.num_usable, loaded.not_usable) == (0, Counter({reason: NUM_ITEMS}))
+
+
+@pytest.mark.parametrize("how", ["timeout", "cancel", "deadline"])
+async def test_what_may_still_be_written_into_is_out_of_use_until_it_is_settled(how: str) -> None:
+    async with reserved() as (engine, thread, connector, reservation):
+        settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        block_ids = reservation.block_ids[:NUM_ITEMS]
+        quarantine = Quarantine(block_ids, settled)
+        client: Any = FakeClient(TransferTimeout("late", quarantine))
+        if how != "timeout":
+            client = _Stalled(quarantine)
+        load = asyncio.create_task(
+            _bounded_load(connector, client, reservation, 0.02 if how == "deadline" else 5)
+        )
+        await client.entered.wait()
+        if how == "timeout":
+            loaded = await load
+            assert loaded.not_usable == {"deadline": NUM_ITEMS}
+        else:
+            if how == "cancel":
+                load.cancel()
+            with pytest.raises(asyncio.CancelledError if how == "cancel" else DeadlineExceeded):
+                await load
+        await thread.call(lambda e: e.abort("r"))
+        assert (await thread.call(lambda e: e.stats())).num_quarantined_blocks == NUM_ITEMS
+        assert connector.num_in_quarantine == NUM_ITEMS
+        await thread.call(lambda e: e.check_integrity())
+        settled.set_result(None)
+        async with asyncio.timeout(5):
+            while (await thread.call(lambda e: e.stats())).num_quarantined_blocks:
+                await asyncio.sleep(0)
+        assert engine.stats().num_free_blocks == 64
+        assert connector.num_in_quarantine == 0
+
+
+async def _bounded_load(
+    connector: StoreConnector, client: Any, reservation: Reservation, timeout_s: float
+) -> Any:
+    deadline = Deadline.after(timeout_s)
+    async with deadline.timeout("the test"):
+        return await connector.load(client, "r", "lease", items_of(reservation), deadline)
+
+
+class _Stalled(FakeClient):
+    def __init__(self, quarantine: Quarantine) -> None:
+        super().__init__()
+        self._quarantine = quarantine
+
+    async def get_blocks(
+        self, lease_id: str, items: Any, deadline: Deadline, *, incarnation: bytes | None
+    ) -> GetResult:
+        try:
+            return await super().get_blocks(lease_id, items, deadline, incarnation=incarnation)
+        except asyncio.CancelledError as error:
+            raise TransferCancelled("cancelled", self._quarantine) from error
+
+
+async def test_leases_are_given_back_one_call_at_a_time_and_none_is_lost() -> None:
+    async with reserved() as (_, _, connector, _):
+        client: Any = FakeClient()
+        for index in range(20):
+            connector.release_later(client, [f"lease{index}", ""])
+        await connector.settle()
+        released = sorted(lease for call in client.released for lease in call)
+        assert released == sorted(f"lease{index}" for index in range(20))
+
+
+async def test_a_store_that_is_away_takes_no_lease_back_and_hurts_nobody() -> None:
+    async with reserved() as (_, _, connector, _):
+        client: Any = FakeClient(Unavailable("gone"))
+        connector.release_later(client, ["lease"])
+        connector.release_later(None, ["lease"])
+        await connector.settle()
+        assert client.released == []
+
+
+async def test_a_worker_without_a_store_says_so() -> None:
+    async with reserved() as (_, _, connector, _):
+        assert await connector.start(wait_s=5) is False
+        assert connector.client is None

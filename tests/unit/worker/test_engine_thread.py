@@ -1,0 +1,201 @@
+"""EngineThread: jobs between steps, one delivery per step, rest when idle, and a clean end after a
+failure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from engine.request import StepOutput
+from process.errors import FailedPrecondition, Internal, Unavailable
+from services.worker.engine_thread import EngineThread
+from tests.unit.worker.builders import GatedModel, fake_engine, prompt_of, request, running
+
+
+async def test_call_runs_on_the_engines_thread_and_brings_back_what_it_returns() -> None:
+    engine = fake_engine()
+    async with running(engine) as thread:
+        name = await thread.call(lambda e: (threading.current_thread().name, e is engine))
+        assert name == ("engine", True)
+
+
+async def test_call_raises_what_the_job_raises_and_the_thread_lives_on() -> None:
+    async with running(fake_engine()) as thread:
+        with pytest.raises(FailedPrecondition):
+            await thread.call(lambda e: _raise(FailedPrecondition("no")))
+        assert thread.failure is None
+        assert await thread.call(lambda e: 1) == 1
+
+
+async def test_jobs_run_in_the_order_they_came() -> None:
+    ran: list[int] = []
+    told: list[int] = []
+    async with running(fake_engine()) as thread:
+        for index in range(50):
+            thread.post(lambda e, i=index: ran.append(i), lambda i=index: told.append(i))
+        await thread.call(lambda e: ran.append(50))
+        assert ran == list(range(51))
+        assert told == list(range(50))
+
+
+async def test_each_step_is_delivered_once_and_in_order() -> None:
+    engine = fake_engine(chunk=8)
+    outputs: list[StepOutput] = []
+    async with running(engine, on_step=outputs.append) as thread:
+        for index in range(5):
+            prompt = prompt_of(20, start=index)
+            await thread.call(
+                lambda e, p=prompt, i=index: e.reserve(request(engine, p, name=str(i)))
+            )
+        for index in range(5):
+            thread.post(lambda e, i=index: e.start(str(i)))
+        async with asyncio.timeout(5):
+            while sum(len(e.token_ids) for o in outputs for e in o.events) < 20:
+                await asyncio.sleep(0)
+        assert [output.step for output in outputs] == list(range(1, len(outputs) + 1))
+        assert thread.num_steps == len(outputs)
+        assert thread.stats.num_output_tokens == 20
+
+
+async def test_an_idle_engine_is_checked_once_and_then_left_alone() -> None:
+    """Nothing runs in an idle engine: not even a look whether there is work."""
+    engine = fake_engine()
+    looks = 0
+    real = engine.has_work
+
+    def has_work() -> bool:
+        nonlocal looks
+        looks += 1
+        return real()
+
+    engine.has_work = has_work  # type: ignore[method-assign]
+    checked = threading.Event()
+    real_check = engine.check_integrity
+
+    def check() -> None:
+        real_check()
+        checked.set()
+
+    engine.check_integrity = check  # type: ignore[method-assign]
+    async with running(engine) as thread:
+        await asyncio.to_thread(checked.wait, 5)
+        before = looks
+        await asyncio.sleep(0.1)  # ten idle periods
+        assert (looks, thread.num_idle_checks) == (before, 1)
+        checked.clear()
+        await thread.call(lambda e: None)
+        await asyncio.to_thread(checked.wait, 5)
+        assert thread.num_idle_checks == 2
+
+
+async def test_a_step_that_raises_ends_the_steps_but_aborts_still_run() -> None:
+    engine = fake_engine()
+    failures: list[Internal] = []
+    async with running(engine, on_failure=failures.append) as thread:
+        await thread.call(lambda e: e.reserve(request(engine, prompt_of(9))))
+        engine._model.forward = _broken_forward  # type: ignore[method-assign]
+        await thread.call(lambda e: e.start("r"))
+        async with asyncio.timeout(5):
+            while not failures:
+                await asyncio.sleep(0)
+        assert "the device is on fire" in str(failures[0])
+        assert thread.failure is failures[0]
+        with pytest.raises(Unavailable, match="engine failed"):
+            await thread.call(lambda e: None)
+        done = asyncio.Event()
+        thread.post(lambda e: e.abort("r"), done.set)
+        await asyncio.wait_for(done.wait(), 5)
+        assert len(failures) == 1
+    engine.check_integrity()
+    assert engine.stats().num_referenced_blocks == 0
+
+
+async def test_calls_under_way_when_the_engine_fails_are_refused() -> None:
+    model = GatedModel()
+    engine = fake_engine(model=model)
+    failures: list[Internal] = []
+    async with running(engine, on_failure=failures.append) as thread:
+        await thread.call(lambda e: e.reserve(request(engine, prompt_of(9))))
+        model.hold()
+        real = model.forward
+
+        def forward(batch: object) -> object:
+            real(batch)  # type: ignore[arg-type]
+            return _broken_forward(batch)
+
+        model.forward = forward  # type: ignore[assignment,method-assign]
+        await thread.call(lambda e: e.start("r"))
+        await asyncio.to_thread(model.is_held.wait, 5)
+        late = asyncio.create_task(thread.call(lambda e: 1))
+        await asyncio.sleep(0)
+        model.release()
+        with pytest.raises(Unavailable, match="engine failed"):
+            await asyncio.wait_for(late, 5)
+        thread.post(lambda e: e.abort("r"))
+
+
+@pytest.mark.parametrize("how", ["post", "idle check"])
+async def test_a_broken_law_is_a_failure(how: str) -> None:
+    engine = fake_engine()
+    failures: list[Internal] = []
+    thread = EngineThread(engine, idle_check_s=0.01)
+    if how == "idle check":
+        engine.check_integrity = lambda: _raise(Internal("a block is lost"))  # type: ignore
+    thread.start(lambda output: None, failures.append)
+    if how == "post":
+        thread.post(lambda e: _raise(Internal("a block is lost")))
+    async with asyncio.timeout(5):
+        while not failures:
+            await asyncio.sleep(0.001)
+    assert "a block is lost" in str(failures[0])
+    await thread.stop(5)
+
+
+async def test_a_caller_that_left_does_not_undo_its_job() -> None:
+    """So whoever leaves must post the abort: it comes after."""
+    model = GatedModel()
+    engine = fake_engine(model=model)
+    async with running(engine) as thread:
+        await thread.call(lambda e: e.reserve(request(engine, prompt_of(9), name="busy")))
+        model.hold()
+        await thread.call(lambda e: e.start("busy"))
+        await asyncio.to_thread(model.is_held.wait, 5)
+        wait = asyncio.create_task(
+            thread.call(lambda e: e.reserve(request(engine, prompt_of(9, start=2))))
+        )
+        await asyncio.sleep(0)
+        wait.cancel()
+        thread.post(lambda e: e.abort("r"))
+        model.release()
+        await thread.call(lambda e: e.abort("busy"))
+        assert (await thread.call(lambda e: e.stats())).num_reserved == 0
+
+
+async def test_stop_waits_for_the_step_and_refuses_the_rest() -> None:
+    model = GatedModel()
+    engine = fake_engine(model=model)
+    thread = EngineThread(engine)
+    thread.start(lambda output: None, lambda error: None)
+    await thread.call(lambda e: e.reserve(request(engine, prompt_of(9))))
+    model.hold()
+    await thread.call(lambda e: e.start("r"))
+    await asyncio.to_thread(model.is_held.wait, 5)
+    with pytest.raises(Unavailable, match="did not end its step"):
+        await thread.stop(0.01)
+    with pytest.raises(Unavailable, match="stopping"):
+        await thread.call(lambda e: None)
+    thread.post(lambda e: _raise(AssertionError("ran after the stop")))
+    model.release()
+    await thread.stop(5)
+    assert thread.failure is None
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def _broken_forward(batch: object) -> object:
+    raise RuntimeError("the device is on fire")

@@ -1,0 +1,98 @@
+"""The registry entry over a real Redis: there while the worker lives, back after Redis was away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+import redis.asyncio
+from google.protobuf import json_format
+
+from protos import common_pb2
+from services.worker.heartbeat import BEAT_TTL_MS, WORKERS_KEY, Heartbeat, beat_key
+from tests.unit.worker.redis_process import RedisProcess
+
+ID = "decode-7"
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[RedisProcess]:
+    process = RedisProcess(tmp_path)
+    await process.start()
+    yield process
+    process.kill()
+
+
+def heartbeat(server: RedisProcess, incarnation: str = "aa") -> Heartbeat:
+    def status() -> common_pb2.WorkerStatus:
+        return common_pb2.WorkerStatus(
+            worker_id=ID, role="decode", incarnation=incarnation, num_prompt_tokens_local=5
+        )
+
+    return Heartbeat(server.url, worker_id=ID, incarnation=incarnation, status=status, every_s=0.02)
+
+
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(10):
+        while not await condition():
+            await asyncio.sleep(0.005)
+
+
+async def test_a_worker_is_registered_while_it_lives_and_no_longer(server: RedisProcess) -> None:
+    client = redis.asyncio.from_url(server.url)
+    beat = heartbeat(server)
+    beat.start()
+    await until(lambda: _is(beat.num_beats >= 2))
+    status = json_format.Parse(await client.hget(WORKERS_KEY, ID), common_pb2.WorkerStatus())
+    assert (status.worker_id, status.role, status.num_prompt_tokens_local) == (ID, "decode", 5)
+    assert await client.get(beat_key(ID)) == b"aa"
+    assert 0 < await client.pttl(beat_key(ID)) <= BEAT_TTL_MS
+    await beat.stop()
+    assert await client.hlen(WORKERS_KEY) == 0
+    assert await client.exists(beat_key(ID)) == 0
+    await client.connection_pool.disconnect()
+
+
+async def test_redis_away_is_survived_and_its_next_life_is_told(server: RedisProcess) -> None:
+    beat = heartbeat(server)
+    beat.start()
+    await until(lambda: _is(beat.is_registered))
+    server.kill()
+    await until(lambda: _is(not beat.is_registered))
+    await server.start()
+    client = redis.asyncio.from_url(server.url)
+    await until(lambda: client.hexists(WORKERS_KEY, ID))
+    await until(lambda: _is(beat.is_registered))
+    await beat.stop()
+    await client.connection_pool.disconnect()
+
+
+async def test_a_worker_may_start_and_stop_without_redis(tmp_path: Path) -> None:
+    beat = heartbeat(RedisProcess(tmp_path))
+    beat.start()
+    await asyncio.sleep(0)
+    assert not beat.is_registered
+    await asyncio.wait_for(beat.stop(), 5)
+
+
+async def test_an_old_life_does_not_remove_its_successor(server: RedisProcess) -> None:
+    old, new = heartbeat(server, "aa"), heartbeat(server, "bb")
+    old.start()
+    await until(lambda: _is(old.is_registered))
+    assert old._task is not None
+    old._task.cancel()  # it hangs; the same id is started again
+    new.start()
+    await until(lambda: _is(new.is_registered))
+    await old.stop()
+    client = redis.asyncio.from_url(server.url)
+    assert await client.get(beat_key(ID)) == b"bb"
+    assert await client.hexists(WORKERS_KEY, ID)
+    await new.stop()
+    assert not await client.hexists(WORKERS_KEY, ID)
+    await client.connection_pool.disconnect()
+
+
+async def _is(value: bool) -> bool:
+    return value

@@ -1,0 +1,403 @@
+"""A real store, a real prefill and a real decode worker in one process: gRPC on port 0, the engine
+over a fake model, and a small router's worth of calls. After each test every law is checked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import grpc.aio
+
+from kvstore import serve
+from kvstore.config import KvStoreSettings
+from process import serving
+from process.deadline import Deadline
+from protos import (
+    common_pb2,
+    decode_pb2,
+    decode_pb2_grpc,
+    kvstore_pb2,
+    kvstore_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+)
+from services.decode.role import DecodeRole
+from services.prefill.role import PrefillRole
+from services.worker import main
+from services.worker.config import WorkerLimits, WorkerSettings
+from tests.unit.worker.builders import SALT, GatedModel, fake_engine
+
+WAIT_S = 10.0
+FRAME_BYTES = 4096
+"""A frame of the fake model's tiny blocks takes a page."""
+_keys = itertools.count(1)
+
+
+@dataclass
+class Pair:
+    """Everything of one test."""
+
+    model: GatedModel
+    """For what is expected; the workers have their own."""
+    prefill_model: GatedModel
+    decode_model: GatedModel
+    store_settings: KvStoreSettings
+    store: Any
+    store_exit: contextlib.AsyncExitStack
+    prefill: main.Worker
+    decode: main.Worker
+    prefill_stub: prefill_pb2_grpc.PrefillStub
+    decode_stub: decode_pb2_grpc.DecodeStub
+
+    @property
+    def prefill_role(self) -> PrefillRole:
+        assert isinstance(self.prefill.role, PrefillRole)
+        return self.prefill.role
+
+    @property
+    def decode_role(self) -> DecodeRole:
+        assert isinstance(self.decode.role, DecodeRole)
+        return self.decode.role
+
+    # ---- the store
+
+    async def kill_store(self) -> None:
+        """As a SIGKILL looks to the workers: no answer, no goodbye."""
+        await self.store_exit.aclose()
+        self.store = None
+
+    async def start_store(self) -> None:
+        """A new life on the old address."""
+        self.store_exit = contextlib.AsyncExitStack()
+        self.store = await self.store_exit.enter_async_context(serve.running(self.store_settings))
+
+    async def reattached(self) -> None:
+        """Until both workers have the store again."""
+        for worker in (self.prefill, self.decode):
+            await worker.core.connector.wait_attached(Deadline.after(WAIT_S))
+
+    async def store_status(self) -> kvstore_pb2.GetStatusReply:
+        async with serving.channel(self.store.address) as channel:
+            stub = kvstore_pb2_grpc.KvStoreStub(channel)
+            return await stub.GetStatus(
+                kvstore_pb2.GetStatusRequest(check_integrity=True), timeout=WAIT_S
+            )
+
+    # ---- requests
+
+    def prefill_request(
+        self,
+        prompt: Sequence[int],
+        *,
+        name: str = "r",
+        max_tokens: int = 8,
+        wants_handle: bool = True,
+        **sampling: Any,
+    ) -> prefill_pb2.PrefillRequest:
+        return prefill_pb2.PrefillRequest(
+            request_id=name,
+            tenant="t",
+            tenant_salt=SALT,
+            prompt_token_ids=prompt,
+            sampling=sampling_params(max_tokens=max_tokens, **sampling),
+            model_fingerprint=self.model.info.fingerprint,
+            wants_handle=wants_handle,
+        )
+
+    async def run_prefill(
+        self, prompt: Sequence[int], *, timeout_s: float = WAIT_S, **options: Any
+    ) -> prefill_pb2.PrefillReply:
+        return await self.prefill_stub.Prefill(
+            self.prefill_request(prompt, **options), timeout=timeout_s
+        )
+
+    def reserve(
+        self,
+        prompt: Sequence[int],
+        *,
+        name: str = "r",
+        max_tokens: int = 8,
+        budget_ms: int = 10_000,
+        **sampling: Any,
+    ) -> decode_pb2.ReserveDecode:
+        return decode_pb2.ReserveDecode(
+            request_id=name,
+            tenant="t",
+            tenant_salt=SALT,
+            prompt_token_ids=prompt,
+            sampling=sampling_params(max_tokens=max_tokens, **sampling),
+            model_fingerprint=self.model.info.fingerprint,
+            budget_ms=budget_ms,
+        )
+
+    @contextlib.asynccontextmanager
+    async def stream(self) -> AsyncIterator[RouterStream]:
+        """One router's multiplexed stream."""
+        call = self.decode_stub.Stream()
+        stream = RouterStream(call)
+        try:
+            yield stream
+        finally:
+            await stream.close()
+
+    async def generate(
+        self, prompt: Sequence[int], *, name: str = "r", max_tokens: int = 8, **sampling: Any
+    ) -> Answer:
+        """As a router does it: reserve, prefill, hand over, collect."""
+        options = {"name": name, "max_tokens": max_tokens, **sampling}
+        async with self.stream() as stream:
+            key = await stream.reserve(self.reserve(prompt, **options))
+            assert (await stream.next(key)).WhichOneof("event") == "reserved"
+            reply = await self.run_prefill(prompt, **options)
+            await stream.generate(key, reply)
+            answer = await stream.collect(key)
+        answer.prefill = reply
+        answer.token_ids[:0] = reply.token_ids
+        return answer
+
+    def expected(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
+        """What one engine alone draws."""
+        return self.model.generate(prompt, num_tokens)
+
+    # ---- laws
+
+    async def check(self, *, leases: int = 0) -> None:
+        """Nothing is held any more, anywhere, and every law holds."""
+        for worker in (self.prefill, self.decode):
+            await worker.core.connector.settle()
+            await until(lambda worker=worker: worker.core.num_live == 0)
+            stub: Any = self.prefill_stub if worker is self.prefill else self.decode_stub
+            status = await stub.GetWorkerStatus(common_pb2.GetWorkerStatusRequest(), timeout=WAIT_S)
+            assert status.integrity_error == ""
+            assert status.num_waiting == status.num_running == status.num_holding == 0
+            assert status.num_quarantined_blocks == 0
+            assert status.num_free_blocks + status.num_cached_blocks == status.num_blocks
+        assert not self.prefill_role.worker.states
+        assert not self.decode_role.worker.states
+        if self.store is not None:
+            await self.check_store(leases)
+
+    async def check_store(self, leases: int) -> None:
+        async def settled() -> bool:
+            status = await self.store_status()
+            assert status.integrity_error == ""
+            return (
+                status.num_leases == leases
+                and status.num_writing == 0
+                and status.num_quarantined == 0
+                and (leases > 0 or status.num_pinned == status.num_tails == 0)
+            )
+
+        await until(settled)
+
+
+@dataclass
+class Answer:
+    """What came over the stream for one key."""
+
+    token_ids: list[int] = field(default_factory=list)
+    finished: decode_pb2.DecodeFinished | None = None
+    failed: decode_pb2.DecodeFailed | None = None
+    prefill: prefill_pb2.PrefillReply | None = None
+
+    @property
+    def leg(self) -> common_pb2.KvLeg:
+        assert self.finished is not None, self.failed
+        return self.finished.leg
+
+    @property
+    def recomputed(self) -> dict[str, int]:
+        return {count.reason: count.num_blocks for count in self.leg.recomputed}
+
+
+class RouterStream:
+    """The router's end of one stream: events by key, and every message as it came."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self.messages: list[decode_pb2.DecodeEvents] = []
+        self._writing = asyncio.Lock()
+        self._events: dict[int, asyncio.Queue[decode_pb2.DecodeEvent]] = {}
+        self._reader = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            while isinstance(message := await self._call.read(), decode_pb2.DecodeEvents):
+                self.messages.append(message)
+                for event in message.events:
+                    self._queue(event.key).put_nowait(event)
+
+    def _queue(self, key: int) -> asyncio.Queue[decode_pb2.DecodeEvent]:
+        return self._events.setdefault(key, asyncio.Queue())
+
+    async def _write(self, command: decode_pb2.DecodeCommand) -> None:
+        async with self._writing:  # gRPC takes one write at a time
+            await self._call.write(command)
+
+    async def reserve(self, reserve: decode_pb2.ReserveDecode) -> int:
+        key = next(_keys)
+        await self._write(decode_pb2.DecodeCommand(key=key, reserve=reserve))
+        return key
+
+    async def generate(self, key: int, reply: prefill_pb2.PrefillReply) -> None:
+        handle = reply.handle if reply.HasField("handle") else None
+        command = decode_pb2.GenerateFromHandle(handle=handle, output_token_ids=reply.token_ids)
+        await self._write(decode_pb2.DecodeCommand(key=key, generate=command))
+
+    async def cancel(self, key: int) -> None:
+        cancel = decode_pb2.CancelDecode()
+        await self._write(decode_pb2.DecodeCommand(key=key, cancel=cancel))
+
+    async def next(self, key: int) -> decode_pb2.DecodeEvent:
+        async with asyncio.timeout(WAIT_S):
+            return await self._queue(key).get()
+
+    async def collect(self, key: int) -> Answer:
+        """Everything until the last word on this key."""
+        answer = Answer()
+        while answer.finished is None and answer.failed is None:
+            event = await self.next(key)
+            kind = event.WhichOneof("event")
+            if kind == "tokens":
+                answer.token_ids += event.tokens.token_ids
+            elif kind == "finished":
+                answer.token_ids += event.finished.token_ids
+                answer.finished = event.finished
+            elif kind == "failed":
+                answer.failed = event.failed
+        return answer
+
+    async def half_close(self) -> None:
+        await self._call.done_writing()
+
+    async def ended(self) -> grpc.StatusCode:
+        async with asyncio.timeout(WAIT_S):
+            code: grpc.StatusCode = await self._call.code()
+            return code
+
+    async def close(self) -> None:
+        self._call.cancel()
+        await asyncio.gather(self._reader, return_exceptions=True)
+
+
+def sampling_params(
+    *, max_tokens: int = 8, temperature: float = 0.0, seed: int = 7, **more: Any
+) -> common_pb2.SamplingParams:
+    """Every field that a worker reads, EOS ignored so that lengths are known."""
+    more.setdefault("ignore_eos", True)
+    return common_pb2.SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, top_p=1.0, seed=seed, **more
+    )
+
+
+class Gate:
+    """Holds calls of one method of an object until told to go on."""
+
+    closed: ClassVar[list[Gate]] = []
+
+    def __init__(self, target: Any, name: str) -> None:
+        self._target, self._name = target, name
+        self._real = getattr(target, name)
+        self._open = asyncio.Event()
+        self.entered = asyncio.Event()
+        setattr(target, name, self._gated)
+        Gate.closed.append(self)
+
+    async def _gated(self, *arguments: Any, **options: Any) -> Any:
+        self.entered.set()
+        await self._open.wait()
+        return await self._real(*arguments, **options)
+
+    async def wait_entered(self) -> None:
+        async with asyncio.timeout(WAIT_S):
+            await self.entered.wait()
+
+    def open(self) -> None:
+        """Let those that wait and all that come go on; idempotent."""
+        if self in Gate.closed:
+            Gate.closed.remove(self)
+        self._open.set()
+        setattr(self._target, self._name, self._real)
+
+
+async def until(condition: Callable[[], Any | Awaitable[Any]]) -> None:
+    """Poll a condition that another process or thread makes true; bounded."""
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            held = condition()
+            if asyncio.iscoroutine(held):
+                held = await held
+            if held:
+                return
+            await asyncio.sleep(0.005)
+
+
+@contextlib.asynccontextmanager
+async def pair(
+    slab_dir: Path,
+    *,
+    transport: str = "shm",
+    num_frames: int = 512,
+    prefill_blocks: int = 256,
+    decode_blocks: int = 256,
+    chunk: int = 16,
+    limits: WorkerLimits | None = None,
+) -> AsyncIterator[Pair]:
+    """Start all three; at the end stop them and check that what is left is nothing."""
+    models = [GatedModel() for _ in range(3)]
+    limits = limits or WorkerLimits(store_wait_s=WAIT_S, attach_budget_s=5.0, drain_s=0.2)
+    async with contextlib.AsyncExitStack() as stack:
+        store_exit = contextlib.AsyncExitStack()
+        settings = KvStoreSettings(
+            slab_dir=str(slab_dir),
+            capacity_bytes=num_frames * FRAME_BYTES,
+            stop_timeout_s=0.0,
+        )
+        store = await store_exit.enter_async_context(serve.running(settings))
+        workers = []
+        for name, role, num_blocks, model in (
+            ("prefill", PrefillRole, prefill_blocks, models[1]),
+            ("decode", DecodeRole, decode_blocks, models[2]),
+        ):
+            engine = fake_engine(num_blocks=num_blocks, chunk=chunk, model=model)
+            worker = await main.start(
+                engine,
+                WorkerSettings(
+                    worker_id=f"{name}-0",
+                    redis_url="",
+                    store_address=store.address,
+                    transport=transport,
+                    limits=limits,
+                ),
+                name,
+                role,
+            )
+            stack.push_async_callback(worker.stop)
+            workers.append(worker)
+        channels = [
+            await stack.enter_async_context(serving.channel(worker.address)) for worker in workers
+        ]
+        made = Pair(
+            *models,
+            dataclasses.replace(settings, listen=store.address),
+            store,
+            store_exit,
+            workers[0],
+            workers[1],
+            prefill_pb2_grpc.PrefillStub(channels[0]),
+            decode_pb2_grpc.DecodeStub(channels[1]),
+        )
+        try:
+            yield made
+        finally:
+            for held in models:
+                held.release()
+            await stack.aclose()
+            await made.store_exit.aclose()

@@ -1,0 +1,283 @@
+"""Workers, stores and Redis that go away: a clear status in time, and nothing left over."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from process import serving
+from process.errors import BatonError, InvalidArgument, NoCapacity, Unavailable
+from protos import inference_pb2, kvstore_pb2, kvstore_pb2_grpc
+from services.router.app import Router
+from services.router.fake_workers import FakeDecode, FakePrefill
+from tests.unit.router.bench import (
+    TOKENIZER,
+    Bench,
+    expected_ids,
+    fake_model,
+    request,
+    rest_of,
+    running,
+    settings_for,
+    until,
+)
+
+SHORT = {"max_tokens": 4}
+
+
+async def _error(call: Any) -> tuple[grpc.StatusCode, BatonError]:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await rest_of(call)
+    return caught.value.code(), serving.error_from_rpc(caught.value)
+
+
+async def _status(bench: Bench) -> Any:
+    return await bench.stub.GetClusterStatus(inference_pb2.GetClusterStatusRequest(), timeout=5)
+
+
+async def test_a_prefill_worker_that_dies_is_replaced() -> None:
+    async with running(num_prefill=2) as bench:
+        for worker in bench.prefills:
+            worker.gate.close()
+        call = bench.stub.Generate(request(sampling=SHORT), timeout=10)
+        await until(lambda: any(worker.num_active for worker in bench.prefills))
+        victim = next(worker for worker in bench.prefills if worker.num_active)
+        other = next(worker for worker in bench.prefills if worker is not victim)
+        other.gate.open()
+        await victim.stop()
+        assert sum(len(m.token_ids) for m in await rest_of(call)) == 4
+        # As long as it is suspect, the other one is asked first.
+        assert await bench.generate(request(sampling=SHORT))
+        assert len(other.requests) == 2
+
+
+async def test_a_lone_prefill_worker_that_dies_is_unavailable_with_a_retry_time() -> None:
+    async with running() as bench:
+        bench.prefill.gate.close()
+        call = bench.stub.Generate(request(), timeout=10)
+        await bench.prefill.gate.reached.wait()
+        await bench.prefill.stop()
+        code, error = await _error(call)
+        assert code is grpc.StatusCode.UNAVAILABLE and error.retry_after_s is not None
+        await until(lambda: bench.decode.num_open == 0)
+
+
+async def test_a_prefill_worker_s_own_no_is_passed_on() -> None:
+    async with running() as bench:
+        bench.prefill.error = InvalidArgument("sampling.top_k", "not here")
+        code, error = await _error(bench.stub.Generate(request(), timeout=10))
+        assert code is grpc.StatusCode.INVALID_ARGUMENT and "top_k" in str(error)
+
+
+async def test_a_decode_worker_that_dies_fails_its_streams_only() -> None:
+    async with running(num_decode=2) as bench:
+        for worker in bench.decodes:
+            worker.token_gate.close()
+        calls = [bench.stub.Generate(request(sampling=SHORT), timeout=10) for _ in range(8)]
+        for call in calls:
+            assert (await call.read()).token_ids
+        victim, survivor = bench.decodes
+        lost = victim.num_open
+        assert lost and survivor.num_open == 8 - lost
+        await victim.stop()
+        survivor.token_gate.open()
+        ended = await asyncio.gather(*(rest_of(call) for call in calls), return_exceptions=True)
+        errors = [error for error in ended if isinstance(error, grpc.aio.AioRpcError)]
+        assert len(errors) == lost
+        for error in errors:
+            assert error.code() is grpc.StatusCode.UNAVAILABLE
+            assert serving.error_from_rpc(error).retry_after_s is not None
+        # New requests go to the one that lives.
+        assert await bench.generate(request(sampling=SHORT))
+
+
+async def test_a_decode_worker_that_refuses_is_passed_over() -> None:
+    async with running(num_decode=3) as bench:
+        for worker in bench.decodes[:2]:
+            worker.error = NoCapacity("full")
+        for seed in range(4):
+            assert await bench.generate(request(sampling={"max_tokens": 4, "seed": seed}))
+        assert bench.decodes[2].num_reserved == 4
+
+
+async def test_full_decode_workers_are_exhausted_after_a_bounded_wait() -> None:
+    async with running() as bench:
+        bench.decode.error = NoCapacity("full", retry_after_s=2.5)
+        code, error = await _error(bench.stub.Generate(request(), timeout=10))
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert error.retry_after_s == pytest.approx(2.5)
+        # No prefill was started for what decode cannot take.
+        assert not bench.prefill.requests
+
+
+async def test_room_that_comes_is_taken() -> None:
+    async with running(times={"reserve_wait_s": 5.0}) as bench:
+        bench.decode.error = NoCapacity("full")
+        bench.decode.reserve_gate.close()
+        call = bench.stub.Generate(request(sampling=SHORT), timeout=10)
+        await bench.decode.reserve_gate.reached.wait()
+        bench.decode.reserve_gate.open()
+        bench.decode.error = None
+        assert await rest_of(call)
+
+
+async def test_a_permanent_no_from_decode_is_not_retried() -> None:
+    async with running() as bench:
+        bench.decode.error = InvalidArgument("prompt", "can never fit")
+        code, _ = await _error(bench.stub.Generate(request(), timeout=10))
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+        assert not bench.prefill.requests
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_missing_role_is_named(role: str) -> None:
+    async with running(num_prefill=role != "prefill", num_decode=role != "decode") as bench:
+        code, error = await _error(bench.stub.Generate(request(), timeout=10))
+        assert code is grpc.StatusCode.UNAVAILABLE
+        assert f"no {role} worker" in str(error) and error.retry_after_s is not None
+
+
+async def test_bad_input_is_told_even_without_workers() -> None:
+    async with running(num_prefill=0, num_decode=0) as bench:
+        call = bench.stub.Generate(request(sampling={"top_p": 7.0}), timeout=10)
+        assert (await _error(call))[0] is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_without_redis_known_workers_still_serve() -> None:
+    async with running() as bench:
+        bench.redis.kill()
+        await bench.router._registry.poll()
+        messages = await bench.generate(request(text="a prompt of one block", sampling=SHORT))
+        assert messages[-1].usage.num_output_tokens == 4
+        status = await _status(bench)
+        assert not status.redis_reachable
+        assert any("Redis is not reachable" in problem for problem in status.problems)
+        assert {worker.worker_id for worker in status.workers} == {"p0", "d0"}
+        # Back again, empty: now they are gone for real.
+        await bench.redis.start()
+        await until(lambda: not bench.router._registry.snapshot.workers)
+
+
+async def test_a_lapsed_heartbeat_takes_a_worker_out() -> None:
+    async with running(num_prefill=2) as bench:
+        client = bench.redis.client()
+        await client.delete("baton:worker:p0:beat")
+        await client.aclose()
+        await bench.router._registry.poll()
+        for _ in range(3):
+            await bench.generate(request(sampling=SHORT))
+        assert not bench.prefills[0].requests and len(bench.prefills[1].requests) == 3
+
+
+async def test_a_restarted_worker_is_met_under_its_new_life() -> None:
+    async with running() as bench:
+        assert await bench.generate(request(sampling=SHORT))
+        bench.decode.token_gate.close()
+        call = bench.stub.Generate(request(sampling=SHORT), timeout=10)
+        assert (await call.read()).token_ids
+        old = bench.decodes.pop()
+        # The old process is gone without a word; its successor registers under the same id.
+        successor = FakeDecode("d0", bench.model)
+        await old.stop()
+        await bench.add(successor)
+        code, _ = await _error(call)
+        assert code is grpc.StatusCode.UNAVAILABLE
+        messages = await bench.generate(request(sampling=SHORT))
+        assert messages[-1].provenance.legs[1].incarnation == successor.incarnation
+
+
+async def test_a_worker_that_hangs_without_heartbeat_loses_its_streams() -> None:
+    """A stopped process keeps its connection: only the missing heartbeat tells."""
+    async with running(num_decode=1, times={"poll_interval_s": 0.1}) as bench:
+        bench.decode.token_gate.close()
+        call = bench.stub.Generate(request(sampling=SHORT), timeout=10)
+        assert (await call.read()).token_ids
+        client = bench.redis.client()
+        await client.delete("baton:worker:d0:beat")
+        await client.aclose()
+        code, error = await _error(call)
+        assert code is grpc.StatusCode.UNAVAILABLE and "heartbeat" in str(error)
+
+
+async def test_workers_of_another_model_or_tokenizer_are_not_used_and_said() -> None:
+    async with running() as bench:
+        foreign = fake_model(tokenizer_digest="11" * 32)
+        await bench.add(FakePrefill("px", foreign))
+        await bench.add(FakeDecode("dy", fake_model(name="another")))
+        for _ in range(3):
+            await bench.generate(request(sampling=SHORT))
+        assert not bench.prefills[1].requests and not bench.decodes[1].num_reserved
+        problems = (await _status(bench)).problems
+        assert any("px has another tokenizer" in problem for problem in problems)
+        assert any("dy serves another model" in problem for problem in problems)
+
+
+async def test_a_draining_worker_gets_nothing_new() -> None:
+    async with running(num_decode=2) as bench:
+        bench.decodes[0].is_draining = True
+        await bench.publish(bench.decodes[0])
+        for _ in range(3):
+            await bench.generate(request(sampling=SHORT))
+        assert bench.decodes[0].num_reserved == 0
+
+
+async def test_pairs_that_cannot_exchange_kv_are_not_formed() -> None:
+    async with running(num_decode=0) as bench:
+        await bench.add(FakeDecode("d9", fake_model(fingerprint="cd" * 32)))
+        code, error = await _error(bench.stub.Generate(request(), timeout=10))
+        assert code is grpc.StatusCode.UNAVAILABLE and "same model" in str(error)
+
+
+async def test_a_worker_that_does_not_answer_is_shown_as_last_heard_of() -> None:
+    async with running(expect_idle=True) as bench:
+        await bench.prefill.stop()
+        status = await _status(bench)
+        assert {worker.worker_id for worker in status.workers} == {"p0", "d0"}
+        assert "p0 does not answer" in status.problems
+
+
+async def test_a_busy_port_is_one_clear_error() -> None:
+    async with running() as bench:
+        settings = settings_for(bench.redis, listen=bench.router.address)
+        second = Router(settings, bench.model_for_router)
+        with pytest.raises(Unavailable, match="port is taken"):
+            await second.start()
+        await second.stop()
+
+
+class _Store(kvstore_pb2_grpc.KvStoreServicer):
+    """Only hears which leases are given back."""
+
+    def __init__(self) -> None:
+        self.released: list[str] = []
+
+    async def Release(self, request: Any, context: Any) -> Any:
+        self.released += request.lease_ids
+        return kvstore_pb2.ReleaseReply(num_released=len(request.lease_ids))
+
+
+async def test_a_handle_that_nobody_takes_over_is_given_back() -> None:
+    """A stop in the first token's text: the prefill worker could not know, its leases are ours."""
+    store = _Store()
+    server, address = await serving.listen(
+        "127.0.0.1:0", [lambda s: kvstore_pb2_grpc.add_KvStoreServicer_to_server(store, s)]
+    )
+    try:
+        async with running() as bench:
+            bench.prefill.store_address = address
+            prompt = TOKENIZER.encode("hello")
+            first = expected_ids(bench, prompt, 3, 1)
+            stop = {"stop": [TOKENIZER.decode(first)], "seed": 3, "max_tokens": 9}
+            await bench.generate(request(sampling=stop))
+            await until(lambda: store.released)
+            assert sorted(store.released) == ["lease-run", "lease-tail"]
+            store.released.clear()
+            # Taken over: the decode worker's business.
+            await bench.generate(request(sampling=SHORT))
+        assert not store.released
+    finally:
+        await server.stop(None)

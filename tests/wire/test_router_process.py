@@ -1,0 +1,94 @@
+"""`python -m services.router` as a process: starts, serves, stops, and fails with one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from process import serving
+from protos import inference_pb2, inference_pb2_grpc
+from tests.unit.router.bench import TOKENIZER, RedisServer
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _start(*overrides: str) -> subprocess.Popen[str]:
+    arguments = [part for override in overrides for part in ("--set", override)]
+    return subprocess.Popen(
+        [sys.executable, "-m", "services.router", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )
+
+
+def _checkpoint(folder: Path) -> Path:
+    TOKENIZER._backend.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+async def test_it_serves_until_told_to_stop(tmp_path: Path) -> None:
+    server = RedisServer()
+    await server.start()
+    process = _start(f"model={_checkpoint(tmp_path)}", f"redis_url={server.url}")
+    try:
+        assert process.stderr is not None
+        ready = next(
+            line
+            for line in map(json.loads, iter(process.stderr.readline, ""))
+            if line["event"] == "ready"
+        )
+        async with serving.channel(ready["address"]) as channel:
+            stub = inference_pb2_grpc.InferenceStub(channel)
+            status = await stub.GetClusterStatus(
+                inference_pb2.GetClusterStatusRequest(), timeout=10
+            )
+        assert status.redis_reachable and status.router_id == ready["router_id"]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.communicate()
+        server.remove()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "word"),
+    [
+        ((), "model: needed"),
+        (("model=./no/such/folder",), "no such folder"),
+        (("model={broken}",), "tokenizer"),
+        (("model={good}", "modle=x"), "nearest is 'model'"),
+        (("model={good}", "listen={busy}"), "cannot listen on 127.0.0.1:"),
+    ],
+)
+def test_what_is_wrong_is_one_line_and_exit_code_2(
+    overrides: tuple[str, ...], word: str, tmp_path: Path
+) -> None:
+    good, broken = tmp_path / "good", tmp_path / "broken"
+    good.mkdir()
+    broken.mkdir()
+    _checkpoint(good)
+    (_checkpoint(broken) / "tokenizer.json").write_text("{}")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        names = {"good": good, "broken": broken, "busy": f"127.0.0.1:{taken.getsockname()[1]}"}
+        process = _start(*(override.format(**names) for override in overrides))
+        try:
+            _, stderr = process.communicate(timeout=60)
+        finally:
+            process.kill()
+            process.communicate()
+    assert process.returncode == 2
+    assert "Traceback" not in stderr
+    (line,) = [line for line in stderr.splitlines() if line.startswith("router: ")]
+    assert word in line

@@ -1,0 +1,69 @@
+"""The tokenizer: byte-level BPE over the corpus, with the special tokens of the chat template.
+
+Digits are always single tokens, so that a sum is a fixed number of steps and not a matter of which
+pairs of digits happened to be frequent. All 256 bytes are in the vocabulary, so any UTF-8 text
+survives the way there and back.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+PAD, END = "<|pad|>", "<|end|>"
+SPECIAL_TOKENS = (PAD, END, "<|system|>", "<|user|>", "<|assistant|>")
+PAD_ID, END_ID = 0, 1
+
+# Must write what chat.render() writes; a test holds the two together.
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{{- '<|' + message['role'] + '|>' + message['content'] + '<|end|>' -}}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
+)
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """A tokenizer whose merges come from `texts`; the special tokens take the first ids."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
+    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja into `folder`.
+
+    The config is written by hand: the class name that a new transformers would save for itself is
+    unknown to an older one, while this one is known to both. There is no BOS token; a document
+    begins where the last one ended.
+    """
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": None,
+        "eos_token": END,
+        "pad_token": PAD,
+        "unk_token": None,
+        "additional_special_tokens": list(SPECIAL_TOKENS[2:]),
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": max_length,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
