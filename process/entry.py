@@ -61,7 +61,7 @@ def run(
         uvloop.run(_supervise(main, loaded))
     except (settings.SettingsError, errors.BatonError) as error:
         sys.stderr.write(f"{component}: {error}\n")
-        return 2
+        return 1 if isinstance(error, errors.Internal) else 2
     except KeyboardInterrupt:
         return 130
     return 0

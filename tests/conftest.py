@@ -12,10 +12,22 @@ import os
 import secrets
 from collections.abc import Callable
 
+import hypothesis
 import pytest
 
 LONG = os.environ.get("BATON_TEST_LONG") == "1"
 SESSION_SEED = int(os.environ.get("BATON_TEST_SEED", secrets.randbelow(2**31)))
+
+# Property tests say what holds, not how fast: a loaded machine must not fail them.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Hypothesis draws from the same seed."""
+    if config.getoption("hypothesis_seed", None) is None:
+        config.option.hypothesis_seed = str(SESSION_SEED)
 
 
 def pytest_report_header() -> list[str]:

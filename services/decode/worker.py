@@ -25,7 +25,7 @@ from typing import Protocol
 
 from engine.request import EngineStats, Request, RequestEvent, Sampling, StepOutput
 from process.deadline import Deadline
-from process.errors import FailedPrecondition, Internal
+from process.errors import BatonError, FailedPrecondition, Internal
 from services.decode.intake import Handover, IntakeAsk, load_handle
 from services.worker.core import Chain, WorkerCore
 from services.worker.provenance import Leg, StageClock
@@ -176,6 +176,9 @@ class DecodeRequest:
             self.sink.finished(self.key, None, self._leg, self._clock.seconds)
         except Exception as error:  # the translator of this border: the sink makes a status of it
             self._move(DecodeState.FAILED)
+            if isinstance(error, Internal) or not isinstance(error, BatonError):
+                fields = {"fields": {"request_id": self._ask.request_id}}
+                logger.error("decode_request_failed", exc_info=error, extra=fields)
             self.sink.failed(self.key, error, self._leg)
         finally:
             self._worker.forget(self)
@@ -213,7 +216,7 @@ class DecodeRequest:
             ask.prompt_token_ids + outputs,
         )
         num_loaded = await load_handle(self._core, intake, handover, self._leg, self._deadline)
-        self._clock.enter("decode_queue")
+        self._clock.enter("decode_queue")  # until the first token: the wait and its first step
         self._move(DecodeState.RUNNING)
         await thread.call(
             lambda engine: engine.start(

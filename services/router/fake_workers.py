@@ -251,10 +251,14 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         """Before a reservation is answered."""
         self.token_gate = Gate()
         """Before each token."""
+        self.pause_at: int | None = None
+        """Output position at which the token gate closes by itself."""
         self.error: BatonError | None = None
         """Answers reservations instead of blocks."""
         self.generated: list[decode_pb2.GenerateFromHandle] = []
         self.num_reserved = 0
+        self.num_refused = 0
+        self.num_cancelled = 0
         self.num_streams = 0
         self.num_open = 0
         self.idle = asyncio.Event()
@@ -305,6 +309,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
                 legs[key].task = asyncio.create_task(self._generate(legs, key, events))
             else:
                 leg = self._end(legs, key)
+                self.num_cancelled += 1
                 finished = decode_pb2.DecodeFinished(
                     finish_reason=common_pb2.FINISH_REASON_CANCELLED,
                     leg=self.leg(len(leg.reserve.prompt_token_ids), is_computed=False),
@@ -323,6 +328,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
             self.num_reserved += 1
             events.put_nowait(decode_pb2.DecodeEvent(key=key, reserved=decode_pb2.DecodeReserved()))
             return
+        self.num_refused += 1
         code, message = serving.status_of(self.error)
         failed = decode_pb2.DecodeFailed(
             code=serving.code_number(code),
@@ -341,6 +347,8 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         leg, model = legs[key], self.model
         prompt, params = leg.reserve.prompt_token_ids, leg.reserve.sampling
         while True:
+            if len(leg.output) == self.pause_at:
+                self.token_gate.close()
             await self.token_gate.passed()
             token_id = model.token(prompt, params, len(leg.output))
             leg.output.append(token_id)

@@ -66,13 +66,12 @@ class PrefillClient:
         stub = prefill_pb2_grpc.PrefillStub(self._channels[life])
         self._queued_tokens[worker.worker_id] += num_tokens
         self._num_calls[life] += 1
-        call = stub.Prefill(request, timeout=deadline.left_s())
         try:
-            reply: prefill_pb2.PrefillReply = await call
+            # Cancelling this await cancels the call, and with it the work.
+            reply: prefill_pb2.PrefillReply = await stub.Prefill(request, timeout=deadline.left_s())
         except grpc.aio.AioRpcError as error:
             raise serving.error_from_rpc(error) from error
         finally:
-            call.cancel()  # nothing when it is over; the end of the work when we are cancelled
             self._queued_tokens[worker.worker_id] -= num_tokens
             self._num_calls[life] -= 1
         if not reply.token_ids:

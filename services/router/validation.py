@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from process.errors import InvalidArgument
@@ -38,12 +38,12 @@ class ModelBounds:
 
 
 def check_request(
-    request: inference_pb2.GenerateRequest, *, served: Collection[str], limits: RouterLimits
+    request: inference_pb2.GenerateRequest, *, served: Sequence[str], limits: RouterLimits
 ) -> None:
     """Raises: InvalidArgument for what the request alone shows to be wrong."""
     if request.model and request.model not in served:
         raise InvalidArgument(
-            "model", f"'{request.model[:128]}' is not served here; '{min(served)}' is"
+            "model", f"'{request.model[:128]}' is not served here; '{served[0]}' is"
         )
     _check_identifier("request_id", request.request_id, _MAX_REQUEST_ID_CHARS)
     _check_identifier("tenant", request.tenant, _MAX_TENANT_CHARS)

@@ -4,7 +4,7 @@ Values; pure.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from protos import common_pb2
@@ -55,9 +55,9 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What the router serves: the names it answers to, and the tokenizer it makes ids with."""
+    """What the router serves: the names it answers to, its own first, and its tokenizer."""
 
-    names: Collection[str]
+    names: Sequence[str]
     tokenizer_digest: str
 
 

@@ -15,6 +15,7 @@ from engine.errors import NoBlocks
 from engine.request import Request, Reservation
 from process.deadline import Deadline
 from process.errors import BatonError, NoCapacity
+from services.worker.background import start_task
 from services.worker.engine_port import WorkerEngine
 from services.worker.engine_thread import EngineThread
 
@@ -53,7 +54,7 @@ class Admission:
                 retry_after_s=1.0,
             )
         if self._pump is None:
-            self._pump = asyncio.create_task(self._grant_forever())
+            self._pump = start_task(self._grant_forever(), "admission")
         waiter = _Waiter(request, asyncio.get_running_loop().create_future())
         self._waiting.append(waiter)
         self._wake.set()

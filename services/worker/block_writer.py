@@ -24,6 +24,7 @@ from kvstore.block import Block
 from kvstore.client import StoreClient
 from process.deadline import Deadline
 from process.errors import BatonError
+from services.worker.background import start_task
 from services.worker.connector import StoreConnector, reason_of
 
 NO_ROOM = "no_room"
@@ -85,7 +86,7 @@ class BlockWriter:
         self._problem: str | None = None
         self._finishing = False
         self._wake = asyncio.Event()
-        self._task = asyncio.create_task(self._write())
+        self._task = start_task(self._write(), "block writer")
 
     def add(self, blocks: Iterable[FilledBlock]) -> None:
         """Take blocks in the order of the prompt; those that are stored already are passed over."""

@@ -28,10 +28,10 @@ class WorkerLimits:
     lease_ttl_s: float = 30.0
     """Most that a lease on a handed-over prompt outlives the last word about it."""
 
-    transfer_budget_s: float = 10.0
+    transfer_budget_s: float = 5.0
     """Time for fetching one request's blocks; after it they are recomputed."""
 
-    put_budget_s: float = 10.0
+    put_budget_s: float = 5.0
     """Time for storing one batch of blocks; after it the handle covers what was stored before."""
 
     attach_budget_s: float = 3.0

@@ -33,12 +33,18 @@ from kvstore.errors import (
     TransferCancelled,
     TransferFailed,
     TransferTimeout,
-    UnknownAttachment,
 )
 from kvstore.transport.base import BlockMemory
 from process import logs
 from process.deadline import Deadline
-from process.errors import BatonError, DeadlineExceeded, NotFound, Unavailable
+from process.errors import (
+    BatonError,
+    DeadlineExceeded,
+    FailedPrecondition,
+    NotFound,
+    Unavailable,
+)
+from services.worker.background import start_task
 from services.worker.config import WorkerLimits
 from services.worker.engine_thread import EngineThread
 
@@ -104,6 +110,9 @@ class StoreConnector:
         self._limits = limits
         self._on_room = on_room
         self._client: StoreClient | None = None
+        self._is_stalled = False
+        self._refusal: FailedPrecondition | None = None
+        self._last_problem = ""
         self._attached = asyncio.Event()
         self._suspect = asyncio.Event()
         self._keeper: asyncio.Task[None] | None = None
@@ -116,19 +125,22 @@ class StoreConnector:
     # ---- life
 
     async def start(self, *, wait_s: float) -> bool:
-        """Attach, waiting at most `wait_s` for it.
+        """Attach, waiting at most `wait_s` for it; the keeper goes on trying.
 
-        Returns: whether the store is there; the keeper goes on trying.
+        Returns: whether the store is there.
+        Raises: FailedPrecondition when the store says that this worker does not fit it.
         """
         if self._target is None:
             return False
-        self._keeper = asyncio.create_task(self._keep_attached(self._target))
+        self._keeper = start_task(self._keep_attached(self._target), "store keeper")
         try:
             async with asyncio.timeout(wait_s):
                 await self._attached.wait()
         except TimeoutError:
             logs.event(logger, "store_away", level=logging.WARNING, address=self._target.address)
-        return self._attached.is_set()
+        if self._client is None and self._refusal is not None:
+            raise self._refusal
+        return self._client is not None
 
     async def stop(self, *, timeout_s: float) -> None:
         """End: pending releases first, then the attachment."""
@@ -146,11 +158,11 @@ class StoreConnector:
 
     @property
     def client(self) -> StoreClient | None:
-        """The store as it is attached now; None while it is away."""
+        """The store as it is attached now; None while it is away or does not answer."""
         if self._client is not None and self._client.broken is not None:
             self._suspect.set()
             return None
-        return self._client
+        return None if self._is_stalled else self._client
 
     @property
     def transport(self) -> str:
@@ -201,10 +213,13 @@ class StoreConnector:
             raise asyncio.CancelledError(str(error)) from error
         except TransferTimeout as error:
             self._quarantine(engine_id, error.quarantine)
+            self.suspect(client, error)
             return Loaded(0, 0, Counter({DEADLINE: len(items)}))
         except BatonError as error:
             self.suspect(client, error)
             return Loaded(0, 0, Counter({reason_of(error): len(items)}))
+        if DEADLINE in result.failed.values():
+            self.suspect(client, DeadlineExceeded("a transfer"))
         first_failed = min(result.failed, default=len(items))
         # What lies behind a failed block cannot be used without it: the same reason, unless it has
         # its own.
@@ -215,8 +230,17 @@ class StoreConnector:
         return Loaded(first_failed, result.num_bytes, not_usable)
 
     def suspect(self, client: StoreClient, error: BatonError) -> None:
-        """A call failed: look at the attachment now rather than at the next tick."""
-        if isinstance(error, Unavailable | UnknownAttachment) and client is self._client:
+        """A call failed: look at the attachment now rather than at the next tick.
+
+        After a call that was not answered in time, nobody else waits for this store until it
+        answers a ping.
+        """
+        if client is not self._client:
+            return
+        if isinstance(error, DeadlineExceeded | TransferTimeout):
+            self._is_stalled = True
+            self._suspect.set()
+        elif isinstance(error, Unavailable):
             self._suspect.set()
 
     def _quarantine(self, engine_id: str, quarantine: Quarantine) -> None:
@@ -242,7 +266,7 @@ class StoreConnector:
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run bounded work that nobody waits for; `stop` does."""
-        task = asyncio.create_task(work)
+        task = start_task(work, "store background")
         self._background.add(task)
         task.add_done_callback(self._background.discard)
         return task
@@ -277,7 +301,7 @@ class StoreConnector:
                 backoff_s = min(MAX_BACKOFF_S, backoff_s * 2)
                 continue
             backoff_s = 0.1
-            self._client = client
+            self._client, self._is_stalled, self._last_problem = client, False, ""
             self.num_attached += 1
             self._attached.set()
             logs.event(
@@ -306,8 +330,13 @@ class StoreConnector:
                 timeout_s=self._limits.attach_budget_s,
                 nixl_net_devices=target.nixl_net_devices,
             )
-        except BatonError as error:
-            logs.event(logger, "store_not_attached", level=logging.DEBUG, why=str(error))
+        except (BatonError, OSError) as error:
+            if isinstance(error, FailedPrecondition):
+                self._refusal = error
+                self._attached.set()
+            if str(error) != self._last_problem:
+                self._last_problem = str(error)
+                logs.event(logger, "store_not_attached", level=logging.WARNING, why=str(error))
             return None
 
     async def _watch(self, client: StoreClient) -> str:
@@ -328,10 +357,15 @@ class StoreConnector:
         try:
             status = await client.status(deadline=Deadline.after(PING_BUDGET_S))
         except DeadlineExceeded:
-            return None  # slow is not gone
+            self._is_stalled = True  # slow is not gone
+            return None
         except BatonError as error:
             return str(error)
-        return None if status.incarnation == client.incarnation else "another life answers"
+        if status.incarnation != client.incarnation:
+            return "another life answers"
+        self._is_stalled = False
+        self._attached.set()
+        return None
 
     async def _close(self, client: StoreClient) -> None:
         try:

@@ -52,7 +52,6 @@ class EngineThread:
         self._stats = engine.stats()
         self._failure: Internal | None = None
         self._closed = False
-        self._checked = False
         self.num_steps = 0
         self.num_idle_checks = 0
 
@@ -150,7 +149,7 @@ class EngineThread:
             return jobs
 
     def _wait_for_job(self) -> _Job | None:
-        if not self._checked and self._failure is None:
+        if self._failure is None:
             try:
                 return self._jobs.get(timeout=self._idle_check_s)
             except queue.Empty:
@@ -158,7 +157,6 @@ class EngineThread:
         return self._jobs.get()
 
     def _check_when_idle(self) -> None:
-        self._checked = True
         self.num_idle_checks += 1
         try:
             self._engine.check_integrity()
@@ -166,7 +164,6 @@ class EngineThread:
             self._fail(error)
 
     def _do(self, job: _Job) -> None:
-        self._checked = False
         if job.future is not None and self._failure is not None:
             refusal = Unavailable(f"the engine failed: {self._failure}")
             self._deliver(_settle, job.future, None, refusal)
@@ -188,7 +185,6 @@ class EngineThread:
         try:
             if not self._engine.has_work():
                 return
-            self._checked = False
             output = self._engine.step()
             self._stats = self._engine.stats()
         except Exception as error:  # the last line of defence

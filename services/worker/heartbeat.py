@@ -23,6 +23,7 @@ from redis.exceptions import RedisError
 
 from process import logs
 from protos import common_pb2
+from services.worker.background import start_task
 from services.worker.status import status_to_json
 
 logger = logging.getLogger(__name__)
@@ -79,7 +80,7 @@ class Heartbeat:
 
     def start(self) -> None:
         """Begin to beat; the first beat is under way at once."""
-        self._task = asyncio.create_task(self._beat_forever())
+        self._task = start_task(self._beat_forever(), "heartbeat")
 
     def beat_now(self) -> None:
         """The status changed in a way that routers should know at once."""

@@ -173,6 +173,21 @@ async def test_no_handle_is_said_and_computed(tmp_path: Path) -> None:
         await p.check()
 
 
+async def test_a_store_without_room_makes_the_handle_shorter(tmp_path: Path) -> None:
+    """Four frames for eight blocks: what fits is handed over, the rest is computed again and
+    said.
+    """
+    async with pair(tmp_path, num_frames=4) as p:
+        answer = await p.generate(PROMPT)
+        assert answer.token_ids == p.expected(PROMPT, 8)
+        assert answer.prefill is not None
+        num_stored = answer.prefill.handle.num_tokens // 4
+        assert 0 < num_stored <= 4
+        assert answer.recomputed == {"missing": NUM_BLOCKS - num_stored}
+        assert answer.leg.num_tokens_computed == len(PROMPT) - 4 * num_stored
+        await p.check()
+
+
 async def test_a_corrupt_frame_at_prefill_is_computed_again_and_counted(tmp_path: Path) -> None:
     """Prefill takes the prefix from the store, finds one block wrong, and says so."""
     async with pair(tmp_path, prefill_blocks=64) as p:

@@ -13,7 +13,7 @@ import pytest
 
 from protos import common_pb2, prefill_pb2
 from tests.unit.worker.builders import BLOCK_SIZE, prompt_of
-from tests.wire.prefill_decode_pair import Answer, pair
+from tests.wire.prefill_decode_pair import Answer, pair, until
 
 TRANSPORTS = ("shm", "nixl", "grpc")
 
@@ -95,6 +95,25 @@ async def test_another_prefill_life_takes_the_prefix_from_the_store(tmp_path: Pa
         await p.check()
 
 
+async def test_a_store_that_lost_everything_gets_the_local_prefix_again(tmp_path: Path) -> None:
+    """Prefill computes two tokens, and still hands over the whole prompt."""
+    async with pair(tmp_path) as p:
+        prompt = prompt_of(30)
+        await p.run_prefill(prompt, name="before")
+        old = p.store.node.incarnation
+        await p.kill_store()
+        await p.start_store()
+        for worker in (p.prefill, p.decode):
+            connector = worker.core.connector
+            await until(lambda c=connector: c.client is not None and c.client.incarnation != old)
+        answer = await p.generate(prompt)
+        assert answer.token_ids == p.expected(prompt, 8)
+        assert answer.prefill is not None
+        assert answer.prefill.leg.num_tokens_computed == 2
+        assert_handed_over(answer, len(prompt))
+        await p.check()
+
+
 async def test_ragged_concurrent_requests_share_one_stream(
     tmp_path: Path, seed: int, scale: Callable[[int], int]
 ) -> None:
@@ -144,6 +163,30 @@ async def test_sampled_tokens_do_not_depend_on_the_path(tmp_path: Path) -> None:
         other = await p.generate(prompt, temperature=1.0, seed=124, max_tokens=12, name="other")
         assert other.token_ids != answer.token_ids
         await p.check()
+
+
+async def test_a_stream_is_taken_up_again_from_its_tokens(tmp_path: Path) -> None:
+    """Tokens drawn before are context: prefill computes and hands over their KV, too, and nothing
+    is drawn twice."""
+    async with pair(tmp_path) as p, p.stream() as stream:
+        for num_drawn in (1, 5, 6, 7, 12):
+            prompt = prompt_of(30, start=num_drawn)
+            expected = p.expected(prompt, 16)
+            name = f"r{num_drawn}"
+            key = await stream.reserve(p.reserve(prompt, name=name, max_tokens=16))
+            await stream.next(key)
+            request = p.prefill_request(prompt, name=name, max_tokens=16)
+            request.output_token_ids.extend(expected[:num_drawn])
+            reply = await p.prefill_stub.Prefill(request, timeout=10)
+            assert list(reply.token_ids) == expected[num_drawn : num_drawn + 1]
+            assert reply.handle.num_tokens == len(prompt) + num_drawn
+            del reply.token_ids[:]
+            reply.token_ids.extend(expected[: num_drawn + 1])
+            await stream.generate(key, reply)
+            answer = await stream.collect(key)
+            assert answer.token_ids == expected[num_drawn + 1 :]
+            assert_handed_over(answer, len(prompt))
+            await p.check()
 
 
 async def test_logprobs_travel_with_their_tokens(tmp_path: Path) -> None:

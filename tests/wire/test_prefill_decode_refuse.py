@@ -13,9 +13,15 @@ import grpc.aio
 import pytest
 from google.protobuf import json_format
 
+from engine.config import EngineConfig
+from engine.fake import FakeModel
+from engine.loop import Engine
 from process import serving
 from process.errors import BatonError, FailedPrecondition, InvalidArgument
 from protos import common_pb2, prefill_pb2
+from services.prefill.role import PrefillRole
+from services.worker import main
+from services.worker.config import WorkerLimits, WorkerSettings
 from services.worker.status import status_to_json
 from tests.unit.worker.builders import prompt_of
 from tests.wire.prefill_decode_pair import WAIT_S, Pair, pair, until
@@ -182,6 +188,50 @@ async def test_a_failed_engine_fails_its_requests_and_takes_no_more(tmp_path: Pa
             engine = worker.core.thread._engine
             await until(lambda e=engine: e.stats().num_referenced_blocks == 0)
             engine.check_integrity()
+
+
+async def test_a_worker_that_does_not_fit_its_store_does_not_start(tmp_path: Path) -> None:
+    """Another KV layout at the same store is said at the start, not worked around in silence."""
+    async with pair(tmp_path) as p:
+        other = FakeModel(block_size=8)
+        engine = Engine(EngineConfig(block_size=8, num_blocks=64), other)
+        settings = WorkerSettings(redis_url="", store_address=p.store.address)
+        with pytest.raises(FailedPrecondition, match="another KV layout"):
+            await main.start(engine, settings, "prefill", PrefillRole)
+        await p.check()
+
+
+async def test_a_store_that_does_not_answer_costs_one_wait_not_one_per_request(
+    tmp_path: Path,
+) -> None:
+    limits = WorkerLimits(store_wait_s=WAIT_S, transfer_budget_s=0.2, put_budget_s=0.2, drain_s=0.2)
+    async with pair(tmp_path, limits=limits) as p:
+        reals = {}
+        for worker in (p.prefill, p.decode):
+            client = worker.core.connector.client
+            assert client is not None
+            reals[worker.core.identity.role] = (client, client._rpc.call)
+
+            async def silent(method: Any, request: Any, deadline: Any, **options: Any) -> Any:
+                async with deadline.timeout("the store"):
+                    await asyncio.Event().wait()
+
+            client._rpc.call = silent  # type: ignore[method-assign]
+        answer = await p.generate(PROMPT, name="first")
+        assert answer.token_ids == p.expected(PROMPT, 8)
+        assert answer.prefill is not None
+        assert [c.reason for c in answer.prefill.leg.recomputed] == ["deadline"]
+        again = await p.generate(prompt_of(30, start=8), name="second")
+        assert again.token_ids == p.expected(prompt_of(30, start=8), 8)
+        assert again.prefill is not None
+        assert [c.reason for c in again.prefill.leg.recomputed] == ["store_unavailable"]
+        assert p.prefill.core.connector.client is None
+        for client, call in reals.values():
+            client._rpc.call = call  # type: ignore[method-assign]
+        await p.reattached()
+        third = await p.generate(prompt_of(30, start=9), name="third")
+        assert third.leg.num_tokens_computed == 0
+        await p.check()
 
 
 async def test_a_status_survives_its_registry_form(tmp_path: Path) -> None:

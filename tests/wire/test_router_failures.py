@@ -97,11 +97,16 @@ async def test_a_decode_worker_that_dies_fails_its_streams_only() -> None:
 
 async def test_a_decode_worker_that_refuses_is_passed_over() -> None:
     async with running(num_decode=3) as bench:
-        for worker in bench.decodes[:2]:
-            worker.error = NoCapacity("full")
-        for seed in range(4):
-            assert await bench.generate(request(sampling={"max_tokens": 4, "seed": seed}))
-        assert bench.decodes[2].num_reserved == 4
+        # Equal prompts go to one worker while all are idle: that one, then the next one refuses.
+        for _ in range(2):
+            before = [worker.num_reserved for worker in bench.decodes]
+            assert await bench.generate(request(sampling=SHORT))
+            after = [worker.num_reserved for worker in bench.decodes]
+            (favourite,) = (i for i in range(3) if after[i] > before[i])
+            bench.decodes[favourite].error = NoCapacity("full")
+        assert await bench.generate(request(sampling=SHORT))
+        assert sum(worker.num_refused for worker in bench.decodes) >= 2
+        assert bench.prefill.num_active == 0 and len(bench.prefill.requests) == 3
 
 
 async def test_full_decode_workers_are_exhausted_after_a_bounded_wait() -> None:
@@ -117,11 +122,11 @@ async def test_full_decode_workers_are_exhausted_after_a_bounded_wait() -> None:
 async def test_room_that_comes_is_taken() -> None:
     async with running(times={"reserve_wait_s": 5.0}) as bench:
         bench.decode.error = NoCapacity("full")
-        bench.decode.reserve_gate.close()
         call = bench.stub.Generate(request(sampling=SHORT), timeout=10)
-        await bench.decode.reserve_gate.reached.wait()
-        bench.decode.reserve_gate.open()
+        reading = asyncio.create_task(call.read())
+        await until(lambda: bench.decode.num_refused >= 2)
         bench.decode.error = None
+        assert (await reading).token_ids
         assert await rest_of(call)
 
 

@@ -126,16 +126,19 @@ async def test_a_stop_string_across_tokens_ends_decode(include: bool) -> None:
         text = TOKENIZER.decode(ids)
         stop = text[10:14]
         begin = text.index(stop)
+        # A little overshoot, then it would go on for ever: only a cancel ends it.
+        bench.decode.pause_at = begin + 10
         messages = await bench.generate(
             request(
                 sampling={
-                    "max_tokens": 40,
+                    "max_tokens": 400,
                     "seed": 11,
                     "stop": ["never", stop],
                     "include_stop_text": include,
                 }
             )
         )
+    assert bench.decode.num_cancelled == 1
     last = messages[-1]
     assert "".join(m.text for m in messages) == text[: begin + 4 if include else begin]
     assert last.finish_reason == common_pb2.FINISH_REASON_STOP_STRING

@@ -92,6 +92,7 @@ async def test_cancel_in_each_state(state: LegState) -> None:
     leg.on_event(FINISHED)
     finished = await leg.wait_over()
     assert finished is not None and leg.state is LegState.OVER
+    assert (await leg.take()).token_ids == ()
 
 
 @pytest.mark.parametrize("state", [s for s in LegState if s is not LegState.OVER])

@@ -34,6 +34,12 @@ async def test_tokens_by_node_and_fingerprint() -> None:
     assert lookup.problem is None
 
 
+async def test_long_prompts_are_hashed_alike() -> None:
+    lookup = PrefixLookup(_Index(), lambda: {"n0": "aa"}, timeout_s=5)
+    found = await lookup.find(range(20_000), b"salt", [(FINGERPRINT, 16)])
+    assert found == {(FINGERPRINT, "n0"): 20_000}
+
+
 async def test_a_failing_or_slow_index_is_no_hint_and_a_problem() -> None:
     failing, index_ = _Index(Unavailable("away")), _Index(wait=True)
     for broken in (failing, index_):

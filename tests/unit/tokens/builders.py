@@ -37,7 +37,7 @@ def byte_level() -> Tokenizer:
     return Tokenizer(backend)
 
 
-def byte_fallback(*, strip: bool = True, metaspace: bool = False) -> Tokenizer:
+def byte_fallback(*, strip: int = 1, metaspace: bool = False) -> Tokenizer:
     """Llama / SentencePiece style: `▁` for space, byte tokens for what has none."""
     vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2}
     for byte in range(256):
@@ -63,7 +63,7 @@ def byte_fallback(*, strip: bool = True, metaspace: bool = False) -> Tokenizer:
         )
         steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
         backend.decoder = decoders.Sequence(
-            [*steps, decoders.Strip(" ", 1, 0)] if strip else [*steps]
+            [*steps, decoders.Strip(" ", strip, 0)] if strip else [*steps]
         )
     backend.add_special_tokens(["<unk>", "<s>", "</s>"])
     return Tokenizer(backend)
@@ -84,7 +84,9 @@ def word_piece() -> Tokenizer:
 KINDS = {
     "byte_level": byte_level(),
     "byte_fallback": byte_fallback(),
-    "byte_fallback_no_strip": byte_fallback(strip=False),
+    "byte_fallback_no_strip": byte_fallback(strip=0),
+    # More than any window keeps: spaces in its context must not make it strip again.
+    "byte_fallback_strip_many": byte_fallback(strip=12),
     "metaspace": byte_fallback(metaspace=True),
     "word_piece": word_piece(),
 }

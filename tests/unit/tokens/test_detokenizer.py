@@ -42,6 +42,19 @@ def test_one_by_one_equals_the_whole_for_text(kind: str, text: str) -> None:
 
 
 @given(
+    kind=kinds,
+    text=st.lists(st.sampled_from([" ", "   ", "a", "he", "\n", "中"]), max_size=60).map("".join),
+)
+def test_runs_of_spaces(kind: str, text: str) -> None:
+    """Decoders that strip leading spaces must strip them once, not in every window."""
+    tokenizer = KINDS[kind]
+    ids = [i for character in text for i in tokenizer.encode(character)]
+    detokenizer = Detokenizer(tokenizer)
+    pieces = [detokenizer.feed([token_id]) for token_id in ids] + [detokenizer.finish()]
+    assert "".join(pieces) == tokenizer.decode(ids)
+
+
+@given(
     seed=st.integers(0, 2**32), kind=st.sampled_from(["byte_level", "byte_fallback", "metaspace"])
 )
 def test_bytes_of_broken_characters(seed: int, kind: str) -> None:

@@ -23,6 +23,7 @@ from kvstore.errors import (
 from kvstore.transport.base import GetResult
 from process.deadline import Deadline
 from process.errors import BatonError, DeadlineExceeded, Unavailable
+from protos import kvstore_pb2
 from services.worker.config import WorkerLimits
 from services.worker.connector import StoreConnector
 from services.worker.engine_thread import EngineThread
@@ -51,6 +52,9 @@ class FakeClient:
             raise self.outcome
         assert isinstance(self.outcome, GetResult)
         return self.outcome
+
+    async def status(self, *, deadline: Deadline) -> Any:
+        return kvstore_pb2.GetStatusReply(incarnation=b"one")
 
     async def release(self, lease_ids: list[str], *, deadline: Deadline) -> int:
         self.num_releasing += 1
@@ -193,6 +197,15 @@ async def test_a_store_that_is_away_takes_no_lease_back_and_hurts_nobody() -> No
         connector.release_later(None, ["lease"])
         await connector.settle()
         assert client.released == []
+
+
+async def test_another_life_behind_the_same_address_is_noticed() -> None:
+    async with reserved() as (_, _, connector, _):
+        client: Any = FakeClient()
+        client.incarnation = b"one"
+        assert await connector._ping(client) is None
+        client.incarnation = b"two"
+        assert await connector._ping(client) == "another life answers"
 
 
 async def test_a_worker_without_a_store_says_so() -> None:

@@ -1,0 +1,60 @@
+"""A process's exit code and its one line on stderr are what a supervisor and a person go by."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import asyncio
+from dataclasses import dataclass
+from process import entry, errors
+
+@dataclass(frozen=True)
+class Settings:
+    fail: str = ""
+
+async def main(settings, stop):
+    if settings.fail:
+        raise getattr(errors, settings.fail)("the reason")
+    stop.set()
+    await stop.wait()
+
+raise SystemExit(entry.run("part", Settings, main))
+"""
+
+
+def run(*arguments: str, environment: dict[str, str] | None = None) -> tuple[int, str]:
+    root = str(Path(__file__).parents[3])
+    result = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *arguments],
+        env=os.environ | {"PYTHONPATH": root} | (environment or {}),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    plain = [line for line in result.stderr.splitlines() if not line.startswith("{")]
+    return result.returncode, "\n".join(plain)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((), (0, "")),
+        (("--set", "fail=Unavailable"), (2, "part: the reason")),
+        (("--set", "fail=Internal"), (1, "part: the reason")),
+        (("--set", "fial=x"), (2, "part: settings: unknown key 'fial', nearest is 'fail'")),
+    ],
+)
+def test_exit_codes(arguments: tuple[str, ...], expected: tuple[int, str]) -> None:
+    assert run(*arguments) == expected
+
+
+def test_a_process_whose_parent_is_gone_does_not_start() -> None:
+    code, line = run(environment={"BATON_PARENT_PID": "1"})
+    assert (code, line) == (2, "part: the parent process 1 is gone")
