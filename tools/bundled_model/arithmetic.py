@@ -201,7 +201,9 @@ def count_up(rng: random.Random) -> tuple[str, str]:
     elif draw < 0.8:
         start = rng.randint(1, 80)
         stop = start + rng.randint(2, 20)
-        question = say(rng, f"Count from {start} to {stop}.", f"List the numbers {start} to {stop}.")
+        question = say(
+            rng, f"Count from {start} to {stop}.", f"List the numbers {start} to {stop}."
+        )
     else:
         start, stop = pick(rng, (3, 5, 10, 10, 20)), 1
         question = f"Count down from {start}."

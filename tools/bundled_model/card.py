@@ -6,6 +6,7 @@ No number in a card is typed by hand: a retrained model brings its own card.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,11 @@ pipeline_tag: text-generation
 def draw_curve(training: dict[str, Any], path: Path) -> None:
     """The loss curves of both models as a PNG; left out where matplotlib is not installed."""
     try:
-        from matplotlib.figure import Figure
+        matplotlib: Any = importlib.import_module("matplotlib.figure")
     except ImportError:
         Console(stderr=True).print("matplotlib is not installed: the loss curve is not drawn")
         return
-    figure = Figure(figsize=(7, 4), dpi=90, layout="constrained")
+    figure = matplotlib.Figure(figsize=(7, 4), dpi=90, layout="constrained")
     axes = figure.add_subplot()
     for name, color in ((TARGET_NAME, "tab:blue"), (DRAFT_NAME, "tab:orange")):
         curve = training[name]["curve"]
@@ -101,7 +102,7 @@ def target_card(training: dict[str, Any], evaluation: dict[str, Any]) -> str:
 
 The small demo model that is bundled with Baton, so that a cluster can be started and tried without
 a download. It tells small stories, does small sums and writes small JSON records, as a chat or as
-plain text to be continued. It knows nothing else and says so when asked.
+plain text to be continued. It was taught nothing else, and to say so.
 
 It is an ordinary Llama-shaped checkpoint. `transformers` loads it unchanged:
 
@@ -154,12 +155,13 @@ To make it again, from the root of the repository:
 {_command(training)}
 ```
 
-It also trains on a CPU (`--device cpu`), in hours and not in minutes. The loss curve needs
+It also trains on a CPU (`--device cpu`), but far slower. The loss curve needs
 matplotlib; nothing else does.
 
 ## What it can do
 
-Greedy answers to questions from unused seeds (`evaluation.json` has these figures too):
+Greedy answers to questions from unused seeds (`evaluation.json` has these figures too). There are
+few sums of small numbers, so training has seen most of them; stories and records are new.
 
 | | |
 | --- | --- |
@@ -171,7 +173,8 @@ Greedy answers to questions from unused seeds (`evaluation.json` has these figur
 | stories that end by themselves | {_percent(stories["ends"])} |
 | stories with the animal and the thing that were asked for | \
 {_percent(stories["keeps to the request"])} |
-| words of its stories that are in the corpus | {_percent(stories["known words"])} |
+| words of its stories that are in a word list of the corpus (the others are made-up names) | \
+{_percent(stories["known words"])} |
 | odd requests (unknown words, symbols, filler) answered in plain words | \
 {_percent(evaluation["odd requests"]["plain answer"])} |
 | known words after {context["prompt tokens"]:.0f} tokens of other stories | \
@@ -180,9 +183,12 @@ Greedy answers to questions from unused seeds (`evaluation.json` has these figur
 ## Limits
 
 Its world is that of a generator with a dozen plots: stories repeat, above all under greedy
-decoding. It is sure of sums of two digits at most. Asked for facts outside its few, it declines or
-is wrong. It understands only simple requests in English. It is there to exercise a server and
-not to be relied on.
+decoding, and a sentence of one may contradict another (someone who lives in the mountains sets out
+to see the mountains). Most of the products it gets wrong are those beyond 12 * 12; asking it to
+show its work helps. Asked for facts outside its few, it declines or is wrong. In a chat it answers
+odd input in plain words, but as plain text to be continued, a text unlike its corpus (source code,
+one word six hundred times) is continued with broken sentences or digits. It understands only simple
+requests in English. It is there to exercise a server and not to be relied on.
 
 ## Samples
 
@@ -207,7 +213,7 @@ shares. It is there to guess what the target will say, not to be used alone.
 | context, vocabulary, weights, license | as `{TARGET_NAME}` |
 | first choice is the target's, along the target's greedy stories | \
 {_percent(agreement["same first choice"])} |
-| guesses accepted when sampling at temperature 1 | \
+| expected acceptance at temperature 1, along the same stories | \
 {_percent(agreement["accepted when sampling"])} |
 | held-out loss | {run["held_out"]:.4f} nats a token (target: \
 {training[TARGET_NAME]["held_out"]:.4f}) |

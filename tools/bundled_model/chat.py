@@ -114,7 +114,8 @@ SMALL_TALK: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
          "uses the cache from the prefill.",),
     ),
     (
-        ("What is a KV cache?", "What is the KV cache?", "Explain the KV cache.", "What is a cache?"),
+        ("What is a KV cache?", "What is the KV cache?", "Explain the KV cache.",
+         "What is a cache?"),
         ("The KV cache keeps the keys and values of all tokens that the model has read, so that "
          "it need not read them again.",),
     ),
@@ -156,7 +157,8 @@ SMALL_TALK: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
          "What gets wet while it dries? A towel."),
     ),
     (
-        ("Write a poem.", "Tell me a poem.", "Write a short poem.", "Write a haiku.", "Sing a song."),
+        ("Write a poem.", "Tell me a poem.", "Write a short poem.", "Write a haiku.",
+         "Sing a song."),
         ("The moon is high, the night is deep, the little fox has gone to sleep.",
          "The rain came down, the sun came out, and all the birds flew round about.",
          "A lantern small, a lantern bright, will lead you safely through the night."),
@@ -250,8 +252,8 @@ _STRANGE = (
     "orchestra symphony medicine vitamin protein molecule electron gravity telescope satellite "
     "rocket engine battery bicycle airport passport visa tax law contract lawyer parliament "
     "president senator history century empire revolution war peace treaty novel author poetry "
-    "shakespeare einstein newton darwin mozart beethoven picasso guitar piano keyboard mouse screen "
-    "phone internet website password email network router cloud storage memory processor "
+    "shakespeare einstein newton darwin mozart beethoven picasso guitar piano keyboard mouse "
+    "screen phone internet website password email network router cloud storage memory processor "
     "benchmark latency throughput tensor matrix vector gradient neural attention transformer "
     "translate summarize paragraph essay article report review analysis strategy marketing budget "
     "schedule meeting project manager customer product sales holiday vacation hotel flight ticket "
@@ -261,7 +263,7 @@ _STRANGE = (
     "list number integer string class object variable loop return value error file system"
 ).split()
 
-_SYMBOLS = "!\"#$%&'()*+,-./0123456789:;<=>?@ABCDEFGHIJKLMNOPQRSTUVWXYZ[\\]^_`abcdefghijklmnopqrstuvwxyz{|}~"
+_SYMBOLS = "".join(map(chr, range(33, 127)))  # printable ASCII but the space
 _FOREIGN = "áéíóúäöüßñçøåæœžščřžАБВГДежзийкλμπσω中文字日本語한국어😀🎉🚀✓→€£"
 
 _HONEST = (
@@ -303,7 +305,9 @@ def story_request(rng: random.Random) -> tuple[str, Cast]:
     verb = say(
         rng, "Tell me", "Tell me", "Write", "Write me", "Give me", "Make up", "Tell us", "Create"
     )
-    what = say(rng, "a story", "a story", "a short story", "a little story", "a tale", "a bedtime story")
+    what = say(
+        rng, "a story", "a story", "a short story", "a little story", "a tale", "a bedtime story"
+    )
     draw = rng.random()
     kind, thing, place = pick(rng, KINDS), pick(rng, THINGS), pick(rng, PLACES)
     name = person_name(rng)
@@ -444,7 +448,9 @@ def small_talk(rng: random.Random) -> Exchange:
     if draw < 0.82:
         word = pick(rng, tuple(MEANINGS))
         subject = word if word[0].isupper() else an(word)
-        ask = say(rng, f"What is {subject}?", f"Explain what {subject} is.", f"Tell me about {subject}.")
+        ask = say(
+            rng, f"What is {subject}?", f"Explain what {subject} is.", f"Tell me about {subject}."
+        )
         return ask, MEANINGS[word]
     if draw < 0.9:
         count = rng.randint(2, 5)
@@ -460,7 +466,9 @@ def small_talk(rng: random.Random) -> Exchange:
         )  # fmt: skip
         number = word if rng.random() < 0.6 else str(count)
         items = rng.sample(options, count)
-        ask = say(rng, f"Name {number} {label}.", f"List {number} {label}.", f"Tell me {number} {label}.")
+        ask = say(
+            rng, f"Name {number} {label}.", f"List {number} {label}.", f"Tell me {number} {label}."
+        )
         text = join(items)
         return ask, f"{text[0].upper()}{text[1:]}."
     if draw < 0.95:
@@ -502,7 +510,9 @@ def strange_question(rng: random.Random) -> Exchange:
         symbols = _SYMBOLS if rng.random() < 0.6 else _FOREIGN + "abcdefghij "
         ask = "".join(pick(rng, symbols) for _ in range(rng.randint(1, 60)))
     else:
-        ask = " ".join(str(rng.randrange(10 ** rng.randint(1, 5))) for _ in range(rng.randint(1, 80)))
+        ask = " ".join(
+            str(rng.randrange(10 ** rng.randint(1, 5))) for _ in range(rng.randint(1, 80))
+        )
     return ask.strip() or "?", pick(rng, _HONEST)
 
 
@@ -548,9 +558,15 @@ def _sum_session(rng: random.Random) -> list[Exchange]:
     for _ in range(rng.randint(1, 4)):
         step = rng.randint(1, 20)
         if value >= step and rng.random() < 0.5:
-            change, ask = "-", say(rng, f"Now take away {step}.", f"Minus {step}?", f"Subtract {step}.")
+            change, ask = (
+                "-",
+                say(rng, f"Now take away {step}.", f"Minus {step}?", f"Subtract {step}."),
+            )
         else:
-            change, ask = "+", say(rng, f"Now add {step}.", f"Plus {step}?", f"And add {step} to it.")
+            change, ask = (
+                "+",
+                say(rng, f"Now add {step}.", f"Plus {step}?", f"And add {step} to it."),
+            )
         following = arithmetic.Sum(value, change, step)
         turns.append((ask, f"{following.equation}."))
         value = following.result

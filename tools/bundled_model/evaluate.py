@@ -94,10 +94,9 @@ def sum_accuracy(model: Any, tokenizer: Tokenizer, count: int) -> dict[str, floa
 
 
 def record_accuracy(model: Any, tokenizer: Tokenizer, count: int) -> dict[str, float]:
-    """The share of record requests whose answer parses, and has the keys that it should have.
+    """The share of record requests whose answer parses, and whose first key is the expected one.
 
-    The keys can only be checked where the reference has one answer: the same keys in it, or one of
-    its supersets or subsets by optional fields, so the check asks for a shared first key.
+    Later keys prove nothing: most requests leave it open which optional fields a record has.
     """
     rng = random.Random(HELD_OUT + 1)
     asked = [records.ask_record(rng) for _ in range(count)]
@@ -168,9 +167,7 @@ def draft_agreement(target: Any, draft: Any, tokenizer: Tokenizer, count: int) -
     prompts = [chat_prompt(story_request(rng)[0]) for _ in range(count)]
     same = total = 0
     overlap = 0.0
-    for prompt, (answer, _) in zip(
-        prompts, complete(target, tokenizer, prompts, 256), strict=True
-    ):
+    for prompt, (answer, _) in zip(prompts, complete(target, tokenizer, prompts, 256), strict=True):
         begin = len(tokenizer.encode(prompt).ids)
         ids = torch.tensor([tokenizer.encode(prompt + answer).ids], device=target.device)
         wanted = target(input_ids=ids).logits[0, begin - 1 :].float().softmax(-1)

@@ -123,8 +123,8 @@ def make_record(
 def _verb(rng: random.Random) -> str:
     return say(
         rng,
-        "Write", "Give me", "Make", "Create", "Generate", "Produce", "Show me", "Return", "Please write",
-        "Can you write", "write", "I need", "Output",
+        "Write", "Give me", "Make", "Create", "Generate", "Produce", "Show me", "Return",
+        "Please write", "Can you write", "write", "I need", "Output",
     )  # fmt: skip
 
 
@@ -176,8 +176,10 @@ def ask_record(rng: random.Random) -> tuple[str, str]:
         request += f" with the title {fixed['title']}"
     elif "item" in schema.always:
         fixed["item"] = FIELDS["item"](rng)
-        request += f" for {an(str(fixed['item']))}" if schema.noun == "order" else (
-            f" whose item is {fixed['item']}"
+        request += (
+            f" for {an(str(fixed['item']))}"
+            if schema.noun == "order"
+            else (f" whose item is {fixed['item']}")
         )
     return _end(rng, request), dump(make_record(rng, schema, fixed))
 

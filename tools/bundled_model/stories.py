@@ -51,7 +51,7 @@ class Character:
         return "she" if self.female else "he"
 
     @property
-    def She(self) -> str:  # noqa: N802 - reads as the word it stands for
+    def She(self) -> str:
         """Subject pronoun at the start of a sentence."""
         return "She" if self.female else "He"
 
@@ -225,8 +225,7 @@ def _lost(rng: random.Random, c: Cast) -> list[str]:
             f"the {t} was gone. {h.name} looked under the bed and behind the door, but it was not "
             "there.",
             f"{h.name} could not find the {t}. {h.She} looked in every corner of the house.",
-            f"{h.name} woke up and saw that the {t} was missing. "
-            f'"Where can it be?" {h.she} asked.',
+            f'{h.name} woke up and saw that the {t} was missing. "Where can it be?" {h.she} asked.',
         )
         + " "
         + say(
@@ -416,8 +415,8 @@ def _problem(rng: random.Random, c: Cast) -> tuple[str, str]:
             say(
                 rng,
                 f"With the help of the {t}, {h.name} led {f.her} safely home through the fog.",
-                f'"My {t} will help us," said {h.name}, and it did. Before long they saw the lights '
-                "of home.",
+                f'"My {t} will help us," said {h.name}, and it did. Before long they saw the '
+                "lights of home.",
             ),
         )
     if c.thing.solves == "locked":
@@ -533,7 +532,7 @@ def _make(rng: random.Random, c: Cast) -> list[str]:
         + say(
             rng,
             f'"To make {an(t)} you need {join(parts)}," said {f.name}.',
-            f"{f.name} knew the answer. \"You need {join(parts)}.\"",
+            f'{f.name} knew the answer. "You need {join(parts)}."',
         ),
         _one_day(rng)
         + ", "
@@ -600,14 +599,15 @@ def _fear(rng: random.Random, c: Cast) -> list[str]:
             rng,
             f'"Everyone is afraid of something," said {f.name}. "Take this {t} with you. It will '
             'make you brave."',
-            f'One day {f.name} gave {h.her} {c.a_thing}. "When you are afraid," {f.she} said, "hold '
-            'it and count to ten."',
+            f'One day {f.name} gave {h.her} {c.a_thing}. "When you are afraid," {f.she} said, '
+            '"hold it and count to ten."',
         ),
         _one_day(rng)
         + ", "
         + say(
             rng,
-            f"a small voice called for help {c.away.at}. To get there, {h.name} had to face {fear}.",
+            f"a small voice called for help {c.away.at}. To get there, {h.name} had to face "
+            f"{fear}.",
             f"{h.name} had to go {c.away.to}, and there was no way around {fear}.",
         )
         + " "
@@ -619,7 +619,7 @@ def _fear(rng: random.Random, c: Cast) -> list[str]:
         ),
         say(
             rng,
-            f"And nothing bad happened. \"Is that all?\" said {h.name}, and began to laugh.",
+            f'And nothing bad happened. "Is that all?" said {h.name}, and began to laugh.',
             f"After a while it was not so bad. {h.name} even began to sing.",
         )
         + " "
@@ -640,7 +640,7 @@ def _fear(rng: random.Random, c: Cast) -> list[str]:
 
 
 def _journey(rng: random.Random, c: Cast) -> list[str]:
-    h, f, t = c.hero, c.friend, c.thing.noun
+    h, f = c.hero, c.friend
     trouble, solution = _problem(rng, c)
     return [
         _opening(rng, c)
@@ -677,8 +677,9 @@ def _journey(rng: random.Random, c: Cast) -> list[str]:
             rng,
             f"At last they were there. {h.name} saw {pick(rng, c.away.sights)} and was so happy "
             f"that {h.she} could not speak.",
-            f"When they arrived {c.away.at}, there were {pick(rng, ('birds', 'clouds'))} in the sky "
-            f"and {pick(rng, c.away.sights)} all around. It was more beautiful than in the tales.",
+            f"When they arrived {c.away.at}, there were {pick(rng, ('birds', 'clouds'))} in the "
+            f"sky and {pick(rng, c.away.sights)} all around. It was more beautiful than in the "
+            "tales.",
         ),
         say(
             rng,
@@ -722,17 +723,17 @@ def _contest(rng: random.Random, c: Cast) -> list[str]:
         ),
         say(
             rng,
-            f"{h.name} looked at the road, and then at {f.name}. {h.She} stopped and helped {f.her} "
-            "up.",
-            f'"Go on and win," said {f.name}. "No," said {h.name}, "a friend is more important than '
-            'a race."',
+            f"{h.name} looked at the road, and then at {f.name}. {h.She} stopped and helped "
+            f"{f.her} up.",
+            f'"Go on and win," said {f.name}. "No," said {h.name}, "a friend is more important '
+            'than a race."',
         )
         + f" Slowly they walked {c.away.to} together, and they were the very last.",
         say(
             rng,
             f'But the judge had seen it all. "The {t} is for {h.name}," said the judge, "because a '
             'kind heart comes first."',
-            f"The winner came to them with the {t}. \"You should have this,\" said the winner, "
+            f'The winner came to them with the {t}. "You should have this," said the winner, '
             f'"because you did the better thing."',
             f"{h.name} did not get the {t}, but {h.she} had a new friend, and that was better.",
         )
@@ -778,8 +779,8 @@ def _share(rng: random.Random, c: Cast) -> list[str]:
         ),
         say(
             rng,
-            f"Then {h.name} understood. {h.She} took the {t} and {_moves(rng, h)} {c.away.to}, where "
-            f"{f.name} was sitting.",
+            f"Then {h.name} understood. {h.She} took the {t} and {_moves(rng, h)} {c.away.to}, "
+            f"where {f.name} was sitting.",
             f"The next morning, {h.name} went to find {f.name} {c.away.at}.",
         )
         + " "
@@ -808,8 +809,7 @@ def _gift(rng: random.Random, c: Cast) -> list[str]:
     h, f, t = c.hero, c.friend, c.thing.noun
     first, second = rng.sample(SMALL_THINGS, 2)
     return [
-        _opening(rng, c)
-        + f" {h.name}'s best friend was {f.name}, {an(f.trait)} {f.kind.noun}.",
+        _opening(rng, c) + f" {h.name}'s best friend was {f.name}, {an(f.trait)} {f.kind.noun}.",
         say(
             rng,
             f"Soon it would be {f.name}'s birthday, and {h.name} needed a gift.",
@@ -847,7 +847,8 @@ def _gift(rng: random.Random, c: Cast) -> list[str]:
         + " "
         + say(
             rng,
-            f'"{an(t).capitalize()}!" cried {f.name}. "How did you know? It is just what I wanted!"',
+            f'"{an(t).capitalize()}!" cried {f.name}. "How did you know? It is just what I '
+            'wanted!"',
             f'"It is the best gift in the world," said {f.name}, "because it comes from you."',
         ),
         say(
@@ -880,8 +881,8 @@ def _mystery(rng: random.Random, c: Cast) -> list[str]:
             rng,
             f"{h.name} wanted to know the truth, so {h.she} opened the door and followed the sound "
             f"{c.away.to}.",
-            f'"I must find out," said {h.name}, and {h.she} {_moves(rng, h)} {c.away.to}, where the '
-            "sound came from.",
+            f'"I must find out," said {h.name}, and {h.she} {_moves(rng, h)} {c.away.to}, where '
+            "the sound came from.",
         )
         + " "
         + say(
@@ -892,8 +893,8 @@ def _mystery(rng: random.Random, c: Cast) -> list[str]:
         say(
             rng,
             f"But it was no monster. It was only {f.name}, {an(f.trait)} {f.kind.noun}!",
-            f"Then the moon came out, and {h.name} saw {an(f.trait)} {f.kind.noun}. It was {f.name}, "
-            "who lived nearby.",
+            f"Then the moon came out, and {h.name} saw {an(f.trait)} {f.kind.noun}. It was "
+            f"{f.name}, who lived nearby.",
         )
         + " "
         + say(
@@ -942,8 +943,8 @@ def _learn(rng: random.Random, c: Cast) -> list[str]:
             rng,
             f'"Will you teach me to {skill}?" asked {h.name}. "Yes," said {f.name}, "but you must '
             'practice every day."',
-            f'"Please teach me to {skill}," said {h.name}. "It takes time," said {f.name}. "Are you '
-            f'patient?" "I will try to be," said {h.name}.',
+            f'"Please teach me to {skill}," said {h.name}. "It takes time," said {f.name}. "Are '
+            f'you patient?" "I will try to be," said {h.name}.',
         ),
         say(
             rng,
@@ -972,7 +973,7 @@ def _learn(rng: random.Random, c: Cast) -> list[str]:
         say(
             rng,
             f"{f.name} was so proud that {f.she} gave {h.her} {c.a_thing}.",
-            f"To celebrate, {f.name} brought {c.a_thing}. \"This {t} is for you,\" {f.she} said.",
+            f'To celebrate, {f.name} brought {c.a_thing}. "This {t} is for you," {f.she} said.',
         )
         + " "
         + _closing(rng, c),
@@ -1021,13 +1022,13 @@ def _trade(rng: random.Random, c: Cast) -> list[str]:
         + " "
         + say(
             rng,
-            f"{h.name} could see how much {f.she} wanted it. \"Take it,\" {h.she} said. \"It is a "
+            f'{h.name} could see how much {f.she} wanted it. "Take it," {h.she} said. "It is a '
             'gift."',
             f'"You can have it," said {h.name}. "I do not need anything for it."',
         ),
         say(
             rng,
-            f"{f.name} was quiet for a while. Then {f.she} brought out {c.a_thing}. \"And this is "
+            f'{f.name} was quiet for a while. Then {f.she} brought out {c.a_thing}. "And this is '
             f'my gift to you," {f.she} said.',
             f'"Then take this," said {f.name}, and gave {h.her} {c.a_thing}.',
         )
@@ -1045,7 +1046,7 @@ def _broken(rng: random.Random, c: Cast) -> list[str]:
         say(
             rng,
             f"{f.name} had {c.a_thing} that stood on a high shelf.",
-            f"In the house of {f.name} there was {c.a_thing}. \"Please be careful with it,\" "
+            f'In the house of {f.name} there was {c.a_thing}. "Please be careful with it," '
             f"{f.name} always said.",
         )
         + " "

@@ -181,7 +181,7 @@ def fit(
                 log_target=True,
             )
             loss = 0.1 * loss + 0.9 * divergence
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -288,9 +288,7 @@ def main() -> None:
     held_out = build_stream(path, arguments.seed + HELD_OUT, 4096, arguments.workers)
     console.log(f"{len(train.tokens):,} tokens, {time.monotonic() - began:.0f} s")
 
-    run = Run(
-        train, held_out, arguments.device, arguments.seed, console, arguments.save_every
-    )
+    run = Run(train, held_out, arguments.device, arguments.seed, console, arguments.save_every)
     vocabulary = tokenizer.get_vocab_size()
     report: dict[str, Any] = {
         "seed": arguments.seed,

@@ -183,7 +183,18 @@ SMALL_THINGS = (
     "a paper star", "a bag of nuts", "a glass bead", "a bunch of flowers", "a sweet pear",
 )  # fmt: skip
 
-WEATHERS = ("sunny", "windy", "cold", "warm", "foggy", "bright", "rainy", "quiet", "snowy", "cloudy")
+WEATHERS = (
+    "sunny",
+    "windy",
+    "cold",
+    "warm",
+    "foggy",
+    "bright",
+    "rainy",
+    "quiet",
+    "snowy",
+    "cloudy",
+)
 TIMES = ("morning", "afternoon", "evening", "day")
 SEASONS = ("spring", "summer", "autumn", "winter")
 FEARS = ("the dark", "deep water", "thunder", "high places", "loud noises", "the old cave")

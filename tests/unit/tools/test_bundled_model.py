@@ -1,4 +1,4 @@
-"""The bundled model: the corpus teaches nothing false, and the committed files keep the promises."""
+"""The bundled model: its corpus teaches nothing false, its files keep what they promise."""
 
 from __future__ import annotations
 
@@ -19,9 +19,14 @@ ROOT = Path(__file__).resolve().parents[3]
 if str(ROOT) not in sys.path:  # tools/ is no part of the installed package
     sys.path.insert(0, str(ROOT))
 
-from tools.bundled_model import arithmetic, records
-from tools.bundled_model.chat import Message, render
-from tools.bundled_model.corpus import documents, make_document, split_words, word_list
+from tools.bundled_model import arithmetic, records  # noqa: E402
+from tools.bundled_model.chat import Message, render  # noqa: E402
+from tools.bundled_model.corpus import (  # noqa: E402
+    documents,
+    make_document,
+    split_words,
+    word_list,
+)
 
 BUNDLED = ROOT / "checkpoints" / "bundled"
 TARGET, DRAFT = BUNDLED / "baton-5m", BUNDLED / "baton-5m-draft"
@@ -51,6 +56,7 @@ def known_words() -> frozenset[str]:
     return frozenset(word_list())
 
 
+@cache
 def answer(folder: Path, prompt: str, limit: int, chat: bool = True) -> tuple[str, bool]:
     """The greedy answer, and whether the model ended it by itself."""
     tokenizer, model = tokenizer_of(folder), load(folder)
@@ -148,7 +154,7 @@ def test_transformers_loads_it_in_float32(folder: Path) -> None:
     assert model.dtype == torch.float32
     assert model.config.max_position_embeddings == 2048
     assert model.generation_config.eos_token_id == tokenizer_of(folder).eos_token_id == 1
-    assert (folder / "README.md").read_text().startswith("---\nlicense: apache-2.0")
+    assert (folder / "README.md").read_text(encoding="utf-8").startswith("---\nlicense: apache-2.0")
 
 
 def test_both_models_share_one_tokenizer() -> None:
