@@ -16,8 +16,8 @@ from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
     Coroutine,
+    Generator,
     Iterable,
-    Iterator,
     Mapping,
     Sequence,
 )
@@ -111,7 +111,7 @@ class Client:
         """`address` is "host:port". Connects with the first call."""
         self.address = address
         self._channel = serving.channel(address)
-        self._stub = inference_pb2_grpc.InferenceStub(self._channel)  # type: ignore[no-untyped-call]
+        self._stub = inference_pb2_grpc.InferenceStub(self._channel)
 
     async def __aenter__(self) -> Self:
         return self
@@ -241,22 +241,20 @@ class SyncClient:
         """End the connection and the thread. Idempotent."""
         if self._loop.is_closed():
             return
-        self._run(self._client.close())
+        self._run(_end(self._client))
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
-    def generate(self, prompt: Prompt, **options: Any) -> Iterator[Chunk]:
-        """As `Client.generate`. Leaving the loop early cancels the request."""
-        chunks = self._client.generate(prompt, **options)
-        # One at a time: after Ctrl-C the interrupted step must have ended before the close.
-        turn = asyncio.Lock()
+    def generate(self, prompt: Prompt, **options: Any) -> Generator[Chunk, None, None]:
+        """As `Client.generate`. Closing the generator early cancels the request."""
+        steps = _Steps(self._client.generate(prompt, **options))
         try:
-            while (chunk := self._run(_next(chunks, turn))) is not None:
+            while (chunk := self._run(steps.next())) is not None:
                 yield chunk
         finally:
             if not self._loop.is_closed():
-                self._run(_close(chunks, turn))
+                self._run(steps.close())
 
     def complete(self, prompt: Prompt, **options: Any) -> Completion:
         """As `Client.complete`."""
@@ -280,18 +278,39 @@ class SyncClient:
             raise
 
 
+async def _end(client: Client) -> None:
+    """Close, and see every task of the loop to its end: cancelled calls still have one each."""
+    await client.close()
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.get_running_loop().shutdown_asyncgens()
+
+
 async def _make_client(address: str) -> Client:
     return Client(address)
 
 
-async def _next(chunks: AsyncGenerator[Chunk, None], turn: asyncio.Lock) -> Chunk | None:
-    async with turn:
-        return await anext(chunks, None)
+class _Steps:
+    """A generation taken step by step from another thread, which Ctrl-C may tear away at any
+    moment: the step under way is then ended here, before the close."""
 
+    def __init__(self, chunks: AsyncGenerator[Chunk, None]) -> None:
+        self._chunks = chunks
+        self._step: asyncio.Task[Any] | None = None
 
-async def _close(chunks: AsyncGenerator[Chunk, None], turn: asyncio.Lock) -> None:
-    async with turn:
-        await chunks.aclose()
+    async def next(self) -> Chunk | None:
+        """The next chunk; None after the last."""
+        self._step = asyncio.current_task()
+        return await anext(self._chunks, None)
+
+    async def close(self) -> None:
+        """End the generation; cancels it if it is under way."""
+        if self._step is not None and not self._step.done():
+            self._step.cancel()
+            await asyncio.wait([self._step])
+        await self._chunks.aclose()
 
 
 def _one_line(error: Exception) -> str:

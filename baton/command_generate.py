@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 from baton import command_options, provenance_view
@@ -38,21 +39,22 @@ def run(parsed: argparse.Namespace) -> int:
     with SyncClient(command_options.address_of(parsed)) as client:
         chunks = client.generate(prompt, **command_options.sampling_of(parsed))
         if parsed.json:
-            sys.stdout.write(to_json(collect_chunks(chunks)) + "\n")
+            with contextlib.closing(chunks):
+                sys.stdout.write(to_json(collect_chunks(chunks)) + "\n")
         else:
             show(chunks, as_ids=parsed.token_ids)
     return 0
 
 
-def show(chunks: Iterable[Chunk], *, as_ids: bool = False) -> Completion:
+def show(chunks: Generator[Chunk, None, None], *, as_ids: bool = False) -> Completion:
     """Write the answer as it comes, then its provenance."""
     completion = stream(chunks, as_ids=as_ids)
     provenance_view.show(provenance_view.provenance_block(completion))
     return completion
 
 
-def stream(chunks: Iterable[Chunk], *, as_ids: bool = False) -> Completion:
-    """Write the answer as it comes, and a line's end."""
+def stream(chunks: Generator[Chunk, None, None], *, as_ids: bool = False) -> Completion:
+    """Write the answer as it comes, and a line's end. Closes `chunks`, whatever happens."""
 
     def written() -> Iterator[Chunk]:
         for chunk in chunks:
@@ -62,7 +64,8 @@ def stream(chunks: Iterable[Chunk], *, as_ids: bool = False) -> Completion:
             yield chunk
 
     try:
-        return collect_chunks(written())
+        with contextlib.closing(chunks):
+            return collect_chunks(written())
     finally:
         sys.stdout.write("\n")
 

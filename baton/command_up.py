@@ -32,11 +32,10 @@ def add_parser(commands: Any) -> None:
 def run(parsed: argparse.Namespace) -> int:
     """Returns: 0 after a clean stop. Raises: ClusterError, ModelError."""
     config = command_options.cluster_of(parsed)
-    with running(config) as cluster:
+    with running(config) as cluster, contextlib.suppress(KeyboardInterrupt):
         sys.stdout.write(_ready_lines(cluster))
         sys.stdout.flush()
-        with contextlib.suppress(KeyboardInterrupt):
-            threading.Event().wait()
+        threading.Event().wait()
     return 0
 
 

@@ -50,6 +50,8 @@ class KvLeg:
     num_bytes_written: int
     recomputed: Mapping[str, int]
     """Blocks that failed verification and were computed again, by reason."""
+    not_stored: Mapping[str, int] = field(default_factory=dict)
+    """Blocks that this worker should have handed over and could not store, by reason."""
 
     @property
     def num_tokens_from_store(self) -> int:
@@ -165,6 +167,7 @@ def _leg(leg: common_pb2.KvLeg) -> KvLeg:
         num_bytes_read=leg.num_bytes_read,
         num_bytes_written=leg.num_bytes_written,
         recomputed={count.reason: count.num_blocks for count in leg.recomputed},
+        not_stored={count.reason: count.num_blocks for count in leg.not_stored},
     )
 
 

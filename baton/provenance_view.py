@@ -75,9 +75,15 @@ def _legs(completion: Completion) -> Table:
     for name in ("transport", "dtype"):
         table.add_column(name)
     legs = completion.provenance.legs
-    if any(leg.recomputed for leg in legs):
-        table.add_column("recomputed")
-    for leg in legs:
+    # Only shown when there is something to show.
+    troubles = [
+        (name, [_by_reason(getattr(leg, field)) for leg in legs])
+        for name, field in (("recomputed", "recomputed"), ("not stored", "not_stored"))
+        if any(getattr(leg, field) for leg in legs)
+    ]
+    for name, _ in troubles:
+        table.add_column(name)
+    for index, leg in enumerate(legs):
         table.add_row(
             leg.worker_id,
             str(leg.num_tokens_computed),
@@ -87,9 +93,13 @@ def _legs(completion: Completion) -> Table:
             format_bytes(leg.num_bytes_written),
             leg.transport or "-",
             leg.dtype,
-            ", ".join(f"{reason} {blocks}" for reason, blocks in leg.recomputed.items()),
+            *(reasons[index] for _, reasons in troubles),
         )
     return table
+
+
+def _by_reason(blocks: Mapping[str, int]) -> str:
+    return ", ".join(f"{reason} {count}" for reason, count in blocks.items())
 
 
 def _from_store(leg: KvLeg) -> str:

@@ -1,10 +1,12 @@
 """Decode tokens per second on CPU: the engine against transformers' generate and generate_batch.
 
-One random checkpoint of the shape of a 0.5B model (24 layers, hidden 896, 14 query and 2 kv heads, ffn
-4864, vocabulary 151,936, tied) in bfloat16, one prompt batch, all three in one process, taking turns, so
-that drift of the machine hits all. A rate is (tokens after the first) / (time of N tokens - time of 1
-token): prefill cancels out. The floor is the time to read each weight once at the bandwidth measured in
-the same run. The last line printed is one JSON object.
+One random checkpoint of the shape of a 0.5B model (24 layers, hidden 896, 14 query and 2 kv heads,
+ffn 4864, vocabulary 151,936, tied) in bfloat16, one prompt batch, all three in one process, taking
+turns, so that drift of the machine hits all. A rate counts the tokens drawn after every prompt has
+its first, over
+the time from there to the last: start-up and prefill are outside. The floor is the time to read
+each weight once at the bandwidth measured in the same run. The last line printed is one JSON
+object.
 
     OMP_NUM_THREADS=2 python -m benchmarks.engine_cpu --batch 8 --rounds 3
 
@@ -37,8 +39,10 @@ from engine.config import EngineConfig
 from engine.loop import Engine, load_engine
 from engine.request import Request, Sampling
 
-Run = Callable[[int], float]
-"""Generate this many tokens for every prompt; returns seconds."""
+Times = list[list[float]]
+"""Per prompt, when each of its tokens was drawn; seconds on one clock."""
+Run = Callable[[int], Times]
+"""Generate this many tokens for every prompt."""
 
 SHAPES: dict[str, dict[str, Any]] = {
     "0.5b": {
@@ -94,20 +98,33 @@ def with_engine(engine: Engine, prompts: list[list[int]]) -> Run:
     """The engine, called as a worker calls it; prompts differ per call, so nothing is cached."""
     calls = 0
 
-    def run(num_tokens: int) -> float:
+    def run(num_tokens: int) -> Times:
         nonlocal calls
         calls += 1
-        began = time.perf_counter()
+        times: dict[str, list[float]] = {}
         for row, prompt in enumerate(prompts):
             token_ids = (calls % 1000 + 2, *prompt[1:])
             sampling = Sampling(max_tokens=num_tokens, ignore_eos=True)
             engine.reserve(Request(f"{calls} {row}", token_ids, sampling, _block_hash))
             engine.start(f"{calls} {row}")
         while engine.has_work():
-            engine.step()
-        return time.perf_counter() - began
+            for event in engine.step().events:
+                if event.token_ids:
+                    times.setdefault(event.request_id, []).append(time.perf_counter())
+        return list(times.values())
 
     return run
+
+
+class _Clock(transformers.StoppingCriteria):  # type: ignore[misc]
+    """Notes when each token was drawn; stops nothing."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        self.times.append(time.perf_counter())
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
 
 
 def with_generate(model: Any, prompts: list[list[int]]) -> Run:
@@ -115,15 +132,17 @@ def with_generate(model: Any, prompts: list[list[int]]) -> Run:
     batch = torch.tensor(prompts)
     mask = torch.ones_like(batch)
 
-    def run(num_tokens: int) -> float:
-        began = time.perf_counter()
+    def run(num_tokens: int) -> Times:
+        clock = _Clock()
         with torch.inference_mode():
-            output = model.generate(
-                batch, attention_mask=mask, max_new_tokens=num_tokens, do_sample=False
+            model.generate(
+                batch,
+                attention_mask=mask,
+                max_new_tokens=num_tokens,
+                do_sample=False,
+                stopping_criteria=transformers.StoppingCriteriaList([clock]),
             )
-        seconds = time.perf_counter() - began
-        assert output.shape[1] == batch.shape[1] + num_tokens
-        return seconds
+        return [clock.times] * len(prompts)
 
     return run
 
@@ -131,29 +150,32 @@ def with_generate(model: Any, prompts: list[list[int]]) -> Run:
 def with_generate_batch(model: Any, prompts: list[list[int]]) -> Run:
     """transformers' continuous batching, paged SDPA attention."""
 
-    def run(num_tokens: int) -> float:
+    def run(num_tokens: int) -> Times:
         config = transformers.GenerationConfig(
             max_new_tokens=num_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
         )
-        began = time.perf_counter()
-        outputs = model.generate_batch(prompts, generation_config=config, progress_bar=False)
-        seconds = time.perf_counter() - began
-        assert all(len(one.generated_tokens) == num_tokens for one in outputs.values())
-        assert len(outputs) == len(prompts)
-        return seconds
+        outputs = model.generate_batch(prompts, generation_config=config, record_timestamps=True)
+        return [one.timestamps for one in outputs.values()]
 
     return run
 
 
+def decode_rate(times: Times, num_prompts: int, num_tokens: int) -> float:
+    """Tokens per second after every prompt has its first."""
+    assert [len(one) for one in times] == [num_tokens] * num_prompts
+    began = max(one[0] for one in times)
+    after = [moment for one in times for moment in one if moment > began]
+    return len(after) / (max(after) - began)
+
+
 def measure(runs: dict[str, Run], num_tokens: int, batch: int, rounds: int) -> dict[str, Any]:
-    """Take turns; per way the decode rates of each round and their median."""
+    """Take turns; per way the decode rate of each round and their median."""
     for run in runs.values():
         run(2)  # warm up
     rates: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
-            first = run(1)
-            rates[name].append(batch * (num_tokens - 1) / (run(num_tokens) - first))
+            rates[name].append(decode_rate(run(num_tokens), batch, num_tokens))
     return {
         name: {
             "tokens_per_s": round(statistics.median(values), 1),
@@ -186,20 +208,21 @@ def main() -> None:
             engine = load_engine(
                 EngineConfig(model=folder, device="cpu", dtype=arguments.dtype, context_window=1024)
             )
-            models = {
-                name: transformers.AutoModelForCausalLM.from_pretrained(
-                    folder, dtype=arguments.dtype, attn_implementation=name
+            # One each: generate_batch changes its model's attention implementation.
+            static, continuous = (
+                transformers.AutoModelForCausalLM.from_pretrained(
+                    folder, dtype=arguments.dtype, attn_implementation="sdpa"
                 ).eval()
-                for name in ("sdpa", "paged|sdpa")
-            }
+                for _ in range(2)
+            )
     prompts = torch.randint(2, 2000, (arguments.batch, arguments.prompt_tokens)).tolist()
     with console.status("measuring"):
         bandwidth = read_bandwidth()
         rates = measure(
             {
                 "engine": with_engine(engine, prompts),
-                "generate": with_generate(models["sdpa"], prompts),
-                "generate_batch": with_generate_batch(models["paged|sdpa"], prompts),
+                "generate": with_generate(static, prompts),
+                "generate_batch": with_generate_batch(continuous, prompts),
             },
             arguments.tokens,
             arguments.batch,

@@ -40,7 +40,7 @@ class InvalidRequest(InvalidArgument, EngineError):
 
 
 class RequestTooLong(InvalidRequest):
-    """The request could never fit: beyond the context window, or more blocks than there are."""
+    """The prompt leaves no room for output in the context window: it could never run."""
 
 
 class UnknownRequest(EngineError, NotFound):

@@ -106,9 +106,7 @@ class Engine:
             raise DuplicateRequest(f"request {request.request_id} is live already")
         admission.check_request(request, self.model_info)
         max_output_tokens = admission.max_output_tokens(request, self.model_info.context_window)
-        num_blocks = admission.num_blocks(
-            request, max_output_tokens, self.kv.layout, self.kv.num_blocks
-        )
+        num_blocks = admission.num_blocks(request, max_output_tokens, self.kv.layout)
         size, prompt = self._block_size, request.prompt_token_ids
         chain_hashes: list[bytes] = []
         for start in range(0, len(prompt) - size + 1, size):

@@ -15,8 +15,9 @@ One asyncio loop; copies and checksums run in the loop's default executor.
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,9 +49,12 @@ from kvstore.transport.base import (
 from kvstore.transport.grpc_chunks import GrpcTransport
 from kvstore.transport.nixl import NixlTransport, region_of
 from kvstore.transport.shm import ShmTransport
+from process import logs
 from process.deadline import Deadline
 from process.errors import BatonError, DeadlineExceeded, Unavailable
 from protos import kvstore_pb2
+
+logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 5.0
 """A twelfth of the store's default attachment_ttl_s."""
@@ -136,25 +140,28 @@ class StoreClient:
         deadline = Deadline.after(timeout_s)
         rpc = StoreRpc(address)
         agent: NixlAgent | None = None
+        attached: Attached | None = None
+        request = kvstore_pb2.AttachRequest(
+            worker_id=worker_id,
+            worker_incarnation=worker_incarnation,
+            model_fingerprint=bytes.fromhex(fingerprint),
+            block_bytes=memory.block_bytes,
+            transport=transport,
+        )
         try:
-            request = kvstore_pb2.AttachRequest(
-                worker_id=worker_id,
-                worker_incarnation=worker_incarnation,
-                model_fingerprint=bytes.fromhex(fingerprint),
-                block_bytes=memory.block_bytes,
-                transport=transport,
-            )
-            if transport == "nixl":
-                name = f"worker-{secrets.token_hex(16)}"
-                agent = await NixlAgent.start(name, nixl_net_devices, deadline)
-                await _describe_region(request, agent, memory)
-            attached = Attached.of(await rpc.call(rpc.stub.Attach, request, deadline))
             async with deadline.timeout(f"attaching to store {address}"):
+                if transport == "nixl":
+                    name = f"worker-{secrets.token_hex(16)}"
+                    agent = await NixlAgent.start(name, nixl_net_devices, deadline)
+                    await _describe_region(request, agent, memory)
+                attached = Attached.of(await rpc.call(rpc.stub.Attach, request, deadline))
                 connected = await _connect(transport, memory, rpc, agent, attached)
             return cls(rpc, attached, memory, connected)
         except BaseException:
             if agent is not None:
                 await agent.close(Deadline.after(_CLOSE_S))
+            if attached is not None:
+                await _detach(rpc, attached.attachment_id)
             await rpc.close()
             raise
 
@@ -209,12 +216,10 @@ class StoreClient:
     async def release(self, lease_ids: Sequence[str], *, deadline: Deadline) -> int:
         """End leases; empty ids and leases that are over are passed over. Returns: how many
         ended."""
-        told = self._num_bytes_untold
         request = kvstore_pb2.ReleaseRequest(
-            lease_ids=[lease_id for lease_id in lease_ids if lease_id], num_bytes_read=told
+            lease_ids=[lease_id for lease_id in lease_ids if lease_id]
         )
-        reply = await self._rpc.call(self._rpc.stub.Release, request, deadline)
-        self._num_bytes_untold -= told
+        reply = await self._tell(self._rpc.stub.Release, request, deadline)
         return int(reply.num_released)
 
     async def status(
@@ -270,12 +275,7 @@ class StoreClient:
                 cause, settled = error.cause, error.settled
             self._spawn(self._undo(reply.lease_id, wanted, settled, owns_lease))
             raise cause from (None if cause is error else error)
-        refs = [
-            wire.block_from_proto(answer.block)
-            if answer.state == kvstore_pb2.RESERVE_STATE_PRESENT
-            else committed.get(answer.block.frame)
-            for answer in answers
-        ]
+        refs = [_ref(answer, committed) for answer in answers]
         stored = tuple(ref for ref in refs[: len(blocks)] if ref is not None)
         tail_ref = refs[-1] if tail else None
         return PutResult(
@@ -438,12 +438,24 @@ class StoreClient:
                 return
 
     async def _renew(self, lease_id: str, ttl_s: float, deadline: Deadline) -> None:
-        told = self._num_bytes_untold
-        request = kvstore_pb2.RenewRequest(
-            lease_id=lease_id, ttl_ms=wire.ttl_ms(ttl_s), num_bytes_read=told
-        )
-        await self._rpc.call(self._rpc.stub.Renew, request, deadline)
-        self._num_bytes_untold -= told
+        request = kvstore_pb2.RenewRequest(lease_id=lease_id, ttl_ms=wire.ttl_ms(ttl_s))
+        await self._tell(self._rpc.stub.Renew, request, deadline)
+
+    async def _tell(
+        self,
+        method: Callable[..., Any],
+        request: kvstore_pb2.RenewRequest | kvstore_pb2.ReleaseRequest,
+        deadline: Deadline,
+    ) -> Any:
+        """A call that also tells the store, once, how much was copied without it."""
+        request.num_bytes_read, self._num_bytes_untold = self._num_bytes_untold, 0
+        try:
+            return await self._rpc.call(method, request, deadline)
+        except LeaseLapsed:
+            raise  # it was heard all the same
+        except (BatonError, asyncio.CancelledError):
+            self._num_bytes_untold += request.num_bytes_read
+            raise
 
     async def _explain(
         self, lease_id: str, failed: dict[int, str], deadline: Deadline
@@ -506,16 +518,22 @@ class StoreClient:
         while self._background:
             await asyncio.wait(self._background)
         await self._transport.close()
-        if not self.broken:
-            request = kvstore_pb2.DetachRequest(attachment_id=self._attachment_id)
-            try:
-                await self._rpc.call(self._rpc.stub.Detach, request, Deadline.after(_CLOSE_S))
-            except BatonError:
-                self._rpc.mark_broken("closed")  # the store notices by itself
+        await _detach(self._rpc, self._attachment_id)
         await self._rpc.close()
 
 
 _closing: set[asyncio.Task[None]] = set()  # keeps what outlives its client from being collected
+
+
+async def _detach(rpc: StoreRpc, attachment_id: str) -> None:
+    """Tell the store, if it listens; otherwise it notices by itself."""
+    if rpc.broken:
+        return
+    request = kvstore_pb2.DetachRequest(attachment_id=attachment_id)
+    try:
+        await rpc.call(rpc.stub.Detach, request, Deadline.after(_CLOSE_S))
+    except BatonError as error:
+        logs.event(logger, "detach_failed", level=logging.DEBUG, why=str(error))
 
 
 async def _describe_region(
@@ -564,6 +582,15 @@ def _wanted(
         if answer.state == kvstore_pb2.RESERVE_STATE_RESERVED
     ]
     return reserved, answers
+
+
+def _ref(answer: kvstore_pb2.ReservedBlock, committed: dict[int, Block]) -> Block | None:
+    """Where a block lies after the put; None when there was no room for it."""
+    if answer.state == kvstore_pb2.RESERVE_STATE_PRESENT:
+        return wire.block_from_proto(answer.block)
+    if answer.state == kvstore_pb2.RESERVE_STATE_RESERVED:
+        return committed[answer.block.frame]
+    return None
 
 
 def _reason(error: BatonError) -> str:

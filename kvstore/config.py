@@ -90,11 +90,21 @@ class KvStoreSettings:
                 raise SettingsError(f"{name}: must be 0 or more, got {value}")
         if self.heartbeat_ttl_s < 2 * self.heartbeat_s:
             raise SettingsError("heartbeat_ttl_s: must be at least twice heartbeat_s")
+        _check_address("listen", self.listen)
+        if self.advertise:
+            _check_address("advertise", self.advertise)
         host = self.listen.rpartition(":")[0]
         if host in ("0.0.0.0", "[::]", "") and not self.advertise:
             raise SettingsError(
                 f"advertise: needed when listen is {self.listen}; say the host:port workers reach"
             )
+
+
+def _check_address(name: str, address: str) -> None:
+    _, colon, port = address.rpartition(":")
+    # gRPC would take the port modulo 65536 in silence.
+    if not colon or not (port.isascii() and port.isdigit() and int(port) <= 65535):
+        raise SettingsError(f"{name}: write it as host:port, port 0 to 65535, got {address!r}")
 
 
 def _check_positive(name: str, value: float) -> None:

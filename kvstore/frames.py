@@ -50,6 +50,8 @@ class FramePool:
         if num_frames < 1:
             raise ValueError(f"num_frames: must be at least 1, got {num_frames}")
         self.num_frames = num_frames
+        self.num_ever_taken = 0
+        """Frames from here on were never used: their memory may not have been touched yet."""
         self._publish = publish
         self._state = [FrameState.FREE] * num_frames
         self._generation = [0] * num_frames
@@ -77,6 +79,7 @@ class FramePool:
             return None
         frame = heapq.heappop(self._free)
         self._move(frame, FrameState.WRITING, 1)
+        self.num_ever_taken = max(self.num_ever_taken, frame + 1)
         return frame
 
     def commit(self, frame: int) -> int:

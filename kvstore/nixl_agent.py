@@ -153,8 +153,13 @@ class NixlAgent:
             target=self._run, args=(net_devices, loop, ready), name=f"nixl-{name}", daemon=True
         )
         self._thread.start()
-        async with deadline.timeout("starting NIXL"):
-            error = await ready
+        try:
+            async with deadline.timeout("starting NIXL"):
+                error = await ready
+        except BaseException:
+            self._closing = True  # the thread ends by itself, as soon as it can
+            self._wake()
+            raise
         if error is not None:
             raise FailedPrecondition(f"transport nixl: cannot be used here: {error}") from error
         return self
@@ -185,6 +190,7 @@ class NixlAgent:
             name = agent.add_remote_agent(metadata)
             return name.decode() if isinstance(name, bytes) else str(name)
 
+        self._check_open()
         try:
             return await self.call(job)
         except Exception as error:  # NIXL's own exceptions have no common base of theirs
@@ -378,7 +384,7 @@ def _post(agent: Any, moving: _Moving, piece: list[Run]) -> Any | None:
 
 
 def _make_agent(name: str, net_devices: str) -> Any:
-    _prepare_environment(net_devices)
+    prepare_environment(net_devices)
     api, bindings = _load()
     config_type = bindings.nixlAgentConfig
 
@@ -394,7 +400,7 @@ def _make_agent(name: str, net_devices: str) -> Any:
             bindings.nixlAgentConfig = config_type
 
 
-def _prepare_environment(net_devices: str) -> None:
+def prepare_environment(net_devices: str) -> None:
     """NIXL and UCX read these when they are loaded; what the operator has set stays."""
     if net_devices != "all":
         os.environ.setdefault("UCX_NET_DEVICES", net_devices)

@@ -110,11 +110,11 @@ class PushTable:
         except asyncio.CancelledError:
             transfer.abandon()
             raise
-        if isinstance(error, TransferFailed):
-            await asyncio.wait([transfer.settled])
-            raise error
-        if error is not None:
+        if error is not None and not isinstance(error, TransferFailed):
             return PushOutcome(terminal=False)
+        await asyncio.wait([transfer.settled])  # the hold is let go before the answer is out
+        if error is not None:
+            raise error
         num_bytes = (len(blocks) - len(stale)) * self._store.frame_bytes
         self._store.counters.num_bytes_read += num_bytes
         return PushOutcome(terminal=True, num_bytes=num_bytes, stale=stale)

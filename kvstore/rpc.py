@@ -6,7 +6,6 @@ connection is `broken` and every call fails at once; its owner attaches again. O
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -54,7 +53,7 @@ class StoreRpc:
         self.address = address
         self.broken: str | None = None
         self._channel = serving.channel(address)
-        self.stub = kvstore_pb2_grpc.KvStoreStub(self._channel)  # type: ignore[no-untyped-call]
+        self.stub = kvstore_pb2_grpc.KvStoreStub(self._channel)
 
     async def call(
         self,
@@ -100,15 +99,3 @@ class StoreRpc:
     async def close(self) -> None:
         self.mark_broken("closed")
         await self._channel.close()
-
-
-async def finish(task: asyncio.Future[Any]) -> None:
-    """Wait for work that must come to its end although we were cancelled; then be cancelled."""
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.wait([task])
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        raise cancelled

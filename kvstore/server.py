@@ -33,9 +33,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
         self._index_state = index_state
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        kvstore_pb2_grpc.add_KvStoreServicer_to_server(  # type: ignore[no-untyped-call]
-            self, server
-        )
+        kvstore_pb2_grpc.add_KvStoreServicer_to_server(self, server)
 
     @serving.unary
     async def Attach(

@@ -198,7 +198,7 @@ class RecomputeCount(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., num_blocks: _Optional[int] = ...) -> None: ...
 
 class KvLeg(_message.Message):
-    __slots__ = ("role", "worker_id", "incarnation", "transport", "dtype", "num_tokens_computed", "num_tokens_local", "from_store", "num_bytes_read", "num_bytes_written", "recomputed")
+    __slots__ = ("role", "worker_id", "incarnation", "transport", "dtype", "num_tokens_computed", "num_tokens_local", "from_store", "num_bytes_read", "num_bytes_written", "recomputed", "not_stored")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -210,6 +210,7 @@ class KvLeg(_message.Message):
     NUM_BYTES_READ_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_WRITTEN_FIELD_NUMBER: _ClassVar[int]
     RECOMPUTED_FIELD_NUMBER: _ClassVar[int]
+    NOT_STORED_FIELD_NUMBER: _ClassVar[int]
     role: str
     worker_id: str
     incarnation: str
@@ -221,7 +222,8 @@ class KvLeg(_message.Message):
     num_bytes_read: int
     num_bytes_written: int
     recomputed: _containers.RepeatedCompositeFieldContainer[RecomputeCount]
-    def __init__(self, role: _Optional[str] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., transport: _Optional[str] = ..., dtype: _Optional[str] = ..., num_tokens_computed: _Optional[int] = ..., num_tokens_local: _Optional[int] = ..., from_store: _Optional[_Iterable[_Union[TierCount, _Mapping]]] = ..., num_bytes_read: _Optional[int] = ..., num_bytes_written: _Optional[int] = ..., recomputed: _Optional[_Iterable[_Union[RecomputeCount, _Mapping]]] = ...) -> None: ...
+    not_stored: _containers.RepeatedCompositeFieldContainer[RecomputeCount]
+    def __init__(self, role: _Optional[str] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., transport: _Optional[str] = ..., dtype: _Optional[str] = ..., num_tokens_computed: _Optional[int] = ..., num_tokens_local: _Optional[int] = ..., from_store: _Optional[_Iterable[_Union[TierCount, _Mapping]]] = ..., num_bytes_read: _Optional[int] = ..., num_bytes_written: _Optional[int] = ..., recomputed: _Optional[_Iterable[_Union[RecomputeCount, _Mapping]]] = ..., not_stored: _Optional[_Iterable[_Union[RecomputeCount, _Mapping]]] = ...) -> None: ...
 
 class Provenance(_message.Message):
     __slots__ = ("num_prompt_tokens", "legs", "model", "model_fingerprint")

@@ -116,9 +116,10 @@ def check_supported(config: Mapping[str, Any], name: str) -> None:
         raise ModelNotSupported(
             f"{name}: quantized weights are not supported; give the original checkpoint"
         )
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    rope_type = rope.get("rope_type") or rope.get("type") or "default"
-    if rope_type not in _ROPE_TYPES:
+    for rope in (config.get("rope_parameters") or {}, config.get("rope_scaling") or {}):
+        rope_type = rope.get("rope_type") or rope.get("type") or "default"
+        if rope_type in _ROPE_TYPES:
+            continue
         raise ModelNotSupported(
             f"{name}: RoPE type {rope_type!r} is not supported; supported are "
             f"{', '.join(sorted(_ROPE_TYPES))}"
@@ -226,7 +227,8 @@ def _plain(model_config: Any, weights: dict[str, torch.Tensor], device: str, dty
         model_config
     )  # the attention's name lies on the config: two models must not share one
     model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()  # `progress` has its place
+    transformers.utils.logging.set_verbosity_error()  # what its report says is raised below
     try:
         model, report = model_class.from_pretrained(
             None,
@@ -235,12 +237,13 @@ def _plain(model_config: Any, weights: dict[str, torch.Tensor], device: str, dty
             dtype=TORCH_DTYPES[dtype],
             attn_implementation=attention_hook.NAME,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # so that they are named in the report, not in a table
         )
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         raise LoadError(f"weights do not fit config.json: {str(error).splitlines()[0]}") from error
     for what in ("missing_keys", "mismatched_keys", "unexpected_keys"):
         if report[what]:
-            names = sorted(str(key) for key in report[what])
+            names = sorted(key if isinstance(key, str) else str(key[0]) for key in report[what])
             raise LoadError(
                 f"weights do not fit config.json: {what.replace('_', ' ')}: {len(names)}, first "
                 f"{names[0]}; fetch the checkpoint again"

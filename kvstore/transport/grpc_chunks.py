@@ -14,7 +14,7 @@ import grpc.aio
 import numpy as np
 
 from kvstore import wire
-from kvstore.errors import GENERATION, TRANSPORT
+from kvstore.errors import GENERATION, TRANSPORT, TransferFailed
 from kvstore.rpc import Attached, StoreRpc
 from kvstore.transport.base import BlockMemory, GetItem, GetResult, PutItem
 from process.deadline import Deadline
@@ -55,6 +55,9 @@ class GrpcTransport:
         call = self._rpc.stub.Read(request, timeout=deadline.left_s())
         try:
             async for chunk in call:
+                if chunk.index >= len(items):
+                    call.cancel()
+                    raise TransferFailed("the store sent a block that was not asked for")
                 if chunk.stale:
                     failed[chunk.index] = GENERATION
                 elif not self._take(chunk, items, received):
@@ -92,9 +95,7 @@ class GrpcTransport:
     ) -> bool:
         """Copy one chunk where it belongs. Returns: False when it is not the one expected next."""
         end = chunk.offset + len(chunk.data)
-        if chunk.index >= len(items) or end > self._memory.block_bytes:
-            return False
-        if chunk.offset != received[chunk.index]:
+        if end > self._memory.block_bytes or chunk.offset != received[chunk.index]:
             return False
         data = np.frombuffer(chunk.data, dtype=np.uint8)
         np.copyto(self._memory.view[items[chunk.index].block_id, chunk.offset : end], data)

@@ -17,8 +17,9 @@ from pathlib import Path
 import numpy as np
 
 from kvstore.errors import GENERATION, MISSING, LeaseLapsed
-from kvstore.rpc import Attached, finish
-from kvstore.slab import Slab
+from kvstore.finishing import finish
+from kvstore.rpc import Attached
+from kvstore.slab import FAULT_AROUND_BYTES, Slab
 from kvstore.transport.base import BlockMemory, GetItem, GetResult, PutItem
 from process.deadline import Deadline
 from process.errors import DeadlineExceeded, FailedPrecondition
@@ -69,6 +70,8 @@ class ShmTransport:
                 part = slice(start, end)
                 if not np.array_equal(self._slab.generations[frames[part]], expected[part]):
                     raise LeaseLapsed("put: the reservation is over")
+                first = int(frames[start])
+                self._slab.touch(first, first + end - start, FAULT_AROUND_BYTES)
                 self._copy(self._slab.frames, frames[part], self._memory.view, blocks[part])
 
         await self._in_thread(copy, deadline)

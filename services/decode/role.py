@@ -23,9 +23,7 @@ class DecodeRole:
 
     def add_service(self, server: grpc.aio.Server) -> None:
         """Register with a server that is not started yet."""
-        decode_pb2_grpc.add_DecodeServicer_to_server(  # type: ignore[no-untyped-call]
-            self._servicer, server
-        )
+        decode_pb2_grpc.add_DecodeServicer_to_server(self._servicer, server)
 
     async def stop(self) -> None:
         """Nothing waits outside of a stream, and streams end with the server."""

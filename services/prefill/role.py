@@ -23,9 +23,7 @@ class PrefillRole:
 
     def add_service(self, server: grpc.aio.Server) -> None:
         """Register with a server that is not started yet."""
-        prefill_pb2_grpc.add_PrefillServicer_to_server(  # type: ignore[no-untyped-call]
-            self._servicer, server
-        )
+        prefill_pb2_grpc.add_PrefillServicer_to_server(self._servicer, server)
 
     async def stop(self) -> None:
         """Refuse who still waits for room."""

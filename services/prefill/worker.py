@@ -262,16 +262,24 @@ class PrefillWorker:
 
         Returns: the handle, if one is wanted and there is something to hand.
         """
-        if job.writer is None:
-            return None
         wants_handle = job.ask.wants_handle and event.finish_reason is None
         num_full_blocks, num_rest = divmod(len(job.context), self._core.model.block_size)
+        if job.writer is None:
+            if wants_handle:
+                num_blocks = num_full_blocks + (num_rest > 0)
+                job.leg.not_stored[STORE_UNAVAILABLE] += num_blocks
+            return None
         tail = None
         if wants_handle and num_rest:
             name = f"{job.engine_id}@{self._core.identity.incarnation.hex()}"
             tail = TailSource(name, reservation.block_ids[num_full_blocks], num_rest)
+        self._write(job, event.filled)
         written = await job.writer.finish(tail)
         job.leg.num_bytes_written = written.num_bytes
+        if written.problem is not None:
+            num_stored = len(written.refs) + (written.tail is not None)
+            num_wanted = num_full_blocks + (tail is not None)
+            job.leg.not_stored[written.problem] += num_wanted - num_stored
         if not wants_handle:
             return None
         handle = self._handle(job, job.writer.client, written, num_full_blocks)
@@ -341,11 +349,12 @@ class PrefillWorker:
             job = self._jobs.get(event.request_id)
             if job is None:
                 continue  # cancelled while the step ran
-            self._write(job, event.filled)
             if event.error is not None and not job.first.done():
                 job.first.set_exception(event.error)
             elif event.token_ids and not job.first.done():
-                job.first.set_result(event)
+                job.first.set_result(event)  # its blocks go with the tail, in one put
+            else:
+                self._write(job, event.filled)
 
     def _on_failure(self, error: Internal) -> None:
         for job in self._jobs.values():

@@ -33,6 +33,8 @@ class Leg:
     transport: str = ""
     recomputed: Counter[str] = field(default_factory=Counter)
     """Blocks that were or should have been in the store and had to be computed, by reason."""
+    not_stored: Counter[str] = field(default_factory=Counter)
+    """Blocks of a handover that did not get into the store, by reason."""
 
     @property
     def num_tokens_from_store(self) -> int:

@@ -59,6 +59,7 @@ def leg_to_proto(
         num_bytes_read=leg.num_bytes_read,
         num_bytes_written=leg.num_bytes_written,
         recomputed=recomputed_to_proto(leg.recomputed),
+        not_stored=recomputed_to_proto(leg.not_stored),
     )
 
 

@@ -228,6 +228,11 @@ async def test_bytes_that_a_late_put_may_still_write_are_quarantined_at_the_stor
     await worker.put(chain("a", 1), [0])
     put = client._transport.put
     unsettled: list[PutUnsettled] = []
+    abort, aborts = client._abort, []
+
+    async def watched_abort(*args: Any, quarantine: bool) -> None:
+        aborts.append((quarantine, unsettled[0].settled.done()))
+        await abort(*args, quarantine=quarantine)
 
     async def stalled(*args: Any) -> None:
         await process.pause()
@@ -240,6 +245,7 @@ async def test_bytes_that_a_late_put_may_still_write_are_quarantined_at_the_stor
             process.wake()
 
     client._transport.put = stalled  # type: ignore[method-assign]
+    client._abort = watched_abort  # type: ignore[method-assign]
     with pytest.raises(DeadlineExceeded):
         await worker.put(chain("b", 20), range(20), deadline=within(0.4))
     assert len(unsettled) == 1
@@ -248,6 +254,7 @@ async def test_bytes_that_a_late_put_may_still_write_are_quarantined_at_the_stor
         while (status := await worker.status()).num_leases != 1:
             await asyncio.sleep(0.02)
     assert (status.num_writing, status.num_quarantined, status.num_committed) == (0, 0, 1)
+    assert aborts == [(True, False), (False, True)]  # the second word only when it was over
     assert (await worker.put(chain("b", 20), range(20))).not_stored == 0
 
 

@@ -1,4 +1,5 @@
-"""bfloat16 sums depend on the batch's shape, so here requests come one at a time: the same shapes in
+"""bfloat16 sums depend on the batch's shape, so here requests come one at a time: the same shapes
+in
 the cluster and in one engine, and then the same tokens."""
 
 from __future__ import annotations

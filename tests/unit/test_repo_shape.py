@@ -264,6 +264,37 @@ def test_stubs_know_every_name_of_their_proto(proto: Path) -> None:
     assert wanted == known
 
 
+HOPS = sorted(
+    set(
+        re.findall(r"`([\w/]+\.py):([\w.]+)`", (ROOT / "docs" / "life-of-a-request.md").read_text())
+    )
+)
+
+
+def test_the_life_of_a_request_names_what_exists() -> None:
+    """The page is true or it is worse than none."""
+    assert len(HOPS) > 50
+    wrong = []
+    for file, name in HOPS:
+        path = ROOT / file
+        names = _names(path) if path.is_file() else set()
+        if name not in names:
+            wrong.append(f"{file}:{name}")
+    assert not wrong, wrong
+
+
+def _names(path: Path) -> set[str]:
+    """Functions and classes of a module, methods as Class.method."""
+    defined = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    names = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, defined):
+            names.add(node.name)
+            if isinstance(node, ast.ClassDef):
+                names |= {f"{node.name}.{m.name}" for m in node.body if isinstance(m, defined)}
+    return names
+
+
 def test_the_licence_is_whole() -> None:
     text = (ROOT / "LICENSE").read_bytes()
     digest = hashlib.sha256(text.strip()).hexdigest()

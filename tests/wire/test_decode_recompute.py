@@ -183,6 +183,8 @@ async def test_a_store_without_room_makes_the_handle_shorter(tmp_path: Path) -> 
         assert answer.prefill is not None
         num_stored = answer.prefill.handle.num_tokens // 4
         assert 0 < num_stored <= 4
+        not_stored = {c.reason: c.num_blocks for c in answer.prefill.leg.not_stored}
+        assert not_stored == {"no_room": NUM_BLOCKS - num_stored}
         assert answer.recomputed == {"missing": NUM_BLOCKS - num_stored}
         assert answer.leg.num_tokens_computed == len(PROMPT) - 4 * num_stored
         await p.check()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -186,3 +187,43 @@ def test_a_reader_that_left_is_no_traceback(router: Any) -> None:
     )
     os.close(writer)
     assert (result.returncode, result.stderr) == (1, "")
+
+
+def _start(router: Any, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "baton.cli", *arguments, "--address", router.address],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+
+
+def test_ctrl_c_cancels_a_generation(router: Any) -> None:
+    router.messages, router.hang = router.messages[:2], True
+    process = _start(router, "generate", "hi")
+    assert process.stdout is not None
+    assert process.stdout.read(5) == "Hello"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130 and "Traceback" not in err
+    assert router.cancelled.wait(10)
+
+
+def test_ctrl_c_ends_the_answer_but_not_the_chat(router: Any) -> None:
+    """And the turn that was ended leaves no trace in the history."""
+    whole = list(router.messages)
+    router.messages, router.hang = whole[:2], True
+    process = _start(router, "chat")
+    assert process.stdout is not None and process.stdin is not None
+    process.stdin.write("one\n")
+    process.stdin.flush()
+    assert process.stdout.read(5) == "Hello"
+    process.send_signal(signal.SIGINT)
+    assert router.cancelled.wait(10)
+    router.messages, router.hang = whole, False
+    out, err = process.communicate("two\n", timeout=30)
+    assert (process.returncode, err) == (0, "(ended)\n")
+    assert "Hello!" in out
+    assert [message.content for message in router.requests[1].chat.messages] == ["two"]

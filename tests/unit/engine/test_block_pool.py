@@ -1,4 +1,4 @@
-"""The pool against a model that is a few sets: every block in exactly one class, whatever happens."""
+"""The pool against a model of it: every block in exactly one class, whatever happens."""
 
 from __future__ import annotations
 

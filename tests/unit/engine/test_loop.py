@@ -178,15 +178,18 @@ def test_a_prompt_that_fills_the_window_is_refused(make_engine: Make, make_reque
         engine.reserve(make_request("a", PROMPT))
 
 
-def test_more_blocks_than_there_are_is_refused_for_good(
+def test_no_blocks_takes_nothing_and_can_be_tried_again(
     make_engine: Make, make_request: Make
 ) -> None:
     engine = make_engine(num_blocks=5, context_window=20)
-    with pytest.raises(NoBlocks):
-        engine.reserve(make_request("a", range(1, 13), max_tokens=8))
-        engine.reserve(make_request("b", range(1, 3), max_tokens=8))
+    engine.reserve(make_request("a", range(1, 9), max_tokens=9))  # 4 blocks
+    before = engine.stats()
+    with pytest.raises(NoBlocks) as caught:
+        engine.reserve(make_request("b", range(1, 3), max_tokens=8))  # 3 blocks
+    assert caught.value.retry_after_s is not None
+    assert engine.stats() == before
     engine.abort("a")
-    assert engine.stats().num_free_blocks == 5
+    engine.reserve(make_request("b", range(1, 3), max_tokens=8))
 
 
 @pytest.mark.parametrize(
@@ -397,9 +400,7 @@ def test_a_failing_forward_leaves_every_request_as_it_was(
     assert tokens(finish(engine)["a"]) == FakeModel(context_window=256).generate(PROMPT, 8)
 
 
-def test_logprobs_come_with_tokens(
-    make_engine: Make, make_request: Make, finish: Make
-) -> None:
+def test_logprobs_come_with_tokens(make_engine: Make, make_request: Make, finish: Make) -> None:
     engine = make_engine(budget=5, running=2)
     _start(engine, make_request("a", PROMPT, logprobs=2))
     _start(engine, make_request("b", PROMPT))

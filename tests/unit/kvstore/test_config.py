@@ -25,6 +25,9 @@ def test_the_defaults_are_valid_and_stay_on_this_machine() -> None:
         ("heartbeat_s=5", "heartbeat_ttl_s"),
         ("listen=0.0.0.0:1", "advertise"),
         ("capacity_byte=1", "capacity_bytes"),
+        ("listen=127.0.0.1", "listen"),
+        ("listen=127.0.0.1:65536", "listen"),
+        ("advertise=node:", "advertise"),
     ],
 )
 def test_a_wrong_value_is_refused_by_name(override: str, names: str) -> None:

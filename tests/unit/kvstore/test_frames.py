@@ -56,6 +56,15 @@ def test_the_lowest_free_frame_comes_first() -> None:
     assert pool.take() == 1
 
 
+def test_an_evicted_frame_is_stale_before_it_is_written_again() -> None:
+    """A reference must die with the eviction, not with the next reservation."""
+    pool, frame = _in_state(FrameState.COMMITTED)
+    before = pool.generation(frame)
+    pool.free(frame)
+    after = pool.generation(frame)
+    assert after != before and after % 2 == 0
+
+
 def test_a_frame_that_does_not_exist_is_an_error() -> None:
     pool = FramePool(2)
     for frame in (-1, 2):
@@ -65,7 +74,14 @@ def test_a_frame_that_does_not_exist_is_an_error() -> None:
             pool.free(frame)
 
 
-@given(st.lists(st.sampled_from(["take", "commit", "quarantine", "free"]), max_size=60), st.data())
+@given(
+    st.lists(
+        st.sampled_from(["take", "take", "commit", "commit", "quarantine", "free"]),
+        min_size=20,
+        max_size=60,
+    ),
+    st.data(),
+)
 def test_generations_never_repeat_while_a_frame_can_be_read(
     steps: list[str], data: st.DataObject
 ) -> None:

@@ -26,7 +26,13 @@ def _chain(name: str, length: int) -> list[bytes]:
 class _Store:
     """What a store would publish; parents before children, as the catalog keeps them."""
 
-    def __init__(self, client: redis.asyncio.Redis, life: bytes = LIFE, node: str = "n1") -> None:
+    def __init__(
+        self,
+        client: redis.asyncio.Redis,
+        life: bytes = LIFE,
+        node: str = "n1",
+        heartbeat_s: float = 0.05,
+    ) -> None:
         self.present: dict[bytes, None] = {}
         self.node = node
         self.life = life
@@ -38,7 +44,7 @@ class _Store:
                 node_id=node, address="127.0.0.1:1", incarnation=life.hex(), num_frames=9
             ),
             present=lambda: list(self.present),
-            heartbeat_s=0.05,
+            heartbeat_s=heartbeat_s,
             heartbeat_ttl_s=0.5,
             timeout_s=1.0,
         )
@@ -154,6 +160,19 @@ async def test_a_redis_that_lost_something_gets_everything_again(
     await _same(client, store)
     (row,) = await PrefixIndex(client, 5.0).stores()
     assert (row.node_id, row.reachable) == ("n1", True)
+
+
+async def test_a_batch_on_top_of_nothing_is_refused(client: redis.asyncio.Redis) -> None:
+    """Between two heartbeats the batch itself must find out that Redis was emptied: it would leave
+    blocks without their parents in the index."""
+    store = _Store(client, heartbeat_s=1000.0)
+    store.add(*_chain("a", 100))
+    store.publisher.start()
+    await _same(client, store)
+    await client.flushdb()
+    store.add(*_chain("b", 3))
+    await _same(client, store)
+    await store.publisher.stop()
 
 
 async def test_a_new_life_drops_the_index_of_the_earlier_one(client: redis.asyncio.Redis) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import secrets
 import signal
 import subprocess
@@ -20,7 +21,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.errors import TransferFailed
-from kvstore.nixl_agent import NixlAgent, Region, merge_runs, split_pieces
+from kvstore.nixl_agent import (
+    NixlAgent,
+    Region,
+    merge_runs,
+    prepare_environment,
+    split_pieces,
+)
 from process.deadline import Deadline
 from process.errors import DeadlineExceeded, FailedPrecondition
 
@@ -214,6 +221,44 @@ async def test_a_restarted_peer_is_added_under_its_new_name(agent: NixlAgent, pe
     transfer = agent.write(again, runs, Deadline.after(20), local=own, remote=peer.region)
     assert await transfer.done is None
     assert peer.count(MIB, 3) == 1000
+
+
+async def test_a_closed_agent_says_so() -> None:
+    agent = await NixlAgent.start(f"test-{secrets.token_hex(8)}", "lo", Deadline.after(30))
+    assert await agent.close(Deadline.after(10))
+    with pytest.raises(TransferFailed, match="closed"):
+        await agent.add_peer(b"")
+    region = Region(0, 1)
+    with pytest.raises(TransferFailed, match="closed"):
+        agent.write("x", [], Deadline.after(1), local=region, remote=region)
+
+
+async def test_without_nixl_there_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> None:
+        raise ImportError(f"No module named {name!r}")
+
+    monkeypatch.setattr("kvstore.nixl_agent.importlib.import_module", absent)
+    with pytest.raises(FailedPrecondition, match="install nixl-cu13"):
+        await NixlAgent.start("x", "lo", Deadline.after(10))
+
+
+def test_the_environment_is_settled_before_nixl_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """UCX listens on every interface otherwise, and NIXL fails without a readable HOME."""
+    for name in ("UCX_NET_DEVICES", "NIXL_CONFIG_FILE", "HOME"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    prepare_environment("lo")
+    assert os.environ["UCX_NET_DEVICES"] == "lo"
+    assert os.environ["NIXL_CONFIG_FILE"] == os.devnull
+    monkeypatch.setenv("UCX_NET_DEVICES", "eth7")
+    monkeypatch.delenv("NIXL_CONFIG_FILE")
+    monkeypatch.setenv("HOME", "/")
+    prepare_environment("lo")
+    assert os.environ["UCX_NET_DEVICES"] == "eth7"  # the operator's word
+    assert "NIXL_CONFIG_FILE" not in os.environ
+    monkeypatch.delenv("UCX_NET_DEVICES")
+    prepare_environment("all")
+    assert "UCX_NET_DEVICES" not in os.environ
 
 
 async def test_garbage_metadata_is_refused(agent: NixlAgent) -> None:

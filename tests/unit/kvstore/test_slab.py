@@ -56,6 +56,15 @@ def test_a_worker_sees_what_the_store_writes_and_the_reverse(folder: Path) -> No
     store.close()
 
 
+def test_touching_changes_nothing(folder: Path) -> None:
+    slab = _create(folder)
+    slab.block(2)[:] = 7
+    slab.touch(0, 7)
+    slab.touch(3, 3)
+    assert int(slab.frames.sum()) == 7 * 5000
+    slab.close()
+
+
 def test_the_capacity_says_how_many_frames_there_are() -> None:
     assert SlabLayout.fitting(10 * 8192, 5000).num_frames == 10
     with pytest.raises(NoCapacity, match="capacity_bytes"):

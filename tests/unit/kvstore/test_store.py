@@ -197,6 +197,17 @@ def test_a_chain_being_extended_is_not_evicted_for_its_own_extension() -> None:
     assert not answers[3].has_room
 
 
+def test_a_parent_stays_while_its_child_is_written() -> None:
+    """Otherwise the child could not be committed: presence is prefix-closed."""
+    bench = _Bench(num_frames=3)
+    bench.put(CHAIN[:1])
+    lease_id, answers, _ = bench.reserve(CHAIN[1:2], parent=CHAIN[0], who=bench.other)
+    _, others, _ = bench.reserve([_hash(50), _hash(51)])
+    assert [a.has_room for a in others] == [True, False]
+    bench.commit(lease_id, answers, who=bench.other)
+    assert bench.present(CHAIN) == 2
+
+
 def test_a_tail_is_private_leased_and_gone_with_its_last_lease() -> None:
     bench = _Bench()
     lease_id, answers, tail = bench.reserve(CHAIN[:1], tail="r1")

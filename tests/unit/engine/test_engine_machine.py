@@ -1,0 +1,209 @@
+"""The engine's state machine under any order of calls, on a FakeModel and a small cache.
+
+Each request is driven by a model of what it may do; every token drawn is compared with what a
+correct engine must draw; blocks that a "transfer" may still write are overwritten with garbage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from engine.config import EngineConfig
+from engine.errors import NoBlocks
+from engine.fake import FakeModel
+from engine.loop import Engine
+from engine.request import Request, Reservation, Sampling, State
+from tests.unit.engine.conftest import hasher
+
+NUM_BLOCKS = 14
+WINDOW = 40
+SIZE = 4
+
+
+@dataclass
+class Known:
+    """What the test knows of one live request."""
+
+    request: Request
+    reservation: Reservation
+    state: State = State.RESERVED
+    outputs: list[int] = field(default_factory=list)
+    quarantined: set[int] = field(default_factory=set)
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """reserve, load, start, step, abort, release, quarantine and unquarantine, in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = EngineConfig(num_blocks=NUM_BLOCKS, max_num_tokens_per_step=7, max_num_running=3)
+        self.model = FakeModel(context_window=WINDOW)
+        self.engine = Engine(config, self.model)
+        self.live: dict[str, Known] = {}
+        self.num_requests = 0
+        self.in_transfer: list[int] = []
+
+    def pick(self, data: st.DataObject, *states: State) -> Known | None:
+        names = [name for name, known in self.live.items() if known.state in states]
+        return self.live[data.draw(st.sampled_from(names))] if names else None
+
+    @rule(
+        family=st.integers(1, 3),
+        length=st.integers(1, 20),
+        max_tokens=st.integers(1, 12),
+        hold_after=st.sampled_from([None, None, 1, 3]),
+        priority=st.integers(0, 1),
+        is_eos_ignored=st.booleans(),
+    )
+    def reserve(
+        self,
+        family: int,
+        length: int,
+        max_tokens: int,
+        hold_after: int | None,
+        priority: int,
+        is_eos_ignored: bool,
+    ) -> None:
+        self.num_requests += 1
+        prompt = tuple((family * 31 + i) % 97 for i in range(length))
+        request = Request(
+            request_id=str(self.num_requests),
+            prompt_token_ids=prompt,
+            sampling=Sampling(max_tokens=max_tokens, ignore_eos=is_eos_ignored),
+            block_hasher=hasher(),
+            hold_after=hold_after,
+            priority=priority,
+        )
+        before = self.engine.stats()
+        try:
+            reservation = self.engine.reserve(request)
+        except NoBlocks:
+            assert self.engine.stats() == before
+            return
+        assert reservation.num_local_tokens <= (length - 1) // SIZE * SIZE
+        assert not set(reservation.block_ids) & set(self.in_transfer)
+        self.live[request.request_id] = Known(request, reservation)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), is_output_known=st.booleans())
+    def load_and_start(self, data: st.DataObject, is_output_known: bool) -> None:
+        """Another thread wrote some leading tokens into the reserved blocks; then start."""
+        known = self.pick(data, State.RESERVED)
+        if known is None:
+            return
+        request, prompt = known.request, known.request.prompt_token_ids
+        limit = min(request.sampling.max_tokens, request.hold_after or WINDOW)
+        outputs = [self.model.next_token(prompt)] if is_output_known and limit > 1 else []
+        ids = self.engine.block_ids(request.request_id)
+        num_whole = ids.index(-1) * SIZE if -1 in ids else len(prompt)
+        num_loaded = data.draw(st.integers(0, min(num_whole, len(prompt))))
+        first = known.reservation.num_local_tokens
+        for position in range(first, num_loaded):
+            cell = self.engine.kv.cache[ids[position // SIZE], 0, 0, :, position % SIZE, 0]
+            cell[0], cell[1] = float(prompt[position]), float(position)
+        try:
+            self.engine.start(
+                request.request_id, num_loaded_tokens=num_loaded, output_token_ids=outputs
+            )
+        except NoBlocks:
+            assert -1 in ids
+            return
+        known.outputs = list(outputs)
+        known.state = State.WAITING
+
+    @rule()
+    def step(self) -> None:
+        output = self.engine.step()
+        assert output.num_scheduled_tokens <= 7
+        for event in output.events:
+            known = self.live[event.request_id]
+            known.state = State.PREFILLING if known.state is State.WAITING else known.state
+            for token_id in event.token_ids:
+                history = [*known.request.prompt_token_ids, *known.outputs]
+                assert token_id == self.model.next_token(history), event.request_id
+                known.outputs.append(token_id)
+                known.state = State.RUNNING
+            hold_after = known.request.hold_after
+            if hold_after is not None and (
+                event.finish_reason is not None or len(known.outputs) >= hold_after
+            ):
+                known.state = State.HOLDING
+            elif event.finish_reason is not None:
+                del self.live[event.request_id]
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        known = self.pick(data, *State)
+        assert known is not None
+        self.engine.abort(known.request.request_id)
+        del self.live[known.request.request_id]
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        known = self.pick(data, State.HOLDING)
+        if known is not None:
+            self.engine.release(known.request.request_id)
+            del self.live[known.request.request_id]
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def quarantine(self, data: st.DataObject) -> None:
+        """A load timed out; whoever writes may go on writing."""
+        known = self.pick(data, State.RESERVED)
+        if known is None:
+            return
+        first = known.reservation.num_local_tokens // SIZE
+        own = [b for b in self.engine.block_ids(known.request.request_id)[first:] if b != -1]
+        if own:
+            chosen = data.draw(st.lists(st.sampled_from(own), unique=True, max_size=3))
+            self.engine.quarantine(known.request.request_id, chosen)
+            self.in_transfer += chosen
+
+    @precondition(lambda self: self.in_transfer)
+    @rule(data=st.data())
+    def late_write(self, data: st.DataObject) -> None:
+        block_id = data.draw(st.sampled_from(self.in_transfer))
+        self.engine.kv.host_view[block_id] = 0x5A
+
+    @precondition(lambda self: self.in_transfer)
+    @rule(data=st.data())
+    def unquarantine(self, data: st.DataObject) -> None:
+        index = data.draw(st.integers(0, len(self.in_transfer) - 1))
+        self.engine.unquarantine([self.in_transfer.pop(index)])
+
+    @invariant()
+    def holds_its_law(self) -> None:
+        self.engine.check_integrity()
+        stats = self.engine.stats()
+        states = [known.state for known in self.live.values()]
+        assert stats.num_reserved == states.count(State.RESERVED)
+        assert stats.num_waiting == states.count(State.WAITING)
+        assert stats.num_holding == states.count(State.HOLDING)
+        assert stats.num_running <= 3
+        assert stats.num_quarantined_blocks == len(self.in_transfer)
+
+    def teardown(self) -> None:
+        """Whatever happened: let everything end, and nothing is left."""
+        for name in [n for n, known in self.live.items() if known.state is State.RESERVED]:
+            self.engine.abort(name)
+            del self.live[name]
+        rounds: Callable[[], bool] = self.engine.has_work
+        while rounds():
+            self.step()
+        for name in list(self.live):
+            self.engine.release(name)
+        self.engine.unquarantine(self.in_transfer)
+        self.engine.check_integrity()
+        stats = self.engine.stats()
+        assert stats.num_free_blocks + stats.num_cached_blocks == NUM_BLOCKS
+
+
+TestEngine = EngineMachine.TestCase
+TestEngine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
