@@ -41,10 +41,12 @@ class Deadline:
     @asynccontextmanager
     async def timeout(self, what: str) -> AsyncIterator[None]:
         """Bound the body. Raises: DeadlineExceeded naming `what` when time runs out inside it."""
+        scope = asyncio.timeout(self.left_s())
         try:
-            async with asyncio.timeout(self.left_s()):
+            async with scope:
                 yield
         except TimeoutError as error:
-            if not self.expired:
+            # Not our own clock: uvloop's timers may come a millisecond early.
+            if not scope.expired():
                 raise  # somebody else's timeout
             raise DeadlineExceeded(f"{what}: the time for it ran out") from error

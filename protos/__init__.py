@@ -1,4 +1,4 @@
-"""The wire of Baton: `.proto` files beside their committed stubs (`make protos`; never edit a stub).
+"""The wire of Baton: `.proto` files beside their committed stubs (`make protos`).
 
 - `inference.proto`: clients to the router.
 - `prefill.proto`, `decode.proto`: the router to its workers.

@@ -35,7 +35,7 @@ class PrefillStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.Prefill = channel.unary_unary(
+        self.Prefill = channel.unary_stream(
                 '/baton.v1.Prefill/Prefill',
                 request_serializer=protos_dot_prefill__pb2.PrefillRequest.SerializeToString,
                 response_deserializer=protos_dot_prefill__pb2.PrefillReply.FromString,
@@ -51,8 +51,8 @@ class PrefillServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Prefill(self, request, context):
-        """One prompt in, its first token and a handle on its KV out. Cancelling the RPC cancels the work; its deadline is the
-        request's.
+        """One prompt in; its first token out as soon as it is drawn, and a handle on its KV once that is stored. Cancelling the
+        RPC cancels the work; its deadline is the request's.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -67,7 +67,7 @@ class PrefillServicer(object):
 
 def add_PrefillServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Prefill': grpc.unary_unary_rpc_method_handler(
+            'Prefill': grpc.unary_stream_rpc_method_handler(
                     servicer.Prefill,
                     request_deserializer=protos_dot_prefill__pb2.PrefillRequest.FromString,
                     response_serializer=protos_dot_prefill__pb2.PrefillReply.SerializeToString,
@@ -99,7 +99,7 @@ class Prefill(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
+        return grpc.experimental.unary_stream(
             request,
             target,
             '/baton.v1.Prefill/Prefill',

@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc.aio
 
+from engine.request import RequestEvent
 from process import serving
 from protos import common_pb2, prefill_pb2, prefill_pb2_grpc
 from services.prefill.worker import PrefillAnswer, PrefillAsk, PrefillWorker
@@ -27,13 +28,15 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         self._core = core
         self._worker = worker
 
-    @serving.unary
-    async def Prefill(
-        self, request: prefill_pb2.PrefillRequest, context: Context
-    ) -> prefill_pb2.PrefillReply:
+    @serving.unary  # a coroutine that writes: unlike a generator, a broken stream ends it at once
+    async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Context) -> None:
         deadline = self._core.deadline(context.time_remaining())
-        answer = await self._worker.prefill(self._ask(request), deadline)
-        return self._reply(answer)
+
+        async def show(event: RequestEvent) -> None:
+            await context.write(_first_message(event))
+
+        answer = await self._worker.prefill(self._ask(request), deadline, show)
+        await context.write(self._last_message(answer))
 
     @serving.unary
     async def GetWorkerStatus(
@@ -55,18 +58,21 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             wants_handle=request.wants_handle,
         )
 
-    def _reply(self, answer: PrefillAnswer) -> prefill_pb2.PrefillReply:
-        event = answer.event
+    def _last_message(self, answer: PrefillAnswer) -> prefill_pb2.PrefillReply:
         reply = prefill_pb2.PrefillReply(
-            token_ids=event.token_ids,
-            logprobs=logprobs_to_proto(event.logprobs or ()),
-            leg=self._core.leg_to_proto(answer.leg),
-            times=times_to_proto(answer.seconds),
+            leg=self._core.leg_to_proto(answer.leg), times=times_to_proto(answer.seconds)
         )
-        if event.finish_reason is not None:
-            reply.finish_reason = FINISH_REASONS[event.finish_reason]
-        if event.stop_token_id is not None:
-            reply.stop_token_id = event.stop_token_id
         if answer.handle is not None:
             reply.handle.CopyFrom(handles.to_proto(answer.handle))
         return reply
+
+
+def _first_message(event: RequestEvent) -> prefill_pb2.PrefillReply:
+    reply = prefill_pb2.PrefillReply(
+        token_ids=event.token_ids, logprobs=logprobs_to_proto(event.logprobs or ())
+    )
+    if event.finish_reason is not None:
+        reply.finish_reason = FINISH_REASONS[event.finish_reason]
+    if event.stop_token_id is not None:
+        reply.stop_token_id = event.stop_token_id
+    return reply

@@ -8,8 +8,8 @@ Life of a request (a cancel or the deadline may end it in any state):
    into is quarantined first
 3. COMPUTING  the engine computes the rest in chunks, full blocks go to the store behind it ->
    cancel: abort, lease released
-4. STORING    has its first token, waits for the last puts  -> cancel: as above; the tail is deleted
-   with the lease
+4. STORING    its first token is shown, waits for the last puts  -> cancel: as above; the tail is
+   deleted with the lease
 5. DONE       answered; the lease belongs to the handle     | CANCELLED | FAILED
 
 The store's absence only makes the handle shorter. Belongs to the loop's thread; speaks values, not
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from engine.request import FilledBlock, Request, RequestEvent, Reservation, Sampling, StepOutput
@@ -76,11 +76,14 @@ class PrefillAsk:
     wants_handle: bool
 
 
+Show = Callable[[RequestEvent], Awaitable[None]]
+"""Takes the first token to whoever asked; returns when it is on its way."""
+
+
 @dataclass(frozen=True)
 class PrefillAnswer:
-    """The first token, and where the prompt's KV lies."""
+    """Where the prompt's KV lies, and what it took."""
 
-    event: RequestEvent
     handle: handles.Handle | None
     leg: Leg
     seconds: dict[str, float]
@@ -136,8 +139,8 @@ class PrefillWorker:
         """Of the live requests, by their name in the engine."""
         return {engine_id: job.state for engine_id, job in self._jobs.items()}
 
-    async def prefill(self, ask: PrefillAsk, deadline: Deadline) -> PrefillAnswer:
-        """Prefill one prompt and draw its next token.
+    async def prefill(self, ask: PrefillAsk, deadline: Deadline, show: Show) -> PrefillAnswer:
+        """Prefill one prompt and draw its next token, which `show` gets at once; then store the KV.
 
         Cancelling this coroutine is cancelling the request.
         Raises: NoCapacity, InvalidArgument, DeadlineExceeded, Unavailable, Internal.
@@ -153,7 +156,7 @@ class PrefillWorker:
             self._jobs[job.engine_id] = job
             try:
                 async with deadline.timeout("prefill"):
-                    answer = await self._run(job)
+                    answer = await self._run(job, show)
                 self._finish(job)
                 return answer
             except asyncio.CancelledError:
@@ -167,7 +170,7 @@ class PrefillWorker:
 
     # ---- the states
 
-    async def _run(self, job: _Job) -> PrefillAnswer:
+    async def _run(self, job: _Job, show: Show) -> PrefillAnswer:
         ask = job.ask
         job.clock.enter("prefill_queue")
         reservation = await self._admission.reserve(
@@ -198,9 +201,10 @@ class PrefillWorker:
         event = await job.first
         job.move(PrefillState.STORING)
         job.clock.enter("prefill_store")
+        await show(event)
         handle = await self._store(job, event, reservation)
         job.clock.enter(None)
-        return PrefillAnswer(event, handle, job.leg, job.clock.seconds)
+        return PrefillAnswer(handle, job.leg, job.clock.seconds)
 
     async def _fetch(self, job: _Job, reservation: Reservation) -> int:
         """Copy what the store has beyond the local prefix.

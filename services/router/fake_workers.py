@@ -171,7 +171,11 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
     def __init__(self, worker_id: str, model: FakeModel) -> None:
         super().__init__(worker_id, model)
         self.gate = Gate()
-        """Before the answer."""
+        """Before the first token."""
+        self.account_gate = Gate()
+        """Between the token and the account."""
+        self.account_error: BatonError | None = None
+        """Raised instead of the account."""
         self.error: BatonError | None = None
         """Raised instead of an answer."""
         self.store_address = ""
@@ -183,9 +187,7 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
         self.idle.set()
 
     @serving.unary
-    async def Prefill(
-        self, request: prefill_pb2.PrefillRequest, context: Context
-    ) -> prefill_pb2.PrefillReply:
+    async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Context) -> None:
         self.requests.append(request)
         self.num_active += 1
         self.idle.clear()
@@ -193,7 +195,12 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
             await self.gate.passed()
             if self.error is not None:
                 raise self.error
-            return self._reply(request)
+            first = self._first(request)
+            await context.write(first)
+            await self.account_gate.passed()
+            if self.account_error is not None:
+                raise self.account_error
+            await context.write(self._last(request, is_over=bool(first.finish_reason)))
         except asyncio.CancelledError:
             self.num_cancelled += 1
             raise
@@ -207,25 +214,32 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
     ) -> common_pb2.WorkerStatus:
         return self.status()
 
-    def _reply(self, request: prefill_pb2.PrefillRequest) -> prefill_pb2.PrefillReply:
+    def _first(self, request: prefill_pb2.PrefillRequest) -> prefill_pb2.PrefillReply:
         token_id = self.model.token(request.prompt_token_ids, request.sampling, 0)
         reason = self.model.reason(token_id, request.sampling, 1)
         reply = prefill_pb2.PrefillReply(
             token_ids=[token_id],
             logprobs=_logprobs([token_id], request.sampling),
             finish_reason=reason,
+        )
+        if reason in (common_pb2.FINISH_REASON_EOS, common_pb2.FINISH_REASON_STOP_TOKEN):
+            reply.stop_token_id = token_id
+        return reply
+
+    def _last(
+        self, request: prefill_pb2.PrefillRequest, *, is_over: bool
+    ) -> prefill_pb2.PrefillReply:
+        reply = prefill_pb2.PrefillReply(
             leg=self.leg(len(request.prompt_token_ids), is_computed=True),
             times=[common_pb2.StageTime(stage="prefill_compute", seconds=1e-6)],
         )
-        if request.wants_handle and not reason:
+        if request.wants_handle and not is_over:
             reply.handle.request_id = request.request_id
             reply.handle.num_tokens = len(request.prompt_token_ids)
             if self.store_address:
                 reply.handle.runs.add(store_address=self.store_address, lease_id="lease-run")
                 reply.handle.tail.store_address = self.store_address
                 reply.handle.tail.lease_id = "lease-tail"
-        if reason in (common_pb2.FINISH_REASON_EOS, common_pb2.FINISH_REASON_STOP_TOKEN):
-            reply.stop_token_id = token_id
         return reply
 
     def _add_to(self, server: grpc.aio.Server) -> None:

@@ -2,7 +2,8 @@
 
     LOOKING_UP   which stores hold its prefix
     RESERVING    choose the pair; the decode worker sets blocks aside (not for a single token)
-    PREFILLING   the prefill worker computes the prompt, draws the first token, stores the KV
+    PREFILLING   the prefill worker computes the prompt, draws the first token (shown at once),
+                 stores the KV
     DECODING     the decode worker takes the KV over and draws the rest
     FINISHED     the last message is out
 
@@ -118,6 +119,9 @@ class RequestFlow:
         self._leg: DecodeLeg | None = None
         # Ours until the decode worker is told of it.
         self._handle: common_pb2.KvHandle | None = None
+        self._first_token_ids: Sequence[int] = ()
+        # What the first token made visible, where the answer ended with it.
+        self._held: inference_pb2.GenerateResponse | None = None
         self._kv_legs: list[common_pb2.KvLeg] = []
         self._fingerprint = ""
 
@@ -129,8 +133,8 @@ class RequestFlow:
         try:
             ask = await self._look_up()
             choice = await self._reserve(ask)
-            first = await self._prefill(choice, ask)
-            await self._hand_over(first)
+            await self._prefill(choice, ask)
+            await self._hand_over()
             self.state = State.FINISHED
         finally:
             if self._leg is not None:
@@ -207,9 +211,12 @@ class RequestFlow:
             raise
         self._leg = leg
 
-    async def _prefill(self, choice: Choice, ask: Ask) -> prefill_pb2.PrefillReply:
-        """The prompt's first token. One retry, on another worker, which meets what the first has
-        stored already.
+    async def _prefill(self, choice: Choice, ask: Ask) -> None:
+        """The prompt's first token, and the handle on its KV. One retry, on another worker, which
+        meets what the first has stored already.
+
+        A worker that fails once its token is shown is not tried again: the decode worker computes
+        what was not handed over.
         """
         self.state = State.PREFILLING
         candidates = self._cluster.candidates
@@ -219,6 +226,9 @@ class RequestFlow:
         except _TRY_ANOTHER as error:
             if isinstance(error, Unavailable):
                 candidates.suspect(worker.worker_id)
+            if self._first_token_ids:
+                self._go_on_without_handle(worker, error)
+                return
             others = [
                 load
                 for load in candidates.prefill({worker.worker_id})
@@ -242,7 +252,18 @@ class RequestFlow:
         self._handle = reply.handle if reply.HasField("handle") else None
         self._kv_legs.append(reply.leg)
         self._times.mark_split(_seconds(reply.times), rest="handover")
-        return reply
+
+    def _go_on_without_handle(self, worker: WorkerView, error: BatonError) -> None:
+        self._fingerprint = worker.fingerprint
+        self._times.mark("prefill_compute")
+        logs.event(
+            logger,
+            "handle_lost",
+            level=logging.WARNING,
+            request_id=self._job.request_id,
+            worker_id=worker.worker_id,
+            why=str(error),
+        )
 
     async def _prefill_at(self, worker: WorkerView) -> prefill_pb2.PrefillReply:
         job = self._job
@@ -256,31 +277,37 @@ class RequestFlow:
             priority=job.priority,
             wants_handle=job.needs_decode,
         )
-        return await self._cluster.prefills.prefill(worker, request, self._deadline)
+        prefills = self._cluster.prefills
+        return await prefills.prefill(worker, request, self._deadline, self._show_first)
 
-    async def _hand_over(self, first: prefill_pb2.PrefillReply) -> None:
-        """Show the first token at once; have the decode worker go on from it, or tell it that the
-        answer is over.
-        """
+    async def _show_first(self, first: prefill_pb2.PrefillReply) -> None:
+        """The first token is there. If it ends the answer, the decode worker is told right away."""
+        self._first_token_ids = first.token_ids
         message = self._answer.take(
             first.token_ids,
             first.logprobs,
             reason=first.finish_reason,
             stop_token_id=first.stop_token_id if first.HasField("stop_token_id") else None,
         )
-        if self._answer.is_over:
-            if self._leg is not None:
-                self._leg.cancel()
+        if not self._answer.is_over:
+            await self._show(message)
+            return
+        self._held = message
+        if self._leg is not None:
+            self._leg.cancel()
+
+    async def _hand_over(self) -> None:
+        """Have the decode worker go on from the first token, unless the answer ended with it."""
+        if self._held is not None:
             self._times.mark("handover")
-            await self._send_last(message)
+            await self._send_last(self._held)
             return
         if self._leg is None:
             raise Internal("the prefill worker did not end an answer of one token")
         self.state = State.DECODING
-        self._leg.generate(self._handle, first.token_ids)
+        self._leg.generate(self._handle, self._first_token_ids)
         self._handle = None
         self._times.mark("handover")
-        await self._show(message)
         await self._decode(self._leg)
 
     async def _decode(self, leg: DecodeLeg) -> None:

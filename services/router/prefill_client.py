@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 
 import grpc.aio
 
@@ -18,6 +18,8 @@ from process.deadline import Deadline
 from process.errors import Internal
 from protos import prefill_pb2, prefill_pb2_grpc
 from services.router.views import WorkerView
+
+Show = Callable[[prefill_pb2.PrefillReply], Awaitable[None]]
 
 Life = tuple[str, str]
 """Address and incarnation: one life of one worker."""
@@ -53,10 +55,15 @@ class PrefillClient:
         return self._num_calls.total()
 
     async def prefill(
-        self, worker: WorkerView, request: prefill_pb2.PrefillRequest, deadline: Deadline
+        self,
+        worker: WorkerView,
+        request: prefill_pb2.PrefillRequest,
+        deadline: Deadline,
+        show: Show,
     ) -> prefill_pb2.PrefillReply:
-        """One prompt in, its first token and handle out.
+        """One prompt in; its first token goes to `show` as soon as it comes.
 
+        Returns: the account and the handle.
         Raises: what the worker says; Unavailable when it is gone; DeadlineExceeded.
         """
         num_tokens = len(request.prompt_token_ids)
@@ -66,16 +73,22 @@ class PrefillClient:
         stub = prefill_pb2_grpc.PrefillStub(self._channels[life])
         self._queued_tokens[worker.worker_id] += num_tokens
         self._num_calls[life] += 1
+        call = stub.Prefill(request, timeout=deadline.left_s())
         try:
-            # Cancelling this await cancels the call, and with it the work.
-            reply: prefill_pb2.PrefillReply = await stub.Prefill(request, timeout=deadline.left_s())
+            first = await call.read()
+            if first is grpc.aio.EOF or not first.token_ids:
+                raise Internal(f"prefill worker {worker.worker_id} answered without a token")
+            await show(first)
+            last = await call.read()
+            if last is grpc.aio.EOF or await call.read() is not grpc.aio.EOF:
+                raise Internal(f"prefill worker {worker.worker_id} did not answer in two messages")
         except grpc.aio.AioRpcError as error:
             raise serving.error_from_rpc(error) from error
         finally:
+            call.cancel()  # and with it the work; nothing once it is over
             self._queued_tokens[worker.worker_id] -= num_tokens
             self._num_calls[life] -= 1
-        if not reply.token_ids:
-            raise Internal(f"prefill worker {worker.worker_id} answered without a token")
+        reply: prefill_pb2.PrefillReply = last
         return reply
 
     async def close(self) -> None:

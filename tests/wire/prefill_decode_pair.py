@@ -40,6 +40,14 @@ FRAME_BYTES = 4096
 _keys = itertools.count(1)
 
 
+async def whole(call: Any) -> prefill_pb2.PrefillReply:
+    """Both messages of a Prefill call as one."""
+    reply = prefill_pb2.PrefillReply()
+    async for message in call:
+        reply.MergeFrom(message)
+    return reply
+
+
 @dataclass
 class Pair:
     """Everything of one test."""
@@ -114,8 +122,8 @@ class Pair:
     async def run_prefill(
         self, prompt: Sequence[int], *, timeout_s: float = WAIT_S, **options: Any
     ) -> prefill_pb2.PrefillReply:
-        return await self.prefill_stub.Prefill(
-            self.prefill_request(prompt, **options), timeout=timeout_s
+        return await whole(
+            self.prefill_stub.Prefill(self.prefill_request(prompt, **options), timeout=timeout_s)
         )
 
     def reserve(

@@ -24,7 +24,7 @@ from services.worker import main
 from services.worker.config import WorkerLimits, WorkerSettings
 from services.worker.status import status_to_json
 from tests.unit.worker.builders import prompt_of
-from tests.wire.prefill_decode_pair import WAIT_S, Pair, pair, until
+from tests.wire.prefill_decode_pair import WAIT_S, Pair, pair, until, whole
 
 PROMPT = prompt_of(30, start=3)
 
@@ -63,7 +63,9 @@ def changed(message: Any, changes: dict[str, Any]) -> Any:
 async def refusals(p: Pair, changes: dict[str, Any]) -> list[BatonError]:
     """What prefill and decode say to the same wrong request."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await p.prefill_stub.Prefill(changed(p.prefill_request(PROMPT), changes), timeout=WAIT_S)
+        await whole(
+            p.prefill_stub.Prefill(changed(p.prefill_request(PROMPT), changes), timeout=WAIT_S)
+        )
     async with p.stream() as stream:
         key = await stream.reserve(changed(p.reserve(PROMPT), changes))
         failed = (await stream.next(key)).failed

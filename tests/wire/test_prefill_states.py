@@ -21,7 +21,7 @@ from protos import prefill_pb2_grpc
 from services.prefill.worker import PrefillState
 from services.worker.config import WorkerLimits
 from tests.unit.worker.builders import BLOCK_SIZE, prompt_of
-from tests.wire.prefill_decode_pair import WAIT_S, Gate, Pair, pair, until
+from tests.wire.prefill_decode_pair import WAIT_S, Gate, Pair, pair, until, whole
 
 STATES = ["queued", "matching", "copying", "computing", "storing"]
 NAMES = {
@@ -112,7 +112,7 @@ async def test_the_deadline_ends_it_in_each_state(tmp_path: Path, state: str, wh
         timeout_s = 0.5 if whose == "rpc" else None
         async with held_in(p, state, timeout_s=timeout_s) as call:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await asyncio.wait_for(call, WAIT_S)
+                await asyncio.wait_for(whole(call), WAIT_S)
             assert isinstance(serving.error_from_rpc(caught.value), DeadlineExceeded)
         await p.check()
         if whose == "rpc":
@@ -146,7 +146,7 @@ async def answered(p: Pair, call: Any) -> Any:
     p.prefill_model.release()
     for gate in list(Gate.closed):
         gate.open()
-    return await asyncio.wait_for(call, WAIT_S)
+    return await asyncio.wait_for(whole(call), WAIT_S)
 
 
 async def test_a_router_that_is_gone_before_the_answer_is_a_cancel(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ async def test_a_router_that_is_gone_before_the_answer_is_a_cancel(tmp_path: Pat
             call = stub.Prefill(p.prefill_request(PROMPT), timeout=WAIT_S)
             await until(p.prefill_model.is_held.is_set)
         with pytest.raises((asyncio.CancelledError, grpc.aio.AioRpcError)) as caught:
-            await call
+            await whole(call)
         if isinstance(caught.value, grpc.aio.AioRpcError):
             assert isinstance(serving.error_from_rpc(caught.value), Cancelled)
         p.prefill_model.release()
@@ -219,7 +219,7 @@ async def test_room_for_whole_blocks_only_is_waited_for(tmp_path: Path) -> None:
     async with pair(tmp_path, prefill_blocks=64) as p:
         async with held_in(p, "queued") as call:
             p.prefill_model.release()
-            reply = await asyncio.wait_for(call, WAIT_S)
+            reply = await asyncio.wait_for(whole(call), WAIT_S)
         assert list(reply.token_ids) == p.expected(PROMPT, 1)
         assert reply.handle.num_tokens == len(PROMPT)
         assert len(reply.handle.runs[0].blocks) == len(PROMPT) // BLOCK_SIZE

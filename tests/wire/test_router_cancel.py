@@ -13,7 +13,7 @@ from protos import inference_pb2_grpc
 from services.router.fake_workers import Gate
 from tests.unit.router.bench import Bench, expected_ids, request, rest_of, running, until
 
-STATES = ("reserving", "prefilling", "decoding")
+STATES = ("reserving", "prefilling", "storing", "decoding")
 
 
 def _gate(bench: Bench, state: str) -> Gate:
@@ -21,6 +21,7 @@ def _gate(bench: Bench, state: str) -> Gate:
     return {
         "reserving": bench.decode.reserve_gate,
         "prefilling": bench.prefill.gate,
+        "storing": bench.prefill.account_gate,
         "decoding": bench.decode.token_gate,
     }[state]
 
@@ -45,7 +46,7 @@ async def _assert_all_over(bench: Bench, state: str) -> None:
     """Both legs end although the gate stays closed, then the whole bench is idle."""
     await until(lambda: bench.decode.num_open == 0 and bench.prefill.num_active == 0)
     await until(bench.is_idle)
-    assert bench.prefill.num_cancelled == (state == "prefilling")
+    assert bench.prefill.num_cancelled == (state in ("prefilling", "storing"))
     _gate(bench, state).open()
 
 

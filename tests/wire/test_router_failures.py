@@ -66,6 +66,47 @@ async def test_a_lone_prefill_worker_that_dies_is_unavailable_with_a_retry_time(
         await until(lambda: bench.decode.num_open == 0)
 
 
+async def test_the_first_token_does_not_wait_for_the_store() -> None:
+    async with running() as bench:
+        bench.prefill.account_gate.close()
+        call = bench.stub.Generate(request(sampling=SHORT), timeout=10)
+        first = await asyncio.wait_for(call.read(), 5)
+        assert len(first.token_ids) == 1
+        assert not bench.decode.generated
+        bench.prefill.account_gate.open()
+        assert sum(len(m.token_ids) for m in await rest_of(call)) == 3
+
+
+async def test_a_prefill_worker_that_dies_after_its_token_costs_no_token() -> None:
+    """What it drew is shown already; the decode worker goes on from it and computes the prompt."""
+    async with running() as bench:
+        bench.prefill.account_gate.close()
+        options = {"max_tokens": 4, "seed": 5}
+        call = bench.stub.Generate(request(token_ids={"ids": [5, 6, 7]}, sampling=options))
+        first = await asyncio.wait_for(call.read(), 5)
+        await bench.prefill.stop()
+        rest = await asyncio.wait_for(rest_of(call), 5)
+        ids = [*first.token_ids, *(i for message in rest for i in message.token_ids)]
+        assert ids == expected_ids(bench, [5, 6, 7], 5, 4)
+        (told,) = bench.decode.generated
+        assert not told.HasField("handle")
+        assert list(told.output_token_ids) == ids[:1]
+        assert [leg.role for leg in rest[-1].provenance.legs] == ["decode"]
+
+
+async def test_an_answer_that_ends_with_its_first_token_frees_decode_before_the_account() -> None:
+    async with running() as bench:
+        bench.prefill.account_gate.close()
+        (stop,) = expected_ids(bench, [5, 6, 7], 5, 1)
+        options = {"max_tokens": 4, "seed": 5, "stop_token_ids": [stop]}
+        call = bench.stub.Generate(request(token_ids={"ids": [5, 6, 7]}, sampling=options))
+        await until(lambda: bench.decode.num_cancelled == 1)
+        bench.prefill.account_gate.open()
+        (last,) = await asyncio.wait_for(rest_of(call), 5)
+        assert last.stop_token_id == stop
+        assert not bench.decode.generated
+
+
 async def test_a_prefill_worker_s_own_no_is_passed_on() -> None:
     async with running() as bench:
         bench.prefill.error = InvalidArgument("sampling.top_k", "not here")

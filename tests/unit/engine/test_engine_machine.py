@@ -101,7 +101,8 @@ class EngineMachine(RuleBasedStateMachine):
         outputs = [self.model.next_token(prompt)] if is_output_known and limit > 1 else []
         ids = self.engine.block_ids(request.request_id)
         num_whole = ids.index(-1) * SIZE if -1 in ids else len(prompt)
-        num_loaded = data.draw(st.integers(0, min(num_whole, len(prompt))))
+        most = min(num_whole, len(prompt))
+        num_loaded = data.draw(st.one_of(st.just(most), st.integers(0, most)))
         first = known.reservation.num_local_tokens
         for position in range(first, num_loaded):
             cell = self.engine.kv.cache[ids[position // SIZE], 0, 0, :, position % SIZE, 0]

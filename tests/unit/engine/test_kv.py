@@ -79,8 +79,9 @@ def test_blocks_by_number_by_bytes_or_by_free_memory() -> None:
     block = LAYOUT.block_bytes
     assert choose_num_blocks(EngineConfig(num_blocks=30), LAYOUT, 100, 0) == 30
     assert choose_num_blocks(EngineConfig(kv_bytes=block * 27 + 1), LAYOUT, 100, 0) == 27
-    assert choose_num_blocks(EngineConfig(), LAYOUT, 100, block * 10_000) == 100
     assert choose_num_blocks(EngineConfig(), LAYOUT, 100, block * 200) == 50
+    assert choose_num_blocks(EngineConfig(), LAYOUT, 100, 1 << 40) == (256 << 20) // block
+    assert choose_num_blocks(EngineConfig(), LAYOUT, 1 << 20, 1 << 40) == (1 << 20)
 
 
 @pytest.mark.parametrize("config", [EngineConfig(num_blocks=24), EngineConfig(kv_bytes=999)])

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
+from engine import noise
 from engine.errors import (
     DuplicateRequest,
     InvalidRequest,
@@ -410,6 +412,23 @@ def test_logprobs_come_with_tokens(make_engine: Make, make_request: Make, finish
         for token_id, one in zip(event.token_ids, event.logprobs or (), strict=True):
             assert one.token_id == token_id == one.top[0][0]
     assert all(event.logprobs is None for event in events["b"])
+
+
+def test_noise_is_that_of_the_place_which_the_token_takes(
+    make_engine: Make, make_request: Make, finish: Make, tokens: Make, seed: int
+) -> None:
+    """A contract between workers: the first token of a prompt of n tokens is drawn at n."""
+    engine = make_engine(budget=5, running=1)
+    sampling = {"temperature": 0.7, "seed": seed, "sample_index": 3}
+    _start(engine, make_request("a", PROMPT, **sampling))
+    drawn = tokens(finish(engine)["a"])
+    model = FakeModel(context_window=256)
+    history = list(PROMPT)
+    for token_id in drawn:
+        key = torch.tensor([noise.row_key(seed, 3, len(history))])
+        scores = model.logits(history) / 0.7 + noise.gumbel(key, torch.arange(97))
+        assert token_id == int(scores.argmax())
+        history.append(token_id)
 
 
 def test_step_without_work_is_empty(make_engine: Make) -> None:

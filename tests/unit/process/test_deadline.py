@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+import uvloop
 
 from process.deadline import Deadline
 from process.errors import DeadlineExceeded
@@ -31,3 +32,15 @@ async def test_a_timeout_of_the_body_stays_its_own() -> None:
     with pytest.raises(TimeoutError):
         async with Deadline.after(60).timeout("outer"), asyncio.timeout(0.01):
             await asyncio.Event().wait()
+
+
+def test_uvloops_early_timers_are_deadlines_too() -> None:
+    """uvloop fires up to a millisecond early: a raw TimeoutError then got past our translators."""
+
+    async def run() -> None:
+        for _ in range(100):
+            with pytest.raises(DeadlineExceeded):
+                async with Deadline.after(0.002).timeout("a short wait"):
+                    await asyncio.Event().wait()
+
+    uvloop.run(run())
