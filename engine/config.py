@@ -34,8 +34,8 @@ class EngineConfig:
     """Blocks of the KV cache; 0: as many as `kv_bytes` hold."""
 
     kv_bytes: int = 0
-    """Bytes of the KV cache; 0: four full context windows, at most a quarter of the memory free at
-    start."""
+    """Bytes of the KV cache; 0: four full context windows or 256 MiB, whichever is more, and at
+    most a quarter of the memory free at start."""
 
     max_num_tokens_per_step: int = 512
     """Token budget of one step: decodes first, prefill chunks in the remainder."""

@@ -87,11 +87,15 @@ class FakeModel:
             first += span.num_tokens
         return torch.stack(rows) if rows else torch.empty(0, self.info.vocab_size)
 
-    def next_token(self, token_ids: Sequence[int]) -> int:
-        """The greedy token after `token_ids`: what a correct engine must draw."""
+    def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """[V] float32 after `token_ids`: what a correct engine must draw from."""
         positions = range(len(token_ids))
         history = np.array([list(token_ids), list(positions)], dtype=np.float32).tobytes()
-        return int(self._logits(history, token_ids[-1]).argmax())
+        return self._logits(history, token_ids[-1])
+
+    def next_token(self, token_ids: Sequence[int]) -> int:
+        """The greedy token after `token_ids`."""
+        return int(self.logits(token_ids).argmax())
 
     def generate(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
         """`num_tokens` greedy tokens, without regard to EOS."""

@@ -17,17 +17,15 @@ total (`check_integrity`).
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Callable, Iterable
 
 import torch
 
-from engine import admission, sampler
+from engine import accounts, admission, sampler
 from engine.batch import Batch, Span, warm_up
 from engine.config import EngineConfig
 from engine.errors import (
     DuplicateRequest,
-    IntegrityError,
     UnknownRequest,
     WrongState,
 )
@@ -38,6 +36,7 @@ from engine.kv.sizing import choose_num_blocks, free_memory_bytes
 from engine.models.interface import LoadedModel
 from engine.models.load import load_model
 from engine.request import (
+    STARTED,
     EngineStats,
     FilledBlock,
     ModelInfo,
@@ -52,8 +51,6 @@ from engine.sequence import HOLE, Sequence, finish_reason, should_hold
 
 Progress = Callable[[str, int, int], None]
 """(what, done, total): bytes read for "weights" and "digest", steps for "warm-up"."""
-
-_STARTED = (State.WAITING, State.PREFILLING, State.RUNNING)
 
 
 class Engine:
@@ -76,10 +73,7 @@ class Engine:
         self._eos_token_ids = frozenset(model.info.eos_token_ids)
         self._sequences: dict[str, Sequence] = {}
         self._num_started = 0
-        self._num_steps = 0
-        self._num_computed_tokens = 0
-        self._num_output_tokens = 0
-        self._num_local_prefix_tokens = 0
+        self._totals = accounts.Totals()
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Run the model once per kind of batch, so that the first request does not pay for it.
@@ -122,7 +116,7 @@ class Engine:
             chain_hashes=tuple(chain_hashes),
         )
         self._sequences[request.request_id] = sequence
-        self._num_local_prefix_tokens += sequence.num_local_tokens
+        self._totals.num_local_prefix_tokens += sequence.num_local_tokens
         return Reservation(
             request.request_id, block_ids, sequence.num_local_tokens, tuple(chain_hashes)
         )
@@ -215,7 +209,7 @@ class Engine:
 
     def has_work(self) -> bool:
         """Whether `step` would compute anything."""
-        return any(sequence.state in _STARTED for sequence in self._sequences.values())
+        return any(sequence.state in STARTED for sequence in self._sequences.values())
 
     def step(self) -> StepOutput:
         """One forward pass over all scheduled requests, and one draw for each whose last token was
@@ -234,8 +228,8 @@ class Engine:
                 result = next(drawn) if num_tokens == sequence.num_pending_tokens else None
                 events.append(self._advance(sequence, num_tokens, result))
         num_scheduled = sum(plan.values())
-        self._num_steps += 1
-        self._num_computed_tokens += num_scheduled
+        self._totals.num_steps += 1
+        self._totals.num_computed_tokens += num_scheduled
         stats = self.stats()
         return StepOutput(
             events=tuple(events),
@@ -243,7 +237,7 @@ class Engine:
             num_free_blocks=self._pool.num_available,
             num_running=stats.num_running,
             num_waiting=stats.num_waiting,
-            step=self._num_steps,
+            step=self._totals.num_steps,
         )
 
     def _plan(self) -> dict[str, int]:
@@ -257,7 +251,7 @@ class Engine:
                 order=sequence.order,
             )
             for request_id, sequence in self._sequences.items()
-            if sequence.state in _STARTED
+            if sequence.state in STARTED
         ]
         return plan_step(
             candidates,
@@ -305,7 +299,7 @@ class Engine:
                 request.request_id, (), None, filled, num_computed, None, None, None
             )
         sequence.token_ids.append(drawn.token_id)
-        self._num_output_tokens += 1
+        self._totals.num_output_tokens += 1
         reason = finish_reason(sequence, drawn.token_id, self._eos_token_ids)
         if (reason is not None and request.hold_after is not None) or should_hold(sequence):
             sequence.move(State.HOLDING)
@@ -363,43 +357,15 @@ class Engine:
     # -- accounts
 
     def check_integrity(self) -> None:
-        """Recompute every block's class and reference count from the live requests. Raises:
-        IntegrityError."""
-        references: Counter[int] = Counter()
-        for sequence in self._sequences.values():
-            references.update(sequence.held_block_ids)
-            name = sequence.request.request_id
-            if sequence.state is not State.RESERVED and HOLE in sequence.block_ids:
-                raise IntegrityError(f"{name} is {sequence.state.value} and misses a block")
-            if not 0 <= sequence.num_computed_tokens <= len(sequence.token_ids):
-                raise IntegrityError(f"{name} computed more tokens than it has")
-            if sequence.num_computed_tokens > len(sequence.block_ids) * self._block_size:
-                raise IntegrityError(f"{name} computed beyond its blocks")
-            if sequence.state in _STARTED and sequence.num_pending_tokens < 1:
-                raise IntegrityError(f"{name} is {sequence.state.value} with nothing to compute")
-        self._pool.check_integrity(references)
-        self._prefix_cache.check_integrity()
+        """Recompute every block's class and reference count from the live requests.
+
+        Raises: IntegrityError.
+        """
+        accounts.check_integrity(self._sequences, self._pool, self._prefix_cache, self._block_size)
 
     def stats(self) -> EngineStats:
         """Levels and counts now."""
-        states = Counter(sequence.state for sequence in self._sequences.values())
-        pool = self._pool
-        return EngineStats(
-            num_reserved=states[State.RESERVED],
-            num_waiting=states[State.WAITING],
-            num_running=states[State.PREFILLING] + states[State.RUNNING],
-            num_holding=states[State.HOLDING],
-            num_blocks=pool.num_blocks,
-            num_free_blocks=pool.num_free,
-            num_cached_blocks=pool.num_evictable,
-            num_referenced_blocks=pool.num_referenced,
-            num_quarantined_blocks=pool.num_quarantined,
-            num_steps=self._num_steps,
-            num_computed_tokens=self._num_computed_tokens,
-            num_output_tokens=self._num_output_tokens,
-            num_local_prefix_tokens=self._num_local_prefix_tokens,
-            num_evicted_blocks=pool.num_evicted,
-        )
+        return accounts.stats(self._sequences, self._pool, self._totals)
 
 
 def load_engine(config: EngineConfig, *, progress: Progress | None = None) -> Engine:

@@ -51,6 +51,10 @@ ALLOWED: dict[State, frozenset[State]] = {
 }
 
 
+STARTED = frozenset({State.WAITING, State.PREFILLING, State.RUNNING})
+"""States in which a request has tokens to compute."""
+
+
 class FinishReason(enum.Enum):
     """Why the engine drew no further token."""
 

@@ -10,9 +10,10 @@ from engine.config import EngineConfig
 from engine.errors import TooFewBlocks
 from engine.kv.layout import KvLayout
 
-_NUM_WINDOWS = (
-    4  # of room when nothing is configured: a guess at what one machine's users do at once
-)
+_NUM_WINDOWS = 4
+_FLOOR_BYTES = 256 * 1024 * 1024
+"""What an engine gets when nothing is configured: room for four requests that fill the context
+window, or this much where that is more. Guesses at what one machine's users do at once."""
 
 
 def choose_num_blocks(
@@ -32,7 +33,8 @@ def choose_num_blocks(
         num_blocks, setting = config.kv_bytes // layout.block_bytes, f"kv_bytes={config.kv_bytes}"
     else:
         share = free_bytes // 4
-        num_blocks = min(_NUM_WINDOWS * num_window_blocks, share // layout.block_bytes)
+        wanted = max(_NUM_WINDOWS * num_window_blocks, _FLOOR_BYTES // layout.block_bytes)
+        num_blocks = min(wanted, share // layout.block_bytes)
         setting = f"a quarter of the free memory ({share} bytes)"
     if num_blocks < num_window_blocks:
         raise TooFewBlocks(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -13,6 +14,10 @@ from baton.client import Client, SyncClient
 from baton.local_cluster import ClusterConfig, LocalCluster
 from baton.messages import Completion, KvLeg
 from engine.request import Sampling
+from kvstore import block_hash
+from kvstore.index import PrefixIndex, connect
+from services.router.config import RouterSettings
+from services.router.identity import tenant_salt
 from tests.e2e.conftest import assert_idle
 from tests.e2e.oracle import BLOCK_SIZE, Oracle, oracle, prompts, run_engine, single_engine
 
@@ -156,6 +161,36 @@ def test_a_second_prompt_computes_only_what_follows_its_last_full_block(
             assert leg(third, "prefill").num_tokens_from_store == num_cached
             assert leg(third, "prefill").num_tokens_computed == length - num_cached
             assert leg(third, "prefill").incarnation != leg(first, "prefill").incarnation
+
+
+async def test_the_index_in_redis_knows_what_the_store_holds(
+    cluster: LocalCluster, seed: int
+) -> None:
+    prompt = [random.Random(seed + 5).randrange(100, 2000) for _ in range(70)]
+    async with Client(cluster.address) as client:
+        answer = await client.complete(prompt, max_tokens=2, temperature=0.0, ignore_eos=True)
+        (store,) = (await client.status()).stores
+    root = block_hash.root_key(
+        tenant_salt("default", RouterSettings(model=MODEL).tenant_secret),
+        answer.provenance.model_fingerprint,
+    )
+    hashes = block_hash.chain(root, [*prompt, 1] + [7] * 40, BLOCK_SIZE)
+    connection = connect(cluster.redis_url, timeout_s=5)
+    try:
+        index = PrefixIndex(connection, timeout_s=5)
+        deadline = time.monotonic() + 10
+        # The store tells Redis behind the commit, within a bound.
+        while (found := await index.lookup(hashes, {store.node_id: store.incarnation})) != {
+            store.node_id: 70 // BLOCK_SIZE
+        }:
+            assert time.monotonic() < deadline, found
+            await asyncio.sleep(0.02)
+        assert (await index.stores())[0].node_id == store.node_id
+    finally:
+        await connection.aclose()
+    async with Client(cluster.address) as client:
+        await client.complete(prompt, max_tokens=2)
+        assert list((await client.status()).problems) == []
 
 
 def test_one_token_never_touches_decode(
