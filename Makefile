@@ -5,7 +5,7 @@
 #
 # Each makes what it needs first: a virtual environment in .venv with everything in it, Redis included.
 #
-#   PYTHON            which Python makes the environment (3.11 or newer)
+#   PYTHON            which Python makes the environment: 3.11 or 3.12 (others lack wheels of what we need)
 #   TORCH_INDEX_URL   where torch comes from. The default index has a CUDA build for Linux; without a GPU
 #                     TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu saves 3 GB.
 
@@ -13,7 +13,9 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 
-PYTHON ?= python3
+PYTHON ?= $(shell for python in python3 python3.12 python3.11; do \
+	$$python -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null \
+	&& echo $$python && break; done)
 TORCH_INDEX_URL ?=
 
 VENV := .venv
@@ -51,14 +53,14 @@ protos: $(PROTOS_READY)
 	$(PROTOS_VENV)/bin/python tools/gen_protos.py
 
 bench: $(READY)
-	for benchmark in benchmarks/[a-z]*.py; do $(BIN)/python "$$benchmark"; done
+	for benchmark in serve engine_cpu; do $(BIN)/python -m "benchmarks.$$benchmark"; done
 
 clean:
 	rm -rf $(VENV) $(PROTOS_VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 
 # torch first and alone; then everything else, which finds it there. A new pip knows --group.
 $(READY): pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed; name one with PYTHON=...")'
+	@test -n '$(PYTHON)' || { echo 'Python 3.11 or 3.12 is needed; name one with PYTHON=...' >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
 	$(BIN)/python -m pip install $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) '$(TORCH)'

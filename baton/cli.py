@@ -46,6 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader of our output has gone (`| head`): end in silence, also at interpreter exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        # A file or folder of the user's that cannot be used; the error names it.
+        sys.stderr.write(f"baton: {error}\n")
+        return 1
     except KeyboardInterrupt:
         sys.stderr.write("\n")
         return 130

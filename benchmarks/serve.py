@@ -13,10 +13,8 @@ import argparse
 import itertools
 import json
 import os
-import platform
 import random
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -29,6 +27,7 @@ from rich.table import Table
 
 from baton.client import SyncClient
 from baton.local_cluster import ClusterConfig, LocalCluster
+from benchmarks.context import context
 from engine.config import EngineConfig
 from engine.loop import Engine, load_engine
 from engine.request import Request, Sampling
@@ -95,14 +94,6 @@ def through_cluster(
     return stages
 
 
-def commit() -> str:
-    """The checkout's commit, or "unknown" outside one."""
-    found = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return found.stdout.strip() or "unknown"
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=20)
@@ -134,9 +125,7 @@ def main() -> int:
     one, many = alone.summary(), cluster_latencies.summary()
     result = {
         "benchmark": "serve",
-        "commit": commit(),
-        "command": " ".join(sys.argv),
-        "hardware": f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}",
+        **context(),
         "model": arguments.model,
         "transport": arguments.transport,
         "num_requests": arguments.requests,

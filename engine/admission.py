@@ -14,6 +14,9 @@ from engine.kv.layout import KvLayout
 from engine.request import MAX_LOGPROBS, ModelInfo, Request, Sampling
 from engine.sequence import HOLE, Sequence
 
+MIN_TEMPERATURE = 1e-4
+"""Least temperature above 0; the router's bound, too."""
+
 
 def check_request(request: Request, model: ModelInfo) -> None:
     """Raises: InvalidRequest naming the field, RequestTooLong for a prompt without room for one
@@ -41,7 +44,9 @@ def _check_sampling(sampling: Sampling) -> None:
         (
             "temperature",
             sampling.temperature,
-            math.isfinite(sampling.temperature) and sampling.temperature >= 0,
+            # Below, float32 scores overflow; greedy is what is meant.
+            sampling.temperature == 0
+            or (math.isfinite(sampling.temperature) and sampling.temperature >= MIN_TEMPERATURE),
         ),
         ("top_p", sampling.top_p, 0 < sampling.top_p <= 1),
         ("top_k", sampling.top_k, sampling.top_k >= 0),

@@ -270,6 +270,11 @@ class Engine:
             start = sequence.num_computed_tokens
             end = start + num_tokens
             num_blocks = self.kv.layout.num_blocks_for(end)
+            last_block_start = (num_blocks - 1) * self._block_size
+            if start <= last_block_start and end < last_block_start + self._block_size:
+                # Entered and not filled: what an earlier user or a refused transfer left in the
+                # other slots is read, with weight 0, and 0 times NaN is NaN.
+                self.kv.clear(sequence.block_ids[num_blocks - 1])
             token_ids += sequence.token_ids[start:end]
             spans.append(Span(start, num_tokens, tuple(sequence.block_ids[:num_blocks])))
             if end == len(sequence.token_ids):

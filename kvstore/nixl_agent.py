@@ -173,15 +173,21 @@ class NixlAgent:
         return await future
 
     async def register(self, region: Region) -> bytes:
-        """Register memory, which must stay mapped for good. Returns: the agent's metadata after
-        it."""
+        """Register memory, which must stay mapped for good.
+
+        Returns: the agent's metadata after it. Raises: FailedPrecondition if that cannot be.
+        """
 
         def job(agent: Any) -> bytes:
             rows = [(region.address, region.num_bytes, region.device_id, "")]
             agent.register_memory(rows, mem_type=region.memory)
             return bytes(agent.get_agent_metadata())
 
-        return await self.call(job)
+        self._check_open()
+        try:
+            return await self.call(job)
+        except Exception as error:  # NIXL's own exceptions have no common base of theirs
+            raise FailedPrecondition(f"transport nixl: cannot register memory: {error}") from error
 
     async def add_peer(self, metadata: bytes) -> str:
         """Make a peer known. Returns: its name. Raises: FailedPrecondition if that cannot be."""

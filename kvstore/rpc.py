@@ -6,7 +6,9 @@ connection is `broken` and every call fails at once; its owner attaches again. O
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,10 +75,25 @@ class StoreRpc:
             raise DeadlineExceeded(
                 "no time is left for the call"
             )  # gRPC would send it all the same
+        with self.closing_is_unavailable():
+            try:
+                return await method(request, timeout=deadline.left_s())
+            except grpc.aio.AioRpcError as error:
+                raise self.translate(error) from error
+
+    @contextlib.contextmanager
+    def closing_is_unavailable(self) -> Iterator[None]:
+        """Closing the channel cancels the calls on it: to their callers, whom nobody cancelled,
+        that is a store that has gone."""
+        task = asyncio.current_task()
+        num_cancels = task.cancelling() if task is not None else 0
         try:
-            return await method(request, timeout=deadline.left_s())
-        except grpc.aio.AioRpcError as error:
-            raise self.translate(error) from error
+            yield
+        except asyncio.CancelledError:
+            if task is not None and task.cancelling() > num_cancels:
+                raise
+            self.check()
+            raise Unavailable(f"store {self.address}: the connection was closed") from None
 
     def check(self) -> None:
         """Raises: Unavailable when the connection is broken."""

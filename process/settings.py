@@ -67,15 +67,22 @@ def build(cls: type[Settings], values: Mapping[str, Any], *, where: str = "setti
 
 def to_json(settings: Any) -> str:
     """One line of JSON, for the log at start. Fields whose name holds 'secret' or 'password' are
-    masked."""
+    masked, and so is the user's part of a URL."""
 
     def mask(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         return {
-            key: "***" if value and ("secret" in key or "password" in key) else value
+            key: "***" if value and ("secret" in key or "password" in key) else _masked(value)
             for key, value in pairs
         }
 
     return json.dumps(dataclasses.asdict(settings, dict_factory=mask), default=str)
+
+
+def _masked(value: Any) -> Any:
+    if isinstance(value, str) and "://" in value and "@" in value:
+        scheme, _, rest = value.partition("://")
+        return f"{scheme}://***@{rest.rpartition('@')[2]}"
+    return value
 
 
 def _set(values: dict[str, Any], override: str) -> None:

@@ -7,6 +7,7 @@ may be read by any thread.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from typing import Any
 
@@ -37,9 +38,12 @@ class KvMemory:
         self._bytes: npt.NDArray[np.uint8] | None = None
         if torch.device(device).type == "cpu":
             # Anonymous pages: zero, page-aligned, and committed only when first written.
-            buffer = mmap.mmap(-1, num_blocks * layout.block_bytes)
+            buffer = mmap.mmap(
+                -1, num_blocks * layout.block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            )
             if hasattr(mmap, "MADV_HUGEPAGE"):
-                buffer.madvise(mmap.MADV_HUGEPAGE)
+                with contextlib.suppress(OSError):  # a kernel without them: slower, nothing else
+                    buffer.madvise(mmap.MADV_HUGEPAGE)
             self._bytes = np.frombuffer(buffer, dtype=np.uint8).reshape(num_blocks, -1)
             self.cache: torch.Tensor = torch.frombuffer(buffer, dtype=dtype).view(shape)
         else:
@@ -55,6 +59,10 @@ class KvMemory:
                 f"the KV cache lies on {self.device}: it has an address, but no host view"
             )
         return self._bytes
+
+    def clear(self, block_id: int) -> None:
+        """Make every slot of a block zero."""
+        self.cache[block_id].zero_()
 
     def block_array(self, block_id: int) -> npt.NDArray[Any]:
         """One block's bytes (CPU only), for checks and copies."""

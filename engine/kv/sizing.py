@@ -10,16 +10,21 @@ from engine.config import EngineConfig
 from engine.errors import TooFewBlocks
 from engine.kv.layout import KvLayout
 
+_CGROUP = Path("/sys/fs/cgroup")
+_PAGE_CACHE = ("inactive_file", "active_file")
 _NUM_WINDOWS = 4
 _FLOOR_BYTES = 256 * 1024 * 1024
 """What an engine gets when nothing is configured: room for four requests that fill the context
 window, or this much where that is more. Guesses at what one machine's users do at once."""
+_MODEST_WINDOW = 8192
+"""The window to suggest where the model's own is too large, if this one fits: enough for a chat."""
 
 
 def choose_num_blocks(
     config: EngineConfig, layout: KvLayout, context_window: int, free_bytes: int
 ) -> int:
-    """Blocks of the KV cache.
+    """Blocks of the KV cache: as configured, else at most a quarter of the free memory, or, where
+    one context window needs more than that, just that window in at most half of it.
 
     Args:
         free_bytes: memory free on the device now.
@@ -28,21 +33,34 @@ def choose_num_blocks(
     num_window_blocks = layout.num_blocks_for(context_window)
     window_bytes = num_window_blocks * layout.block_bytes
     if config.num_blocks:
-        num_blocks, setting = config.num_blocks, f"num_blocks={config.num_blocks}"
+        num_blocks, key = config.num_blocks, "num_blocks"
+        setting = f"num_blocks={config.num_blocks}"
     elif config.kv_bytes:
-        num_blocks, setting = config.kv_bytes // layout.block_bytes, f"kv_bytes={config.kv_bytes}"
+        num_blocks, key = config.kv_bytes // layout.block_bytes, "kv_bytes"
+        setting = f"kv_bytes={config.kv_bytes}"
     else:
-        share = free_bytes // 4
+        share, key = free_bytes // 4, "kv_bytes"
         wanted = max(_NUM_WINDOWS * num_window_blocks, _FLOOR_BYTES // layout.block_bytes)
         num_blocks = min(wanted, share // layout.block_bytes)
-        setting = f"a quarter of the free memory ({share} bytes)"
+        if num_blocks < num_window_blocks:
+            share = free_bytes // 2
+            num_blocks = min(num_window_blocks, share // layout.block_bytes)
+        setting = f"half of the free memory ({share} bytes)"
     if num_blocks < num_window_blocks:
         raise TooFewBlocks(
             f"{setting} gives {num_blocks} KV blocks, but one request of {context_window} tokens "
-            f"(the context window) needs {num_window_blocks} blocks = {window_bytes} bytes: raise "
-            "kv_bytes or lower context_window"
+            f"(the context window) needs {num_window_blocks} blocks = {window_bytes} bytes: "
+            + _way_out(num_blocks * layout.block_size, key)
         )
     return num_blocks
+
+
+def _way_out(num_tokens: int, key: str) -> str:
+    """What a user of `baton up` types, where there is room for `num_tokens`."""
+    if num_tokens == 0:
+        return f"raise worker.engine.{key}"
+    window = min(num_tokens, _MODEST_WINDOW)
+    return f"`--set worker.engine.context_window={window}` (or raise worker.engine.{key})"
 
 
 def free_memory_bytes(device: str) -> int:
@@ -50,13 +68,19 @@ def free_memory_bytes(device: str) -> int:
     if torch.device(device).type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     free = _meminfo_available_bytes()
-    cgroup = Path("/sys/fs/cgroup")
     try:
-        limit = (cgroup / "memory.max").read_text().strip()
-        used = int((cgroup / "memory.current").read_text())
+        limit = (_CGROUP / "memory.max").read_text().strip()
+        current = int((_CGROUP / "memory.current").read_text())
+        stat = (_CGROUP / "memory.stat").read_text()
     except OSError:
         return free  # no cgroup v2 here: the host's number stands
-    return free if limit == "max" else min(free, max(0, int(limit) - used))
+    if limit == "max":
+        return free
+    # The kernel drops cached file pages before it refuses memory, such as those of a checkpoint
+    # that was just read.
+    fields = dict(line.split() for line in stat.splitlines())
+    used = max(0, current - sum(int(fields.get(name, 0)) for name in _PAGE_CACHE))
+    return min(free, max(0, int(limit) - used))
 
 
 def _meminfo_available_bytes() -> int:

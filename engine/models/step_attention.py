@@ -98,10 +98,16 @@ class StepAttention:
             self._write_ids = (row_ids.to(self._device), offsets.to(self._device))
 
     def _gather_ids(self, spans: list[Span]) -> torch.Tensor:
-        """[B, K, n] head rows, padded with block 0: the mask hides what is there."""
+        """[B, K, n] head rows, padded with each span's own last block, which the mask hides.
+
+        Nobody else's: a masked score is 0 times a value, and 0 times another's NaN is NaN.
+        """
         num_blocks = max(len(span.block_ids) for span in spans)
         table = torch.tensor(
-            [span.block_ids + (0,) * (num_blocks - len(span.block_ids)) for span in spans]
+            [
+                span.block_ids + span.block_ids[-1:] * (num_blocks - len(span.block_ids))
+                for span in spans
+            ]
         )
         ids = table[:, None, :] * self._num_kv_heads + self._heads[None, :, None]
         return ids.to(self._device)

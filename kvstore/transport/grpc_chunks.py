@@ -54,14 +54,15 @@ class GrpcTransport:
         failed: dict[int, str] = {}
         call = self._rpc.stub.Read(request, timeout=deadline.left_s())
         try:
-            async for chunk in call:
-                if chunk.index >= len(items):
-                    call.cancel()
-                    raise TransferFailed("the store sent a block that was not asked for")
-                if chunk.stale:
-                    failed[chunk.index] = GENERATION
-                elif not self._take(chunk, items, received):
-                    failed[chunk.index] = TRANSPORT
+            with self._rpc.closing_is_unavailable():
+                async for chunk in call:
+                    if chunk.index >= len(items):
+                        call.cancel()
+                        raise TransferFailed("the store sent a block that was not asked for")
+                    if chunk.stale:
+                        failed[chunk.index] = GENERATION
+                    elif not self._take(chunk, items, received):
+                        failed[chunk.index] = TRANSPORT
         except grpc.aio.AioRpcError as error:
             raise self._rpc.translate(error) from error
         except asyncio.CancelledError:

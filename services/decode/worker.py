@@ -131,6 +131,7 @@ class DecodeRequest:
         self._handover: asyncio.Future[Handover] = loop.create_future()
         self._done: asyncio.Future[None] = loop.create_future()
         self._is_cancel_wanted = False
+        self._is_taken_in = False
         self._has_begun = False
         self._is_cancelled_early = False
         self.task: asyncio.Task[None] | None = None
@@ -169,12 +170,16 @@ class DecodeRequest:
                 async with self._deadline.timeout("decode"):
                     await self._run()
         except asyncio.CancelledError:
+            if self.state is DecodeState.FINISHED:
+                return  # its last word was said in the same turn
             self._move(DecodeState.CANCELLED)
             if not self._is_cancel_wanted:
                 raise
             self._clock.enter(None)
             self.sink.finished(self.key, None, self._leg, self._clock.seconds)
         except Exception as error:  # the translator of this border: the sink makes a status of it
+            if self.state is DecodeState.FINISHED:
+                return
             self._move(DecodeState.FAILED)
             if isinstance(error, Internal) or not isinstance(error, BatonError):
                 fields = {"fields": {"request_id": self._ask.request_id}}
@@ -202,6 +207,7 @@ class DecodeRequest:
         self.sink.reserved(self.key, reservation.num_local_tokens)
         self.sink.flush(Load.now(thread.stats))
         handover = await self._handover
+        self._is_taken_in = True
         outputs = handover.output_token_ids
         self._move(DecodeState.FETCHING)
         self._clock.enter("decode_fetch")
@@ -269,6 +275,11 @@ class DecodeRequest:
             self._done.exception()  # seen, even if nobody waited any more
         if self.state is not DecodeState.FINISHED:
             self._core.drop(self.engine_id)
+        if self._handover.done() and not self._handover.cancelled() and not self._is_taken_in:
+            handle = self._handover.result().handle
+            if handle is not None:
+                connector = self._core.connector
+                connector.release_later(connector.client, handle.lease_ids)
 
 
 class DecodeWorker:

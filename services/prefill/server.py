@@ -36,7 +36,13 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             await context.write(_first_message(event))
 
         answer = await self._worker.prefill(self._ask(request), deadline, show)
-        await context.write(self._last_message(answer))
+        try:
+            await context.write(self._last_message(answer))
+        except BaseException:
+            if answer.handle is not None:  # nobody has heard of it
+                connector = self._core.connector
+                connector.release_later(connector.client, answer.handle.lease_ids)
+            raise
 
     @serving.unary
     async def GetWorkerStatus(

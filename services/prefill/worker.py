@@ -162,7 +162,7 @@ class PrefillWorker:
             except asyncio.CancelledError:
                 job.move(PrefillState.CANCELLED)
                 raise
-            except BatonError:
+            except Exception:  # also of `show`: whoever asked is gone
                 job.move(PrefillState.FAILED)
                 raise
             finally:

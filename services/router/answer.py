@@ -47,7 +47,9 @@ class Answer:
         message = self._message(delta)
         if reason and not self._output.stop_string:
             rest = self._message(self._output.finish())
-            message.MergeFrom(rest)
+            message.text += rest.text  # MergeFrom would put it in the place of the other
+            message.token_ids.extend(rest.token_ids)
+            message.logprobs.extend(rest.logprobs)
             self.finish_reason, self._stop_token_id = reason, stop_token_id
         if self._output.stop_string:
             self.finish_reason = common_pb2.FINISH_REASON_STOP_STRING

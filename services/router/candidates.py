@@ -98,11 +98,14 @@ class Candidates:
         for worker in self.usable(DECODE):
             if worker.worker_id in excluded:
                 continue
-            step = self._streams.load(worker.worker_id)
+            # An idle worker sends no news, and the last may be from before a cancel took effect:
+            # then its heartbeat knows better.
+            num_legs = self._streams.num_legs(worker.worker_id)
+            step = self._streams.load(worker.worker_id) if num_legs else None
             num_free = step.num_free_blocks if step else worker.num_free_blocks
             num_requests = step.num_requests if step else worker.num_requests
             # Our own legs are known before any account of them can arrive.
-            num_requests = max(num_requests, self._streams.num_legs(worker.worker_id))
+            num_requests = max(num_requests, num_legs)
             loads.append(self._load(worker, num_free, num_requests))
         return loads
 

@@ -111,6 +111,9 @@ class DecodeStream:
             was_up = False
             try:
                 was_up = await self._serve_once()
+            except Exception as error:  # the last line of defence: the worker must be met again
+                self._failure = Unavailable(f"decode worker {self.worker_id}: {error}")
+                logger.exception("decode_stream_failed")
             finally:
                 self._break()
             if was_up:

@@ -24,6 +24,7 @@ from process import logs
 from process.deadline import Deadline
 from process.errors import (
     BatonError,
+    DeadlineExceeded,
     FailedPrecondition,
     Internal,
     NoCapacity,
@@ -120,7 +121,7 @@ class RequestFlow:
         # Ours until the decode worker is told of it.
         self._handle: common_pb2.KvHandle | None = None
         self._first_token_ids: Sequence[int] = ()
-        # What the first token made visible, where the answer ended with it.
+        # The last message to be, where the answer ended with its first token.
         self._held: inference_pb2.GenerateResponse | None = None
         self._kv_legs: list[common_pb2.KvLeg] = []
         self._fingerprint = ""
@@ -215,43 +216,59 @@ class RequestFlow:
         """The prompt's first token, and the handle on its KV. One retry, on another worker, which
         meets what the first has stored already.
 
-        A worker that fails once its token is shown is not tried again: the decode worker computes
-        what was not handed over.
+        Once the token is shown there is no other try: the decode worker computes what was not
+        handed over, and an answer that is over goes without that account.
         """
         self.state = State.PREFILLING
-        candidates = self._cluster.candidates
-        worker = candidates.get(choice.prefill_id)
-        try:
-            reply = await self._prefill_at(worker)
-        except _TRY_ANOTHER as error:
-            if isinstance(error, Unavailable):
-                candidates.suspect(worker.worker_id)
-            if self._first_token_ids:
-                self._go_on_without_handle(worker, error)
+        worker_id = choice.prefill_id
+        for is_retry in (False, True):
+            worker: WorkerView | None = None
+            try:
+                worker = self._cluster.candidates.get(worker_id)
+                reply = await self._prefill_at(worker)
+                self._take_account(worker, reply)
                 return
-            others = [
-                load
-                for load in candidates.prefill({worker.worker_id})
-                if (load.fingerprint, load.block_size) == (worker.fingerprint, worker.block_size)
-            ]
-            if not others:
-                raise
-            logs.event(
-                logger,
-                "prefill_retried",
-                level=logging.WARNING,
-                request_id=self._job.request_id,
-                worker_id=worker.worker_id,
-                why=str(error),
-            )
-            alone = Ask(ask.num_prompt_tokens, 1, ask.prefix_tokens, ask.affinity, False)
-            again = choose(others, (), alone, self._cluster.costs)
-            worker = candidates.get(again.prefill_id)
-            reply = await self._prefill_at(worker)
+            except BatonError as error:
+                if isinstance(error, Unavailable):
+                    self._cluster.candidates.suspect(worker_id)
+                if worker is not None and self._first_token_ids:
+                    if isinstance(error, DeadlineExceeded) and self._held is None:
+                        raise
+                    self._go_on_without_handle(worker, error)
+                    return
+                if is_retry or not isinstance(error, _TRY_ANOTHER):
+                    raise
+                worker_id = self._another_prefill(worker_id, ask, error)
+
+    def _take_account(self, worker: WorkerView, reply: prefill_pb2.PrefillReply) -> None:
         self._fingerprint = worker.fingerprint
         self._handle = reply.handle if reply.HasField("handle") else None
         self._kv_legs.append(reply.leg)
         self._times.mark_split(_seconds(reply.times), rest="handover")
+
+    def _another_prefill(self, failed_id: str, ask: Ask, error: BatonError) -> str:
+        """Who tries again; the same model only, because blocks may be reserved for it already.
+
+        Raises: `error` when there is nobody.
+        """
+        candidates = self._cluster.candidates
+        others = candidates.prefill({failed_id})
+        if self._leg is not None:
+            decode = candidates.get(self._leg.worker_id)
+            fits = (decode.fingerprint, decode.block_size)
+            others = [load for load in others if (load.fingerprint, load.block_size) == fits]
+        if not others:
+            raise error
+        logs.event(
+            logger,
+            "prefill_retried",
+            level=logging.WARNING,
+            request_id=self._job.request_id,
+            worker_id=failed_id,
+            why=str(error),
+        )
+        alone = Ask(ask.num_prompt_tokens, 1, ask.prefix_tokens, ask.affinity, False)
+        return choose(others, (), alone, self._cluster.costs).prefill_id
 
     def _go_on_without_handle(self, worker: WorkerView, error: BatonError) -> None:
         self._fingerprint = worker.fingerprint
@@ -277,8 +294,18 @@ class RequestFlow:
             priority=job.priority,
             wants_handle=job.needs_decode,
         )
-        prefills = self._cluster.prefills
-        return await prefills.prefill(worker, request, self._deadline, self._show_first)
+        return await self._cluster.prefills.prefill(
+            worker,
+            request,
+            self._deadline,
+            self._show_first,
+            # An answer that is over does not wait long for the account of how it came about.
+            lambda: (
+                self._deadline
+                if self._held is None
+                else self._deadline.sooner(self._cluster.times.finish_wait_s)
+            ),
+        )
 
     async def _show_first(self, first: prefill_pb2.PrefillReply) -> None:
         """The first token is there. If it ends the answer, the decode worker is told right away."""
@@ -292,9 +319,10 @@ class RequestFlow:
         if not self._answer.is_over:
             await self._show(message)
             return
-        self._held = message
         if self._leg is not None:
             self._leg.cancel()
+        await self._show(message)
+        self._held = self._answer.empty()
 
     async def _hand_over(self) -> None:
         """Have the decode worker go on from the first token, unless the answer ended with it."""

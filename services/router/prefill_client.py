@@ -15,7 +15,7 @@ import grpc.aio
 
 from process import serving
 from process.deadline import Deadline
-from process.errors import Internal
+from process.errors import Cancelled, Internal, Unavailable
 from protos import prefill_pb2, prefill_pb2_grpc
 from services.router.views import WorkerView
 
@@ -60,9 +60,11 @@ class PrefillClient:
         request: prefill_pb2.PrefillRequest,
         deadline: Deadline,
         show: Show,
+        account_deadline: Callable[[], Deadline],
     ) -> prefill_pb2.PrefillReply:
         """One prompt in; its first token goes to `show` as soon as it comes.
 
+        Args: account_deadline: asked after `show`: how long to wait for the rest.
         Returns: the account and the handle.
         Raises: what the worker says; Unavailable when it is gone; DeadlineExceeded.
         """
@@ -79,11 +81,17 @@ class PrefillClient:
             if first is grpc.aio.EOF or not first.token_ids:
                 raise Internal(f"prefill worker {worker.worker_id} answered without a token")
             await show(first)
-            last = await call.read()
-            if last is grpc.aio.EOF or await call.read() is not grpc.aio.EOF:
-                raise Internal(f"prefill worker {worker.worker_id} did not answer in two messages")
+            async with account_deadline().timeout("the prefill worker's account"):
+                last = await call.read()
+            # What may come behind it says nothing more.
+            if last is grpc.aio.EOF or not last.HasField("leg"):
+                raise Internal(f"prefill worker {worker.worker_id} gave no account")
         except grpc.aio.AioRpcError as error:
-            raise serving.error_from_rpc(error) from error
+            ours = serving.error_from_rpc(error)
+            if isinstance(ours, Cancelled):
+                # A stopping server says so of calls that it had not taken; nobody cancelled.
+                ours = Unavailable(f"prefill worker {worker.worker_id} is stopping")
+            raise ours from error
         finally:
             call.cancel()  # and with it the work; nothing once it is over
             self._queued_tokens[worker.worker_id] -= num_tokens

@@ -106,7 +106,10 @@ class Registry:
     async def _poll_forever(self) -> None:
         while True:
             await asyncio.sleep(self._poll_interval_s)
-            await self.poll()
+            try:
+                await self.poll()
+            except Exception:  # the last line of defence: a frozen view would serve dead workers
+                logger.exception("registry_poll_failed")
 
     async def _read(self) -> Snapshot:
         async with self._client.pipeline(transaction=False) as pipe:

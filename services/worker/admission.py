@@ -9,15 +9,18 @@ loop's thread.
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import dataclass
 
 from engine.errors import NoBlocks
 from engine.request import Request, Reservation
 from process.deadline import Deadline
-from process.errors import BatonError, NoCapacity
+from process.errors import BatonError, Internal, NoCapacity
 from services.worker.background import start_task
 from services.worker.engine_port import WorkerEngine
 from services.worker.engine_thread import EngineThread
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -94,6 +97,9 @@ class Admission:
             outcomes = await self._thread.call(lambda engine: _reserve_in_order(engine, requests))
         except BatonError as error:  # the engine is down: nobody will be served
             outcomes = [error] * len(batch)
+        except Exception as error:  # the last line of defence: those who come later must be tried
+            logger.exception("admission_failed")
+            outcomes = [Internal(f"admission failed: {error}")] * len(batch)
         for waiter, outcome in zip(batch, outcomes, strict=False):
             if waiter in self._waiting:
                 self._waiting.remove(waiter)

@@ -29,6 +29,9 @@ from services.worker.connector import StoreConnector, reason_of
 
 NO_ROOM = "no_room"
 
+RENEWALS_PER_TTL = 3
+"""A lease that is waited under is renewed so often: two may fail before it lapses."""
+
 
 @dataclass(frozen=True)
 class TailSource:
@@ -121,7 +124,7 @@ class BlockWriter:
 
     async def _write(self) -> None:
         while self._problem is None:
-            await self._wake.wait()
+            await self._wait()
             self._wake.clear()
             blocks, self._pending = self._pending, []
             is_last = self._finishing  # as of now: it may change while the put is under way
@@ -130,6 +133,28 @@ class BlockWriter:
                 await self._put(blocks, tail)
             if is_last:
                 return
+
+    async def _wait(self) -> None:
+        """Until there is something to do. A prompt that queues long in the engine keeps its lease
+        meanwhile: what it found in the store stays there.
+        """
+        while self._problem is None:
+            try:
+                async with asyncio.timeout(self._ttl_s / RENEWALS_PER_TTL):
+                    await self._wake.wait()
+                return
+            except TimeoutError:
+                await self._renew()
+
+    async def _renew(self) -> None:
+        if not self.lease_id:
+            return
+        try:
+            deadline = self._deadline.sooner(self._put_budget_s)
+            await self.client.renew(self.lease_id, ttl_s=self._ttl_s, deadline=deadline)
+        except BatonError as error:
+            self._problem = reason_of(error)
+            self._connector.suspect(self.client, error)
 
     async def _put(self, blocks: list[FilledBlock], tail: TailSource | None) -> None:
         try:

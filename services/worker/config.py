@@ -23,7 +23,10 @@ class WorkerLimits:
     """
 
     default_budget_s: float = 300.0
-    """Time of a request that names none, and the most that one gets."""
+    """Time of a request that names none."""
+
+    max_budget_s: float = 3600.0
+    """Most time that a request gets; the router's bound."""
 
     lease_ttl_s: float = 30.0
     """Most that a lease on a handed-over prompt outlives the last word about it."""
@@ -46,7 +49,13 @@ class WorkerLimits:
     def __post_init__(self) -> None:
         if self.max_waiting_requests < 1:
             raise SettingsError("max_waiting_requests: must be at least 1")
-        for name in ("default_budget_s", "lease_ttl_s", "transfer_budget_s", "put_budget_s"):
+        for name in (
+            "default_budget_s",
+            "max_budget_s",
+            "lease_ttl_s",
+            "transfer_budget_s",
+            "put_budget_s",
+        ):
             if not getattr(self, name) > 0:
                 raise SettingsError(f"{name}: must be above 0")
         for name in ("attach_budget_s", "store_wait_s", "drain_s"):

@@ -139,9 +139,10 @@ class WorkerCore:
             )
 
     def deadline(self, budget_s: float | None) -> Deadline:
-        """The request's own budget, at most our default."""
-        most_s = self.limits.default_budget_s
-        return Deadline.after(most_s if budget_s is None else min(budget_s, most_s))
+        """The request's own budget, within our bound; our default if it has none."""
+        if budget_s is None:
+            budget_s = self.limits.default_budget_s
+        return Deadline.after(min(budget_s, self.limits.max_budget_s))
 
     def drop(self, engine_id: str) -> None:
         """Give back all that the engine holds for a request, in whatever state it is."""

@@ -101,10 +101,43 @@ async def test_an_answer_that_ends_with_its_first_token_frees_decode_before_the_
         options = {"max_tokens": 4, "seed": 5, "stop_token_ids": [stop]}
         call = bench.stub.Generate(request(token_ids={"ids": [5, 6, 7]}, sampling=options))
         await until(lambda: bench.decode.num_cancelled == 1)
+        shown = await asyncio.wait_for(call.read(), 5)
+        assert list(shown.token_ids) == [stop]
         bench.prefill.account_gate.open()
         (last,) = await asyncio.wait_for(rest_of(call), 5)
         assert last.stop_token_id == stop
         assert not bench.decode.generated
+
+
+async def test_an_answer_that_is_over_does_not_wait_long_for_its_account() -> None:
+    """The store may be slow; the client has its answer, and it ends in good time without that
+    leg."""
+    async with running(times={"finish_wait_s": 0.2}) as bench:
+        bench.prefill.account_gate.close()
+        call = bench.stub.Generate(request(sampling={"max_tokens": 1}), timeout=10)
+        shown, last = await asyncio.wait_for(rest_of(call), 5)
+        assert len(shown.token_ids) == 1
+        assert last.usage.num_output_tokens == 1 and not last.provenance.legs
+        bench.prefill.account_gate.open()
+
+
+async def test_two_prefill_workers_that_die_one_before_and_one_after_the_token() -> None:
+    async with running(num_prefill=2) as bench:
+        for worker in bench.prefills:
+            worker.gate.close()
+            worker.account_gate.close()
+        options = {"max_tokens": 4, "seed": 5}
+        call = bench.stub.Generate(request(token_ids={"ids": [5, 6, 7]}, sampling=options))
+        await until(lambda: any(worker.num_active for worker in bench.prefills))
+        victim = next(worker for worker in bench.prefills if worker.num_active)
+        other = next(worker for worker in bench.prefills if worker is not victim)
+        other.gate.open()
+        await victim.stop()
+        first = await asyncio.wait_for(call.read(), 5)
+        await other.stop()
+        rest = await asyncio.wait_for(rest_of(call), 5)
+        ids = [*first.token_ids, *(i for message in rest for i in message.token_ids)]
+        assert ids == expected_ids(bench, [5, 6, 7], 5, 4)
 
 
 async def test_a_prefill_worker_s_own_no_is_passed_on() -> None:

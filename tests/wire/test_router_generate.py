@@ -80,7 +80,9 @@ async def test_workers_get_every_field_and_ids_that_cannot_meet() -> None:
 
 async def test_one_token_never_touches_decode() -> None:
     async with running() as bench:
-        (last,) = await bench.generate(request(sampling={"max_tokens": 1}))
+        # The token is shown at once, its account follows.
+        first, last = await bench.generate(request(sampling={"max_tokens": 1}))
+        assert len(first.token_ids) == 1
         assert bench.decode.num_reserved == 0
         assert not bench.prefill.requests[0].wants_handle
     assert last.finish_reason == common_pb2.FINISH_REASON_LENGTH
@@ -97,7 +99,8 @@ async def test_a_stop_at_the_first_token_frees_the_reservation(how: str) -> None
             sampling["stop_token_ids"] = [first]
         if how == "stop_string":
             sampling["stop"] = [TOKENIZER.decode([first])]
-        (last,) = await bench.generate(request(sampling=sampling))
+        shown, last = await bench.generate(request(sampling=sampling))
+        assert shown.text == "" and list(shown.token_ids) == [first]
         # The account came without waiting for decode; the worker hears of it in the same trip.
         async with asyncio.timeout(5):
             await bench.decode.idle.wait()

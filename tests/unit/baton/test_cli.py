@@ -157,6 +157,17 @@ def test_mistakes_are_one_line_and_exit_code_1(
     assert len(err.splitlines()) == 1
 
 
+def test_a_file_that_cannot_be_used_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused() -> None:
+        raise PermissionError(13, "Permission denied", "/home/x")
+
+    monkeypatch.setattr(cluster_state, "find", refused)
+    assert cli.main(["status"]) == 1
+    assert capsys.readouterr().err == "baton: [Errno 13] Permission denied: '/home/x'\n"
+
+
 def test_a_busy_port_is_told_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

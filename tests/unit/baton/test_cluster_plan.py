@@ -23,7 +23,9 @@ def _sets(spec: ProcessSpec) -> list[str]:
 
 def _all(config: ClusterConfig) -> dict[str, ProcessSpec]:
     specs = [
-        cluster_plan.store(config, redis_url="redis://x", listen="127.0.0.1:0", slab_dir="/m"),
+        cluster_plan.store(
+            config, redis_url="redis://x", listen="127.0.0.1:0", slab_dir="/m", capacity_bytes=8192
+        ),
         *cluster_plan.workers(config, redis_url="redis://x", store_address="127.0.0.1:1"),
         cluster_plan.router(config, redis_url="redis://x", listen="127.0.0.1:0"),
     ]
@@ -49,6 +51,7 @@ def test_components_take_the_settings_we_give_them() -> None:
     specs = _all(config)
     store = settings.load(KvStoreSettings, overrides=_sets(specs["store"]))
     assert (store.redis_url, store.slab_dir, store.node_id) == ("redis://x", "/m", "store")
+    assert store.capacity_bytes == 8192
     for role in ("prefill", "decode"):
         worker = settings.load(WorkerSettings, overrides=_sets(specs[f"{role}-0"]))
         assert worker.worker_id == f"{role}-0"

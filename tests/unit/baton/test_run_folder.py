@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from baton import cluster_state, run_folder
+from baton.errors import ClusterError
 from baton.run_folder import RunFolder, is_alive, owner_of
 
 
@@ -98,3 +99,51 @@ def test_without_a_runtime_folder_the_cache_is_used(
     path = cluster_state.announce("127.0.0.1:1", "m")
     assert path.is_relative_to(tmp_path / "baton")
     path.unlink()
+
+
+@pytest.fixture
+def no_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user whose home cannot be written. Returns: where the fallback lies."""
+    (tmp_path / "file").touch()  # no folder can be made below it, not even by root
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path / f"baton-{os.getuid()}"
+
+
+def test_without_a_home_the_temporary_folder_is_used(no_home: Path) -> None:
+    assert cluster_state.find() is None
+    path = cluster_state.announce("127.0.0.1:1", "m")
+    assert path.parent == no_home and no_home.stat().st_mode & 0o777 == 0o700
+    found = cluster_state.find()
+    assert found is not None and found.address == "127.0.0.1:1"
+    assert cluster_state.announce("127.0.0.1:1", "m") == path
+
+
+def test_a_refused_mkdir_is_no_traceback(no_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mkdir = Path.mkdir
+
+    def refused(
+        path: Path, mode: int = 0o777, parents: bool = False, exist_ok: bool = False
+    ) -> None:
+        if path != no_home:
+            raise PermissionError(13, "Permission denied", str(path))
+        mkdir(path, mode, parents, exist_ok)
+
+    monkeypatch.setattr(Path, "mkdir", refused)
+    assert cluster_state.announce("127.0.0.1:1", "m").parent == no_home
+
+
+@pytest.mark.parametrize("kind", ["open to others", "link"])
+def test_a_temporary_folder_that_may_be_somebody_elses_is_not_trusted(
+    no_home: Path, kind: str
+) -> None:
+    path = cluster_state.announce("127.0.0.1:1", "m")
+    if kind == "link":
+        path.parent.rename(no_home.with_name("real"))
+        no_home.symlink_to("real")
+    else:
+        no_home.chmod(0o777)
+    assert cluster_state.find() is None
+    with pytest.raises(ClusterError, match="not a folder of yours alone"):
+        cluster_state.announce("127.0.0.1:1", "m")

@@ -258,3 +258,69 @@ def test_with_parent_refuses_when_the_parent_is_gone_already() -> None:
     )
     assert result.returncode == 2
     assert "is gone" in result.stderr and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(32, "Broken pipe"), SystemExit(1)])
+def test_a_view_that_fails_does_not_end_the_cluster(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, error: BaseException
+) -> None:
+    def closed(event: ClusterEvent) -> None:
+        raise error
+
+    supervisor = Supervisor(tmp_path, closed)
+    try:
+        supervisor.launch([_spec("a", GOOD)])
+        supervisor.wait_ready(["a"], _soon())
+        supervisor.keep_up()
+        supervisor.kill("a", restart=True)
+        supervisor.wait_ready(["a"], _soon())
+        assert supervisor.processes()["a"].num_restarts == 1
+    finally:
+        supervisor.stop((("store",),))
+    assert [record.message for record in caplog.records if "cannot be shown" in record.message] == [
+        f"events of the cluster cannot be shown: {error!r}"
+    ]
+
+
+def test_the_end_of_the_supervisors_thread_reaches_all_who_wait(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor.launch([_spec("a", STUBBORN)])
+    supervisor.wait_ready(["a"], _soon())
+    supervisor.keep_up()
+    supervisor.wait_failure(timeout_s=0)  # none yet
+
+    def mistake(item: object) -> None:
+        raise ValueError("a mistake")
+
+    caught: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            supervisor.wait_failure(timeout_s=30)
+        except ClusterError as error:
+            caught.append(error)
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    monkeypatch.setattr(supervisor, "_take", mistake)
+    os.kill(supervisor.processes()["a"].pid, signal.SIGKILL)
+    waiter.join(30)
+    assert "ended unexpectedly: ValueError('a mistake')" in str(caught[0])
+    # Commands do not wait for a thread that is gone.
+    with pytest.raises(ClusterError, match="ended unexpectedly"):
+        supervisor.restart("a")
+
+
+def test_no_child_outlives_a_supervisor_that_ended(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor.launch([_spec("a", STUBBORN), _spec("b", GOOD)])
+    supervisor.wait_ready(["a", "b"], _soon())
+    pid = supervisor.processes()["a"].pid
+    monkeypatch.setattr(supervisor, "_take", lambda item: 1 / 0)
+    os.kill(supervisor.processes()["b"].pid, signal.SIGKILL)
+    with pytest.raises(ClusterError, match="ZeroDivisionError"):
+        supervisor.wait_failure(timeout_s=30)
+    supervisor.stop((("store",),))
+    assert not psutil.pid_exists(pid)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import mmap
+from pathlib import Path
 
 import pytest
 import torch
 
 from engine.config import EngineConfig
 from engine.errors import ModelNotSupported, TooFewBlocks
+from engine.kv import sizing
 from engine.kv.layout import KvLayout, LayerKv, uniform_layout
 from engine.kv.memory import KvMemory
 from engine.kv.sizing import choose_num_blocks, free_memory_bytes
@@ -84,11 +86,69 @@ def test_blocks_by_number_by_bytes_or_by_free_memory() -> None:
     assert choose_num_blocks(EngineConfig(), LAYOUT, 1 << 20, 1 << 40) == (1 << 20)
 
 
-@pytest.mark.parametrize("config", [EngineConfig(num_blocks=24), EngineConfig(kv_bytes=999)])
-def test_too_few_blocks_for_one_window_says_how_many_and_what_to_do(config: EngineConfig) -> None:
-    with pytest.raises(TooFewBlocks, match=r"needs 25 blocks .* raise kv_bytes or lower"):
-        choose_num_blocks(config, LAYOUT, 100, 0)
+def test_one_window_may_take_half_of_the_free_memory() -> None:
+    block = LAYOUT.block_bytes
+    assert choose_num_blocks(EngineConfig(), LAYOUT, 100, block * 99) == 25
+    assert choose_num_blocks(EngineConfig(), LAYOUT, 100, block * 50) == 25
+    with pytest.raises(TooFewBlocks, match=r"^half of the free memory .* gives 24 KV blocks"):
+        choose_num_blocks(EngineConfig(), LAYOUT, 100, block * 49)
+
+
+@pytest.mark.parametrize(
+    ("config", "num_free_blocks", "window", "says"),
+    [
+        (
+            EngineConfig(num_blocks=24),
+            0,
+            100,
+            "needs 25 blocks = 38400 bytes: `--set worker.engine.context_window=96` (or raise "
+            "worker.engine.num_blocks)",
+        ),
+        (EngineConfig(kv_bytes=999), 0, 100, "bytes: raise worker.engine.kv_bytes"),
+        (
+            EngineConfig(),
+            6000,
+            40960,
+            "`--set worker.engine.context_window=8192` (or raise worker.engine.kv_bytes)",
+        ),
+    ],
+)
+def test_too_few_blocks_for_one_window_says_how_many_and_what_to_type(
+    config: EngineConfig, num_free_blocks: int, window: int, says: str
+) -> None:
+    with pytest.raises(TooFewBlocks) as caught:
+        choose_num_blocks(config, LAYOUT, window, num_free_blocks * LAYOUT.block_bytes)
+    assert str(caught.value).endswith(says)
 
 
 def test_free_memory_is_read_from_the_machine() -> None:
     assert free_memory_bytes("cpu") > 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("limit", "current", "cached", "free_bytes"),
+    [
+        ("1000", 900, (300, 100), 500),
+        ("1000", 900, (0, 0), 100),
+        ("1000", 1100, (0, 0), 0),
+        ("1000", 100, (300, 100), 1000),
+        ("max", 900, (0, 0), 5000),
+        ("9999", 900, (0, 0), 5000),
+    ],
+)
+def test_page_cache_of_a_container_counts_as_free(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    limit: str,
+    current: int,
+    cached: tuple[int, int],
+    free_bytes: int,
+) -> None:
+    monkeypatch.setattr(sizing, "_CGROUP", tmp_path)
+    monkeypatch.setattr(sizing, "_meminfo_available_bytes", lambda: 5000)
+    assert free_memory_bytes("cpu") == 5000  # no cgroup at all
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    (tmp_path / "memory.current").write_text(f"{current}\n")
+    stat = f"anon 7\ninactive_file {cached[0]}\nactive_file {cached[1]}\nslab 9\n"
+    (tmp_path / "memory.stat").write_text(stat)
+    assert free_memory_bytes("cpu") == free_bytes

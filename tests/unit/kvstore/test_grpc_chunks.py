@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -42,7 +43,11 @@ def _transport(chunks: list[kvstore_pb2.ReadChunk], view: np.ndarray) -> GrpcTra
         def cancel(self) -> None:
             self.cancelled = True
 
-    rpc: Any = SimpleNamespace(check=lambda: None, stub=SimpleNamespace(Read=Call))
+    rpc: Any = SimpleNamespace(
+        check=lambda: None,
+        stub=SimpleNamespace(Read=Call),
+        closing_is_unavailable=contextlib.nullcontext,
+    )
     attached: Any = SimpleNamespace(attachment_id="a")
     return GrpcTransport(BlockMemory.of(view), rpc, attached)
 

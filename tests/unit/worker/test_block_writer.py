@@ -42,6 +42,8 @@ class FakeStore:
         self.stored: list[bytes] = []
         self.puts: list[list[int]] = []
         self.released: list[str] = []
+        self.renewed = asyncio.Event()
+        self.renew_error: BatonError | None = None
         self.error: BatonError | None = None
         self.broken: str | None = None
         self.gate = asyncio.Event()
@@ -73,6 +75,12 @@ class FakeStore:
         lost = len(blocks) - len(refs) + (tail is not None and stored_tail is None)
         return PutResult("lease", refs, stored_tail, 32 * len(refs), lost)
 
+    async def renew(self, lease_id: str, *, ttl_s: float, deadline: Deadline) -> None:
+        assert lease_id == "lease"
+        self.renewed.set()
+        if self.renew_error is not None:
+            raise self.renew_error
+
     async def release(self, lease_ids: list[str], *, deadline: Deadline) -> int:
         self.released += lease_ids
         return len(lease_ids)
@@ -80,7 +88,7 @@ class FakeStore:
 
 @asynccontextmanager
 async def writing(
-    store: FakeStore, refs: Sequence[Block] = ()
+    store: FakeStore, refs: Sequence[Block] = (), ttl_s: float = 5
 ) -> AsyncIterator[tuple[BlockWriter, StoreConnector]]:
     async with running(fake_engine(num_blocks=64)) as thread:
         connector = StoreConnector(None, thread, WorkerLimits())
@@ -91,7 +99,7 @@ async def writing(
             lease_id="lease" if refs else "",
             refs=refs,
             block_size=SIZE,
-            ttl_s=5,
+            ttl_s=ttl_s,
             put_budget_s=5,
             deadline=Deadline.after(5),
         )
@@ -127,6 +135,29 @@ async def test_any_batching_ends_with_the_same_chain(seed: int) -> None:
         assert written.tail is not None and written.tail.num_tokens == 3
         assert written.problem is None
         assert written.num_bytes == 32 * total
+
+
+async def test_a_lease_is_renewed_while_its_prompt_queues_in_the_engine() -> None:
+    """Otherwise what a long-waiting prompt found in the store lapses under load."""
+    store = FakeStore()
+    ref = Block(name_of(0), 7, 2, 0, SIZE)
+    store.stored.append(ref.chain_hash)
+    async with writing(store, refs=[ref], ttl_s=0.03) as (writer, _):
+        async with asyncio.timeout(5):
+            await store.renewed.wait()
+        writer.add(filled(1))
+        written = await writer.finish(None)
+        assert (len(written.refs), written.problem) == (2, None)
+
+
+async def test_a_lease_that_cannot_be_renewed_ends_the_writing() -> None:
+    store = FakeStore()
+    store.renew_error = LeaseLapsed("gone")
+    async with writing(store, refs=[Block(name_of(0), 7, 2, 0, SIZE)], ttl_s=0.03) as (writer, _):
+        async with asyncio.timeout(5):
+            await store.renewed.wait()
+        written = await writer.finish(None)
+        assert written.problem == "lease_lapsed"
 
 
 async def test_the_tail_is_put_even_when_finish_comes_in_the_middle_of_a_put() -> None:

@@ -1,0 +1,41 @@
+"""What a benchmark's figures belong to: the commit, the command that made them, the hardware."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+
+def context() -> dict[str, str]:
+    """Fields for a result's JSON object. Holds no path of this machine."""
+    program = f"python -m benchmarks.{Path(sys.argv[0]).stem}"
+    return {
+        "commit": _commit(),
+        "command": shlex.join([*program.split(), *sys.argv[1:]]),
+        "hardware": f"{os.cpu_count()} cores, {_processor()}",
+        "python": platform.python_version(),
+    }
+
+
+def _commit() -> str:
+    found = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+    )
+    return found.stdout.strip() or "unknown"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.machine()
+    values = {
+        key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)
+    }
+    features = set(values.get("flags", "").split())
+    wide = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in features]
+    return f"{values.get('model name', platform.machine())} ({', '.join(wide)})"

@@ -1,0 +1,33 @@
+"""What lies in a block before its request writes there must not matter: not even NaN, which a
+weight of zero does not hide (0 * NaN = NaN). It comes from a request whose own logits overflowed,
+and from refused transfers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from engine.request import Sampling
+from tests.parity.models import VOCAB_SIZE, Tiny
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-window"])
+def test_nan_in_every_free_block_changes_no_token(
+    family: str,
+    get_tiny: Callable[[str], Tiny],
+    load: Callable[..., Any],
+    run: Callable[..., Any],
+    seed: int,
+) -> None:
+    rng = random.Random(seed)
+    tiny = get_tiny(family)
+    engine = load(tiny.path, max_num_tokens_per_step=24, max_num_running=8)
+    engine.kv.cache.fill_(float("nan"))
+    prompts = [[rng.randrange(2, VOCAB_SIZE) for _ in range(n)] for n in (1, 5, 16, 17, 33, 100)]
+    sampling = Sampling(max_tokens=40, ignore_eos=True)
+    outputs = run(engine, {str(i): (prompt, sampling) for i, prompt in enumerate(prompts)})
+    for index, prompt in enumerate(prompts):
+        assert outputs[str(index)] == tiny.generate(prompt, 40), len(prompt)

@@ -1,0 +1,63 @@
+"""What a local cluster takes of the machine, and what it says where it cannot have it."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import types
+from pathlib import Path
+
+import pytest
+
+from baton import local_cluster, run_folder
+from baton.cluster_plan import ClusterConfig
+from baton.errors import ClusterError
+from baton.local_cluster import LocalCluster
+
+MIB = 1024 * 1024
+
+
+def _room(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    found = types.SimpleNamespace(f_bavail=num_bytes // 4096, f_frsize=4096)
+    monkeypatch.setattr(os, "statvfs", lambda path: found)
+
+
+@pytest.mark.parametrize(("free", "expected"), [(64, 32), (32, 16), (4096, 512)])
+def test_the_store_gets_half_of_what_is_free_at_most(
+    monkeypatch: pytest.MonkeyPatch, free: int, expected: int
+) -> None:
+    _room(monkeypatch, free * MIB)
+    config = ClusterConfig()
+    assert local_cluster._store_capacity_bytes(config, Path("/m/x")) == expected * MIB
+
+
+def test_too_little_shared_memory_is_refused_unless_the_user_chose(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _room(monkeypatch, 31 * MIB)
+    with pytest.raises(ClusterError, match=r"/m has \d+ bytes free.*--shm-size") as caught:
+        local_cluster._store_capacity_bytes(ClusterConfig(), Path("/m/x"))
+    assert "\n" not in str(caught.value)
+    for override in ("store.capacity_bytes=4096", "store.slab_dir=/elsewhere"):
+        config = ClusterConfig(overrides=(override,))
+        assert local_cluster._store_capacity_bytes(config, Path("/m/x")) == 512 * MIB
+
+
+def test_no_temporary_folder_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_folder, "_MAX_FOLDER_BYTES", 1000)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    with pytest.raises(ClusterError, match=r"no temporary folder.*gone.*TMPDIR"):
+        LocalCluster(ClusterConfig(port=0)).start()
+
+
+def test_log_dir_is_blamed_for_itself_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ClusterError, match=r"^--log-dir /proc/nowhere: "):
+        LocalCluster(ClusterConfig(port=0, log_dir="/proc/nowhere")).start()
+
+    def no_redis() -> Path:
+        raise PermissionError(13, "Permission denied", "/x/redis-server")
+
+    monkeypatch.setattr(local_cluster.redis_server, "find", no_redis)
+    with pytest.raises(ClusterError, match="/x/redis-server") as caught:
+        LocalCluster(ClusterConfig(port=0)).start()
+    assert "--log-dir" not in str(caught.value)
