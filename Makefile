@@ -7,7 +7,7 @@
 #
 #   PYTHON            which Python makes the environment: 3.11 or 3.12 (others lack wheels of what we need)
 #   TORCH_INDEX_URL   where torch comes from. The default index has a CUDA build for Linux; without a GPU
-#                     TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu saves 3 GB.
+#                     TORCH_INDEX_URL=<the CPU index that PyTorch's install page names> saves 3 GB.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
