@@ -12,10 +12,13 @@ from pathlib import Path
 
 def context() -> dict[str, str]:
     """Fields for a result's JSON object. Holds no path of this machine."""
-    program = f"python -m benchmarks.{Path(sys.argv[0]).stem}"
+    arguments = list(sys.argv[1:])
+    if "--out" in arguments:  # where a result lies says nothing of how it came about
+        at = arguments.index("--out")
+        del arguments[at : at + 2]
     return {
         "commit": _commit(),
-        "command": shlex.join([*program.split(), *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *arguments]),
         "hardware": f"{os.cpu_count()} cores, {_processor()}",
         "python": platform.python_version(),
     }

@@ -16,7 +16,8 @@ import hypothesis
 import pytest
 
 LONG = os.environ.get("BATON_TEST_LONG") == "1"
-SESSION_SEED = int(os.environ.get("BATON_TEST_SEED", secrets.randbelow(2**31)))
+# Kept in the environment: a second copy of this module, or a process of the tests, sees it too.
+SESSION_SEED = int(os.environ.setdefault("BATON_TEST_SEED", str(secrets.randbelow(2**31))))
 
 # Property tests say what holds, not how fast: a loaded machine must not fail them.
 hypothesis.settings.register_profile("untimed", deadline=None)

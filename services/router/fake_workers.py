@@ -174,6 +174,8 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
         """Before the first token."""
         self.account_gate = Gate()
         """Between the token and the account."""
+        self.end_gate = Gate()
+        """Between the account and the end of the call."""
         self.account_error: BatonError | None = None
         """Raised instead of the account."""
         self.error: BatonError | None = None
@@ -201,6 +203,7 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
             if self.account_error is not None:
                 raise self.account_error
             await context.write(self._last(request, is_over=bool(first.finish_reason)))
+            await self.end_gate.passed()
         except asyncio.CancelledError:
             self.num_cancelled += 1
             raise

@@ -8,6 +8,7 @@ loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 
@@ -20,6 +21,9 @@ from protos import prefill_pb2, prefill_pb2_grpc
 from services.router.views import WorkerView
 
 Show = Callable[[prefill_pb2.PrefillReply], Awaitable[None]]
+
+_END_WAIT_S = 1.0
+"""For the end of a call behind its last message; guessed, far above what it takes."""
 
 Life = tuple[str, str]
 """Address and incarnation: one life of one worker."""
@@ -83,9 +87,13 @@ class PrefillClient:
             await show(first)
             async with account_deadline().timeout("the prefill worker's account"):
                 last = await call.read()
-            # What may come behind it says nothing more.
             if last is grpc.aio.EOF or not last.HasField("leg"):
                 raise Internal(f"prefill worker {worker.worker_id} gave no account")
+            # The call's end follows at once. A worker that was cancelled before it would take its
+            # handle for lost and release the leases. How the call ends says nothing more.
+            with contextlib.suppress(grpc.aio.AioRpcError, TimeoutError):
+                async with asyncio.timeout(_END_WAIT_S):
+                    await call.read()
         except grpc.aio.AioRpcError as error:
             ours = serving.error_from_rpc(error)
             if isinstance(ours, Cancelled):

@@ -4,7 +4,11 @@ nothing leaks, and its next life is met by incarnation."""
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
+import os
 import random
+import signal
 import time
 from collections.abc import Iterator, Sequence
 
@@ -14,6 +18,7 @@ from baton import errors
 from baton.client import Client
 from baton.local_cluster import ClusterConfig, LocalCluster
 from baton.messages import Completion
+from tests.conftest import LONG
 from tests.e2e.conftest import assert_idle
 from tests.e2e.oracle import Oracle, oracle, prompts
 
@@ -23,9 +28,16 @@ MODEL = ClusterConfig().model
 BUDGET_S = 30.0
 NUM_STREAMS = 8
 MAX_TOKENS = 64
+VICTIMS = ("store", "prefill-0", "prefill-1", "redis", "decode-0")
+# (transport, victim). Transports differ in how they meet the store's death; the long run does all.
+KILLS = [
+    (transport, victim)
+    for transport, victim in itertools.product(("shm", "nixl", "grpc"), VICTIMS)
+    if LONG or transport == "shm" or victim == "store"
+]
 
 
-@pytest.fixture(scope="module", params=["shm", "nixl", "grpc"])
+@pytest.fixture(scope="module")
 def pairs(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
     config = ClusterConfig(
         port=0,
@@ -44,7 +56,9 @@ def reference() -> Oracle:
     return oracle(MODEL)
 
 
-async def _stream(client: Client, prompt: Sequence[int], started: asyncio.Event) -> Completion:
+async def _stream(
+    client: Client, prompt: Sequence[int], started: asyncio.Event, request_id: str = ""
+) -> Completion:
     tokens: list[int] = []
     last = None
     async for chunk in client.generate(
@@ -53,6 +67,7 @@ async def _stream(client: Client, prompt: Sequence[int], started: asyncio.Event)
         temperature=0.0,
         ignore_eos=True,
         timeout_s=BUDGET_S,
+        request_id=request_id,
     ):
         tokens += chunk.token_ids
         started.set()
@@ -80,18 +95,70 @@ async def _disturbed(
     return list(answers)
 
 
-@pytest.mark.parametrize("victim", ["store", "prefill-0", "prefill-1", "redis", "decode-0"])
+def _expected(reference: Oracle, wanted: Sequence[Sequence[int]]) -> list[list[int]]:
+    """All MAX_TOKENS tokens of each: EOS ends none of them."""
+    reference.model.generation_config.eos_token_id, eos = None, reference.eos_token_ids
+    try:
+        return [reference.greedy(prompt, MAX_TOKENS) for prompt in wanted]
+    finally:
+        reference.model.generation_config.eos_token_id = sorted(eos)
+
+
+def _retried(cluster: LocalCluster, worker_id: str) -> set[str]:
+    """Requests that the router gave to another prefill worker after `worker_id` failed them."""
+    log = cluster.processes["router"].log_path.read_text(encoding="utf-8")
+    lines = [json.loads(line) for line in log.splitlines() if '"prefill_retried"' in line]
+    return {line["request_id"] for line in lines if line["worker_id"] == worker_id}
+
+
+@pytest.mark.parametrize("pairs", ["shm"], indirect=True)
+async def test_a_prefill_worker_killed_before_its_answer_is_replaced(
+    pairs: LocalCluster, reference: Oracle, seed: int
+) -> None:
+    """Stopped first, so that it surely holds prompts that it has not answered when it dies."""
+    wanted = prompts(reference, random.Random(f"{seed}-stopped"), NUM_STREAMS)
+    request_ids = [f"stopped-{index}" for index in range(NUM_STREAMS)]
+    has_token = [asyncio.Event() for _ in wanted]
+    async with Client(pairs.address) as client:
+        os.kill(pairs.processes["prefill-0"].pid, signal.SIGSTOP)
+        try:
+            streams = [
+                asyncio.create_task(_stream(client, prompt, started, request_id))
+                for prompt, started, request_id in zip(wanted, has_token, request_ids, strict=True)
+            ]
+            # One ran to its end: by then the others were given to a worker long ago.
+            done, _ = await asyncio.wait(
+                streams, timeout=BUDGET_S / 2, return_when=asyncio.FIRST_COMPLETED
+            )
+            assert done, "prefill-1 serves nothing"
+            without = {
+                request_id
+                for request_id, started in zip(request_ids, has_token, strict=True)
+                if not started.is_set()
+            }
+        finally:
+            await asyncio.to_thread(pairs.kill, "prefill-0")
+        answers = await asyncio.gather(*streams)
+    assert 0 < len(without) < NUM_STREAMS
+    retried = _retried(pairs, "prefill-0") & set(request_ids)
+    assert retried, "the router gave the stopped worker nothing"
+    assert retried <= without
+    for answer, right in zip(answers, _expected(reference, wanted), strict=True):
+        assert list(answer.token_ids) == right
+        (prefill,) = (leg for leg in answer.provenance.legs if leg.role == "prefill")
+        assert prefill.worker_id == "prefill-1"
+    await asyncio.to_thread(pairs.wait_ready, 60)
+    await asyncio.to_thread(assert_idle, pairs)
+
+
+@pytest.mark.parametrize(("pairs", "victim"), KILLS, indirect=["pairs"])
 async def test_killing_a_part_leaves_every_stream_exact_or_ended(
     pairs: LocalCluster, reference: Oracle, seed: int, victim: str
 ) -> None:
     rng = random.Random(f"{seed}-{victim}")
     wanted = prompts(reference, rng, NUM_STREAMS)
     answers = await _disturbed(pairs, wanted, victim)
-    reference.model.generation_config.eos_token_id, eos = None, reference.eos_token_ids
-    try:
-        expected = [reference.greedy(prompt, MAX_TOKENS) for prompt in wanted]
-    finally:
-        reference.model.generation_config.eos_token_id = sorted(eos)
+    expected = _expected(reference, wanted)
     for answer, right in zip(answers, expected, strict=True):
         if isinstance(answer, BaseException):
             # Decode death mid-stream ends with UNAVAILABLE until exact failover exists.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 
@@ -10,18 +11,36 @@ import pytest
 from baton.client import SyncClient
 from baton.local_cluster import ClusterConfig, LocalCluster
 from protos import inference_pb2
+from tests.conftest import LONG, SESSION_SEED
 
-# Chunks that do and that do not divide prompts and blocks, one size per transport.
-CHUNK_TOKENS = {"shm": 512, "nixl": 48, "grpc": 37}
+TRANSPORTS = ("shm", "nixl", "grpc")
+# Most tokens of a step: chunks of a prompt that do (48) and do not (37) divide into blocks, and one
+# that holds most prompts whole.
+CHUNK_TOKENS = (512, 48, 37)
 
 
-@pytest.fixture(scope="module", params=["shm", "nixl", "grpc"])
+def _clusters() -> list[tuple[str, int]]:
+    """(transport, chunk) of each cluster: the long run has every transport with both chunks that
+    cut prompts; else each transport has one, which the seed rotates."""
+    if LONG:
+        return list(itertools.product(TRANSPORTS, CHUNK_TOKENS[1:]))
+    turned = (CHUNK_TOKENS[(SESSION_SEED + place) % 3] for place in range(3))
+    return list(zip(TRANSPORTS, turned, strict=True))
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((transport, chunk), id=f"{transport}-chunk{chunk}")
+        for transport, chunk in _clusters()
+    ],
+)
 def cluster(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
     """One prefill, one decode worker; every transport in its turn."""
-    chunk = CHUNK_TOKENS[request.param]
+    transport, chunk = request.param
     config = ClusterConfig(
         port=0,
-        transport=request.param,
+        transport=transport,
         overrides=(
             f"worker.engine.max_num_tokens_per_step={chunk}",
             f"worker.engine.max_num_running={min(32, chunk)}",

@@ -237,3 +237,19 @@ async def test_models_and_status() -> None:
     assert status.redis_reachable and not status.problems
     assert (status.num_requests_finished, status.num_requests_failed) == (1, 0)
     assert status.num_requests_in_flight == 0
+
+
+async def test_a_prefill_worker_that_is_done_is_never_cancelled() -> None:
+    """A worker cancelled in its last message takes the handle for lost and releases its leases
+    under the decode worker's feet."""
+    async with running() as bench:
+        bench.prefill.end_gate.close()
+        call = bench.stub.Generate(request(sampling={"max_tokens": 2}), timeout=10)
+        async with asyncio.timeout(5):
+            await bench.prefill.end_gate.reached.wait()
+        for _ in range(20):  # turns enough for a cancel to arrive
+            await bench.stub.ListModels(inference_pb2.ListModelsRequest(), timeout=5)
+        bench.prefill.end_gate.open()
+        messages = [message async for message in call]
+        assert sum(len(message.token_ids) for message in messages) == 2
+        assert bench.prefill.num_cancelled == 0
