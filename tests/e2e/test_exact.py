@@ -21,7 +21,8 @@ from services.router.identity import tenant_salt
 from tests.e2e.conftest import assert_idle
 from tests.e2e.oracle import BLOCK_SIZE, Oracle, oracle, prompts, run_engine, single_engine
 
-pytestmark = pytest.mark.e2e
+# The long run takes minutes a test.
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
 MODEL = ClusterConfig().model
 MAX_TOKENS = 24
