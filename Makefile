@@ -25,7 +25,7 @@ PROTOS_VENV := .venv-protos
 PROTOS_READY := $(PROTOS_VENV)/.ready
 
 TORCH := $(shell grep '^torch==' constraints.txt)
-PACKAGES := baton checkpoints engine kernels/baton_kernels kvstore process services tokens tools
+PACKAGES := baton checkpoints engine engine_client kernels/baton_kernels kvstore process services tokens tools
 # Several engines share few cores in the tests: one thread each, or they stall one another.
 TEST_ENVIRONMENT := OMP_NUM_THREADS=1
 

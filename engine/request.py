@@ -61,11 +61,54 @@ class FinishReason(enum.Enum):
     EOS = "eos"
     STOP_TOKEN = "stop_token"
     LENGTH = "length"
+    GRAMMAR = "grammar"
+    """The grammar is complete: nothing but an end could follow."""
+    POLICY = "policy"
+    """The engine's stop policy ended it (`EngineConfig` has none; whoever builds the engine gives
+    one)."""
 
     @property
     def is_token(self) -> bool:
         """A particular token ended the request."""
-        return self is not FinishReason.LENGTH
+        return self in (FinishReason.EOS, FinishReason.STOP_TOKEN)
+
+
+class GrammarKind(enum.Enum):
+    """What a GrammarSpec's text is written in."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    EBNF = "ebnf"
+    CHOICE = "choice"
+
+
+@dataclass(frozen=True)
+class GrammarSpec:
+    """What an output must look like, as the client wrote it. Compiled off the engine's thread."""
+
+    kind: GrammarKind
+
+    text: str = ""
+    """The schema, pattern or grammar; empty for a choice."""
+
+    choices: tuple[str, ...] = ()
+    """The whole outputs that are allowed; only for CHOICE."""
+
+
+@dataclass(frozen=True)
+class Beam:
+    """Beam search instead of draws, as transformers defines it (`num_beams`, `length_penalty`,
+    `early_stopping`). The request's best `Request.num_samples` hypotheses are its samples."""
+
+    num_beams: int
+    """At least 2, and at least `num_samples`."""
+
+    length_penalty: float = 1.0
+    """A finished hypothesis' score is its sum of log probabilities / length ** length_penalty."""
+
+    early_stopping: bool = False
+    """True: end as soon as there are `num_beams` finished hypotheses. False: end when no open beam
+    can become better than the worst of them, by transformers' rule."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +137,7 @@ class Sampling:
     """Unsigned 64 bits. Always set by the edge, so that the request can be resumed."""
 
     sample_index: int = 0
-    """Which of the n samples of one prompt this is."""
+    """Which of the n samples of one prompt the request's first one is; the others count on."""
 
     stop_token_ids: frozenset[int] = frozenset()
     """Drawing one of these ends the request; the token is reported."""
@@ -104,6 +147,35 @@ class Sampling:
 
     logprobs: int | None = None
     """None: none. 0: of the chosen token. k: of the k best beside it. At most `MAX_LOGPROBS`."""
+
+    repetition_penalty: float = 1.0
+    """Of every token in prompt or output: a positive logit is divided by it, a negative one
+    multiplied. > 0; 1: off."""
+
+    presence_penalty: float = 0.0
+    """Taken once from the logit of each token in the output. Finite."""
+
+    frequency_penalty: float = 0.0
+    """Taken from the logit of a token as often as the output has it. Finite."""
+
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit), no id twice. Finite values."""
+
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token id sequences that shall not appear: the last id of each is masked where the ids before
+    it end the output so far (prompt and output together are looked at)."""
+
+    allowed_token_ids: frozenset[int] | None = None
+    """None: all. Otherwise every other token is masked."""
+
+    no_repeat_ngram: int = 0
+    """No n-gram of this many tokens appears twice in prompt and output together. 0: off."""
+
+    grammar: GrammarSpec | None = None
+    """What the output must look like."""
+
+    trace: bool = False
+    """Report a `StepTrace` with every token."""
 
 
 MAX_LOGPROBS = 64
@@ -131,6 +203,17 @@ class Request:
 
     priority: int = 0
     """Higher first among prompts that wait for tokens of a step; equal ones in order of `start`."""
+
+    num_samples: int = 1
+    """Samples of this prompt, drawn with sample indices `sampling.sample_index` and on. They share
+    the prompt's blocks."""
+
+    beam: Beam | None = None
+    """Beam search instead of draws."""
+
+    adapter: str = ""
+    """Name of a loaded LoRA adapter; empty: the model as it is. `cache_root` must differ by the
+    adapter's digest: the engine refuses a root it has seen with another adapter."""
 
 
 @dataclass(frozen=True)
@@ -176,13 +259,38 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True)
+class StepTrace:
+    """How one token came to be: enough to draw it again and to see why it was drawn."""
+
+    position: int
+    """The place that the token takes; 0 is the prompt's first token."""
+    token_id: int
+    raw_logprob: float
+    """Under the model's own distribution."""
+    processed_logprob: float
+    """Under the distribution that was drawn from, after all processors."""
+    top: tuple[tuple[int, float], ...]
+    """The best of the model's own distribution as (token id, raw log probability)."""
+    support_size: int
+    """Tokens that could have been drawn."""
+    processors: tuple[str, ...]
+    """Those that were applied, in their order, by name and parameter ("top_p=0.9")."""
+    rng_key: int | None
+    """Of the noise (engine/noise.py, row_key). None: no noise, the argmax."""
+    is_forced: bool = False
+    """The grammar allowed nothing else: not drawn at all (jump-forward); its log probabilities and
+    support are of the token before it, or NaN."""
+
+
+@dataclass(frozen=True)
 class RequestEvent:
-    """What one step did for one request."""
+    """What one step did for one sample of one request."""
 
     request_id: str
 
     token_ids: tuple[int, ...]
-    """New output tokens: none after a chunk that does not reach the last token, else one."""
+    """New output tokens: none after a chunk that does not reach the last token, else one; more
+    where the grammar forced some."""
 
     logprobs: tuple[TokenLogprobs, ...] | None
     """One per new token where asked for, else None."""
@@ -201,7 +309,17 @@ class RequestEvent:
     """The EOS or stop token that ended it; it is in `token_ids` too."""
 
     error: EngineError | None
-    """The request was ABORTED by an error of its own; `token_ids` is empty."""
+    """The request was ABORTED by an error of its own, all its samples with it; `token_ids` is
+    empty."""
+
+    sample_index: int = 0
+    """Which of the request's samples: 0 to num_samples - 1."""
+
+    traces: tuple[StepTrace, ...] | None = None
+    """One per new token where asked for, else None."""
+
+    is_request_over: bool = False
+    """No further event of this request will come: every sample has finished (or an error)."""
 
 
 @dataclass(frozen=True)
