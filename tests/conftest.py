@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import secrets
+import signal
 from collections.abc import Callable
 
 import hypothesis
@@ -26,9 +27,13 @@ hypothesis.settings.load_profile("untimed")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Hypothesis draws from the same seed."""
+    """Hypothesis draws from the same seed; Ctrl-C means the same however the run was started."""
     if config.getoption("hypothesis_seed", None) is None:
         config.option.hypothesis_seed = str(SESSION_SEED)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A shell gives this to what it runs in the background, and our children would inherit it:
+        # the tests that send Ctrl-C would wait for nothing.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_report_header() -> list[str]:
