@@ -53,7 +53,8 @@ protos: $(PROTOS_READY)
 	$(PROTOS_VENV)/bin/python tools/gen_protos.py
 
 bench: $(READY)
-	for benchmark in serve engine_cpu bfloat16_drift; do $(BIN)/python -m "benchmarks.$$benchmark"; done
+	for benchmark in serve engine_cpu engine_step radix logits grammar lora kv_quantization bfloat16_drift; do \
+		$(BIN)/python -m "benchmarks.$$benchmark"; done
 
 clean:
 	rm -rf $(VENV) $(PROTOS_VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,7 +1,12 @@
 """What a user of Baton imports: clients, their values and errors, and a cluster on this machine.
 
 Knows the wire and the command lines of the services, none of their code; runs without torch.
+`LLM` and `SamplingParams`, the engine as a library, are imported when they are first asked for:
+they need torch, and the package `engine_client`. So they are not in `__all__`.
 """
+
+import importlib
+import typing
 
 from baton.client import Client, SyncClient
 from baton.errors import (
@@ -46,3 +51,16 @@ __all__ = [
     "Unavailable",
     "Usage",
 ]
+
+_LIBRARY = {"LLM": "engine_client.llm", "SamplingParams": "engine_client.params"}
+
+
+def __getattr__(name: str) -> typing.Any:
+    """Not kept in this module: what `import *` gives must not depend on what was used before."""
+    if name not in _LIBRARY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_LIBRARY[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_LIBRARY])

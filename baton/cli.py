@@ -11,11 +11,31 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from baton import command_chat, command_demo, command_generate, command_status, command_up
+from baton import (
+    command_adapter,
+    command_bench,
+    command_chat,
+    command_demo,
+    command_generate,
+    command_models,
+    command_replay,
+    command_status,
+    command_up,
+)
 from baton.errors import BatonError
 from process.settings import SettingsError
 
-_COMMANDS = (command_up, command_generate, command_chat, command_status, command_demo)
+_COMMANDS = (
+    command_up,
+    command_generate,
+    command_chat,
+    command_status,
+    command_models,
+    command_demo,
+    command_replay,
+    command_bench,
+    command_adapter,
+)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -18,8 +18,6 @@ from collections.abc import (
     Coroutine,
     Generator,
     Iterable,
-    Mapping,
-    Sequence,
 )
 from concurrent.futures import Future
 from types import TracebackType
@@ -29,79 +27,14 @@ import grpc
 import grpc.aio
 
 from baton import errors
-from baton.messages import Chunk, Completion, chunk_from
+from baton.messages import Chunk, Completion, chunk_from, completions_from
+from baton.request import Prompt, build_request
 from process import serving
-from protos import common_pb2, inference_pb2, inference_pb2_grpc
-
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
-"""Text, token ids, or chat messages ({"role": ..., "content": ...})."""
+from protos import inference_pb2, inference_pb2_grpc
 
 Result = TypeVar("Result")
 
-DEFAULT_TIMEOUT_S = 300.0
-"""For a whole generation: the bundled model fills its window on one core in a tenth of it."""
 _STATUS_TIMEOUT_S = 10.0
-
-
-def build_request(
-    prompt: Prompt,
-    *,
-    max_tokens: int | None = None,
-    temperature: float | None = None,
-    top_p: float | None = None,
-    top_k: int | None = None,
-    min_p: float | None = None,
-    seed: int | None = None,
-    stop: Sequence[str] = (),
-    stop_token_ids: Sequence[int] = (),
-    ignore_eos: bool = False,
-    model: str = "",
-    request_id: str = "",
-    tenant: str = "",
-    timeout_s: float = DEFAULT_TIMEOUT_S,
-) -> inference_pb2.GenerateRequest:
-    """The request as it goes over the wire. What is None is left to the model's defaults.
-
-    Raises: InvalidArgument for what cannot be put on the wire at all; the router judges the rest.
-    """
-    try:
-        sampling = common_pb2.SamplingParams(
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            min_p=min_p,
-            seed=seed,
-            stop=[stop] if isinstance(stop, str) else list(stop),
-            stop_token_ids=list(stop_token_ids),
-            ignore_eos=ignore_eos,
-        )
-    except (ValueError, TypeError) as error:
-        raise errors.InvalidArgument("sampling", _one_line(error)) from error
-    request = inference_pb2.GenerateRequest(
-        model=model,
-        sampling=sampling,
-        request_id=request_id,
-        tenant=tenant,
-        budget_ms=max(1, int(timeout_s * 1000)),
-    )
-    _set_prompt(request, prompt)
-    return request
-
-
-def _set_prompt(request: inference_pb2.GenerateRequest, prompt: Prompt) -> None:
-    try:
-        if isinstance(prompt, str):
-            request.text = prompt
-        elif prompt and isinstance(prompt[0], Mapping):
-            request.chat.SetInParent()
-            for message in prompt:
-                request.chat.messages.add(**message)  # type: ignore[arg-type]
-        else:
-            request.token_ids.SetInParent()
-            request.token_ids.ids.extend(prompt)  # type: ignore[arg-type]
-    except (ValueError, TypeError, AttributeError) as error:
-        raise errors.InvalidArgument("prompt", _one_line(error)) from error
 
 
 class Client:
@@ -129,17 +62,22 @@ class Client:
         await self._channel.close()
 
     async def generate(self, prompt: Prompt, **options: Any) -> AsyncGenerator[Chunk, None]:
-        """Stream a generation; the last chunk has `end`.
+        """Stream a generation; the last chunk of each sample has `end`, the very last one with the
+        request's provenance.
 
         Closing the generator early cancels the request. Raises: a `baton.errors.BatonError`.
         """
-        request = build_request(prompt, **options)
+        async for chunk in self.send(build_request(prompt, **options)):
+            yield chunk
+
+    async def send(self, request: inference_pb2.GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        """`generate` of a request that is built already."""
         call = self._stub.Generate(request, timeout=request.budget_ms / 1000)
         ended = False
         try:
             async for reply in call:
                 chunk = chunk_from(reply)
-                ended = ended or chunk.end is not None
+                ended = chunk.end is not None and chunk.end.provenance is not None
                 yield chunk
         except grpc.aio.AioRpcError as error:
             raise self._error(error) from None
@@ -149,8 +87,14 @@ class Client:
             raise errors.Internal("the stream ended without its last message; see the router's log")
 
     async def complete(self, prompt: Prompt, **options: Any) -> Completion:
-        """`generate`, put together."""
-        return await collect(self.generate(prompt, **options))
+        """`generate`, put together; of one sample."""
+        (completion,) = await self.complete_samples(prompt, **_of_one_sample(options))
+        return completion
+
+    async def complete_samples(self, prompt: Prompt, **options: Any) -> list[Completion]:
+        """`generate`, put together, sample by sample in their order (of a beam search: best
+        first)."""
+        return await collect_samples(self.generate(prompt, **options))
 
     async def models(self) -> list[inference_pb2.ModelInfo]:
         """The models served."""
@@ -185,33 +129,16 @@ class Client:
         return serving.error_from_rpc(error)
 
 
-async def collect(chunks: AsyncIterator[Chunk]) -> Completion:
-    """All chunks of one generation as one value."""
-    return collect_chunks([chunk async for chunk in chunks])
+async def collect_samples(chunks: AsyncIterator[Chunk]) -> list[Completion]:
+    """All chunks of one generation as one value for each sample."""
+    return completions_from([chunk async for chunk in chunks])
 
 
 def collect_chunks(chunks: Iterable[Chunk]) -> Completion:
-    """All chunks of one generation as one value. Raises: Internal when the last one is missing."""
-    texts: list[str] = []
-    token_ids: list[int] = []
-    last: Chunk | None = None
-    for last in chunks:
-        texts.append(last.text)
-        token_ids.extend(last.token_ids)
-    if last is None or last.end is None:
-        raise errors.Internal("the stream ended without its last message")
-    return Completion(
-        request_id=last.request_id,
-        text="".join(texts),
-        token_ids=tuple(token_ids),
-        finish_reason=last.end.finish_reason,
-        usage=last.end.usage,
-        provenance=last.end.provenance,
-        times=last.end.times,
-        seed=last.end.seed,
-        stop_token_id=last.end.stop_token_id,
-        stop_string=last.end.stop_string,
-    )
+    """All chunks of a generation of one sample as one value. Raises: Internal when the last one is
+    missing."""
+    (completion,) = completions_from(chunks)
+    return completion
 
 
 class SyncClient:
@@ -248,7 +175,14 @@ class SyncClient:
 
     def generate(self, prompt: Prompt, **options: Any) -> Generator[Chunk, None, None]:
         """As `Client.generate`. Closing the generator early cancels the request."""
-        steps = _Steps(self._client.generate(prompt, **options))
+        return self._steps(self._client.generate(prompt, **options))
+
+    def send(self, request: inference_pb2.GenerateRequest) -> Generator[Chunk, None, None]:
+        """As `Client.send`."""
+        return self._steps(self._client.send(request))
+
+    def _steps(self, chunks: AsyncGenerator[Chunk, None]) -> Generator[Chunk, None, None]:
+        steps = _Steps(chunks)
         try:
             while (chunk := self._run(steps.next())) is not None:
                 yield chunk
@@ -259,6 +193,10 @@ class SyncClient:
     def complete(self, prompt: Prompt, **options: Any) -> Completion:
         """As `Client.complete`."""
         return self._run(self._client.complete(prompt, **options))
+
+    def complete_samples(self, prompt: Prompt, **options: Any) -> list[Completion]:
+        """As `Client.complete_samples`."""
+        return self._run(self._client.complete_samples(prompt, **options))
 
     def models(self) -> list[inference_pb2.ModelInfo]:
         """As `Client.models`."""
@@ -292,6 +230,13 @@ async def _make_client(address: str) -> Client:
     return Client(address)
 
 
+def _of_one_sample(options: dict[str, Any]) -> dict[str, Any]:
+    """Raises: InvalidArgument where more than one is asked for."""
+    if options.get("n", 1) > 1:
+        raise errors.InvalidArgument("sampling.n", "complete_samples gives all samples")
+    return options
+
+
 class _Steps:
     """A generation taken step by step from another thread, which Ctrl-C may tear away at any
     moment: the step under way is then ended here, before the close."""
@@ -311,7 +256,3 @@ class _Steps:
             self._step.cancel()
             await asyncio.wait([self._step])
         await self._chunks.aclose()
-
-
-def _one_line(error: Exception) -> str:
-    return str(error).splitlines()[0]

@@ -1,4 +1,7 @@
-"""`baton generate PROMPT`: one answer as it comes, and under it where its KV cache came from."""
+"""`baton generate PROMPT`: one answer as it comes, and under it where its KV cache came from.
+
+Several samples (-n, --num-beams) are shown one after the other when all of them are there.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,15 @@ import dataclasses
 import json
 import re
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
-from baton import command_options, provenance_view
-from baton.client import Prompt, SyncClient, collect_chunks
+from baton import command_options, provenance_view, record
+from baton.client import SyncClient, collect_chunks
 from baton.errors import InvalidArgument
-from baton.messages import Chunk, Completion
+from baton.messages import Chunk, Completion, completions_from
+from baton.request import Prompt, build_request
 
 
 def add_parser(commands: Any) -> None:
@@ -26,8 +31,17 @@ def add_parser(commands: Any) -> None:
         action="store_true",
         help="PROMPT is a list of token ids, and the answer is shown as ids",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object at the end")
+    parser.add_argument(
+        "--json", action="store_true", help="one JSON object for each sample at the end"
+    )
+    parser.add_argument(
+        "--record",
+        type=Path,
+        metavar="FILE",
+        help="write what was asked and how every token came to be, for `baton replay`",
+    )
     command_options.add_sampling(parser)
+    command_options.add_shaping(parser)
     command_options.add_address(parser)
     parser.set_defaults(run=run)
 
@@ -36,14 +50,31 @@ def run(parsed: argparse.Namespace) -> int:
     """Returns: 0. Raises: what the client raises."""
     text = sys.stdin.read() if parsed.prompt == "-" else parsed.prompt
     prompt: Prompt = _token_ids(text) if parsed.token_ids else text
+    options = command_options.sampling_of(parsed) | command_options.shaping_of(parsed)
+    request = build_request(prompt, **options, trace=parsed.record is not None)
     with SyncClient(command_options.address_of(parsed)) as client:
-        chunks = client.generate(prompt, **command_options.sampling_of(parsed))
-        if parsed.json:
+        chunks = client.send(request)
+        if request.sampling.n > 1 or parsed.json:
             with contextlib.closing(chunks):
-                sys.stdout.write(to_json(collect_chunks(chunks)) + "\n")
+                completions = completions_from(chunks)
+            _write(completions, as_json=parsed.json, as_ids=parsed.token_ids)
         else:
-            show(chunks, as_ids=parsed.token_ids)
+            completions = [show(chunks, as_ids=parsed.token_ids)]
+    if parsed.record is not None:
+        record.write(record.record_of(request, completions), parsed.record)
     return 0
+
+
+def _write(completions: Sequence[Completion], *, as_json: bool, as_ids: bool) -> None:
+    if as_json:
+        sys.stdout.writelines(to_json(completion) + "\n" for completion in completions)
+        return
+    for completion in completions:
+        score = "" if completion.score is None else f", score {completion.score:.4f}"
+        title = f"sample {completion.sample_index}, {completion.finish_reason}{score}"
+        ids = " ".join(map(str, completion.token_ids))
+        sys.stdout.write(f"[{title}]\n{ids if as_ids else completion.text}\n")
+    provenance_view.show(provenance_view.provenance_block(completions[0]))
 
 
 def show(chunks: Generator[Chunk, None, None], *, as_ids: bool = False) -> Completion:

@@ -55,6 +55,66 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_shaping(parser: argparse.ArgumentParser) -> None:
+    """Options beyond the usual: samples, penalties, what the output must look like."""
+    group = parser.add_argument_group("samples")
+    group.add_argument("-n", type=int, default=1, metavar="N", help="samples of the prompt")
+    group.add_argument("--num-beams", type=int, default=1, metavar="N", help="beam search")
+    group.add_argument("--length-penalty", type=float, metavar="P", help="of a beam search")
+    group.add_argument(
+        "--early-stopping", action="store_true", help="of a beam search: end with N finished ones"
+    )
+    group = parser.add_argument_group("what may be drawn")
+    group.add_argument("--min-tokens", type=int, default=0, metavar="N")
+    group.add_argument("--presence-penalty", type=float, default=0.0, metavar="P")
+    group.add_argument("--frequency-penalty", type=float, default=0.0, metavar="P")
+    group.add_argument("--repetition-penalty", type=float, default=1.0, metavar="P")
+    group.add_argument("--no-repeat-ngram", type=int, default=0, metavar="N")
+    group.add_argument(
+        "--logit-bias",
+        action="append",
+        default=[],
+        type=_bias,
+        metavar="TOKEN=BIAS",
+        help="added to a token's logit; repeatable",
+    )
+    group.add_argument(
+        "--allowed-token",
+        action="append",
+        type=int,
+        metavar="TOKEN",
+        help="only these tokens; repeatable",
+    )
+    group.add_argument(
+        "--bad-word", action="append", default=[], metavar="TEXT", help="never; repeatable"
+    )
+    group.add_argument("--ignore-eos", action="store_true")
+    group.add_argument("--include-stop-text", action="store_true")
+    group.add_argument("--adapter", default="", metavar="NAME", help="a loaded LoRA adapter")
+    grammar = parser.add_mutually_exclusive_group()
+    grammar.add_argument("--json-schema", metavar="JSON", help="the output is such JSON")
+    grammar.add_argument("--regex", metavar="PATTERN", help="the output matches it")
+    grammar.add_argument("--ebnf", metavar="GRAMMAR", help="the output is of this grammar")
+    grammar.add_argument(
+        "--choice", action="append", metavar="TEXT", help="one of these outputs; repeatable"
+    )
+
+
+def shaping_of(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Those options as keywords of `Client.generate`."""
+    names = (
+        *("n", "num_beams", "length_penalty", "early_stopping", "min_tokens", "presence_penalty"),
+        *("frequency_penalty", "repetition_penalty", "no_repeat_ngram", "ignore_eos"),
+        *("include_stop_text", "adapter", "json_schema", "regex", "ebnf", "choice"),
+    )
+    return {
+        **{name: getattr(parsed, name) for name in names},
+        "logit_bias": dict(parsed.logit_bias),
+        "allowed_token_ids": parsed.allowed_token,
+        "bad_words": parsed.bad_word,
+    }
+
+
 def sampling_of(parsed: argparse.Namespace) -> dict[str, Any]:
     """Those options as keywords of `Client.generate`."""
     return {
@@ -119,6 +179,11 @@ def cluster_of(parsed: argparse.Namespace) -> ClusterConfig:
         overrides=tuple(parsed.set),
         log_dir=parsed.log_dir,
     )
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token_id, _, bias = text.partition("=")
+    return int(token_id), float(bias)
 
 
 def _seconds(text: str) -> float:

@@ -1,15 +1,19 @@
 """What a client gets back, as plain frozen values; the protos stop here.
 
-A generation is a run of `Chunk`s; the last one's `end` says why it ended, what it cost, where its
-KV came from and where its time went. A `Completion` is all of them put together.
+A generation is a run of `Chunk`s, of one sample or of several; the last one of each sample has an
+`end` that says why it ended and what it cost, and the very last one of the request says where its
+KV came from and where its time went, too. A `Completion` is all of one sample put together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from google.protobuf import json_format
+
+from baton import errors
 from protos import common_pb2, inference_pb2
 
 
@@ -66,6 +70,8 @@ class Provenance:
     model_fingerprint: str
     num_prompt_tokens: int
     legs: tuple[KvLeg, ...]
+    adapter_digest: str = ""
+    """Of the LoRA adapter's content, hex; empty: none."""
 
     @property
     def num_bytes_moved(self) -> int:
@@ -74,19 +80,52 @@ class Provenance:
 
 
 @dataclass(frozen=True)
+class TokenLogprobs:
+    """Natural-log probabilities of one place under the model's own distribution."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    """The best as (token id, logprob), best first."""
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """How one token came to be; each field means what `StepTrace` in protos/common.proto says."""
+
+    position: int
+    token_id: int
+    raw_logprob: float
+    processed_logprob: float
+    top: tuple[tuple[int, float], ...]
+    support_size: int
+    processors: tuple[str, ...]
+    rng_key: int | None
+    is_forced: bool = False
+
+
+@dataclass(frozen=True)
 class End:
-    """What the last message of a generation says."""
+    """What the last message of a sample says."""
 
     finish_reason: str
-    """eos, stop_token, stop_string, length, cancelled, grammar or policy."""
+    """eos, stop_token, stop_string, length, cancelled, grammar, policy or tool_call."""
     usage: Usage
-    provenance: Provenance
+    provenance: Provenance | None
+    """Of the request as a whole. None while other samples go on."""
     times: Mapping[str, float]
-    """Seconds by stage, in the order of the stages."""
+    """Seconds by stage, in the order of the stages; with `provenance` only."""
     seed: int
     """With it and the same request the same tokens come again."""
     stop_token_id: int | None = None
     stop_string: str = ""
+    score: float | None = None
+    """Of a beam search's hypothesis."""
+    prompt_token_ids: tuple[int, ...] = ()
+    """The prompt as the model got it; with `provenance` and `trace` only."""
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """SamplingParams with every default filled in, as JSON values; with `provenance` and `trace`
+    only."""
 
 
 @dataclass(frozen=True)
@@ -97,12 +136,18 @@ class Chunk:
     text: str
     token_ids: tuple[int, ...]
     end: End | None = None
-    """Set on the last chunk only."""
+    """Set on the last chunk of a sample only."""
+    sample_index: int = 0
+    """Which of the request's samples this is of."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One per token where asked for."""
+    traces: tuple[StepTrace, ...] = ()
+    """One per token where asked for."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """A whole generation."""
+    """One sample of a generation, whole. Provenance and times are the request's."""
 
     request_id: str
     text: str
@@ -114,6 +159,14 @@ class Completion:
     seed: int = 0
     stop_token_id: int | None = None
     stop_string: str = ""
+    sample_index: int = 0
+    score: float | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    traces: tuple[StepTrace, ...] = ()
+    prompt_token_ids: tuple[int, ...] = ()
+    """With `trace` only."""
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """What it was drawn with, every default filled in, as JSON values; with `trace` only."""
 
 
 def chunk_from(reply: inference_pb2.GenerateResponse) -> Chunk:
@@ -127,13 +180,87 @@ def chunk_from(reply: inference_pb2.GenerateResponse) -> Chunk:
                 num_output_tokens=reply.usage.num_output_tokens,
                 num_cached_tokens=reply.usage.num_cached_tokens,
             ),
-            provenance=provenance_from(reply.provenance),
+            provenance=(
+                provenance_from(reply.provenance) if reply.HasField("provenance") else None
+            ),
             times={time.stage: time.seconds for time in reply.times},
             seed=reply.seed,
             stop_token_id=reply.stop_token_id if reply.HasField("stop_token_id") else None,
             stop_string=reply.stop_string,
+            score=reply.score if reply.HasField("score") else None,
+            prompt_token_ids=tuple(reply.prompt_token_ids),
+            sampling=json_format.MessageToDict(reply.sampling, preserving_proto_field_name=True),
         )
-    return Chunk(reply.request_id, reply.text, tuple(reply.token_ids), end)
+    return Chunk(
+        reply.request_id,
+        reply.text,
+        tuple(reply.token_ids),
+        end,
+        reply.sample_index,
+        tuple(_logprobs(entry) for entry in reply.logprobs),
+        tuple(_trace(trace) for trace in reply.traces),
+    )
+
+
+def completions_from(chunks: Iterable[Chunk]) -> list[Completion]:
+    """All chunks of one generation as one value for each sample, in their order.
+
+    Raises: Internal when an end is missing.
+    """
+    parts: dict[int, list[Chunk]] = {}
+    account: End | None = None
+    for chunk in chunks:
+        parts.setdefault(chunk.sample_index, []).append(chunk)
+        account = chunk.end if chunk.end is not None and chunk.end.provenance else None
+    if account is None:
+        raise errors.Internal("the stream ended without its last message; see the router's log")
+    return [_completion(parts[index], account) for index in sorted(parts)]
+
+
+def _completion(chunks: Sequence[Chunk], account: End) -> Completion:
+    last = chunks[-1]
+    if last.end is None or account.provenance is None:
+        raise errors.Internal(f"sample {last.sample_index} has no end; see the router's log")
+    return Completion(
+        request_id=last.request_id,
+        text="".join(chunk.text for chunk in chunks),
+        token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
+        finish_reason=last.end.finish_reason,
+        usage=last.end.usage,
+        provenance=account.provenance,
+        times=account.times,
+        seed=last.end.seed,
+        stop_token_id=last.end.stop_token_id,
+        stop_string=last.end.stop_string,
+        sample_index=last.sample_index,
+        score=last.end.score,
+        logprobs=tuple(entry for chunk in chunks for entry in chunk.logprobs),
+        traces=tuple(trace for chunk in chunks for trace in chunk.traces),
+        prompt_token_ids=account.prompt_token_ids,
+        sampling=account.sampling,
+    )
+
+
+def _logprobs(entry: common_pb2.TokenLogprobs) -> TokenLogprobs:
+    return TokenLogprobs(entry.chosen.token_id, entry.chosen.logprob, _pairs(entry.top))
+
+
+def _trace(trace: common_pb2.StepTrace) -> StepTrace:
+    return StepTrace(
+        position=trace.position,
+        token_id=trace.token_id,
+        raw_logprob=trace.raw_logprob,
+        processed_logprob=trace.processed_logprob,
+        top=_pairs(trace.top),
+        support_size=trace.support_size,
+        processors=tuple(trace.processors),
+        rng_key=trace.rng_key if trace.HasField("rng_key") else None,
+        is_forced=trace.is_forced,
+    )
+
+
+def _pairs(top: Iterable[common_pb2.TokenLogprob]) -> tuple[tuple[int, float], ...]:
+    return tuple((entry.token_id, entry.logprob) for entry in top)
 
 
 def provenance_from(message: common_pb2.Provenance) -> Provenance:
@@ -143,6 +270,7 @@ def provenance_from(message: common_pb2.Provenance) -> Provenance:
         model_fingerprint=message.model_fingerprint,
         num_prompt_tokens=message.num_prompt_tokens,
         legs=tuple(_leg(leg) for leg in message.legs),
+        adapter_digest=message.adapter_digest,
     )
 
 

@@ -90,7 +90,8 @@ def _blocks(workers: Sequence[common_pb2.WorkerStatus]) -> Table:
 
 def _prompt_tokens(workers: Sequence[common_pb2.WorkerStatus]) -> Table:
     table = _table(
-        "prompt tokens of", numbers=("computed", "local", "from store", "hit rate", "output")
+        "prompt tokens of",
+        numbers=("computed", "local", "from store", "hit rate", "device hit rate", "output"),
     )
     for worker in workers:
         table.add_row(
@@ -99,6 +100,7 @@ def _prompt_tokens(workers: Sequence[common_pb2.WorkerStatus]) -> Table:
             str(worker.num_prompt_tokens_local),
             str(worker.num_prompt_tokens_from_store),
             _hit_rate(worker),
+            _percent(worker.num_prefix_tokens_cached, worker.num_prefix_tokens_asked),
             str(worker.num_output_tokens),
         )
     return table

@@ -7,14 +7,24 @@ in a test and every idle moment of a worker.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from engine.errors import IntegrityError
-from engine.kv.block_pool import BlockPool
-from engine.kv.prefix_cache import PrefixCache
-from engine.request import STARTED, EngineStats, State
+from engine.group import Group
+from engine.holdings import Holdings
+from engine.request import STARTED, WITHOUT_BLOCKS, EngineStats, Request, State
 from engine.sequence import HOLE, Sequence
+
+_WAITING = (
+    State.QUEUED,
+    State.WAITING_FOR_GRAMMAR,
+    State.WAITING,
+    State.PREEMPTED,
+    State.PARKED,
+    State.SWAPPING,
+)
+_PREEMPTED = frozenset({State.PREEMPTED, State.PARKED, State.SWAPPING})
 
 
 @dataclass
@@ -24,15 +34,24 @@ class Totals:
     num_steps: int = 0
     num_computed_tokens: int = 0
     num_output_tokens: int = 0
-    num_local_prefix_tokens: int = 0
 
 
-def stats(sequences: Mapping[str, Sequence], pool: BlockPool, totals: Totals) -> EngineStats:
+def stats(
+    groups: Mapping[str, Group],
+    holdings: Holdings,
+    totals: Totals,
+    num_preemptions: Mapping[str, int],
+) -> EngineStats:
     """Levels now and counts since start, as one value."""
-    states = Counter(sequence.state for sequence in sequences.values())
+    states = Counter([group.state for group in groups.values()])
+    pool = holdings.pool
+    num_preempted = sum(
+        any(sequence.state in _PREEMPTED for sequence in group.samples.values())
+        for group in (groups.values() if num_preemptions else ())
+    )
     return EngineStats(
         num_reserved=states[State.RESERVED],
-        num_waiting=states[State.WAITING],
+        num_waiting=sum(states[state] for state in _WAITING),
         num_running=states[State.PREFILLING] + states[State.RUNNING],
         num_holding=states[State.HOLDING],
         num_blocks=pool.num_blocks,
@@ -43,33 +62,63 @@ def stats(sequences: Mapping[str, Sequence], pool: BlockPool, totals: Totals) ->
         num_steps=totals.num_steps,
         num_computed_tokens=totals.num_computed_tokens,
         num_output_tokens=totals.num_output_tokens,
-        num_local_prefix_tokens=totals.num_local_prefix_tokens,
+        num_local_prefix_tokens=holdings.num_local_prefix_tokens,
         num_evicted_blocks=pool.num_evicted,
+        num_preempted=num_preempted,
+        num_preemptions=tuple(sorted(num_preemptions.items())),
     )
 
 
-def check_integrity(
-    sequences: Mapping[str, Sequence], pool: BlockPool, cache: PrefixCache, block_size: int
-) -> None:
-    """Recompute every block's class and reference count from the live requests.
+def check_integrity(groups: Mapping[str, Group], holdings: Holdings) -> None:
+    """Recompute every block's class and reference count from the live requests, those that samples
+    share included, and each group's spare blocks.
 
     Raises: IntegrityError naming the block or the request.
     """
     references: Counter[int] = Counter()
-    for sequence in sequences.values():
-        references.update(sequence.held_block_ids)
-        _check_sequence(sequence, block_size)
-    pool.check_integrity(references)
-    cache.check_integrity()
+    for group in groups.values():
+        references.update(group.spare_block_ids)
+        for sequence in group.samples.values():
+            references.update(sequence.held_block_ids)
+            _check_sequence(sequence, holdings.block_size)
+        _check_group(group, holdings)
+    holdings.pool.check_integrity(references)
+    holdings.tree.check_integrity()
+
+
+def num_by_adapter(requests: Iterable[Request]) -> Counter[str]:
+    """Live requests by the adapter that they name."""
+    return Counter(request.adapter for request in requests if request.adapter)
+
+
+def _check_group(group: Group, holdings: Holdings) -> None:
+    name = group.request.request_id
+    if not group.samples:
+        raise IntegrityError(f"{name} is live without samples")
+    if not group.is_whole:
+        if group.spare_block_ids:
+            raise IntegrityError(f"{name} keeps blocks that it was not promised")
+        return
+    sequence = next(iter(group.samples.values()))
+    if sequence.state in WITHOUT_BLOCKS | {State.RESERVED, State.WAITING_FOR_GRAMMAR}:
+        return  # no blocks yet, or with holes
+    num_rows = len(group.samples) if group.is_forked else group.num_rows
+    num_promised = num_rows * group.num_own_blocks
+    num_there = len(group.spare_block_ids) + holdings.num_distinct(group)
+    if num_there != num_promised:
+        raise IntegrityError(f"{name} has {num_there} blocks of its own, {num_promised} promised")
 
 
 def _check_sequence(sequence: Sequence, block_size: int) -> None:
-    name, state = sequence.request.request_id, sequence.state
-    if state is not State.RESERVED and HOLE in sequence.block_ids:
+    name, state = f"{sequence.request.request_id}/{sequence.sample_index}", sequence.state
+    if state not in (State.RESERVED, State.WAITING_FOR_GRAMMAR) and HOLE in sequence.block_ids:
         raise IntegrityError(f"{name} is {state.value} and misses a block")
+    if state in WITHOUT_BLOCKS and sequence.block_ids:
+        raise IntegrityError(f"{name} is {state.value} and has blocks")
     if not 0 <= sequence.num_computed_tokens <= len(sequence.token_ids):
         raise IntegrityError(f"{name} computed more tokens than it has")
     if sequence.num_computed_tokens > len(sequence.block_ids) * block_size:
         raise IntegrityError(f"{name} computed beyond its blocks")
-    if state in STARTED and sequence.num_pending_tokens < 1:
+    is_continued = sequence.group.is_continued
+    if state in STARTED and sequence.num_pending_tokens < 1 and not is_continued:
         raise IntegrityError(f"{name} is {state.value} with nothing to compute")

@@ -7,15 +7,19 @@ compute nonsense.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence as Values
 
+from engine.beam import check_beams
+from engine.config import EngineConfig
 from engine.errors import InvalidRequest, RequestTooLong
+from engine.group import Group, num_rows
 from engine.kv.layout import KvLayout
-from engine.request import MAX_LOGPROBS, ModelInfo, Request, Sampling
-from engine.sequence import HOLE, Sequence
+from engine.request import ModelInfo, Request
+from engine.sampling.check import check_sampling
+from engine.sequence import HOLE, finish_reason
 
-MIN_TEMPERATURE = 1e-4
-"""Least temperature above 0; the router's bound, too."""
+MAX_SAMPLES = 128
+"""Samples of one request. Guessed: more is a second request."""
 
 
 def check_request(request: Request, model: ModelInfo) -> None:
@@ -34,29 +38,47 @@ def check_request(request: Request, model: ModelInfo) -> None:
         )
     if request.hold_after is not None and request.hold_after < 1:
         raise InvalidRequest("hold_after", f"{request.hold_after} is below 1")
-    _check_sampling(request.sampling)
+    if not 1 <= request.num_samples <= MAX_SAMPLES:
+        raise InvalidRequest("num_samples", f"{request.num_samples} is outside [1, {MAX_SAMPLES}]")
+    check_sampling(request.sampling, model.vocab_size)
+    check_beams(request, model.vocab_size, frozenset(model.eos_token_ids))
 
 
-def _check_sampling(sampling: Sampling) -> None:
-    checks = (
-        ("max_tokens", sampling.max_tokens, sampling.max_tokens >= 1),
-        ("min_tokens", sampling.min_tokens, sampling.min_tokens >= 0),
-        (
-            "temperature",
-            sampling.temperature,
-            # Below, float32 scores overflow; greedy is what is meant.
-            sampling.temperature == 0
-            or (math.isfinite(sampling.temperature) and sampling.temperature >= MIN_TEMPERATURE),
-        ),
-        ("top_p", sampling.top_p, 0 < sampling.top_p <= 1),
-        ("top_k", sampling.top_k, sampling.top_k >= 0),
-        ("min_p", sampling.min_p, 0 <= sampling.min_p <= 1),
-        ("seed", sampling.seed, 0 <= sampling.seed < 1 << 64),
-        ("logprobs", sampling.logprobs, 0 <= (sampling.logprobs or 0) <= MAX_LOGPROBS),
-    )
-    for name, value, is_valid in checks:
-        if not is_valid:
-            raise InvalidRequest(name, f"{value} is out of range")
+def check_room(
+    request: Request,
+    config: EngineConfig,
+    layout: KvLayout,
+    *,
+    context_window: int,
+    num_blocks: int,
+) -> None:
+    """Raises: InvalidRequest or RequestTooLong for what could never run in this engine, however
+    empty it is."""
+    field = "num_samples" if request.beam is None else "beam.num_beams"
+    rows = num_rows(request)
+    if rows > config.max_num_running:
+        raise InvalidRequest(
+            field,
+            f"{rows} are more than the {config.max_num_running} that run at once (max_num_running)",
+        )
+    if not is_whole(request, config):
+        return  # its samples can run one after another, and each of them fits
+    num_full = len(request.prompt_token_ids) // layout.block_size
+    num_own = num_own_blocks(request, max_output_tokens(request, context_window), layout)
+    num_needed = num_full + rows * num_own
+    if num_needed > num_blocks:
+        raise RequestTooLong(
+            field,
+            f"{rows} of them need {num_needed} blocks together, there are {num_blocks}",
+        )
+
+
+def is_whole(request: Request, config: EngineConfig) -> bool:
+    """Whether all blocks that it may ever need are taken before it begins, and it is never
+    preempted: as configured, and always if others read its blocks (`hold_after`) or all its beams
+    must take part in each step."""
+    is_bound = request.hold_after is not None or request.beam is not None
+    return is_bound or config.preemption == "never"
 
 
 def max_output_tokens(request: Request, context_window: int) -> int:
@@ -65,41 +87,71 @@ def max_output_tokens(request: Request, context_window: int) -> int:
     return min(request.sampling.max_tokens, context_window - len(request.prompt_token_ids))
 
 
-def num_blocks(request: Request, num_output_tokens: int, layout: KvLayout) -> int:
-    """Blocks for all tokens that the request may compute: the last token drawn is never computed.
-
-    At most what one context window takes, which the cache always has.
-    """
+def num_own_blocks(request: Request, num_output_tokens: int, layout: KvLayout) -> int:
+    """Blocks that one sample may need after the prompt's full ones: the last token drawn is never
+    computed."""
     num_drawn = num_output_tokens
     if request.hold_after is not None:
         num_drawn = min(num_drawn, request.hold_after)
-    return layout.num_blocks_for(len(request.prompt_token_ids) + num_drawn - 1)
+    num_prompt = len(request.prompt_token_ids)
+    return layout.num_blocks_for(num_prompt + num_drawn - 1) - num_prompt // layout.block_size
 
 
 def check_start(
-    sequence: Sequence,
+    group: Group,
     num_loaded_tokens: int,
-    output_token_ids: tuple[int, ...],
+    outputs: Values[Values[int]],
     model: ModelInfo,
     block_size: int,
-) -> None:
-    """Raises: InvalidRequest naming what of `start`'s arguments does not fit the reservation."""
-    if any(not 0 <= token_id < model.vocab_size for token_id in output_token_ids):
-        raise InvalidRequest("output_token_ids", f"an id outside [0, {model.vocab_size})")
-    limit = sequence.max_output_tokens
-    if sequence.request.hold_after is not None:
-        limit = min(limit, sequence.request.hold_after)
-    if len(output_token_ids) >= limit:
+) -> tuple[tuple[int, ...], ...]:
+    """Raises: InvalidRequest naming what of `start`'s arguments does not fit the reservation.
+
+    Returns: the outputs, one per sample, or none at all.
+    """
+    drawn = tuple(tuple(token_ids) for token_ids in outputs)
+    if any(drawn) and group.request.beam is not None:
+        raise InvalidRequest("outputs", "a beam search goes on from beam_start")
+    if not any(drawn):
+        drawn = ()
+    elif len(drawn) != group.num_rows or not all(drawn):
         raise InvalidRequest(
-            "output_token_ids", f"{len(output_token_ids)} tokens, but {limit} are all there may be"
+            "outputs", f"{group.num_rows} samples need as many outputs, or none, not {drawn}"
         )
-    num_tokens = sequence.num_prompt_tokens + len(output_token_ids)
+    if any(not 0 <= token_id < model.vocab_size for one in drawn for token_id in one):
+        raise InvalidRequest("outputs", f"an id outside [0, {model.vocab_size})")
+    limit = group.max_output_tokens
+    if group.request.hold_after is not None:
+        limit = min(limit, group.request.hold_after)
+    _check_not_over(group, drawn, limit, frozenset(model.eos_token_ids))
+    num_tokens = group.prompt.num_prompt_tokens
+    if group.num_rows == 1 and drawn:
+        num_tokens += len(drawn[0])  # of several samples only the prompt's KV can be loaded
+    num_tokens = min(num_tokens, len(group.prompt.block_ids) * block_size)
     if not 0 <= num_loaded_tokens <= num_tokens:
         raise InvalidRequest(
             "num_loaded_tokens", f"{num_loaded_tokens} is outside [0, {num_tokens}]"
         )
     num_blocks_loaded = -(-num_loaded_tokens // block_size)
-    if HOLE in sequence.block_ids[:num_blocks_loaded]:
+    if HOLE in group.prompt.block_ids[:num_blocks_loaded]:
         raise InvalidRequest(
             "num_loaded_tokens", f"{num_loaded_tokens} reaches into a block that was quarantined"
         )
+    return drawn
+
+
+def _check_not_over(
+    group: Group, outputs: Values[tuple[int, ...]], limit: int, eos_token_ids: frozenset[int]
+) -> None:
+    """One sample must be left to draw; one alone is not looked at for how it ended, since whoever
+    hands it over knows."""
+    if outputs and min(map(len, outputs)) >= limit:
+        num_tokens = min(map(len, outputs))
+        raise InvalidRequest("outputs", f"{num_tokens} tokens, but {limit} are all there may be")
+    if len(outputs) < 2:
+        return
+    ended = [
+        finish_reason(group.request.sampling, one[-1], len(one), limit, eos_token_ids)
+        for one in outputs
+    ]
+    if None not in ended:
+        raise InvalidRequest("outputs", "every sample has ended already")

@@ -8,10 +8,10 @@ the cache go in.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """`num_tokens` consecutive tokens of one request, the first at absolute position `start`."""
 
     start: int
@@ -20,6 +20,9 @@ class Span:
     block_ids: tuple[int, ...]
     """Blocks of tokens [0, start + num_tokens). Empty: a warm-up, which writes and reads no KV
     (then start is 0)."""
+
+    adapter: int = 0
+    """Slot of its LoRA adapter (engine/lora/registry.py); 0: none."""
 
     @property
     def end(self) -> int:

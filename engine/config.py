@@ -5,10 +5,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.grammar.config import GrammarLimits
+from engine.lora.config import LoraLimits
 from process.settings import SettingsError
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16")
+KV_DTYPES = (*DTYPES, "int8", "fp8_e4m3")
+KV_SCALES = ("tensor", "block", "token_head")
+PREEMPTIONS = ("never", "recompute", "swap")
+POLICIES = ("fcfs", "priority", "cache_aware")
 
 
 @dataclass(frozen=True)
@@ -25,6 +31,16 @@ class EngineConfig:
     dtype: str = "auto"
     """"float32", "bfloat16", or "auto": the dtype that the checkpoint's config names, float32 where
     it names none."""
+
+    kv_dtype: str = "auto"
+    """What the KV cache stores: "float32", "bfloat16", "int8", "fp8_e4m3", or "auto": the dtype
+    computed in. With the last two a block is quantized when it is full, and an unfilled one is kept
+    as computed beside the cache. Part of the model fingerprint."""
+
+    kv_scale: str = "token_head"
+    """What one scale is for, where the KV cache is quantized: "tensor" (all keys, or values, of a
+    layer; found at start), "block" (one head's in one block), "token_head" (one head's of one
+    token). Scales are part of the block's bytes."""
 
     block_size: int = 16
     """Tokens per block. Part of the model fingerprint: every worker and store of a deployment has
@@ -44,21 +60,76 @@ class EngineConfig:
     """Most requests that take part in one step; at most `max_num_tokens_per_step`, so that each
     decode has its token."""
 
+    max_num_tokens_per_request_step: int = 0
+    """Most prompt tokens of one request in one step, so that several prompts advance together; 0:
+    as many as the budget leaves."""
+
+    policy: str = "priority"
+    """Who goes first among those that wait for room: "fcfs": who came first; "priority": who has
+    the higher priority, then who came first; "cache_aware": as "priority", but among equals who
+    has the longest cached prefix."""
+
+    max_passes: int = 32
+    """How often a request that waits may be passed by later ones of no higher priority (because
+    they fit, or have more cached); after that it goes before them, and they wait for it."""
+
+    max_num_adapters_per_step: int = 0
+    """Most different adapters in one batch; 0: no bound."""
+
+    preemption: str = "never"
+    """What happens when blocks run out. "never": all that a request may need is taken before it
+    begins, who finds no room waits. "recompute", "swap": blocks are taken as they are needed, and
+    the request that matters least loses its own; it computes them again, or has them brought back
+    from host memory."""
+
+    park_bytes: int = 0
+    """Host memory for swapped blocks; 0: as much as the KV cache has. What does not fit is computed
+    again, and counted."""
+
+    jump_forward: bool = True
+    """Take text that a grammar forces without running the model for it. Not done for requests with
+    log probabilities or hard masks of their own."""
+
+    grammar: GrammarLimits = GrammarLimits()  # noqa: RUF009  (a frozen value)
+    """What one grammar may cost."""
+
     context_window: int = 0
     """Most tokens of one request, prompt and output together; 0: the model's own."""
 
     num_threads: int = 0
     """torch's CPU threads; 0: leave torch's own. One each when several engines share few cores."""
 
+    lora: LoraLimits = LoraLimits()  # noqa: RUF009  (a frozen value)
+    """Bounds on LoRA adapters: how many, how large."""
+
     def __post_init__(self) -> None:
         if self.device not in DEVICES:
             raise SettingsError(f"device: {self.device!r} is none of {', '.join(DEVICES)}")
         if self.dtype not in DTYPES:
             raise SettingsError(f"dtype: {self.dtype!r} is none of {', '.join(DTYPES)}")
+        for name, known in (
+            ("preemption", PREEMPTIONS),
+            ("policy", POLICIES),
+            ("kv_dtype", KV_DTYPES),
+            ("kv_scale", KV_SCALES),
+        ):
+            if getattr(self, name) not in known:
+                raise SettingsError(
+                    f"{name}: {getattr(self, name)!r} is none of {', '.join(known)}"
+                )
         for name in ("block_size", "max_num_tokens_per_step", "max_num_running"):
             if getattr(self, name) < 1:
                 raise SettingsError(f"{name}: {getattr(self, name)} is below 1")
-        for name in ("num_blocks", "kv_bytes", "context_window", "num_threads"):
+        for name in (
+            "num_blocks",
+            "kv_bytes",
+            "park_bytes",
+            "context_window",
+            "num_threads",
+            "max_passes",
+            "max_num_tokens_per_request_step",
+            "max_num_adapters_per_step",
+        ):
             if getattr(self, name) < 0:
                 raise SettingsError(f"{name}: {getattr(self, name)} is negative")
         if self.max_num_running > self.max_num_tokens_per_step:

@@ -7,7 +7,10 @@ EngineError(BatonError)
   UnknownRequest(NotFound)         no live request has this id
   DuplicateRequest(AlreadyExists)  a live request has this id
   WrongState(FailedPrecondition)   the call does not fit the request's state or its blocks
-  InvalidLogits(Internal)          NaN, +inf or an empty support: ends that request only
+  InvalidLogits(Internal)          NaN, +inf, or no finite logit at all: ends that request only
+  EmptySupport(InvalidArgument)    the request's own masks left no token: ends that request only
+  ParkingRefused(NoCapacity)       no room for the bytes of a swapped request: compute them again
+  PolicyFailed(Internal)           the stop policy raised: ends that request only
   LoadError                        the engine cannot start; one line: what, and how to fix it
     ModelNotSupported              ... this model type
     TooFewBlocks                   ... no room for one full context window
@@ -56,7 +59,28 @@ class WrongState(EngineError, FailedPrecondition):
 
 
 class InvalidLogits(EngineError, Internal):
-    """The model's logits for one request hold NaN or +inf, or no token is left to draw."""
+    """The model's logits for one request hold NaN or +inf, or are all -inf."""
+
+
+class EmptySupport(InvalidArgument, EngineError):
+    """The model's logits were sound, but what the request asked for left no token to draw.
+
+    `processors` names what was applied, in order, by name and parameter.
+    """
+
+    def __init__(self, processors: tuple[str, ...], position: int) -> None:
+        named = ", ".join(processors)
+        super().__init__("sampling", f"no token is left for position {position} after {named}")
+        self.processors = processors
+        self.position = position
+
+
+class ParkingRefused(EngineError, NoCapacity):
+    """There is no room to park a preempted request's blocks. Nothing was kept."""
+
+
+class PolicyFailed(EngineError, Internal):
+    """The stop policy raised an exception when it saw this request."""
 
 
 class LoadError(EngineError):

@@ -20,6 +20,7 @@ import torch
 from engine.batch import Batch, Span
 from engine.kv.layout import KvLayout
 from engine.kv.memory import KvMemory
+from engine.lora.registry import Adapters
 from engine.noise import uniform, words
 from engine.request import ModelInfo
 
@@ -40,9 +41,10 @@ class FakeModel:
         eos_token_ids: tuple[int, ...] = (0,),
         poison: frozenset[int] = frozenset(),
     ) -> None:
-        self.layout = KvLayout(
+        self.layout = KvLayout.plain(
             num_layers=1, num_kv_heads=1, head_dim=1, block_size=block_size, dtype="float32"
         )
+        self.adapters = Adapters.refused("the fake model has no linear layers")
         self.poison = poison
         self.num_forwards = 0
         identity = f"fake {vocab_size} {context_window} {self.layout.fingerprint_part}"

@@ -1,63 +1,107 @@
 """Engine: continuous batching of one model over one device cache. Tokens in, tokens and filled
 blocks out.
 
-Prefill and decode are the same loop: a step is {request: number of tokens}. What a role is lies in
+Prefill and decode are the same loop: a step is {sample: number of tokens}. What a role is lies in
 how it is called: a prefill worker reserves with `hold_after=1` and reads the blocks, a decode
-worker loads blocks between `reserve` and `start`. States
-and their meaning: engine/request.py. No RPC, no asyncio, no text.
+worker loads blocks between `reserve` and `start`; who loads nothing can `submit`, and leave it to
+the engine when blocks are taken. States and their meaning: engine/request.py. No RPC, no asyncio,
+no text.
+
+What the parts do: engine/scheduler.py who computes next, engine/holdings.py whose blocks are which,
+engine/preemptor.py how blocks are taken away and brought back, engine/constraints.py grammars,
+engine/entrance.py from a request to the queue, engine/runner.py one forward pass and its draws,
+engine/booking.py what came of it.
 
 Threads: every method is called from one thread, the engine's. Other threads may read `kv` bytes of
-filled blocks, write those of reserved blocks that are not started, and read `model_info`.
+filled blocks, write those of reserved blocks that are not started, and read `model_info`. Where
+blocks are taken away (`EngineConfig.preemption`), filled blocks may be read by others only of
+requests that hold: those are never preempted.
 
-Invariants: an admitted request never runs out of blocks (`reserve` takes all that it may need); a
-full block of a started request changes no more; free + evictable + referenced + quarantined ==
-total (`check_integrity`).
+Invariants: a full block of a started request changes no more; free + evictable + referenced +
+quarantined == total; who was let in ends (`check_integrity`, tests/unit/engine/test_preemption.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Values
+from pathlib import Path
 
 import torch
 
-from engine import accounts, admission, sampler
-from engine.batch import Batch, Span, warm_up
+from checkpoints.resolve import resolve
+from engine import accounts, admission
+from engine.batch import warm_up
+from engine.booking import Booking
 from engine.config import EngineConfig
+from engine.constraints import Constraints, MakeService
+from engine.entrance import Entrance
 from engine.errors import (
-    DuplicateRequest,
+    InvalidRequest,
+    NoBlocks,
     UnknownRequest,
     WrongState,
 )
+from engine.grammar.service import GrammarService
+from engine.group import Group
+from engine.holdings import Holdings
 from engine.kv.block_pool import BlockPool
 from engine.kv.memory import KvMemory
-from engine.kv.prefix_cache import PrefixCache
+from engine.kv.radix_tree import RadixTree
 from engine.kv.sizing import choose_num_blocks, free_memory_bytes
+from engine.lora.registry import AdapterInfo
+from engine.metrics import EngineMetrics, MetricsSnapshot
 from engine.models.interface import LoadedModel
 from engine.models.load import load_model
+from engine.parking import HostParking, Parking
+from engine.preemptor import Preemptor
 from engine.request import (
-    STARTED,
     EngineStats,
-    FilledBlock,
     ModelInfo,
     Request,
-    RequestEvent,
     Reservation,
     State,
     StepOutput,
+    StopPolicy,
 )
-from engine.schedule.step import Candidate, plan_step
-from engine.sequence import HOLE, Sequence, finish_reason, should_hold
+from engine.runner import Runner
+from engine.sampling import pipeline
+from engine.scheduler import Scheduler
+from process.settings import SettingsError
 
 Progress = Callable[[str, int, int], None]
 """(what, done, total): bytes read for "weights" and "digest", steps for "warm-up"."""
 
 
+IDLE_WAIT_S = 0.002
+"""How long a step waits that has nothing to compute yet. Short beside a compilation, long beside a
+look at who waits; guessed."""
+
+
 class Engine:
     """See the module. `kv` is the device cache, `model_info` what was loaded."""
 
-    def __init__(self, config: EngineConfig, model: LoadedModel) -> None:
-        """Take memory for the KV cache. Raises: TooFewBlocks."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: LoadedModel,
+        *,
+        stop_policy: StopPolicy | None = None,
+        parking: Parking | None = None,
+        make_grammars: MakeService | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Take memory for the KV cache.
+
+        Args:
+            parking: where swapped blocks go; None: into this process' memory.
+            make_grammars: called when the first request with a grammar comes; None: they are
+                refused.
+            clock: for the metrics; no decision depends on it.
+        Raises: TooFewBlocks; SettingsError for a preemption that the device cannot do.
+        """
         self.config = config
         self._model = model
         window = model.info.context_window
@@ -68,12 +112,64 @@ class Engine:
         self.model_info: ModelInfo = dataclasses.replace(model.info, num_blocks=num_blocks)
         model.attach(self.kv)
         self._pool = BlockPool(num_blocks)
-        self._prefix_cache = PrefixCache(self._pool)
-        self._block_size = model.layout.block_size
-        self._eos_token_ids = frozenset(model.info.eos_token_ids)
-        self._sequences: dict[str, Sequence] = {}
-        self._num_started = 0
+        if self.kv.tails is not None:
+            self.kv.tails.is_live = self._pool.num_references
+        self._holdings = Holdings(self.kv, RadixTree(self._pool))
+        self._clock = clock
+        self._metrics = EngineMetrics(clock, num_blocks)
+        self._preemptor = Preemptor(self._holdings, self._parking(parking), self._metrics)
+        self._scheduler = Scheduler(config, self._holdings, self._preemptor, self._metrics)
+        eos_token_ids = frozenset(model.info.eos_token_ids)
+        self._groups: dict[str, Group] = {}
         self._totals = accounts.Totals()
+        self._constraints = Constraints(
+            make_grammars,
+            eos_token_ids=eos_token_ids,
+            jumps_forward=config.jump_forward,
+        )
+        self._booking = Booking(
+            self._groups,
+            self._holdings,
+            self._scheduler,
+            self._preemptor,
+            self._constraints,
+            model.adapters,
+            self._metrics,
+            self._totals,
+            eos_token_ids=eos_token_ids,
+            stop_policy=stop_policy,
+        )
+        self._entrance = Entrance(
+            config,
+            self.model_info,
+            self.kv.layout,
+            self._groups,
+            adapters=model.adapters,
+            constraints=self._constraints,
+            scheduler=self._scheduler,
+            booking=self._booking,
+            metrics=self._metrics,
+            has_stop_policy=stop_policy is not None,
+        )
+        self._runner = Runner(
+            model,
+            self.kv,
+            self._constraints,
+            self._booking,
+            eos_token_ids=eos_token_ids,
+            clock=clock,
+        )
+
+    def _parking(self, parking: Parking | None) -> Parking | None:
+        if self.config.preemption != "swap":
+            return None
+        if torch.device(self.model_info.device).type != "cpu":
+            raise SettingsError(
+                f"preemption: 'swap' is for KV on CPU, this engine's lies on "
+                f"{self.model_info.device}; use 'recompute'"
+            )
+        num_bytes = self.config.park_bytes or self.kv.num_blocks * self.kv.layout.block_bytes
+        return parking or HostParking(num_bytes)
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Run the model once per kind of batch, so that the first request does not pay for it.
@@ -82,43 +178,34 @@ class Engine:
         for done, num_tokens in enumerate(sizes):
             if progress is not None:
                 progress("warm-up", done, len(sizes))
-            sampler.draw(self._model.forward(warm_up(num_tokens)), [sampler.WARM_UP])
+            pipeline.draw(self._model.forward(warm_up(num_tokens)), [pipeline.WARM_UP])
         if progress is not None:
             progress("warm-up", len(sizes), len(sizes))
 
     # -- a request's life
 
     def reserve(self, request: Request) -> Reservation:
-        """Take blocks for all that the request may compute; share those of its prompt that are
-        cached.
+        """Take blocks for a request; share those of its prompt that are cached.
 
         The shared prefix ends at least one token before the prompt does: that token is computed, to
             draw the next one.
-        Raises: NoBlocks (nothing was taken), RequestTooLong, InvalidRequest, DuplicateRequest.
+        Raises: NoBlocks (nothing was taken; also while preempted requests wait for blocks),
+            RequestTooLong, InvalidRequest, DuplicateRequest.
         """
-        if request.request_id in self._sequences:
-            raise DuplicateRequest(f"request {request.request_id} is live already")
-        admission.check_request(request, self.model_info)
-        max_output_tokens = admission.max_output_tokens(request, self.model_info.context_window)
-        num_blocks = admission.num_blocks(request, max_output_tokens, self.kv.layout)
-        size, prompt = self._block_size, request.prompt_token_ids
-        chain_hashes: list[bytes] = []
-        for start in range(0, len(prompt) - size + 1, size):
-            parent = chain_hashes[-1] if chain_hashes else b""
-            chain_hashes.append(request.block_hasher(parent, prompt[start : start + size]))
-        num_shareable = (len(prompt) - 1) // size
-        block_ids, num_shared = self._prefix_cache.reserve(chain_hashes[:num_shareable], num_blocks)
-        sequence = Sequence(
-            request,
-            max_output_tokens=max_output_tokens,
-            block_ids=block_ids,
-            num_local_tokens=num_shared * size,
-            chain_hashes=tuple(chain_hashes),
-        )
-        self._sequences[request.request_id] = sequence
-        self._totals.num_local_prefix_tokens += sequence.num_local_tokens
+        group = self._entrance.check(request, State.RESERVED)
+        if self._scheduler.has_preempted:
+            raise NoBlocks("preempted requests wait for blocks, and go first")
+        sequence = group.prompt
+        self._holdings.give_first(group, sequence)
+        size = self._holdings.block_size
+        if sequence.num_prompt_tokens >= size:
+            sequence.chain_hash(sequence.num_prompt_tokens // size - 1, size)  # and all before it
+        self._entrance.enter(group, sequence.num_local_tokens)
         return Reservation(
-            request.request_id, block_ids, sequence.num_local_tokens, tuple(chain_hashes)
+            request.request_id,
+            tuple(sequence.block_ids),
+            sequence.num_local_tokens,
+            tuple(sequence.chain_hashes),
         )
 
     def start(
@@ -126,39 +213,63 @@ class Engine:
         request_id: str,
         *,
         num_loaded_tokens: int = 0,
-        output_token_ids: Iterable[int] = (),
+        outputs: Values[Values[int]] = (),
+        beam_start: Values[tuple[int, float]] = (),
     ) -> None:
         """Let a reserved request take part in steps. From here on its blocks belong to the engine.
 
         Args:
             num_loaded_tokens: tokens whose KV is in its blocks now, counted from the first, the
                 local prefix included. Full blocks below enter the prefix cache. 0 where nothing was
-                loaded. If nothing is left to compute, the last
-                token is computed again: its logits are needed.
-            output_token_ids: drawn already, by an earlier leg. They count as output.
+                loaded. If nothing is left to compute, the last token is computed again: its logits
+                are needed.
+            outputs: drawn already, by an earlier leg: one list for each sample, or none. They count
+                as output. Of several samples, one that its tokens end (EOS, stop token, length)
+                takes no part and has no event.
+            beam_start: of the event that ended an earlier leg of a beam search.
         Raises: UnknownRequest, WrongState, InvalidRequest, NoBlocks (blocks quarantined before
-            could not be replaced; nothing changed, a later call may succeed).
+            could not be replaced); nothing changed, a later call may succeed. Outputs that are not
+            in the request's grammar end it instead, with an event of the next step.
         """
-        sequence = self._sequence(request_id, State.RESERVED)
-        outputs = tuple(output_token_ids)
-        admission.check_start(
-            sequence, num_loaded_tokens, outputs, self.model_info, self._block_size
+        group = self._group(request_id, State.RESERVED)
+        sequence, size = group.prompt, self._holdings.block_size
+        drawn = admission.check_start(group, num_loaded_tokens, outputs, self.model_info, size)
+        candidates = self._booking.beams.check_start(
+            group, tuple(beam_start), self.model_info.vocab_size
         )
-        holes = [index for index, block_id in enumerate(sequence.block_ids) if block_id == HOLE]
-        for index, block_id in zip(holes, self._prefix_cache.take(len(holes)), strict=True):
-            sequence.block_ids[index] = block_id
-        sequence.token_ids.extend(outputs)
+        self._holdings.fill_holes(sequence)
+        group.beam_start = candidates
+        if group.num_rows > 1:
+            group.first_outputs = drawn
+        elif drawn:
+            sequence.token_ids.extend(drawn[0])
         num_known = max(num_loaded_tokens, sequence.num_local_tokens)
-        sequence.num_computed_tokens = min(num_known, len(sequence.token_ids) - 1)
-        self._cache_full_blocks(sequence)
-        self._num_started += 1
-        sequence.order = self._num_started
-        sequence.move(State.WAITING)
+        num_needless = len(sequence.token_ids) - (0 if group.is_continued else 1)
+        num_computed = self._holdings.num_resumable(min(num_known, num_needless))
+        sequence.num_computed_tokens = num_computed
+        self._holdings.cache_full_blocks(sequence)
+        self._metrics.on_start(
+            request_id,
+            num_loaded_tokens=max(0, num_known - sequence.num_local_tokens),
+            num_earlier_tokens=sum(map(len, drawn)),
+        )
+        self._entrance.queue(group)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request: the engine takes blocks and starts it when its turn comes, by the policy
+        and by who fits (engine/schedule/admit.py).
+
+        Raises: RequestTooLong, InvalidRequest, DuplicateRequest.
+        """
+        group = self._entrance.check(request, State.QUEUED)
+        self._entrance.enter(group, 0)
+        self._metrics.on_start(request.request_id)
+        self._entrance.queue(group)
 
     def release(self, request_id: str) -> None:
         """HOLDING -> FINISHED: nobody reads the blocks any more. Raises: UnknownRequest,
         WrongState."""
-        self._end(self._sequence(request_id, State.HOLDING), State.FINISHED)
+        self._booking.end(self._group(request_id, State.HOLDING), State.FINISHED, "finished")
 
     def abort(self, request_id: str) -> None:
         """End a request in any state and give its blocks back. Does nothing for a request that is
@@ -166,9 +277,35 @@ class Engine:
 
         Blocks that a transfer may still write into must be quarantined before.
         """
-        sequence = self._sequences.get(request_id)
-        if sequence is not None:
-            self._end(sequence, State.ABORTED)
+        group = self._groups.get(request_id)
+        if group is not None:
+            self._booking.end(group, State.ABORTED, "aborted")
+
+    def finish_sample(self, request_id: str, sample_index: int) -> None:
+        """End one sample and give its blocks back; the others go on. The last one ends the request.
+        Does nothing for one that is not live. No event tells of it, but one of a step before may
+        still be on its way.
+
+        Raises: InvalidRequest for an index that the request does not have.
+        """
+        group = self._groups.get(request_id)
+        if group is None:
+            return
+        if not 0 <= sample_index < group.num_rows:
+            raise InvalidRequest("sample_index", f"{sample_index} is outside [0, {group.num_rows})")
+        self._booking.finish_sample(group, sample_index)
+
+    def preempt(self, request_id: str, sample_index: int = 0) -> None:
+        """Take a started sample's blocks away now, as if others needed them: it goes on later, to
+        the same tokens. For drills and tests.
+
+        Raises: UnknownRequest, WrongState for one that has no blocks which may be taken.
+        """
+        self._group(request_id)
+        if not self._scheduler.preempt((request_id, sample_index)):
+            raise WrongState(f"{request_id}/{sample_index} has no blocks that may be taken")
+
+    # -- quarantine
 
     def quarantine(self, request_id: str, block_ids: Iterable[int]) -> None:
         """A transfer may still touch these blocks: keep them out of use until as many
@@ -177,211 +314,151 @@ class Engine:
         RESERVED: they leave the request (they must not be of its local prefix) and `start` takes
             others in their place.
         Later states: the transfer can only be reading, so the request goes on using them, and they
-            are kept out of use
-        once it lets them go.
+            are kept out of use once it lets them go.
         Raises: UnknownRequest, WrongState for a block that is not the request's own; nothing was
             done.
         """
-        sequence = self._sequence(request_id)
-        wanted = tuple(block_ids)
-        is_reserved = sequence.state is State.RESERVED
-        first = sequence.num_local_tokens // self._block_size if is_reserved else 0
-        own = {block_id: first + i for i, block_id in enumerate(sequence.block_ids[first:])}
-        for block_id in wanted:
-            if block_id == HOLE or block_id not in own or wanted.count(block_id) > 1:
-                raise WrongState(f"block {block_id} is not {request_id}'s own, or was named twice")
-        self._pool.hold(wanted)
-        if is_reserved:
-            for block_id in wanted:
-                sequence.block_ids[own[block_id]] = HOLE
-            self._pool.put_back(wanted)
+        self._holdings.hold(self._group(request_id), tuple(block_ids))
 
     def unquarantine(self, block_ids: Iterable[int]) -> None:
         """The transfer is over. Raises: WrongState naming a block that is not quarantined; nothing
         was done."""
         self._pool.unhold(block_ids)
 
-    def block_ids(self, request_id: str) -> tuple[int, ...]:
-        """The blocks of a live request in order, -1 for one that was quarantined before `start`."""
-        return tuple(self._sequence(request_id).block_ids)
+    def block_ids(self, request_id: str, sample_index: int = 0) -> tuple[int, ...]:
+        """The blocks of a live sample in order, -1 for one that was quarantined before `start`.
+        Raises: UnknownRequest."""
+        sequence = self._group(request_id).samples.get(sample_index)
+        if sequence is None:
+            raise UnknownRequest(f"request {request_id} has no live sample {sample_index}")
+        return tuple(sequence.block_ids)
+
+    # -- adapters
+
+    def load_adapter(
+        self, name: str, folder: Path, progress: Progress | None = None
+    ) -> AdapterInfo:
+        """Let requests use a LoRA adapter. Raises: what engine/lora/registry.py:Adapters.load
+        raises."""
+        return self._model.adapters.load(name, folder, progress)
+
+    def unload_adapter(self, name: str) -> None:
+        """Raises: UnknownAdapter; AdapterInUse while live requests name it."""
+        self._model.adapters.unload(name)
+
+    def adapters(self) -> tuple[AdapterInfo, ...]:
+        """What is loaded."""
+        return self._model.adapters.infos()
 
     # -- the step
 
     def has_work(self) -> bool:
-        """Whether `step` would compute anything."""
-        return any(sequence.state in STARTED for sequence in self._sequences.values())
+        """Whether `step` would compute anything. False also where all blocks are others', which
+        are reserved or held: a call must free some first."""
+        return self._entrance.has_waiting or self._scheduler.has_work()
 
     def step(self) -> StepOutput:
-        """One forward pass over all scheduled requests, and one draw for each whose last token was
+        """One forward pass over all scheduled samples, and one draw for each whose last token was
         in it.
 
-        An exception of the model leaves every request as it was before the step.
+        With nothing to compute while somebody waits for a grammar or for bytes, it waits for that,
+        at most IDLE_WAIT_S. An exception of the model leaves every request as it was before.
         """
-        plan = self._plan()
-        events: list[RequestEvent] = []
+        began = self._clock()
+        events = self._entrance.let_in_ready(self._clock)
+        plan = self._scheduler.next_plan(is_admitting=not self._entrance.wants_places)
+        num_prefills = num_decodes = 0
         if plan:
-            batch, draws = self._prepare(plan)
-            logits = self._model.forward(batch)
-            drawn = iter(sampler.draw(logits, draws) if draws else ())
-            for request_id, num_tokens in plan.items():
-                sequence = self._sequences[request_id]
-                result = next(drawn) if num_tokens == sequence.num_pending_tokens else None
-                events.append(self._advance(sequence, num_tokens, result))
-        num_scheduled = sum(plan.values())
+            result = self._runner.run(plan, self._scheduler.running)
+            events += result.events
+            num_prefills, num_decodes = result.num_prefill_tokens, result.num_decode_tokens
+        elif not events:
+            self._idle()
         self._totals.num_steps += 1
-        self._totals.num_computed_tokens += num_scheduled
+        self._totals.num_computed_tokens += num_prefills + num_decodes
         stats = self.stats()
+        if plan:
+            self._metrics.on_step(
+                num_prefills, num_decodes, self._clock() - began, stats.num_referenced_blocks
+            )
         return StepOutput(
             events=tuple(events),
-            num_scheduled_tokens=num_scheduled,
+            num_scheduled_tokens=num_prefills + num_decodes,
             num_free_blocks=self._pool.num_available,
             num_running=stats.num_running,
             num_waiting=stats.num_waiting,
             step=self._totals.num_steps,
         )
 
-    def _plan(self) -> dict[str, int]:
-        candidates = [
-            Candidate(
-                request_id=request_id,
-                num_pending_tokens=sequence.num_pending_tokens,
-                has_drawn=sequence.state is State.RUNNING,
-                is_admitted=sequence.state is not State.WAITING,
-                priority=sequence.request.priority,
-                order=sequence.order,
-            )
-            for request_id, sequence in self._sequences.items()
-            if sequence.state in STARTED
-        ]
-        return plan_step(
-            candidates,
-            num_tokens_budget=self.config.max_num_tokens_per_step,
-            max_num_running=self.config.max_num_running,
-        )
+    def _idle(self) -> None:
+        if self._constraints.has_waiting:
+            self._constraints.wait(IDLE_WAIT_S)
+        elif self._scheduler.running:  # bytes are on their way
+            time.sleep(IDLE_WAIT_S)
 
-    def _prepare(self, plan: dict[str, int]) -> tuple[Batch, list[sampler.Draw]]:
-        """Plan -> the model's input, and what to draw from its rows of logits."""
-        token_ids: list[int] = []
-        spans: list[Span] = []
-        draw_indices: list[int] = []
-        draws: list[sampler.Draw] = []
-        for request_id, num_tokens in plan.items():
-            sequence = self._sequences[request_id]
-            start = sequence.num_computed_tokens
-            end = start + num_tokens
-            num_blocks = self.kv.layout.num_blocks_for(end)
-            last_block_start = (num_blocks - 1) * self._block_size
-            if start <= last_block_start and end < last_block_start + self._block_size:
-                # Entered and not filled: what an earlier user or a refused transfer left in the
-                # other slots is read, with weight 0, and 0 times NaN is NaN.
-                self.kv.clear(sequence.block_ids[num_blocks - 1])
-            token_ids += sequence.token_ids[start:end]
-            spans.append(Span(start, num_tokens, tuple(sequence.block_ids[:num_blocks])))
-            if end == len(sequence.token_ids):
-                draw_indices.append(len(token_ids) - 1)
-                draws.append(sampler.Draw(sequence.request.sampling, position=end))
-        return Batch(tuple(token_ids), tuple(spans), tuple(draw_indices)), draws
-
-    def _advance(
-        self, sequence: Sequence, num_tokens: int, drawn: sampler.Drawn | None
-    ) -> RequestEvent:
-        """Book what the step computed for one request, and its draw."""
-        request = sequence.request
-        if sequence.state is State.WAITING:
-            sequence.move(State.PREFILLING)
-        if drawn is not None and drawn.error is not None:
-            self._distrust(sequence)
-            num_computed = sequence.num_computed_tokens
-            self._end(sequence, State.ABORTED)
-            return RequestEvent(
-                request.request_id, (), None, (), num_computed, None, None, drawn.error
-            )
-        sequence.num_computed_tokens += num_tokens
-        filled = self._cache_full_blocks(sequence)
-        num_computed = sequence.num_computed_tokens
-        if drawn is None:
-            return RequestEvent(
-                request.request_id, (), None, filled, num_computed, None, None, None
-            )
-        sequence.token_ids.append(drawn.token_id)
-        self._totals.num_output_tokens += 1
-        reason = finish_reason(sequence, drawn.token_id, self._eos_token_ids)
-        if (reason is not None and request.hold_after is not None) or should_hold(sequence):
-            sequence.move(State.HOLDING)
-        elif reason is not None:
-            self._end(sequence, State.FINISHED)
-        elif sequence.state is State.PREFILLING:
-            sequence.move(State.RUNNING)
-        return RequestEvent(
-            request_id=request.request_id,
-            token_ids=(drawn.token_id,),
-            logprobs=None if drawn.logprobs is None else (drawn.logprobs,),
-            filled=filled,
-            num_computed_tokens=num_computed,
-            finish_reason=reason,
-            stop_token_id=drawn.token_id if reason is not None and reason.is_token else None,
-            error=None,
-        )
-
-    # -- blocks
-
-    def _cache_full_blocks(self, sequence: Sequence) -> tuple[FilledBlock, ...]:
-        """Offer blocks that became full to the prefix cache."""
-        filled: list[FilledBlock] = []
-        for index in range(
-            sequence.num_cached_blocks, sequence.num_computed_tokens // self._block_size
-        ):
-            chain_hash = sequence.chain_hash(index, self._block_size)
-            block_id = sequence.block_ids[index]
-            if index >= sequence.num_local_tokens // self._block_size:
-                self._prefix_cache.insert(chain_hash, block_id)
-            filled.append(FilledBlock(index, block_id, chain_hash))
-            sequence.num_cached_blocks += 1
-        return tuple(filled)
-
-    def _distrust(self, sequence: Sequence) -> None:
-        """Its logits were not numbers, so its KV may not be either: nobody else shall find it."""
-        for block_id in sequence.block_ids[sequence.num_local_tokens // self._block_size :]:
-            self._prefix_cache.forget(block_id)
-
-    def _end(self, sequence: Sequence, state: State) -> None:
-        """Give the blocks back, the tail of the chain to be evicted first, and forget the
-        request."""
-        sequence.move(state)
-        self._pool.put_back(reversed(sequence.held_block_ids))
-        del self._sequences[sequence.request.request_id]
-
-    def _sequence(self, request_id: str, state: State | None = None) -> Sequence:
-        sequence = self._sequences.get(request_id)
-        if sequence is None:
+    def _group(self, request_id: str, state: State | None = None) -> Group:
+        group = self._groups.get(request_id)
+        if group is None:
             raise UnknownRequest(f"no live request {request_id}")
-        if state is not None and sequence.state is not state:
-            raise WrongState(f"request {request_id} is {sequence.state.value}, not {state.value}")
-        return sequence
+        if state is not None and group.state is not state:
+            raise WrongState(f"request {request_id} is {group.state.value}, not {state.value}")
+        return group
+
+    def close(self) -> None:
+        """End the threads and the process that grammars are compiled in. No step after it."""
+        self._constraints.close()
 
     # -- accounts
 
     def check_integrity(self) -> None:
-        """Recompute every block's class and reference count from the live requests.
+        """Recompute every block's class and reference count from the live requests, and whatever
+        else is counted.
 
         Raises: IntegrityError.
         """
-        accounts.check_integrity(self._sequences, self._pool, self._prefix_cache, self._block_size)
+        accounts.check_integrity(self._groups, self._holdings)
+        self.kv.check_integrity()
+        self._scheduler.check_integrity()
+        self._preemptor.check_integrity(
+            sequence for group in self._groups.values() for sequence in group.samples.values()
+        )
+        self._metrics.check_integrity()
+        self._entrance.check_integrity()
+        self._constraints.check_integrity()
+        self._model.adapters.check_integrity(
+            accounts.num_by_adapter(group.request for group in self._groups.values())
+        )
 
     def stats(self) -> EngineStats:
         """Levels and counts now."""
-        return accounts.stats(self._sequences, self._pool, self._totals)
+        return accounts.stats(
+            self._groups, self._holdings, self._totals, self._preemptor.num_by_cause
+        )
+
+    def metrics(self) -> MetricsSnapshot:
+        """How fast it is and was."""
+        return self._metrics.snapshot()
 
 
-def load_engine(config: EngineConfig, *, progress: Progress | None = None) -> Engine:
+def load_engine(
+    config: EngineConfig,
+    *,
+    progress: Progress | None = None,
+    stop_policy: StopPolicy | None = None,
+) -> Engine:
     """Resolve the checkpoint, load the model, size the cache, warm up.
 
     Raises: LoadError (missing or broken checkpoint, model type, too few blocks), errors of
-        checkpoints.resolve; each one
-    line that says what is wrong and how to fix it.
+        checkpoints.resolve; each one line that says what is wrong and how to fix it.
     """
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
-    engine = Engine(config, load_model(config, progress=progress))
+    model = load_model(config, progress=progress)
+
+    def make_grammars() -> GrammarService:
+        folder = resolve(config.model, files="tokenizer").path
+        return GrammarService.from_checkpoint(folder, model.info.vocab_size, config.grammar)
+
+    engine = Engine(config, model, stop_policy=stop_policy, make_grammars=make_grammars)
     engine.warm_up(progress)
     return engine

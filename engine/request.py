@@ -5,13 +5,22 @@ no torch, no RPC. Any thread may read them.
 Life of a request (each arrow is one call or one step):
 
 1. RESERVED    `reserve`: blocks are taken; another thread may write them, the engine does not
-2. WAITING     `start`: its computed length is known, it waits for room in a step
-3. PREFILLING  a step has given it tokens; more are left before its next draw
-4. RUNNING     it has drawn: from here on one token a step
-5. HOLDING     only with `hold_after`: it draws no more, its blocks stay readable until `release`
-6. FINISHED    ended by itself, or released: blocks are back in the pool, full ones stay cached
-7. ABORTED     `abort` from any state, or an error of its own: blocks are back in the pool
+   QUEUED      or `submit`: it waits for blocks, which the engine takes when its turn comes
+2. WAITING_FOR_GRAMMAR  its grammar is being compiled elsewhere; others pass it
+3. WAITING     its blocks are there, its computed length is known: it waits for room in a step
+4. PREFILLING  a step has given it tokens; more are left before its next draw
+5. RUNNING     it has drawn: from here on one token a step
+6. HOLDING     only with `hold_after`: it draws no more, its blocks stay readable until `release`
+7. FINISHED    ended by itself, or released: blocks are back in the pool, full ones stay cached
+8. ABORTED     `abort` from any state, or an error of its own: blocks are back in the pool
 
+Where blocks are taken as they are needed (`EngineConfig.preemption`), others may need them more:
+
+a. PREEMPTED   its blocks are gone; it waits for new ones, and what is not cached is computed again
+b. PARKED      ... its bytes lie elsewhere (engine/parking.py); it waits for blocks
+c. SWAPPING    it has blocks again and its bytes are on their way into them; then WAITING
+
+The samples of one request share a life up to the prompt's end; from there on each has its own.
 FINISHED and ABORTED requests are forgotten: their ids may be used again.
 """
 
@@ -20,6 +29,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.errors import EngineError
 
@@ -32,19 +42,32 @@ class State(enum.Enum):
     """Where a request is. `ALLOWED` holds the transitions."""
 
     RESERVED = "reserved"
+    QUEUED = "queued"
+    WAITING_FOR_GRAMMAR = "waiting_for_grammar"
     WAITING = "waiting"
     PREFILLING = "prefilling"
     RUNNING = "running"
+    PREEMPTED = "preempted"
+    PARKED = "parked"
+    SWAPPING = "swapping"
     HOLDING = "holding"
     FINISHED = "finished"
     ABORTED = "aborted"
 
 
+_TAKEN = frozenset({State.PREEMPTED, State.PARKED, State.ABORTED})
+_OVER = frozenset({State.HOLDING, State.FINISHED})
+
 ALLOWED: dict[State, frozenset[State]] = {
-    State.RESERVED: frozenset({State.WAITING, State.ABORTED}),
-    State.WAITING: frozenset({State.PREFILLING, State.ABORTED}),
-    State.PREFILLING: frozenset({State.RUNNING, State.HOLDING, State.FINISHED, State.ABORTED}),
-    State.RUNNING: frozenset({State.HOLDING, State.FINISHED, State.ABORTED}),
+    State.RESERVED: frozenset({State.WAITING_FOR_GRAMMAR, State.WAITING, State.ABORTED}),
+    State.QUEUED: frozenset({State.WAITING_FOR_GRAMMAR, State.WAITING, State.ABORTED}),
+    State.WAITING_FOR_GRAMMAR: frozenset({State.QUEUED, State.WAITING, State.ABORTED}),
+    State.WAITING: frozenset({State.PREFILLING}) | _TAKEN,
+    State.PREFILLING: frozenset({State.RUNNING}) | _OVER | _TAKEN,
+    State.RUNNING: _OVER | _TAKEN,
+    State.PREEMPTED: frozenset({State.WAITING, State.ABORTED}),
+    State.PARKED: frozenset({State.SWAPPING, State.ABORTED}),
+    State.SWAPPING: frozenset({State.WAITING, State.ABORTED}),
     State.HOLDING: frozenset({State.FINISHED, State.ABORTED}),
     State.FINISHED: frozenset(),
     State.ABORTED: frozenset(),
@@ -52,7 +75,10 @@ ALLOWED: dict[State, frozenset[State]] = {
 
 
 STARTED = frozenset({State.WAITING, State.PREFILLING, State.RUNNING})
-"""States in which a request has tokens to compute."""
+"""States in which a request has blocks and tokens to compute."""
+
+WITHOUT_BLOCKS = frozenset({State.QUEUED, State.PREEMPTED, State.PARKED})
+"""States in which a request waits for blocks."""
 
 
 class FinishReason(enum.Enum):
@@ -64,8 +90,7 @@ class FinishReason(enum.Enum):
     GRAMMAR = "grammar"
     """The grammar is complete: nothing but an end could follow."""
     POLICY = "policy"
-    """The engine's stop policy ended it (`EngineConfig` has none; whoever builds the engine gives
-    one)."""
+    """The engine's stop policy ended it (a `StopPolicy`, given by whoever builds the engine)."""
 
     @property
     def is_token(self) -> bool:
@@ -131,7 +156,7 @@ class Sampling:
     """In [0, 1]; 0: off."""
 
     min_tokens: int = 0
-    """EOS and stop token ids end the request only from this many output tokens on."""
+    """EOS and stop token ids are masked until there are this many output tokens."""
 
     seed: int = 0
     """Unsigned 64 bits. Always set by the edge, so that the request can be resumed."""
@@ -169,7 +194,8 @@ class Sampling:
     """None: all. Otherwise every other token is masked."""
 
     no_repeat_ngram: int = 0
-    """No n-gram of this many tokens appears twice in prompt and output together. 0: off."""
+    """No n-gram of this many tokens appears twice in prompt and output together. At most 64; 0:
+    off."""
 
     grammar: GrammarSpec | None = None
     """What the output must look like."""
@@ -183,7 +209,7 @@ MAX_LOGPROBS = 64
 
 @dataclass(frozen=True)
 class Request:
-    """One sample of one prompt."""
+    """One prompt, and what is asked for it."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -202,7 +228,8 @@ class Request:
     until `release`. The prefill role asks for 1. None: run to the end and give the blocks back."""
 
     priority: int = 0
-    """Higher first among prompts that wait for tokens of a step; equal ones in order of `start`."""
+    """Higher first among those that wait for room, unless the engine's policy is "fcfs"; equal ones
+    in order of `start` or `submit`. The lowest is preempted first."""
 
     num_samples: int = 1
     """Samples of this prompt, drawn with sample indices `sampling.sample_index` and on. They share
@@ -218,13 +245,14 @@ class Request:
 
 @dataclass(frozen=True)
 class Reservation:
-    """Blocks taken for a request, enough for all it may ever compute."""
+    """Blocks taken for a request: enough for all it may ever compute, or for its prompt where the
+    engine preempts (`EngineConfig.preemption`) and the request does not hold."""
 
     request_id: str
 
     block_ids: tuple[int, ...]
-    """Tokens [i * block_size, (i + 1) * block_size) lie in block_ids[i]. Covers prompt + most
-    output tokens - 1."""
+    """Tokens [i * block_size, (i + 1) * block_size) lie in block_ids[i]; of the first sample where
+    there are several."""
 
     num_local_tokens: int
     """Prompt tokens whose KV is in the device cache already: a multiple of block_size, at most
@@ -268,11 +296,12 @@ class StepTrace:
     raw_logprob: float
     """Under the model's own distribution."""
     processed_logprob: float
-    """Under the distribution that was drawn from, after all processors."""
+    """Under the distribution that was drawn from, after all processors; for an argmax, after
+    penalties and masks."""
     top: tuple[tuple[int, float], ...]
     """The best of the model's own distribution as (token id, raw log probability)."""
     support_size: int
-    """Tokens that could have been drawn."""
+    """Tokens that could have been drawn; for an argmax, those that no mask took."""
     processors: tuple[str, ...]
     """Those that were applied, in their order, by name and parameter ("top_p=0.9")."""
     rng_key: int | None
@@ -282,9 +311,9 @@ class StepTrace:
     support are of the token before it, or NaN."""
 
 
-@dataclass(frozen=True)
-class RequestEvent:
-    """What one step did for one sample of one request."""
+class RequestEvent(NamedTuple):
+    """What one step did for one sample of one request. A named tuple: hundreds are made in every
+    step, at a fifth of a dataclass' price."""
 
     request_id: str
 
@@ -319,12 +348,36 @@ class RequestEvent:
     """One per new token where asked for, else None."""
 
     is_request_over: bool = False
-    """No further event of this request will come: every sample has finished (or an error)."""
+    """No further event of this request will come: every sample has finished or holds, or there was
+    an error."""
+
+    score: float | None = None
+    """Beam search: of this hypothesis; its place among them is `sample_index`."""
+
+    beam_start: tuple[tuple[int, float], ...] = ()
+    """Beam search with `hold_after`: the prompt's best (beam_search.num_candidates of them) as
+    (token id, raw log probability), for `start` of the leg that goes on. There are no tokens
+    then."""
+
+
+@dataclass(frozen=True)
+class StopView:
+    """What a stop policy sees of one sample after each of its tokens."""
+
+    request_id: str
+    sample_index: int
+    prompt_token_ids: tuple[int, ...]
+    output_token_ids: tuple[int, ...]
+
+
+StopPolicy = Callable[[StopView], bool]
+"""True: end this sample here (FinishReason.POLICY). Called on the engine's thread after each token:
+it must be quick. An exception ends that request with PolicyFailed."""
 
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What one step did. `events` has one entry per request that took part."""
+    """What one step did. `events` has one entry per sample of a request that took part."""
 
     events: tuple[RequestEvent, ...]
     num_scheduled_tokens: int
@@ -335,6 +388,8 @@ class StepOutput:
     """PREFILLING and RUNNING requests after the step."""
 
     num_waiting: int
+    """WAITING requests, and those that wait for blocks, bytes or a grammar."""
+
     step: int
     """Counts from 1."""
 
@@ -363,6 +418,12 @@ class EngineStats:
     num_local_prefix_tokens: int
     """Prompt tokens found in the device cache."""
     num_evicted_blocks: int
+
+    num_preempted: int = 0
+    """Requests with a sample that is PREEMPTED, PARKED or SWAPPING; counted as waiting, too, unless
+    another sample runs."""
+    num_preemptions: tuple[tuple[str, int], ...] = ()
+    """Since start, by cause (engine/preemptor.py)."""
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,34 @@
-"""Sequence: one live request inside the engine, the mutable half of what request.py describes.
-Engine thread only.
+"""Sequence: one sample of one live request inside the engine, the mutable half of what request.py
+describes. Engine thread only.
 
 Its tokens, as half-open intervals (P = block size):
 
-    [0, num_local_tokens)                  found in the device cache at `reserve`; never written
+    [0, num_local_tokens)                  found in the device cache when it got its blocks; never
+                                           written
     [num_local_tokens, num_loaded)         written by another thread between `reserve` and `start`
     [.., num_computed_tokens)              computed here
     [num_computed_tokens, len(token_ids))  pending: the next steps' work; the last gives a draw
     [0, num_cached_blocks * P)             full blocks that were offered to the prefix cache
+    [0, num_told_blocks * P)               full blocks that an event named, or that need no naming:
+                                           they were there before
+
+Blocks of one sequence may be another's, too: full ones by the prefix cache or by a fork, the one
+that holds the next token (`is_tail_shared`) by a fork alone, until either writes.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from engine.errors import IntegrityError
-from engine.request import ALLOWED, FinishReason, Request, State
+from engine.request import ALLOWED, FinishReason, Request, Sampling, State
+from engine.schedule.order import Key
+
+if TYPE_CHECKING:
+    from engine.grammar.state import GrammarState
+    from engine.group import Group
+    from engine.parking import Parked
+    from engine.sampling.history import TokenHistory
 
 HOLE = -1
 """Stands in `block_ids` for a block that was quarantined before `start`; start takes a new one for
@@ -23,38 +38,83 @@ it."""
 class Sequence:
     """See the module."""
 
-    def __init__(
-        self,
-        request: Request,
-        *,
-        max_output_tokens: int,
-        block_ids: tuple[int, ...],
-        num_local_tokens: int,
-        chain_hashes: tuple[bytes, ...],
-    ) -> None:
-        self.request = request
-        self.state = State.RESERVED
-        self.max_output_tokens = (
-            max_output_tokens  # max_tokens, or less where the window ends before
-        )
-        self.block_ids = list(block_ids)
-        self.num_local_tokens = num_local_tokens
-        self.chain_hashes = list(chain_hashes)
+    __slots__ = (
+        "block_ids",
+        "block_table",
+        "chain_hashes",
+        "grammar",
+        "group",
+        "history",
+        "is_tail_shared",
+        "key",
+        "num_cached_blocks",
+        "num_computed_tokens",
+        "num_local_tokens",
+        "num_parked_tokens",
+        "num_passes",
+        "num_prompt_tokens",
+        "num_told_blocks",
+        "num_trusted_blocks",
+        "parked",
+        "request",
+        "sample_index",
+        "state",
+        "token_ids",
+    )
+
+    def __init__(self, group: Group, state: State) -> None:
+        """A request's first sample; the others are forks of it."""
+        request = group.request
+        self.group = group
+        self.request: Request = request
+        self.sample_index = 0
+        self.key: Key = (request.request_id, 0)
+        self.state = state
+        self.num_prompt_tokens = len(request.prompt_token_ids)
         self.token_ids = list(request.prompt_token_ids)
-        self.num_computed_tokens = num_local_tokens
+        self.chain_hashes: list[bytes] = []
+        self.block_ids: list[int] = []
+        self.block_table: tuple[int, ...] = ()
+        """Of its last step: the blocks up to that step's last token."""
+        self.is_tail_shared = False
+        self.num_local_tokens = 0
+        self.num_computed_tokens = 0
         self.num_cached_blocks = 0
-        self.order = 0
+        self.num_told_blocks = 0
+        self.num_trusted_blocks = -1
+        """Blocks that others had computed when it got its first ones; -1 before."""
+        self.num_passes = 0
+        self.num_parked_tokens = 0
+        self.parked: Parked | None = None
+        self.history: TokenHistory | None = None
+        self.grammar: GrammarState | None = None
+
+    def fork(self, sample_index: int) -> Sequence:
+        """Another sample that goes its own way from here, in the same state. Its blocks are the
+        same ones: whoever calls references them."""
+        twin = object.__new__(Sequence)
+        for name in self.__slots__:
+            setattr(twin, name, getattr(self, name))
+        twin.sample_index = sample_index
+        twin.key = (self.request.request_id, sample_index)
+        twin.token_ids = self.token_ids.copy()
+        twin.chain_hashes = self.chain_hashes.copy()
+        twin.block_ids = self.block_ids.copy()
+        twin.num_passes = 0
+        twin.history = None if self.history is None else self.history.fork()
+        twin.grammar = None if self.grammar is None else self.grammar.fork()
+        return twin
 
     def move(self, state: State) -> None:
         """Change state. Raises: IntegrityError for a transition that is not allowed."""
         if state not in ALLOWED[self.state]:
-            name = self.request.request_id
+            name = f"{self.request.request_id}/{self.sample_index}"
             raise IntegrityError(f"{name}: {self.state.value} -> {state.value} is no transition")
         self.state = state
 
     @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.request.prompt_token_ids)
+    def sampling(self) -> Sampling:
+        return self.request.sampling
 
     @property
     def num_output_tokens(self) -> int:
@@ -65,9 +125,19 @@ class Sequence:
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
+    def output_token_ids(self) -> tuple[int, ...]:
+        return tuple(self.token_ids[self.num_prompt_tokens :])
+
+    @property
     def held_block_ids(self) -> list[int]:
-        """Blocks that this request references."""
+        """Blocks that this sample references."""
         return [block_id for block_id in self.block_ids if block_id != HOLE]
+
+    def add_token(self, token_id: int) -> None:
+        """It has one more output token."""
+        self.token_ids.append(token_id)
+        if self.history is not None:
+            self.history.append(token_id)
 
     def chain_hash(self, index: int, block_size: int) -> bytes:
         """The chain hash of full block `index`; all before it are known or made on the way."""
@@ -80,16 +150,23 @@ class Sequence:
 
 
 def finish_reason(
-    sequence: Sequence, token_id: int, eos_token_ids: frozenset[int]
+    sampling: Sampling,
+    token_id: int,
+    num_output_tokens: int,
+    max_output_tokens: int,
+    eos_token_ids: frozenset[int],
 ) -> FinishReason | None:
-    """Why a sequence ends with `token_id`, its newest output token; None: it goes on."""
-    sampling = sequence.request.sampling
-    if sequence.num_output_tokens >= sampling.min_tokens:
+    """Why a sample ends with `token_id`, its newest output token; None: it goes on.
+
+    Args:
+        num_output_tokens: this one counted.
+    """
+    if num_output_tokens >= sampling.min_tokens:
         if token_id in eos_token_ids and not sampling.ignore_eos:
             return FinishReason.EOS
         if token_id in sampling.stop_token_ids:
             return FinishReason.STOP_TOKEN
-    if sequence.num_output_tokens >= sequence.max_output_tokens:
+    if num_output_tokens >= max_output_tokens:
         return FinishReason.LENGTH
     return None
 

@@ -16,6 +16,7 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_CANCELLED: _ClassVar[FinishReason]
     FINISH_REASON_GRAMMAR: _ClassVar[FinishReason]
     FINISH_REASON_POLICY: _ClassVar[FinishReason]
+    FINISH_REASON_TOOL_CALL: _ClassVar[FinishReason]
 
 class Tier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -32,6 +33,7 @@ FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_CANCELLED: FinishReason
 FINISH_REASON_GRAMMAR: FinishReason
 FINISH_REASON_POLICY: FinishReason
+FINISH_REASON_TOOL_CALL: FinishReason
 TIER_UNSPECIFIED: Tier
 TIER_DEVICE: Tier
 TIER_HOST: Tier
@@ -39,7 +41,7 @@ TIER_FILE: Tier
 TIER_OBJECT: Tier
 
 class SamplingParams(_message.Message):
-    __slots__ = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "seed", "stop_token_ids", "stop", "include_stop_text", "ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "n", "logprobs", "json_schema", "regex", "ebnf", "choice", "trace")
+    __slots__ = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "seed", "stop_token_ids", "stop", "include_stop_text", "ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "n", "logprobs", "json_schema", "regex", "ebnf", "choice", "trace", "bad_words", "bad_word_ids", "no_repeat_ngram", "stop_at_tool_call", "beam")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -70,6 +72,11 @@ class SamplingParams(_message.Message):
     EBNF_FIELD_NUMBER: _ClassVar[int]
     CHOICE_FIELD_NUMBER: _ClassVar[int]
     TRACE_FIELD_NUMBER: _ClassVar[int]
+    BAD_WORDS_FIELD_NUMBER: _ClassVar[int]
+    BAD_WORD_IDS_FIELD_NUMBER: _ClassVar[int]
+    NO_REPEAT_NGRAM_FIELD_NUMBER: _ClassVar[int]
+    STOP_AT_TOOL_CALL_FIELD_NUMBER: _ClassVar[int]
+    BEAM_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_p: float
     top_k: int
@@ -93,13 +100,34 @@ class SamplingParams(_message.Message):
     ebnf: str
     choice: StringList
     trace: bool
-    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[str]] = ..., include_stop_text: bool = ..., ignore_eos: bool = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., n: _Optional[int] = ..., logprobs: _Optional[int] = ..., json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., ebnf: _Optional[str] = ..., choice: _Optional[_Union[StringList, _Mapping]] = ..., trace: bool = ...) -> None: ...
+    bad_words: _containers.RepeatedScalarFieldContainer[str]
+    bad_word_ids: _containers.RepeatedCompositeFieldContainer[TokenSequence]
+    no_repeat_ngram: int
+    stop_at_tool_call: bool
+    beam: BeamParams
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[str]] = ..., include_stop_text: bool = ..., ignore_eos: bool = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., n: _Optional[int] = ..., logprobs: _Optional[int] = ..., json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., ebnf: _Optional[str] = ..., choice: _Optional[_Union[StringList, _Mapping]] = ..., trace: bool = ..., bad_words: _Optional[_Iterable[str]] = ..., bad_word_ids: _Optional[_Iterable[_Union[TokenSequence, _Mapping]]] = ..., no_repeat_ngram: _Optional[int] = ..., stop_at_tool_call: bool = ..., beam: _Optional[_Union[BeamParams, _Mapping]] = ...) -> None: ...
 
 class StringList(_message.Message):
     __slots__ = ("values",)
     VALUES_FIELD_NUMBER: _ClassVar[int]
     values: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, values: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class TokenSequence(_message.Message):
+    __slots__ = ("ids",)
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class BeamParams(_message.Message):
+    __slots__ = ("num_beams", "length_penalty", "early_stopping")
+    NUM_BEAMS_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    EARLY_STOPPING_FIELD_NUMBER: _ClassVar[int]
+    num_beams: int
+    length_penalty: float
+    early_stopping: bool
+    def __init__(self, num_beams: _Optional[int] = ..., length_penalty: _Optional[float] = ..., early_stopping: bool = ...) -> None: ...
 
 class BlockRef(_message.Message):
     __slots__ = ("chain_hash", "frame", "generation", "checksum", "num_tokens", "tier")
@@ -226,16 +254,18 @@ class KvLeg(_message.Message):
     def __init__(self, role: _Optional[str] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., transport: _Optional[str] = ..., dtype: _Optional[str] = ..., num_tokens_computed: _Optional[int] = ..., num_tokens_local: _Optional[int] = ..., from_store: _Optional[_Iterable[_Union[TierCount, _Mapping]]] = ..., num_bytes_read: _Optional[int] = ..., num_bytes_written: _Optional[int] = ..., recomputed: _Optional[_Iterable[_Union[RecomputeCount, _Mapping]]] = ..., not_stored: _Optional[_Iterable[_Union[RecomputeCount, _Mapping]]] = ...) -> None: ...
 
 class Provenance(_message.Message):
-    __slots__ = ("num_prompt_tokens", "legs", "model", "model_fingerprint")
+    __slots__ = ("num_prompt_tokens", "legs", "model", "model_fingerprint", "adapter_digest")
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LEGS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_DIGEST_FIELD_NUMBER: _ClassVar[int]
     num_prompt_tokens: int
     legs: _containers.RepeatedCompositeFieldContainer[KvLeg]
     model: str
     model_fingerprint: str
-    def __init__(self, num_prompt_tokens: _Optional[int] = ..., legs: _Optional[_Iterable[_Union[KvLeg, _Mapping]]] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ...) -> None: ...
+    adapter_digest: str
+    def __init__(self, num_prompt_tokens: _Optional[int] = ..., legs: _Optional[_Iterable[_Union[KvLeg, _Mapping]]] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., adapter_digest: _Optional[str] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("num_prompt_tokens", "num_output_tokens", "num_cached_tokens")
@@ -263,8 +293,74 @@ class TokenLogprobs(_message.Message):
     top: _containers.RepeatedCompositeFieldContainer[TokenLogprob]
     def __init__(self, chosen: _Optional[_Union[TokenLogprob, _Mapping]] = ..., top: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ...) -> None: ...
 
+class StepTrace(_message.Message):
+    __slots__ = ("position", "token_id", "raw_logprob", "processed_logprob", "top", "support_size", "processors", "rng_key", "is_forced")
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    RAW_LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    PROCESSED_LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    TOP_FIELD_NUMBER: _ClassVar[int]
+    SUPPORT_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PROCESSORS_FIELD_NUMBER: _ClassVar[int]
+    RNG_KEY_FIELD_NUMBER: _ClassVar[int]
+    IS_FORCED_FIELD_NUMBER: _ClassVar[int]
+    position: int
+    token_id: int
+    raw_logprob: float
+    processed_logprob: float
+    top: _containers.RepeatedCompositeFieldContainer[TokenLogprob]
+    support_size: int
+    processors: _containers.RepeatedScalarFieldContainer[str]
+    rng_key: int
+    is_forced: bool
+    def __init__(self, position: _Optional[int] = ..., token_id: _Optional[int] = ..., raw_logprob: _Optional[float] = ..., processed_logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., support_size: _Optional[int] = ..., processors: _Optional[_Iterable[str]] = ..., rng_key: _Optional[int] = ..., is_forced: bool = ...) -> None: ...
+
+class BeamCandidate(_message.Message):
+    __slots__ = ("token_id", "logprob")
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    token_id: int
+    logprob: float
+    def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ...) -> None: ...
+
+class AdapterStatus(_message.Message):
+    __slots__ = ("name", "digest", "rank", "num_bytes")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    digest: str
+    rank: int
+    num_bytes: int
+    def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., rank: _Optional[int] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+
+class LoadAdapterRequest(_message.Message):
+    __slots__ = ("name", "folder")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    FOLDER_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    folder: str
+    def __init__(self, name: _Optional[str] = ..., folder: _Optional[str] = ...) -> None: ...
+
+class LoadAdapterReply(_message.Message):
+    __slots__ = ("adapter",)
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    adapter: AdapterStatus
+    def __init__(self, adapter: _Optional[_Union[AdapterStatus, _Mapping]] = ...) -> None: ...
+
+class UnloadAdapterRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class UnloadAdapterReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class WorkerStatus(_message.Message):
-    __slots__ = ("worker_id", "role", "address", "incarnation", "model", "model_fingerprint", "tokenizer_digest", "dtype", "device", "block_size", "block_bytes", "num_blocks", "num_free_blocks", "num_cached_blocks", "num_quarantined_blocks", "num_waiting", "num_running", "num_holding", "context_window", "vocab_size", "transport", "store_node_id", "store_address", "num_prompt_tokens_computed", "num_prompt_tokens_local", "num_prompt_tokens_from_store", "num_output_tokens", "recomputed", "draining", "integrity_error")
+    __slots__ = ("worker_id", "role", "address", "incarnation", "model", "model_fingerprint", "tokenizer_digest", "dtype", "device", "block_size", "block_bytes", "num_blocks", "num_free_blocks", "num_cached_blocks", "num_quarantined_blocks", "num_waiting", "num_running", "num_holding", "context_window", "vocab_size", "transport", "store_node_id", "store_address", "num_prompt_tokens_computed", "num_prompt_tokens_local", "num_prompt_tokens_from_store", "num_output_tokens", "recomputed", "draining", "integrity_error", "adapters", "num_prefix_tokens_asked", "num_prefix_tokens_cached", "metrics_address")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -295,6 +391,10 @@ class WorkerStatus(_message.Message):
     RECOMPUTED_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     INTEGRITY_ERROR_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREFIX_TOKENS_ASKED_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREFIX_TOKENS_CACHED_FIELD_NUMBER: _ClassVar[int]
+    METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: str
     address: str
@@ -325,7 +425,11 @@ class WorkerStatus(_message.Message):
     recomputed: _containers.RepeatedCompositeFieldContainer[RecomputeCount]
     draining: bool
     integrity_error: str
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_quarantined_blocks: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., num_holding: _Optional[int] = ..., context_window: _Optional[int] = ..., vocab_size: _Optional[int] = ..., transport: _Optional[str] = ..., store_node_id: _Optional[str] = ..., store_address: _Optional[str] = ..., num_prompt_tokens_computed: _Optional[int] = ..., num_prompt_tokens_local: _Optional[int] = ..., num_prompt_tokens_from_store: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., recomputed: _Optional[_Iterable[_Union[RecomputeCount, _Mapping]]] = ..., draining: bool = ..., integrity_error: _Optional[str] = ...) -> None: ...
+    adapters: _containers.RepeatedCompositeFieldContainer[AdapterStatus]
+    num_prefix_tokens_asked: int
+    num_prefix_tokens_cached: int
+    metrics_address: str
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_quarantined_blocks: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., num_holding: _Optional[int] = ..., context_window: _Optional[int] = ..., vocab_size: _Optional[int] = ..., transport: _Optional[str] = ..., store_node_id: _Optional[str] = ..., store_address: _Optional[str] = ..., num_prompt_tokens_computed: _Optional[int] = ..., num_prompt_tokens_local: _Optional[int] = ..., num_prompt_tokens_from_store: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., recomputed: _Optional[_Iterable[_Union[RecomputeCount, _Mapping]]] = ..., draining: bool = ..., integrity_error: _Optional[str] = ..., adapters: _Optional[_Iterable[_Union[AdapterStatus, _Mapping]]] = ..., num_prefix_tokens_asked: _Optional[int] = ..., num_prefix_tokens_cached: _Optional[int] = ..., metrics_address: _Optional[str] = ...) -> None: ...
 
 class GetWorkerStatusRequest(_message.Message):
     __slots__ = ()

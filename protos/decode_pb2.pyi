@@ -7,19 +7,21 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class DecodeCommand(_message.Message):
-    __slots__ = ("key", "reserve", "generate", "cancel")
+    __slots__ = ("key", "reserve", "generate", "cancel", "cancel_sample")
     KEY_FIELD_NUMBER: _ClassVar[int]
     RESERVE_FIELD_NUMBER: _ClassVar[int]
     GENERATE_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_SAMPLE_FIELD_NUMBER: _ClassVar[int]
     key: int
     reserve: ReserveDecode
     generate: GenerateFromHandle
     cancel: CancelDecode
-    def __init__(self, key: _Optional[int] = ..., reserve: _Optional[_Union[ReserveDecode, _Mapping]] = ..., generate: _Optional[_Union[GenerateFromHandle, _Mapping]] = ..., cancel: _Optional[_Union[CancelDecode, _Mapping]] = ...) -> None: ...
+    cancel_sample: CancelSample
+    def __init__(self, key: _Optional[int] = ..., reserve: _Optional[_Union[ReserveDecode, _Mapping]] = ..., generate: _Optional[_Union[GenerateFromHandle, _Mapping]] = ..., cancel: _Optional[_Union[CancelDecode, _Mapping]] = ..., cancel_sample: _Optional[_Union[CancelSample, _Mapping]] = ...) -> None: ...
 
 class ReserveDecode(_message.Message):
-    __slots__ = ("request_id", "tenant", "tenant_salt", "prompt_token_ids", "sampling", "sample_index", "model_fingerprint", "adapter", "priority", "budget_ms")
+    __slots__ = ("request_id", "tenant", "tenant_salt", "prompt_token_ids", "sampling", "sample_index", "model_fingerprint", "adapter", "priority", "budget_ms", "adapter_digest")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     TENANT_SALT_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +32,7 @@ class ReserveDecode(_message.Message):
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     BUDGET_MS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_DIGEST_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     tenant: str
     tenant_salt: bytes
@@ -40,19 +43,38 @@ class ReserveDecode(_message.Message):
     adapter: str
     priority: int
     budget_ms: int
-    def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., tenant_salt: _Optional[bytes] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., sample_index: _Optional[int] = ..., model_fingerprint: _Optional[str] = ..., adapter: _Optional[str] = ..., priority: _Optional[int] = ..., budget_ms: _Optional[int] = ...) -> None: ...
+    adapter_digest: str
+    def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., tenant_salt: _Optional[bytes] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., sample_index: _Optional[int] = ..., model_fingerprint: _Optional[str] = ..., adapter: _Optional[str] = ..., priority: _Optional[int] = ..., budget_ms: _Optional[int] = ..., adapter_digest: _Optional[str] = ...) -> None: ...
 
 class GenerateFromHandle(_message.Message):
-    __slots__ = ("handle", "output_token_ids")
+    __slots__ = ("handle", "output_token_ids", "outputs", "beam_start")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    BEAM_START_FIELD_NUMBER: _ClassVar[int]
     handle: _common_pb2.KvHandle
     output_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, handle: _Optional[_Union[_common_pb2.KvHandle, _Mapping]] = ..., output_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    outputs: _containers.RepeatedCompositeFieldContainer[SampleOutput]
+    beam_start: _containers.RepeatedCompositeFieldContainer[_common_pb2.BeamCandidate]
+    def __init__(self, handle: _Optional[_Union[_common_pb2.KvHandle, _Mapping]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., outputs: _Optional[_Iterable[_Union[SampleOutput, _Mapping]]] = ..., beam_start: _Optional[_Iterable[_Union[_common_pb2.BeamCandidate, _Mapping]]] = ...) -> None: ...
+
+class SampleOutput(_message.Message):
+    __slots__ = ("token_ids", "is_over")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    IS_OVER_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    is_over: bool
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., is_over: bool = ...) -> None: ...
 
 class CancelDecode(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class CancelSample(_message.Message):
+    __slots__ = ("sample_index",)
+    SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    sample_index: int
+    def __init__(self, sample_index: _Optional[int] = ...) -> None: ...
 
 class DecodeEvents(_message.Message):
     __slots__ = ("events", "num_free_blocks", "num_running", "num_waiting", "step")
@@ -89,28 +111,44 @@ class DecodeReserved(_message.Message):
     def __init__(self, num_tokens_local: _Optional[int] = ...) -> None: ...
 
 class DecodeTokens(_message.Message):
-    __slots__ = ("token_ids", "logprobs")
+    __slots__ = ("token_ids", "logprobs", "sample_index", "traces", "finish_reason", "stop_token_id", "score")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    TRACES_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    SCORE_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
+    sample_index: int
+    traces: _containers.RepeatedCompositeFieldContainer[_common_pb2.StepTrace]
+    finish_reason: _common_pb2.FinishReason
+    stop_token_id: int
+    score: float
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., sample_index: _Optional[int] = ..., traces: _Optional[_Iterable[_Union[_common_pb2.StepTrace, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., score: _Optional[float] = ...) -> None: ...
 
 class DecodeFinished(_message.Message):
-    __slots__ = ("token_ids", "logprobs", "finish_reason", "stop_token_id", "leg", "times")
+    __slots__ = ("token_ids", "logprobs", "finish_reason", "stop_token_id", "leg", "times", "sample_index", "traces", "score")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     LEG_FIELD_NUMBER: _ClassVar[int]
     TIMES_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    TRACES_FIELD_NUMBER: _ClassVar[int]
+    SCORE_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]
     finish_reason: _common_pb2.FinishReason
     stop_token_id: int
     leg: _common_pb2.KvLeg
     times: _containers.RepeatedCompositeFieldContainer[_common_pb2.StageTime]
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., leg: _Optional[_Union[_common_pb2.KvLeg, _Mapping]] = ..., times: _Optional[_Iterable[_Union[_common_pb2.StageTime, _Mapping]]] = ...) -> None: ...
+    sample_index: int
+    traces: _containers.RepeatedCompositeFieldContainer[_common_pb2.StepTrace]
+    score: float
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., leg: _Optional[_Union[_common_pb2.KvLeg, _Mapping]] = ..., times: _Optional[_Iterable[_Union[_common_pb2.StageTime, _Mapping]]] = ..., sample_index: _Optional[int] = ..., traces: _Optional[_Iterable[_Union[_common_pb2.StepTrace, _Mapping]]] = ..., score: _Optional[float] = ...) -> None: ...
 
 class DecodeFailed(_message.Message):
     __slots__ = ("code", "message", "retry_after_s", "leg")

@@ -45,6 +45,16 @@ class DecodeStub(object):
                 request_serializer=protos_dot_common__pb2.GetWorkerStatusRequest.SerializeToString,
                 response_deserializer=protos_dot_common__pb2.WorkerStatus.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/baton.v1.Decode/LoadAdapter',
+                request_serializer=protos_dot_common__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=protos_dot_common__pb2.LoadAdapterReply.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/baton.v1.Decode/UnloadAdapter',
+                request_serializer=protos_dot_common__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=protos_dot_common__pb2.UnloadAdapterReply.FromString,
+                _registered_method=True)
 
 
 class DecodeServicer(object):
@@ -62,6 +72,18 @@ class DecodeServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DecodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -74,6 +96,16 @@ def add_DecodeServicer_to_server(servicer, server):
                     servicer.GetWorkerStatus,
                     request_deserializer=protos_dot_common__pb2.GetWorkerStatusRequest.FromString,
                     response_serializer=protos_dot_common__pb2.WorkerStatus.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=protos_dot_common__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=protos_dot_common__pb2.LoadAdapterReply.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=protos_dot_common__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=protos_dot_common__pb2.UnloadAdapterReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -130,6 +162,60 @@ class Decode(object):
             '/baton.v1.Decode/GetWorkerStatus',
             protos_dot_common__pb2.GetWorkerStatusRequest.SerializeToString,
             protos_dot_common__pb2.WorkerStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Decode/LoadAdapter',
+            protos_dot_common__pb2.LoadAdapterRequest.SerializeToString,
+            protos_dot_common__pb2.LoadAdapterReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Decode/UnloadAdapter',
+            protos_dot_common__pb2.UnloadAdapterRequest.SerializeToString,
+            protos_dot_common__pb2.UnloadAdapterReply.FromString,
             options,
             channel_credentials,
             insecure,

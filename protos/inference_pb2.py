@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos import common_pb2 as protos_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16protos/inference.proto\x12\x08\x62\x61ton.v1\x1a\x13protos/common.proto\":\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\"7\n\x0c\x43hatMessages\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.baton.v1.ChatMessage\"\x1b\n\x08TokenIds\x12\x0f\n\x03ids\x18\x01 \x03(\rB\x02\x10\x01\"\xa2\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12&\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x16.baton.v1.ChatMessagesH\x00\x12*\n\x08sampling\x18\x05 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12\x11\n\tbudget_ms\x18\x08 \x01(\r\x12\x0f\n\x07\x61\x64\x61pter\x18\t \x01(\t\x12\x10\n\x08priority\x18\n \x01(\x05\x12\x0f\n\x07session\x18\x0b \x01(\tB\x08\n\x06prompt\"\xfa\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0csample_index\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x15\n\ttoken_ids\x18\x04 \x03(\rB\x02\x10\x01\x12)\n\x08logprobs\x18\x05 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12-\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x1e\n\x05usage\x18\x07 \x01(\x0b\x32\x0f.baton.v1.Usage\x12(\n\nprovenance\x18\x08 \x01(\x0b\x32\x14.baton.v1.Provenance\x12\"\n\x05times\x18\t \x03(\x0b\x32\x13.baton.v1.StageTime\x12\x0c\n\x04seed\x18\n \x01(\x04\x12\x1a\n\rstop_token_id\x18\x0b \x01(\rH\x00\x88\x01\x01\x12\x13\n\x0bstop_string\x18\x0c \x01(\tB\x10\n\x0e_stop_token_id\"\x13\n\x11ListModelsRequest\"p\n\tModelInfo\x12\r\n\x05model\x18\x01 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x02 \x01(\t\x12\x16\n\x0e\x63ontext_window\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\"6\n\x0fListModelsReply\x12#\n\x06models\x18\x01 \x03(\x0b\x32\x13.baton.v1.ModelInfo\"\x19\n\x17GetClusterStatusRequest\"\xad\x03\n\x0bStoreStatus\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x11\n\treachable\x18\x04 \x01(\x08\x12\x13\n\x0b\x66rame_bytes\x18\x05 \x01(\x04\x12\x12\n\nnum_frames\x18\x06 \x01(\r\x12\x10\n\x08num_free\x18\x07 \x01(\r\x12\x13\n\x0bnum_writing\x18\x08 \x01(\r\x12\x15\n\rnum_committed\x18\t \x01(\r\x12\x12\n\nnum_pinned\x18\n \x01(\r\x12\x17\n\x0fnum_quarantined\x18\x0b \x01(\r\x12\x12\n\nnum_leases\x18\x0c \x01(\r\x12\x13\n\x0bnum_lookups\x18\r \x01(\x04\x12\x1a\n\x12num_blocks_matched\x18\x0e \x01(\x04\x12\x18\n\x10num_blocks_asked\x18\x0f \x01(\x04\x12\x19\n\x11num_bytes_written\x18\x10 \x01(\x04\x12\x16\n\x0enum_bytes_read\x18\x11 \x01(\x04\x12\x15\n\rnum_evictions\x18\x12 \x01(\x04\x12\x17\n\x0fintegrity_error\x18\x13 \x01(\t\"\x81\x02\n\x15GetClusterStatusReply\x12\'\n\x07workers\x18\x01 \x03(\x0b\x32\x16.baton.v1.WorkerStatus\x12%\n\x06stores\x18\x02 \x03(\x0b\x32\x15.baton.v1.StoreStatus\x12\x17\n\x0fredis_reachable\x18\x03 \x01(\x08\x12\x1e\n\x16num_requests_in_flight\x18\x04 \x01(\r\x12\x1d\n\x15num_requests_finished\x18\x05 \x01(\x04\x12\x1b\n\x13num_requests_failed\x18\x06 \x01(\x04\x12\x11\n\trouter_id\x18\x07 \x01(\t\x12\x10\n\x08problems\x18\x08 \x03(\t2\xee\x01\n\tInference\x12\x43\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse0\x01\x12\x44\n\nListModels\x12\x1b.baton.v1.ListModelsRequest\x1a\x19.baton.v1.ListModelsReply\x12V\n\x10GetClusterStatus\x12!.baton.v1.GetClusterStatusRequest\x1a\x1f.baton.v1.GetClusterStatusReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16protos/inference.proto\x12\x08\x62\x61ton.v1\x1a\x13protos/common.proto\":\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\"7\n\x0c\x43hatMessages\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.baton.v1.ChatMessage\"\x1b\n\x08TokenIds\x12\x0f\n\x03ids\x18\x01 \x03(\rB\x02\x10\x01\"\xa2\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12&\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x16.baton.v1.ChatMessagesH\x00\x12*\n\x08sampling\x18\x05 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12\x11\n\tbudget_ms\x18\x08 \x01(\r\x12\x0f\n\x07\x61\x64\x61pter\x18\t \x01(\t\x12\x10\n\x08priority\x18\n \x01(\x05\x12\x0f\n\x07session\x18\x0b \x01(\tB\x08\n\x06prompt\"\x87\x04\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0csample_index\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x15\n\ttoken_ids\x18\x04 \x03(\rB\x02\x10\x01\x12)\n\x08logprobs\x18\x05 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12-\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x1e\n\x05usage\x18\x07 \x01(\x0b\x32\x0f.baton.v1.Usage\x12(\n\nprovenance\x18\x08 \x01(\x0b\x32\x14.baton.v1.Provenance\x12\"\n\x05times\x18\t \x03(\x0b\x32\x13.baton.v1.StageTime\x12\x0c\n\x04seed\x18\n \x01(\x04\x12\x1a\n\rstop_token_id\x18\x0b \x01(\rH\x00\x88\x01\x01\x12\x13\n\x0bstop_string\x18\x0c \x01(\t\x12#\n\x06traces\x18\r \x03(\x0b\x32\x13.baton.v1.StepTrace\x12\x12\n\x05score\x18\x0e \x01(\x01H\x01\x88\x01\x01\x12\x1c\n\x10prompt_token_ids\x18\x0f \x03(\rB\x02\x10\x01\x12*\n\x08sampling\x18\x10 \x01(\x0b\x32\x18.baton.v1.SamplingParamsB\x10\n\x0e_stop_token_idB\x08\n\x06_score\"\x13\n\x11ListModelsRequest\"p\n\tModelInfo\x12\r\n\x05model\x18\x01 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x02 \x01(\t\x12\x16\n\x0e\x63ontext_window\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\"6\n\x0fListModelsReply\x12#\n\x06models\x18\x01 \x03(\x0b\x32\x13.baton.v1.ModelInfo\"\x19\n\x17GetClusterStatusRequest\"\xad\x03\n\x0bStoreStatus\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x11\n\treachable\x18\x04 \x01(\x08\x12\x13\n\x0b\x66rame_bytes\x18\x05 \x01(\x04\x12\x12\n\nnum_frames\x18\x06 \x01(\r\x12\x10\n\x08num_free\x18\x07 \x01(\r\x12\x13\n\x0bnum_writing\x18\x08 \x01(\r\x12\x15\n\rnum_committed\x18\t \x01(\r\x12\x12\n\nnum_pinned\x18\n \x01(\r\x12\x17\n\x0fnum_quarantined\x18\x0b \x01(\r\x12\x12\n\nnum_leases\x18\x0c \x01(\r\x12\x13\n\x0bnum_lookups\x18\r \x01(\x04\x12\x1a\n\x12num_blocks_matched\x18\x0e \x01(\x04\x12\x18\n\x10num_blocks_asked\x18\x0f \x01(\x04\x12\x19\n\x11num_bytes_written\x18\x10 \x01(\x04\x12\x16\n\x0enum_bytes_read\x18\x11 \x01(\x04\x12\x15\n\rnum_evictions\x18\x12 \x01(\x04\x12\x17\n\x0fintegrity_error\x18\x13 \x01(\t\"\x81\x02\n\x15GetClusterStatusReply\x12\'\n\x07workers\x18\x01 \x03(\x0b\x32\x16.baton.v1.WorkerStatus\x12%\n\x06stores\x18\x02 \x03(\x0b\x32\x15.baton.v1.StoreStatus\x12\x17\n\x0fredis_reachable\x18\x03 \x01(\x08\x12\x1e\n\x16num_requests_in_flight\x18\x04 \x01(\r\x12\x1d\n\x15num_requests_finished\x18\x05 \x01(\x04\x12\x1b\n\x13num_requests_failed\x18\x06 \x01(\x04\x12\x11\n\trouter_id\x18\x07 \x01(\t\x12\x10\n\x08problems\x18\x08 \x03(\t2\xee\x01\n\tInference\x12\x43\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse0\x01\x12\x44\n\nListModels\x12\x1b.baton.v1.ListModelsRequest\x1a\x19.baton.v1.ListModelsReply\x12V\n\x10GetClusterStatus\x12!.baton.v1.GetClusterStatusRequest\x1a\x1f.baton.v1.GetClusterStatusReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,6 +36,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENIDS'].fields_by_name['ids']._serialized_options = b'\020\001'
   _globals['_GENERATERESPONSE'].fields_by_name['token_ids']._loaded_options = None
   _globals['_GENERATERESPONSE'].fields_by_name['token_ids']._serialized_options = b'\020\001'
+  _globals['_GENERATERESPONSE'].fields_by_name['prompt_token_ids']._loaded_options = None
+  _globals['_GENERATERESPONSE'].fields_by_name['prompt_token_ids']._serialized_options = b'\020\001'
   _globals['_CHATMESSAGE']._serialized_start=57
   _globals['_CHATMESSAGE']._serialized_end=115
   _globals['_CHATMESSAGES']._serialized_start=117
@@ -45,19 +47,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATEREQUEST']._serialized_start=204
   _globals['_GENERATEREQUEST']._serialized_end=494
   _globals['_GENERATERESPONSE']._serialized_start=497
-  _globals['_GENERATERESPONSE']._serialized_end=875
-  _globals['_LISTMODELSREQUEST']._serialized_start=877
-  _globals['_LISTMODELSREQUEST']._serialized_end=896
-  _globals['_MODELINFO']._serialized_start=898
-  _globals['_MODELINFO']._serialized_end=1010
-  _globals['_LISTMODELSREPLY']._serialized_start=1012
-  _globals['_LISTMODELSREPLY']._serialized_end=1066
-  _globals['_GETCLUSTERSTATUSREQUEST']._serialized_start=1068
-  _globals['_GETCLUSTERSTATUSREQUEST']._serialized_end=1093
-  _globals['_STORESTATUS']._serialized_start=1096
-  _globals['_STORESTATUS']._serialized_end=1525
-  _globals['_GETCLUSTERSTATUSREPLY']._serialized_start=1528
-  _globals['_GETCLUSTERSTATUSREPLY']._serialized_end=1785
-  _globals['_INFERENCE']._serialized_start=1788
-  _globals['_INFERENCE']._serialized_end=2026
+  _globals['_GENERATERESPONSE']._serialized_end=1016
+  _globals['_LISTMODELSREQUEST']._serialized_start=1018
+  _globals['_LISTMODELSREQUEST']._serialized_end=1037
+  _globals['_MODELINFO']._serialized_start=1039
+  _globals['_MODELINFO']._serialized_end=1151
+  _globals['_LISTMODELSREPLY']._serialized_start=1153
+  _globals['_LISTMODELSREPLY']._serialized_end=1207
+  _globals['_GETCLUSTERSTATUSREQUEST']._serialized_start=1209
+  _globals['_GETCLUSTERSTATUSREQUEST']._serialized_end=1234
+  _globals['_STORESTATUS']._serialized_start=1237
+  _globals['_STORESTATUS']._serialized_end=1666
+  _globals['_GETCLUSTERSTATUSREPLY']._serialized_start=1669
+  _globals['_GETCLUSTERSTATUSREPLY']._serialized_end=1926
+  _globals['_INFERENCE']._serialized_start=1929
+  _globals['_INFERENCE']._serialized_end=2167
 # @@protoc_insertion_point(module_scope)

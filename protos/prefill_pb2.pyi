@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("request_id", "tenant", "tenant_salt", "prompt_token_ids", "sampling", "sample_index", "model_fingerprint", "adapter", "priority", "wants_handle", "hints", "output_token_ids")
+    __slots__ = ("request_id", "tenant", "tenant_salt", "prompt_token_ids", "sampling", "sample_index", "model_fingerprint", "adapter", "priority", "wants_handle", "hints", "output_token_ids", "adapter_digest")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     TENANT_SALT_FIELD_NUMBER: _ClassVar[int]
@@ -20,6 +20,7 @@ class PrefillRequest(_message.Message):
     WANTS_HANDLE_FIELD_NUMBER: _ClassVar[int]
     HINTS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_DIGEST_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     tenant: str
     tenant_salt: bytes
@@ -32,10 +33,11 @@ class PrefillRequest(_message.Message):
     wants_handle: bool
     hints: _containers.RepeatedCompositeFieldContainer[_common_pb2.BlockRun]
     output_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., tenant_salt: _Optional[bytes] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., sample_index: _Optional[int] = ..., model_fingerprint: _Optional[str] = ..., adapter: _Optional[str] = ..., priority: _Optional[int] = ..., wants_handle: bool = ..., hints: _Optional[_Iterable[_Union[_common_pb2.BlockRun, _Mapping]]] = ..., output_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    adapter_digest: str
+    def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., tenant_salt: _Optional[bytes] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., sample_index: _Optional[int] = ..., model_fingerprint: _Optional[str] = ..., adapter: _Optional[str] = ..., priority: _Optional[int] = ..., wants_handle: bool = ..., hints: _Optional[_Iterable[_Union[_common_pb2.BlockRun, _Mapping]]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., adapter_digest: _Optional[str] = ...) -> None: ...
 
 class PrefillReply(_message.Message):
-    __slots__ = ("token_ids", "logprobs", "finish_reason", "stop_token_id", "handle", "leg", "times")
+    __slots__ = ("token_ids", "logprobs", "finish_reason", "stop_token_id", "handle", "leg", "times", "sample_index", "traces", "beam_start")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
@@ -43,6 +45,9 @@ class PrefillReply(_message.Message):
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     LEG_FIELD_NUMBER: _ClassVar[int]
     TIMES_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    TRACES_FIELD_NUMBER: _ClassVar[int]
+    BEAM_START_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]
     finish_reason: _common_pb2.FinishReason
@@ -50,4 +55,7 @@ class PrefillReply(_message.Message):
     handle: _common_pb2.KvHandle
     leg: _common_pb2.KvLeg
     times: _containers.RepeatedCompositeFieldContainer[_common_pb2.StageTime]
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., handle: _Optional[_Union[_common_pb2.KvHandle, _Mapping]] = ..., leg: _Optional[_Union[_common_pb2.KvLeg, _Mapping]] = ..., times: _Optional[_Iterable[_Union[_common_pb2.StageTime, _Mapping]]] = ...) -> None: ...
+    sample_index: int
+    traces: _containers.RepeatedCompositeFieldContainer[_common_pb2.StepTrace]
+    beam_start: _containers.RepeatedCompositeFieldContainer[_common_pb2.BeamCandidate]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., handle: _Optional[_Union[_common_pb2.KvHandle, _Mapping]] = ..., leg: _Optional[_Union[_common_pb2.KvLeg, _Mapping]] = ..., times: _Optional[_Iterable[_Union[_common_pb2.StageTime, _Mapping]]] = ..., sample_index: _Optional[int] = ..., traces: _Optional[_Iterable[_Union[_common_pb2.StepTrace, _Mapping]]] = ..., beam_start: _Optional[_Iterable[_Union[_common_pb2.BeamCandidate, _Mapping]]] = ...) -> None: ...

@@ -45,6 +45,16 @@ class PrefillStub(object):
                 request_serializer=protos_dot_common__pb2.GetWorkerStatusRequest.SerializeToString,
                 response_deserializer=protos_dot_common__pb2.WorkerStatus.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/baton.v1.Prefill/LoadAdapter',
+                request_serializer=protos_dot_common__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=protos_dot_common__pb2.LoadAdapterReply.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/baton.v1.Prefill/UnloadAdapter',
+                request_serializer=protos_dot_common__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=protos_dot_common__pb2.UnloadAdapterReply.FromString,
+                _registered_method=True)
 
 
 class PrefillServicer(object):
@@ -64,6 +74,18 @@ class PrefillServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PrefillServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -76,6 +98,16 @@ def add_PrefillServicer_to_server(servicer, server):
                     servicer.GetWorkerStatus,
                     request_deserializer=protos_dot_common__pb2.GetWorkerStatusRequest.FromString,
                     response_serializer=protos_dot_common__pb2.WorkerStatus.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=protos_dot_common__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=protos_dot_common__pb2.LoadAdapterReply.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=protos_dot_common__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=protos_dot_common__pb2.UnloadAdapterReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -132,6 +164,60 @@ class Prefill(object):
             '/baton.v1.Prefill/GetWorkerStatus',
             protos_dot_common__pb2.GetWorkerStatusRequest.SerializeToString,
             protos_dot_common__pb2.WorkerStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Prefill/LoadAdapter',
+            protos_dot_common__pb2.LoadAdapterRequest.SerializeToString,
+            protos_dot_common__pb2.LoadAdapterReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Prefill/UnloadAdapter',
+            protos_dot_common__pb2.UnloadAdapterRequest.SerializeToString,
+            protos_dot_common__pb2.UnloadAdapterReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -17,6 +17,8 @@ import hypothesis
 import pytest
 
 LONG = os.environ.get("BATON_TEST_LONG") == "1"
+LONG_TIMEOUT_S = 1800
+"""Of one test at its full count; the short ones have pyproject's."""
 # Kept in the environment: a second copy of this module, or a process of the tests, sees it too.
 SESSION_SEED = int(os.environ.setdefault("BATON_TEST_SEED", str(secrets.randbelow(2**31))))
 
@@ -46,6 +48,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("long") and not LONG:
             item.add_marker(pytest.mark.skip(reason="the full stated counts: make test-long"))
+        if LONG and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(LONG_TIMEOUT_S))
 
 
 @pytest.fixture

@@ -56,6 +56,7 @@ class ChatTemplate:
         """Raises: ChatTemplateError when `source` is no valid template."""
         self._max_output_chars = max_output_chars
         self._special_tokens = dict(special_tokens)
+        self.source = source
         try:
             self._template = _environment(now, max_output_chars).from_string(source)
         except jinja2.TemplateError as error:

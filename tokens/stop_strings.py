@@ -14,7 +14,7 @@ Knows nothing of tokens. One thread at a time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 
@@ -29,16 +29,22 @@ class StopMatch:
 class StopStrings:
     """Matcher over one text. After a match it is over: further text is dropped."""
 
-    def __init__(self, stops: Sequence[str], *, include_stop_text: bool = False) -> None:
-        """`include_stop_text`: the stop string itself becomes visible, too. Raises: ValueError for
-        an empty string.
+    def __init__(
+        self,
+        stops: Sequence[str],
+        *,
+        include_stop_text: bool = False,
+        visible: Collection[str] = (),
+    ) -> None:
+        """`include_stop_text`: the stop string itself becomes visible, too; those in `visible` do
+        in any case. Raises: ValueError for an empty string.
         """
         if not all(stops):
             raise ValueError("a stop string is empty")
         self._stops = tuple(dict.fromkeys(stops))
         self._failures = tuple(_failure_table(stop) for stop in self._stops)
         self._states = [0] * len(self._stops)
-        self._include_stop_text = include_stop_text
+        self._visible = frozenset(self._stops if include_stop_text else visible)
         self._held = ""
         self._found: str | None = None
 
@@ -86,7 +92,7 @@ class StopStrings:
         begin = len(text) - length
         self._found = text[begin:]
         self._held = ""
-        return StopMatch(text if self._include_stop_text else text[:begin], self._found)
+        return StopMatch(text if self._found in self._visible else text[:begin], self._found)
 
 
 def _failure_table(stop: str) -> tuple[int, ...]:

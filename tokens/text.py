@@ -41,14 +41,22 @@ class OutputText:
         *,
         stop: Sequence[str] = (),
         include_stop_text: bool = False,
+        tool_call_ends: Sequence[str] = (),
         skip_special_tokens: bool = True,
         context_ids: Sequence[int] = (),
     ) -> None:
-        """`context_ids`: end of the prompt that the text continues; see `Detokenizer`."""
+        """`context_ids`: end of the prompt that the text continues; see `Detokenizer`.
+
+        `tool_call_ends`: strings that end the answer like those of `stop`, and stay visible.
+        """
         self._detokenizer = Detokenizer(
             tokenizer, skip_special_tokens=skip_special_tokens, context_ids=context_ids
         )
-        self._stops = StopStrings(stop, include_stop_text=include_stop_text)
+        self._stops = StopStrings(
+            (*stop, *tool_call_ends),
+            include_stop_text=include_stop_text,
+            visible=tool_call_ends,
+        )
         self._include_stop_text = include_stop_text
         # Ids whose text is not all visible. `_ends` has the text position at which the first of
         # them are: the rest still waits for the detokenizer.

@@ -6,24 +6,33 @@ Each block is in exactly one class, and that is the conservation law:
     free         nobody references it, its bytes mean nothing
     evictable    nobody references it, but the prefix cache maps a chain hash to it; taken last, the
                  least recently used one first
-    referenced   one or more requests reference it
+    referenced   one or more requests reference it, or it is pinned: a cached block that follows it
+                 in a chain is referenced or quarantined, so it cannot be evicted before that one
     quarantined  nobody references it, but a transfer may still touch it: neither free nor
                  evictable until that is over
 
     free + evictable + referenced + quarantined == total
 
 A hold (quarantine) and references are independent: a held block that is referenced counts as
-referenced, and falls into quarantine with its last reference. Called from the engine's thread only.
+referenced, and falls into quarantine with its last reference.
+
+Cached blocks form chains: each knows the one before it (`_parent`), which stays out of `evictable`
+as long as any block after it does. So in `evictable` every block stands before the one that it
+follows, the first of them never has cached blocks after it, and eviction takes chains from their
+tail with no search. Called from the engine's thread only.
 """
 
 from __future__ import annotations
 
-from bisect import insort
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from engine.errors import IntegrityError, NoBlocks, WrongState
+from engine.kv.free_runs import FreeRuns
+
+NO_BLOCK = -1
+"""Stands for the block before a chain's first."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +52,13 @@ class BlockPool:
             raise ValueError("a pool needs at least one block")
         self.num_blocks = num_blocks
         self.num_evicted = 0
-        self._free: list[int] = list(
-            range(num_blocks)
-        )  # ascending, so that runs of neighbours are found
+        self._free = FreeRuns(num_blocks)
         self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._num_references = [0] * num_blocks
         self._is_cached = [False] * num_blocks
         self._num_holds: dict[int, int] = {}
+        self._parent = [NO_BLOCK] * num_blocks  # of a cached block: the cached one before it
+        self._num_busy_children = [0] * num_blocks  # cached blocks after it that are not evictable
 
     @property
     def num_free(self) -> int:
@@ -70,6 +79,7 @@ class BlockPool:
 
     @property
     def num_referenced(self) -> int:
+        """Pinned blocks are among them."""
         return self.num_blocks - self.num_available - self.num_quarantined
 
     def num_references(self, block_id: int) -> int:
@@ -78,8 +88,17 @@ class BlockPool:
     def is_cached(self, block_id: int) -> bool:
         return self._is_cached[block_id]
 
+    def parent_of(self, block_id: int) -> int:
+        """The block before a cached one in its chain, or NO_BLOCK."""
+        return self._parent[block_id]
+
     def is_evictable(self, block_id: int) -> bool:
         return block_id in self._evictable
+
+    def is_pinned(self, block_id: int) -> bool:
+        """Nobody references or holds it, but a cached block after it is in use."""
+        is_busy = self._num_references[block_id] > 0 or block_id in self._num_holds
+        return self._num_busy_children[block_id] > 0 and not is_busy
 
     def is_held(self, block_id: int) -> bool:
         return block_id in self._num_holds
@@ -88,37 +107,24 @@ class BlockPool:
         """Reference `num_blocks` blocks once each: free ones first, neighbours preferred, then the
         least recently used.
 
-        Neighbours matter for transfers (one descriptor for a run) and for the CPU's caches.
         Raises: NoBlocks, and nothing was taken.
         """
         if num_blocks > self.num_available:
             raise NoBlocks(
                 f"{num_blocks} blocks wanted, {self.num_available} are free or evictable"
             )
-        block_ids = self._take_free(min(num_blocks, len(self._free)))
+        block_ids = self._free.take(min(num_blocks, len(self._free)))
         evicted: list[int] = []
         while len(block_ids) + len(evicted) < num_blocks:
             block_id, _ = self._evictable.popitem(last=False)
             self._is_cached[block_id] = False
+            self._parent[block_id] = NO_BLOCK
             evicted.append(block_id)
         self.num_evicted += len(evicted)
         block_ids = sorted(block_ids + evicted)
         for block_id in block_ids:
             self._num_references[block_id] = 1
         return Taken(tuple(block_ids), tuple(evicted))
-
-    def _take_free(self, num_blocks: int) -> list[int]:
-        if num_blocks == 0:
-            return []
-        free = self._free
-        start = 0
-        for index in range(len(free) - num_blocks + 1):
-            if free[index + num_blocks - 1] - free[index] == num_blocks - 1:
-                start = index
-                break
-        taken = free[start : start + num_blocks]
-        del free[start : start + num_blocks]
-        return taken
 
     def reference(self, block_id: int) -> None:
         """One more request uses a cached or referenced block."""
@@ -127,7 +133,7 @@ class BlockPool:
                 raise IntegrityError(
                     f"block {block_id} is neither referenced nor cached: nothing to share"
                 )
-            self._evictable.pop(block_id, None)  # absent where the block is quarantined
+            self._wake(block_id)
         self._num_references[block_id] += 1
 
     def put_back(self, block_ids: Iterable[int]) -> None:
@@ -140,28 +146,60 @@ class BlockPool:
             self._settle(block_id)
 
     def _settle(self, block_id: int) -> None:
-        """File a block that may have lost its last reference or hold where it belongs."""
-        if self._num_references[block_id] or block_id in self._num_holds:
-            return
-        if self._is_cached[block_id]:
+        """File a block that may have lost its last reference, hold or busy child where it belongs,
+        and then those before it."""
+        while not (
+            self._num_references[block_id]
+            or self._num_busy_children[block_id]
+            or block_id in self._num_holds
+        ):
+            if not self._is_cached[block_id]:
+                self._free.give(block_id)
+                return
             self._evictable[block_id] = None
-        else:
-            insort(self._free, block_id)
+            block_id = self._parent[block_id]
+            if block_id == NO_BLOCK:
+                return
+            self._num_busy_children[block_id] -= 1
 
-    def mark_cached(self, block_id: int) -> None:
-        """The prefix cache maps a hash to this block now. It must be referenced."""
-        if self._num_references[block_id] < 1:
+    def _wake(self, block_id: int) -> None:
+        """A cached block is in use from now on: neither it nor those before it are evictable."""
+        while block_id in self._evictable:
+            del self._evictable[block_id]
+            block_id = self._parent[block_id]
+            if block_id == NO_BLOCK:
+                return
+            self._num_busy_children[block_id] += 1
+
+    def mark_cached(self, block_id: int, parent: int = NO_BLOCK) -> None:
+        """The prefix cache maps a hash to this block now. It must be referenced, and `parent`, the
+        block before it in its chain, cached."""
+        if self._num_references[block_id] < 1 or self._is_cached[block_id]:
             raise IntegrityError(
-                f"block {block_id} is not referenced and cannot enter the prefix cache"
+                f"block {block_id} is not referenced, or cached already: it cannot enter the "
+                f"prefix cache"
             )
+        if parent != NO_BLOCK:
+            if not self._is_cached[parent]:
+                raise IntegrityError(f"block {block_id} follows {parent}, which is not cached")
+            self._wake(parent)
+            self._num_busy_children[parent] += 1
+            self._parent[block_id] = parent
         self._is_cached[block_id] = True
 
     def unmark_cached(self, block_id: int) -> None:
-        """The prefix cache maps nothing to this block any more."""
+        """The prefix cache maps nothing to this block any more. Those after it were unmarked
+        before."""
+        if not self._is_cached[block_id] or self._num_busy_children[block_id]:
+            raise IntegrityError(f"block {block_id} is not cached, or has cached blocks after it")
         self._is_cached[block_id] = False
+        parent, self._parent[block_id] = self._parent[block_id], NO_BLOCK
         if block_id in self._evictable:
             del self._evictable[block_id]
-            insort(self._free, block_id)
+            self._free.give(block_id)
+        elif parent != NO_BLOCK:
+            self._num_busy_children[parent] -= 1
+            self._settle(parent)
 
     def hold(self, block_ids: Iterable[int]) -> None:
         """Quarantine: keep each out of use once its references are gone, until as many `unhold`."""
@@ -192,8 +230,8 @@ class BlockPool:
         Raises: IntegrityError naming the first block that is in no class, in two, or miscounted.
         """
         free, evictable = set(self._free), set(self._evictable)
-        if len(free) != len(self._free) or self._free != sorted(self._free):
-            raise IntegrityError("the free list has a block twice or is out of order")
+        self._free.check_integrity()
+        self._check_chains()
         counts = {"free": 0, "evictable": 0, "referenced": 0, "quarantined": 0}
         for block_id in range(self.num_blocks):
             references = self._num_references[block_id]
@@ -203,10 +241,11 @@ class BlockPool:
                     f"{num_references.get(block_id, 0)} by count"
                 )
             held, cached = block_id in self._num_holds, self._is_cached[block_id]
+            is_pinned = self.is_pinned(block_id)
             classes = {
                 "free": block_id in free,
                 "evictable": block_id in evictable,
-                "referenced": references > 0,
+                "referenced": references > 0 or is_pinned,
                 "quarantined": references == 0 and held,
             }
             members = [name for name, is_member in classes.items() if is_member]
@@ -214,7 +253,8 @@ class BlockPool:
                 raise IntegrityError(
                     f"block {block_id} is in {len(members)} classes {members}, not in one"
                 )
-            if references == 0 and not held and cached != classes["evictable"]:
+            is_idle = references == 0 and not held and not is_pinned
+            if is_idle and cached != classes["evictable"]:
                 raise IntegrityError(f"block {block_id}: cached is {cached} but it is {members[0]}")
             counts[members[0]] += 1
         expected = {
@@ -227,3 +267,20 @@ class BlockPool:
             raise IntegrityError(
                 f"blocks counted {counts}, the pool says {expected} of {self.num_blocks}"
             )
+
+    def _check_chains(self) -> None:
+        """Parents are cached and stand behind their children in `evictable`; busy children are
+        counted right."""
+        place = {block_id: index for index, block_id in enumerate(self._evictable)}
+        num_busy = [0] * self.num_blocks
+        for block_id, parent in enumerate(self._parent):
+            if parent == NO_BLOCK:
+                continue
+            if not self._is_cached[block_id] or not self._is_cached[parent]:
+                raise IntegrityError(f"block {block_id} follows {parent}: one is not cached")
+            if block_id not in place:
+                num_busy[parent] += 1
+            elif parent in place and place[parent] < place[block_id]:
+                raise IntegrityError(f"block {parent} would be evicted before {block_id} after it")
+        if num_busy != self._num_busy_children:
+            raise IntegrityError("busy children of cached blocks are miscounted")

@@ -1,20 +1,29 @@
-"""KvLayout: what one block's bytes mean. Built from what the model's probe saw, not from its
-config.
+"""KvLayout: what one block's bytes mean, as a table. Built from what the model's probe saw, not
+from its config.
 
-A block is one contiguous run [kv_heads, layers, 2, block_size, head_dim] (heads outermost, so that
-a tensor-parallel rank's share is one run; keys at 0, values at 1). Knows no torch and no memory.
-Pure values; any thread.
+A block is one contiguous byte record. Layers that cache equally many kv heads form a group; a group
+is one run, heads outermost (so that a tensor-parallel rank's share is one run), then layers, then
+keys before values, each [block_size, dim]. Where all layers agree, which is nearly always, there is
+one group; where all dims agree, too, the record is [kv_heads, layers, 2, block_size, head_dim].
+Latents (MLA) are keys without values: one head, whose first `v_head_dim` columns are the values.
+Quantized numbers take one byte; each head's run then ends with its scales (float32), in the order
+of its matrices: a block is read with nothing beside it. Knows no torch and no memory. Pure values;
+any thread.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from engine.errors import ModelNotSupported
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "fp8_e4m3": 1}
+QUANTIZED = ("int8", "fp8_e4m3")
+_SCALE_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -24,32 +33,155 @@ class LayerKv:
     num_k_heads: int
     k_head_dim: int
     num_v_heads: int
+    """0: latents; the values are the first `v_head_dim` columns of the keys."""
     v_head_dim: int
+
+    @property
+    def is_latent(self) -> bool:
+        """The values are a part of the keys and have no bytes of their own."""
+        return self.num_v_heads == 0
+
+    @property
+    def head_dims(self) -> tuple[int, ...]:
+        """What one head stores per token: key dim and value dim, or the latent's."""
+        return (self.k_head_dim,) if self.is_latent else (self.k_head_dim, self.v_head_dim)
+
+
+@dataclass(frozen=True)
+class Section:
+    """Where one layer's keys (or values) lie in a block: one matrix [block_size, dim] per head."""
+
+    layer: int
+    kv: int
+    """0: keys, or latents. 1: values."""
+
+    offset: int
+    """Elements (bytes, where quantized) from the block's start to head 0's matrix."""
+
+    head_stride: int
+    """Elements from one head's matrix to the next one's."""
+
+    num_heads: int
+    dim: int
+
+    scale_offset: int = 0
+    """Elements from the block's start to head 0's scales, where quantized."""
 
 
 @dataclass(frozen=True)
 class KvLayout:
-    """The byte layout of a block of plain attention with the same dims in every layer."""
+    """The layout table of a block."""
 
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
+    layers: tuple[LayerKv, ...]
     block_size: int
+
     dtype: str
+    """What is stored: one of DTYPE_BYTES."""
+
+    scale: str = ""
+    """What one scale is for, where quantized: "tensor" (all keys, or values, of a layer), "block"
+    (one head's in one block), "token_head" (one head's of one token)."""
+
+    compute_dtype: str = ""
+    """The model's, where it is another one."""
+
+    @classmethod
+    def plain(
+        cls, *, num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: str
+    ) -> KvLayout:
+        """Attention with the same heads and dims in every layer."""
+        layer = LayerKv(num_kv_heads, head_dim, num_kv_heads, head_dim)
+        return cls((layer,) * num_layers, block_size, dtype)
 
     @property
-    def block_shape(self) -> tuple[int, int, int, int, int]:
-        """[kv_heads, layers, 2, block_size, head_dim]."""
-        return (self.num_kv_heads, self.num_layers, 2, self.block_size, self.head_dim)
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.dtype in QUANTIZED
+
+    @property
+    def raw(self) -> KvLayout:
+        """The same blocks as the model computes them: how an unfilled one is kept."""
+        return KvLayout(self.layers, self.block_size, self.compute_dtype or self.dtype)
+
+    @property
+    def num_scales(self) -> int:
+        """Of one head's matrix; 0: not quantized."""
+        if not self.is_quantized:
+            return 0
+        return self.block_size if self.scale == "token_head" else 1
+
+    @cached_property
+    def sections(self) -> tuple[Section, ...]:
+        """Every run of the record, in the order of the bytes within head 0 of each group."""
+        found: list[Section] = []
+        start = 0
+        for num_heads in dict.fromkeys(layer.num_k_heads for layer in self.layers):
+            group = [i for i, layer in enumerate(self.layers) if layer.num_k_heads == num_heads]
+            matrices = [
+                (i, kv, dim) for i in group for kv, dim in enumerate(self.layers[i].head_dims)
+            ]
+            num_elements = sum(dim for _, _, dim in matrices) * self.block_size
+            num_scale_bytes = self.num_scales * _SCALE_BYTES
+            if num_scale_bytes:
+                num_elements = -(-num_elements // _SCALE_BYTES) * _SCALE_BYTES
+            stride = num_elements + num_scale_bytes * len(matrices)
+            offset, scale_offset = start, start + num_elements
+            for index, kv, dim in matrices:
+                found.append(Section(index, kv, offset, stride, num_heads, dim, scale_offset))
+                offset += dim * self.block_size
+                scale_offset += num_scale_bytes
+            start += stride * num_heads
+        return tuple(found)
+
+    def section(self, layer: int, kv: int) -> Section:
+        """Raises: KeyError for values of a layer of latents."""
+        return self._by_place[layer, kv]
+
+    @cached_property
+    def _by_place(self) -> dict[tuple[int, int], Section]:
+        return {(section.layer, section.kv): section for section in self.sections}
+
+    @cached_property
+    def num_elements(self) -> int:
+        """Numbers in a block; bytes, where quantized, scales included."""
+        strides = {section.num_heads: section.head_stride for section in self.sections}
+        return sum(num_heads * stride for num_heads, stride in strides.items())
+
+    @cached_property
+    def row_elements(self) -> int:
+        """The greatest step in which every head's matrix of every section can be reached from head
+        0's: what a row number counts (kernels' `rows`)."""
+        return math.gcd(self.num_elements, *(section.head_stride for section in self.sections))
+
+    @property
+    def is_uniform(self) -> bool:
+        """Keys and values of one shape in all layers, as numbers: the record is a plain array."""
+        first = self.layers[0]
+        return (
+            not self.is_quantized
+            and all(layer == first for layer in self.layers)
+            and ((first.num_k_heads, first.k_head_dim) == (first.num_v_heads, first.v_head_dim))
+        )
+
+    @property
+    def block_shape(self) -> tuple[int, ...]:
+        """[kv_heads, layers, 2, block_size, head_dim], or [elements] where dims differ."""
+        if not self.is_uniform:
+            return (self.num_elements,)
+        first = self.layers[0]
+        return (first.num_k_heads, len(self.layers), 2, self.block_size, first.k_head_dim)
 
     @property
     def token_bytes(self) -> int:
-        """KV bytes of one token over all layers."""
-        return self.num_kv_heads * self.num_layers * 2 * self.head_dim * DTYPE_BYTES[self.dtype]
+        """KV bytes of one token over all layers, its share of the block's scales included."""
+        return self.block_bytes // self.block_size
 
     @property
     def block_bytes(self) -> int:
-        return self.block_size * self.token_bytes
+        return self.num_elements * DTYPE_BYTES[self.dtype]
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
@@ -62,47 +194,59 @@ class KvLayout:
 
         The number of heads is the model's, not a rank's: the tensor-parallel degree is not in it.
         """
-        return json.dumps(
-            {
+        common: dict[str, object] = {"block_size": self.block_size, "dtype": self.dtype}
+        if self.compute_dtype not in ("", self.dtype):
+            common["compute_dtype"] = self.compute_dtype
+        if self.is_quantized:
+            common |= {"scale": self.scale, "scales": "float32, after each head's matrices"}
+        if self.is_uniform:
+            first = self.layers[0]
+            table: dict[str, object] = {
                 "kind": "plain",
                 "order": "block,kv_head,layer,kv,slot,dim",
-                "num_layers": self.num_layers,
-                "num_kv_heads": self.num_kv_heads,
-                "head_dim": self.head_dim,
-                "block_size": self.block_size,
-                "dtype": self.dtype,
-            },
-            sort_keys=True,
-        )
+                "num_layers": len(self.layers),
+                "num_kv_heads": first.num_k_heads,
+                "head_dim": first.k_head_dim,
+            }
+        else:
+            table = {
+                "kind": "table",
+                "order": "block,group,kv_head,layer,kv,slot,dim",
+                "layers": [
+                    [layer.num_k_heads, layer.k_head_dim, layer.num_v_heads, layer.v_head_dim]
+                    for layer in self.layers
+                ],
+            }
+        return json.dumps(table | common, sort_keys=True)
 
 
-def uniform_layout(layers: Sequence[LayerKv], *, block_size: int, dtype: str) -> KvLayout:
-    """The layout of `layers`.
+def layout_of(
+    layers: Sequence[LayerKv], *, block_size: int, dtype: str, kv_dtype: str = "", scale: str = ""
+) -> KvLayout:
+    """The layout of what the probe saw.
 
-    Raises: ModelNotSupported naming the first layer whose dims differ from layer 0's, or whose keys
-        and values differ.
+    Args:
+        dtype: the model's.
+        kv_dtype: what is stored; "": the model's.
+        scale: see KvLayout; of account where `kv_dtype` is a quantized one.
+
+    Raises: ModelNotSupported naming a layer whose keys and values have different numbers of heads.
     """
     if not layers:
         raise ModelNotSupported(
             "the probe saw no attention layer; this model caches something else"
         )
-    first = layers[0]
-    if (first.num_k_heads, first.k_head_dim) != (first.num_v_heads, first.v_head_dim):
-        raise ModelNotSupported(
-            f"keys are {first.num_k_heads}x{first.k_head_dim} and values "
-            f"{first.num_v_heads}x{first.v_head_dim}: different key and value dims are not "
-            "supported yet"
-        )
     for index, layer in enumerate(layers):
-        if layer != first:
+        if not layer.is_latent and layer.num_k_heads != layer.num_v_heads:
             raise ModelNotSupported(
-                f"layer {index} caches {layer} but layer 0 {first}: per-layer KV dims are not "
-                "supported yet"
+                f"layer {index} has {layer.num_k_heads} key heads and {layer.num_v_heads} value "
+                "heads: paged attention has as many of both"
             )
+    kv_dtype = kv_dtype or dtype
     return KvLayout(
-        num_layers=len(layers),
-        num_kv_heads=first.num_k_heads,
-        head_dim=first.k_head_dim,
-        block_size=block_size,
-        dtype=dtype,
+        tuple(layers),
+        block_size,
+        kv_dtype,
+        scale if kv_dtype in QUANTIZED else "",
+        "" if kv_dtype == dtype else dtype,
     )

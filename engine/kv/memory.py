@@ -1,4 +1,5 @@
-"""KvMemory: the bytes of the device cache, one allocation. Knows no request and no free list.
+"""KvMemory: the bytes of the device cache, one allocation, and each layer's view of them. Knows no
+request and no free list.
 
 Who may touch a block's bytes when: a block of a RESERVED request belongs to whoever loads it (any
 thread); from `start` on to the engine thread; a full block of a started request changes no more and
@@ -9,23 +10,129 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.kv.layout import KvLayout
+from engine.errors import IntegrityError
+from engine.kv.layout import KvLayout, Section
 
-TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+TORCH_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "int8": torch.int8,
+    "fp8_e4m3": torch.int8,  # its bits: few operations know the type itself
+}
+
+
+_FIRST_TAILS = 8
+"""Slots to begin with; doubled when all are in use."""
+
+
+@dataclass(frozen=True)
+class HeadRows:
+    """Which rows of a view are a block's: head k of block b is row b * rows_per_block + k *
+    head_step."""
+
+    num_heads: int
+    rows_per_block: int
+    head_step: int
+
+
+@dataclass(frozen=True)
+class LayerView:
+    """One layer's part of the cache, as baton_kernels wants it."""
+
+    keys: torch.Tensor
+    """[rows, block_size, k_head_dim], a view; latents where `values` is None."""
+
+    values: torch.Tensor | None
+    """[rows, block_size, v_head_dim], a view. None: the first `v_head_dim` columns of the keys."""
+
+    v_head_dim: int
+    heads: HeadRows
+
+    k_scales: torch.Tensor | None = None
+    """[rows, scales] float32, a view, where quantized."""
+    v_scales: torch.Tensor | None = None
+
+
+class Tails:
+    """Unfilled blocks of a quantized cache, in the numbers that the model computed: one slot of a
+    raw memory per block that is being filled.
+
+    A slot is opened when a block is entered, closed when it is full (or cleared). One whose block
+    was given back unfilled is found when room is wanted: `is_live` says so. Grows as live sequences
+    do. Engine thread only.
+    """
+
+    def __init__(self, layout: KvLayout, device: str) -> None:
+        self.is_live: Callable[[int], object] = lambda _: True
+        """Is this block referenced? Set by whoever owns the pool."""
+        self.memory = KvMemory(layout, _FIRST_TAILS, device)
+        self._slots: dict[int, int] = {}
+        self._free = list(range(_FIRST_TAILS))
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def slot(self, block_id: int) -> int:
+        """Of a block that is being filled. Raises: IntegrityError where it was never entered: its
+        first tokens came from elsewhere, which only full blocks can."""
+        if block_id not in self._slots:
+            raise IntegrityError(f"block {block_id} is entered in its middle, but has no tail")
+        return self._slots[block_id]
+
+    def open(self, block_id: int) -> int:
+        """A slot of zeros for a block that is entered."""
+        self.close(block_id)
+        if not self._free:
+            self._make_room()
+        slot = self._slots[block_id] = self._free.pop()
+        self.memory.clear(slot)
+        return slot
+
+    def close(self, block_id: int) -> None:
+        """Nothing, where the block has none."""
+        slot = self._slots.pop(block_id, None)
+        if slot is not None:
+            self._free.append(slot)
+
+    def copy(self, source: int, target: int) -> None:
+        """What `source` has of a tail, or has not, becomes `target`'s, too."""
+        self.close(target)
+        if source in self._slots:
+            slot = self.open(target)
+            self.memory.copy(self._slots[source], slot)
+
+    def _make_room(self) -> None:
+        for block_id in [block_id for block_id in self._slots if not self.is_live(block_id)]:
+            self.close(block_id)
+        if self._free:
+            return
+        old = self.memory
+        self.memory = KvMemory(old.layout, 2 * old.num_blocks, old.device)
+        self.memory.cache[: old.num_blocks].copy_(old.cache)
+        self._free = list(range(old.num_blocks, 2 * old.num_blocks))
+
+    def check_integrity(self) -> None:
+        """Raises: IntegrityError where a slot is lost or has two owners."""
+        slots = [*self._slots.values(), *self._free]
+        if sorted(slots) != list(range(self.memory.num_blocks)):
+            raise IntegrityError(f"{len(slots)} tail slots of {self.memory.num_blocks}")
 
 
 class KvMemory:
-    """[num_blocks, kv_heads, layers, 2, block_size, head_dim], page-aligned on CPU, zero at start.
+    """[num_blocks, *layout.block_shape], page-aligned on CPU, zero at start.
 
     Attributes:
         layout, num_blocks: what it holds.
-        cache: the tensor, model dtype, on `device`.
+        cache: the tensor, the layout's dtype, on `device`.
+        tails: where quantized, the unfilled blocks' numbers as the model computed them; else None.
         address: of the first byte; block b begins at address + b * layout.block_bytes.
     """
 
@@ -49,6 +156,7 @@ class KvMemory:
         else:
             self.cache = torch.zeros(shape, dtype=dtype, device=device)
         self.address: int = self.cache.data_ptr()
+        self.tails = Tails(layout.raw, device) if layout.is_quantized else None
 
     @property
     def host_view(self) -> npt.NDArray[np.uint8]:
@@ -63,6 +171,67 @@ class KvMemory:
     def clear(self, block_id: int) -> None:
         """Make every slot of a block zero."""
         self.cache[block_id].zero_()
+        if self.tails is not None:
+            self.tails.close(block_id)
+
+    def copy(self, source: int, target: int) -> None:
+        """All bytes of one block over another's: the copy of copy-on-write."""
+        self.cache[target].copy_(self.cache[source])
+        if self.tails is not None:
+            self.tails.copy(source, target)
+
+    def check_integrity(self) -> None:
+        """Raises: IntegrityError where the tails' books do not add up."""
+        if self.tails is not None:
+            self.tails.check_integrity()
+
+    def layer_views(self) -> list[LayerView]:
+        """One per layer, sharing the cache's memory."""
+        return [self._layer_view(index) for index in range(self.layout.num_layers)]
+
+    def _layer_view(self, index: int) -> LayerView:
+        layer = self.layout.layers[index]
+        unit = self.layout.row_elements
+        heads = HeadRows(
+            layer.num_k_heads,
+            self.layout.num_elements // unit,
+            self.layout.section(index, 0).head_stride // unit,
+        )
+        key, value = self.layout.section(index, 0), None
+        if not layer.is_latent:
+            value = self.layout.section(index, 1)
+        return LayerView(
+            keys=self._rows(key, heads),
+            values=None if value is None else self._rows(value, heads),
+            v_head_dim=layer.v_head_dim,
+            heads=heads,
+            k_scales=self._scale_rows(key, heads),
+            v_scales=None if value is None else self._scale_rows(value, heads),
+        )
+
+    def _num_rows(self, heads: HeadRows) -> int:
+        """Up to the last head of the last block, and no further."""
+        num_rows = (self.num_blocks - 1) * heads.rows_per_block
+        return num_rows + (heads.num_heads - 1) * heads.head_step + 1
+
+    def _rows(self, section: Section, heads: HeadRows) -> torch.Tensor:
+        """[rows, block_size, dim]"""
+        return self.cache.as_strided(
+            (self._num_rows(heads), self.layout.block_size, section.dim),
+            (self.layout.row_elements, section.dim, 1),
+            self.cache.storage_offset() + section.offset,
+        )
+
+    def _scale_rows(self, section: Section, heads: HeadRows) -> torch.Tensor | None:
+        """[rows, scales] float32"""
+        if not self.layout.is_quantized:
+            return None
+        numbers = self.cache.view(torch.float32)
+        return numbers.as_strided(
+            (self._num_rows(heads), self.layout.num_scales),
+            (self.layout.row_elements // 4, 1),
+            numbers.storage_offset() + section.scale_offset // 4,
+        )
 
     def block_array(self, block_id: int) -> npt.NDArray[Any]:
         """One block's bytes (CPU only), for checks and copies."""

@@ -19,6 +19,8 @@ from typing import Any, Protocol
 import torch
 from transformers import AttentionInterface
 
+from engine.models.latent import LATENTS, Latents
+
 NAME = "baton_paged"
 
 _KNOWN = frozenset({"dropout", "position_ids", "is_causal", "use_cache"})
@@ -37,8 +39,15 @@ class Attend(Protocol):
         value: torch.Tensor,
         scaling: float,
         window: int | None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+        is_latent: bool = False,
     ) -> torch.Tensor:
-        """[H, T, D], [K, T, D], [K, T, Dv] -> [T, H, Dv]."""
+        """[H, T, D], [K, T, D], [K, T, Dv] -> [T, H, Dv].
+
+        softcap, sinks [H]: see baton_kernels.reference.attend_capped. is_latent: `value` is the
+        first columns of `key`, and is not stored apart.
+        """
         ...
 
 
@@ -51,6 +60,8 @@ def paged_attention(
     *,
     scaling: float,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     baton_step: Attend | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -72,7 +83,20 @@ def paged_attention(
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int):
         raise TypeError(f"{type(module).__name__} has no layer_idx")
-    out = baton_step.attend(layer, query[0], key[0], value[0], scaling, sliding_window)
+    latents: Latents | None = getattr(module, LATENTS, None)
+    out = baton_step.attend(
+        layer,
+        query[0] if latents is None else latents.absorb(query[0]),
+        key[0],
+        value[0],
+        scaling,
+        sliding_window,
+        softcap,
+        s_aux,
+        latents is not None,
+    )
+    if latents is not None:
+        out = latents.expand(out)
     return out[None], None
 
 

@@ -23,10 +23,14 @@ _HEAD_NORMS = {"q_norm", "k_norm"}
 _MLP_LINEARS = {"gate_proj", "up_proj", "down_proj"}
 
 
-def fuse(model: Any, *, is_packed: bool) -> tuple[str, ...]:
-    """Replace what can be in `model`, in place. Returns what was done, in words."""
+def fuse(model: Any, *, is_packed: bool, with_layers: bool = True) -> tuple[str, ...]:
+    """Replace what can be in `model`, in place. Returns what was done, in words.
+
+    Args:
+        with_layers: decoder layers, too; False where the type is known to have look-alikes.
+    """
     done: list[str] = []
-    for module in list(model.modules()):
+    for module in list(model.modules()) if with_layers else ():
         if not isinstance(module, nn.ModuleList) or not len(module):
             continue
         num_fused = 0

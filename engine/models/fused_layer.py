@@ -15,12 +15,13 @@ import torch
 from torch import nn
 from torch.nn.functional import linear, rms_norm, silu
 
+from engine.lora.site import AdaptedLinear
 from engine.models.attention_hook import Attend
 from engine.models.packed_linear import PackedLinear
 
 
-class PlainLinear(nn.Module):
-    """The same surface as PackedLinear, by F.linear."""
+class PlainLinear(AdaptedLinear):
+    """The same surface as PackedLinear for x [T, in], by F.linear."""
 
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str = "none"
@@ -29,9 +30,12 @@ class PlainLinear(nn.Module):
         self.weight = weight.detach()
         self.bias = None if bias is None else bias.detach()
         self.activation = activation
+        self.out_features, self.in_features = weight.shape
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = linear(x, self.weight, self.bias)
+        if self.deltas is not None and self.deltas.is_wanted:
+            self.deltas.add(x, out)
         return silu(out) if self.activation == "swish" else out
 
     def forward_times(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -80,6 +84,22 @@ class FusedDecoderLayer(nn.Module):
             k_weight = attention.k_norm.weight.detach().expand(self.num_kv_heads, -1)
             self.head_norm_weight = torch.cat((q_weight, k_weight))
             self.head_norm_eps = attention.q_norm.variance_epsilon
+
+    def parts(self) -> dict[str, tuple[AdaptedLinear, int, int]]:
+        """The projections by their names in the plain layer: (linear, first column of its output,
+        number of columns)."""
+        query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        whole: dict[str, AdaptedLinear] = {
+            "self_attn.o_proj": self.o,
+            "mlp.gate_proj": self.gate,
+            "mlp.up_proj": self.up,
+            "mlp.down_proj": self.down,
+        }
+        return {
+            "self_attn.q_proj": (self.qkv, 0, query),
+            "self_attn.k_proj": (self.qkv, query, key),
+            "self_attn.v_proj": (self.qkv, query + key, key),
+        } | {name: (one, 0, one.out_features) for name, one in whole.items()}
 
     def forward(
         self,

@@ -7,14 +7,19 @@ StepAttention which KV it sees. Runs under inference mode. Engine thread only.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from baton_kernels import reference
 
 from engine.batch import Batch
 from engine.kv.layout import KvLayout
-from engine.kv.memory import KvMemory
+from engine.kv.memory import TORCH_DTYPES, KvMemory, LayerView
+from engine.lora.config import LoraLimits
+from engine.lora.registry import Adapters
+from engine.models.attention_hook import Attend
+from engine.models.lora_sites import find_sites
+from engine.models.quantized_attention import QuantizedAttention, Scales
 from engine.models.step_attention import StepAttention
 from engine.request import ModelInfo
 
@@ -23,36 +28,48 @@ class HuggingFaceModel:
     """A LoadedModel (models/interface.py). Built by models/load.py, which probed, fused and
     verified it."""
 
-    def __init__(self, model: Any, info: ModelInfo, layout: KvLayout) -> None:
+    def __init__(
+        self,
+        model: Any,
+        info: ModelInfo,
+        layout: KvLayout,
+        lora: LoraLimits | None = None,
+        fixed_scales: Sequence[Scales] = (),
+    ) -> None:
         self.info = info
         self.layout = layout
         self._model = model
         self._device = torch.device(info.device)
-        self._views: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._fixed_scales = fixed_scales
+        self._memory: KvMemory | None = None
+        self._views: list[LayerView] = []
+        is_cpu = self._device.type == "cpu"
+        self.adapters = Adapters(
+            lora or LoraLimits(),
+            lambda: find_sites(model, self.forward),
+            dtype=torch.float32 if is_cpu else TORCH_DTYPES[info.dtype],
+            device=self._device,
+        )
 
     def attach(self, memory: KvMemory) -> None:
         """Views of each layer's keys and values in the cache."""
-        self._views = layer_views(memory)
+        self._memory = memory
+        self._views = memory.layer_views()
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> torch.Tensor:
         """See LoadedModel. Logits come in the model's dtype."""
-        step = StepAttention(batch, self._views, self.layout.num_kv_heads, self.layout.block_size)
-        return run(self._model, batch, step, self._device)
+        self.adapters.begin(batch)
+        if self._memory is None or self._memory.tails is None:
+            step = StepAttention(batch, self._views, self.layout.block_size)
+            return run(self._model, batch, step, self._device)
+        quantized = QuantizedAttention(batch, self._memory, self._views, self._fixed_scales)
+        logits = run(self._model, batch, quantized, self._device)
+        quantized.finish()
+        return logits
 
 
-def layer_views(memory: KvMemory) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Per layer (keys, values) as head rows, [N * K, P, D] each."""
-    return [
-        (
-            reference.head_rows(memory.cache, layer, 0),
-            reference.head_rows(memory.cache, layer, 1),
-        )
-        for layer in range(memory.layout.num_layers)
-    ]
-
-
-def run(model: Any, batch: Batch, step: StepAttention, device: torch.device) -> torch.Tensor:
+def run(model: Any, batch: Batch, step: Attend, device: torch.device) -> torch.Tensor:
     """One forward pass of a transformers model over a batch; logits [R, V]."""
     token_ids = torch.tensor([batch.token_ids], device=device)
     positions = torch.tensor([batch.positions], device=device)

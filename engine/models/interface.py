@@ -10,6 +10,7 @@ import torch
 from engine.batch import Batch
 from engine.kv.layout import KvLayout
 from engine.kv.memory import KvMemory
+from engine.lora.registry import Adapters
 from engine.request import ModelInfo
 
 
@@ -24,6 +25,11 @@ class LoadedModel(Protocol):
     @property
     def layout(self) -> KvLayout:
         """What it caches per block."""
+        ...
+
+    @property
+    def adapters(self) -> Adapters:
+        """Its LoRA adapters; one that refuses every load where the model takes none."""
         ...
 
     def attach(self, memory: KvMemory) -> None:

@@ -1,8 +1,9 @@
 """load_model: from a checkpoint's name to a probed, fused and verified model. Everything that can
 be wrong is said in one line.
 
-    resolve the folder -> refuse what is not supported, by name, before weights load -> read weights
-    -> build -> probe -> logits of the plain model -> fuse -> logits again -> compare -> fingerprint
+    resolve the folder -> refuse by config.json (checkpoints/architectures.py) -> rehearse a small
+    random instance of the same config -> only now read weights -> build -> probe -> logits of the
+    plain model -> fuse -> logits again -> compare -> fingerprint
 
 Knows no requests and no blocks. Start-up only.
 """
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 import transformers
 
-from checkpoints import digests
+from checkpoints import architectures, digests
 from checkpoints.errors import CheckpointError
 from checkpoints.files import read_config
 from checkpoints.resolve import resolve
@@ -26,26 +27,22 @@ from engine.batch import Batch, Span
 from engine.config import EngineConfig
 from engine.errors import LoadError, ModelNotSupported
 from engine.fingerprint import fingerprint
-from engine.kv.layout import DTYPE_BYTES, KvLayout, uniform_layout
+from engine.kv.layout import DTYPE_BYTES, KvLayout, layout_of
 from engine.kv.memory import TORCH_DTYPES, KvMemory
 from engine.models import attention_hook
+from engine.models.fixed_scales import find_scales
 from engine.models.fuse import fuse
-from engine.models.hugging_face import HuggingFaceModel, layer_views, run
+from engine.models.hugging_face import HuggingFaceModel, run
+from engine.models.latent import cache_latents
 from engine.models.packed_linear import unavailable_reason
 from engine.models.probe import probe
+from engine.models.quantized_attention import Scales
+from engine.models.rehearsal import rehearse
 from engine.models.step_attention import StepAttention
 from engine.models.weights import read_weights
 from engine.request import ModelInfo
 
 Progress = Callable[[str, int, int], None]
-
-MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-"""Proven token-exact against transformers (tests/parity). The probe would let more through; proof
-comes first."""
-
-_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
-"""Others ("dynamic", "longrope") turn by the longest position of the batch: batch-mates would
-change each other."""
 
 _MAX_RELATIVE_ERROR = {"float32": 1e-4, "bfloat16": 0.1}
 """Of fused against plain logits (L2). Measured: 1e-6 and 0.01-0.07; a look-alike module is off by
@@ -60,12 +57,13 @@ def load_model(config: EngineConfig, *, progress: Progress | None = None) -> Hug
         checkpoint = resolve(config.model, files="all", progress=progress)
         raw_config = read_config(checkpoint.path)
         check_supported(raw_config, checkpoint.name)
-        tokenizer_digest = digests.tokenizer_digest(checkpoint.path)
-        weights_digest = digests.weights_digest(checkpoint.path, progress)
         model_config = _read_model_config(checkpoint.path)
         device = choose_device(config.device)
         dtype = choose_dtype(config.dtype, raw_config)
         window = choose_window(config.context_window, model_config, checkpoint.name)
+        rehearse(model_config, checkpoint.name)
+        tokenizer_digest = digests.tokenizer_digest(checkpoint.path)
+        weights_digest = digests.weights_digest(checkpoint.path, progress)
     except CheckpointError as error:
         raise LoadError(str(error)) from error
     built = build(
@@ -74,6 +72,8 @@ def load_model(config: EngineConfig, *, progress: Progress | None = None) -> Hug
         device=device,
         dtype=dtype,
         block_size=config.block_size,
+        kv_dtype="" if config.kv_dtype == "auto" else config.kv_dtype,
+        kv_scale=config.kv_scale,
     )
     info = ModelInfo(
         model=checkpoint.name,
@@ -97,7 +97,7 @@ def load_model(config: EngineConfig, *, progress: Progress | None = None) -> Hug
         num_parameters=built.num_parameters,
         weight_bytes=built.num_parameters * DTYPE_BYTES[dtype],
     )
-    return HuggingFaceModel(built.model, info, built.layout)
+    return HuggingFaceModel(built.model, info, built.layout, config.lora, built.fixed_scales)
 
 
 # -- what may be loaded
@@ -106,24 +106,9 @@ def load_model(config: EngineConfig, *, progress: Progress | None = None) -> Hug
 def check_supported(config: Mapping[str, Any], name: str) -> None:
     """Raises: ModelNotSupported for a config.json that this engine would compute wrongly or cannot
     load."""
-    model_type = config.get("model_type")
-    if model_type not in MODEL_TYPES:
-        raise ModelNotSupported(
-            f"{name}: model type {model_type!r} is not supported; supported are "
-            f"{', '.join(sorted(MODEL_TYPES))}"
-        )
-    if config.get("quantization_config"):
-        raise ModelNotSupported(
-            f"{name}: quantized weights are not supported; give the original checkpoint"
-        )
-    for rope in (config.get("rope_parameters") or {}, config.get("rope_scaling") or {}):
-        rope_type = rope.get("rope_type") or rope.get("type") or "default"
-        if rope_type in _ROPE_TYPES:
-            continue
-        raise ModelNotSupported(
-            f"{name}: RoPE type {rope_type!r} is not supported; supported are "
-            f"{', '.join(sorted(_ROPE_TYPES))}"
-        )
+    reason = architectures.refusal(config)
+    if reason is not None:
+        raise ModelNotSupported(f"{name}: {reason}")
 
 
 def choose_device(device: str) -> str:
@@ -147,8 +132,13 @@ def choose_dtype(dtype: str, config: Mapping[str, Any]) -> str:
 
 
 def choose_window(wanted: int, model_config: Any, name: str) -> int:
-    """The context window. Raises: LoadError when more is wanted than the model was made for."""
-    limit = int(model_config.max_position_embeddings)
+    """The context window. Raises: LoadError when more is wanted than the model was made for, or
+    where neither says how much."""
+    limit = int(getattr(model_config, "max_position_embeddings", None) or wanted)
+    if not limit:
+        raise LoadError(
+            f"context_window: the config.json of {name} names no max_position_embeddings; set it"
+        )
     if wanted > limit:
         raise LoadError(
             f"context_window: {wanted} is above what {name} was made for ({limit}); lower it"
@@ -195,27 +185,45 @@ class Built:
     linear: str
     fused: tuple[str, ...]
     num_parameters: int
+    fixed_scales: tuple[Scales, ...]
 
 
-def build(model_config: Any, read: Weights, *, device: str, dtype: str, block_size: int) -> Built:
+def build(
+    model_config: Any,
+    read: Weights,
+    *,
+    device: str,
+    dtype: str,
+    block_size: int,
+    kv_dtype: str = "",
+    kv_scale: str = "",
+) -> Built:
     """Build, probe, fuse, and compare the fused logits with the plain ones.
 
     Where they differ more than rounding explains, the plain model is taken, and `fused` says so.
     Raises: LoadError for weights that do not fit, ModelNotSupported by the probe.
     """
+    is_fused = architectures.SERVED[model_config.model_type][0] == architectures.FUSED
     model = _plain(model_config, read(), device, dtype)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    cache_latents(model)
     layers = probe(model, num_layers=model_config.num_hidden_layers, device=device)
-    layout = uniform_layout(layers, block_size=block_size, dtype=dtype)
+    layout = layout_of(
+        layers, block_size=block_size, dtype=dtype, kv_dtype=kv_dtype, scale=kv_scale
+    )
     expected = _verify_logits(model, layout, device)
     reason = unavailable_reason(TORCH_DTYPES[dtype], device)
     linear = "packed" if reason is None else f"plain ({reason})"
-    fused = fuse(model, is_packed=reason is None)
-    error = float((_verify_logits(model, layout, device) - expected).norm() / expected.norm())
-    if not error <= _MAX_RELATIVE_ERROR[dtype]:  # NaN counts as a difference
-        why = f"nothing: fused logits were {error:.2g} off the plain model's"
+    fused = fuse(model, is_packed=reason is None, with_layers=is_fused)
+    why = _difference(model, layout, device, expected, _MAX_RELATIVE_ERROR[dtype])
+    if why is not None:
+        why = f"nothing: {why}"
         model, linear, fused = _plain(model_config, read(), device, dtype), f"plain ({why})", (why,)
-    return Built(model, layout, linear, fused, num_parameters)
+        cache_latents(model)
+    fixed_scales: tuple[Scales, ...] = ()
+    if layout.scale == "tensor":
+        fixed_scales = find_scales(model, layout, int(model_config.vocab_size), device)
+    return Built(model, layout, linear, fused, num_parameters, fixed_scales)
 
 
 def _plain(model_config: Any, weights: dict[str, torch.Tensor], device: str, dtype: str) -> Any:
@@ -251,11 +259,26 @@ def _plain(model_config: Any, weights: dict[str, torch.Tensor], device: str, dty
     return model.eval().requires_grad_(False).to(device)
 
 
+def _difference(
+    model: Any, layout: KvLayout, device: str, expected: torch.Tensor, max_error: float
+) -> str | None:
+    """In what the fused model is not the plain one; None: in nothing."""
+    try:
+        actual = _verify_logits(model, layout, device)
+    except (AttributeError, RuntimeError) as error:  # code that wants a weight that is packed
+        return f"the fused model cannot run ({str(error).splitlines()[0]})"
+    error_norm = float((actual - expected).norm() / expected.norm())
+    if error_norm <= max_error:  # NaN is not
+        return None
+    return f"fused logits were {error_norm:.2g} off the plain model's"
+
+
 @torch.inference_mode()
 def _verify_logits(model: Any, layout: KvLayout, device: str) -> torch.Tensor:
     """float32 logits [16, V] of a fixed prompt in a chunk and a decode, through the paged cache."""
+    layout = layout.raw  # what the weights do, whatever is stored
     memory = KvMemory(layout, layout.num_blocks_for(_NUM_VERIFY_TOKENS), device)
-    views = layer_views(memory)
+    views = memory.layer_views()
     vocab_size = int(model.config.vocab_size)
     token_ids = tuple((7919 * i + 17) % vocab_size for i in range(_NUM_VERIFY_TOKENS))
     cut = _NUM_VERIFY_TOKENS - 1
@@ -263,6 +286,6 @@ def _verify_logits(model: Any, layout: KvLayout, device: str) -> torch.Tensor:
     for start, end in ((0, cut), (cut, _NUM_VERIFY_TOKENS)):
         span = Span(start, end - start, tuple(range(layout.num_blocks_for(end))))
         batch = Batch(token_ids[start:end], (span,), tuple(range(end - start)))
-        step = StepAttention(batch, views, layout.num_kv_heads, layout.block_size)
+        step = StepAttention(batch, views, layout.block_size)
         parts.append(run(model, batch, step, torch.device(device)).float())
     return torch.cat(parts)

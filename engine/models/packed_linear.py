@@ -11,15 +11,21 @@ thread only.
 from __future__ import annotations
 
 import torch
-from torch import nn
 from torch.nn import functional
+
+from engine.lora.deltas import Deltas
+from engine.lora.site import AdaptedLinear
 
 _HINT_ROWS = None  # of the batch: None lets oneDNN choose a weight format good for any
 
 
-class PackedLinear(nn.Module):
+class PackedLinear(AdaptedLinear):
     """x [..., in] -> [..., out], same dtype. `activation` is applied to the output: "none" or
-    "swish" (SiLU)."""
+    "swish" (SiLU).
+
+    `deltas` is what adapters add to the product, before the activation. Rows without an adapter
+    come out of the same calls as without any, equal to the last bit.
+    """
 
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str = "none"
@@ -36,27 +42,54 @@ class PackedLinear(nn.Module):
         """An input without rows gives an output without rows."""
         if x.numel() == 0:
             return x.new_empty(*x.shape[:-1], self.out_features)
+        if self.deltas is not None and self.deltas.is_wanted:
+            rows = x.reshape(-1, self.in_features)
+            return self._forward_adapted(rows, self.deltas).view(*x.shape[:-1], -1)
+        return self._product(x, self.activation)
+
+    def _product(self, x: torch.Tensor, activation: str) -> torch.Tensor:
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
-            x, self.packed, self.bias, self.activation, [], ""
+            x, self.packed, self.bias, activation, [], ""
         )
         return out
 
+    def _forward_adapted(self, x: torch.Tensor, deltas: Deltas) -> torch.Tensor:
+        """[T, in] -> [T, out]. Where only some rows have an adapter and the activation is in the
+        product, those rows are multiplied a second time, without it."""
+        if self.activation == "none":
+            out = self._product(x, "none")
+            deltas.add(x, out)
+        elif deltas.is_whole:
+            out = self._product(x, "none")
+            deltas.add(x, out)
+            functional.silu(out, inplace=True)
+        else:
+            out = self._product(x, self.activation)
+            picked = deltas.pick(x)
+            inner = self._product(picked, "none") + deltas.delta(picked)
+            deltas.put(out, functional.silu(inner))
+        return out
+
     def forward_times(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        """forward(x) * other, in one pass; [..., out]."""
+        """forward(x) * other, in one pass; x [T, in], other and result [T, out]. No activation."""
         if x.numel() == 0:
             return other
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(
             x, other, self.packed, self.bias, "mul"
         )
+        if self.deltas is not None and self.deltas.is_wanted:
+            self.deltas.add(x, out, times=other)
         return out
 
     def forward_plus(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        """forward(x) + other, in one pass; [..., out]."""
+        """forward(x) + other, in one pass; x [T, in], other and result [T, out]. No activation."""
         if x.numel() == 0:
             return other
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(
             x, other, self.packed, self.bias, "add"
         )
+        if self.deltas is not None and self.deltas.is_wanted:
+            self.deltas.add(x, out)
         return out
 
     def extra_repr(self) -> str:

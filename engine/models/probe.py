@@ -31,6 +31,9 @@ class Recorder:
         value: torch.Tensor,
         scaling: float,
         window: int | None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+        is_latent: bool = False,
     ) -> torch.Tensor:
         """Note one layer. Raises: TypeError for a shape that paged attention does not have."""
         if layer in self.layers:
@@ -43,7 +46,8 @@ class Recorder:
             raise TypeError(
                 f"layer {layer} has queries {tuple(query.shape)} and keys {tuple(key.shape)}"
             )
-        self.layers[layer] = LayerKv(key.shape[0], key.shape[2], value.shape[0], value.shape[2])
+        num_v_heads = 0 if is_latent else value.shape[0]
+        self.layers[layer] = LayerKv(key.shape[0], key.shape[2], num_v_heads, value.shape[2])
         return query.new_zeros(query.shape[1], query.shape[0], value.shape[2])
 
 

@@ -1,52 +1,65 @@
-"""plan_step: a step is {request: number of tokens}. Prefill, a chunk of it, and decode differ in
+"""plan_step: a step is {sample: number of tokens}. Prefill, a chunk of it, and decode differ in
 that number only.
 
-Decodes first: a request that has drawn needs one token for its next draw, and gets it in every
-step. What is left of the budget goes to prompts, first come first served within a priority, the
-last one cut to a chunk. Pure; any thread.
+Decodes first: a sample that has drawn gets a token in every step, and the rest of what it has (text
+that its grammar forced) if the budget allows. What is left goes to prompts in the order of the
+policy, each at most its bound, the last one cut to a chunk. Who takes part at all is decided before
+(engine/schedule/admit.py). Pure; any thread.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
+
+from engine.schedule.order import Key, Policy
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A started request as the scheduler sees it."""
+class Candidate(NamedTuple):
+    """A sample that takes part in steps, as the scheduler sees it."""
 
-    request_id: str
+    key: Key
     num_pending_tokens: int
     """Tokens known but not computed; the last of them gives the next draw. At least 1."""
     has_drawn: bool
-    is_admitted: bool
-    """It took part in a step already, so it holds one of the `max_num_running` places."""
     priority: int
     order: int
-    """Of `start` calls."""
+    """Of `start` or `submit` calls."""
 
 
 def plan_step(
-    candidates: Iterable[Candidate], *, num_tokens_budget: int, max_num_running: int
-) -> dict[str, int]:
-    """Tokens per request for one step, in the order in which they lie in the batch.
+    candidates: Iterable[Candidate],
+    *,
+    num_tokens_budget: int,
+    max_num_tokens_each: int = 0,
+    policy: Policy = "priority",
+) -> dict[Key, int]:
+    """Tokens per sample for one step, in the order in which they lie in the batch.
 
-    Every value is at least 1 and at most the candidate's pending tokens; their sum is at most the
-    budget. With max_num_running <= num_tokens_budget every request that has drawn is in the plan.
+    Every value is at least 1 and at most the candidate's pending tokens; a prompt's at most
+    `max_num_tokens_each` (0: no bound); their sum is at most the budget. With no more candidates
+    than budget, every one that has drawn is in the plan.
     """
-    ranked = sorted(candidates, key=lambda c: (not c.has_drawn, -c.priority, c.order))
-    num_places = max_num_running - sum(1 for candidate in ranked if candidate.is_admitted)
-    num_tokens_left = num_tokens_budget
-    plan: dict[str, int] = {}
-    for candidate in ranked:
+    decodes: list[Candidate] = []
+    prompts: list[Candidate] = []
+    for candidate in candidates:
+        (decodes if candidate.has_drawn else prompts).append(candidate)
+    plan = {candidate.key: 1 for candidate in decodes[:num_tokens_budget]}
+    num_tokens_left = num_tokens_budget - len(plan)
+    for candidate in decodes:
+        if candidate.num_pending_tokens > 1 and candidate.key in plan:
+            num_more = min(candidate.num_pending_tokens - 1, num_tokens_left)
+            plan[candidate.key] += num_more
+            num_tokens_left -= num_more
+    if policy == "fcfs":
+        prompts.sort(key=lambda one: one.order)
+    else:
+        prompts.sort(key=lambda one: (-one.priority, one.order))
+    bound = max_num_tokens_each or num_tokens_budget
+    for candidate in prompts:
         if num_tokens_left == 0:
             break
-        if not candidate.is_admitted:
-            if num_places <= 0:
-                continue
-            num_places -= 1
-        num_tokens = min(candidate.num_pending_tokens, num_tokens_left)
-        plan[candidate.request_id] = num_tokens
+        num_tokens = min(candidate.num_pending_tokens, num_tokens_left, bound)
+        plan[candidate.key] = num_tokens
         num_tokens_left -= num_tokens
     return plan

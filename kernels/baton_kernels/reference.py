@@ -1,10 +1,9 @@
 """Paged attention in plain torch: write KV into blocks, gather it, attend. Runs on CPU and CUDA
 alike.
 
-The cache is [N blocks, K kv heads, L layers, 2, P block size, D head dim]. One layer's keys (or
-values) are seen as head rows, [N * K, P, D]: row b * K + k is what head k cached in block b. Every
-function here takes such a view, `rows`, and row numbers; which block belongs to whom, and what is
-padding, is the caller's knowledge. No state; any thread.
+One layer's keys (or values) are seen as head rows, [R, P block size, D head dim]: each row is what
+one head cached in one block. Every function here takes such a view, `rows`, and row numbers; which
+row is whose, and what is padding, is the caller's knowledge. No state; any thread.
 """
 
 from __future__ import annotations
@@ -13,20 +12,13 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 
-def head_rows(cache: torch.Tensor, layer: int, kv: int) -> torch.Tensor:
-    """One layer's keys (kv=0) or values (kv=1) as [N * K, P, D], a view."""
-    num_blocks, num_heads, num_layers, _, block_size, head_dim = cache.shape
-    flat = cache.view(num_blocks * num_heads, num_layers, 2, block_size, head_dim)
-    return flat[:, layer, kv]
-
-
 def write(
     rows: torch.Tensor, row_ids: torch.Tensor, slots: torch.Tensor, values: torch.Tensor
 ) -> None:
     """Put tokens' keys or values into their slots.
 
     Args:
-        rows: [N * K, P, D] view of the cache; written in place.
+        rows: [R, P, D] view of the cache; written in place.
         row_ids, slots: [K, T] int64, no pair twice.
         values: [K, T, D], the cache's dtype.
     """
@@ -37,7 +29,7 @@ def gather(rows: torch.Tensor, row_ids: torch.Tensor) -> torch.Tensor:
     """Keys or values of whole sequences, head by head.
 
     Args:
-        rows: [N * K, P, D].
+        rows: [R, P, D].
         row_ids: [B, K, n] int64: the n blocks of each of B sequences, padded with any valid row.
     Returns: [B, K, n * P, D], contiguous. Copies B * K * n * P * D elements once.
     """
@@ -52,21 +44,30 @@ def attend_one(
     values: torch.Tensor,
     mask: torch.Tensor,
     scaling: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of one token per sequence. Query heads that share a kv head become rows of one
     small matrix.
 
     Args:
         query: [B, H, D], H = K * G.
-        keys, values: [B, K, S, D].
+        keys, values: [B, K, S, D], [B, K, S, Dv].
         mask: [B, 1, 1, S] added to the scores: 0, or -inf for padding and what lies outside a
         window.
-    Returns: [B, H, D].
+        softcap, sinks: as in `attend_capped`; sinks [H].
+    Returns: [B, H, Dv].
     """
     batch, num_heads, head_dim = query.shape
-    grouped = query.view(batch, keys.shape[1], -1, head_dim)  # [B, K, G, D]
-    out = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scaling)
-    return out.reshape(batch, num_heads, head_dim)
+    num_kv_heads = keys.shape[1]
+    grouped = query.view(batch, num_kv_heads, -1, head_dim)  # [B, K, G, D]
+    if softcap is None and sinks is None:
+        out = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scaling)
+    else:
+        if sinks is not None:
+            sinks = sinks.view(1, num_kv_heads, -1, 1)
+        out = attend_capped(grouped, keys, values, mask, scaling, softcap, sinks)
+    return out.reshape(batch, num_heads, values.shape[3])
 
 
 def attend_chunk(
@@ -75,25 +76,66 @@ def attend_chunk(
     values: torch.Tensor,
     mask: torch.Tensor | None,
     scaling: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of several tokens of one sequence, causal.
 
     Args:
         query: [H, T, D], H = K * G.
-        keys, values: [K, S, D], S >= T: the cached tokens and these T, in order.
-        mask: [T, S] added to the scores; None: plain causal, and S == T.
-    Returns: [T, H, D].
+        keys, values: [K, S, D], [K, S, Dv], S >= T: the cached tokens and these T, in order.
+        mask: [T, S] added to the scores; None: plain causal, and S == T. Not None where softcap or
+        sinks are given.
+        softcap, sinks: as in `attend_capped`; sinks [H].
+    Returns: [T, H, Dv].
     """
-    out = scaled_dot_product_attention(
-        query[None],
-        keys[None],
-        values[None],
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scaling,
-        enable_gqa=query.shape[0] != keys.shape[0],
-    )
-    return out[0].transpose(0, 1)
+    if softcap is None and sinks is None:
+        out = scaled_dot_product_attention(
+            query[None],
+            keys[None],
+            values[None],
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scaling,
+            enable_gqa=query.shape[0] != keys.shape[0],
+        )
+        return out[0].transpose(0, 1)
+    num_heads, num_tokens, head_dim = query.shape
+    grouped = query.reshape(keys.shape[0], -1, num_tokens, head_dim)  # [K, G, T, D]
+    if sinks is not None:
+        sinks = sinks.view(keys.shape[0], -1, 1, 1)
+    out = attend_capped(grouped, keys[:, None], values[:, None], mask, scaling, softcap, sinks)
+    return out.reshape(num_heads, num_tokens, -1).transpose(0, 1)
+
+
+def attend_capped(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention written out, for what the library call does not do. Softmax in float32.
+
+    Args:
+        query: [..., T, D]; keys, values: [..., S, D], [..., S, Dv]; mask: broadcasts to [..., T, S]
+        softcap: scores become softcap * tanh(score / softcap) before the mask (Gemma 2).
+        sinks: broadcasts to [..., T, 1]: one more score per row that takes weight and gives no
+        value (gpt-oss).
+    Returns: [..., T, Dv].
+    """
+    scores = torch.matmul(query, keys.transpose(-1, -2)) * scaling
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask is not None:
+        scores = scores + mask
+    if sinks is not None:
+        column = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, column), dim=-1)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(values.dtype)
+    return torch.matmul(weights[..., : values.shape[-2]], values)
 
 
 def chunk_mask(
@@ -110,7 +152,7 @@ def chunk_mask(
     visible = positions <= queries
     if window is not None:
         visible = visible & (positions > queries - window)
-    return _as_bias(visible, dtype)
+    return as_bias(visible, dtype)
 
 
 def one_mask(
@@ -122,9 +164,10 @@ def one_mask(
     visible = positions < ends[:, None]
     if window is not None:
         visible = visible & (positions >= ends[:, None] - window)
-    return _as_bias(visible, dtype)[:, None, None, :]
+    return as_bias(visible, dtype)[:, None, None, :]
 
 
-def _as_bias(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def as_bias(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """0 where visible, -inf elsewhere."""
     bias = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
     return bias.masked_fill_(~visible, float("-inf"))

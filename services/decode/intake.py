@@ -25,7 +25,12 @@ class Handover:
     """What ends the wait of a reserved request. `handle` None: nothing was handed over."""
 
     handle: handles.Handle | None
-    output_token_ids: tuple[int, ...]
+    outputs: tuple[tuple[int, ...], ...]
+    """Tokens drawn already, of each sample in order."""
+    over: frozenset[int] = frozenset()
+    """Samples that have ended."""
+    beam_start: tuple[tuple[int, float], ...] = ()
+    """What a beam search goes on from."""
     refusal: str | None = None
     """Why a handle that came cannot even be read; None: it can, or none came."""
 

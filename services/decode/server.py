@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
@@ -20,10 +21,16 @@ from services.decode.intake import Handover
 from services.decode.session import StreamSession
 from services.decode.worker import DecodeAsk, DecodeWorker, Load
 from services.worker import handle as handles
+from services.worker.adapters import info_to_proto
 from services.worker.core import WorkerCore
 from services.worker.provenance import Leg
-from services.worker.sampling import sampling_from_proto
-from services.worker.status import FINISH_REASONS, logprobs_to_proto, times_to_proto
+from services.worker.sampling import beam_from_proto, num_samples_of, sampling_from_proto
+from services.worker.status import (
+    FINISH_REASONS,
+    logprobs_to_proto,
+    times_to_proto,
+    traces_to_proto,
+)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -48,9 +55,8 @@ class Outbound:
         self._events.append(decode_pb2.DecodeEvent(key=key, reserved=reserved))
 
     def tokens(self, key: int, event: RequestEvent) -> None:
-        tokens = decode_pb2.DecodeTokens(
-            token_ids=event.token_ids, logprobs=logprobs_to_proto(event.logprobs or ())
-        )
+        tokens = decode_pb2.DecodeTokens()
+        _fill(tokens, event)
         self._events.append(decode_pb2.DecodeEvent(key=key, tokens=tokens))
 
     def finished(
@@ -62,11 +68,7 @@ class Outbound:
             times=times_to_proto(seconds),
         )
         if event is not None and event.finish_reason is not None:
-            finished.finish_reason = FINISH_REASONS[event.finish_reason]
-            finished.token_ids.extend(event.token_ids)
-            finished.logprobs.extend(logprobs_to_proto(event.logprobs or ()))
-            if event.stop_token_id is not None:
-                finished.stop_token_id = event.stop_token_id
+            _fill(finished, event)
         self._events.append(decode_pb2.DecodeEvent(key=key, finished=finished))
 
     def failed(self, key: int, error: BaseException, leg: Leg | None) -> None:
@@ -137,6 +139,20 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
     ) -> common_pb2.WorkerStatus:
         return await self._core.checked_status()
 
+    @serving.unary
+    async def LoadAdapter(
+        self, request: common_pb2.LoadAdapterRequest, context: Context
+    ) -> common_pb2.LoadAdapterReply:
+        info = await self._core.adapters.load(request.name, Path(request.folder))
+        return common_pb2.LoadAdapterReply(adapter=info_to_proto(info))
+
+    @serving.unary
+    async def UnloadAdapter(
+        self, request: common_pb2.UnloadAdapterRequest, context: Context
+    ) -> common_pb2.UnloadAdapterReply:
+        await self._core.adapters.unload(request.name)
+        return common_pb2.UnloadAdapterReply()
+
     async def _read(
         self,
         commands: AsyncIterator[decode_pb2.DecodeCommand],
@@ -165,11 +181,13 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             session.generate(command.key, _handover(command.generate))
         elif kind == "cancel":
             session.cancel(command.key)
+        elif kind == "cancel_sample":
+            session.cancel_sample(command.key, command.cancel_sample.sample_index)
         else:
             raise InvalidArgument("command", "is absent")
 
     def _ask(self, message: decode_pb2.ReserveDecode) -> DecodeAsk:
-        self._core.check_model(message.model_fingerprint, message.adapter)
+        self._core.check_model(message.model_fingerprint, message.adapter, message.adapter_digest)
         return DecodeAsk(
             request_id=message.request_id,
             tenant=message.tenant,
@@ -178,6 +196,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             sampling=sampling_from_proto(message.sampling, message.sample_index),
             chain=self._core.chain(message.tenant_salt, message.adapter),
             priority=message.priority,
+            num_samples=num_samples_of(message.sampling),
+            beam=beam_from_proto(message.sampling),
         )
 
 
@@ -192,4 +212,22 @@ def _handover(message: decode_pb2.GenerateFromHandle) -> Handover:
             handle = handles.from_proto(message.handle)
         except handles.HandleRefused as refused:
             refusal = refused.reason
-    return Handover(handle, tuple(message.output_token_ids), refusal)
+    outputs = tuple(tuple(output.token_ids) for output in message.outputs)
+    over = frozenset(index for index, output in enumerate(message.outputs) if output.is_over)
+    beam_start = tuple((candidate.token_id, candidate.logprob) for candidate in message.beam_start)
+    outputs = outputs or (tuple(message.output_token_ids),)
+    return Handover(handle, outputs, over, beam_start, refusal)
+
+
+def _fill(part: decode_pb2.DecodeTokens | decode_pb2.DecodeFinished, event: RequestEvent) -> None:
+    """One sample's news."""
+    part.sample_index = event.sample_index
+    part.token_ids.extend(event.token_ids)
+    part.logprobs.extend(logprobs_to_proto(event.logprobs or ()))
+    part.traces.extend(traces_to_proto(event.traces or ()))
+    if event.finish_reason is not None:
+        part.finish_reason = FINISH_REASONS[event.finish_reason]
+    if event.stop_token_id is not None:
+        part.stop_token_id = event.stop_token_id
+    if event.score is not None:
+        part.score = event.score

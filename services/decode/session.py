@@ -62,6 +62,12 @@ class StreamSession:
         if request is not None:
             request.cancel(say_so=True)
 
+    def cancel_sample(self, key: int, sample_index: int) -> None:
+        """End one sample of a request, and the request with its last one."""
+        request = self._requests.get(key)
+        if request is not None:
+            request.cancel_sample(sample_index)
+
     def refuse(self, key: int, error: BaseException) -> None:
         """A command was wrong: say so under its key."""
         self._sink.failed(key, error, None)

@@ -23,12 +23,23 @@ import logging
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.request import EngineStats, Request, RequestEvent, Sampling, StepOutput
+from engine.request import (
+    Beam,
+    EngineStats,
+    Request,
+    RequestEvent,
+    Reservation,
+    Sampling,
+    StepOutput,
+)
 from process.deadline import Deadline
-from process.errors import BatonError, FailedPrecondition, Internal
+from process.errors import BatonError, FailedPrecondition, Internal, InvalidArgument
 from services.decode.intake import Handover, IntakeAsk, load_handle
+from services.worker.adapters import check_digest
 from services.worker.core import Chain, WorkerCore
+from services.worker.engine_port import WorkerEngine
 from services.worker.provenance import Leg, StageClock
+from services.worker.sampling import named_on_wire
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +70,7 @@ ALLOWED: dict[DecodeState, frozenset[DecodeState]] = {
 
 @dataclass(frozen=True)
 class DecodeAsk:
-    """One sample to decode."""
+    """The samples of one prompt to decode."""
 
     request_id: str
     tenant: str
@@ -68,6 +79,8 @@ class DecodeAsk:
     sampling: Sampling
     chain: Chain
     priority: int
+    num_samples: int = 1
+    beam: Beam | None = None
 
 
 @dataclass(frozen=True)
@@ -100,7 +113,9 @@ class EventSink(Protocol):
     """
 
     def reserved(self, key: int, num_tokens_local: int) -> None: ...
-    def tokens(self, key: int, event: RequestEvent) -> None: ...
+    def tokens(self, key: int, event: RequestEvent) -> None:
+        """News of one sample while the request goes on; they may be the sample's last."""
+
     def finished(
         self, key: int, event: RequestEvent | None, leg: Leg, seconds: dict[str, float]
     ) -> None:
@@ -130,6 +145,7 @@ class DecodeRequest:
         self._clock = StageClock()
         self._handover: asyncio.Future[Handover] = loop.create_future()
         self._done: asyncio.Future[None] = loop.create_future()
+        self._open = set(range(ask.num_samples))
         self._is_cancel_wanted = False
         self._is_taken_in = False
         self._has_begun = False
@@ -154,6 +170,17 @@ class DecodeRequest:
         else:
             # A task cancelled before its first step would never run its own `finally`.
             self._is_cancelled_early = True
+
+    def cancel_sample(self, sample_index: int) -> None:
+        """Nobody wants more of one sample; with the last one the request ends."""
+        if sample_index not in self._open or self._done.done():
+            return
+        self._open.discard(sample_index)
+        if not self._open:
+            self.cancel(say_so=True)
+        elif self.state is DecodeState.RUNNING:
+            engine_id = self.engine_id
+            self._core.thread.post(lambda engine: engine.finish_sample(engine_id, sample_index))
 
     # ---- the states
 
@@ -184,7 +211,7 @@ class DecodeRequest:
             if isinstance(error, Internal) or not isinstance(error, BatonError):
                 fields = {"fields": {"request_id": self._ask.request_id}}
                 logger.error("decode_request_failed", exc_info=error, extra=fields)
-            self.sink.failed(self.key, error, self._leg)
+            self.sink.failed(self.key, named_on_wire(error, self._ask.sampling), self._leg)
         finally:
             self._worker.forget(self)
         if self.state is not DecodeState.FINISHED:
@@ -200,15 +227,23 @@ class DecodeRequest:
             block_hasher=ask.chain.hasher,
             cache_root=ask.chain.root,
             priority=ask.priority,
+            num_samples=ask.num_samples,
+            beam=ask.beam,
+            adapter=ask.adapter,
         )
-        reservation = await thread.call(lambda engine: engine.reserve(request))
+
+        def reserve(engine: WorkerEngine) -> Reservation:
+            check_digest(engine, ask.adapter, ask.chain.adapter_digest)
+            return engine.reserve(request)
+
+        reservation = await thread.call(reserve)
         self._leg.num_tokens_local = reservation.num_local_tokens
         self._move(DecodeState.RESERVED)
         self.sink.reserved(self.key, reservation.num_local_tokens)
         self.sink.flush(Load.now(thread.stats))
         handover = await self._handover
         self._is_taken_in = True
-        outputs = handover.output_token_ids
+        outputs = self._outputs(handover)
         self._move(DecodeState.FETCHING)
         self._clock.enter("decode_fetch")
         intake = IntakeAsk(
@@ -219,17 +254,41 @@ class DecodeRequest:
             self.engine_id,
             reservation,
             len(ask.prompt_token_ids),
-            ask.prompt_token_ids + outputs,
+            ask.prompt_token_ids + (outputs[0] or tuple(i for i, _ in handover.beam_start[:1])),
         )
         num_loaded = await load_handle(self._core, intake, handover, self._leg, self._deadline)
         self._clock.enter("decode_queue")  # until the first token: the wait and its first step
         self._move(DecodeState.RUNNING)
-        await thread.call(
-            lambda engine: engine.start(
-                self.engine_id, num_loaded_tokens=num_loaded, output_token_ids=outputs
+        # Who is cancelled from here on is posted behind the start.
+        over = sorted(set(range(ask.num_samples)) - self._open)
+        engine_id = self.engine_id
+
+        def start(engine: WorkerEngine) -> None:
+            engine.start(
+                engine_id,
+                num_loaded_tokens=num_loaded,
+                outputs=outputs,
+                beam_start=handover.beam_start,
             )
-        )
+            for index in over:
+                engine.finish_sample(engine_id, index)
+
+        await thread.call(start)
         await self._done
+
+    def _outputs(self, handover: Handover) -> tuple[tuple[int, ...], ...]:
+        """What was drawn already, of each sample. Raises: InvalidArgument for another number of
+        samples."""
+        if self._ask.beam is not None:
+            return ((),)
+        if len(handover.outputs) != self._ask.num_samples:
+            raise InvalidArgument(
+                "outputs", f"of {len(handover.outputs)} samples, not {self._ask.num_samples}"
+            )
+        self._open -= handover.over
+        if not self._open:
+            raise InvalidArgument("outputs", "every sample has ended")
+        return handover.outputs
 
     def _move(self, state: DecodeState) -> None:
         if state not in ALLOWED[self.state]:
@@ -247,13 +306,17 @@ class DecodeRequest:
         if event.error is not None:
             self._done.set_exception(event.error)
             return
-        if not event.token_ids:
+        if event.sample_index not in self._open:
+            return  # cancelled while the step ran
+        if not event.token_ids and event.finish_reason is None:
             return
         if not self.is_decoding:
             self.is_decoding = True
             self._clock.enter("decode")
         self._core.counts.num_output_tokens += len(event.token_ids)
-        if event.finish_reason is None:
+        if event.finish_reason is not None:
+            self._open.discard(event.sample_index)
+        if self._open:
             self.sink.tokens(self.key, event)
             return
         self._move(DecodeState.FINISHED)

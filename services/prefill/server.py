@@ -5,18 +5,26 @@ The only module here that knows the stubs.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
 
 from engine.request import RequestEvent
 from process import serving
+from process.errors import InvalidArgument
 from protos import common_pb2, prefill_pb2, prefill_pb2_grpc
-from services.prefill.worker import PrefillAnswer, PrefillAsk, PrefillWorker
+from services.prefill.worker import Firsts, PrefillAnswer, PrefillAsk, PrefillWorker
 from services.worker import handle as handles
+from services.worker.adapters import info_to_proto
 from services.worker.core import WorkerCore
-from services.worker.sampling import sampling_from_proto
-from services.worker.status import FINISH_REASONS, logprobs_to_proto, times_to_proto
+from services.worker.sampling import beam_from_proto, num_samples_of, sampling_from_proto
+from services.worker.status import (
+    FINISH_REASONS,
+    logprobs_to_proto,
+    times_to_proto,
+    traces_to_proto,
+)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -32,8 +40,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Context) -> None:
         deadline = self._core.deadline(context.time_remaining())
 
-        async def show(event: RequestEvent) -> None:
-            await context.write(_first_message(event))
+        async def show(firsts: Firsts) -> None:
+            for event in firsts:
+                await context.write(_first_message(event))
 
         answer = await self._worker.prefill(self._ask(request), deadline, show)
         try:
@@ -50,8 +59,25 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
     ) -> common_pb2.WorkerStatus:
         return await self._core.checked_status()
 
+    @serving.unary
+    async def LoadAdapter(
+        self, request: common_pb2.LoadAdapterRequest, context: Context
+    ) -> common_pb2.LoadAdapterReply:
+        info = await self._core.adapters.load(request.name, Path(request.folder))
+        return common_pb2.LoadAdapterReply(adapter=info_to_proto(info))
+
+    @serving.unary
+    async def UnloadAdapter(
+        self, request: common_pb2.UnloadAdapterRequest, context: Context
+    ) -> common_pb2.UnloadAdapterReply:
+        await self._core.adapters.unload(request.name)
+        return common_pb2.UnloadAdapterReply()
+
     def _ask(self, request: prefill_pb2.PrefillRequest) -> PrefillAsk:
-        self._core.check_model(request.model_fingerprint, request.adapter)
+        self._core.check_model(request.model_fingerprint, request.adapter, request.adapter_digest)
+        num_samples = num_samples_of(request.sampling)
+        if request.output_token_ids and (num_samples > 1 or request.sampling.HasField("beam")):
+            raise InvalidArgument("output_token_ids", "go with one sample only")
         return PrefillAsk(
             request_id=request.request_id,
             tenant=request.tenant,
@@ -62,6 +88,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             chain=self._core.chain(request.tenant_salt, request.adapter),
             priority=request.priority,
             wants_handle=request.wants_handle,
+            num_samples=num_samples,
+            beam=beam_from_proto(request.sampling),
         )
 
     def _last_message(self, answer: PrefillAnswer) -> prefill_pb2.PrefillReply:
@@ -75,7 +103,14 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
 
 def _first_message(event: RequestEvent) -> prefill_pb2.PrefillReply:
     reply = prefill_pb2.PrefillReply(
-        token_ids=event.token_ids, logprobs=logprobs_to_proto(event.logprobs or ())
+        sample_index=event.sample_index,
+        token_ids=event.token_ids,
+        logprobs=logprobs_to_proto(event.logprobs or ()),
+        traces=traces_to_proto(event.traces or ()),
+        beam_start=[
+            common_pb2.BeamCandidate(token_id=token_id, logprob=logprob)
+            for token_id, logprob in event.beam_start
+        ],
     )
     if event.finish_reason is not None:
         reply.finish_reason = FINISH_REASONS[event.finish_reason]

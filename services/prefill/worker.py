@@ -8,7 +8,7 @@ Life of a request (a cancel or the deadline may end it in any state):
    into is quarantined first
 3. COMPUTING  the engine computes the rest in chunks, full blocks go to the store behind it ->
    cancel: abort, lease released
-4. STORING    its first token is shown, waits for the last puts  -> cancel: as above; the tail is
+4. STORING    its first tokens are shown, waits for the last puts -> cancel: as above; the tail is
    deleted with the lease
 5. DONE       answered; the lease belongs to the handle     | CANCELLED | FAILED
 
@@ -23,7 +23,15 @@ import enum
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from engine.request import FilledBlock, Request, RequestEvent, Reservation, Sampling, StepOutput
+from engine.request import (
+    Beam,
+    FilledBlock,
+    Request,
+    RequestEvent,
+    Reservation,
+    Sampling,
+    StepOutput,
+)
 from kvstore.block import Block
 from kvstore.client import StoreClient
 from kvstore.errors import STORE_UNAVAILABLE
@@ -35,6 +43,7 @@ from services.worker.block_writer import BlockWriter, TailSource, Written
 from services.worker.connector import reason_of
 from services.worker.core import Chain, WorkerCore
 from services.worker.provenance import Leg, StageClock
+from services.worker.sampling import named_on_wire
 
 
 class PrefillState(enum.Enum):
@@ -63,7 +72,7 @@ ALLOWED: dict[PrefillState, frozenset[PrefillState]] = {
 
 @dataclass(frozen=True)
 class PrefillAsk:
-    """One prompt to prefill."""
+    """One prompt to prefill, and how many samples of it shall draw their first token."""
 
     request_id: str
     tenant: str
@@ -74,10 +83,20 @@ class PrefillAsk:
     chain: Chain
     priority: int
     wants_handle: bool
+    num_samples: int = 1
+    beam: Beam | None = None
+
+    @property
+    def num_firsts(self) -> int:
+        """Events with a first token. A beam search has one, for all of its beams."""
+        return 1 if self.beam is not None else self.num_samples
 
 
-Show = Callable[[RequestEvent], Awaitable[None]]
-"""Takes the first token to whoever asked; returns when it is on its way."""
+Firsts = Sequence[RequestEvent]
+"""The event with the first token of each sample, in their order."""
+
+Show = Callable[[Firsts], Awaitable[None]]
+"""Takes the first tokens to whoever asked; returns when they are on their way."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +114,9 @@ class _Job:
     engine_id: str
     deadline: Deadline
     leg: Leg
-    first: asyncio.Future[RequestEvent]
+    first: asyncio.Future[Firsts]
+    firsts: dict[int, RequestEvent] = field(default_factory=dict)
+    """Of the samples that have drawn, until all have."""
     clock: StageClock = field(default_factory=StageClock)
     state: PrefillState = PrefillState.QUEUED
     client: StoreClient | None = None
@@ -140,7 +161,8 @@ class PrefillWorker:
         return {engine_id: job.state for engine_id, job in self._jobs.items()}
 
     async def prefill(self, ask: PrefillAsk, deadline: Deadline, show: Show) -> PrefillAnswer:
-        """Prefill one prompt and draw its next token, which `show` gets at once; then store the KV.
+        """Prefill one prompt and draw the next token of each sample, which `show` gets at once;
+        then store the KV.
 
         Cancelling this coroutine is cancelling the request.
         Raises: NoCapacity, InvalidArgument, DeadlineExceeded, Unavailable, Internal.
@@ -162,9 +184,9 @@ class PrefillWorker:
             except asyncio.CancelledError:
                 job.move(PrefillState.CANCELLED)
                 raise
-            except Exception:  # also of `show`: whoever asked is gone
+            except Exception as error:  # also of `show`: whoever asked is gone
                 job.move(PrefillState.FAILED)
-                raise
+                raise named_on_wire(error, ask.sampling) from error
             finally:
                 self._close(job)
 
@@ -182,8 +204,12 @@ class PrefillWorker:
                 cache_root=ask.chain.root,
                 hold_after=len(ask.output_token_ids) + 1,
                 priority=ask.priority,
+                num_samples=ask.num_samples,
+                beam=ask.beam,
+                adapter=ask.adapter,
             ),
             job.deadline,
+            adapter_digest=ask.chain.adapter_digest,
         )
         job.leg.num_tokens_local = reservation.num_local_tokens
         job.move(PrefillState.FETCHING)
@@ -195,14 +221,14 @@ class PrefillWorker:
             lambda engine: engine.start(
                 job.engine_id,
                 num_loaded_tokens=num_loaded,
-                output_token_ids=ask.output_token_ids,
+                outputs=[ask.output_token_ids],
             )
         )
-        event = await job.first
+        firsts = await job.first
         job.move(PrefillState.STORING)
         job.clock.enter("prefill_store")
-        await show(event)
-        handle = await self._store(job, event, reservation)
+        await show(firsts)
+        handle = await self._store(job, firsts, reservation)
         job.clock.enter(None)
         return PrefillAnswer(handle, job.leg, job.clock.seconds)
 
@@ -260,13 +286,14 @@ class PrefillWorker:
         return num_loaded_tokens
 
     async def _store(
-        self, job: _Job, event: RequestEvent, reservation: Reservation
+        self, job: _Job, firsts: Firsts, reservation: Reservation
     ) -> handles.Handle | None:
         """Wait for the puts; the tail goes last.
 
         Returns: the handle, if one is wanted and there is something to hand.
         """
-        wants_handle = job.ask.wants_handle and event.finish_reason is None
+        goes_on = any(event.finish_reason is None for event in firsts)
+        wants_handle = job.ask.wants_handle and goes_on
         num_full_blocks, num_rest = divmod(len(job.context), self._core.model.block_size)
         if job.writer is None:
             if wants_handle:
@@ -274,10 +301,11 @@ class PrefillWorker:
                 job.leg.not_stored[STORE_UNAVAILABLE] += num_blocks
             return None
         tail = None
-        if wants_handle and num_rest:
+        # An unfilled block of a quantized cache has no bytes of its own: decode computes it again.
+        if wants_handle and num_rest and not self._core.layout.is_quantized:
             name = f"{job.engine_id}@{self._core.identity.incarnation.hex()}"
             tail = TailSource(name, reservation.block_ids[num_full_blocks], num_rest)
-        self._write(job, event.filled)
+        self._write(job, [block for event in firsts for block in event.filled])
         written = await job.writer.finish(tail)
         job.leg.num_bytes_written = written.num_bytes
         if written.problem is not None:
@@ -332,7 +360,9 @@ class PrefillWorker:
     def _finish(self, job: _Job) -> None:
         job.move(PrefillState.DONE)
         self._core.counts.add(job.leg)
-        self._core.counts.num_output_tokens += 1
+        self._core.counts.num_output_tokens += sum(
+            len(event.token_ids) for event in job.firsts.values()
+        )
 
     def _close(self, job: _Job) -> None:
         """Give back what the request holds; after DONE with a handle the lease is the handle's."""
@@ -355,8 +385,10 @@ class PrefillWorker:
                 continue  # cancelled while the step ran
             if event.error is not None and not job.first.done():
                 job.first.set_exception(event.error)
-            elif event.token_ids and not job.first.done():
-                job.first.set_result(event)  # its blocks go with the tail, in one put
+            elif (event.token_ids or event.beam_start) and not job.first.done():
+                job.firsts[event.sample_index] = event  # its blocks go with the tail, in one put
+                if len(job.firsts) == job.ask.num_firsts:
+                    job.first.set_result([job.firsts[index] for index in sorted(job.firsts)])
             else:
                 self._write(job, event.filled)
 

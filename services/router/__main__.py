@@ -22,7 +22,13 @@ async def main(settings: RouterSettings, stop: asyncio.Event) -> None:
     router = Router(settings, model)
     try:
         await router.start()
-        logs.event(logger, "ready", address=router.address, router_id=router.router_id)
+        logs.event(
+            logger,
+            "ready",
+            address=router.address,
+            router_id=router.router_id,
+            metrics=router.metrics_address,
+        )
         await stop.wait()
     finally:
         await router.stop()

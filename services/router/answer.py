@@ -1,7 +1,9 @@
-"""One answer as its client sees it: tokens in, messages out, and the last message's account.
+"""One sample of an answer as its client sees it: tokens in, messages out, and the last message's
+account.
 
-Joins the visible text with the ids and logprobs that belong to it, and knows why the answer ended:
-what the engine said, or a stop string, which only text can show. No I/O. One request.
+Joins the visible text with the ids, logprobs and traces that belong to it, and knows why the sample
+ended: what the engine said, or a stop string, which only text can show. No I/O. One sample of one
+request.
 """
 
 from __future__ import annotations
@@ -11,23 +13,37 @@ from collections.abc import Iterable, Sequence
 
 from protos import common_pb2, inference_pb2
 from tokens.text import OutputText, TextDelta
+from tokens.tool_calls import ToolCallEnds
 
+NO_TOOL_CALLS = ToolCallEnds()
 _BY_STOP_TOKEN = (common_pb2.FINISH_REASON_EOS, common_pb2.FINISH_REASON_STOP_TOKEN)
 
 
 class Answer:
     """See the module."""
 
-    def __init__(self, request_id: str, output: OutputText) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        output: OutputText,
+        *,
+        sample_index: int = 0,
+        tool_call_ends: ToolCallEnds = NO_TOOL_CALLS,
+    ) -> None:
+        """`tool_call_ends`: what makes an end the end of a tool call."""
+        self.sample_index = sample_index
+        self._tool_call_ends = tool_call_ends
         self._request_id = request_id
         self._output = output
         self._logprobs: deque[common_pb2.TokenLogprobs] = deque()
+        self._traces: deque[common_pb2.StepTrace] = deque()
+        self._score: float | None = None
         self._stop_token_id: int | None = None
         self.finish_reason: common_pb2.FinishReason = common_pb2.FINISH_REASON_UNSPECIFIED
 
     @property
     def is_over(self) -> bool:
-        """Whether the answer ended: by the engine's word or by a stop string."""
+        """Whether the sample ended: by the engine's word or by a stop string."""
         return self.finish_reason != common_pb2.FINISH_REASON_UNSPECIFIED
 
     def take(
@@ -35,14 +51,19 @@ class Answer:
         token_ids: Sequence[int],
         logprobs: Iterable[common_pb2.TokenLogprobs],
         *,
+        traces: Iterable[common_pb2.StepTrace] = (),
         reason: common_pb2.FinishReason = common_pb2.FINISH_REASON_UNSPECIFIED,
         stop_token_id: int | None = None,
+        score: float | None = None,
     ) -> inference_pb2.GenerateResponse:
-        """Add tokens from a worker; `reason` is set when they are the engine's last.
+        """Add tokens from a worker; `reason` is set when they are the engine's last, with the
+        `score` of a beam search's hypothesis.
 
         Returns: what became visible by them; may be empty.
         """
         self._logprobs.extend(logprobs)
+        self._traces.extend(traces)
+        self._score = score
         delta = self._output.feed(token_ids, ends_with_stop_token=reason in _BY_STOP_TOKEN)
         message = self._message(delta)
         if reason and not self._output.stop_string:
@@ -50,10 +71,15 @@ class Answer:
             message.text += rest.text  # MergeFrom would put it in the place of the other
             message.token_ids.extend(rest.token_ids)
             message.logprobs.extend(rest.logprobs)
+            message.traces.extend(rest.traces)
             self.finish_reason, self._stop_token_id = reason, stop_token_id
+            if reason in _BY_STOP_TOKEN and stop_token_id in self._tool_call_ends.token_ids:
+                self.finish_reason = common_pb2.FINISH_REASON_TOOL_CALL
         if self._output.stop_string:
             self.finish_reason = common_pb2.FINISH_REASON_STOP_STRING
             self._stop_token_id = None
+            if self._output.stop_string in self._tool_call_ends.strings:
+                self.finish_reason = common_pb2.FINISH_REASON_TOOL_CALL
         return message
 
     def last(
@@ -61,20 +87,17 @@ class Answer:
         message: inference_pb2.GenerateResponse,
         *,
         num_prompt_tokens: int,
-        provenance: common_pb2.Provenance,
-        times: Iterable[tuple[str, float]],
+        kv_legs: Iterable[common_pb2.KvLeg],
         seed: int,
     ) -> inference_pb2.GenerateResponse:
-        """`message` with the account that ends the answer."""
+        """`message` with what ends the sample."""
         message.finish_reason = self.finish_reason
         message.usage.num_prompt_tokens = num_prompt_tokens
         message.usage.num_output_tokens = self._output.num_tokens
-        message.usage.num_cached_tokens = _num_cached_tokens(provenance)
-        message.provenance.CopyFrom(provenance)
-        message.times.extend(
-            common_pb2.StageTime(stage=stage, seconds=seconds) for stage, seconds in times
-        )
+        message.usage.num_cached_tokens = _num_cached_tokens(kv_legs)
         message.seed = seed
+        if self._score is not None:
+            message.score = self._score
         if self._stop_token_id is not None:
             message.stop_token_id = self._stop_token_id
         message.stop_string = self._output.stop_string or ""
@@ -85,12 +108,16 @@ class Answer:
         return self._message(TextDelta())
 
     def _message(self, delta: TextDelta) -> inference_pb2.GenerateResponse:
-        num_logprobs = min(len(delta.token_ids), len(self._logprobs))
+        num_tokens = len(delta.token_ids)
         return inference_pb2.GenerateResponse(
             request_id=self._request_id,
+            sample_index=self.sample_index,
             text=delta.text,
             token_ids=delta.token_ids,
-            logprobs=[self._logprobs.popleft() for _ in range(num_logprobs)],
+            logprobs=[
+                self._logprobs.popleft() for _ in range(min(num_tokens, len(self._logprobs)))
+            ],
+            traces=[self._traces.popleft() for _ in range(min(num_tokens, len(self._traces)))],
         )
 
 
@@ -99,10 +126,10 @@ def shows_something(message: inference_pb2.GenerateResponse) -> bool:
     return bool(message.text or message.token_ids)
 
 
-def _num_cached_tokens(provenance: common_pb2.Provenance) -> int:
+def _num_cached_tokens(kv_legs: Iterable[common_pb2.KvLeg]) -> int:
     """Prompt tokens that the prefill leg did not have to compute."""
     return sum(
         leg.num_tokens_local + sum(count.num_tokens for count in leg.from_store)
-        for leg in provenance.legs
+        for leg in kv_legs
         if leg.role == "prefill"
     )

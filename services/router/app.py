@@ -7,6 +7,7 @@ everything that `start` began, in the reverse order. One asyncio loop.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import Mapping
@@ -15,9 +16,11 @@ from typing import Any
 import grpc.aio
 
 import checkpoints
+from checkpoints.sampling_defaults import SamplingDefaults
 from kvstore import index
 from process import serving
 from process.errors import BatonError
+from process.metrics import MetricsServer
 from process.settings import SettingsError
 from services.router import sampling_defaults
 from services.router.candidates import Candidates
@@ -27,11 +30,11 @@ from services.router.flow import Cluster
 from services.router.inflight import InFlight
 from services.router.lease_release import LeaseRelease
 from services.router.lookup import PrefixLookup
+from services.router.metrics import RouterMetrics
 from services.router.policy import DECODE, PREFILL
 from services.router.prefill_client import PrefillClient
 from services.router.prompt import PromptEncoder
 from services.router.registry import Registry, connect
-from services.router.sampling_defaults import SamplingDefaults
 from services.router.server import Counters, Front, InferenceServicer
 from services.router.status import ClusterStatus
 from services.router.views import ServedModel, Snapshot
@@ -109,6 +112,8 @@ class Router:
             self._store_lives,
             timeout_s=times.lookup_timeout_s,
         )
+        self.metrics = RouterMetrics(self.router_id, lambda: self._in_flight.num_attempts)
+        self._metrics_server = MetricsServer(self.metrics)
         self._servicer = self._make_servicer(model)
         self._server: grpc.aio.Server | None = None
 
@@ -117,16 +122,24 @@ class Router:
         # The first encoding of a process sets the library up; no client should wait for that.
         self._encoder.tokenizer.encode("warm up")
         await self._registry.start()
+        if self._settings.metrics_listen:
+            self._metrics_server.start(self._settings.metrics_listen)
         self._server, self.address = await serving.listen(
             self._settings.listen,
             [self._servicer.add_to],
             max_message_bytes=self._settings.limits.hard_request_bytes,
         )
 
+    @property
+    def metrics_address(self) -> str:
+        """host:port of /metrics; empty: nobody listens."""
+        return self._metrics_server.address
+
     async def stop(self) -> None:
         """Take no new request, let those under way finish for a while, then end them."""
         if self._server is not None:
             await self._server.stop(self._settings.times.drain_s)
+        await asyncio.to_thread(self._metrics_server.stop)
         await self._registry.stop()
         await self._streams.close()
         await self._prefills.close()
@@ -207,5 +220,6 @@ class Router:
                 served=model.served,
                 status=status,
                 tenant_secret=settings.tenant_secret,
+                metrics=self.metrics,
             )
         )

@@ -6,17 +6,34 @@ Turns views into the values that `policy` chooses from. No RPC. One asyncio loop
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 from process.deadline import Clock
-from process.errors import Unavailable
+from process.errors import InvalidArgument, Unavailable
 from services.router.config import RouterTimes
 from services.router.decode_streams import DecodeStreams
 from services.router.policy import DECODE, PREFILL, WorkerLoad
 from services.router.prefill_client import PrefillClient
 from services.router.registry import Registry
-from services.router.validation import ModelBounds
+from services.router.sampling_checks import ModelBounds
 from services.router.views import ServedModel, WorkerView, find_problem
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A LoRA adapter by name and content (hex digest); both empty: none."""
+
+    name: str = ""
+    digest: str = ""
+
+    def is_on(self, worker: WorkerView) -> bool:
+        """Whether the worker can serve it."""
+        return not self.name or worker.adapters.get(self.name) == self.digest
+
+
+NO_ADAPTER = Adapter()
 
 
 class Candidates:
@@ -65,6 +82,33 @@ class Candidates:
             min(worker.vocab_size for worker in workers),
         )
 
+    def adapter(self, name: str) -> Adapter:
+        """The adapter of this name, in the content that most workers have and both roles.
+
+        Raises: InvalidArgument when nobody has it; Unavailable when no two workers have the same.
+        """
+        if not name:
+            return NO_ADAPTER
+        workers = {role: self.usable(role) for role in (PREFILL, DECODE)}
+        having = {
+            role: Counter(w.adapters[name] for w in of_role if name in w.adapters)
+            for role, of_role in workers.items()
+        }
+        both = having[PREFILL].keys() & having[DECODE].keys()
+        if both:
+            counts = having[PREFILL] + having[DECODE]
+            return Adapter(name, max(sorted(both), key=lambda digest: counts[digest]))
+        if any(having.values()):
+            raise Unavailable(
+                f"adapter {name[:128]!r} is not loaded with the same content on a prefill and a "
+                "decode worker",
+                retry_after_s=1.0,
+            )
+        loaded = sorted({n for of_role in workers.values() for w in of_role for n in w.adapters})
+        raise InvalidArgument(
+            "adapter", f"'{name[:128]}' is not loaded; loaded are: {', '.join(loaded) or 'none'}"
+        )
+
     def layouts(self) -> set[tuple[str, int]]:
         """(model fingerprint, block size) of the usable prefill workers: what prefixes are looked
         up for.
@@ -84,19 +128,23 @@ class Candidates:
         self._suspect_until = {i: until for i, until in self._suspect_until.items() if until > now}
         self._suspect_until[worker_id] = now + self._times.suspect_s
 
-    def prefill(self, excluded: Collection[str] = ()) -> Sequence[WorkerLoad]:
+    def prefill(
+        self, excluded: Collection[str] = (), adapter: Adapter = NO_ADAPTER
+    ) -> Sequence[WorkerLoad]:
         """Prefill workers to choose from."""
         return [
             self._load(worker, worker.num_free_blocks, worker.num_requests)
             for worker in self.usable(PREFILL)
-            if worker.worker_id not in excluded
+            if worker.worker_id not in excluded and adapter.is_on(worker)
         ]
 
-    def decode(self, excluded: Collection[str] = ()) -> Sequence[WorkerLoad]:
+    def decode(
+        self, excluded: Collection[str] = (), adapter: Adapter = NO_ADAPTER
+    ) -> Sequence[WorkerLoad]:
         """Decode workers to choose from."""
         loads = []
         for worker in self.usable(DECODE):
-            if worker.worker_id in excluded:
+            if worker.worker_id in excluded or not adapter.is_on(worker):
                 continue
             # An idle worker sends no news, and the last may be from before a cancel took effect:
             # then its heartbeat knows better.

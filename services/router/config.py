@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, fields
 
+from process.metrics import check_listen
 from process.settings import SettingsError
 
 MIB = 1024 * 1024
@@ -43,6 +44,21 @@ class RouterLimits:
 
     max_logprobs: int = 20
     """Alternatives per token."""
+
+    max_samples: int = 16
+    """Samples of one prompt, and beams."""
+
+    max_logit_bias: int = 1024
+    """Tokens whose logits one request may shift."""
+
+    max_bad_words: int = 128
+    """Words that one request may forbid; each has at most `max_stop_chars` characters."""
+
+    max_choices: int = 1024
+    """Strings of a choice."""
+
+    max_grammar_chars: int = 64 * 1024
+    """Characters of a schema, pattern, grammar or of all choices together."""
 
     def __post_init__(self) -> None:
         _check_positive(self)
@@ -120,6 +136,9 @@ class RouterSettings:
     listen: str = "127.0.0.1:0"
     """host:port that clients speak to; port 0: a free one, which the `ready` line names."""
 
+    metrics_listen: str = ""
+    """host:port of /metrics, usually on loopback; port 0: a free one; empty: nobody listens."""
+
     router_id: str = ""
     """Name of this router in status and logs; empty: a random one."""
 
@@ -151,6 +170,7 @@ class RouterSettings:
         host, colon, port = self.listen.rpartition(":")
         if not (host and colon and port.isdecimal() and int(port) < 65536):
             raise SettingsError(f"listen: {self.listen!r} is not host:port")
+        check_listen("metrics_listen", self.metrics_listen)
         if len(self.tenant_secret.encode()) > 64:
             raise SettingsError("tenant_secret: at most 64 bytes")
 

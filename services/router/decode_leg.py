@@ -1,5 +1,5 @@
 """One request's part of a decode stream: its state, and an inbox that merges what its reader has
-not taken yet.
+not taken yet, sample by sample.
 
 States: RESERVING -> RESERVED -> GENERATING -> OVER. `cancel` leads from each of the first three to
 CANCELLING, and the worker's last word from there to OVER; a broken stream leads to OVER from
@@ -10,7 +10,7 @@ its reader. One asyncio loop.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -39,20 +39,32 @@ ALLOWED: dict[LegState, frozenset[LegState]] = {
 }
 
 
+@dataclass
+class SampleNews:
+    """What came of one sample: tokens in order, and why they are its last if they are."""
+
+    sample_index: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[common_pb2.TokenLogprobs] = field(default_factory=list)
+    traces: list[common_pb2.StepTrace] = field(default_factory=list)
+    reason: common_pb2.FinishReason = common_pb2.FINISH_REASON_UNSPECIFIED
+    stop_token_id: int | None = None
+    score: float | None = None
+
+
 @dataclass(frozen=True)
 class Arrival:
-    """All that came since the reader last looked: tokens in order, and the end if it is there."""
+    """All that came since the reader last looked, each sample once, and the request's end if it is
+    there."""
 
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[common_pb2.TokenLogprobs, ...] = ()
+    samples: tuple[SampleNews, ...] = ()
     finished: decode_pb2.DecodeFinished | None = None
     error: BatonError | None = None
 
 
 @dataclass
 class _Inbox:
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[common_pb2.TokenLogprobs] = field(default_factory=list)
+    samples: dict[int, SampleNews] = field(default_factory=dict)
     finished: decode_pb2.DecodeFinished | None = None
     error: BatonError | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -94,8 +106,8 @@ class DecodeLeg:
         if self.state is not LegState.RESERVED:
             raise Internal(f"decode worker {self.worker_id} ended a reservation without a reason")
 
-    def generate(self, handle: common_pb2.KvHandle | None, output_token_ids: Sequence[int]) -> None:
-        """Start decoding from `handle` (None: the worker computes the prompt itself) after the
+    def generate(self, command: decode_pb2.GenerateFromHandle) -> None:
+        """Start decoding from a handle (absent: the worker computes the prompt itself) after the
         tokens drawn already.
 
         Raises: what broke the stream meanwhile.
@@ -103,8 +115,13 @@ class DecodeLeg:
         if self.state is LegState.OVER:
             raise self._inbox.error or Internal("the reservation is over")
         self._move(LegState.GENERATING)
-        command = decode_pb2.GenerateFromHandle(handle=handle, output_token_ids=output_token_ids)
         self._send(decode_pb2.DecodeCommand(key=self.key, generate=command))
+
+    def cancel_sample(self, sample_index: int) -> None:
+        """Ask for the end of one sample; the others go on. Nothing when the request is over."""
+        if self.state is LegState.GENERATING:
+            command = decode_pb2.CancelSample(sample_index=sample_index)
+            self._send(decode_pb2.DecodeCommand(key=self.key, cancel_sample=command))
 
     def cancel(self) -> None:
         """Ask for the end; any state, idempotent, never waits."""
@@ -116,13 +133,10 @@ class DecodeLeg:
     async def take(self) -> Arrival:
         """Wait until something came, and take all of it as one. The caller bounds the wait."""
         inbox = self._inbox
-        while not (inbox.token_ids or self.is_over):
+        while not (inbox.samples or self.is_over):
             await self._next_change()
-        arrival = Arrival(
-            tuple(inbox.token_ids), tuple(inbox.logprobs), inbox.finished, inbox.error
-        )
-        inbox.token_ids, inbox.logprobs = [], []
-        return arrival
+        samples, inbox.samples = tuple(inbox.samples.values()), {}
+        return Arrival(samples, inbox.finished, inbox.error)
 
     async def wait_over(self) -> decode_pb2.DecodeFinished | None:
         """After `cancel`: the worker's last word with its account, None if the stream broke. The
@@ -140,9 +154,10 @@ class DecodeLeg:
             if self.state is LegState.RESERVING:
                 self._move(LegState.RESERVED)
         elif kind == "tokens":
-            self._put(event.tokens.token_ids, event.tokens.logprobs)
+            self._put(event.tokens)
         elif kind == "finished":
-            self._put(event.finished.token_ids, event.finished.logprobs)
+            if event.finished.finish_reason != common_pb2.FINISH_REASON_CANCELLED:
+                self._put(event.finished)
             self._inbox.finished = event.finished
             self._move(LegState.OVER)
         elif kind == "failed":
@@ -157,11 +172,20 @@ class DecodeLeg:
         self._move(LegState.OVER)
         self._inbox.changed.set()
 
-    def _put(self, token_ids: Sequence[int], logprobs: Sequence[common_pb2.TokenLogprobs]) -> None:
+    def _put(self, part: decode_pb2.DecodeTokens | decode_pb2.DecodeFinished) -> None:
         # After a cancel nobody reads any more: what overshot is dropped here.
-        if self.state is not LegState.CANCELLING:
-            self._inbox.token_ids += token_ids
-            self._inbox.logprobs += logprobs
+        if self.state is LegState.CANCELLING:
+            return
+        index = part.sample_index
+        news = self._inbox.samples.setdefault(index, SampleNews(index))
+        news.token_ids += part.token_ids
+        news.logprobs += part.logprobs
+        news.traces += part.traces
+        news.reason = part.finish_reason
+        if part.HasField("stop_token_id"):
+            news.stop_token_id = part.stop_token_id
+        if part.HasField("score"):
+            news.score = part.score
 
     async def _next_change(self) -> None:
         await self._inbox.changed.wait()

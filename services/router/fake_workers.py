@@ -46,11 +46,17 @@ class FakeModel:
     vocab_size: int = 300
     block_size: int = 16
 
-    def token(self, prompt: Sequence[int], params: common_pb2.SamplingParams, position: int) -> int:
-        """The output token at `position` (0 is the first)."""
+    def token(
+        self,
+        prompt: Sequence[int],
+        params: common_pb2.SamplingParams,
+        position: int,
+        sample_index: int = 0,
+    ) -> int:
+        """The output token at `position` (0 is the first) of one sample."""
         if position == self.eos_at and not params.ignore_eos:
             return self.eos_token_id
-        seed = repr((params.seed, tuple(prompt), position)).encode()
+        seed = repr((params.seed, tuple(prompt), position, sample_index)).encode()
         number = int.from_bytes(hashlib.blake2b(seed, digest_size=8).digest(), "little")
         return self.alphabet[number % len(self.alphabet)]
 
@@ -104,6 +110,8 @@ class FakeWorker:
         self.address = ""
         self.is_draining = False
         self.store_node_id = ""
+        self.adapters: dict[str, str] = {}
+        """Digest of each adapter that it says to have, by name."""
         self._server: grpc.aio.Server | None = None
 
     async def start(self) -> None:
@@ -136,6 +144,10 @@ class FakeWorker:
             vocab_size=model.vocab_size,
             store_node_id=self.store_node_id,
             draining=self.is_draining,
+            adapters=[
+                common_pb2.AdapterStatus(name=name, digest=digest)
+                for name, digest in self.adapters.items()
+            ],
         )
 
     async def register(self, client: Any, *, ttl_ms: int = 60_000) -> None:
@@ -179,7 +191,8 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
         self.account_error: BatonError | None = None
         """Raised instead of the account."""
         self.error: BatonError | None = None
-        """Raised instead of an answer."""
+        """Raised instead of an answer, or behind `error_after` first tokens of it."""
+        self.error_after = 0
         self.store_address = ""
         """Store that its handles say to hold leases of."""
         self.requests: list[prefill_pb2.PrefillRequest] = []
@@ -195,14 +208,16 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
         self.idle.clear()
         try:
             await self.gate.passed()
-            if self.error is not None:
-                raise self.error
-            first = self._first(request)
-            await context.write(first)
+            firsts = [self._first(request, index) for index in range(request.sampling.n or 1)]
+            for index, first in enumerate(firsts):
+                if self.error is not None and index == self.error_after:
+                    raise self.error
+                await context.write(first)
             await self.account_gate.passed()
             if self.account_error is not None:
                 raise self.account_error
-            await context.write(self._last(request, is_over=bool(first.finish_reason)))
+            is_over = all(first.finish_reason for first in firsts)
+            await context.write(self._last(request, is_over=is_over))
             await self.end_gate.passed()
         except asyncio.CancelledError:
             self.num_cancelled += 1
@@ -217,10 +232,13 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
     ) -> common_pb2.WorkerStatus:
         return self.status()
 
-    def _first(self, request: prefill_pb2.PrefillRequest) -> prefill_pb2.PrefillReply:
-        token_id = self.model.token(request.prompt_token_ids, request.sampling, 0)
+    def _first(
+        self, request: prefill_pb2.PrefillRequest, sample_index: int
+    ) -> prefill_pb2.PrefillReply:
+        token_id = self.model.token(request.prompt_token_ids, request.sampling, 0, sample_index)
         reason = self.model.reason(token_id, request.sampling, 1)
         reply = prefill_pb2.PrefillReply(
+            sample_index=sample_index,
             token_ids=[token_id],
             logprobs=_logprobs([token_id], request.sampling),
             finish_reason=reason,
@@ -254,7 +272,9 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
 class _Leg:
     reserve: decode_pb2.ReserveDecode
     task: asyncio.Task[None] | None = None
-    output: list[int] = field(default_factory=list)
+    outputs: list[list[int]] = field(default_factory=list)
+    open: set[int] = field(default_factory=set)
+    """Samples that go on."""
 
 
 class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
@@ -276,6 +296,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         self.num_reserved = 0
         self.num_refused = 0
         self.num_cancelled = 0
+        self.num_samples_cancelled = 0
         self.num_streams = 0
         self.num_open = 0
         self.idle = asyncio.Event()
@@ -322,17 +343,30 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
                 continue  # its last word has been said
             elif kind == "generate":
                 self.generated.append(command.generate)
-                legs[key].output = list(command.generate.output_token_ids)
+                _take_over(legs[key], command.generate)
                 legs[key].task = asyncio.create_task(self._generate(legs, key, events))
+            elif kind == "cancel_sample":
+                self.num_samples_cancelled += 1
+                legs[key].open.discard(command.cancel_sample.sample_index)
+                if not legs[key].open:
+                    self._cancel(legs, key, events)
             else:
-                leg = self._end(legs, key)
                 self.num_cancelled += 1
-                finished = decode_pb2.DecodeFinished(
-                    finish_reason=common_pb2.FINISH_REASON_CANCELLED,
-                    leg=self.leg(len(leg.reserve.prompt_token_ids), is_computed=False),
-                )
-                events.put_nowait(decode_pb2.DecodeEvent(key=key, finished=finished))
+                self._cancel(legs, key, events)
         events.put_nowait(None)
+
+    def _cancel(
+        self,
+        legs: dict[int, _Leg],
+        key: int,
+        events: asyncio.Queue[decode_pb2.DecodeEvent | None],
+    ) -> None:
+        leg = self._end(legs, key)
+        finished = decode_pb2.DecodeFinished(
+            finish_reason=common_pb2.FINISH_REASON_CANCELLED,
+            leg=self.leg(len(leg.reserve.prompt_token_ids), is_computed=False),
+        )
+        events.put_nowait(decode_pb2.DecodeEvent(key=key, finished=finished))
 
     async def _reserve(
         self,
@@ -361,33 +395,48 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         key: int,
         events: asyncio.Queue[decode_pb2.DecodeEvent | None],
     ) -> None:
-        leg, model = legs[key], self.model
-        prompt, params = leg.reserve.prompt_token_ids, leg.reserve.sampling
+        leg = legs[key]
         while True:
-            if len(leg.output) == self.pause_at:
+            if max(map(len, leg.outputs)) == self.pause_at:
                 self.token_gate.close()
             await self.token_gate.passed()
-            token_id = model.token(prompt, params, len(leg.output))
-            leg.output.append(token_id)
-            reason = model.reason(token_id, params, len(leg.output))
-            if reason:
-                break
-            tokens = decode_pb2.DecodeTokens(
-                token_ids=[token_id], logprobs=_logprobs([token_id], params)
-            )
-            events.put_nowait(decode_pb2.DecodeEvent(key=key, tokens=tokens))
+            for index in sorted(leg.open):
+                tokens = self._draw(leg, index)
+                if leg.open:
+                    events.put_nowait(decode_pb2.DecodeEvent(key=key, tokens=tokens))
+                    continue
+                finished = decode_pb2.DecodeFinished(
+                    sample_index=index,
+                    token_ids=tokens.token_ids,
+                    logprobs=tokens.logprobs,
+                    finish_reason=tokens.finish_reason,
+                    leg=self.leg(len(leg.reserve.prompt_token_ids), is_computed=False),
+                    times=[common_pb2.StageTime(stage="decode", seconds=1e-6)],
+                )
+                if tokens.HasField("stop_token_id"):
+                    finished.stop_token_id = tokens.stop_token_id
+                self._end(legs, key, by_itself=True)
+                events.put_nowait(decode_pb2.DecodeEvent(key=key, finished=finished))
+                return
             await asyncio.sleep(0)
-        finished = decode_pb2.DecodeFinished(
+
+    def _draw(self, leg: _Leg, index: int) -> decode_pb2.DecodeTokens:
+        """One token of one sample, which may end with it."""
+        output, params = leg.outputs[index], leg.reserve.sampling
+        token_id = self.model.token(leg.reserve.prompt_token_ids, params, len(output), index)
+        output.append(token_id)
+        reason = self.model.reason(token_id, params, len(output))
+        tokens = decode_pb2.DecodeTokens(
+            sample_index=index,
             token_ids=[token_id],
             logprobs=_logprobs([token_id], params),
             finish_reason=reason,
-            leg=self.leg(len(prompt), is_computed=False),
-            times=[common_pb2.StageTime(stage="decode", seconds=1e-6)],
         )
         if reason in (common_pb2.FINISH_REASON_EOS, common_pb2.FINISH_REASON_STOP_TOKEN):
-            finished.stop_token_id = token_id
-        self._end(legs, key, by_itself=True)
-        events.put_nowait(decode_pb2.DecodeEvent(key=key, finished=finished))
+            tokens.stop_token_id = token_id
+        if reason:
+            leg.open.discard(index)
+        return tokens
 
     def _end(self, legs: dict[int, _Leg], key: int, *, by_itself: bool = False) -> _Leg:
         leg = legs.pop(key)
@@ -401,6 +450,15 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
     def _add_to(self, server: grpc.aio.Server) -> None:
         add: Any = decode_pb2_grpc.add_DecodeServicer_to_server
         add(self, server)
+
+
+def _take_over(leg: _Leg, command: decode_pb2.GenerateFromHandle) -> None:
+    """What was drawn already, and who goes on."""
+    if not command.outputs:
+        leg.outputs, leg.open = [list(command.output_token_ids)], {0}
+        return
+    leg.outputs = [list(output.token_ids) for output in command.outputs]
+    leg.open = {index for index, output in enumerate(command.outputs) if not output.is_over}
 
 
 def _logprobs(

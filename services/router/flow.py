@@ -2,10 +2,12 @@
 
     LOOKING_UP   which stores hold its prefix
     RESERVING    choose the pair; the decode worker sets blocks aside (not for a single token)
-    PREFILLING   the prefill worker computes the prompt, draws the first token (shown at once),
-                 stores the KV
-    DECODING     the decode worker takes the KV over and draws the rest
+    PREFILLING   the prefill worker computes the prompt, draws the first token of each sample (shown
+                 at once), stores the KV
+    DECODING     the decode worker takes the KV over and draws the rest of every sample
     FINISHED     the last message is out
+
+Each sample ends with a message of its own; the one that ends last carries the request's account.
 
 Cancel, deadline and errors lead out of every state; `run` then tells both legs before it returns,
 without waiting: the prefill call is cancelled, the decode leg gets its cancel. What is visible to
@@ -32,14 +34,15 @@ from process.errors import (
 )
 from protos import common_pb2, decode_pb2, inference_pb2, prefill_pb2
 from services.router.answer import Answer, shows_something
-from services.router.candidates import Candidates
+from services.router.candidates import NO_ADAPTER, Adapter, Candidates
 from services.router.config import RouterCosts, RouterTimes
-from services.router.decode_leg import DecodeLeg
+from services.router.decode_leg import DecodeLeg, SampleNews
 from services.router.decode_streams import DecodeStreams
 from services.router.lease_release import LeaseRelease
 from services.router.lookup import PrefixLookup
 from services.router.policy import Ask, Choice, choose
 from services.router.prefill_client import PrefillClient
+from services.router.samples import Samples
 from services.router.times import StageTimes
 from services.router.views import WorkerView
 
@@ -91,10 +94,17 @@ class Job:
     sampling: common_pb2.SamplingParams
     affinity: bytes
     priority: int
+    adapter: Adapter = NO_ADAPTER
 
     @property
     def needs_decode(self) -> bool:
-        return self.sampling.max_tokens > 1
+        # Hypotheses are compared at the end, where the beams are, even of one token.
+        return self.sampling.max_tokens > 1 or self.sampling.HasField("beam")
+
+    @property
+    def num_sequences(self) -> int:
+        """Outputs that take blocks at the same time."""
+        return max(self.sampling.n, self.sampling.beam.num_beams, 1)
 
 
 class RequestFlow:
@@ -104,7 +114,7 @@ class RequestFlow:
         self,
         cluster: Cluster,
         job: Job,
-        answer: Answer,
+        answers: Sequence[Answer],
         *,
         times: StageTimes,
         deadline: Deadline,
@@ -113,16 +123,13 @@ class RequestFlow:
         self.state = State.LOOKING_UP
         self._cluster = cluster
         self._job = job
-        self._answer = answer
+        self._samples = Samples(answers, job.sampling)
         self._times = times
         self._deadline = deadline
         self._send = send
         self._leg: DecodeLeg | None = None
         # Ours until the decode worker is told of it.
         self._handle: common_pb2.KvHandle | None = None
-        self._first_token_ids: Sequence[int] = ()
-        # The last message to be, where the answer ended with its first token.
-        self._held: inference_pb2.GenerateResponse | None = None
         self._kv_legs: list[common_pb2.KvLeg] = []
         self._fingerprint = ""
 
@@ -146,12 +153,15 @@ class RequestFlow:
     async def _look_up(self) -> Ask:
         job = self._job
         prefix_tokens = await self._cluster.lookup.find(
-            job.prompt_token_ids, job.tenant_salt, self._cluster.candidates.layouts()
+            job.prompt_token_ids,
+            job.tenant_salt,
+            self._cluster.candidates.layouts(),
+            job.adapter.digest,
         )
         self._times.mark("lookup")
         return Ask(
             num_prompt_tokens=len(job.prompt_token_ids),
-            max_tokens=job.sampling.max_tokens,
+            max_tokens=job.sampling.max_tokens * job.num_sequences,
             prefix_tokens=prefix_tokens,
             affinity=job.affinity,
             needs_decode=job.needs_decode,
@@ -168,14 +178,15 @@ class RequestFlow:
         bound = self._deadline.sooner(self._cluster.times.reserve_wait_s)
         last_error: BatonError | None = None
         while True:
-            decode = candidates.decode(refused)
+            decode = candidates.decode(refused, self._job.adapter)
             if last_error is not None and not decode:
                 if bound.expired:
                     raise last_error
                 await self._cluster.streams.wait_for_progress(min(_ROOM_POLL_S, bound.left_s()))
                 refused.clear()
-                decode = candidates.decode()
-            choice = choose(candidates.prefill(), decode, ask, self._cluster.costs)
+                decode = candidates.decode((), self._job.adapter)
+            prefill = candidates.prefill((), self._job.adapter)
+            choice = choose(prefill, decode, ask, self._cluster.costs)
             self._times.mark("choose")
             self._log_choice(choice)
             if choice.decode_id is None:
@@ -200,6 +211,8 @@ class RequestFlow:
             prompt_token_ids=job.prompt_token_ids,
             sampling=job.sampling,
             model_fingerprint=worker.fingerprint,
+            adapter=job.adapter.name,
+            adapter_digest=job.adapter.digest,
             priority=job.priority,
             budget_ms=max(1, int(self._deadline.left_s() * 1000)),
         )
@@ -213,10 +226,10 @@ class RequestFlow:
         self._leg = leg
 
     async def _prefill(self, choice: Choice, ask: Ask) -> None:
-        """The prompt's first token, and the handle on its KV. One retry, on another worker, which
-        meets what the first has stored already.
+        """The first token of each sample, and the handle on the prompt's KV. One retry, on another
+        worker, which meets what the first has stored already.
 
-        Once the token is shown there is no other try: the decode worker computes what was not
+        Once the tokens are shown there is no other try: the decode worker computes what was not
         handed over, and an answer that is over goes without that account.
         """
         self.state = State.PREFILLING
@@ -231,8 +244,8 @@ class RequestFlow:
             except BatonError as error:
                 if isinstance(error, Unavailable):
                     self._cluster.candidates.suspect(worker_id)
-                if worker is not None and self._first_token_ids:
-                    if isinstance(error, DeadlineExceeded) and self._held is None:
+                if worker is not None and self._samples.has_all_firsts:
+                    if isinstance(error, DeadlineExceeded) and not self._samples.is_over:
                         raise
                     self._go_on_without_handle(worker, error)
                     return
@@ -252,7 +265,7 @@ class RequestFlow:
         Raises: `error` when there is nobody.
         """
         candidates = self._cluster.candidates
-        others = candidates.prefill({failed_id})
+        others = candidates.prefill({failed_id}, self._job.adapter)
         if self._leg is not None:
             decode = candidates.get(self._leg.worker_id)
             fits = (decode.fingerprint, decode.block_size)
@@ -291,6 +304,8 @@ class RequestFlow:
             prompt_token_ids=job.prompt_token_ids,
             sampling=job.sampling,
             model_fingerprint=worker.fingerprint,
+            adapter=job.adapter.name,
+            adapter_digest=job.adapter.digest,
             priority=job.priority,
             wants_handle=job.needs_decode,
         )
@@ -302,70 +317,86 @@ class RequestFlow:
             # An answer that is over does not wait long for the account of how it came about.
             lambda: (
                 self._deadline
-                if self._held is None
+                if not self._samples.is_over
                 else self._deadline.sooner(self._cluster.times.finish_wait_s)
             ),
         )
 
     async def _show_first(self, first: prefill_pb2.PrefillReply) -> None:
-        """The first token is there. If it ends the answer, the decode worker is told right away."""
-        self._first_token_ids = first.token_ids
-        message = self._answer.take(
-            first.token_ids,
-            first.logprobs,
-            reason=first.finish_reason,
-            stop_token_id=first.stop_token_id if first.HasField("stop_token_id") else None,
-        )
-        if not self._answer.is_over:
-            await self._show(message)
+        """A sample's first token is there. If it ends the answer, the decode worker is told right
+        away.
+        """
+        message = self._samples.take_first(first)
+        if message is None:
             return
-        if self._leg is not None:
+        if self._samples.is_over and self._leg is not None:
             self._leg.cancel()
         await self._show(message)
-        self._held = self._answer.empty()
 
     async def _hand_over(self) -> None:
-        """Have the decode worker go on from the first token, unless the answer ended with it."""
-        if self._held is not None:
-            self._times.mark("handover")
-            await self._send_last(self._held)
-            return
-        if self._leg is None:
-            raise Internal("the prefill worker did not end an answer of one token")
-        self.state = State.DECODING
-        self._leg.generate(self._handle, self._first_token_ids)
-        self._handle = None
+        """Have the decode worker go on from the first tokens, unless all answers ended with
+        them.
+        """
+        ended = list(self._samples.ended())
+        last = ended.pop() if self._samples.is_over else None
+        if last is None:
+            if self._leg is None:
+                raise Internal("the prefill worker did not end an answer of one token")
+            self.state = State.DECODING
+            self._leg.generate(self._samples.handover(self._handle))
+            self._handle = None
         self._times.mark("handover")
-        await self._decode(self._leg)
+        for answer in ended:
+            await self._send(self._end(answer, answer.empty()))
+        if last is not None:
+            await self._send_last(last, last.empty())
+        elif self._leg is not None:
+            await self._decode(self._leg)
 
     async def _decode(self, leg: DecodeLeg) -> None:
-        while True:
+        last: tuple[Answer, inference_pb2.GenerateResponse] | None = None
+        while last is None:
             arrival = await leg.take()
             if arrival.error is not None:
                 if isinstance(arrival.error, Unavailable):
                     self._cluster.candidates.suspect(leg.worker_id)
                 raise arrival.error
+            for news in arrival.samples:
+                last = await self._take(leg, news) or last
             finished = arrival.finished
-            message = self._answer.take(
-                arrival.token_ids,
-                arrival.logprobs,
-                reason=_reason(finished, leg),
-                stop_token_id=_stop_token_id(finished),
-            )
-            if not self._answer.is_over:
-                await self._show(message)
-                continue
-            if finished is None:
-                # A stop string: only text could show it, so the worker must be told.
-                leg.cancel()
-                await self._show(message)
-                message = self._answer.empty()
-                finished = await self._account_of(leg)
-            if finished is not None:
-                self._kv_legs.append(finished.leg)
-                self._times.mark_split(_seconds(finished.times), rest="stream")
-            await self._send_last(message)
-            return
+            if finished is not None and last is None:
+                raise Unavailable(
+                    f"decode worker {leg.worker_id} gave the request up", retry_after_s=1.0
+                )
+        answer, message = last
+        if finished is None:
+            # A stop string: only text could show it, so the worker must be told.
+            leg.cancel()
+            await self._show(message)
+            message = answer.empty()
+            finished = await self._account_of(leg)
+        if finished is not None:
+            self._kv_legs.append(finished.leg)
+            self._times.mark_split(_seconds(finished.times), rest="stream")
+        await self._send_last(answer, message)
+
+    async def _take(
+        self, leg: DecodeLeg, news: SampleNews
+    ) -> tuple[Answer, inference_pb2.GenerateResponse] | None:
+        """Show what came of one sample. Returns: its message not sent yet, if it ended last."""
+        taken = self._samples.take(news)
+        if taken is None:
+            return None
+        answer, message = taken
+        if not answer.is_over:
+            await self._show(message)
+            return None
+        if self._samples.is_over:
+            return taken
+        if not news.reason:
+            leg.cancel_sample(news.sample_index)
+        await self._send(self._end(answer, message))
+        return None
 
     async def _account_of(self, leg: DecodeLeg) -> decode_pb2.DecodeFinished | None:
         """The cancelled worker's account of its leg; None when it does not come in time."""
@@ -386,22 +417,35 @@ class RequestFlow:
         if shows_something(message):
             await self._send(message)
 
-    async def _send_last(self, message: inference_pb2.GenerateResponse) -> None:
-        self._times.mark("stream")
-        num_prompt_tokens = len(self._job.prompt_token_ids)
-        provenance = common_pb2.Provenance(
-            num_prompt_tokens=num_prompt_tokens,
-            legs=self._kv_legs,
-            model=self._cluster.model,
-            model_fingerprint=self._fingerprint,
-        )
-        last = self._answer.last(
+    def _end(
+        self, answer: Answer, message: inference_pb2.GenerateResponse
+    ) -> inference_pb2.GenerateResponse:
+        """`message` with what ends its sample."""
+        return answer.last(
             message,
-            num_prompt_tokens=num_prompt_tokens,
-            provenance=provenance,
-            times=self._times.stages(),
+            num_prompt_tokens=len(self._job.prompt_token_ids),
+            kv_legs=self._kv_legs,
             seed=self._job.sampling.seed,
         )
+
+    async def _send_last(self, answer: Answer, message: inference_pb2.GenerateResponse) -> None:
+        """The end of the last sample, with the request's account."""
+        self._times.mark("stream")
+        last, job = self._end(answer, message), self._job
+        last.provenance.CopyFrom(
+            common_pb2.Provenance(
+                num_prompt_tokens=len(job.prompt_token_ids),
+                legs=self._kv_legs,
+                model=self._cluster.model,
+                model_fingerprint=self._fingerprint,
+                adapter_digest=job.adapter.digest,
+            )
+        )
+        for stage, seconds in self._times.stages():
+            last.times.add(stage=stage, seconds=seconds)
+        if job.sampling.trace:
+            last.prompt_token_ids.extend(job.prompt_token_ids)
+            last.sampling.CopyFrom(job.sampling)
         await self._send(last)
 
     def _log_choice(self, choice: Choice) -> None:
@@ -419,22 +463,3 @@ class RequestFlow:
 
 def _seconds(times: Iterable[common_pb2.StageTime]) -> Sequence[tuple[str, float]]:
     return [(entry.stage, entry.seconds) for entry in times]
-
-
-def _reason(finished: decode_pb2.DecodeFinished | None, leg: DecodeLeg) -> common_pb2.FinishReason:
-    """Why the worker ended. Raises: Unavailable when it was not because of the answer."""
-    if finished is None:
-        return common_pb2.FINISH_REASON_UNSPECIFIED
-    reason = finished.finish_reason
-    if reason in (
-        common_pb2.FINISH_REASON_UNSPECIFIED,
-        common_pb2.FINISH_REASON_CANCELLED,
-    ):
-        raise Unavailable(f"decode worker {leg.worker_id} gave the request up", retry_after_s=1.0)
-    return reason
-
-
-def _stop_token_id(finished: decode_pb2.DecodeFinished | None) -> int | None:
-    if finished is not None and finished.HasField("stop_token_id"):
-        return finished.stop_token_id
-    return None

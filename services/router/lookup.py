@@ -50,17 +50,21 @@ class PrefixLookup:
         """Why the last lookup found nothing it could trust; None when it worked."""
 
     async def find(
-        self, token_ids: Sequence[int], tenant_salt: bytes, layouts: Iterable[tuple[str, int]]
+        self,
+        token_ids: Sequence[int],
+        tenant_salt: bytes,
+        layouts: Iterable[tuple[str, int]],
+        adapter_digest: str = "",
     ) -> Mapping[tuple[str, str], int]:
         """Prompt tokens held, by (model fingerprint, store node), for each (fingerprint, block
-        size).
+        size) with this adapter.
         """
         found: dict[tuple[str, str], int] = {}
         nodes = self._nodes()
         try:
             async with asyncio.timeout(self._timeout_s):
                 for fingerprint, block_size in sorted(layouts) if nodes else ():
-                    root = block_hash.root_key(tenant_salt, fingerprint)
+                    root = block_hash.root_key(tenant_salt, fingerprint, adapter_digest)
                     hashes = await _chain(root, token_ids, block_size)
                     for node_id, num_blocks in (await self._index.lookup(hashes, nodes)).items():
                         found[fingerprint, node_id] = num_blocks * block_size

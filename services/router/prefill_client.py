@@ -17,7 +17,7 @@ import grpc.aio
 from process import serving
 from process.deadline import Deadline
 from process.errors import Cancelled, Internal, Unavailable
-from protos import prefill_pb2, prefill_pb2_grpc
+from protos import common_pb2, prefill_pb2, prefill_pb2_grpc
 from services.router.views import WorkerView
 
 Show = Callable[[prefill_pb2.PrefillReply], Awaitable[None]]
@@ -66,7 +66,7 @@ class PrefillClient:
         show: Show,
         account_deadline: Callable[[], Deadline],
     ) -> prefill_pb2.PrefillReply:
-        """One prompt in; its first token goes to `show` as soon as it comes.
+        """One prompt in; the first token of each of its samples goes to `show` as soon as it comes.
 
         Args: account_deadline: asked after `show`: how long to wait for the rest.
         Returns: the account and the handle.
@@ -81,10 +81,11 @@ class PrefillClient:
         self._num_calls[life] += 1
         call = stub.Prefill(request, timeout=deadline.left_s())
         try:
-            first = await call.read()
-            if first is grpc.aio.EOF or not first.token_ids:
-                raise Internal(f"prefill worker {worker.worker_id} answered without a token")
-            await show(first)
+            for _ in range(num_first_messages(request.sampling)):
+                first = await call.read()
+                if first is grpc.aio.EOF or not (first.token_ids or first.beam_start):
+                    raise Internal(f"prefill worker {worker.worker_id} answered without a token")
+                await show(first)
             async with account_deadline().timeout("the prefill worker's account"):
                 last = await call.read()
             if last is grpc.aio.EOF or not last.HasField("leg"):
@@ -123,3 +124,8 @@ class PrefillClient:
             raise Internal(
                 f"{self._queued_tokens.total()} prompt tokens queued in {self.num_calls} calls"
             )
+
+
+def num_first_messages(sampling: common_pb2.SamplingParams) -> int:
+    """Messages of a Prefill call before its account: a beam search has one start for all."""
+    return 1 if sampling.HasField("beam") else sampling.n or 1

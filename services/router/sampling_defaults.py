@@ -8,24 +8,13 @@ start.
 
 from __future__ import annotations
 
-import json
-import math
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
+from checkpoints.errors import CheckpointError
+from checkpoints.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from process.settings import SettingsError
 from protos import common_pb2
-
-
-@dataclass(frozen=True)
-class SamplingDefaults:
-    """A model's defaults."""
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
 
 
 def read_defaults(folder: Path) -> SamplingDefaults:
@@ -33,43 +22,45 @@ def read_defaults(folder: Path) -> SamplingDefaults:
 
     Raises: SettingsError when `generation_config.json` is there but cannot be used.
     """
-    file = folder / "generation_config.json"
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return SamplingDefaults()
-    except (OSError, ValueError) as error:
-        raise SettingsError(f"{file}: cannot be read as JSON: {error}") from error
-    if not isinstance(config, dict) or not config.get("do_sample"):
-        return SamplingDefaults()
-    top_p, min_p = _number(file, config, "top_p", 1.0), _number(file, config, "min_p", 0.0)
-    temperature, top_k = _number(file, config, "temperature", 1.0), config.get("top_k") or 0
-    is_sane = temperature >= 0 and 0 < top_p <= 1 and 0 <= min_p < 1
-    if not (is_sane and isinstance(top_k, int) and top_k >= 0):
-        raise SettingsError(f"{file}: temperature, top_p, top_k or min_p is out of range")
-    return SamplingDefaults(temperature, top_p, top_k, min_p)
+        return read_sampling_defaults(folder)
+    except CheckpointError as error:
+        raise SettingsError(str(error)) from error
+
+
+ROUTERS_OWN = ("stop", "include_stop_text", "bad_words", "stop_at_tool_call")
+"""Fields that only the router reads: they are about text."""
 
 
 def fill(
-    asked: common_pb2.SamplingParams, defaults: SamplingDefaults, *, max_tokens: int, seed: int
+    asked: common_pb2.SamplingParams,
+    defaults: SamplingDefaults,
+    *,
+    max_tokens: int,
+    seed: int,
+    bad_words: Iterable[Sequence[int]] = (),
+    stop_token_ids: Iterable[int] = (),
 ) -> common_pb2.SamplingParams:
-    """`asked` with every field set that a worker reads; what only the router reads is left out."""
+    """`asked` with every field set that a worker reads; what only the router reads is left out.
+
+    Args:
+        bad_words: the words of `asked` as token ids, to join the sequences that it gives as ids.
+        stop_token_ids: to join those of `asked`.
+    """
     filled = common_pb2.SamplingParams()
     filled.CopyFrom(asked)
+    is_searched = asked.HasField("beam")
     for name in ("temperature", "top_p", "top_k", "min_p"):
         if not asked.HasField(name):
-            setattr(filled, name, getattr(defaults, name))
+            # Nothing is drawn in a beam search, whatever the model would have its draws like.
+            source = SamplingDefaults() if is_searched else defaults
+            setattr(filled, name, getattr(source, name))
     filled.max_tokens = max_tokens
     filled.seed = seed
-    for name in ("stop", "include_stop_text", "n"):
+    filled.n = asked.n or 1
+    for ids in bad_words:
+        filled.bad_word_ids.add(ids=ids)
+    filled.stop_token_ids.extend(stop_token_ids)
+    for name in ROUTERS_OWN:
         filled.ClearField(name)
     return filled
-
-
-def _number(file: Path, config: dict[str, Any], key: str, default: float) -> float:
-    value = config.get(key)
-    if value is None:
-        return default
-    if not isinstance(value, int | float) or not math.isfinite(value):
-        raise SettingsError(f"{file}: {key} is no number")
-    return float(value)

@@ -15,24 +15,27 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from checkpoints.sampling_defaults import SamplingDefaults
 from process import logs, serving
 from process.deadline import Deadline
 from process.errors import DeadlineExceeded, InvalidArgument
-from protos import inference_pb2
+from protos import common_pb2, inference_pb2
 from services.router import identity, sampling_defaults, validation
-from services.router.answer import Answer
+from services.router.answer import NO_TOOL_CALLS, Answer
 from services.router.candidates import Candidates
 from services.router.config import RouterLimits
 from services.router.flow import Cluster, Job, RequestFlow
 from services.router.inflight import Attempt, InFlight
+from services.router.metrics import RouterMetrics
 from services.router.policy import DECODE, PREFILL
 from services.router.prompt import PromptEncoder
-from services.router.sampling_defaults import SamplingDefaults
 from services.router.status import ClusterStatus
 from services.router.times import StageTimes
 from services.router.views import ServedModel
 from services.router.wire_format import parse_request
+from tokens.bad_words import bad_word_ids
 from tokens.text import OutputText
+from tokens.tool_calls import ToolCallEnds
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +66,7 @@ class Front:
     served: ServedModel
     status: ClusterStatus
     tenant_secret: str
+    metrics: RouterMetrics
 
 
 class InferenceServicer:
@@ -98,8 +102,15 @@ class InferenceServicer:
         tenant = request.tenant or identity.DEFAULT_TENANT
         request_id = request.request_id or identity.fresh_request_id()
 
+        is_first = True
+
         async def send(message: inference_pb2.GenerateResponse) -> None:
+            nonlocal is_first
             await context.write(message.SerializeToString())
+            front.metrics.on_message(message)
+            if is_first and message.token_ids:
+                is_first = False
+                front.metrics.on_first_token(times.elapsed_s)
 
         digest = identity.body_digest(request)
         async with front.in_flight.admit(tenant, request_id, digest, deadline) as attempt:
@@ -155,9 +166,9 @@ class InferenceServicer:
         outcome = "failed"
         try:
             async with deadline.timeout("request"):
-                job, answer = await self._prepare(request, attempt, times)
+                job, answers = await self._prepare(request, attempt, times)
                 flow = RequestFlow(
-                    self._front.cluster, job, answer, times=times, deadline=deadline, send=send
+                    self._front.cluster, job, answers, times=times, deadline=deadline, send=send
                 )
                 await flow.run()
             outcome = "finished"
@@ -170,6 +181,7 @@ class InferenceServicer:
             raise DeadlineExceeded(f"the request's time ran out while {where}") from error
         finally:
             counters.num_failed += outcome == "failed"
+            self._front.metrics.on_end(outcome, times.elapsed_s, times.stages())
             logs.event(
                 logger,
                 "request_over",
@@ -182,7 +194,7 @@ class InferenceServicer:
 
     async def _prepare(
         self, request: inference_pb2.GenerateRequest, attempt: Attempt, times: StageTimes
-    ) -> tuple[Job, Answer]:
+    ) -> tuple[Job, list[Answer]]:
         """Tokens, the checks that need them, and every default."""
         front = self._front
         bounds = front.candidates.bounds()
@@ -193,8 +205,16 @@ class InferenceServicer:
         )
         times.mark("tokenize")
         tenant, request_id, asked = attempt.tenant, attempt.request_id, request.sampling
+        ends = self._tool_call_ends(asked)
         seed = asked.seed if asked.HasField("seed") else identity.seed_of(tenant, request_id)
-        sampling = sampling_defaults.fill(asked, front.defaults, max_tokens=max_tokens, seed=seed)
+        sampling = sampling_defaults.fill(
+            asked,
+            front.defaults,
+            max_tokens=max_tokens,
+            seed=seed,
+            bad_words=self._bad_word_ids(asked),
+            stop_token_ids=sorted(ends.token_ids),
+        )
         salt = identity.tenant_salt(tenant, front.tenant_secret)
         job = Job(
             request_id=request_id,
@@ -205,11 +225,38 @@ class InferenceServicer:
             sampling=sampling,
             affinity=identity.affinity(tenant, request.session, prompt.token_ids),
             priority=request.priority,
+            adapter=front.candidates.adapter(request.adapter),
         )
-        output = OutputText(
-            front.encoder.tokenizer,
-            stop=asked.stop,
-            include_stop_text=asked.include_stop_text,
-            context_ids=prompt.context_ids,
-        )
-        return job, Answer(request_id, output)
+        outputs = [
+            OutputText(
+                front.encoder.tokenizer,
+                stop=asked.stop,
+                include_stop_text=asked.include_stop_text,
+                tool_call_ends=ends.strings,
+                context_ids=prompt.context_ids,
+            )
+            for _ in range(sampling.n)
+        ]
+        answers = [
+            Answer(request_id, output, sample_index=index, tool_call_ends=ends)
+            for index, output in enumerate(outputs)
+        ]
+        return job, answers
+
+    def _tool_call_ends(self, asked: common_pb2.SamplingParams) -> ToolCallEnds:
+        if not asked.stop_at_tool_call:
+            return NO_TOOL_CALLS
+        ends = self._front.encoder.tool_call_ends
+        if not ends:
+            raise InvalidArgument(
+                "sampling.stop_at_tool_call",
+                "this model's tokenizer and chat template name no end of a tool call; name it in "
+                "stop",
+            )
+        return ends
+
+    def _bad_word_ids(self, asked: common_pb2.SamplingParams) -> list[tuple[int, ...]]:
+        try:
+            return bad_word_ids(self._front.encoder.tokenizer, asked.bad_words)
+        except ValueError as error:
+            raise InvalidArgument("sampling.bad_words", str(error)) from error

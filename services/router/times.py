@@ -49,6 +49,11 @@ class StageTimes:
         """From the first moment to the last mark; equals the sum of the stages up to rounding."""
         return self._last_s - self._begin_s
 
+    @property
+    def elapsed_s(self) -> float:
+        """From the first moment until now."""
+        return self._clock() - self._begin_s
+
     def _lap(self) -> float:
         now = self._clock()
         lap_s, self._last_s = now - self._last_s, now

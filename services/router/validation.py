@@ -1,21 +1,21 @@
 """Every check of a request at the edge, before any work. Pure: a request and bounds in, nothing or
 one error out.
 
-Each error names the field as the client wrote it. What this version does not serve is refused by
-name, never ignored. Two steps: what the request alone shows (`check_request`), then what needs its
+Each error names the field as the client wrote it; how tokens are drawn is checked in
+`sampling_checks`. Two steps: what the request alone shows (`check_request`), then what needs its
 tokens and the model (`check_tokens`).
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from process.errors import InvalidArgument
-from protos import common_pb2, inference_pb2
+from protos import inference_pb2
+from services.router import sampling_checks
 from services.router.config import RouterLimits
+from services.router.sampling_checks import ModelBounds
 
 _IDENTIFIER = re.compile(r"[A-Za-z0-9._:@/+=-]+")
 _MAX_REQUEST_ID_CHARS = 128
@@ -23,18 +23,6 @@ _MAX_TENANT_CHARS = 64
 _MAX_SESSION_CHARS = 256
 _ROLE = re.compile(r"[A-Za-z_]{1,32}")
 _MAX_NAME_CHARS = 128
-# Below, logits divided by it leave float32's range; above, every choice is as likely as any other.
-# Derived.
-_MIN_TEMPERATURE = 1e-4
-_MAX_TEMPERATURE = 100.0
-
-
-@dataclass(frozen=True)
-class ModelBounds:
-    """What the served model allows."""
-
-    context_window: int
-    vocab_size: int
 
 
 def check_request(
@@ -51,12 +39,11 @@ def check_request(
         raise InvalidArgument(
             "session", f"must be at most {_MAX_SESSION_CHARS} printable characters"
         )
-    if request.adapter:
-        raise InvalidArgument("adapter", "adapters are not served by this version")
+    if len(request.adapter) > _MAX_NAME_CHARS or not request.adapter.isprintable():
+        raise InvalidArgument("adapter", f"must be at most {_MAX_NAME_CHARS} printable characters")
     if request.budget_ms > limits.max_budget_s * 1000:
         raise InvalidArgument("budget_ms", f"must be at most {int(limits.max_budget_s * 1000)}")
-    _refuse_unserved(request.sampling)
-    _check_sampling(request.sampling, limits)
+    sampling_checks.check(request.sampling, limits)
     _check_prompt(request)
 
 
@@ -84,9 +71,9 @@ def check_tokens(
             f"has {num_prompt_tokens} tokens; the model's window of {bounds.context_window} leaves "
             f"room for {bounds.context_window - 1}",
         )
-    _check_vocabulary(field, prompt_token_ids, bounds)
+    sampling_checks.check_vocabulary(field, prompt_token_ids, bounds)
     sampling = request.sampling
-    _check_vocabulary("sampling.stop_token_ids", sampling.stop_token_ids, bounds)
+    sampling_checks.check_ids(sampling, bounds)
     room = bounds.context_window - num_prompt_tokens
     max_tokens = min(limits.default_max_tokens, room)
     if sampling.HasField("max_tokens"):
@@ -111,58 +98,6 @@ def _check_identifier(field: str, value: str, max_chars: int) -> None:
         )
 
 
-def _refuse_unserved(sampling: common_pb2.SamplingParams) -> None:
-    asked = {
-        "n": sampling.n > 1,
-        "presence_penalty": sampling.presence_penalty != 0.0,
-        "frequency_penalty": sampling.frequency_penalty != 0.0,
-        "repetition_penalty": sampling.repetition_penalty not in (0.0, 1.0),
-        "logit_bias": bool(sampling.logit_bias),
-        "allowed_token_ids": bool(sampling.allowed_token_ids),
-        "trace": sampling.trace,
-    }
-    grammar = sampling.WhichOneof("grammar")
-    if grammar is not None:
-        asked[grammar] = True
-    for name, is_asked in asked.items():
-        if is_asked:
-            raise InvalidArgument(f"sampling.{name}", "is not served by this version")
-
-
-def _check_sampling(sampling: common_pb2.SamplingParams, limits: RouterLimits) -> None:
-    if sampling.HasField("temperature"):
-        temperature = sampling.temperature
-        in_range = temperature == 0 or _MIN_TEMPERATURE <= temperature <= _MAX_TEMPERATURE
-        if not (math.isfinite(temperature) and in_range):
-            raise InvalidArgument(
-                "sampling.temperature",
-                f"must be 0 (greedy) or from {_MIN_TEMPERATURE} to {_MAX_TEMPERATURE}, got "
-                f"{temperature}",
-            )
-    # Written so that NaN fails each of them.
-    if sampling.HasField("top_p") and not 0 < sampling.top_p <= 1:
-        raise InvalidArgument("sampling.top_p", f"must be in (0, 1], got {sampling.top_p}")
-    if sampling.HasField("min_p") and not 0 <= sampling.min_p < 1:
-        raise InvalidArgument("sampling.min_p", f"must be in [0, 1), got {sampling.min_p}")
-    if sampling.HasField("top_k") and sampling.top_k > 2**31 - 1:
-        raise InvalidArgument("sampling.top_k", f"must be below 2^31, got {sampling.top_k}")
-    if sampling.HasField("max_tokens") and sampling.max_tokens == 0:
-        raise InvalidArgument("sampling.max_tokens", "must be at least 1")
-    if sampling.HasField("logprobs") and sampling.logprobs > limits.max_logprobs:
-        raise InvalidArgument("sampling.logprobs", f"must be at most {limits.max_logprobs}")
-    if len(sampling.stop_token_ids) > limits.max_stop_token_ids:
-        raise InvalidArgument(
-            "sampling.stop_token_ids", f"must be at most {limits.max_stop_token_ids} ids"
-        )
-    if len(sampling.stop) > limits.max_stop_strings:
-        raise InvalidArgument("sampling.stop", f"must be at most {limits.max_stop_strings} strings")
-    for index, stop in enumerate(sampling.stop):
-        if not 1 <= len(stop) <= limits.max_stop_chars:
-            raise InvalidArgument(
-                f"sampling.stop[{index}]", f"must have 1 to {limits.max_stop_chars} characters"
-            )
-
-
 def _check_prompt(request: inference_pb2.GenerateRequest) -> None:
     kind = request.WhichOneof("prompt")
     if kind is None:
@@ -185,12 +120,3 @@ def _check_prompt(request: inference_pb2.GenerateRequest) -> None:
                 f"chat.messages[{index}].name",
                 f"must be at most {_MAX_NAME_CHARS} printable characters",
             )
-
-
-def _check_vocabulary(field: str, token_ids: Sequence[int], bounds: ModelBounds) -> None:
-    if token_ids and max(token_ids) >= bounds.vocab_size:
-        index = next(i for i, token in enumerate(token_ids) if token >= bounds.vocab_size)
-        raise InvalidArgument(
-            f"{field}[{index}]",
-            f"is {token_ids[index]}, outside the vocabulary of {bounds.vocab_size}",
-        )

@@ -4,8 +4,8 @@ Values; pure.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from protos import common_pb2
 
@@ -31,6 +31,8 @@ class WorkerView:
     store_node_id: str
     is_draining: bool
     dtype: str
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    """Digest of each loaded adapter, by name."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ def worker_view(status: common_pb2.WorkerStatus) -> WorkerView:
         store_node_id=status.store_node_id,
         is_draining=status.draining,
         dtype=status.dtype,
+        adapters={adapter.name: adapter.digest for adapter in status.adapters},
     )
 
 

@@ -36,7 +36,12 @@ def parse_request(data: bytes, *, max_bytes: int) -> inference_pb2.GenerateReque
         if field is not None:
             raise InvalidArgument(field, "is not valid UTF-8") from error
         raise InvalidArgument("request", "is no GenerateRequest: damaged message") from error
-    for name, part in (("request", request), ("sampling", request.sampling)):
+    parts = {
+        "request": request,
+        "sampling": request.sampling,
+        "sampling.beam": request.sampling.beam,
+    }
+    for name, part in parts.items():
         for unknown in UnknownFieldSet(part):  # type: ignore[attr-defined]
             raise InvalidArgument(name, f"has field number {unknown.field_number}, unknown here")
     return request

@@ -16,6 +16,7 @@ from engine.errors import NoBlocks
 from engine.request import Request, Reservation
 from process.deadline import Deadline
 from process.errors import BatonError, Internal, NoCapacity
+from services.worker.adapters import check_digest
 from services.worker.background import start_task
 from services.worker.engine_port import WorkerEngine
 from services.worker.engine_thread import EngineThread
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 class _Waiter:
     request: Request
     future: asyncio.Future[Reservation]
+    adapter_digest: str = ""
 
 
 class Admission:
@@ -43,8 +45,10 @@ class Admission:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    async def reserve(self, request: Request, deadline: Deadline) -> Reservation:
-        """Wait for room and take it.
+    async def reserve(
+        self, request: Request, deadline: Deadline, *, adapter_digest: str = ""
+    ) -> Reservation:
+        """Wait for room and take it, if the request's adapter is still the one of this digest.
 
         Whoever calls posts an `abort` of the request's id if this ends in any other way than by
         returning: a cancelled wait may still have been granted.
@@ -58,7 +62,8 @@ class Admission:
             )
         if self._pump is None:
             self._pump = start_task(self._grant_forever(), "admission")
-        waiter = _Waiter(request, asyncio.get_running_loop().create_future())
+        future: asyncio.Future[Reservation] = asyncio.get_running_loop().create_future()
+        waiter = _Waiter(request, future, adapter_digest)
         self._waiting.append(waiter)
         self._wake.set()
         try:
@@ -92,9 +97,9 @@ class Admission:
                 await self._grant(batch)
 
     async def _grant(self, batch: list[_Waiter]) -> None:
-        requests = [waiter.request for waiter in batch]
+        asked = [(waiter.request, waiter.adapter_digest) for waiter in batch]
         try:
-            outcomes = await self._thread.call(lambda engine: _reserve_in_order(engine, requests))
+            outcomes = await self._thread.call(lambda engine: _reserve_in_order(engine, asked))
         except BatonError as error:  # the engine is down: nobody will be served
             outcomes = [error] * len(batch)
         except Exception as error:  # the last line of defence: those who come later must be tried
@@ -112,12 +117,13 @@ class Admission:
 
 
 def _reserve_in_order(
-    engine: WorkerEngine, requests: list[Request]
+    engine: WorkerEngine, asked: list[tuple[Request, str]]
 ) -> list[Reservation | BatonError]:
     """One outcome for each request up to the first without room."""
     outcomes: list[Reservation | BatonError] = []
-    for request in requests:
+    for request, adapter_digest in asked:
         try:
+            check_digest(engine, request.adapter, adapter_digest)
             outcomes.append(engine.reserve(request))
         except NoBlocks:
             break

@@ -6,8 +6,10 @@ Frozen; the loader is `process.settings`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from engine.config import EngineConfig
+from process.metrics import check_listen
 from process.settings import SettingsError
 
 TRANSPORTS = ("shm", "nixl", "grpc")
@@ -91,6 +93,12 @@ class WorkerSettings:
     nixl_net_devices: str = "lo"
     """NIXL only: network devices UCX may use, by name."""
 
+    metrics_listen: str = ""
+    """host:port of /metrics, usually on loopback; port 0: a free one; empty: nobody listens."""
+
+    adapters: tuple[str, ...] = ()
+    """LoRA adapters loaded at start, each as "name=folder". More may be loaded at run time."""
+
     engine: EngineConfig = field(default_factory=EngineConfig)
     """The model and its device."""
 
@@ -103,3 +111,18 @@ class WorkerSettings:
         host, colon, port = self.listen.rpartition(":")
         if not (host and colon and port.isdecimal() and int(port) < 65536):
             raise SettingsError(f"listen: {self.listen!r} is not host:port")
+        check_listen("metrics_listen", self.metrics_listen)
+        names = [name for name, _ in adapter_folders(self)]
+        if len(set(names)) < len(names):
+            raise SettingsError(f"adapters: a name twice in {names}")
+
+
+def adapter_folders(settings: WorkerSettings) -> list[tuple[str, Path]]:
+    """(name, folder) of the adapters that are loaded at start. Raises: SettingsError."""
+    pairs = []
+    for entry in settings.adapters:
+        name, _, folder = entry.partition("=")
+        if not (name and folder):
+            raise SettingsError(f"adapters: {entry!r} is not name=folder")
+        pairs.append((name, Path(folder)))
+    return pairs

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+from engine.metrics import MetricsSnapshot
 from engine.request import BlockHasher, EngineStats
 from kvstore import block_hash
 from kvstore.transport.base import BlockMemory
@@ -26,6 +27,7 @@ from process.deadline import Deadline
 from process.errors import BatonError, FailedPrecondition, InvalidArgument, NoCapacity, Unavailable
 from protos import common_pb2
 from services.worker import status
+from services.worker.adapters import WorkerAdapters
 from services.worker.config import WorkerSettings
 from services.worker.connector import StoreConnector, StoreTarget
 from services.worker.engine_port import WorkerEngine
@@ -76,8 +78,11 @@ class WorkerCore:
             settings.limits,
             on_room=lambda: self.on_room(),
         )
+        self.adapters = WorkerAdapters(self.thread, engine.adapters())
         self.counts = WorkerCounts()
         self.address = settings.advertised or settings.listen
+        self.metrics_address = ""
+        """Where /metrics is served; empty: nowhere."""
         self.draining = False
         self.failed = asyncio.Event()
         self.num_live = 0
@@ -110,25 +115,30 @@ class WorkerCore:
         """A name in the engine that no other attempt of this request has."""
         return f"{request_id}#{next(self._numbers)}"
 
-    def check_model(self, model_fingerprint: str, adapter: str) -> None:
-        """Raises: FailedPrecondition for another model, InvalidArgument for an adapter."""
+    def check_model(self, model_fingerprint: str, adapter: str, adapter_digest: str) -> None:
+        """Raises: FailedPrecondition for another model, or an adapter that is not here or has other
+        content than the router knows: another worker may fit."""
         if model_fingerprint.lower() != self.model.fingerprint.lower():
             raise FailedPrecondition(
                 f"model_fingerprint: {self.identity.worker_id} serves "
                 f"{self.model.fingerprint[:16]}, not {model_fingerprint[:16]}"
             )
-        if adapter:
-            raise InvalidArgument("adapter", "is not served by this version")
+        if self.adapters.digest(adapter) != adapter_digest:
+            raise FailedPrecondition(
+                f"adapter: {self.identity.worker_id} has other content under {adapter!r}"
+            )
 
     def chain(self, tenant_salt: bytes, adapter: str) -> Chain:
-        """The chain-hash namespace of one tenant.
+        """The chain-hash namespace of one tenant and adapter, by the adapter's content: a reload
+        under the same name never meets old KV.
 
         Raises: InvalidArgument without a salt: tenants would share.
         """
         if not tenant_salt:
             raise InvalidArgument("tenant_salt", "is empty; the router sets it")
-        root = block_hash.root_key(tenant_salt, self.model.fingerprint, adapter)
-        return Chain(root, self.model.block_size)
+        digest = self.adapters.digest(adapter)
+        root = block_hash.root_key(tenant_salt, self.model.fingerprint, digest)
+        return Chain(root, self.model.block_size, digest)
 
     def refuse_when_full(self, num_waiting: int) -> None:
         """Raises: NoCapacity when as many wait as may."""
@@ -216,17 +226,24 @@ class WorkerCore:
             recomputed=status.recomputed_to_proto(self.counts.recomputed),
             draining=self.draining,
             integrity_error="" if failure is None else str(failure),
+            adapters=self.adapters.to_proto(),
+            metrics_address=self.metrics_address,
         )
 
     async def checked_status(self) -> common_pb2.WorkerStatus:
         """`status` after recomputing the conservation laws."""
         problem = ""
+        metrics: MetricsSnapshot | None = None
         try:
             async with Deadline.after(INTEGRITY_BUDGET_S).timeout("checking integrity"):
                 await self.thread.call(lambda engine: engine.check_integrity())
+                metrics = await self.thread.call(lambda engine: engine.metrics())
         except BatonError as error:
             problem = str(error)
         reply = self.status()
+        if metrics is not None:
+            reply.num_prefix_tokens_asked = metrics.num_prompt_tokens
+            reply.num_prefix_tokens_cached = metrics.num_cached_tokens
         if problem and not reply.integrity_error:
             reply.integrity_error = problem
         return reply
@@ -238,6 +255,7 @@ class Chain:
 
     root: bytes
     block_size: int
+    adapter_digest: str = ""
 
     @property
     def hasher(self) -> BlockHasher:

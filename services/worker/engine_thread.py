@@ -5,6 +5,8 @@ the order it came; each step's output goes to the loop by one `call_soon_threads
 jobs nor work the thread blocks on its queue; after `idle_check_s` of that it checks the engine's
 conservation laws once.
 
+The engine is closed when the thread ends.
+
 An exception out of `step` is the engine's own mistake: `on_failure` hears of it (the worker fails
 its requests), the laws
 are checked for the log, and the thread is unhealthy for good: it takes no step and refuses `call`,
@@ -135,6 +137,10 @@ class EngineThread:
             if not stopping and self._failure is None:
                 self._step()
         self._refuse_rest()
+        try:
+            self._engine.close()
+        except Exception:  # nothing is left to fail; the log must know
+            logger.exception("engine_close_failed")
         self._deliver(self._end)
 
     def _next_jobs(self) -> list[_Job | None]:

@@ -88,9 +88,10 @@ class Heartbeat:
 
     async def stop(self) -> None:
         """Stop beating and remove our entry; bounded by Redis' timeouts."""
-        if self._task is not None:
+        while self._task is not None and not self._task.done():
+            # Again, should a cancel be lost: the task is often inside a library's own timeouts.
             self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await asyncio.wait((self._task,), timeout=REDIS_TIMEOUT_S)
         try:
             remove = self._redis.register_script(_REMOVE)
             await remove(

@@ -18,10 +18,12 @@ from typing import Any, Protocol
 import grpc.aio
 
 from process import logs, serving
-from services.worker.config import WorkerSettings
+from process.metrics import MetricsServer
+from services.worker.config import WorkerSettings, adapter_folders
 from services.worker.core import Identity, WorkerCore
 from services.worker.engine_port import WorkerEngine
 from services.worker.heartbeat import Heartbeat
+from services.worker.metrics import WorkerCollector
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +52,7 @@ class Worker:
     role: Role
     server: grpc.aio.Server
     heartbeat: Heartbeat | None
+    metrics: MetricsServer
 
     @property
     def address(self) -> str:
@@ -63,6 +66,7 @@ class Worker:
         drain_s = self.core.limits.drain_s if self.core.thread.failure is None else 0.0
         if not await self.core.drain(drain_s):
             logs.event(logger, "drain_cut_short", level=logging.WARNING, num=self.core.num_live)
+        await asyncio.to_thread(self.metrics.stop)
         await self.server.stop(STOP_GRACE_S)
         await self.role.stop()
         await self.core.stop()
@@ -76,15 +80,22 @@ async def start(
 ) -> Worker:
     """Serve with a loaded engine. Returns when the worker answers.
 
-    Raises: Unavailable when the port is taken.
+    Raises: Unavailable when the port is taken; InvalidArgument for an adapter that does not fit.
     """
     core = WorkerCore(engine, settings, Identity.new(role_name, settings.worker_id))
     role = make_role(core)
     role.start()
+    metrics = MetricsServer(WorkerCollector(core, asyncio.get_running_loop()))
     try:
+        for name, folder in adapter_folders(settings):
+            await core.adapters.load(name, folder)
         await core.connector.start(wait_s=settings.limits.store_wait_s)
+        if settings.metrics_listen:
+            metrics.start(settings.metrics_listen)
+            core.metrics_address = metrics.address
         server, address = await serving.listen(settings.listen, [role.add_service])
     except BaseException:
+        await asyncio.to_thread(metrics.stop)
         await role.stop()
         await core.stop()
         raise
@@ -97,8 +108,9 @@ async def start(
             incarnation=core.identity.incarnation.hex(),
             status=core.status,
         )
+        core.adapters.on_change = heartbeat.beat_now
         heartbeat.start()
-    return Worker(core, role, server, heartbeat)
+    return Worker(core, role, server, heartbeat, metrics)
 
 
 async def run(
@@ -127,6 +139,7 @@ async def run(
         model=core.model.model,
         model_fingerprint=core.model.fingerprint,
         store_attached=core.connector.client is not None,
+        metrics=core.metrics_address,
     )
     try:
         await _first(stop, core.failed)

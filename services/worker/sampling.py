@@ -1,25 +1,42 @@
-"""SamplingParams of the wire to the engine's Sampling, refusing by name what this version does not
-serve.
+"""SamplingParams of the wire to the engine's values: how tokens are drawn, how many samples, by
+which search.
 
-Stop strings are the router's (text is made there); n is the router's too: a worker sees one sample.
-Ranges are checked by the engine at `reserve`. Pure.
+Stop strings, tool calls and words are the router's (text is made there): a worker that is sent one
+of them refuses, since nobody else would look at it. Ranges are checked by the engine at `reserve`.
+Pure.
 """
 
 from __future__ import annotations
 
-from engine.request import Sampling
+import dataclasses
+
+from engine.request import Beam, GrammarKind, GrammarSpec, Sampling
 from process.errors import InvalidArgument
 from protos import common_pb2
 
 _REQUIRED = ("temperature", "top_p", "max_tokens", "seed")
+_SAMPLING_FIELDS = frozenset(field.name for field in dataclasses.fields(Sampling))
+_WIRE_NAMES = {
+    "num_samples": "sampling.n",
+    "beam": "sampling.beam",
+    "bad_words": "sampling.bad_word_ids",
+}
+"""What the engine calls otherwise than the wire."""
+_GRAMMARS = {
+    "json_schema": GrammarKind.JSON_SCHEMA,
+    "regex": GrammarKind.REGEX,
+    "ebnf": GrammarKind.EBNF,
+}
 
 
 def sampling_from_proto(params: common_pb2.SamplingParams, sample_index: int) -> Sampling:
-    """Translate. Raises: InvalidArgument naming the field that is absent or not served."""
+    """Translate. Raises: InvalidArgument naming the field that is absent or not a worker's."""
     for name in _REQUIRED:
         if not params.HasField(name):
             raise InvalidArgument(f"sampling.{name}", "is absent; the router sets it")
-    _refuse_unserved(params)
+    for name in ("stop", "bad_words", "stop_at_tool_call"):
+        if getattr(params, name):
+            raise InvalidArgument(f"sampling.{name}", "is the router's; a worker knows no text")
     return Sampling(
         max_tokens=params.max_tokens,
         temperature=params.temperature,
@@ -32,21 +49,53 @@ def sampling_from_proto(params: common_pb2.SamplingParams, sample_index: int) ->
         stop_token_ids=frozenset(params.stop_token_ids),
         ignore_eos=params.ignore_eos,
         logprobs=params.logprobs if params.HasField("logprobs") else None,
+        repetition_penalty=params.repetition_penalty or 1.0,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=tuple(sorted(params.logit_bias.items())),
+        bad_words=tuple(tuple(word.ids) for word in params.bad_word_ids),
+        allowed_token_ids=frozenset(params.allowed_token_ids) or None,
+        no_repeat_ngram=params.no_repeat_ngram,
+        grammar=grammar_from_proto(params),
+        trace=params.trace,
     )
 
 
-def _refuse_unserved(params: common_pb2.SamplingParams) -> None:
-    asked = {
-        "presence_penalty": params.presence_penalty != 0.0,
-        "frequency_penalty": params.frequency_penalty != 0.0,
-        "repetition_penalty": params.repetition_penalty not in (0.0, 1.0),
-        "logit_bias": bool(params.logit_bias),
-        "allowed_token_ids": bool(params.allowed_token_ids),
-        "trace": params.trace,
-    }
-    grammar = params.WhichOneof("grammar")
-    if grammar is not None:
-        asked[grammar] = True
-    for name, is_asked in asked.items():
-        if is_asked:
-            raise InvalidArgument(f"sampling.{name}", "is not served by this version")
+def grammar_from_proto(params: common_pb2.SamplingParams) -> GrammarSpec | None:
+    """What the output must look like; None: anything."""
+    kind = params.WhichOneof("grammar")
+    if kind is None:
+        return None
+    if kind == "choice":
+        return GrammarSpec(GrammarKind.CHOICE, choices=tuple(params.choice.values))
+    return GrammarSpec(_GRAMMARS[kind], getattr(params, kind))
+
+
+def beam_from_proto(params: common_pb2.SamplingParams) -> Beam | None:
+    """The beam search asked for; None: draws."""
+    if not params.HasField("beam"):
+        return None
+    beam = params.beam
+    penalty = beam.length_penalty if beam.HasField("length_penalty") else 1.0
+    return Beam(beam.num_beams, penalty, beam.early_stopping)
+
+
+def num_samples_of(params: common_pb2.SamplingParams) -> int:
+    """Samples of the prompt; 0 on the wire is 1."""
+    return params.n or 1
+
+
+def named_on_wire(error: Exception, sampling: Sampling) -> Exception:
+    """`error` with its field named as the client wrote it: the engine knows no messages."""
+    if not isinstance(error, InvalidArgument):
+        return error
+    name = _WIRE_NAMES.get(error.field)
+    if name is None and error.field in _SAMPLING_FIELDS:
+        name = f"sampling.{error.field}"
+    if error.field.startswith("beam."):
+        name = f"sampling.{error.field}"
+    if error.field == "grammar" and sampling.grammar is not None:
+        name = f"sampling.{sampling.grammar.kind.value}"
+    if name is None:
+        return error
+    return InvalidArgument(name, str(error).removeprefix(f"{error.field}: "))

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 from google.protobuf import json_format
 
-from engine.request import FinishReason, TokenLogprobs
+from engine.request import FinishReason, StepTrace, TokenLogprobs
 from protos import common_pb2
 from services.worker.provenance import Leg
 
@@ -18,6 +18,8 @@ FINISH_REASONS: dict[FinishReason, common_pb2.FinishReason] = {
     FinishReason.EOS: common_pb2.FINISH_REASON_EOS,
     FinishReason.STOP_TOKEN: common_pb2.FINISH_REASON_STOP_TOKEN,
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+    FinishReason.GRAMMAR: common_pb2.FINISH_REASON_GRAMMAR,
+    FinishReason.POLICY: common_pb2.FINISH_REASON_POLICY,
 }
 
 
@@ -79,4 +81,25 @@ def logprobs_to_proto(logprobs: Iterable[TokenLogprobs]) -> list[common_pb2.Toke
             ],
         )
         for entry in logprobs
+    ]
+
+
+def traces_to_proto(traces: Iterable[StepTrace]) -> list[common_pb2.StepTrace]:
+    """One message per token. The RNG key, signed in the engine, is its 64 bits here."""
+    return [
+        common_pb2.StepTrace(
+            position=trace.position,
+            token_id=trace.token_id,
+            raw_logprob=trace.raw_logprob,
+            processed_logprob=trace.processed_logprob,
+            top=[
+                common_pb2.TokenLogprob(token_id=token_id, logprob=logprob)
+                for token_id, logprob in trace.top
+            ],
+            support_size=trace.support_size,
+            processors=trace.processors,
+            rng_key=None if trace.rng_key is None else trace.rng_key & (2**64 - 1),
+            is_forced=trace.is_forced,
+        )
+        for trace in traces
     ]

@@ -74,6 +74,7 @@ async def _stream(
         last = chunk
     assert last is not None and last.end is not None
     end = last.end
+    assert end.provenance is not None
     return Completion(
         last.request_id, "", tuple(tokens), end.finish_reason, end.usage, end.provenance
     )

@@ -93,7 +93,7 @@ def test_a_resumed_request_draws_what_it_would_have_drawn(
     whole = run(load(path), {"a": (prompt, sampling)})["a"]
     other = load(path, max_num_tokens_per_step=10, max_num_running=2)
     other.reserve(Request("a", tuple(prompt), sampling, block_hash))
-    other.start("a", output_token_ids=whole[:num_drawn])
+    other.start("a", outputs=[whole[:num_drawn]])
     rest: list[int] = []
     while other.has_work():
         rest += [token for event in other.step().events for token in event.token_ids]

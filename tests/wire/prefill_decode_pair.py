@@ -10,12 +10,14 @@ import dataclasses
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import grpc.aio
 
-from kvstore import serve
+from engine.request import Request
+from kvstore import block_hash, serve
 from kvstore.config import KvStoreSettings
 from process import serving
 from process.deadline import Deadline
@@ -32,6 +34,8 @@ from services.decode.role import DecodeRole
 from services.prefill.role import PrefillRole
 from services.worker import main
 from services.worker.config import WorkerLimits, WorkerSettings
+from services.worker.sampling import beam_from_proto, num_samples_of, sampling_from_proto
+from services.worker.status import FINISH_REASONS, logprobs_to_proto, traces_to_proto
 from tests.unit.worker.builders import SALT, GatedModel, fake_engine
 
 WAIT_S = 10.0
@@ -170,6 +174,80 @@ class Pair:
         answer.token_ids[:0] = reply.token_ids
         return answer
 
+    async def generate_samples(
+        self,
+        prompt: Sequence[int],
+        *,
+        name: str = "r",
+        max_tokens: int = 8,
+        loses_handle: bool = False,
+        **sampling: Any,
+    ) -> dict[int, Sample]:
+        """`generate` of several samples, each on its own."""
+        options = {"name": name, "max_tokens": max_tokens, **sampling}
+        samples: dict[int, Sample] = {}
+        async with self.stream() as stream:
+            key = await stream.reserve(self.reserve(prompt, **options))
+            assert (await stream.next(key)).WhichOneof("event") == "reserved"
+            call = self.prefill_stub.Prefill(
+                self.prefill_request(prompt, **options), timeout=WAIT_S
+            )
+            *firsts, account = [message async for message in call]
+            for first in firsts:
+                if not first.beam_start:
+                    samples.setdefault(first.sample_index, Sample()).add(first)
+            if samples and all(sample.finish_reason for sample in samples.values()):
+                await stream.cancel(key)
+                await stream.collect(key)
+                return samples
+            if loses_handle:
+                connector = self.prefill.core.connector
+                leases = {run.lease_id for run in (*account.handle.runs, account.handle.tail)}
+                connector.release_later(connector.client, sorted(leases - {""}))
+                account.ClearField("handle")
+            await stream.generate_from(key, handover(account, firsts))
+            while True:
+                event = await stream.next(key)
+                kind = event.WhichOneof("event")
+                assert kind in ("tokens", "finished"), event
+                part = event.finished if kind == "finished" else event.tokens
+                samples.setdefault(part.sample_index, Sample()).add(part)
+                if kind == "finished":
+                    break
+        for sample in samples.values():
+            sample.leg = event.finished.leg
+        return samples
+
+    def alone(self, prompt: Sequence[int], *, max_tokens: int = 8, **sampling: Any) -> list[Sample]:
+        """What one engine gives that serves the whole request by itself."""
+        params = sampling_params(max_tokens=max_tokens, **sampling)
+        engine = fake_engine()
+        root = block_hash.root_key(SALT, engine.model_info.fingerprint)
+        asked = Request(
+            request_id="alone",
+            prompt_token_ids=tuple(prompt),
+            sampling=sampling_from_proto(params, 0),
+            block_hasher=partial(block_hash.extend, root),
+            cache_root=root,
+            num_samples=num_samples_of(params),
+            beam=beam_from_proto(params),
+        )
+        engine.reserve(asked)
+        engine.start("alone")
+        samples = [Sample() for _ in range(asked.num_samples)]
+        while engine.has_work():
+            for event in engine.step().events:
+                assert event.error is None, event.error
+                sample = samples[event.sample_index]
+                sample.token_ids += event.token_ids
+                sample.logprobs += logprobs_to_proto(event.logprobs or ())
+                sample.traces += traces_to_proto(event.traces or ())
+                sample.score = event.score
+                if event.finish_reason is not None:
+                    sample.finish_reason = FINISH_REASONS[event.finish_reason]
+        engine.check_integrity()
+        return samples
+
     def expected(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
         """What one engine alone draws."""
         return self.model.generate(prompt, num_tokens)
@@ -204,6 +282,45 @@ class Pair:
             )
 
         await until(settled)
+
+
+@dataclass
+class Sample:
+    """What came of one sample."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[common_pb2.TokenLogprobs] = field(default_factory=list)
+    traces: list[common_pb2.StepTrace] = field(default_factory=list)
+    finish_reason: int = 0
+    score: float | None = None
+    leg: common_pb2.KvLeg | None = field(default=None, compare=False)
+
+    def add(self, part: Any) -> None:
+        assert not self.finish_reason, "more came of a sample that had ended"
+        self.token_ids += part.token_ids
+        self.logprobs += part.logprobs
+        self.traces += part.traces
+        self.finish_reason = part.finish_reason
+        if isinstance(part, decode_pb2.DecodeTokens | decode_pb2.DecodeFinished):
+            self.score = part.score if part.HasField("score") else None
+
+
+def handover(
+    account: prefill_pb2.PrefillReply, firsts: Sequence[prefill_pb2.PrefillReply]
+) -> decode_pb2.GenerateFromHandle:
+    """As the router makes it of a prefill worker's messages."""
+    command = decode_pb2.GenerateFromHandle(
+        handle=account.handle if account.HasField("handle") else None
+    )
+    if firsts[0].beam_start:
+        command.beam_start.extend(firsts[0].beam_start)
+        return command
+    if len(firsts) == 1:
+        command.output_token_ids.extend(firsts[0].token_ids)
+        return command
+    for first in firsts:
+        command.outputs.add(token_ids=first.token_ids, is_over=bool(first.finish_reason))
+    return command
 
 
 @dataclass
@@ -258,6 +375,13 @@ class RouterStream:
         handle = reply.handle if reply.HasField("handle") else None
         command = decode_pb2.GenerateFromHandle(handle=handle, output_token_ids=reply.token_ids)
         await self._write(decode_pb2.DecodeCommand(key=key, generate=command))
+
+    async def generate_from(self, key: int, command: decode_pb2.GenerateFromHandle) -> None:
+        await self._write(decode_pb2.DecodeCommand(key=key, generate=command))
+
+    async def cancel_sample(self, key: int, sample_index: int) -> None:
+        cancel = decode_pb2.CancelSample(sample_index=sample_index)
+        await self._write(decode_pb2.DecodeCommand(key=key, cancel_sample=cancel))
 
     async def cancel(self, key: int) -> None:
         cancel = decode_pb2.CancelDecode()

@@ -50,7 +50,7 @@ async def _refusal(bench: Bench, message: Any) -> InvalidArgument:
         ({"sampling": {"stop_token_ids": [999_999]}}, "sampling.stop_token_ids[0]"),
         ({"model": "another"}, "model"),
         ({"request_id": "white space"}, "request_id"),
-        ({"sampling": {"n": 2}}, "sampling.n"),
+        ({"sampling": {"n": 17}}, "sampling.n"),
     ],
 )
 async def test_refused_by_name_before_any_work(fields: dict[str, Any], field: str) -> None:

@@ -253,3 +253,20 @@ async def test_a_prefill_worker_that_is_done_is_never_cancelled() -> None:
         messages = [message async for message in call]
         assert sum(len(message.token_ids) for message in messages) == 2
         assert bench.prefill.num_cancelled == 0
+
+
+async def test_a_model_without_tool_calls_says_so() -> None:
+    async with running() as bench:
+        with pytest.raises(grpc.aio.AioRpcError, match=r"sampling\.stop_at_tool_call: this model"):
+            await bench.generate(request(sampling={"stop_at_tool_call": True}))
+
+
+async def test_words_become_ids_for_the_workers() -> None:
+    """A worker knows no text: it is sent both spellings of each word, and none of the words."""
+    async with running() as bench:
+        sampling = {"max_tokens": 1, "bad_words": ["hell"], "bad_word_ids": [{"ids": [7]}]}
+        await bench.generate(request(sampling=sampling))
+        (asked,) = bench.prefill.requests
+    ids = [list(word.ids) for word in asked.sampling.bad_word_ids]
+    assert ids == [[7], TOKENIZER.encode("hell"), TOKENIZER.encode(" hell")]
+    assert not asked.sampling.bad_words

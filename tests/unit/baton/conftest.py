@@ -66,6 +66,9 @@ class FakeRouter(inference_pb2_grpc.InferenceServicer):
         default_factory=inference_pb2.GetClusterStatusReply
     )
     cancelled: threading.Event = field(default_factory=threading.Event)
+    models: list[inference_pb2.ModelInfo] = field(
+        default_factory=lambda: [inference_pb2.ModelInfo(model="tiny")]
+    )
     address: str = ""
 
     @serving.streaming
@@ -89,7 +92,7 @@ class FakeRouter(inference_pb2_grpc.InferenceServicer):
 
     @serving.unary
     async def ListModels(self, request: Any, context: Any) -> inference_pb2.ListModelsReply:
-        return inference_pb2.ListModelsReply(models=[inference_pb2.ModelInfo(model="tiny")])
+        return inference_pb2.ListModelsReply(models=self.models)
 
     @serving.unary
     async def GetClusterStatus(

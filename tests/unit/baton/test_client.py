@@ -129,6 +129,62 @@ def test_options_reach_the_wire_and_none_does_not() -> None:
     assert (request.budget_ms, request.tenant) == (1500, "t")
 
 
+def test_every_sampling_field_can_be_asked_for() -> None:
+    """One option for each field of the wire, so that none is left to somebody else."""
+    sampling = build_request(
+        "x",
+        **{name: 1 for name in ("max_tokens", "min_tokens", "top_k", "seed", "n", "logprobs")},
+        **{name: 0.5 for name in ("temperature", "top_p", "min_p", "presence_penalty")},
+        frequency_penalty=0.5,
+        repetition_penalty=1.5,
+        no_repeat_ngram=3,
+        stop=["a"],
+        stop_token_ids=[1],
+        include_stop_text=True,
+        stop_at_tool_call=True,
+        ignore_eos=True,
+        logit_bias={3: -1.0},
+        allowed_token_ids=[3],
+        bad_words=["no", [4, 5]],
+        num_beams=2,
+        trace=True,
+        regex="a*",
+    ).sampling
+    asked = {field.name for field, _ in sampling.ListFields()}
+    grammars = {"json_schema", "ebnf", "choice"}
+    assert asked == {field.name for field in sampling.DESCRIPTOR.fields} - grammars
+    assert list(sampling.bad_words) == ["no"] and list(sampling.bad_word_ids[0].ids) == [4, 5]
+    assert dict(sampling.logit_bias) == {3: -1.0}
+
+
+def test_grammars_of_each_kind() -> None:
+    assert build_request("x", json_schema={"type": "object"}).sampling.json_schema == (
+        '{"type": "object"}'
+    )
+    assert build_request("x", json_schema=True).sampling.json_schema == "true"
+    assert build_request("x", json_schema="{}").sampling.json_schema == "{}"
+    assert build_request("x", ebnf="root ::= x").sampling.ebnf == "root ::= x"
+    assert list(build_request("x", choice=["a", "b"]).sampling.choice.values) == ["a", "b"]
+    assert build_request("x", choice=[]).sampling.WhichOneof("grammar") == "choice"
+
+
+async def test_samples_end_one_by_one_and_share_the_account(router: Any) -> None:
+    first, second, last = router.messages
+    first.sample_index, second.sample_index, last.sample_index = 1, 0, 1
+    second.finish_reason = 4  # LENGTH
+    second.seed = 11
+    async with Client(router.address) as client:
+        completions = await client.complete_samples("hi", n=2)
+    assert [(c.sample_index, c.text, c.finish_reason) for c in completions] == [
+        (0, "lo", "length"),
+        (1, "Hel!", "stop_token"),
+    ]
+    assert completions[0].provenance == completions[1].provenance
+    with pytest.raises(errors.InvalidArgument, match="complete_samples"):
+        async with Client(router.address) as client:
+            await client.complete("hi", n=2)
+
+
 @pytest.mark.parametrize(
     ("prompt", "options", "field"),
     [
@@ -139,6 +195,17 @@ def test_options_reach_the_wire_and_none_does_not() -> None:
         ("x", {"top_k": -1}, "sampling"),
         ("x", {"max_tokens": -5}, "sampling"),
         ("x", {"seed": 1 << 64}, "sampling"),
+        ("x", {"n": -1}, "sampling"),
+        ("x", {"logit_bias": {-1: 1.0}}, "sampling"),
+        ("x", {"bad_words": [[-1]]}, "sampling"),
+        ("x", {"allowed_token_ids": []}, "sampling.allowed_token_ids"),
+        ("x", {"allowed_token_ids": [-1]}, "sampling.allowed_token_ids"),
+        ("x", {"regex": "a", "ebnf": "b"}, "sampling.ebnf"),
+        ("x", {"choice": [1]}, "sampling.choice"),
+        ("x", {"num_beams": -2}, "sampling.beam"),
+        ("x", {"length_penalty": 1.0}, "sampling.beam.length_penalty"),
+        ("x", {"early_stopping": True}, "sampling.beam.early_stopping"),
+        ("x", {"priority": 1 << 40}, "request"),
     ],
 )
 def test_what_cannot_be_said_on_the_wire_names_the_field(

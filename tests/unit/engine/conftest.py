@@ -57,9 +57,19 @@ def make_engine() -> Iterator[Callable[..., Engine]]:
     """`make_engine(num_blocks=..., budget=..., running=..., <FakeModel fields>)`."""
     made: list[Engine] = []
 
-    def make(*, num_blocks: int = 64, budget: int = 16, running: int = 8, **model: Any) -> Engine:
+    def make(
+        *,
+        num_blocks: int = 64,
+        budget: int = 16,
+        running: int = 8,
+        preemption: str = "never",
+        **model: Any,
+    ) -> Engine:
         config = EngineConfig(
-            num_blocks=num_blocks, max_num_tokens_per_step=budget, max_num_running=running
+            num_blocks=num_blocks,
+            max_num_tokens_per_step=budget,
+            max_num_running=running,
+            preemption=preemption,
         )
         engine = Engine(config, FakeModel(**({"context_window": num_blocks * 4} | model)))
         made.append(engine)

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from engine.errors import IntegrityError, NoBlocks, WrongState
 from engine.kv.block_pool import BlockPool
-from engine.kv.prefix_cache import PrefixCache
+from engine.kv.radix_tree import RadixTree
 
 NUM_BLOCKS = 12
 
@@ -20,7 +20,7 @@ class PoolMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = BlockPool(NUM_BLOCKS)
-        self.cache = PrefixCache(self.pool)
+        self.cache = RadixTree(self.pool)
         self.owners: list[list[int]] = []
         self.held: list[int] = []
         self.num_hashes = 0
@@ -60,7 +60,7 @@ class PoolMachine(RuleBasedStateMachine):
         block_id = data.draw(st.sampled_from(sorted(self.references())))
         if not self.pool.is_cached(block_id):
             self.num_hashes += 1
-            assert self.cache.insert(self.num_hashes.to_bytes(16, "little"), block_id)
+            assert self.cache.insert(b"", self.num_hashes.to_bytes(16, "little"), block_id)
 
     @precondition(lambda self: self.num_hashes)
     @rule(data=st.data(), extra=st.integers(0, 3))
@@ -115,23 +115,25 @@ def test_neighbours_are_preferred() -> None:
 
 def test_the_least_recently_used_is_evicted_first_and_a_chain_from_its_tail() -> None:
     pool = BlockPool(6)
-    cache = PrefixCache(pool)
+    cache = RadixTree(pool)
     first, second = cache.take(3), cache.take(3)
-    for index, block_id in enumerate(first + second):
-        cache.insert(bytes([index]) * 16, block_id)
+    for chain, name in ((first, "first"), (second, "second")):
+        for index, block_id in enumerate(chain):
+            parent = f"{name} {index - 1}".encode() if index else b""
+            cache.insert(parent, f"{name} {index}".encode(), block_id)
     pool.put_back(reversed(second))
     pool.put_back(reversed(first))
     assert cache.take(1) == (second[2],)
     assert cache.take(1) == (second[1],)
-    cache.reserve([bytes([0]) * 16], 1)  # touching a chain's head keeps the head
+    cache.reserve([b"first 0"], 1)  # touching a chain's head keeps the head
     assert sorted(cache.take(3)) == sorted((second[0], first[2], first[1]))
 
 
 def test_free_blocks_go_before_cached_ones() -> None:
     pool = BlockPool(3)
-    cache = PrefixCache(pool)
+    cache = RadixTree(pool)
     (block_id,) = cache.take(1)
-    cache.insert(b"h" * 16, block_id)
+    cache.insert(b"", b"h" * 16, block_id)
     pool.put_back([block_id])
     assert block_id not in cache.take(2)
     assert cache.match([b"h" * 16]) == (block_id,)
@@ -139,10 +141,10 @@ def test_free_blocks_go_before_cached_ones() -> None:
 
 def test_a_hash_keeps_its_first_block() -> None:
     pool = BlockPool(4)
-    cache = PrefixCache(pool)
+    cache = RadixTree(pool)
     a, b = cache.take(2)
-    assert cache.insert(b"h" * 16, a)
-    assert not cache.insert(b"h" * 16, b)
+    assert cache.insert(b"", b"h" * 16, a)
+    assert not cache.insert(b"", b"h" * 16, b)
     assert cache.match([b"h" * 16]) == (a,)
     pool.put_back([b, a])
     assert (pool.num_free, pool.num_evictable) == (3, 1)
@@ -178,7 +180,7 @@ def test_integrity_notices_a_miscount() -> None:
     (block_id,) = pool.take(1).block_ids
     with pytest.raises(IntegrityError, match=f"block {block_id}"):
         pool.check_integrity({})
-    pool._free.append(block_id)
+    pool._free.give(block_id)
     with pytest.raises(IntegrityError):
         pool.check_integrity({block_id: 1})
 

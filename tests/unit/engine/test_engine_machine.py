@@ -2,6 +2,7 @@
 
 Each request is driven by a model of what it may do; every token drawn is compared with what a
 correct engine must draw; blocks that a "transfer" may still write are overwritten with garbage.
+Blocks are taken before a request begins, or as they are needed and away again.
 """
 
 from __future__ import annotations
@@ -11,10 +12,16 @@ from dataclasses import dataclass, field
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 
 from engine.config import EngineConfig
-from engine.errors import NoBlocks
+from engine.errors import NoBlocks, WrongState
 from engine.fake import FakeModel
 from engine.loop import Engine
 from engine.request import Request, Reservation, Sampling, State
@@ -37,20 +44,61 @@ class Known:
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """reserve, load, start, step, abort, release, quarantine and unquarantine, in any order."""
+    """reserve, load, start, submit, step, preempt, abort, release, quarantine and unquarantine, in
+    any order."""
 
     def __init__(self) -> None:
         super().__init__()
-        config = EngineConfig(num_blocks=NUM_BLOCKS, max_num_tokens_per_step=7, max_num_running=3)
-        self.model = FakeModel(context_window=WINDOW)
-        self.engine = Engine(config, self.model)
+        self.configure("never", "priority")
         self.live: dict[str, Known] = {}
         self.num_requests = 0
         self.in_transfer: list[int] = []
 
+    @initialize(
+        preemption=st.sampled_from(["never", "recompute", "swap"]),
+        policy=st.sampled_from(["fcfs", "priority", "cache_aware"]),
+    )
+    def configure(self, preemption: str, policy: str) -> None:
+        config = EngineConfig(
+            num_blocks=NUM_BLOCKS,
+            max_num_tokens_per_step=7,
+            max_num_running=3,
+            preemption=preemption,
+            policy=policy,
+            park_bytes=400,
+        )
+        self.model = FakeModel(context_window=WINDOW)
+        self.engine = Engine(config, self.model)
+
     def pick(self, data: st.DataObject, *states: State) -> Known | None:
         names = [name for name, known in self.live.items() if known.state in states]
         return self.live[data.draw(st.sampled_from(names))] if names else None
+
+    @rule(family=st.integers(1, 3), length=st.integers(1, 20), max_tokens=st.integers(1, 12))
+    def submit(self, family: int, length: int, max_tokens: int) -> None:
+        """The engine takes blocks when it can."""
+        self.num_requests += 1
+        prompt = tuple((family * 31 + i) % 97 for i in range(length))
+        sampling = Sampling(max_tokens=max_tokens, ignore_eos=True)
+        request = Request(str(self.num_requests), prompt, sampling, hasher())
+        self.engine.submit(request)
+        nothing = Reservation(request.request_id, (), 0, ())
+        self.live[request.request_id] = Known(request, nothing, State.WAITING)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        known = self.pick(data, State.WAITING, State.PREFILLING, State.RUNNING)
+        if known is None:
+            return
+        try:
+            self.engine.preempt(known.request.request_id)
+        except WrongState:
+            assert (
+                self.engine.config.preemption == "never"
+                or known.request.hold_after is not None
+                or not self.engine.block_ids(known.request.request_id)
+            )
 
     @rule(
         family=st.integers(1, 3),
@@ -108,9 +156,7 @@ class EngineMachine(RuleBasedStateMachine):
             cell = self.engine.kv.cache[ids[position // SIZE], 0, 0, :, position % SIZE, 0]
             cell[0], cell[1] = float(prompt[position]), float(position)
         try:
-            self.engine.start(
-                request.request_id, num_loaded_tokens=num_loaded, output_token_ids=outputs
-            )
+            self.engine.start(request.request_id, num_loaded_tokens=num_loaded, outputs=[outputs])
         except NoBlocks:
             assert -1 in ids
             return
@@ -185,22 +231,26 @@ class EngineMachine(RuleBasedStateMachine):
         stats = self.engine.stats()
         states = [known.state for known in self.live.values()]
         assert stats.num_reserved == states.count(State.RESERVED)
-        assert stats.num_waiting == states.count(State.WAITING)
+        started = (State.WAITING, State.PREFILLING, State.RUNNING)
+        assert stats.num_waiting + stats.num_running == sum(map(states.count, started))
         assert stats.num_holding == states.count(State.HOLDING)
         assert stats.num_running <= 3
         assert stats.num_quarantined_blocks == len(self.in_transfer)
 
     def teardown(self) -> None:
         """Whatever happened: let everything end, and nothing is left."""
+        self.engine.unquarantine(self.in_transfer)
         for name in [n for n, known in self.live.items() if known.state is State.RESERVED]:
             self.engine.abort(name)
             del self.live[name]
         rounds: Callable[[], bool] = self.engine.has_work
-        while rounds():
-            self.step()
-        for name in list(self.live):
-            self.engine.release(name)
-        self.engine.unquarantine(self.in_transfer)
+        while self.live:
+            assert rounds() or State.HOLDING in {known.state for known in self.live.values()}
+            while rounds():
+                self.step()
+            for name in [n for n, known in self.live.items() if known.state is State.HOLDING]:
+                self.engine.release(name)
+                del self.live[name]
         self.engine.check_integrity()
         stats = self.engine.stats()
         assert stats.num_free_blocks + stats.num_cached_blocks == NUM_BLOCKS

@@ -11,11 +11,11 @@ import torch
 from engine.config import EngineConfig
 from engine.errors import ModelNotSupported, TooFewBlocks
 from engine.kv import sizing
-from engine.kv.layout import KvLayout, LayerKv, uniform_layout
+from engine.kv.layout import KvLayout, LayerKv, layout_of
 from engine.kv.memory import KvMemory
 from engine.kv.sizing import choose_num_blocks, free_memory_bytes
 
-LAYOUT = KvLayout(num_layers=3, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")
+LAYOUT = KvLayout.plain(num_layers=3, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")
 
 
 def test_a_block_is_one_contiguous_run_heads_outermost() -> None:
@@ -39,26 +39,27 @@ def test_the_host_view_shares_the_cache() -> None:
 
 
 def test_bfloat16_takes_half() -> None:
-    layout = KvLayout(num_layers=3, num_kv_heads=2, head_dim=8, block_size=4, dtype="bfloat16")
+    layout = KvLayout.plain(
+        num_layers=3, num_kv_heads=2, head_dim=8, block_size=4, dtype="bfloat16"
+    )
     assert layout.block_bytes * 2 == LAYOUT.block_bytes
     assert KvMemory(layout, 2).cache.dtype is torch.bfloat16
 
 
 def test_layout_comes_from_what_the_probe_saw() -> None:
-    assert uniform_layout([LayerKv(2, 8, 2, 8)] * 3, block_size=4, dtype="float32") == LAYOUT
+    assert layout_of([LayerKv(2, 8, 2, 8)] * 3, block_size=4, dtype="float32") == LAYOUT
 
 
 @pytest.mark.parametrize(
     ("layers", "named"),
     [
         ([], "no attention layer"),
-        ([LayerKv(1, 576, 1, 512)], "1x576"),
-        ([LayerKv(2, 8, 2, 8), LayerKv(4, 8, 4, 8)], "layer 1"),
+        ([LayerKv(2, 8, 2, 8), LayerKv(4, 8, 2, 8)], "layer 1 has 4 key heads and 2 value heads"),
     ],
 )
 def test_other_layouts_are_refused_by_name(layers: list[LayerKv], named: str) -> None:
     with pytest.raises(ModelNotSupported, match=named):
-        uniform_layout(layers, block_size=4, dtype="float32")
+        layout_of(layers, block_size=4, dtype="float32")
 
 
 @pytest.mark.parametrize(
@@ -73,8 +74,82 @@ def test_other_layouts_are_refused_by_name(layers: list[LayerKv], named: str) ->
 )
 def test_everything_that_changes_bytes_changes_the_fingerprint_part(other: dict[str, int]) -> None:
     fields = {"num_layers": 3, "num_kv_heads": 2, "head_dim": 8, "block_size": 4}
-    changed = KvLayout(**({**fields, "dtype": "float32"} | other))  # type: ignore[arg-type]
+    changed = KvLayout.plain(**({**fields, "dtype": "float32"} | other))  # type: ignore[arg-type]
     assert changed.fingerprint_part != LAYOUT.fingerprint_part
+
+
+TABLES = {
+    "plain": (LayerKv(2, 8, 2, 8),) * 3,
+    "other value dim": (LayerKv(2, 8, 2, 6),) * 3,
+    "layer dims": (LayerKv(2, 8, 2, 8), LayerKv(2, 16, 2, 4), LayerKv(2, 8, 2, 8)),
+    "layer heads": (LayerKv(1, 8, 1, 6), LayerKv(4, 8, 4, 6), LayerKv(1, 8, 1, 6)),
+    "latents": (LayerKv(1, 40, 0, 32),) * 2,
+    "all": (LayerKv(3, 8, 3, 8), LayerKv(1, 12, 0, 8), LayerKv(2, 6, 2, 10)),
+}
+
+
+@pytest.mark.parametrize("layers", TABLES.values(), ids=TABLES)
+def test_the_table_covers_each_byte_of_a_block_once(layers: tuple[LayerKv, ...]) -> None:
+    """Seen through the layers' views: what is written comes back, and nothing is left over."""
+    layout = layout_of(layers, block_size=4, dtype="float32")
+    memory = KvMemory(layout, 5)
+    views = memory.layer_views()
+    number = 1.0
+    for view in views:
+        for part in (view.keys, view.values):
+            for block_id in range(5) if part is not None else ():
+                for head in range(view.heads.num_heads):
+                    row = block_id * view.heads.rows_per_block + head * view.heads.head_step
+                    assert not bool(part[row].any())  # type: ignore[index]
+                    part[row] = torch.arange(part[row].numel()).view(part[row].shape) + number  # type: ignore[index]
+                    number += part[row].numel()  # type: ignore[index]
+    numbers = memory.cache.flatten().sort().values
+    assert torch.equal(numbers, torch.arange(1.0, number))
+    assert layout.block_bytes * 5 == numbers.numel() * 4
+    for view, layer in zip(views, layers, strict=True):
+        assert view.keys.shape[1:] == (4, layer.k_head_dim)
+        assert view.v_head_dim == layer.v_head_dim
+        assert (view.values is None) == layer.is_latent
+
+
+def test_heads_are_outermost_where_all_layers_have_equally_many() -> None:
+    """A rank's share of a block is one run, whatever the dims."""
+    layout = layout_of(TABLES["layer dims"], block_size=4, dtype="float32")
+    assert {section.head_stride * 2 for section in layout.sections} == {layout.num_elements}
+    assert max(s.offset + 4 * s.dim for s in layout.sections) == layout.num_elements // 2
+
+
+def test_the_views_of_plain_attention_are_the_array() -> None:
+    memory = KvMemory(LAYOUT, 5)
+    memory.cache.copy_(torch.randn(memory.cache.shape))
+    for layer, view in enumerate(memory.layer_views()):
+        keys = memory.cache[:, :, layer, 0].reshape(10, 4, 8)
+        assert torch.equal(view.keys, keys)
+        assert view.values is not None
+        assert torch.equal(view.values, memory.cache[:, :, layer, 1].reshape(10, 4, 8))
+
+
+def test_copy_takes_all_bytes_of_one_block_and_of_no_other() -> None:
+    memory = KvMemory(LAYOUT, 3)
+    memory.cache.copy_(torch.randn(memory.cache.shape))
+    before = memory.host_view.copy()
+    memory.copy(0, 2)
+    assert (memory.host_view[2] == before[0]).all()
+    assert (memory.host_view[:2] == before[:2]).all()
+
+
+def test_no_two_tables_have_one_fingerprint_part() -> None:
+    parts = {layout_of(table, block_size=4, dtype="float32").fingerprint_part: None
+             for table in TABLES.values()}  # fmt: skip
+    assert len(parts) == len(TABLES)
+
+
+def test_the_fingerprint_part_of_plain_attention_stays_what_it_was() -> None:
+    """Stores and workers of earlier versions still understand one another."""
+    assert LAYOUT.fingerprint_part == (
+        '{"block_size": 4, "dtype": "float32", "head_dim": 8, "kind": "plain", "num_kv_heads": 2, '
+        '"num_layers": 3, "order": "block,kv_head,layer,kv,slot,dim"}'
+    )
 
 
 def test_blocks_by_number_by_bytes_or_by_free_memory() -> None:

@@ -20,6 +20,7 @@ from engine.models import fuse as fuse_module
 from engine.models import load as load_module
 from engine.models import packed_linear
 from engine.models.load import load_model
+from process.settings import SettingsError
 from tests.parity.models import FAMILIES, save
 
 Checkpoint = Callable[..., Path]
@@ -63,7 +64,13 @@ def _prompt(num_tokens: int) -> Batch:
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        ({"model_type": "gpt2"}, "gpt2.*supported are llama, mistral, qwen2, qwen3"),
+        ({"model_type": "bloom"}, "'bloom' is not supported: positions are a bias"),
+        ({"model_type": "qwen3_next"}, "'qwen3_next' is not supported: some layers keep a recur"),
+        ({"model_type": "minimax"}, "'minimax' is not supported: some layers keep a recurrent"),
+        ({"model_type": "mpt"}, "'mpt' is not supported: positions are a bias"),
+        ({"model_type": "gpt6"}, "'gpt6' is not supported: it is not known here"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "type linear_attention are not"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ({"model_type": None}, "None"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "dynamic"),
         ({"rope_scaling": {"type": "longrope"}}, "longrope"),
@@ -114,6 +121,12 @@ def test_a_window_beyond_the_models_is_refused(llama: Path) -> None:
     with pytest.raises(LoadError, match=r"context_window: 701 .*700"):
         _load(llama, context_window=701)
     assert _load(llama, context_window=100).info.context_window == 100
+
+
+@pytest.mark.parametrize(("field", "value"), [("kv_dtype", "int4"), ("kv_scale", "channel")])
+def test_a_kv_choice_that_does_not_exist_is_refused_by_name(field: str, value: str) -> None:
+    with pytest.raises(SettingsError, match=f"{field}: '{value}' is none of"):
+        EngineConfig(**{field: value})  # type: ignore[arg-type]
 
 
 def test_too_few_blocks_stop_the_start(llama: Path) -> None:
@@ -174,8 +187,8 @@ def test_a_fusion_that_changes_numbers_is_undone_and_said(
 ) -> None:
     """The comparison at load must be able to fail."""
 
-    def wrong(model: Any, *, is_packed: bool) -> tuple[str, ...]:
-        done = fuse_module.fuse(model, is_packed=is_packed)
+    def wrong(model: Any, **how: bool) -> tuple[str, ...]:
+        done = fuse_module.fuse(model, **how)
         model.model.layers[1].norm_eps = 1.0
         return done
 
@@ -221,10 +234,15 @@ def test_the_fingerprint_follows_what_the_kv_depends_on(llama: Path, broken: Che
     others = [
         _load(llama, dtype="bfloat16"),
         _load(llama, block_size=8),
+        _load(llama, kv_dtype="bfloat16"),
+        _load(llama, kv_dtype="int8", kv_scale="block"),
+        _load(llama, kv_dtype="int8", kv_scale="token_head"),
+        _load(llama, kv_dtype="fp8_e4m3", kv_scale="token_head"),
         _load(broken({"rope_parameters": {"rope_type": "default", "rope_theta": 5e4}})),
     ]
     found = {base.info.fingerprint} | {other.info.fingerprint for other in others}
-    assert len(found) == 4
+    assert len(found) == 8
+    assert _load(llama, kv_dtype="float32").info.fingerprint == base.info.fingerprint
     assert _load(llama, context_window=64).info.fingerprint == base.info.fingerprint
 
 

@@ -147,20 +147,28 @@ def test_ignored_eos_is_a_token_like_any_other(
 
 
 @pytest.mark.parametrize("min_tokens", [0, 3, 4])
-def test_stop_tokens_count_from_min_tokens_on(
+def test_stop_tokens_are_drawn_from_min_tokens_on(
     min_tokens: int, make_engine: Make, make_request: Make, finish: Make, tokens: Make
 ) -> None:
-    expected = FakeModel(context_window=256).generate(PROMPT, 8)
-    stop = frozenset({expected[2], expected[6]})
+    """Before, they are masked: the next best token is drawn in their place."""
+    model = FakeModel(context_window=256)
+    whole = model.generate(PROMPT, 8)
+    stop = frozenset({whole[0], whole[2], whole[6]})
+    expected: list[int] = []
+    while len(expected) < 8 and not (stop & set(expected)):
+        logits = model.logits([*PROMPT, *expected])
+        if len(expected) < min_tokens:
+            logits[list(stop)] = -torch.inf
+        expected.append(int(logits.argmax()))
     _start(
         engine := make_engine(),
         make_request("a", PROMPT, stop_token_ids=stop, min_tokens=min_tokens),
     )
     events = finish(engine)["a"]
-    end = next(i for i, t in enumerate(expected) if t in stop and i + 1 >= min_tokens)
-    assert tokens(events) == expected[: end + 1]
-    assert events[-1].finish_reason is FinishReason.STOP_TOKEN
-    assert events[-1].stop_token_id == expected[end]
+    assert tokens(events) == expected and len(expected) > min_tokens
+    if expected[-1] in stop:
+        assert events[-1].finish_reason is FinishReason.STOP_TOKEN
+        assert events[-1].stop_token_id == expected[-1]
 
 
 def test_the_window_ends_a_request(
@@ -279,7 +287,7 @@ def test_a_handover_computes_no_prompt_token(
     first = tokens(finish(prefill)["a"])
     _hand_over(prefill, decode, taken, given, length)
     prefill.release("a")
-    decode.start("a", num_loaded_tokens=length, output_token_ids=first)
+    decode.start("a", num_loaded_tokens=length, outputs=[first])
     rest = tokens(finish(decode)["a"])
     assert first + rest == FakeModel(context_window=256).generate(prompt, 8)
     assert decode.stats().num_computed_tokens == 7
@@ -297,7 +305,7 @@ def test_what_was_not_loaded_is_computed(
     taken = _start(prefill, make_request("a", PROMPT, hold_after=1))
     first = tokens(finish(prefill)["a"])
     _hand_over(prefill, decode, taken, given, num_loaded)
-    decode.start("a", num_loaded_tokens=num_loaded, output_token_ids=first)
+    decode.start("a", num_loaded_tokens=num_loaded, outputs=[first])
     assert first + tokens(finish(decode)["a"]) == FakeModel(context_window=256).generate(PROMPT, 8)
     assert decode.stats().num_computed_tokens == 14 - num_loaded + 7
 
@@ -336,8 +344,8 @@ def test_a_corrupt_load_is_seen_in_the_tokens(
     [
         ({"num_loaded_tokens": -1}, "num_loaded_tokens"),
         ({"num_loaded_tokens": 15}, "num_loaded_tokens"),
-        ({"output_token_ids": (97,)}, "output_token_ids"),
-        ({"output_token_ids": tuple(range(8))}, "output_token_ids"),
+        ({"outputs": [(97,)]}, "outputs"),
+        ({"outputs": [tuple(range(8))]}, "outputs"),
     ],
 )
 def test_start_refuses_what_does_not_fit(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 import torch
@@ -51,6 +52,36 @@ def test_words_are_splitmix64_in_wrapping_64_bit_arithmetic(seed: int) -> None:
         assert word & mask == z ^ (z >> 31)
 
 
+def test_row_keys_are_row_key_of_each_row(seed: int) -> None:
+    """numpy's wrapping arrays must do what Python's exact integers do."""
+    rng = random.Random(seed)
+    seeds = [0, 1, 2**64 - 1, 2**63, *(rng.randrange(2**64) for _ in range(500))]
+    indices = [0, 2**31 - 1, *(rng.randrange(2**31) for _ in range(502))]
+    positions = [0, 131_071, *(rng.randrange(2**31) for _ in range(502))]
+    expected = [noise.row_key(*one) for one in zip(seeds, indices, positions, strict=True)]
+    assert noise.row_keys(seeds, indices, positions).tolist() == expected
+
+
+def test_the_grid_of_ranks_is_the_rank_of_each_word(seed: int) -> None:
+    keys = noise.row_keys([seed, seed + 1, 2**64 - 1], [0, 1, 2], [9, 8, 7])
+    for num_tokens in (1, 33, 5000):
+        words = noise.words(torch.from_numpy(keys)[:, None], torch.arange(num_tokens)[None])
+        expected = noise.ranks(words)
+        assert noise.rank_grid(keys, num_tokens).tolist() == expected.tolist()
+
+
+def test_the_least_rank_is_where_the_noise_reaches_a_value(seed: int) -> None:
+    rng = random.Random(seed)
+    for value in [-2.0, 0.0, 5.0, 16.0, *(rng.uniform(-2.8, 16.6) for _ in range(20))]:
+        rank = noise.least_rank(value)
+        words = torch.tensor([rank - 1, rank]) << 41
+        below, at = (-noise.log(-noise.log(noise.uniform(words)))).tolist()
+        assert below < value <= at
+        assert noise.ranks(words).tolist() == [rank - 1, rank]
+    assert noise.least_rank(noise.NOISE_MIN) == 0
+    assert noise.least_rank(noise.NOISE_MAX) == noise.NUM_RANKS
+
+
 def test_uniform_takes_every_kind_of_word_into_the_open_interval() -> None:
     words = torch.tensor([0, -1, 1 << 41, -(1 << 63), (1 << 63) - 1])
     expected = [2.0**-24, 1 - 2.0**-24, 3 * 2.0**-24, 0.5 + 2.0**-24, 0.5 - 2.0**-24]
@@ -75,7 +106,7 @@ def test_log_is_within_one_ulp_of_the_true_logarithm(seed: int) -> None:
 
 
 def test_noise_stays_within_its_bounds_and_is_monotonic() -> None:
-    """All 2^23 values there are: the sampler's pruning depends on the bounds."""
+    """All 2^23 values there are: the pruning of a draw depends on the bounds."""
     uniform = torch.arange(1, 2**24, 2, dtype=torch.float32) * 2.0**-24
     values = -noise.log(-noise.log(uniform))
     assert noise.NOISE_MIN < values[0] and values[-1] < noise.NOISE_MAX

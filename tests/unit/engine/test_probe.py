@@ -34,13 +34,12 @@ def test_a_model_that_does_not_attend_in_each_layer_is_refused() -> None:
         probe(_build(FAMILIES["llama"]()), num_layers=4, device="cpu")
 
 
-def test_softcap_is_refused_until_it_is_computed() -> None:
-    config = transformers.Gemma2Config(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=8,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
-    )  # fmt: skip
-    with pytest.raises(ModelNotSupported, match="softcap"):
-        probe(_build(config), num_layers=2, device="cpu")
+def test_a_keyword_that_is_not_known_is_refused() -> None:
+    with pytest.raises(TypeError, match="attention with position_bias"):
+        attention_hook.paged_attention(
+            torch.nn.Identity(), torch.zeros(1, 1, 1, 1), torch.zeros(1), torch.zeros(1), None,
+            scaling=1.0, baton_step=Recorder(), position_bias=torch.zeros(1),
+        )  # fmt: skip
 
 
 def test_two_layers_under_one_index_are_refused() -> None:

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from engine.batch import Batch, Span
-from engine.kv.layout import KvLayout
+from engine.kv.layout import KvLayout, LayerKv, layout_of
 from engine.kv.memory import KvMemory
-from engine.models.hugging_face import layer_views
+from engine.models.latent import Latents
 from engine.models.step_attention import StepAttention
 
 HEADS, KV_HEADS, DIM, SIZE, LAYERS = 6, 2, 8, 4, 2
@@ -37,13 +37,13 @@ def test_any_mix_of_spans_equals_naive_attention(window: int | None, seed: int) 
     """Singles of very different lengths (so several groups), fresh prompts, chunks with a cached
     past, all in one step, in shuffled blocks."""
     generator = torch.Generator().manual_seed(seed)
-    layout = KvLayout(
+    layout = KvLayout.plain(
         num_layers=LAYERS, num_kv_heads=KV_HEADS, head_dim=DIM, block_size=SIZE, dtype="float32"
     )
     shapes = [(0, 1), (5, 1), (0, 7), (3, 6), (8, 4), (99, 1), (11, 1), (4, 1), (60, 9)]
     memory = KvMemory(layout, 100)
     free = torch.randperm(100, generator=generator).tolist()
-    views = layer_views(memory)
+    views = memory.layer_views()
     spans, parts = [], []
     for start, count in shapes:
         blocks = tuple(free.pop() for _ in range(-(-(start + count) // SIZE)))
@@ -55,7 +55,7 @@ def test_any_mix_of_spans_equals_naive_attention(window: int | None, seed: int) 
             cell[:, :, 0] = keys[:, :, position].transpose(0, 1)
             cell[:, :, 1] = values[:, :, position].transpose(0, 1)
     num_tokens = sum(count for _, count in shapes)
-    step = StepAttention(Batch((0,) * num_tokens, tuple(spans), ()), views, KV_HEADS, SIZE)
+    step = StepAttention(Batch((0,) * num_tokens, tuple(spans), ()), views, SIZE)
     for layer in range(LAYERS):
         whole = [
             (start, q[layer], k[layer], v[layer])
@@ -76,7 +76,7 @@ def test_any_mix_of_spans_equals_naive_attention(window: int | None, seed: int) 
 def test_decodes_alone_equal_naive_attention(seed: int) -> None:
     """The path without any copy of queries: one group, nothing else."""
     generator = torch.Generator().manual_seed(seed)
-    layout = KvLayout(
+    layout = KvLayout.plain(
         num_layers=1, num_kv_heads=KV_HEADS, head_dim=DIM, block_size=SIZE, dtype="float32"
     )
     memory = KvMemory(layout, 20)
@@ -88,7 +88,7 @@ def test_decodes_alone_equal_naive_attention(seed: int) -> None:
     )
     query = torch.randn(HEADS, 4, DIM, generator=generator)
     key, value = torch.randn(2, KV_HEADS, 4, DIM, generator=generator)
-    step = StepAttention(Batch((0,) * 4, spans, ()), layer_views(memory), KV_HEADS, SIZE)
+    step = StepAttention(Batch((0,) * 4, spans, ()), memory.layer_views(), SIZE)
     out = step.attend(0, query, key, value, DIM**-0.5, None)
     for i, start in enumerate(starts):
         blocks = memory.cache[list(spans[i].block_ids)][:, :, 0]  # [n, K, 2, P, D]
@@ -100,13 +100,13 @@ def test_decodes_alone_equal_naive_attention(seed: int) -> None:
 
 def test_a_step_writes_its_own_slots_and_nothing_else(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    layout = KvLayout(
+    layout = KvLayout.plain(
         num_layers=2, num_kv_heads=KV_HEADS, head_dim=DIM, block_size=SIZE, dtype="float32"
     )
     memory = KvMemory(layout, 6)
     memory.cache.fill_(7.0)
     span = Span(3, 3, (4, 1))
-    step = StepAttention(Batch((0,) * 3, (span,), ()), layer_views(memory), KV_HEADS, SIZE)
+    step = StepAttention(Batch((0,) * 3, (span,), ()), memory.layer_views(), SIZE)
     key, value = torch.randn(2, KV_HEADS, 3, DIM, generator=generator)
     step.attend(1, torch.randn(HEADS, 3, DIM, generator=generator), key, value, 1.0, None)
     changed = (memory.cache != 7.0).nonzero().tolist()
@@ -115,12 +115,105 @@ def test_a_step_writes_its_own_slots_and_nothing_else(seed: int) -> None:
 
 
 def test_a_warm_up_touches_no_block() -> None:
-    layout = KvLayout(
+    layout = KvLayout.plain(
         num_layers=1, num_kv_heads=KV_HEADS, head_dim=DIM, block_size=SIZE, dtype="float32"
     )
     memory = KvMemory(layout, 2)
     batch = Batch((0,) * 5, (Span(0, 5, ()),), (4,))
-    step = StepAttention(batch, layer_views(memory), KV_HEADS, SIZE)
+    step = StepAttention(batch, memory.layer_views(), SIZE)
     ones = torch.ones(KV_HEADS, 5, DIM)
     step.attend(0, torch.ones(HEADS, 5, DIM), ones, ones, 1.0, None)
     assert not memory.host_view.any()
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("window", [None, 3])
+def test_softcap_and_sinks_in_any_mix_of_spans(
+    softcap: float | None, has_sinks: bool, window: int | None, seed: int
+) -> None:
+    """Against the definition, token by token; keys and values of different dims; layers of
+    different head counts, so that a block has two groups."""
+    generator = torch.Generator().manual_seed(seed)
+    layers = (LayerKv(1, 8, 1, 6), LayerKv(3, 8, 3, 6))
+    layout = layout_of(layers, block_size=SIZE, dtype="float32")
+    memory = KvMemory(layout, 40)
+    free = torch.randperm(40, generator=generator).tolist()
+    sinks = torch.randn(HEADS, generator=generator) if has_sinks else None
+    shapes = [(0, 1), (5, 1), (0, 7), (8, 4), (40, 1)]
+    past: list[Span] = []
+    now: list[Span] = []
+    for start, count in shapes:
+        blocks = tuple(free.pop() for _ in range(-(-(start + count) // SIZE)))
+        now.append(Span(start, count, blocks))
+        if start:
+            past.append(Span(0, start, blocks[: -(-start // SIZE)]))
+    for layer, kv in enumerate(layers):
+        everything = [
+            (
+                torch.randn(HEADS, start + count, 8, generator=generator),
+                torch.randn(kv.num_k_heads, start + count, 8, generator=generator),
+                torch.randn(kv.num_k_heads, start + count, 6, generator=generator),
+            )
+            for start, count in shapes
+        ]
+        cached = [parts for parts, (start, _) in zip(everything, shapes, strict=True) if start]
+        for spans, rows in ((past, cached), (now, everything)):
+            tensors = [
+                torch.cat(
+                    [parts[i][:, span.start : span.end] for parts, span in
+                     zip(rows, spans, strict=True)], dim=1,
+                )
+                for i in range(3)
+            ]  # fmt: skip
+            step = StepAttention(
+                Batch((0,) * tensors[0].shape[1], tuple(spans), ()), memory.layer_views(), SIZE
+            )
+            out = step.attend(layer, *tensors, DIM**-0.5, window, softcap, sinks)
+        first = 0
+        for (start, count), (q, k, v) in zip(shapes, everything, strict=True):
+            for token in range(start, start + count):
+                low = 0 if window is None else max(0, token - window + 1)
+                for head in range(HEADS):
+                    group = head * kv.num_k_heads // HEADS
+                    scores = k[group, low : token + 1] @ q[head, token] / math.sqrt(DIM)
+                    if softcap is not None:
+                        scores = softcap * torch.tanh(scores / softcap)
+                    extra = scores.exp().sum() + (sinks[head].exp() if sinks is not None else 0)
+                    expected = (scores.exp() / extra) @ v[group, low : token + 1]
+                    assert torch.allclose(out[first + token - start, head], expected, atol=1e-5)
+            first += count
+
+
+def test_attention_over_latents_is_attention_over_what_they_expand_to(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    num_tokens, rank, rope, nope, dim = 9, 12, 4, 6, 5
+    weight_k = torch.randn(HEADS, nope, rank, generator=generator)
+    weight_v = torch.randn(HEADS, dim, rank, generator=generator)
+    query = torch.randn(HEADS, num_tokens, nope + rope, generator=generator)
+    latent = torch.randn(num_tokens, rank + rope, generator=generator)
+    layout = layout_of([LayerKv(1, rank + rope, 0, rank)], block_size=SIZE, dtype="float32")
+    memory = KvMemory(layout, 4)
+    latents = Latents(weight_k, weight_v)
+    parts = []
+    for start, end in ((0, 5), (5, 8), (8, 9)):
+        span = Span(start, end - start, (2, 0, 3)[: -(-end // SIZE)])
+        step = StepAttention(Batch((0,) * (end - start), (span,), ()), memory.layer_views(), SIZE)
+        key = latent[None, start:end]
+        out = step.attend(
+            0, latents.absorb(query[:, start:end]), key, key[..., :rank], 0.3, None, is_latent=True
+        )
+        parts.append(latents.expand(out))
+    keys = torch.cat(
+        (
+            torch.einsum("hnr,tr->htn", weight_k, latent[:, :rank]),
+            latent[None, :, rank:].expand(HEADS, -1, -1),
+        ),
+        dim=-1,
+    )
+    scores = torch.einsum("htd,hsd->hts", query, keys) * 0.3
+    hidden = torch.ones(num_tokens, num_tokens, dtype=torch.bool).triu(1)
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    values = torch.einsum("hdr,sr->hsd", weight_v, latent[:, :rank])
+    expected = torch.einsum("hts,hsd->thd", weights, values)
+    assert torch.allclose(torch.cat(parts), expected, atol=1e-4)

@@ -12,6 +12,7 @@ from protos import common_pb2
 from services.router.answer import Answer
 from tests.unit.tokens.builders import byte_level
 from tokens.text import OutputText
+from tokens.tool_calls import ToolCallEnds
 
 TOKENIZER = byte_level()
 IDS = TOKENIZER.encode("hello a hell\n\n. naïve — 中 é hell")
@@ -40,3 +41,28 @@ def test_all_text_comes_out_when_the_length_ends_it(
     assert answer.is_over
     assert text == TOKENIZER.decode(ids)
     assert seen == list(ids)
+
+
+def test_a_tool_call_ends_by_its_text_which_is_shown() -> None:
+    ends = ToolCallEnds(strings=("llo", "zz"))
+    output = OutputText(TOKENIZER, stop=["!"], tool_call_ends=ends.strings)
+    answer = Answer("r", output, tool_call_ends=ends)
+    message = answer.take(TOKENIZER.encode("hello! more"), ())
+    assert message.text == "hello"
+    assert answer.finish_reason == common_pb2.FINISH_REASON_TOOL_CALL
+    other = Answer("r", OutputText(TOKENIZER, stop=["l"], tool_call_ends=ends.strings))
+    assert other.take(TOKENIZER.encode("hello"), ()).text == "he"
+    assert other.finish_reason == common_pb2.FINISH_REASON_STOP_STRING
+
+
+def test_a_tool_call_ends_by_its_token() -> None:
+    token_id = TOKENIZER.encode("!")[0]
+    ends = ToolCallEnds(token_ids=frozenset({token_id}))
+    ids = TOKENIZER.encode("hello!")
+    for reason in (common_pb2.FINISH_REASON_EOS, common_pb2.FINISH_REASON_STOP_TOKEN):
+        answer = Answer("r", OutputText(TOKENIZER), tool_call_ends=ends)
+        answer.take(ids, (), reason=reason, stop_token_id=token_id)
+        assert answer.finish_reason == common_pb2.FINISH_REASON_TOOL_CALL
+        plain = Answer("r", OutputText(TOKENIZER))
+        plain.take(ids, (), reason=reason, stop_token_id=token_id)
+        assert plain.finish_reason == reason

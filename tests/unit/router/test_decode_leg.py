@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from process.deadline import Deadline
 from process.errors import Internal, NoCapacity, Unavailable
 from protos import common_pb2, decode_pb2
-from services.router.decode_leg import ALLOWED, DecodeLeg, LegState
+from services.router.decode_leg import ALLOWED, Arrival, DecodeLeg, LegState
 
 # Counted from when the tests are collected: a long run must not reach it.
 FAR = Deadline.after(1e6)
@@ -27,8 +27,14 @@ def _event(**fields: Any) -> decode_pb2.DecodeEvent:
     return decode_pb2.DecodeEvent(key=1, **fields)
 
 
+GENERATE = decode_pb2.GenerateFromHandle(output_token_ids=[5])
 RESERVED = _event(reserved={"num_tokens_local": 3})
 FINISHED = _event(finished={"token_ids": [9], "finish_reason": common_pb2.FINISH_REASON_LENGTH})
+
+
+def _ids(arrival: Arrival) -> list[int]:
+    (news,) = arrival.samples
+    return news.token_ids
 
 
 async def test_tokens_that_wait_are_taken_as_one() -> None:
@@ -36,28 +42,28 @@ async def test_tokens_that_wait_are_taken_as_one() -> None:
     leg.on_event(RESERVED)
     await leg.wait_reserved(FAR)
     assert leg.num_tokens_local == 3
-    leg.generate(None, [5])
+    leg.generate(GENERATE)
     assert [command.WhichOneof("command") for command in sent] == ["generate"]
     for token_id in (1, 2, 3):
         leg.on_event(_event(tokens={"token_ids": [token_id]}))
     arrival = await leg.take()
-    assert (arrival.token_ids, arrival.finished) == ((1, 2, 3), None)
+    assert (_ids(arrival), arrival.finished) == ([1, 2, 3], None)
     leg.on_event(_event(tokens={"token_ids": [4]}))
     leg.on_event(FINISHED)
     arrival = await leg.take()
-    assert arrival.token_ids == (4, 9) and arrival.finished is not None
+    assert _ids(arrival) == [4, 9] and arrival.finished is not None
     assert leg.is_over
 
 
 async def test_take_waits() -> None:
     leg, _ = _leg()
     leg.on_event(RESERVED)
-    leg.generate(None, [5])
+    leg.generate(GENERATE)
     taking = asyncio.create_task(leg.take())
     await asyncio.sleep(0)
     assert not taking.done()
     leg.on_event(_event(tokens={"token_ids": [1]}))
-    assert (await taking).token_ids == (1,)
+    assert _ids(await taking) == [1]
 
 
 async def test_a_refusal_carries_its_code_and_retry_time() -> None:
@@ -82,7 +88,7 @@ async def test_cancel_in_each_state(state: LegState) -> None:
     if state is not LegState.RESERVING:
         leg.on_event(RESERVED)
     if state is LegState.GENERATING:
-        leg.generate(None, [1])
+        leg.generate(GENERATE)
     sent.clear()
     leg.cancel()
     leg.cancel()
@@ -93,7 +99,7 @@ async def test_cancel_in_each_state(state: LegState) -> None:
     leg.on_event(FINISHED)
     finished = await leg.wait_over()
     assert finished is not None and leg.state is LegState.OVER
-    assert (await leg.take()).token_ids == ()
+    assert (await leg.take()).samples == ()
 
 
 @pytest.mark.parametrize("state", [s for s in LegState if s is not LegState.OVER])
@@ -104,13 +110,13 @@ async def test_a_broken_stream_ends_each_state(state: LegState) -> None:
     assert leg.is_over
     assert (await leg.take()).error is not None
     with pytest.raises(Unavailable):
-        leg.generate(None, [])
+        leg.generate(GENERATE)
 
 
 def test_what_no_state_allows_is_our_own_mistake() -> None:
     leg, _ = _leg()
     with pytest.raises(Internal):
-        leg.generate(None, [1])
+        leg.generate(GENERATE)
     assert all(LegState.OVER in after or state is LegState.OVER for state, after in ALLOWED.items())
 
 
@@ -119,14 +125,32 @@ def test_no_token_is_lost_or_doubled(steps: list[list[int]], data: st.DataObject
     async def run() -> None:
         leg, _ = _leg()
         leg.on_event(RESERVED)
-        leg.generate(None, [1])
+        leg.generate(GENERATE)
         taken: list[int] = []
         for step in steps:
             leg.on_event(_event(tokens={"token_ids": step}))
             if step and data.draw(st.booleans()):
-                taken += (await leg.take()).token_ids
+                taken += _ids(await leg.take())
         leg.on_event(FINISHED)
-        taken += (await leg.take()).token_ids
+        taken += _ids(await leg.take())
         assert taken == [token_id for step in steps for token_id in step] + [9]
 
     asyncio.run(run())
+
+
+async def test_samples_are_kept_apart_and_end_one_by_one() -> None:
+    leg, sent = _leg()
+    leg.on_event(RESERVED)
+    leg.cancel_sample(0)  # nothing runs yet
+    leg.generate(GENERATE)
+    for index in (1, 0, 1):
+        leg.on_event(_event(tokens={"token_ids": [index], "sample_index": index}))
+    leg.on_event(_event(tokens={"sample_index": 1, "finish_reason": common_pb2.FINISH_REASON_EOS}))
+    leg.cancel_sample(0)
+    arrival = await leg.take()
+    assert [(news.sample_index, news.token_ids) for news in arrival.samples] == [
+        (1, [1, 1]),
+        (0, [0]),
+    ]
+    assert [bool(news.reason) for news in arrival.samples] == [True, False]
+    assert [command.WhichOneof("command") for command in sent] == ["generate", "cancel_sample"]

@@ -54,5 +54,5 @@ def test_asked_wins_and_all_is_filled() -> None:
     assert filled.temperature == 0.0 and filled.HasField("temperature")
     assert (filled.top_p, filled.top_k, filled.min_p) == (0.8, 20, 0.1)
     assert (filled.max_tokens, filled.seed, filled.ignore_eos) == (9, 2**64 - 1, True)
-    assert not filled.stop and not filled.include_stop_text and not filled.n
+    assert not filled.stop and not filled.include_stop_text and filled.n == 1
     assert asked.stop  # the request itself is untouched

@@ -9,9 +9,19 @@ import pytest
 from process.errors import InvalidArgument
 from protos import inference_pb2
 from services.router.config import RouterLimits
-from services.router.validation import ModelBounds, check_request, check_tokens
+from services.router.sampling_checks import ModelBounds
+from services.router.validation import check_request, check_tokens
 
-LIMITS = RouterLimits(max_stop_strings=2, max_stop_chars=5, max_stop_token_ids=3, max_logprobs=4)
+LIMITS = RouterLimits(
+    max_stop_strings=2,
+    max_stop_chars=5,
+    max_stop_token_ids=3,
+    max_logprobs=4,
+    max_logit_bias=2,
+    max_bad_words=2,
+    max_choices=4,
+    max_grammar_chars=64,
+)
 BOUNDS = ModelBounds(context_window=10, vocab_size=100)
 NAN, INF = float("nan"), float("inf")
 
@@ -38,6 +48,19 @@ def _check(message: inference_pb2.GenerateRequest) -> None:
         {"sampling": {"temperature": 2.0, "top_p": 1.0, "top_k": 50, "min_p": 0.0}},
         {"sampling": {"top_p": 1e-9, "min_p": 0.999}},
         {"sampling": {"n": 1, "repetition_penalty": 1.0}},
+        {"sampling": {"n": 16, "repetition_penalty": 100.0, "trace": True}},
+        {"sampling": {"presence_penalty": 2.0, "frequency_penalty": -2.0}},
+        {"sampling": {"logit_bias": {1: -100.0, 99: 100.0}, "allowed_token_ids": [0, 99]}},
+        {"sampling": {"bad_words": ["ab", " b"], "bad_word_ids": [{"ids": [1, 2]}]}},
+        {"sampling": {"no_repeat_ngram": 3, "stop_at_tool_call": True}},
+        {"sampling": {"json_schema": "{}"}},
+        {"sampling": {"json_schema": "true"}},
+        {"sampling": {"regex": "a*"}},
+        {"sampling": {"ebnf": 'root ::= "x"'}},
+        {"sampling": {"beam": {"num_beams": 4, "length_penalty": -1.5}, "n": 4}},
+        {"sampling": {"beam": {"num_beams": 2, "early_stopping": True}, "temperature": 0.0}},
+        {"sampling": {"beam": {"num_beams": 2}, "top_p": 1.0, "top_k": 0, "ignore_eos": True}},
+        {"sampling": {"choice": {"values": ["a", "b"]}}},
         {"sampling": {"stop": ["a", "abcde"], "stop_token_ids": [1, 2, 3], "logprobs": 4}},
         {"chat": {"messages": [{"role": "user", "content": ""}]}},
         {"token_ids": {"ids": [0]}},
@@ -60,7 +83,8 @@ def test_what_is_fine_passes(fields: dict[str, Any]) -> None:
         ({"tenant": "a\x00b"}, "tenant"),
         ({"session": "x" * 257}, "session"),
         ({"session": "a\x1b[0m"}, "session"),
-        ({"adapter": "lora"}, "adapter"),
+        ({"adapter": "x" * 129}, "adapter"),
+        ({"adapter": "a\x00"}, "adapter"),
         ({"budget_ms": 3_600_001}, "budget_ms"),
         ({"sampling": {"temperature": -0.1}}, "sampling.temperature"),
         ({"sampling": {"temperature": NAN}}, "sampling.temperature"),
@@ -80,17 +104,54 @@ def test_what_is_fine_passes(fields: dict[str, Any]) -> None:
         ({"sampling": {"stop": ["a", ""]}}, "sampling.stop[1]"),
         ({"sampling": {"stop": ["abcdef"]}}, "sampling.stop[0]"),
         ({"sampling": {"stop_token_ids": [1, 2, 3, 4]}}, "sampling.stop_token_ids"),
-        ({"sampling": {"n": 2}}, "sampling.n"),
-        ({"sampling": {"presence_penalty": 0.1}}, "sampling.presence_penalty"),
+        ({"sampling": {"n": 17}}, "sampling.n"),
+        ({"sampling": {"presence_penalty": 2.1}}, "sampling.presence_penalty"),
+        ({"sampling": {"presence_penalty": INF}}, "sampling.presence_penalty"),
+        ({"sampling": {"frequency_penalty": -2.1}}, "sampling.frequency_penalty"),
         ({"sampling": {"frequency_penalty": NAN}}, "sampling.frequency_penalty"),
-        ({"sampling": {"repetition_penalty": 1.1}}, "sampling.repetition_penalty"),
-        ({"sampling": {"logit_bias": {1: 1.0}}}, "sampling.logit_bias"),
-        ({"sampling": {"allowed_token_ids": [1]}}, "sampling.allowed_token_ids"),
-        ({"sampling": {"trace": True}}, "sampling.trace"),
-        ({"sampling": {"json_schema": "{}"}}, "sampling.json_schema"),
+        ({"sampling": {"repetition_penalty": -1.0}}, "sampling.repetition_penalty"),
+        ({"sampling": {"repetition_penalty": 0.009}}, "sampling.repetition_penalty"),
+        ({"sampling": {"repetition_penalty": NAN}}, "sampling.repetition_penalty"),
+        ({"sampling": {"logit_bias": {7: 100.1}}}, "sampling.logit_bias[7]"),
+        ({"sampling": {"logit_bias": {7: NAN}}}, "sampling.logit_bias[7]"),
+        ({"sampling": {"logit_bias": {1: 1.0, 2: 1.0, 3: 1.0}}}, "sampling.logit_bias"),
+        ({"sampling": {"bad_words": ["a", "b", "c"]}}, "sampling.bad_words"),
+        ({"sampling": {"bad_words": ["a", ""]}}, "sampling.bad_words[1]"),
+        ({"sampling": {"bad_words": [" "]}}, "sampling.bad_words[0]"),
+        ({"sampling": {"bad_words": ["abcdef"]}}, "sampling.bad_words[0]"),
+        ({"sampling": {"bad_word_ids": [{"ids": [1]}, {}]}}, "sampling.bad_word_ids[1].ids"),
+        ({"sampling": {"bad_word_ids": [{"ids": [1]}] * 3}}, "sampling.bad_word_ids"),
+        ({"sampling": {"no_repeat_ngram": 65}}, "sampling.no_repeat_ngram"),
+        ({"sampling": {"json_schema": ""}}, "sampling.json_schema"),
+        ({"sampling": {"json_schema": "{"}}, "sampling.json_schema"),
+        ({"sampling": {"json_schema": "[]"}}, "sampling.json_schema"),
+        ({"sampling": {"json_schema": "[" * 60}}, "sampling.json_schema"),
+        ({"sampling": {"json_schema": "true" + " " * 61}}, "sampling.json_schema"),
         ({"sampling": {"regex": ""}}, "sampling.regex"),
-        ({"sampling": {"ebnf": "x"}}, "sampling.ebnf"),
-        ({"sampling": {"choice": {"values": ["a"]}}}, "sampling.choice"),
+        ({"sampling": {"regex": "a" * 65}}, "sampling.regex"),
+        ({"sampling": {"ebnf": ""}}, "sampling.ebnf"),
+        ({"sampling": {"choice": {"values": []}}}, "sampling.choice.values"),
+        ({"sampling": {"choice": {"values": ["a", ""]}}}, "sampling.choice.values[1]"),
+        ({"sampling": {"choice": {"values": ["a"] * 5}}}, "sampling.choice.values"),
+        ({"sampling": {"choice": {"values": ["a" * 33, "b" * 32]}}}, "sampling.choice"),
+        ({"sampling": {"beam": {"num_beams": 1}}}, "sampling.beam.num_beams"),
+        ({"sampling": {"beam": {"num_beams": 17}}}, "sampling.beam.num_beams"),
+        ({"sampling": {"beam": {"num_beams": 2}, "n": 3}}, "sampling.n"),
+        (
+            {"sampling": {"beam": {"num_beams": 2, "length_penalty": NAN}}},
+            "sampling.beam.length_penalty",
+        ),
+        ({"sampling": {"beam": {"num_beams": 2}, "temperature": 0.5}}, "sampling.temperature"),
+        ({"sampling": {"beam": {"num_beams": 2}, "top_k": 3}}, "sampling.top_k"),
+        ({"sampling": {"beam": {"num_beams": 2}, "min_tokens": 1}}, "sampling.min_tokens"),
+        ({"sampling": {"beam": {"num_beams": 2}, "stop": ["a"]}}, "sampling.stop"),
+        ({"sampling": {"beam": {"num_beams": 2}, "logprobs": 0}}, "sampling.logprobs"),
+        ({"sampling": {"beam": {"num_beams": 2}, "trace": True}}, "sampling.trace"),
+        ({"sampling": {"beam": {"num_beams": 2}, "regex": "a"}}, "sampling.regex"),
+        (
+            {"sampling": {"beam": {"num_beams": 2}, "stop_at_tool_call": True}},
+            "sampling.stop_at_tool_call",
+        ),
         ({"token_ids": {"ids": []}}, "token_ids.ids"),
         ({"chat": {"messages": []}}, "chat.messages"),
         ({"chat": {"messages": [{"role": "", "content": "x"}]}}, "chat.messages[0].role"),
@@ -116,8 +177,15 @@ def test_every_sampling_field_is_checked_or_passed_on() -> None:
         *("stop_token_ids", "stop", "include_stop_text", "ignore_eos", "logprobs"),
         *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
         *("allowed_token_ids", "n", "json_schema", "regex", "ebnf", "choice", "trace"),
+        *("bad_words", "bad_word_ids", "no_repeat_ngram", "stop_at_tool_call", "beam"),
     }
     assert {field.name for field in common_pb2.SamplingParams.DESCRIPTOR.fields} == known
+
+
+def test_json_nested_beyond_the_parser_is_refused_by_name() -> None:
+    deep = RouterLimits()
+    with pytest.raises(InvalidArgument, match=r"^sampling.json_schema: is nested too deep"):
+        check_request(_request(sampling={"json_schema": "[" * 60_000}), served=("m",), limits=deep)
 
 
 def test_an_unset_and_an_empty_prompt() -> None:
@@ -154,6 +222,13 @@ def test_max_tokens_up_to_the_window() -> None:
         ([1, 100], {"token_ids": {"ids": [1]}}, "token_ids.ids[1]: is 100"),
         ([1], {"sampling": {"stop_token_ids": [5, 100]}}, "sampling.stop_token_ids[1]: is 100"),
         ([1], {"sampling": {"min_tokens": 4, "max_tokens": 3}}, "sampling.min_tokens: is 4"),
+        ([1], {"sampling": {"allowed_token_ids": [100]}}, "sampling.allowed_token_ids[0]: is 100"),
+        ([1], {"sampling": {"logit_bias": {100: 1.0}}}, "sampling.logit_bias[100]: is outside"),
+        (
+            [1],
+            {"sampling": {"bad_word_ids": [{"ids": [1]}, {"ids": [2, 100]}]}},
+            "sampling.bad_word_ids[1].ids[1]: is 100",
+        ),
     ],
 )
 def test_what_needs_the_model(ids: list[int], fields: dict[str, Any], message: str) -> None:

@@ -47,6 +47,13 @@ def test_any_cut_agrees_with_the_oracle(
     assert (shown, matcher.found) == _oracle(text, stops, include)
 
 
+def test_a_visible_stop_string_is_shown_and_others_are_not() -> None:
+    matcher = StopStrings(["</call>", "!"], visible=["</call>"])
+    match = matcher.feed("a</call>b")
+    assert (match.text, match.stop) == ("a</call>", "</call>")
+    assert StopStrings(["</call>", "!"], visible=["</call>"]).feed("a!").text == "a"
+
+
 def test_the_stop_that_is_complete_first_wins() -> None:
     matcher = StopStrings(["abcd", "bc"])
     assert matcher.feed("ab").text == ""

@@ -1,0 +1,200 @@
+"""What a client asks, from Python values to the message on the wire. Pure.
+
+What is None is left to the model's defaults. Only what cannot be put on the wire at all is refused
+here; the router judges the rest, and names the field.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from baton import errors
+from protos import common_pb2, inference_pb2
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+"""Text, token ids, or chat messages ({"role": ..., "content": ...})."""
+
+DEFAULT_TIMEOUT_S = 300.0
+"""For a whole generation: the bundled model fills its window on one core in a tenth of it."""
+
+
+def build_request(
+    prompt: Prompt,
+    *,
+    max_tokens: int | None = None,
+    min_tokens: int = 0,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    min_p: float | None = None,
+    seed: int | None = None,
+    n: int = 1,
+    stop: str | Sequence[str] = (),
+    stop_token_ids: Sequence[int] = (),
+    include_stop_text: bool = False,
+    stop_at_tool_call: bool = False,
+    ignore_eos: bool = False,
+    logprobs: int | None = None,
+    presence_penalty: float = 0.0,
+    frequency_penalty: float = 0.0,
+    repetition_penalty: float = 1.0,
+    logit_bias: Mapping[int, float] | None = None,
+    allowed_token_ids: Sequence[int] | None = None,
+    bad_words: Sequence[str | Sequence[int]] = (),
+    no_repeat_ngram: int = 0,
+    json_schema: str | bool | Mapping[str, Any] | None = None,
+    regex: str | None = None,
+    ebnf: str | None = None,
+    choice: Sequence[str] | None = None,
+    num_beams: int = 1,
+    length_penalty: float | None = None,
+    early_stopping: bool = False,
+    trace: bool = False,
+    adapter: str = "",
+    priority: int = 0,
+    session: str = "",
+    model: str = "",
+    request_id: str = "",
+    tenant: str = "",
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+) -> inference_pb2.GenerateRequest:
+    """The request as it goes over the wire. Each field means what `SamplingParams` in
+    protos/common.proto says.
+
+    Args:
+        bad_words: words, or the token ids of one.
+        json_schema: the schema as text or as a value.
+    Raises: InvalidArgument for what cannot be put on the wire at all.
+    """
+    try:
+        sampling = common_pb2.SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=min_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            seed=seed,
+            n=n,
+            stop=[stop] if isinstance(stop, str) else list(stop),
+            stop_token_ids=list(stop_token_ids),
+            include_stop_text=include_stop_text,
+            stop_at_tool_call=stop_at_tool_call,
+            ignore_eos=ignore_eos,
+            logprobs=logprobs,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            repetition_penalty=repetition_penalty,
+            logit_bias=dict(logit_bias or {}),
+            bad_words=[word for word in bad_words if isinstance(word, str)],
+            bad_word_ids=[
+                common_pb2.TokenSequence(ids=word)
+                for word in bad_words
+                if not isinstance(word, str)
+            ],
+            no_repeat_ngram=no_repeat_ngram,
+            trace=trace,
+        )
+    except (ValueError, TypeError) as error:
+        raise errors.InvalidArgument("sampling", _one_line(error)) from error
+    _set_allowed(sampling, allowed_token_ids)
+    _set_grammar(sampling, json_schema=json_schema, regex=regex, ebnf=ebnf, choice=choice)
+    _set_beam(sampling, num_beams, length_penalty, early_stopping)
+    try:
+        request = inference_pb2.GenerateRequest(
+            model=model,
+            sampling=sampling,
+            request_id=request_id,
+            tenant=tenant,
+            adapter=adapter,
+            priority=priority,
+            session=session,
+            budget_ms=max(1, int(timeout_s * 1000)),
+        )
+    except (ValueError, TypeError) as error:
+        raise errors.InvalidArgument("request", _one_line(error)) from error
+    _set_prompt(request, prompt)
+    return request
+
+
+def _set_allowed(sampling: common_pb2.SamplingParams, allowed: Sequence[int] | None) -> None:
+    if allowed is None:
+        return
+    if not allowed:
+        raise errors.InvalidArgument("sampling.allowed_token_ids", "allows nothing")
+    try:
+        sampling.allowed_token_ids.extend(allowed)
+    except (ValueError, TypeError) as error:
+        raise errors.InvalidArgument("sampling.allowed_token_ids", _one_line(error)) from error
+
+
+def _set_grammar(
+    sampling: common_pb2.SamplingParams,
+    *,
+    json_schema: str | bool | Mapping[str, Any] | None,
+    regex: str | None,
+    ebnf: str | None,
+    choice: Sequence[str] | None,
+) -> None:
+    """Raises: InvalidArgument for more than one: the wire has room for one of them."""
+    asked = {"json_schema": json_schema, "regex": regex, "ebnf": ebnf, "choice": choice}
+    names = [name for name, value in asked.items() if value is not None]
+    if len(names) > 1:
+        raise errors.InvalidArgument(
+            f"sampling.{names[1]}", f"does not go with {names[0]}: an output has one grammar"
+        )
+    try:
+        if json_schema is not None:
+            sampling.json_schema = (
+                json_schema if isinstance(json_schema, str) else json.dumps(json_schema)
+            )
+        elif regex is not None:
+            sampling.regex = regex
+        elif ebnf is not None:
+            sampling.ebnf = ebnf
+        elif choice is not None:
+            sampling.choice.SetInParent()
+            sampling.choice.values.extend(choice)
+    except (ValueError, TypeError) as error:
+        raise errors.InvalidArgument(f"sampling.{names[0]}", _one_line(error)) from error
+
+
+def _set_beam(
+    sampling: common_pb2.SamplingParams,
+    num_beams: int,
+    length_penalty: float | None,
+    early_stopping: bool,
+) -> None:
+    if num_beams == 1:
+        if length_penalty is not None or early_stopping:
+            name = "length_penalty" if length_penalty is not None else "early_stopping"
+            raise errors.InvalidArgument(f"sampling.beam.{name}", "needs num_beams of at least 2")
+        return
+    try:
+        beam = common_pb2.BeamParams(
+            num_beams=num_beams, length_penalty=length_penalty, early_stopping=early_stopping
+        )
+    except (ValueError, TypeError) as error:
+        raise errors.InvalidArgument("sampling.beam", _one_line(error)) from error
+    sampling.beam.CopyFrom(beam)
+
+
+def _set_prompt(request: inference_pb2.GenerateRequest, prompt: Prompt) -> None:
+    try:
+        if isinstance(prompt, str):
+            request.text = prompt
+        elif prompt and isinstance(prompt[0], Mapping):
+            request.chat.SetInParent()
+            for message in prompt:
+                request.chat.messages.add(**message)  # type: ignore[arg-type]
+        else:
+            request.token_ids.SetInParent()
+            request.token_ids.ids.extend(prompt)  # type: ignore[arg-type]
+    except (ValueError, TypeError, AttributeError) as error:
+        raise errors.InvalidArgument("prompt", _one_line(error)) from error
+
+
+def _one_line(error: Exception) -> str:
+    return str(error).splitlines()[0]

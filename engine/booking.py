@@ -1,0 +1,386 @@
+"""Booking: what one step did, written into the sequences and told as events: tokens computed and
+drawn, blocks filled, samples forked, held or ended. Decides who ends and why; schedules nothing.
+Engine thread only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Values
+from dataclasses import replace
+
+import torch
+
+from engine.accounts import Totals
+from engine.beam import Beams
+from engine.constraints import Constraints
+from engine.errors import EngineError, IntegrityError, PolicyFailed
+from engine.group import Group
+from engine.holdings import Holdings
+from engine.lora.registry import Adapters
+from engine.metrics import EngineMetrics
+from engine.preemptor import Preemptor
+from engine.request import (
+    FilledBlock,
+    FinishReason,
+    RequestEvent,
+    State,
+    StepTrace,
+    StopPolicy,
+    StopView,
+)
+from engine.sampling.row import Drawn
+from engine.scheduler import Scheduler
+from engine.sequence import Sequence, finish_reason, should_hold
+
+
+class Booking:
+    """See the module.
+
+    Args:
+        groups: the live requests by id; those that end are taken out.
+    """
+
+    def __init__(
+        self,
+        groups: dict[str, Group],
+        holdings: Holdings,
+        scheduler: Scheduler,
+        preemptor: Preemptor,
+        constraints: Constraints,
+        adapters: Adapters,
+        metrics: EngineMetrics,
+        totals: Totals,
+        *,
+        eos_token_ids: frozenset[int],
+        stop_policy: StopPolicy | None,
+    ) -> None:
+        self._groups = groups
+        self._holdings = holdings
+        self._scheduler = scheduler
+        self._preemptor = preemptor
+        self._constraints = constraints
+        self._adapters = adapters
+        self._metrics = metrics
+        self._totals = totals
+        self._eos_token_ids = eos_token_ids
+        self._stop_policy = stop_policy
+        self._now = 0.0
+        self.beams = Beams(
+            holdings, scheduler, eos_token_ids=eos_token_ids, end=self.end, tell=self._tell
+        )
+
+    # -- a step
+
+    def advance(
+        self, sequence: Sequence, num_tokens: int, drawn: Values[Drawn], now: float
+    ) -> list[RequestEvent]:
+        """Book what the step computed for one sequence, and its draws: none, one, or one for each
+        sample of a prompt that forks here.
+
+        Args:
+            now: the metrics' clock.
+        """
+        if sequence.state is State.WAITING:
+            sequence.move(State.PREFILLING)
+            self._metrics.on_first_scheduled(sequence.request.request_id)
+        if drawn and sequence.group.is_forked:
+            return [self.decode(sequence, num_tokens, drawn[0], now)]
+        error: EngineError | None = None
+        for one in drawn:
+            error = error or one.error
+        if sequence.grammar is not None and sequence.grammar.error is not None:
+            error = sequence.grammar.error  # the cause of an empty mask
+        if error is not None:
+            return [self.fail(sequence, error)]
+        sequence.num_computed_tokens += num_tokens
+        filled = self._holdings.cache_full_blocks(sequence)
+        if not drawn:
+            group = sequence.group
+            if group.is_continued and sequence.num_pending_tokens == 0:
+                try:
+                    return self.go_on(group, now, filled)
+                except EngineError as problem:
+                    return [self.fail(sequence, problem)]
+            return [_event(sequence, filled=filled)]
+        events: list[RequestEvent] = []
+        for sample, one in zip(self.fork(sequence.group), drawn, strict=True):
+            events.append(self._take(sample, one, filled if sample is sequence else (), now))
+            if events[-1].error is not None:
+                return events  # it ended the others, too
+        self._drop_unwanted(sequence.group)
+        return events
+
+    def decode(self, sequence: Sequence, num_tokens: int, drawn: Drawn, now: float) -> RequestEvent:
+        """`advance` for one sample of its own with one draw: most rows of most steps."""
+        error = drawn.error
+        if sequence.grammar is not None:
+            error = sequence.grammar.error or error  # the cause of an empty mask
+        if error is not None:
+            return self.fail(sequence, error)
+        sequence.num_computed_tokens += num_tokens
+        return self._take(sequence, drawn, self._holdings.cache_full_blocks(sequence), now)
+
+    def advance_beams(self, group: Group, logits: torch.Tensor, now: float) -> list[RequestEvent]:
+        """Book a step of all open beams of a request, each of which computed all its tokens; or of
+        its prompt.
+
+        Args:
+            logits: [number of open beams, V], a row for each in their order.
+        """
+        self._now = now
+        filled: tuple[FilledBlock, ...] = ()
+        for sequence in group.samples.values():
+            if sequence.state is State.WAITING:
+                sequence.move(State.PREFILLING)
+                self._metrics.on_first_scheduled(group.request.request_id)
+            sequence.num_computed_tokens = len(sequence.token_ids)
+            filled += self._holdings.cache_full_blocks(sequence)
+        try:
+            return self.beams.advance(group, logits, filled)
+        except EngineError as error:
+            return [self.fail(next(iter(group.samples.values())), error)]
+
+    def _tell(self, event: RequestEvent) -> None:
+        name, rank = event.request_id, event.sample_index
+        self._totals.num_output_tokens += len(event.token_ids)
+        self._metrics.on_tokens(name, len(event.token_ids), sample_index=rank, now=self._now)
+        if event.finish_reason is not None:
+            self._metrics.on_finish(name, event.finish_reason, sample_index=rank)
+
+    def fail(self, sequence: Sequence, error: EngineError) -> RequestEvent:
+        """An error of its own ends the request, all samples of it."""
+        group = sequence.group
+        for sample in group.samples.values():
+            self._holdings.distrust(sample)
+        event = _event(sequence, error=error, is_request_over=True)
+        self.end(group, State.ABORTED, type(error).__name__)
+        return event
+
+    def _take(
+        self, sequence: Sequence, drawn: Drawn, filled: tuple[FilledBlock, ...], now: float
+    ) -> RequestEvent:
+        """One drawn token, and those that a grammar forces with it."""
+        group = sequence.group
+        name, index = sequence.key
+        wanted: tuple[int, ...] = (drawn.token_id,)
+        if sequence.grammar is not None:
+            wanted = self._constraints.tokens_for(sequence, drawn.token_id)
+        num_before = len(sequence.token_ids)
+        try:
+            reason = self._add(sequence, wanted)
+            if reason is None and self._stop_policy is not None:
+                reason = self._ask_policy(sequence, self._stop_policy)
+        except EngineError as error:
+            return self.fail(sequence, error)
+        token_ids = tuple(sequence.token_ids[num_before:])
+        num_computed = sequence.num_computed_tokens
+        self._totals.num_output_tokens += len(token_ids)
+        self._metrics.on_tokens(name, len(token_ids), sample_index=index, now=now)
+        if reason is not None:
+            self._metrics.on_finish(name, reason, sample_index=index)
+        is_holding = group.request.hold_after is not None
+        if is_holding and (reason is not None or should_hold(sequence)):
+            self._scheduler.remove(sequence)
+            sequence.move(State.HOLDING)
+        elif reason is not None:
+            self._end_sample(sequence)
+        elif sequence.state is State.PREFILLING:
+            sequence.move(State.RUNNING)
+        # Positional, as it is made for every row of every step: a third of the price by name.
+        return RequestEvent(
+            name,
+            token_ids,
+            None if drawn.logprobs is None else (drawn.logprobs,),
+            filled,
+            num_computed,
+            reason,
+            token_ids[-1] if reason is not None and reason.is_token else None,
+            None,
+            index,
+            None if drawn.trace is None else _traces(drawn.trace, token_ids),
+            (reason is not None or is_holding) and self._is_over(group),
+        )
+
+    def _add(self, sequence: Sequence, token_ids: tuple[int, ...]) -> FinishReason | None:
+        """Take tokens up to one that ends the sample. Raises: EngineError from its grammar."""
+        grammar = sequence.grammar
+        for token_id in token_ids:
+            if grammar is not None and not grammar.accept(token_id):
+                raise grammar.error or IntegrityError(
+                    f"{sequence.key}: token {token_id} was drawn against its grammar"
+                )
+            sequence.add_token(token_id)
+            reason = finish_reason(
+                sequence.request.sampling,
+                token_id,
+                len(sequence.token_ids) - sequence.num_prompt_tokens,
+                sequence.group.max_output_tokens,
+                self._eos_token_ids,
+            )
+            if reason is not None:
+                return reason
+        if grammar is not None and grammar.is_complete:
+            return FinishReason.GRAMMAR
+        return None
+
+    def _ask_policy(self, sequence: Sequence, policy: StopPolicy) -> FinishReason | None:
+        request = sequence.request
+        view = StopView(
+            request.request_id,
+            sequence.sample_index,
+            request.prompt_token_ids,
+            sequence.output_token_ids,
+        )
+        try:
+            return FinishReason.POLICY if policy(view) else None
+        except Exception as error:  # the border to code that is not ours
+            raise PolicyFailed(f"the stop policy raised {type(error).__name__}: {error}") from error
+
+    def _is_over(self, group: Group) -> bool:
+        """Every sample has finished, or holds."""
+        return all(sample.state is State.HOLDING for sample in group.samples.values())
+
+    # -- forks
+
+    def fork(self, group: Group) -> list[Sequence]:
+        """One sequence for each sample, from the one that has computed the prompt."""
+        sequence = group.prompt
+        samples = [sequence]
+        group.is_forked = True
+        for index in range(1, group.num_rows):
+            twin = self._holdings.fork(sequence, index)
+            group.samples[index] = twin
+            self._scheduler.add_fork(sequence, twin)
+            samples.append(twin)
+        return samples
+
+    def go_on(
+        self, group: Group, now: float, filled: tuple[FilledBlock, ...] | None = None
+    ) -> list[RequestEvent]:
+        """The prompt is computed; what follows was drawn by an earlier leg.
+
+        Args:
+            filled: by the step that computed its last token; None: no step did.
+        Raises: EngineError.
+        """
+        sequence = group.prompt
+        if not group.beam_start:
+            events = [] if filled is None else [_event(sequence, filled=filled)]
+            if filled is None:
+                self._scheduler.add(sequence)
+            self._fork_outputs(group)
+            return events
+        if sequence.state is State.WAITING:
+            sequence.move(State.PREFILLING)
+            self._metrics.on_first_scheduled(group.request.request_id)
+        self._now = now
+        candidates, group.beam_start = group.beam_start, ()
+        return self.beams.begin(group, candidates, filled or ())
+
+    def _fork_outputs(self, group: Group) -> None:
+        """Fork with the tokens that an earlier leg drew; a sample that they end is over.
+
+        Raises: EngineError where they are not in the request's grammar.
+        """
+        outputs, group.first_outputs = group.first_outputs, ()
+        for sample, token_ids in zip(self.fork(group), outputs, strict=True):
+            if self._add(sample, token_ids) is not None:
+                group.unwanted.add(sample.sample_index)
+        self._drop_unwanted(group)
+
+    # -- ends
+
+    def finish_sample(self, group: Group, sample_index: int) -> None:
+        """Nobody wants more of this sample; the last one ends the request."""
+        if not group.is_forked or group.request.beam is not None:
+            group.unwanted.add(sample_index)
+            if len(group.unwanted) == group.request.num_samples:
+                self.end(group, State.ABORTED, "aborted")
+        elif set(group.samples) == {sample_index}:
+            self.end(group, State.ABORTED, "aborted")
+        elif sample_index in group.samples:
+            sample = group.samples[sample_index]
+            sample.move(State.ABORTED)
+            self._drop_sample(sample)
+            self._holdings.give_back_spare(group)
+
+    def _drop_unwanted(self, group: Group) -> None:
+        unwanted, group.unwanted = group.unwanted, set()
+        for index in sorted(unwanted):
+            if group.request.request_id in self._groups:
+                self.finish_sample(group, index)
+
+    def _end_sample(self, sequence: Sequence) -> None:
+        group = sequence.group
+        if len(group.samples) == 1:
+            self.end(group, State.FINISHED, "finished")
+            return
+        sequence.move(State.FINISHED)
+        self._drop_sample(sequence)
+        self._holdings.give_back_spare(group)
+
+    def _drop_sample(self, sequence: Sequence) -> None:
+        """Its blocks go back, the tail of the chain to be evicted first."""
+        self._scheduler.remove(sequence)
+        self._preemptor.forget(sequence)
+        self._holdings.give_back(sequence)
+        del sequence.group.samples[sequence.sample_index]
+
+    def end(self, group: Group, state: State, outcome: str) -> None:
+        """FINISHED or ABORTED: give back all that the request has, and forget it.
+
+        Args:
+            outcome: for the metrics: "finished", "aborted", or an error's name.
+        """
+        for sequence in list(group.samples.values()):
+            sequence.move(state)
+            self._drop_sample(sequence)
+        self._holdings.give_back_spare(group)
+        self._constraints.forget(group)
+        self._adapters.release(group.request.adapter)
+        del self._groups[group.request.request_id]
+        self._metrics.on_end(group.request.request_id, outcome)
+
+
+def _traces(trace: StepTrace, token_ids: tuple[int, ...]) -> tuple[StepTrace, ...]:
+    """One for each token: the first stands for the one that was drawn, whose text begins with it;
+    the others were forced."""
+    first = replace(trace, token_id=token_ids[0], is_forced=token_ids[0] != trace.token_id)
+    forced = [
+        StepTrace(
+            position=trace.position + offset,
+            token_id=token_id,
+            raw_logprob=math.nan,
+            processed_logprob=math.nan,
+            top=(),
+            support_size=1,
+            processors=("grammar",),
+            rng_key=None,
+            is_forced=True,
+        )
+        for offset, token_id in enumerate(token_ids[1:], 1)
+    ]
+    return (first, *forced)
+
+
+def _event(
+    sequence: Sequence,
+    *,
+    filled: tuple[FilledBlock, ...] = (),
+    error: EngineError | None = None,
+    is_request_over: bool = False,
+) -> RequestEvent:
+    """An event without tokens."""
+    return RequestEvent(
+        request_id=sequence.request.request_id,
+        token_ids=(),
+        logprobs=None,
+        filled=filled,
+        num_computed_tokens=sequence.num_computed_tokens,
+        finish_reason=None,
+        stop_token_id=None,
+        error=error,
+        sample_index=sequence.sample_index,
+        is_request_over=is_request_over,
+    )

@@ -1,0 +1,176 @@
+"""Constraints: the engine's side of grammars: which requests wait for theirs to be compiled, whose
+row of the next draw is masked, and what a drawn token forces. The grammars themselves are
+engine/grammar/'s.
+
+A request that waits takes part in no step, and others pass it; `poll` finds those whose wait is
+over. The service is made when the first request with a grammar comes: an engine that never sees one
+starts no process for it. Engine thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from engine.errors import EngineError, InvalidRequest
+from engine.group import Group
+from engine.request import Request, Sampling
+from engine.sampling.row import Draw
+from engine.sequence import Sequence as Sample
+
+if TYPE_CHECKING:
+    from engine.grammar.fill import Fill
+    from engine.grammar.service import Compilation, GrammarService
+
+MakeService = Callable[[], "GrammarService"]
+
+
+class Constraints:
+    """See the module.
+
+    Args:
+        make_service: None: this engine's model has no tokenizer to constrain, and every grammar is
+            refused by name.
+    """
+
+    def __init__(
+        self,
+        make_service: MakeService | None,
+        *,
+        eos_token_ids: frozenset[int],
+        jumps_forward: bool,
+    ) -> None:
+        self._make_service = make_service
+        self._service: GrammarService | None = None
+        self._eos_token_ids = eos_token_ids
+        self._jumps_forward = jumps_forward
+        self._waiting: dict[str, Group] = {}
+
+    @property
+    def has_waiting(self) -> bool:
+        """Somebody waits for a grammar."""
+        return bool(self._waiting)
+
+    def ask(self, request: Request) -> Compilation | None:
+        """Have the request's grammar compiled, if it has one. Never waits.
+
+        Raises: InvalidRequest naming what is wrong with it; GrammarBusy.
+        """
+        spec = request.sampling.grammar
+        if spec is None:
+            return None
+        if self._service is None:
+            if self._make_service is None:
+                raise InvalidRequest("grammar", "this engine's model has no tokenizer to follow it")
+            self._service = self._make_service()
+        return self._service.submit(spec)
+
+    # -- waiting
+
+    def is_ready(self, group: Group) -> bool:
+        """It has no grammar, or a compiled one, or an error for one."""
+        return group.compilation is None or group.compilation.is_done
+
+    def wait_for(self, group: Group) -> None:
+        """`poll` gives it back once it is ready."""
+        self._waiting[group.request.request_id] = group
+
+    def forget(self, group: Group) -> None:
+        """It ended while it waited."""
+        self._waiting.pop(group.request.request_id, None)
+
+    def poll(self) -> list[Group]:
+        """Those whose wait is over, in the order in which it began."""
+        ready = [group for group in self._waiting.values() if self.is_ready(group)]
+        for group in ready:
+            self.forget(group)
+        return ready
+
+    def wait(self, timeout_s: float) -> None:
+        """Until one that waits may be ready, for at most this long."""
+        for group in self._waiting.values():
+            if group.compilation is not None:
+                group.compilation.wait(timeout_s)
+                return
+
+    def enter(self, group: Group) -> EngineError | None:
+        """Put the request's first sample at the beginning of its grammar, and follow the output
+        tokens that it has. Returns: why it cannot go on."""
+        if group.compilation is None:
+            return None
+        if group.compilation.error is not None:
+            return group.compilation.error
+        sampling = group.request.sampling
+        ends = end_token_ids(sampling, self._eos_token_ids)
+        state = group.compilation.state(ends)
+        group.prompt.grammar = state
+        for token_id in group.prompt.output_token_ids:
+            if not state.accept(token_id):
+                return state.error or InvalidRequest(
+                    "outputs", f"token {token_id} of an earlier leg is not in the grammar"
+                )
+        if state.is_complete:
+            return InvalidRequest("outputs", "the grammar is complete: nothing is left to draw")
+        return state.error
+
+    # -- the step
+
+    def begin_fill(self, samples: Sequence[Sample | None]) -> Fill | None:
+        """Begin to fill the masks of these rows of logits; None in place of a sample without
+        grammar. Returns: None if no row needs one."""
+        if self._service is None:
+            return None
+        rows = [None if sample is None else sample.grammar for sample in samples]
+        if not any(row is not None for row in rows):
+            return None
+        return self._service.begin_fill(rows)
+
+    def tokens_for(self, sample: Sample, token_id: int) -> tuple[int, ...]:
+        """What a drawn token becomes: itself, or more where the grammar forces text after it.
+
+        Nothing is forced where other processors have a say in each token (hard masks), or the model
+        must be asked for its log probability.
+        """
+        one = sample.request.sampling
+        if sample.grammar is None or not self._jumps_forward or not _may_jump(one):
+            return (token_id,)
+        return sample.grammar.forced_after(token_id) or (token_id,)
+
+    def close(self) -> None:
+        """End the service's threads and process. Those who wait get its error."""
+        if self._service is not None:
+            self._service.close()
+
+    def check_integrity(self) -> None:
+        """Raises: IntegrityError."""
+        if self._service is not None:
+            self._service.check_integrity()
+
+
+def _may_jump(one: Sampling) -> bool:
+    return (
+        one.logprobs is None
+        and one.allowed_token_ids is None
+        and not one.bad_words
+        and one.no_repeat_ngram == 0
+    )
+
+
+def end_token_ids(sampling: Sampling, eos_token_ids: frozenset[int]) -> frozenset[int]:
+    """Tokens that may end an output: EOS unless it is ignored, and stop token ids."""
+    ends = sampling.stop_token_ids
+    if sampling.ignore_eos:
+        return ends
+    return ends | eos_token_ids if ends else eos_token_ids
+
+
+def masked(
+    draws: Sequence[Draw], rows: Sequence[int], samples: Sequence[Sample], fill: Fill
+) -> list[Draw]:
+    """The draws with their rows' masks; those without a grammar as they were, so that their traces
+    name none. Waits for the fill, which has a deadline of its own."""
+    masks = fill.result()
+    return [
+        one if samples[row].grammar is None else one._replace(bitmask=masks[row])
+        for one, row in zip(draws, rows, strict=True)
+    ]

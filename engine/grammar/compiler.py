@@ -1,0 +1,199 @@
+"""Our side of the compiling process: a Source in, a compiled grammar out, with a deadline.
+
+The process (engine/grammar/compile_server.py) is started by the first compilation: it holds the
+vocabulary and the library, about 300 MB and seconds to import, which an engine without grammars
+does not pay for. If it is gone it is started anew. Calls block; they belong on a worker thread.
+Any thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import xgrammar
+
+from engine.grammar.compile_server import compile_grammar, first_line, tokenizer_info
+from engine.grammar.config import GrammarLimits
+from engine.grammar.errors import GrammarFailed, GrammarTooCostly, refuse
+from engine.grammar.source import Source
+from engine.grammar.vocabulary import Vocabulary
+
+CHEAP_S = 0.5
+"""CPU seconds up to which a compilation is repeated here instead of taken over."""
+_START_TIMEOUT_S = 120.0
+_GRACE_S = 5.0
+"""Beyond a child's own timer, before it is taken for dead."""
+_STOP_TIMEOUT_S = 10.0
+
+
+class CompileProcess:
+    """The process, started when it is needed."""
+
+    def __init__(self, folder: Path, vocab_size: int) -> None:
+        """`folder` holds the model's tokenizer.json. Starts nothing."""
+        self._folder = folder
+        self._vocab_size = vocab_size
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._is_closed = False
+        self.num_starts = 0
+
+    @property
+    def is_alive(self) -> bool:
+        with self._lock:
+            return self._process is not None and self._process.poll() is None
+
+    @property
+    def process_id(self) -> int | None:
+        """Of the process that was started last."""
+        with self._lock:
+            return None if self._process is None else self._process.pid
+
+    def hand_over(self, stream: socket.socket) -> None:
+        """Give the process one end of a stream, for one compilation; start it if there is none.
+
+        Raises: GrammarFailed.
+        """
+        with self._lock:
+            if self._is_closed:
+                raise GrammarFailed("the grammar service is closed")
+            if self._socket is None or self._process is None or self._process.poll() is not None:
+                self._stop()
+                self._socket = self._start()
+            try:
+                socket.send_fds(self._socket, [b"C"], [stream.fileno()])
+            except OSError as error:
+                raise GrammarFailed(f"the compiling process is gone: {error}") from error
+
+    def close(self) -> None:
+        """End the process and its children. Starts no other."""
+        with self._lock:
+            self._is_closed = True
+            self._stop()
+
+    def _start(self) -> socket.socket:
+        """Lock held. Raises: GrammarFailed."""
+        ours, theirs = socket.socketpair()
+        # One thread each: the process forks, and forks have only the thread that made them.
+        single = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        # A child's threads share arenas: each of its own would count 64 MiB against its bound.
+        single["MALLOC_ARENA_MAX"] = "2"
+        module = "engine.grammar.compile_server"
+        command = [sys.executable, "-m", module, str(theirs.fileno()), str(self._vocab_size)]
+        roots = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
+        with theirs:
+            self._process = subprocess.Popen(
+                [*command, str(self._folder.resolve())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # with its children a group of its own
+                env={**os.environ, **single, "PYTHONPATH": os.pathsep.join(filter(None, roots))},
+            )
+        self.num_starts += 1
+        ours.settimeout(_START_TIMEOUT_S)
+        try:
+            ready = ours.recv(1)
+        except OSError:
+            ready = b""
+        if ready != b"R":
+            ours.close()
+            self._stop()
+            raise GrammarFailed("the compiling process did not start")
+        ours.settimeout(_GRACE_S)
+        return ours
+
+    def _stop(self) -> None:
+        """Lock held."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait(_STOP_TIMEOUT_S)
+            self._process = None
+
+
+class Compiler:
+    """See the module."""
+
+    def __init__(
+        self, process: CompileProcess, vocabulary: Vocabulary, limits: GrammarLimits
+    ) -> None:
+        """`process` has the same vocabulary."""
+        self._process = process
+        self._limits = limits
+        self._info: Any = tokenizer_info(vocabulary)
+
+    def compile(self, source: Source) -> Any:
+        """An xgrammar.CompiledGrammar. Blocks for at most the time limit, and the first time for
+        the start of the process.
+
+        Raises: InvalidRequest, GrammarTooCostly, GrammarFailed.
+        """
+        ours, theirs = socket.socketpair()
+        with ours:
+            with theirs:
+                self._process.hand_over(theirs)
+            answer, body = self._ask(ours, source)
+        if answer["costly"]:
+            raise GrammarTooCostly("grammar", answer["problem"])
+        if not answer["ok"]:
+            raise refuse(answer["problem"])
+        try:
+            if body:
+                return xgrammar.CompiledGrammar.deserialize_json(body.decode(), self._info)
+            return compile_grammar(self._info, source.form, source.text)
+        except RuntimeError as error:  # it worked in the child
+            raise GrammarFailed(f"a compiled grammar is refused: {first_line(error)}") from error
+
+    def _ask(self, ours: socket.socket, source: Source) -> tuple[dict[str, Any], bytes]:
+        """The child's answer, and the serialised grammar if there is one."""
+        limits = self._limits
+        ours.settimeout(limits.compile_timeout_s + _GRACE_S)
+        request = {
+            "form": source.form,
+            "text": source.text,
+            "timeout_s": limits.compile_timeout_s,
+            "cheap_s": CHEAP_S,
+            "bytes": limits.compile_bytes,
+            "compiled_bytes": limits.compiled_bytes,
+        }
+        try:
+            ours.sendall(json.dumps(request).encode() + b"\n")
+            with ours.makefile("rb") as stream:
+                line = stream.readline()
+                answer: dict[str, Any] = json.loads(line) if line.endswith(b"\n") else {}
+                body = stream.read(answer.get("num_bytes", 0))
+        except TimeoutError as error:
+            raise self._too_costly() from error
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise self._died() from error
+        if not answer or len(body) < answer.get("num_bytes", 0):
+            raise self._died()
+        return answer, body
+
+    def _died(self) -> GrammarTooCostly | GrammarFailed:
+        """What an end of file instead of an answer means: the child's own limits, if its parent is
+        well."""
+        if self._process.is_alive:
+            return self._too_costly()
+        return GrammarFailed("the compiling process ended")
+
+    def _too_costly(self) -> GrammarTooCostly:
+        limits = self._limits
+        return GrammarTooCostly(
+            "grammar",
+            f"compiling it takes more than {limits.compile_timeout_s:g} s or "
+            f"{limits.compile_bytes} bytes of memory; make it smaller",
+        )

@@ -1,0 +1,142 @@
+"""The bytes of each token id, read from the checkpoint's tokenizer.json: what grammar masks are
+made of.
+
+Read from the file itself and not through transformers: the file says exactly how ids become text
+(model, added tokens, decoder), needs no model code, and is what engine, router and client decode
+with. Taken are decoders under which text is the tokens' bytes one after the other: byte-level BPE,
+and sentencepiece-like ones (U+2581 for a space, <0xNN> for a byte where ByteFallback is among the
+decoders). Others (WordPiece, no decoder at all: text is joined with spaces) are refused by name.
+
+An id has no bytes, and so is never allowed inside text, if it is special, the unknown token, or
+padding: the model's vocabulary may be larger than the tokenizer's. Immutable; any thread.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.grammar.errors import refuse
+
+_SPACE_MARK = "\u2581"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """`token_bytes[id]`; b"" for an id that no text has. Its length is the model's vocabulary."""
+
+    token_bytes: tuple[bytes, ...]
+
+    @property
+    def size(self) -> int:
+        """Ids of the model."""
+        return len(self.token_bytes)
+
+    @property
+    def usable_bytes(self) -> frozenset[int]:
+        """Bytes that some token has."""
+        return frozenset(b"".join(self.token_bytes))
+
+    @classmethod
+    def load(cls, folder: Path, vocab_size: int) -> Vocabulary:
+        """From `folder/tokenizer.json`, for a model of `vocab_size` ids.
+
+        Raises: InvalidRequest (a grammar cannot be served with this tokenizer), naming why.
+        """
+        try:
+            parsed = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+            return cls(_token_bytes(parsed, vocab_size))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise refuse(f"the model's tokenizer.json cannot be read: {error!r}") from error
+
+
+def _token_bytes(parsed: Mapping[str, Any], vocab_size: int) -> tuple[bytes, ...]:
+    decoders = list(_decoders(parsed.get("decoder")))
+    kinds = {decoder["type"] for decoder in decoders}
+    is_byte_level = kinds == {"ByteLevel"}
+    if not is_byte_level:
+        _check_sentencepiece(decoders)
+    model = parsed["model"]
+    found: list[bytes] = [b""] * vocab_size
+    unknown = model.get("unk_token")
+    if unknown is None and isinstance(model.get("unk_id"), int):
+        unknown = model["vocab"][model["unk_id"]][0]
+    for token, token_id in _tokens(model["vocab"]):
+        if token_id < vocab_size and token != unknown:
+            if is_byte_level:
+                found[token_id] = _byte_level(token)
+            else:
+                found[token_id] = _sentencepiece(token, "ByteFallback" in kinds)
+    for added in parsed.get("added_tokens", ()):
+        if added["id"] < vocab_size:
+            hidden = added["special"] or added["content"] == unknown
+            text = added["content"]
+            if not is_byte_level:
+                text = text.replace(_SPACE_MARK, " ")
+            found[added["id"]] = b"" if hidden else text.encode()
+    return tuple(found)
+
+
+def _tokens(vocab: Mapping[str, int] | Sequence[Sequence[Any]]) -> Iterator[tuple[str, int]]:
+    if isinstance(vocab, Mapping):
+        yield from vocab.items()
+    else:  # Unigram: [[token, score], ...]
+        yield from ((entry[0], token_id) for token_id, entry in enumerate(vocab))
+
+
+def _decoders(decoder: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
+    if decoder is None:
+        return
+    if decoder["type"] == "Sequence":
+        for inner in decoder["decoders"]:
+            yield from _decoders(inner)
+    else:
+        yield decoder
+
+
+def _check_sentencepiece(decoders: list[Mapping[str, Any]]) -> None:
+    """Raises: InvalidRequest for a decoder under which text is not the tokens' text in a row."""
+    has_spaces = False
+    for decoder in decoders:
+        kind = decoder["type"]
+        if kind == "Metaspace" and decoder["replacement"] == _SPACE_MARK:
+            has_spaces = True
+        elif kind == "Replace" and decoder["pattern"] == {"String": _SPACE_MARK}:
+            has_spaces = decoder["content"] == " "
+        elif kind == "Strip" and decoder["content"] == " " and decoder["stop"] == 0:
+            pass  # of a text's first space: an output goes on from its prompt
+        elif kind not in ("ByteFallback", "Fuse"):
+            raise refuse(f"not supported with the model's tokenizer (decoder {kind})")
+    if not has_spaces:
+        raise refuse("not supported with the model's tokenizer (its decoder joins with spaces)")
+
+
+def _sentencepiece(token: str, has_byte_tokens: bool) -> bytes:
+    byte = _BYTE_TOKEN.fullmatch(token) if has_byte_tokens else None
+    if byte is not None:
+        return bytes([int(byte.group(1), 16)])
+    return token.replace(_SPACE_MARK, " ").encode()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The character that stands for each byte in a byte-level vocabulary (GPT-2's): itself where it
+    is printable, else one of those from U+0100 on, in order."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    alphabet = {chr(byte): byte for byte in printable}
+    alphabet.update({chr(0x100 + index): byte for index, byte in enumerate(others)})
+    return alphabet
+
+
+_BYTE_OF = _byte_alphabet()
+
+
+def _byte_level(token: str) -> bytes:
+    if all(character in _BYTE_OF for character in token):
+        return bytes(_BYTE_OF[character] for character in token)
+    return token.encode()

@@ -1,0 +1,249 @@
+"""Holdings: which sequence has which blocks of the device cache: first ones, more as it grows, a
+fork's, a preempted one's, and back. Between the sequences on one side and the pool, the prefix tree
+and the cache's bytes on the other. Decides nothing: who gets blocks is engine/scheduler.py's.
+
+Copy-on-write: a block that is being filled belongs to one sequence, or to several right after a
+fork; the first that is about to write gets a copy, the last one the block itself. Full blocks are
+never written again.
+
+Engine thread only. Every block that a sequence or a group's spare list names is referenced once for
+it, and by nobody else (engine/accounts.py recomputes that).
+"""
+
+from __future__ import annotations
+
+from engine.errors import NoBlocks, WrongState
+from engine.group import Group
+from engine.kv.memory import KvMemory
+from engine.kv.radix_tree import RadixTree
+from engine.parking import Blocks
+from engine.request import FilledBlock, State
+from engine.sequence import HOLE, Sequence
+
+
+class Holdings:
+    """See the module."""
+
+    def __init__(self, kv: KvMemory, tree: RadixTree) -> None:
+        self.kv = kv
+        self.tree = tree
+        self.pool = tree.pool
+        self.block_size = kv.layout.block_size
+        self.num_local_prefix_tokens = 0
+        """Prompt tokens whose KV was cached when their request got its first blocks."""
+
+    # -- first blocks
+
+    def num_wanted(self, group: Group, sequence: Sequence) -> int:
+        """Blocks that a sequence without any must get, and the group's spare ones with them."""
+        size = self.block_size
+        if not group.is_whole:
+            return -(-len(sequence.token_ids) // size)
+        return sequence.num_prompt_tokens // size + group.num_rows * group.num_own_blocks
+
+    def count(self, group: Group, sequence: Sequence) -> tuple[int, int]:
+        """(free or evictable blocks that `give_first` would use up, tokens that are cached)."""
+        num_shared, num_reused = self.tree.match_counts(self._shareable(sequence))
+        num_fresh = self.num_wanted(group, sequence) - num_shared
+        return num_fresh + num_reused, num_shared * self.block_size
+
+    def give_first(self, group: Group, sequence: Sequence) -> None:
+        """Reference blocks for all tokens that the sequence has (all that it may have, if the group
+        `is_whole`): those that hold its longest cached prefix, and new ones.
+
+        The shared prefix ends at least one token before its last: that one is computed, to draw the
+        next. Raises: NoBlocks, and nothing was taken.
+        """
+        size = self.block_size
+        num_blocks = self.num_wanted(group, sequence)
+        block_ids, num_shared = self.tree.reserve(self._shareable(sequence), num_blocks)
+        num_kept = num_blocks
+        if group.is_whole:
+            num_kept = sequence.num_prompt_tokens // size + group.num_own_blocks
+            group.spare_block_ids = list(block_ids[num_kept:])
+        sequence.block_ids = list(block_ids[:num_kept])
+        sequence.block_table = ()
+        sequence.num_local_tokens = num_shared * size
+        sequence.num_computed_tokens = sequence.num_local_tokens
+        sequence.num_cached_blocks = num_shared
+        sequence.num_told_blocks = max(sequence.num_told_blocks, num_shared)
+        if sequence.num_trusted_blocks < 0:
+            sequence.num_trusted_blocks = num_shared
+            self.num_local_prefix_tokens += sequence.num_local_tokens
+        sequence.is_tail_shared = False
+
+    def _shareable(self, sequence: Sequence) -> list[bytes]:
+        """Chain hashes of the full blocks before the last token."""
+        num_shareable = (len(sequence.token_ids) - 1) // self.block_size
+        if num_shareable:
+            sequence.chain_hash(num_shareable - 1, self.block_size)
+        return sequence.chain_hashes[:num_shareable]
+
+    def fill_holes(self, sequence: Sequence) -> None:
+        """New blocks in place of those quarantined. Raises: NoBlocks, and nothing was taken."""
+        holes = [index for index, block_id in enumerate(sequence.block_ids) if block_id == HOLE]
+        if holes:
+            for index, block_id in zip(holes, self.tree.take(len(holes)), strict=True):
+                sequence.block_ids[index] = block_id
+
+    def hold(self, group: Group, block_ids: tuple[int, ...]) -> None:
+        """Quarantine blocks of one request (Engine.quarantine). Raises: WrongState for one that is
+        not its own, or named twice; nothing was done."""
+        is_reserved = group.state is State.RESERVED
+        sequence = next(iter(group.samples.values()))
+        first = sequence.num_local_tokens // self.block_size if is_reserved else 0
+        own = {block_id: first + i for i, block_id in enumerate(sequence.block_ids[first:])}
+        for sample in group.samples.values():
+            if not is_reserved:
+                own.update(dict.fromkeys(sample.block_ids, 0))
+        for block_id in block_ids:
+            if block_id == HOLE or block_id not in own or block_ids.count(block_id) > 1:
+                name = group.request.request_id
+                raise WrongState(f"block {block_id} is not {name}'s own, or was named twice")
+        self.pool.hold(block_ids)
+        if is_reserved:
+            for block_id in block_ids:
+                sequence.block_ids[own[block_id]] = HOLE
+            self.pool.put_back(block_ids)
+
+    # -- more blocks
+
+    def num_missing(self, sequence: Sequence, end: int) -> int:
+        """Blocks to take before tokens up to `end` can be computed, a copy of a shared one
+        included."""
+        num_more = -(-end // self.block_size) - len(sequence.block_ids)
+        num_missing = max(num_more, 0)
+        if sequence.is_tail_shared:
+            block_id = sequence.block_ids[sequence.num_computed_tokens // self.block_size]
+            sequence.is_tail_shared = self.pool.num_references(block_id) > 1
+            num_missing += sequence.is_tail_shared
+        return num_missing
+
+    def grow(self, sequence: Sequence, end: int) -> None:
+        """Take them: the group's own spare ones, if it `is_whole`. Raises: NoBlocks."""
+        group = sequence.group
+        num_missing = self.num_missing(sequence, end)
+        if num_missing == 0:
+            return
+        if not group.is_whole and num_missing > self.pool.num_available:
+            raise NoBlocks(f"{num_missing} blocks wanted, {self.pool.num_available} are free")
+        if sequence.is_tail_shared:
+            num_missing -= 1
+            self._own_tail(sequence)
+        if group.is_whole:
+            spare = group.spare_block_ids
+            sequence.block_ids += spare[len(spare) - num_missing :]
+            del spare[len(spare) - num_missing :]
+        else:
+            sequence.block_ids += self.tree.take(num_missing)
+
+    def _own_tail(self, sequence: Sequence) -> None:
+        index = sequence.num_computed_tokens // self.block_size
+        if sequence.group.is_whole:
+            self.pool.put_back((sequence.group.spare_block_ids.pop(),))  # taken again right away
+        block_id, source = self.tree.writable(sequence.block_ids[index])
+        if source is not None:
+            self.kv.copy(source, block_id)
+        sequence.block_ids[index] = block_id
+        sequence.block_table = ()
+        sequence.is_tail_shared = False
+
+    def fork(self, sequence: Sequence, sample_index: int) -> Sequence:
+        """Another sample with the same computed tokens in the same blocks."""
+        twin = sequence.fork(sample_index)
+        num_blocks = -(-sequence.num_computed_tokens // self.block_size)
+        del twin.block_ids[num_blocks:]
+        self.tree.share(twin.block_ids)
+        if sequence.num_computed_tokens % self.block_size:
+            sequence.is_tail_shared = twin.is_tail_shared = True
+        return twin
+
+    # -- content
+
+    def cache_full_blocks(self, sequence: Sequence) -> tuple[FilledBlock, ...]:
+        """Offer blocks that became full to the prefix cache. Returns those that no event named
+        yet."""
+        size = self.block_size
+        num_full = sequence.num_computed_tokens // size
+        if sequence.request.beam is not None:
+            num_full = min(num_full, sequence.num_prompt_tokens // size)
+        if num_full == sequence.num_cached_blocks:
+            return ()
+        filled: list[FilledBlock] = []
+        for index in range(sequence.num_cached_blocks, num_full):
+            chain_hash = sequence.chain_hash(index, size)
+            block_id = sequence.block_ids[index]
+            parent_hash = sequence.chain_hashes[index - 1] if index else b""
+            self.tree.insert(parent_hash, chain_hash, block_id)
+            if index >= sequence.num_told_blocks:
+                filled.append(FilledBlock(index, block_id, chain_hash))
+        sequence.num_cached_blocks = num_full
+        sequence.num_told_blocks = max(sequence.num_told_blocks, num_full)
+        return tuple(filled)
+
+    def distrust(self, sequence: Sequence) -> None:
+        """Its logits were not numbers, so its KV may not be either: nobody else shall find it."""
+        for block_id in sequence.block_ids[sequence.num_trusted_blocks :]:
+            if block_id != HOLE:
+                self.tree.forget(block_id)
+
+    def num_resumable(self, num_tokens: int) -> int:
+        """Of so many computed tokens, those whose bytes in the blocks are all there is of them: of
+        a quantized cache the full blocks', since an unfilled one lies beside (KvMemory.tails)."""
+        if self.kv.tails is None:
+            return num_tokens
+        return num_tokens // self.block_size * self.block_size
+
+    def content(self, sequence: Sequence) -> Blocks:
+        """A copy of the blocks that hold its computed tokens, as far as they can go on from it. CPU
+        only."""
+        num_blocks = -(-self.num_resumable(sequence.num_computed_tokens) // self.block_size)
+        return self.kv.host_view[sequence.block_ids[:num_blocks]]
+
+    def fill(self, sequence: Sequence, blocks: Blocks, num_tokens: int) -> None:
+        """Write `content` of `num_tokens` tokens back into the blocks that are not found in the
+        prefix cache."""
+        for index in range(sequence.num_local_tokens // self.block_size, len(blocks)):
+            self.kv.host_view[sequence.block_ids[index]] = blocks[index]
+        num_tokens = self.num_resumable(num_tokens)
+        sequence.num_computed_tokens = max(num_tokens, sequence.num_local_tokens)
+
+    # -- back
+
+    def give_back(self, sequence: Sequence) -> None:
+        """Its references end, the tail of the chain to be evicted first."""
+        self.pool.put_back(reversed(sequence.held_block_ids))
+        sequence.block_ids = []
+        sequence.block_table = ()
+        sequence.is_tail_shared = False
+
+    def make_spare(self, sequence: Sequence) -> None:
+        """`give_back` for a sequence of a whole group whose place another takes: blocks that nobody
+        else has stay the group's."""
+        num_shared = sequence.num_prompt_tokens // self.block_size
+        for block_id in sequence.block_ids[num_shared:]:
+            if self.pool.num_references(block_id) == 1:
+                sequence.group.spare_block_ids.append(block_id)
+            else:
+                self.pool.put_back((block_id,))
+        del sequence.block_ids[num_shared:]
+        self.give_back(sequence)
+
+    def give_back_spare(self, group: Group) -> None:
+        """What a whole group's live samples cannot need any more, after one of them ended."""
+        if not group.spare_block_ids:
+            return
+        num_kept = len(group.samples) * group.num_own_blocks - self.num_distinct(group)
+        self.pool.put_back(group.spare_block_ids[num_kept:])
+        del group.spare_block_ids[num_kept:]
+
+    def num_distinct(self, group: Group) -> int:
+        """Different blocks that its live samples have after the prompt's full ones."""
+        num_shared = len(group.request.prompt_token_ids) // self.block_size
+        return len(
+            {
+                block_id
+                for sequence in group.samples.values()
+                for block_id in sequence.block_ids[num_shared:]
+            }
+        )

@@ -1,0 +1,362 @@
+"""EngineMetrics: what the engine knows about its own speed, as counts and histograms. Plain Python:
+it knows no exporter, no names of metrics, no tensors, and no clock but the one that it is given.
+
+Its moments in a request's life, told by the engine's loop:
+
+    on_reserve, on_start, on_first_scheduled, on_tokens ..., on_finish (per sample), on_end
+
+    queue time  start -> first scheduled: it could have run, and waited for its turn
+    TTFT        reserve -> first token: what the caller waits for; not of a request whose first
+                token an earlier leg drew
+    ITL         between two steps that gave one sample tokens; tokens of one step come as one
+    TPOT        (last token - first step's) / tokens after the first step, per sample that ended
+
+A request in flight has one record here, which `on_end` drops; every method is O(1). Engine thread
+only; a snapshot is a frozen value for any thread.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from engine.errors import IntegrityError
+from engine.request import FinishReason
+
+STEP_BOUNDS_S = (
+    *(0.000_25, 0.000_5, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05),
+    *(0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 10.0),
+)
+"""Upper bounds for what happens once a step (step time, ITL, TPOT). Fine between 1 and 100 ms,
+where people notice; a guess beyond."""
+
+REQUEST_BOUNDS_S = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.4, 0.6, 1.0, 1.5),
+    *(2.5, 4.0, 6.0, 10.0, 20.0, 40.0, 80.0, 160.0),
+)
+"""Upper bounds for what happens once a request (TTFT, queue time)."""
+
+RATE_WINDOW_S = 10.0
+"""Throughputs are over this much of the past. A guess: long enough for several steps of a slow
+model, short enough to see load change."""
+
+
+@dataclass(frozen=True)
+class HistogramSnapshot:
+    """`counts[i]` observations were at most `bounds[i]` and above the bound before; the last count
+    is of those above all bounds."""
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    sum: float
+    count: int
+
+    @property
+    def mean(self) -> float:
+        """0 where nothing was observed."""
+        return self.sum / self.count if self.count else 0.0
+
+    def quantile(self, share: float) -> float:
+        """The upper bound of the bucket in which this share of observations is reached: no
+        observation counted into it was more. inf beyond the last bound, 0 where nothing was
+        observed."""
+        seen = 0
+        for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
+            seen += count
+            if seen and seen >= share * self.count:
+                return bound
+        return 0.0
+
+
+class Histogram:
+    """Counts per bucket; bounds never change."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+        self.count = 0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+        self.count += 1
+
+    def snapshot(self) -> HistogramSnapshot:
+        return HistogramSnapshot(self.bounds, tuple(self.counts), self.sum, self.count)
+
+
+@dataclass(frozen=True)
+class MetricsSnapshot:
+    """Everything since start, at one moment. Pairs are sorted by name."""
+
+    queue_s: HistogramSnapshot
+    ttft_s: HistogramSnapshot
+    itl_s: HistogramSnapshot
+    tpot_s: HistogramSnapshot
+    step_s: HistogramSnapshot
+
+    num_requests: int
+    """Reserved since start."""
+    num_live_requests: int
+    ended: tuple[tuple[str, int], ...]
+    """(outcome, requests): "finished", "aborted", or the name of the error that ended them."""
+    finished: tuple[tuple[str, int], ...]
+    """(finish reason, samples)."""
+    preemptions: tuple[tuple[str, int], ...]
+    """(cause, times)."""
+
+    num_prompt_tokens: int
+    """Of all requests reserved: what there would be to prefill without a cache."""
+    num_cached_tokens: int
+    """... of those, found in the device cache."""
+    num_loaded_tokens: int
+    """... brought by somebody else before `start`; the device's own not counted."""
+    num_prefill_tokens: int
+    """Computed for prompts, and again after a preemption."""
+    num_decode_tokens: int
+    """Computed for draws after the first."""
+    num_output_tokens: int
+    """Drawn or forced."""
+
+    num_blocks: int
+    num_used_blocks: int
+    """Referenced, after the last step."""
+    max_used_blocks: int
+
+    prefill_tokens_per_s: float
+    """Over the last RATE_WINDOW_S seconds, idle time included."""
+    decode_tokens_per_s: float
+
+    @property
+    def hit_rate(self) -> float:
+        """Cached prompt tokens / prompt tokens, over all requests; 0 before the first. Source:
+        Zheng et al. 2024, section 3."""
+        return self.num_cached_tokens / self.num_prompt_tokens if self.num_prompt_tokens else 0.0
+
+    @property
+    def cache_utilisation(self) -> float:
+        """Share of the KV blocks that requests use."""
+        return self.num_used_blocks / self.num_blocks
+
+
+@dataclass(slots=True)
+class _Drawn:
+    """One sample's tokens so far: when the first and the last came, and how many."""
+
+    first_s: float
+    last_s: float
+    num_first_tokens: int
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class _Record:
+    """One request in flight."""
+
+    reserved_s: float
+    started_s: float | None = None
+    is_first_scheduled: bool = False
+    is_ttft_wanted: bool = True
+    samples: dict[int, _Drawn] = field(default_factory=dict)
+
+
+class EngineMetrics:
+    """See the module.
+
+    Args:
+        clock: seconds that never go back, such as time.monotonic.
+        num_blocks: of the device cache.
+    """
+
+    def __init__(self, clock: Callable[[], float], num_blocks: int) -> None:
+        if num_blocks < 1:
+            raise ValueError(f"num_blocks: {num_blocks} is below 1")
+        self._clock = clock
+        self._began_s = clock()
+        self._num_blocks = num_blocks
+        self._queue, self._ttft = Histogram(REQUEST_BOUNDS_S), Histogram(REQUEST_BOUNDS_S)
+        self._itl, self._tpot = Histogram(STEP_BOUNDS_S), Histogram(STEP_BOUNDS_S)
+        self._step = Histogram(STEP_BOUNDS_S)
+        self._live: dict[str, _Record] = {}
+        self._num_requests = 0
+        self._ended: Counter[str] = Counter()
+        self._finished: Counter[str] = Counter()
+        self._preemptions: Counter[str] = Counter()
+        self._num_prompt_tokens = self._num_cached_tokens = self._num_loaded_tokens = 0
+        self._num_prefill_tokens = self._num_decode_tokens = self._num_output_tokens = 0
+        self._num_used_blocks = self._max_used_blocks = 0
+        self._steps: deque[tuple[float, int, int]] = deque()  # (when, prefill, decode tokens)
+        # What check_integrity compares the above with.
+        self._num_first_draws = self._num_draws = 0
+        self._num_output_tokens_of_ended = 0
+        self._num_finished_without_tpot = 0
+
+    # -- a request's life
+
+    def on_reserve(self, request_id: str, num_prompt_tokens: int, num_cached_tokens: int) -> None:
+        """A request took its place; so much of its prompt was in the device cache."""
+        self._live[request_id] = _Record(self._clock())
+        self._num_requests += 1
+        self._num_prompt_tokens += num_prompt_tokens
+        self._num_cached_tokens += num_cached_tokens
+
+    def on_prefix(self, num_cached_tokens: int) -> None:
+        """A request that had no blocks when it was reserved got its first ones now; so much of its
+        prompt was in the device cache."""
+        self._num_cached_tokens += num_cached_tokens
+
+    def on_start(
+        self, request_id: str, *, num_loaded_tokens: int = 0, num_earlier_tokens: int = 0
+    ) -> None:
+        """It may take part in steps.
+
+        Args:
+            num_loaded_tokens: brought by somebody else, beyond the device's own prefix.
+            num_earlier_tokens: output tokens drawn by an earlier leg: then the first token is not
+                drawn here, and there is no TTFT.
+        """
+        record = self._live[request_id]
+        record.started_s = self._clock()
+        record.is_ttft_wanted = num_earlier_tokens == 0
+        self._num_loaded_tokens += num_loaded_tokens
+
+    def on_first_scheduled(self, request_id: str) -> None:
+        """A step gave it tokens. Later calls for the same request (after a preemption) count
+        nothing."""
+        record = self._live[request_id]
+        if not record.is_first_scheduled and record.started_s is not None:
+            record.is_first_scheduled = True
+            self._queue.observe(self._clock() - record.started_s)
+
+    def on_tokens(
+        self,
+        request_id: str,
+        num_tokens: int = 1,
+        *,
+        sample_index: int = 0,
+        now: float | None = None,
+    ) -> None:
+        """A step gave one sample new output tokens.
+
+        Args:
+            now: the clock's reading, where the caller has one for the whole step.
+        """
+        if now is None:
+            now = self._clock()
+        record = self._live[request_id]
+        self._num_output_tokens += num_tokens
+        self._num_draws += 1
+        drawn = record.samples.get(sample_index)
+        if drawn is None:
+            self._num_first_draws += 1
+            record.samples[sample_index] = _Drawn(now, now, num_tokens, num_tokens)
+            if record.is_ttft_wanted:
+                record.is_ttft_wanted = False
+                self._ttft.observe(now - record.reserved_s)
+            return
+        self._itl.observe(now - drawn.last_s)
+        drawn.last_s = now
+        drawn.num_tokens += num_tokens
+
+    def on_finish(self, request_id: str, reason: FinishReason, *, sample_index: int = 0) -> None:
+        """One sample has drawn its last token."""
+        self._finished[reason.value] += 1
+        drawn = self._live[request_id].samples.get(sample_index)
+        if drawn is None or drawn.num_tokens == drawn.num_first_tokens:
+            self._num_finished_without_tpot += 1
+            return
+        num_later = drawn.num_tokens - drawn.num_first_tokens
+        self._tpot.observe((drawn.last_s - drawn.first_s) / num_later)
+
+    def on_end(self, request_id: str, outcome: str) -> None:
+        """The request is gone: finished and released, aborted, or ended by the error of this
+        name."""
+        record = self._live.pop(request_id)
+        self._ended[outcome] += 1
+        self._num_output_tokens_of_ended += sum(d.num_tokens for d in record.samples.values())
+
+    def on_preempt(self, cause: str) -> None:
+        """A running request lost its blocks."""
+        self._preemptions[cause] += 1
+
+    # -- a step
+
+    def on_step(
+        self, num_prefill_tokens: int, num_decode_tokens: int, seconds: float, num_used_blocks: int
+    ) -> None:
+        """One step is over.
+
+        Args:
+            seconds: it took.
+            num_used_blocks: referenced by requests after it.
+        """
+        now = self._clock()
+        self._step.observe(seconds)
+        self._num_prefill_tokens += num_prefill_tokens
+        self._num_decode_tokens += num_decode_tokens
+        self._num_used_blocks = num_used_blocks
+        self._max_used_blocks = max(self._max_used_blocks, num_used_blocks)
+        self._steps.append((now, num_prefill_tokens, num_decode_tokens))
+        self._forget_steps(now)
+
+    def _forget_steps(self, now: float) -> None:
+        while self._steps and self._steps[0][0] <= now - RATE_WINDOW_S:
+            self._steps.popleft()
+
+    # -- accounts
+
+    def snapshot(self) -> MetricsSnapshot:
+        """Everything since start, now."""
+        now = self._clock()
+        self._forget_steps(now)
+        window_s = min(RATE_WINDOW_S, now - self._began_s) or RATE_WINDOW_S
+        return MetricsSnapshot(
+            queue_s=self._queue.snapshot(),
+            ttft_s=self._ttft.snapshot(),
+            itl_s=self._itl.snapshot(),
+            tpot_s=self._tpot.snapshot(),
+            step_s=self._step.snapshot(),
+            num_requests=self._num_requests,
+            num_live_requests=len(self._live),
+            ended=tuple(sorted(self._ended.items())),
+            finished=tuple(sorted(self._finished.items())),
+            preemptions=tuple(sorted(self._preemptions.items())),
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_cached_tokens=self._num_cached_tokens,
+            num_loaded_tokens=self._num_loaded_tokens,
+            num_prefill_tokens=self._num_prefill_tokens,
+            num_decode_tokens=self._num_decode_tokens,
+            num_output_tokens=self._num_output_tokens,
+            num_blocks=self._num_blocks,
+            num_used_blocks=self._num_used_blocks,
+            max_used_blocks=self._max_used_blocks,
+            prefill_tokens_per_s=sum(step[1] for step in self._steps) / window_s,
+            decode_tokens_per_s=sum(step[2] for step in self._steps) / window_s,
+        )
+
+    def check_integrity(self) -> None:
+        """Every histogram's buckets add up, and so do requests, samples and tokens. Raises:
+        IntegrityError."""
+        histograms = (self._queue, self._ttft, self._itl, self._tpot, self._step)
+        num_live_tokens = sum(
+            drawn.num_tokens for record in self._live.values() for drawn in record.samples.values()
+        )
+        num_samples = sum(self._finished.values())
+        laws = {
+            "buckets": (sum(sum(h.counts) for h in histograms), sum(h.count for h in histograms)),
+            "requests": (self._num_requests, len(self._live) + sum(self._ended.values())),
+            "output tokens": (
+                self._num_output_tokens,
+                num_live_tokens + self._num_output_tokens_of_ended,
+            ),
+            "draws": (self._num_draws, self._num_first_draws + self._itl.count),
+            "samples": (num_samples, self._tpot.count + self._num_finished_without_tpot),
+        }
+        for name, (counted, added) in laws.items():
+            if counted != added:
+                raise IntegrityError(f"metrics: {counted} {name} counted, {added} by their parts")
+        if self._num_cached_tokens > self._num_prompt_tokens:
+            raise IntegrityError("metrics: more prompt tokens were cached than there were")

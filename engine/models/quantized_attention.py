@@ -1,0 +1,322 @@
+"""QuantizedAttention: one step over a quantized cache. Stands where StepAttention does.
+
+A token at position p sees every block before its own as quantized, and its own block (positions
+p // P * P to p) as computed. So what a token sees, and what is stored of it, depends on positions
+alone: not on the chunks a prompt came in, nor on prefix hits, nor on batch-mates. A block is
+quantized once, in the step that fills it; until then it lies as computed in a slot of
+`KvMemory.tails`.
+
+Spans of one token are attended together; longer ones one by one. Engine thread only; lives for one
+forward pass, after which `finish` closes the tails of blocks that became full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from baton_kernels import reference
+from baton_kernels.quantize import dequantize, quantize
+
+from engine.batch import Batch, Span
+from engine.kv.memory import KvMemory, LayerView
+from engine.models.step_attention import block_table, row_ids, size_class
+
+Scales = tuple[float, float | None]
+"""One layer's fixed scales, of keys and of values (None: latents)."""
+
+
+@dataclass
+class _Chunk:
+    """A span of several tokens, or one without blocks."""
+
+    first: int
+    span: Span
+    start: int
+    """Position where the numbers as computed begin: the first token's block."""
+    num_full: int
+    """Blocks that are full after this step, of the request's all."""
+    tail_in: int | None
+    """Slot of the block that is entered in its middle."""
+    tail_out: int | None
+    """Slot of the block that is left unfilled."""
+    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class _Group:
+    """Spans of one token with about the same number of blocks."""
+
+    places: torch.Tensor  # [B] in the batch's row
+    table: torch.Tensor  # [B, n] block ids
+    ends: torch.Tensor  # [B]
+    tails: torch.Tensor  # [B] slots of their last blocks
+    full: torch.Tensor  # [F] members whose last block this token fills
+    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
+
+
+class QuantizedAttention:
+    """See the module.
+
+    Args:
+        views: of `memory`, one per layer.
+        fixed: scales by layer, where the layout's are per tensor.
+    """
+
+    def __init__(
+        self, batch: Batch, memory: KvMemory, views: list[LayerView], fixed: Sequence[Scales]
+    ) -> None:
+        if memory.tails is None:
+            raise ValueError("this cache is not quantized")
+        self._views = views
+        self._fixed = fixed
+        self._layout = memory.layout
+        self._device = memory.cache.device
+        self._tails = memory.tails
+        self._filled: list[int] = []  # block ids
+        self._chunks: list[_Chunk] = []
+        self._groups: list[_Group] = []
+        self._place(batch)
+        self._tail_views = self._tails.memory.layer_views()  # after all were opened
+
+    def _place(self, batch: Batch) -> None:
+        singles: dict[int, list[tuple[int, Span]]] = {}
+        first = 0
+        for span in batch.spans:
+            if span.num_tokens == 1 and span.block_ids:
+                singles.setdefault(size_class(span), []).append((first, span))
+            else:
+                self._chunks.append(self._chunk(first, span))
+            first += span.num_tokens
+        for members in singles.values():
+            spans = [span for _, span in members]
+            size = self._layout.block_size
+            slots = [self._tail(span.block_ids[-1], span.start % size) for span in spans]
+            full = [index for index, span in enumerate(spans) if span.end % size == 0]
+            self._filled += [spans[index].block_ids[-1] for index in full]
+            self._groups.append(
+                _Group(
+                    places=self._tensor([place for place, _ in members]),
+                    table=block_table(spans, self._device),
+                    ends=self._tensor([span.end for span in spans]),
+                    tails=self._tensor(slots),
+                    full=self._tensor(full),
+                )
+            )
+
+    def _tensor(self, values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._device)
+
+    def _tail(self, block_id: int, offset: int) -> int:
+        """The slot of a block that is entered at `offset`."""
+        return self._tails.slot(block_id) if offset else self._tails.open(block_id)
+
+    def _chunk(self, first: int, span: Span) -> _Chunk:
+        if not span.block_ids:  # a warm-up: nothing is stored
+            return _Chunk(first, span, 0, 0, None, None)
+        size = self._layout.block_size
+        begun, num_full = span.start // size, span.end // size
+        tail_in = self._tails.slot(span.block_ids[begun]) if span.start % size else None
+        tail_out = None
+        if span.end % size:
+            is_begun = num_full == begun and tail_in is not None
+            tail_out = tail_in if is_begun else self._tails.open(span.block_ids[num_full])
+        self._filled += span.block_ids[begun:num_full]
+        return _Chunk(first, span, begun * size, num_full, tail_in, tail_out)
+
+    def finish(self) -> None:
+        """After the last layer: blocks that are full have no tail any more."""
+        for block_id in self._filled:
+            self._tails.close(block_id)
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+        is_latent: bool = False,
+    ) -> torch.Tensor:
+        """See StepAttention.attend."""
+        num_heads, num_tokens, _ = query.shape
+        out = query.new_empty(num_tokens, num_heads, self._views[layer].v_head_dim)
+        for group in self._groups:
+            keys, values = self._group_kv(group, layer, key, value)
+            picked = query.index_select(1, group.places).transpose(0, 1)
+            mask = group.masks.get(window)
+            if mask is None:
+                mask = reference.one_mask(group.ends, keys.shape[2], window, query.dtype)
+                group.masks[window] = mask
+            out[group.places] = reference.attend_one(
+                picked, keys, values, mask, scaling, softcap, sinks
+            )
+        for chunk in self._chunks:
+            part = slice(chunk.first, chunk.first + chunk.span.num_tokens)
+            keys, values = self._chunk_kv(chunk, layer, key[:, part], value[:, part])
+            mask = chunk.masks.get(window)
+            if mask is None:
+                mask = self._mask(chunk, keys.shape[1], window, query.dtype)
+                chunk.masks[window] = mask
+            out[part] = reference.attend_chunk(
+                query[:, part], keys, values, mask, scaling, softcap, sinks
+            )
+        return out
+
+    # -- one token each
+
+    def _group_kv(
+        self, group: _Group, layer: int, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys [B, K, S, D] and values of whole sequences, as their newest tokens see them."""
+        view, tail = self._views[layer], self._tail_views[layer]
+        keys = self._grouped(group, layer, 0, view.keys, view.k_scales, tail.keys, key)
+        if view.values is None or tail.values is None:
+            return keys, keys[..., : view.v_head_dim]
+        values = self._grouped(group, layer, 1, view.values, view.v_scales, tail.values, value)
+        return keys, values
+
+    def _grouped(
+        self,
+        group: _Group,
+        layer: int,
+        kv: int,
+        rows: torch.Tensor,
+        scales: torch.Tensor | None,
+        tail_rows: torch.Tensor,
+        new: torch.Tensor,
+    ) -> torch.Tensor:
+        """Store the new tokens, [K, T, D], in their tails, quantize tails that are full, and give
+        all [B, K, S, D], the last block as computed."""
+        size = self._layout.block_size
+        heads, tail_heads = self._views[layer].heads, self._tail_views[layer].heads
+        ids = row_ids(group.tails[:, None], tail_heads)[:, :, 0]  # [B, K]
+        offsets = ((group.ends - 1) % size)[:, None].expand(ids.shape)
+        tail_rows.index_put_((ids, offsets), new.index_select(1, group.places).transpose(0, 1))
+        tails = tail_rows.index_select(0, ids.reshape(-1)).view(*ids.shape, size, -1)
+        last = torch.div(group.ends - 1, size, rounding_mode="floor")  # [B] index of the last block
+        if group.full.numel():
+            block_ids = group.table[group.full, last[group.full]]
+            self._freeze(
+                layer, kv, rows, scales, block_ids[None, :], tails[group.full].transpose(0, 1)
+            )
+        all_ids = row_ids(group.table, heads)  # [B, K, n]
+        found = self._read(rows, scales, all_ids, new.dtype)
+        columns = last[:, None] * size + torch.arange(size, device=self._device)  # [B, P]
+        index = columns[:, None, :, None].expand(tails.shape)
+        return found.scatter_(2, index, tails)
+
+    # -- several tokens of one request
+
+    def _chunk_kv(
+        self, chunk: _Chunk, layer: int, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys [K, S, D] and values: all full blocks as quantized, then the tokens from
+        `chunk.start` on as computed."""
+        view, tail = self._views[layer], self._tail_views[layer]
+        keys = self._chunked(chunk, layer, 0, view.keys, view.k_scales, tail.keys, key)
+        if view.values is None or tail.values is None:
+            return keys, keys[..., : view.v_head_dim]
+        values = self._chunked(chunk, layer, 1, view.values, view.v_scales, tail.values, value)
+        return keys, values
+
+    def _chunked(
+        self,
+        chunk: _Chunk,
+        layer: int,
+        kv: int,
+        rows: torch.Tensor,
+        scales: torch.Tensor | None,
+        tail_rows: torch.Tensor,
+        new: torch.Tensor,
+    ) -> torch.Tensor:
+        if not chunk.span.block_ids:
+            return new
+        size, span = self._layout.block_size, chunk.span
+        heads, tail_heads = self._views[layer].heads, self._tail_views[layer].heads
+        computed = new
+        if chunk.tail_in is not None:
+            ids = row_ids(self._tensor([chunk.tail_in])[None], tail_heads)[0, :, 0]  # [K]
+            computed = torch.cat((tail_rows[ids][:, : span.start - chunk.start], new), dim=1)
+        block_ids = self._tensor(list(span.block_ids[: chunk.num_full]))[None, :]
+        num_new = chunk.num_full - chunk.start // size
+        if num_new > 0:
+            full = computed[:, : num_new * size].reshape(new.shape[0], num_new, size, -1)
+            self._freeze(layer, kv, rows, scales, block_ids[:, -num_new:], full)
+        if chunk.tail_out is not None:
+            rest = computed[:, max(0, num_new) * size :]
+            ids = row_ids(self._tensor([chunk.tail_out])[None], tail_heads)[0, :, 0]
+            tail_rows[ids, : rest.shape[1]] = rest
+        if chunk.num_full == 0:
+            return computed
+        found = self._read(rows, scales, row_ids(block_ids, heads), new.dtype)[0]
+        return torch.cat((found, computed), dim=1)
+
+    def _mask(
+        self, chunk: _Chunk, num_columns: int, window: int | None, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """[T, S] over what `_chunk_kv` gives: quantized ones of earlier blocks, computed ones of
+        the same block."""
+        size, span = self._layout.block_size, chunk.span
+        if not span.block_ids:
+            return reference.chunk_mask(0, span.end, window, dtype, self._device)
+        queries = torch.arange(span.start, span.end, device=self._device)[:, None]
+        num_quantized = chunk.num_full * size
+        positions = torch.arange(num_columns, device=self._device)[None, :]
+        is_quantized = positions < num_quantized
+        positions = torch.where(is_quantized, positions, positions - num_quantized + chunk.start)
+        block_start = queries // size * size
+        visible = torch.where(
+            is_quantized,
+            positions < block_start,
+            (positions >= block_start) & (positions <= queries),
+        )
+        if window is not None:
+            visible &= positions > queries - window
+        return reference.as_bias(visible, dtype)
+
+    # -- bytes
+
+    def _freeze(
+        self,
+        layer: int,
+        kv: int,
+        rows: torch.Tensor,
+        scales: torch.Tensor | None,
+        block_ids: torch.Tensor,
+        numbers: torch.Tensor,
+    ) -> None:
+        """Quantize full blocks for good.
+
+        Args:
+            block_ids: [1, n].
+            numbers: [K, n, P, D] as computed.
+        """
+        layout = self._layout
+        fixed = self._fixed[layer][kv] if self._fixed else None
+        quantized, its_scales = quantize(numbers, layout.dtype, layout.num_scales, fixed)
+        ids = row_ids(block_ids, self._views[layer].heads)[0]  # [K, n]
+        rows[ids] = quantized
+        if scales is not None:
+            scales[ids] = its_scales
+
+    def _read(
+        self,
+        rows: torch.Tensor,
+        scales: torch.Tensor | None,
+        ids: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """[B, K, n] row numbers -> [B, K, n * P, D] in `dtype`."""
+        if scales is None:
+            raise ValueError("a quantized cache without scales")
+        flat = ids.reshape(-1)
+        found = dequantize(
+            rows.index_select(0, flat), scales.index_select(0, flat), self._layout.dtype, dtype
+        )
+        batch, num_heads, num_blocks = ids.shape
+        return found.view(batch, num_heads, num_blocks * rows.shape[1], rows.shape[2])

@@ -1,0 +1,107 @@
+"""Preemptor: takes a sequence's blocks away, and sees to it that it can go on later: by computing
+them again, or by bringing their bytes back. Who loses and when is engine/scheduler.py's.
+
+Causes that are counted, one for each time a sequence lost its blocks:
+
+    recompute  as configured: what the prefix cache does not keep is computed again
+    swap       as configured: its bytes are parked
+    refused    they should have been parked, but there was no room: computed again
+    lost       they were parked, but did not come back: computed again (counted beside its swap)
+
+Engine thread only.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from engine.errors import ParkingRefused
+from engine.holdings import Holdings
+from engine.metrics import EngineMetrics
+from engine.parking import Parking
+from engine.request import State
+from engine.sequence import Sequence
+
+CAUSES = ("recompute", "swap", "refused", "lost")
+
+
+def parking_key(sequence: Sequence) -> str:
+    """What a sequence's bytes are parked under."""
+    return f"{sequence.request.request_id}/{sequence.sample_index}"
+
+
+class Preemptor:
+    """See the module. Without a parking, everything is computed again."""
+
+    def __init__(self, holdings: Holdings, parking: Parking | None, metrics: EngineMetrics) -> None:
+        self._holdings = holdings
+        self._parking = parking
+        self._metrics = metrics
+        self.num_by_cause: Counter[str] = Counter()
+
+    def preempt(self, sequence: Sequence) -> str:
+        """WAITING, PREFILLING or RUNNING -> PREEMPTED or PARKED, without blocks. Returns: the
+        cause."""
+        cause = self._park(sequence)
+        self._count(cause)
+        self._holdings.give_back(sequence)
+        sequence.num_computed_tokens = sequence.num_local_tokens = 0
+        sequence.num_cached_blocks = 0
+        sequence.move(State.PARKED if cause == "swap" else State.PREEMPTED)
+        return cause
+
+    def _park(self, sequence: Sequence) -> str:
+        if self._parking is None or sequence.num_computed_tokens == 0:
+            return "recompute"
+        num_full = sequence.num_computed_tokens // self._holdings.block_size
+        try:
+            self._parking.put(
+                parking_key(sequence),
+                sequence.chain_hashes[:num_full],
+                self._holdings.content(sequence),
+            )
+        except ParkingRefused:
+            return "refused"
+        sequence.num_parked_tokens = sequence.num_computed_tokens
+        return "swap"
+
+    def bring_back(self, sequence: Sequence) -> bool:
+        """PARKED -> SWAPPING -> WAITING, for a sequence that has blocks again.
+
+        Returns: whether it is WAITING; False while its bytes are on their way.
+        """
+        if self._parking is None:
+            raise AssertionError("a parked sequence, but no parking")
+        if sequence.parked is None:
+            sequence.move(State.SWAPPING)
+            sequence.parked = self._parking.get(parking_key(sequence))
+        if not sequence.parked.is_done:
+            return False
+        blocks = sequence.parked.result()
+        if blocks is None:
+            self._count("lost")
+        else:
+            self._holdings.fill(sequence, blocks, sequence.num_parked_tokens)
+        self.forget(sequence)
+        self._holdings.cache_full_blocks(sequence)
+        sequence.move(State.WAITING)
+        return True
+
+    def _count(self, cause: str) -> None:
+        self.num_by_cause[cause] += 1
+        self._metrics.on_preempt(cause)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Its bytes are not wanted any more."""
+        if self._parking is not None and sequence.num_parked_tokens:
+            self._parking.drop(parking_key(sequence))
+        sequence.parked = None
+        sequence.num_parked_tokens = 0
+
+    def check_integrity(self, sequences: Iterable[Sequence]) -> None:
+        """What is parked is what live sequences wait for. Raises: IntegrityError."""
+        if self._parking is not None:
+            self._parking.check_integrity(
+                {parking_key(one) for one in sequences if one.num_parked_tokens}
+            )

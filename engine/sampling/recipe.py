@@ -1,0 +1,166 @@
+"""Recipe: what one Sampling asks for, in the form in which a step uses it. Worked out once per
+Sampling and found again by identity, since hashing twenty fields for each row of each step would
+cost more than the draw.
+
+Knows no logits and no tokens drawn. Engine thread only; recipes themselves never change.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.request import Sampling
+from engine.sampling.history import needs_history
+from engine.sampling.row import Draw
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Recipe:
+    """See the module."""
+
+    is_plain: bool
+    """The argmax of the raw logits is all that is wanted, unless a grammar masks them."""
+
+    is_sampled: bool
+    """Temperature above 0."""
+
+    adjusts: bool
+    """At every step some logits are changed or masked, whatever grammar and min-tokens do."""
+
+    needs_history: bool
+
+    bias_ids: NDArray[np.int64]
+    bias_values: NDArray[np.float32]
+
+    bad_ids: NDArray[np.int64]
+    """The bad words of one token: banned at every step."""
+
+    allowed_words: NDArray[np.int32] | None
+    """`allowed_token_ids` packed as a grammar's bitmask is, up to the highest allowed id."""
+
+    names_before: tuple[str, ...]
+    """Processors by name and parameter, those before the grammar's mask."""
+
+    names_after: tuple[str, ...]
+    """Those after min-tokens."""
+
+
+class Row(NamedTuple):
+    """One row that takes more than an argmax of its raw logits."""
+
+    place: int
+    """Which row of the logits given it is."""
+
+    draw: Draw
+    recipe: Recipe
+    adjusts: bool
+    """Its logits are changed at this step."""
+
+    @property
+    def masks_ends(self) -> bool:
+        """min_tokens are not there yet."""
+        return masks_ends(self.draw)
+
+    @property
+    def adjusting_names(self) -> tuple[str, ...]:
+        """What changes this row's logits at this step, in order."""
+        names = self.recipe.names_before
+        if self.draw.bitmask is not None:
+            names = (*names, "grammar")
+        if self.masks_ends:
+            names = (*names, f"min_tokens={self.draw.sampling.min_tokens}")
+        return names
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All that is applied at this step, in order."""
+        return self.adjusting_names + self.recipe.names_after
+
+
+def masks_ends(draw: Draw) -> bool:
+    """End tokens are masked at this step. As transformers' MinNewTokensLength has it: the first
+    `min_tokens` tokens are none of them."""
+    return draw.num_output_tokens < draw.sampling.min_tokens and bool(draw.end_token_ids)
+
+
+_made: dict[int, tuple[weakref.ref[Sampling], Recipe]] = {}
+
+
+def recipe_of(sampling: Sampling) -> Recipe:
+    """The recipe of `sampling`, made at the first call and kept while `sampling` lives."""
+    key = id(sampling)
+    found = _made.get(key)
+    if found is not None and found[0]() is sampling:
+        return found[1]
+    recipe = _make(sampling)
+    # Called before the memory, and so the id, can be used again.
+    _made[key] = (weakref.ref(sampling, lambda _: _made.pop(key, None)), recipe)
+    return recipe
+
+
+def _make(one: Sampling) -> Recipe:
+    bad_ids = sorted({word[0] for word in one.bad_words if len(word) == 1})
+    adjusts = (
+        needs_history(one)
+        or bool(one.logit_bias)
+        or bool(bad_ids)
+        or one.allowed_token_ids is not None
+    )
+    return Recipe(
+        is_plain=(
+            one.temperature == 0.0
+            and not adjusts
+            and one.min_tokens == 0
+            and one.logprobs is None
+            and not one.trace
+        ),
+        is_sampled=one.temperature > 0.0,
+        adjusts=adjusts,
+        needs_history=needs_history(one),
+        bias_ids=np.array([token_id for token_id, _ in one.logit_bias], dtype=np.int64),
+        bias_values=np.array([value for _, value in one.logit_bias], dtype=np.float32),
+        bad_ids=np.array(bad_ids, dtype=np.int64),
+        allowed_words=None if one.allowed_token_ids is None else pack(one.allowed_token_ids),
+        names_before=_names_before(one),
+        names_after=_names_after(one),
+    )
+
+
+def pack(token_ids: frozenset[int]) -> NDArray[np.int32]:
+    """Token ids -> int32 words, bit i of word w set for token 32 * w + i, up to the highest id."""
+    bits = np.zeros((max(token_ids) // 32 + 1) * 32, dtype=np.bool_)
+    bits[np.fromiter(token_ids, dtype=np.int64)] = True
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def _names_before(one: Sampling) -> tuple[str, ...]:
+    names = (
+        (one.repetition_penalty != 1.0, f"repetition_penalty={one.repetition_penalty:g}"),
+        (one.presence_penalty != 0.0, f"presence_penalty={one.presence_penalty:g}"),
+        (one.frequency_penalty != 0.0, f"frequency_penalty={one.frequency_penalty:g}"),
+        (bool(one.logit_bias), f"logit_bias={len(one.logit_bias)} tokens"),
+        (
+            one.allowed_token_ids is not None,
+            f"allowed_token_ids={len(one.allowed_token_ids or ())} tokens",
+        ),
+        (bool(one.bad_words), f"bad_words={len(one.bad_words)} words"),
+        (one.no_repeat_ngram > 0, f"no_repeat_ngram={one.no_repeat_ngram}"),
+    )
+    return tuple(name for is_on, name in names if is_on)
+
+
+def _names_after(one: Sampling) -> tuple[str, ...]:
+    if one.temperature == 0.0:
+        return ()
+    names = (
+        (one.temperature != 1.0, f"temperature={one.temperature:g}"),
+        (one.top_k > 0, f"top_k={one.top_k}"),
+        (one.top_p < 1.0, f"top_p={one.top_p:g}"),
+        (one.min_p > 0.0, f"min_p={one.min_p:g}"),
+    )
+    return tuple(name for is_on, name in names if is_on)

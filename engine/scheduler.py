@@ -1,0 +1,276 @@
+"""Scheduler: the started sequences, and who of them computes how much in the next step. It gathers
+values, asks the pure functions of engine/schedule/, and does what they say with the blocks:
+
+1. `_admit`  who waits gets a place in steps, and blocks if it has none   engine/schedule/admit.py
+2. `_plan`   who has a place gets tokens                                 engine/schedule/step.py
+3. `_grant`  who has tokens gets the blocks that they need; where there
+             are none, somebody loses its own                            engine/schedule/victim.py
+
+Every sequence is in one of four: `queued` (no blocks yet), `waiting` (blocks, no place yet),
+`preempted` (lost its blocks), `running` (has a place). Those that are RESERVED or HOLDING are none
+of its business. Engine thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain, islice
+
+from engine.config import EngineConfig
+from engine.errors import IntegrityError, NoBlocks
+from engine.holdings import Holdings
+from engine.metrics import EngineMetrics
+from engine.preemptor import Preemptor
+from engine.request import STARTED, WITHOUT_BLOCKS, State
+from engine.schedule.admit import Admission, Room, admit
+from engine.schedule.compatibility import BatchTraits
+from engine.schedule.order import Key, Waiting, policy_of
+from engine.schedule.step import Candidate, plan_step
+from engine.schedule.victim import Holder, choose_victim
+from engine.sequence import Sequence
+
+NUM_LOOKED_AT = 256
+"""Of those that wait for their first blocks, as many as came first are looked at in one step.
+Bounds a step's cost; guessed."""
+
+
+class Scheduler:
+    """See the module."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        holdings: Holdings,
+        preemptor: Preemptor,
+        metrics: EngineMetrics,
+    ) -> None:
+        self._config = config
+        self._holdings = holdings
+        self._preemptor = preemptor
+        self._metrics = metrics
+        self._policy = policy_of(config.policy)
+        self._is_preempting = config.preemption != "never"
+        self.queued: dict[Key, Sequence] = {}
+        self.waiting: dict[Key, Sequence] = {}
+        self.preempted: dict[Key, Sequence] = {}
+        self.running: dict[Key, Sequence] = {}
+
+    def add(self, sequence: Sequence) -> None:
+        """It wants a place: WAITING with its blocks, or QUEUED without."""
+        queue = self.queued if sequence.state is State.QUEUED else self.waiting
+        queue[sequence.key] = sequence
+
+    def add_fork(self, sequence: Sequence, twin: Sequence) -> None:
+        """A fork has the place, or waits, as the one it came from does."""
+        (self.running if sequence.key in self.running else self.waiting)[twin.key] = twin
+
+    def add_running(self, sequence: Sequence) -> None:
+        """It has a place already, or takes that of a beam that is no more."""
+        self.running[sequence.key] = sequence
+
+    def remove(self, sequence: Sequence) -> None:
+        """It wants nothing any more."""
+        for sequences in (self.running, self.waiting, self.queued, self.preempted):
+            sequences.pop(sequence.key, None)
+
+    @property
+    def has_preempted(self) -> bool:
+        """Somebody who lost its blocks waits for new ones."""
+        return bool(self.preempted)
+
+    def has_work(self) -> bool:
+        """Whether `next_plan` would plan anything, or wait for bytes on their way. False where all
+        blocks are others': a release or abort must come first."""
+        if self.running or self.waiting:
+            return True
+        return bool(self.queued or self.preempted) and bool(self._choose().keys)
+
+    def has_places(self, num_rows: int) -> bool:
+        """So many more rows may take part in steps."""
+        num_running = sum(one.group.num_places for one in self.running.values())
+        return num_running + num_rows <= self._config.max_num_running
+
+    def next_plan(self, *, is_admitting: bool = True) -> dict[Key, int]:
+        """Tokens per sequence, all of which have the blocks for them.
+
+        Args:
+            is_admitting: False: nobody gets a place; somebody waits for several at once.
+        """
+        for sequence in list(self.running.values()):
+            if sequence.state is State.SWAPPING:
+                self._preemptor.bring_back(sequence)
+        if is_admitting and (self.waiting or self.queued or self.preempted):
+            self._admit()
+        return self._grant(self._plan())
+
+    # -- 1. places
+
+    def _admit(self) -> None:
+        num_rows = sum(one.group.num_places for one in self.running.values())
+        if num_rows >= self._config.max_num_running:
+            return
+        admission = self._choose()
+        for key, num_passes in admission.num_passes.items():
+            self._queue_of(key)[key].num_passes += num_passes
+        for key in admission.keys:
+            source = self._queue_of(key)
+            sequence = source[key]
+            if sequence.state in WITHOUT_BLOCKS:
+                try:
+                    self._holdings.give_first(sequence.group, sequence)
+                except NoBlocks:
+                    return  # those let in before took what was cached for it: its turn comes again
+            if sequence.state is State.QUEUED:
+                self._metrics.on_prefix(sequence.num_local_tokens)
+            del source[key]
+            self.running[key] = sequence
+            if sequence.state is State.PARKED:
+                self._preemptor.bring_back(sequence)
+            elif sequence.state is not State.WAITING:
+                sequence.move(State.WAITING)
+
+    def _queue_of(self, key: Key) -> dict[Key, Sequence]:
+        return next(one for one in (self.waiting, self.queued, self.preempted) if key in one)
+
+    def _choose(self) -> Admission:
+        running = self.running.values()
+        num_tokens = self._config.max_num_tokens_per_step
+        num_rows = 0
+        for one in running:
+            num_rows += one.group.num_places
+            num_tokens -= 1 if one.state is State.RUNNING else one.num_pending_tokens
+        num_blocks = self._holdings.pool.num_available
+        if self._is_preempting:
+            num_blocks -= len(running)  # each may need one more soon; else it would take it back
+        adapters = frozenset(one.request.adapter for one in running if one.request.adapter)
+        room = Room(
+            num_blocks=num_blocks,
+            num_tokens=num_tokens,
+            batch=BatchTraits(num_rows, adapters),
+            max_num_rows=self._config.max_num_running,
+            max_num_adapters=self._config.max_num_adapters_per_step,
+        )
+        if num_tokens <= 0 or num_rows >= self._config.max_num_running:
+            return Admission((), {})
+        return admit(self._values(), room, self._policy, self._config.max_passes)
+
+    def _values(self) -> Iterator[Waiting]:
+        looked_at = islice(self.queued.values(), NUM_LOOKED_AT)
+        for sequence in chain(self.preempted.values(), self.waiting.values(), looked_at):
+            group, request = sequence.group, sequence.request
+            num_blocks, num_matched = 0, sequence.num_computed_tokens
+            if sequence.state in WITHOUT_BLOCKS:
+                num_blocks, num_matched = self._holdings.count(group, sequence)
+            yield Waiting(
+                key=sequence.key,
+                priority=request.priority,
+                order=group.order,
+                num_tokens=len(sequence.token_ids) - num_matched,
+                num_blocks=num_blocks,
+                num_places=group.num_places,
+                num_matched_tokens=num_matched,
+                num_passes=sequence.num_passes,
+                is_preempted=sequence.state in (State.PREEMPTED, State.PARKED),
+                adapter=request.adapter,
+            )
+
+    # -- 2. tokens
+
+    def _plan(self) -> dict[Key, int]:
+        running = self.running.values()
+        if len(running) <= self._config.max_num_tokens_per_step and all(
+            one.state is State.RUNNING and len(one.token_ids) == one.num_computed_tokens + 1
+            for one in running
+        ):
+            return dict.fromkeys(self.running, 1)  # as plan_step has it: most steps are so
+        return plan_step(
+            [
+                Candidate(
+                    key,
+                    len(sequence.token_ids) - sequence.num_computed_tokens,
+                    sequence.state is State.RUNNING,
+                    sequence.request.priority,
+                    sequence.group.order,
+                )
+                for key, sequence in self.running.items()
+                if sequence.state is not State.SWAPPING
+            ],
+            num_tokens_budget=self._config.max_num_tokens_per_step,
+            max_num_tokens_each=self._config.max_num_tokens_per_request_step,
+            policy=self._policy,
+        )
+
+    # -- 3. blocks
+
+    def _grant(self, plan: dict[Key, int]) -> dict[Key, int]:
+        """Blocks for all of the plan, less what must wait for lack of them. Who matters most takes
+        first, so nobody's are taken for one that matters less."""
+        planned = list(plan.items())
+        if self._is_preempting:
+            planned.sort(key=lambda one: self._rank(one[0]))
+        for key, num_tokens in planned:
+            if len(plan) < len(planned) and key not in plan:
+                continue  # a victim
+            sequence = self.running[key]
+            end = sequence.num_computed_tokens + num_tokens
+            if end <= len(sequence.block_ids) * self._holdings.block_size:
+                if not sequence.is_tail_shared:
+                    continue
+            while not self._has_room(sequence, end):
+                victim = choose_victim(self._holders(), self._policy)
+                if victim is None:
+                    raise IntegrityError(f"no blocks for {key}, which was promised its own")
+                plan.pop(victim, None)
+                self._preempt(victim)
+                if victim == key:
+                    break
+            else:
+                self._holdings.grow(sequence, end)
+        return plan
+
+    def _rank(self, key: Key) -> tuple[int, int, int]:
+        sequence = self.running[key]
+        priority = 0 if self._policy == "fcfs" else -sequence.request.priority
+        return (priority, sequence.group.order, key[1])
+
+    def _has_room(self, sequence: Sequence, end: int) -> bool:
+        if sequence.group.is_whole:
+            return True
+        num_missing = self._holdings.num_missing(sequence, end)
+        return num_missing <= self._holdings.pool.num_available
+
+    def _holders(self) -> Iterator[Holder]:
+        """Whoever has blocks that may be taken."""
+        for sequence in chain(self.running.values(), self.waiting.values()):
+            if sequence.state in STARTED and not sequence.group.is_whole and sequence.block_ids:
+                yield Holder(sequence.key, sequence.request.priority, sequence.group.order)
+
+    def _preempt(self, key: Key) -> None:
+        sequence = self.running.pop(key, None) or self.waiting.pop(key)
+        self._preemptor.preempt(sequence)
+        self.preempted[key] = sequence
+
+    def preempt(self, key: Key) -> bool:
+        """Take a sequence's blocks away although nobody needs them. False: it has none that may be
+        taken."""
+        if key not in {holder.key for holder in self._holders()}:
+            return False
+        self._preempt(key)
+        return True
+
+    def check_integrity(self) -> None:
+        """Everybody is in one place, in a state that fits it. Raises: IntegrityError."""
+        places = {
+            "queued": (self.queued, {State.QUEUED}),
+            "waiting": (self.waiting, {State.WAITING}),
+            "preempted": (self.preempted, {State.PREEMPTED, State.PARKED}),
+            "running": (self.running, STARTED | {State.SWAPPING}),
+        }
+        seen: set[Key] = set()
+        for name, (sequences, states) in places.items():
+            for key, sequence in sequences.items():
+                if key != sequence.key or key in seen:
+                    raise IntegrityError(f"{key} is {name} under another name, or twice")
+                if sequence.state not in states:
+                    raise IntegrityError(f"{key} is {name}, but {sequence.state.value}")
+                seen.add(key)

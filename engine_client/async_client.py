@@ -1,0 +1,202 @@
+"""Engines in processes of their own, with an asyncio face: each ask is an asynchronous iterator of
+its news, as many at once as there are.
+
+Belongs to the loop that `start` ran on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import weakref
+from collections.abc import AsyncGenerator, Sequence
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from engine.config import EngineConfig
+from engine.metrics import MetricsSnapshot
+from engine.request import EngineStats, ModelInfo
+from engine_client import fleet, link
+from engine_client.base import Ask, LoadedAdapter, News
+from engine_client.config import ClientLimits
+from engine_client.fleet import Fleet
+from engine_client.link import Progress
+from engine_client.process_client import share_cores
+from process.deadline import Deadline
+from process.errors import AlreadyExists, BatonError
+
+
+class _Inbox:
+    """News from the links' threads to the iterators that wait for them. Holds no client: one that
+    was dropped must not be kept by the threads of its own engines."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.queues: dict[str, asyncio.Queue[News]] = {}
+
+    def deliver(self, news: tuple[News, ...]) -> None:
+        """From any thread."""
+        try:
+            self._loop.call_soon_threadsafe(self._sort, news)
+        except RuntimeError:
+            return  # the loop is closed: nobody is left to tell
+
+    def _sort(self, news: tuple[News, ...]) -> None:
+        for each in news:
+            queue = self.queues.get(each.request_id)
+            if queue is not None:
+                queue.put_nowait(each)
+
+
+class AsyncProcessClient:
+    """One engine or several of one model; balanced as `DataParallelClient` does it.
+
+    Made by `start`. `async with` closes it.
+    """
+
+    def __init__(self, started: Fleet, inbox: _Inbox) -> None:
+        self._fleet = started
+        self._inbox = inbox
+        self.model: ModelInfo = started.model
+        # Also when this object is dropped, and at the interpreter's exit.
+        self._finalizer = weakref.finalize(self, started.close)
+
+    @classmethod
+    async def start(
+        cls,
+        config: EngineConfig,
+        num_engines: int = 1,
+        *,
+        limits: ClientLimits | None = None,
+        progress: Progress | None = None,
+        program: Sequence[str] = link.PROGRAM,
+    ) -> AsyncProcessClient:
+        """Start the engines and wait until they are loaded.
+
+        Raises: LoadError, Unavailable, DeadlineExceeded; no process is left then, nor when the
+            caller is cancelled.
+        """
+        inbox = _Inbox()
+        made = Fleet(
+            share_cores(config, num_engines),
+            num_engines,
+            deliver=inbox.deliver,
+            limits=limits or ClientLimits(),
+            program=program,
+            progress=progress,
+        )
+        starting = asyncio.ensure_future(asyncio.to_thread(made.start))
+        try:
+            await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            await asyncio.to_thread(made.close)  # which makes `starting` end
+            await asyncio.wait([starting])
+            if not starting.cancelled():
+                starting.exception()  # seen
+            raise
+        return cls(made, inbox)
+
+    @property
+    def num_engines(self) -> int:
+        """Ranks are 0 to num_engines - 1."""
+        return self._fleet.num_engines
+
+    @property
+    def pids(self) -> tuple[int | None, ...]:
+        """Process ids by rank."""
+        return self._fleet.pids
+
+    async def generate(self, ask: Ask, *, rank: int | None = None) -> AsyncGenerator[News, None]:
+        """News of one ask as they come, until it is over. Leaving the iterator early cancels it.
+
+        Raises: what the ask failed with (Cancelled after `cancel`), and what
+            `EngineClient.submit` raises.
+        """
+        queues = self._inbox.queues
+        if ask.request_id in queues:
+            raise AlreadyExists(f"ask {ask.request_id} is live already")
+        queue: asyncio.Queue[News] = asyncio.Queue()
+        queues[ask.request_id] = queue
+        try:
+            self._fleet.submit(ask, rank)
+            while True:
+                news = await queue.get()
+                if news.failure is not None:
+                    raise news.failure.to_error()
+                yield news
+                if news.is_over:
+                    return
+        finally:
+            del queues[ask.request_id]
+            self.cancel(ask.request_id)
+
+    def cancel(self, request_id: str) -> None:
+        """End an ask in whatever state it is; its iterator raises Cancelled. Never waits."""
+        if self._finalizer.alive:
+            self._fleet.cancel(request_id)
+
+    def end_sample(self, request_id: str, sample_index: int) -> None:
+        """See `EngineClient.end_sample`. Never waits."""
+        if self._finalizer.alive:
+            self._fleet.end_sample(request_id, sample_index)
+
+    async def check(self, asks: Sequence[Ask]) -> None:
+        """See `EngineClient.check`."""
+        for start, group in fleet.check_groups(asks):
+            try:
+                await self._wait(self._fleet.ask_one("check", group))
+            except BatonError as error:
+                raise fleet.shifted(error, start) from error
+
+    async def stats(self) -> tuple[EngineStats, ...]:
+        """See `EngineClient.stats`."""
+        futures = self._fleet.ask_all("stats")
+        return tuple([fleet.value(await self._wait(future), EngineStats) for future in futures])
+
+    async def metrics(self) -> tuple[MetricsSnapshot, ...]:
+        """See `EngineClient.metrics`."""
+        futures = self._fleet.ask_all("metrics")
+        return tuple([fleet.value(await self._wait(each), MetricsSnapshot) for each in futures])
+
+    async def load_adapter(self, name: str, folder: str) -> LoadedAdapter:
+        """See `EngineClient.load_adapter`."""
+        futures = self._fleet.ask_all("load_adapter", name=name, folder=folder)
+        loaded = [fleet.value(await self._wait(future), LoadedAdapter) for future in futures]
+        return loaded[0]
+
+    async def unload_adapter(self, name: str) -> None:
+        """See `EngineClient.unload_adapter`."""
+        for future in self._fleet.ask_all("unload_adapter", name=name):
+            await self._wait(future)
+
+    async def adapters(self) -> tuple[LoadedAdapter, ...]:
+        """See `EngineClient.adapters`."""
+        raw = await self._wait(self._fleet.ask_one("adapters"))
+        return fleet.value(raw, tuple[LoadedAdapter, ...])
+
+    async def check_integrity(self) -> None:
+        """See `EngineClient.check_integrity`."""
+        self._fleet.check_own_integrity()
+        for future in self._fleet.ask_all("check_integrity"):
+            await self._wait(future)
+
+    async def close(self) -> None:
+        """End all engines and whatever is live; bounded, idempotent."""
+        await asyncio.shield(asyncio.to_thread(self._finalizer))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def _wait(self, future: concurrent.futures.Future[msgspec.Raw]) -> msgspec.Raw:
+        async with Deadline.after(self._fleet.limits.call_timeout_s).timeout("the engine's answer"):
+            return await asyncio.wrap_future(future)

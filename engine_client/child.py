@@ -1,0 +1,266 @@
+"""The child's side: an engine in a process of its own, for the client that started it.
+
+    python -m engine_client.child <number of an inherited socket>
+
+Life: Start -> loading -> Hello -> messages and steps alternate until Stop, or until the socket is
+closed. It ends with its parent, whatever happens to that (`process.entry.die_with_parent`). Exit
+codes: 0 told to stop, 1 the engine failed, 2 it could not start.
+
+The main thread is the engine's; a second one reads, so that the client never waits to write.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import socket
+import sys
+import threading
+import time
+from typing import NoReturn, Protocol
+
+from engine.config import EngineConfig
+from engine.loop import Engine, Progress, load_engine
+from engine_client.base import News
+from engine_client.core import EngineCore
+from engine_client.failure import Failure
+from engine_client.frames import MAX_FRAME_BYTES, FrameReader, FrameWriter
+from engine_client.messages import (
+    VERSION,
+    Batch,
+    Call,
+    Cancel,
+    EndSample,
+    Failed,
+    FromEngine,
+    Hello,
+    Loading,
+    Refused,
+    Reply,
+    Start,
+    Stop,
+    Submit,
+    ToEngine,
+    encode,
+    encode_value,
+    read_to_engine,
+)
+from process import entry, logs
+from process.errors import BatonError, FailedPrecondition, Internal, Unavailable
+
+START_S = 60.0
+"""For the client's first message; it is sent before this process has begun."""
+WRITE_S = 60.0
+"""For the client to take a message; one of its threads does nothing else."""
+IDLE_CHECK_S = 0.25
+"""Idle for so long, the engine checks its laws once."""
+PROGRESS_EVERY = 0.02
+SIGN_OF_LIFE_S = 1.0
+"""A step without news is told about so often."""
+
+logger = logging.getLogger(__name__)
+
+
+class MakeEngine(Protocol):
+    """`engine.loop.load_engine`, or what a test has in its place."""
+
+    def __call__(self, config: EngineConfig, *, progress: Progress | None = None) -> Engine: ...
+
+
+def main(make_engine: MakeEngine = load_engine) -> int:
+    """Serve on the socket that the arguments name. Returns: the exit code."""
+    logs.configure("engine", "warning")
+    try:
+        entry.die_with_parent()
+        connection = socket.socket(fileno=int(sys.argv[1]))
+    except (Unavailable, OSError, ValueError, IndexError) as error:
+        sys.stderr.write(f"engine_client.child: {error}\n")
+        return 2
+    with connection:
+        return _Child(connection).run(make_engine)
+
+
+class _Child:
+    def __init__(self, connection: socket.socket) -> None:
+        self._reader = FrameReader(connection)
+        self._writer = FrameWriter(connection)
+        self._inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
+        self._checked_idle = False
+        self._shown = ("", 0)
+        self._wrote_s = 0.0
+
+    def run(self, make_engine: MakeEngine) -> int:
+        try:
+            core = self._load(make_engine)
+            if core is None:
+                return 2
+            threading.Thread(target=self._read, name="reader", daemon=True).start()
+            try:
+                return self._serve(core)
+            finally:
+                core.close()
+        except EOFError:
+            return 0  # the client has gone
+        except BatonError as error:  # it broke the rules of this connection
+            self._write(Failed(Failure.of(error)))
+            return 1
+        finally:
+            self._reader.close()
+            self._writer.close()
+
+    # -- start
+
+    def _load(self, make_engine: MakeEngine) -> EngineCore | None:
+        try:
+            start = self._first_message()
+            engine = make_engine(start.config, progress=self._show)
+        except EOFError:
+            raise
+        except Exception as error:  # told to the client; one that is not ours is shown here, too
+            if not isinstance(error, BatonError):
+                logger.error("engine_not_loaded", exc_info=error)
+            self._write(Refused(Failure.of(error)))
+            return None
+        self._write(Hello(VERSION, engine.model_info))
+        return EngineCore(engine)
+
+    def _first_message(self) -> Start:
+        frame = self._reader.read(START_S)
+        if frame is None:
+            raise EOFError("no first message")
+        message = read_to_engine(frame)
+        if not isinstance(message, Start) or message.version != VERSION:
+            raise FailedPrecondition(f"the first message is no Start of version {VERSION}")
+        return message
+
+    def _show(self, what: str, done: int, total: int) -> None:
+        """Loading's progress, as often as somebody may see it."""
+        last_what, last_done = self._shown
+        if what == last_what and done < total and done - last_done < PROGRESS_EVERY * total:
+            return
+        self._shown = (what, done)
+        self._write(Loading(what, done, total))
+
+    # -- serve
+
+    def _serve(self, core: EngineCore) -> int:
+        while True:
+            for message in self._messages(core):
+                if isinstance(message, Stop):
+                    return 0
+                self._handle(core, message)
+            if core.has_work():
+                self._tell(core, core.step())
+            if core.failure is not None:
+                self._write(Failed(Failure.of(core.failure)))
+                return 1
+
+    def _messages(self, core: EngineCore) -> list[ToEngine]:
+        """All that wait; blocks when there is nothing else to do."""
+        messages: list[ToEngine] = []
+        if not core.has_work():
+            try:
+                messages.append(self._inbox.get(timeout=IDLE_CHECK_S))
+            except queue.Empty:
+                if not self._checked_idle:
+                    core.check_when_idle()
+                self._checked_idle = True
+                return messages
+        self._checked_idle = False
+        try:
+            while True:
+                messages.append(self._inbox.get_nowait())
+        except queue.Empty:
+            return messages
+
+    def _handle(self, core: EngineCore, message: ToEngine) -> None:
+        match message:
+            case Submit(ask):
+                core.submit(ask)
+            case Cancel(request_id):
+                core.cancel(request_id)
+            case EndSample(request_id, sample_index):
+                core.end_sample(request_id, sample_index)
+            case Call():
+                self._write(_answer(core, message))
+            case _:
+                raise Unavailable(f"{type(message).__name__} does not belong here")
+
+    def _tell(self, core: EngineCore, news: tuple[News, ...]) -> None:
+        """Send news, in as many messages as they need; none now and then, as a sign of life."""
+        if not news and time.monotonic() - self._wrote_s < SIGN_OF_LIFE_S:
+            return
+        frame = encode(Batch(news))
+        if len(frame) <= MAX_FRAME_BYTES:
+            self._send(frame)
+        elif len(news) > 1:
+            middle = len(news) // 2
+            self._tell(core, news[:middle])
+            self._tell(core, news[middle:])
+        else:
+            core.cancel(news[0].request_id)
+            error = Internal(f"news of {len(frame)} bytes are too long to be sent")
+            failed = News(news[0].request_id, is_over=True, failure=Failure.of(error))
+            self._write(Batch((failed,)))
+
+    def _write(self, message: FromEngine) -> None:
+        self._send(encode(message))
+
+    def _send(self, frame: bytes) -> None:
+        self._writer.write(frame, WRITE_S)
+        self._wrote_s = time.monotonic()
+
+    # -- the reader's thread
+
+    def _read(self) -> None:
+        """Every message into the inbox; the end of them is a Stop."""
+        try:
+            while True:
+                frame = self._reader.read(3600.0)
+                if frame is not None:
+                    self._inbox.put(read_to_engine(frame))
+        except (EOFError, OSError):
+            pass
+        except BatonError as error:
+            logs.event(logger, "broken_message", level=logging.ERROR, error=str(error))
+        self._inbox.put(Stop())
+
+
+def _answer(core: EngineCore, call: Call) -> Reply:
+    try:
+        return Reply(call.call_id, encode_value(_value(core, call)))
+    except BatonError as error:
+        return Reply(call.call_id, failure=Failure.of(error))
+
+
+def _value(core: EngineCore, call: Call) -> object:
+    match call.what:
+        case "check":
+            core.check(call.asks)
+        case "check_integrity":
+            core.check_integrity()
+        case "stats":
+            return core.stats()
+        case "metrics":
+            return core.metrics()
+        case "load_adapter":
+            return core.load_adapter(call.name, call.folder)
+        case "unload_adapter":
+            core.unload_adapter(call.name)
+        case "adapters":
+            return core.adapters()
+    return None
+
+
+def run(make_engine: MakeEngine = load_engine) -> NoReturn:
+    """`main`, and the end of this process: at once, since taking torch down in order takes a second
+    and there is nothing to save."""
+    code = main(make_engine)
+    logging.shutdown()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    run()

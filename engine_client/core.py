@@ -1,0 +1,302 @@
+"""One engine and the asks it serves: the same code behind a client in this process and inside a
+child. Policy only: it owns no thread, no socket and no text.
+
+States of an ask here, and what `cancel` does in each:
+
+1. QUEUED   not in the engine: highest priority first, then in order of `submit`   forgotten
+2. LIVE     in the engine, in any of its states                                    aborted there
+3. over     its last news is out; its id may be used again                         nothing
+
+An exception out of the engine is the engine's own mistake: everything that is live fails with it,
+and nothing is taken any more. One thread, the engine's.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from engine.admission import check_request, check_room
+from engine.errors import IntegrityError
+from engine.loop import Engine
+from engine.lora.registry import AdapterInfo
+from engine.metrics import MetricsSnapshot
+from engine.request import EngineStats, ModelInfo, Request, RequestEvent
+from engine_client.base import Ask, LoadedAdapter, News
+from engine_client.failure import Failure
+from engine_client.messages import check_types
+from kvstore import block_hash
+from process.errors import (
+    AlreadyExists,
+    BatonError,
+    Cancelled,
+    Internal,
+    InvalidArgument,
+    NoCapacity,
+    Unavailable,
+)
+
+logger = logging.getLogger(__name__)
+
+NUM_AHEAD = 4
+"""In the engine at once: this many times what one step runs. Enough for the engine's own order to
+choose from, few enough that its work per step does not grow with what is asked. Guessed."""
+
+
+@dataclass
+class _Live:
+    open_samples: set[int]
+    """Those that have not ended."""
+    num_cached_tokens: int | None = None
+    """Known with the first event."""
+
+
+class EngineCore:
+    """See the module."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._max_num_live = NUM_AHEAD * engine.config.max_num_running
+        self._queue: list[tuple[int, int, Ask]] = []
+        self._queued: dict[str, int] = {}
+        self._live: dict[str, _Live] = {}
+        self._news: list[News] = []
+        self._num_submitted = 0
+        self.failure: Internal | None = None
+        """Why this engine serves no more; None while it does."""
+
+    @property
+    def model(self) -> ModelInfo:
+        """What the engine has loaded."""
+        return self._engine.model_info
+
+    def check(self, asks: Sequence[Ask]) -> None:
+        """Raises: InvalidArgument with the field `asks[<i>].<field>` for the first wrong one."""
+        for index, ask in enumerate(asks):
+            try:
+                self._check(ask)
+            except InvalidArgument as error:
+                raise Failure.of(error).to_error(at=f"asks[{index}].") from error
+
+    def submit(self, ask: Ask) -> None:
+        """Take an ask; what is wrong with it comes as its only news.
+
+        Raises: AlreadyExists, Unavailable when the engine has failed.
+        """
+        if self.failure is not None:
+            raise Unavailable(str(self.failure))
+        if ask.request_id in self._queued or ask.request_id in self._live:
+            raise AlreadyExists(f"ask {ask.request_id} is live already")
+        try:
+            self._check(ask)
+        except InvalidArgument as error:
+            self._fail(ask.request_id, error)
+            return
+        self._num_submitted += 1
+        self._queued[ask.request_id] = self._num_submitted
+        heapq.heappush(self._queue, (-ask.priority, self._num_submitted, ask))
+
+    def cancel(self, request_id: str) -> None:
+        """End an ask in whatever state it is; nothing for one that is over."""
+        if self._queued.pop(request_id, None) is None:
+            if self._live.pop(request_id, None) is None:
+                return
+            self._engine.abort(request_id)
+        self._fail(request_id, Cancelled(f"ask {request_id} was cancelled"))
+
+    def end_sample(self, request_id: str, sample_index: int) -> None:
+        """Draw no more for one sample of a LIVE ask; nothing for one that has ended. No news tell
+        of it, but where it was the last: then there is one that says that the ask is over."""
+        live = self._live.get(request_id)
+        if live is None or sample_index not in live.open_samples:
+            return
+        self._engine.finish_sample(request_id, sample_index)
+        live.open_samples.discard(sample_index)
+        if not live.open_samples:
+            del self._live[request_id]
+            num_cached = live.num_cached_tokens or 0
+            self._news.append(
+                News(request_id, sample_index, num_cached_tokens=num_cached, is_over=True)
+            )
+
+    def has_work(self) -> bool:
+        """Whether `step` would do anything. It waits a little itself where all that is live waits
+        for something, such as a grammar."""
+        return bool(self._news or self._queued or self._live)
+
+    def step(self) -> tuple[News, ...]:
+        """Let in what there is room for, take one step of the engine, say what came of it."""
+        if self.failure is None:
+            try:
+                self._admit()
+                if self._engine.has_work():
+                    for event in self._engine.step().events:
+                        self._take(event)
+            except Exception as error:  # the last line of defence
+                self._fail_all(error)
+        news, self._news = tuple(self._news), []
+        return news
+
+    def load_adapter(self, name: str, folder: str) -> LoadedAdapter:
+        """See `engine.loop.Engine.load_adapter`."""
+        return _loaded(self._engine.load_adapter(name, Path(folder)))
+
+    def unload_adapter(self, name: str) -> None:
+        """See `engine.loop.Engine.unload_adapter`."""
+        self._engine.unload_adapter(name)
+
+    def adapters(self) -> tuple[LoadedAdapter, ...]:
+        """What is loaded."""
+        return tuple(_loaded(info) for info in self._engine.adapters())
+
+    def metrics(self) -> MetricsSnapshot:
+        """The engine's own."""
+        return self._engine.metrics()
+
+    def stats(self) -> EngineStats:
+        """The engine's."""
+        return self._engine.stats()
+
+    def check_integrity(self) -> None:
+        """The engine's laws, and ours: what is live here is live there, and nothing else.
+
+        Raises: IntegrityError.
+        """
+        self._engine.check_integrity()
+        stats = self._engine.stats()
+        num_engine = stats.num_reserved + stats.num_waiting + stats.num_running + stats.num_holding
+        if num_engine != len(self._live):
+            raise IntegrityError(f"{num_engine} asks in the engine, {len(self._live)} live here")
+        for name, live in self._live.items():
+            if not live.open_samples:
+                raise IntegrityError(f"ask {name} is live and has no open sample")
+        num_queued = sum(self._queued.get(ask.request_id) == n for _, n, ask in self._queue)
+        if num_queued != len(self._queued):
+            raise IntegrityError(f"{num_queued} asks in the queue, {len(self._queued)} queued")
+
+    def check_when_idle(self) -> None:
+        """The same, where nobody asked: what is broken is this engine's failure."""
+        try:
+            self.check_integrity()
+        except Exception as error:  # the last line of defence
+            self._fail_all(error)
+
+    def close(self) -> None:
+        """Let the engine's threads and processes go. Nothing may be called after it."""
+        self._engine.close()
+
+    # -- in
+
+    def _check(self, ask: Ask) -> None:
+        check_types(ask)
+        request, model = self._request(ask), self.model
+        check_request(request, model)
+        check_room(
+            request,
+            self._engine.config,
+            self._engine.kv.layout,
+            context_window=model.context_window,
+            num_blocks=model.num_blocks,
+        )
+
+    def _request(self, ask: Ask) -> Request:
+        """Raises: InvalidArgument for an adapter that is not loaded."""
+        digest = ""
+        if ask.adapter:
+            digests = {info.name: info.digest for info in self._engine.adapters()}
+            if ask.adapter not in digests:
+                raise InvalidArgument("adapter", f"{ask.adapter!r} is not loaded")
+            digest = digests[ask.adapter]
+        root = block_hash.root_key(ask.salt, self.model.fingerprint, digest)
+        return Request(
+            request_id=ask.request_id,
+            prompt_token_ids=ask.prompt_token_ids,
+            sampling=ask.sampling,
+            block_hasher=partial(block_hash.extend, root),
+            cache_root=root,
+            priority=ask.priority,
+            num_samples=ask.num_samples,
+            beam=ask.beam,
+            adapter=ask.adapter,
+        )
+
+    def _admit(self) -> None:
+        """Give the engine the head of the queue, as many as it should have to choose from."""
+        while self._queue and len(self._live) < self._max_num_live:
+            _, number, ask = heapq.heappop(self._queue)
+            if self._queued.get(ask.request_id) != number:
+                continue  # cancelled meanwhile
+            del self._queued[ask.request_id]
+            try:
+                self._engine.submit(self._request(ask))
+            except BatonError as error:
+                if isinstance(error, NoCapacity) and self._live:
+                    # Such as too many grammars to compile: there will be room.
+                    self._queued[ask.request_id] = number
+                    heapq.heappush(self._queue, (-ask.priority, number, ask))
+                    return
+                self._fail(ask.request_id, error)
+            else:
+                self._live[ask.request_id] = _Live(set(range(ask.num_samples)))
+
+    # -- out
+
+    def _take(self, event: RequestEvent) -> None:
+        live = self._live.get(event.request_id)
+        if live is None:
+            return  # its last sample was ended in this very step
+        if event.error is not None:
+            del self._live[event.request_id]
+            self._fail(event.request_id, event.error)
+            return
+        if live.num_cached_tokens is None:
+            # Full blocks before the first that it filled itself; all, where it has filled none.
+            size = self.model.block_size
+            num_full = event.num_computed_tokens // size
+            live.num_cached_tokens = size * min((b.index for b in event.filled), default=num_full)
+        if not event.token_ids and event.finish_reason is None:
+            return  # a chunk of a prompt
+        if event.finish_reason is not None:
+            live.open_samples.discard(event.sample_index)
+        is_over = event.is_request_over or not live.open_samples
+        if is_over:
+            del self._live[event.request_id]
+        self._news.append(
+            News(
+                request_id=event.request_id,
+                sample_index=event.sample_index,
+                token_ids=event.token_ids,
+                logprobs=event.logprobs,
+                traces=event.traces,
+                finish_reason=event.finish_reason,
+                stop_token_id=event.stop_token_id,
+                num_cached_tokens=live.num_cached_tokens,
+                score=event.score,
+                is_over=is_over,
+            )
+        )
+
+    def _fail(self, request_id: str, error: Exception) -> None:
+        self._news.append(News(request_id, is_over=True, failure=Failure.of(error)))
+
+    def _fail_all(self, error: Exception) -> None:
+        logger.error("engine_failed", exc_info=error)
+        message = f"{type(error).__name__}: {error}"
+        try:
+            self._engine.check_integrity()
+        except Exception as broken:  # said together with the first
+            message += f"; and {broken}"
+        self.failure = Internal(f"the engine failed: {message}")
+        for request_id in [*self._live, *self._queued]:
+            self._fail(request_id, self.failure)
+        self._live.clear()
+        self._queued.clear()
+        self._queue.clear()
+
+
+def _loaded(info: AdapterInfo) -> LoadedAdapter:
+    return LoadedAdapter(info.name, info.digest, info.rank, info.num_bytes, info.targets)

@@ -1,0 +1,345 @@
+"""One engine in a child process, as its parent holds it: started, spoken to, watched, reaped.
+
+Life: `start` (returns at once) -> `wait_ready` -> `submit`, `cancel`, `call` -> the end, which is
+`close`, the child's death, or its silence. At the end everything that is live fails with
+Unavailable, every call too, and the process is reaped: none is left, whoever ended it.
+
+The child dies with this process by the kernel's hand (PR_SET_PDEATHSIG). That signal is tied to the
+*thread* that started the child, so the thread that reads from it starts it: it lives as long as the
+child does. A second thread writes, so no caller ever waits for the child to read.
+
+`submit`, `cancel`, `call` and `close` may be called from any thread; `deliver` and `progress` are
+called from the reading thread and must not block.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import itertools
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from engine.config import EngineConfig
+from engine.request import ModelInfo
+from engine_client.base import Ask, News
+from engine_client.config import ClientLimits
+from engine_client.failure import Failure
+from engine_client.frames import FrameReader, FrameWriter, check_size
+from engine_client.messages import (
+    VERSION,
+    Batch,
+    Call,
+    Cancel,
+    EndSample,
+    Failed,
+    FromEngine,
+    Hello,
+    Loading,
+    Refused,
+    Reply,
+    Start,
+    Stop,
+    Submit,
+    What,
+    encode,
+    read_from_engine,
+)
+from process.errors import BatonError, DeadlineExceeded, Unavailable
+
+Deliver = Callable[[int, tuple[News, ...]], None]
+"""(rank, news)"""
+Progress = Callable[[str, int, int], None]
+
+PROGRAM = (sys.executable, "-P", "-m", "engine_client.child")
+"""Run with the number of its socket as the last argument."""
+
+_POLL_S = 0.25
+_KILL_S = 10.0
+"""For a killed process to be gone."""
+
+
+@dataclass
+class _State:
+    """What the threads share; under `lock`."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    live: set[str] = field(default_factory=set)
+    calls: dict[int, concurrent.futures.Future[msgspec.Raw]] = field(default_factory=dict)
+    end: BatonError | None = None
+
+
+class ChildLink:
+    """See the module."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        rank: int,
+        deliver: Deliver,
+        limits: ClientLimits,
+        program: Sequence[str] = PROGRAM,
+        progress: Progress | None = None,
+    ) -> None:
+        self._rank = rank
+        self._config = config
+        self._deliver = deliver
+        self._limits = limits
+        self._program = tuple(program)
+        self._progress = progress
+        self._state = _State()
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._ready: concurrent.futures.Future[ModelInfo] = concurrent.futures.Future()
+        self._call_ids = itertools.count(1)
+        self._heard_s = time.monotonic()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._last_words: BatonError | None = None
+        self._is_closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"engine-{rank}", daemon=True)
+
+    # -- for callers
+
+    def start(self) -> None:
+        """Begin to load."""
+        self._thread.start()
+
+    def wait_ready(self, timeout_s: float) -> ModelInfo:
+        """Wait until the engine is loaded.
+
+        Raises: what kept it from loading (LoadError), Unavailable when the process ended,
+            DeadlineExceeded.
+        """
+        try:
+            return self._ready.result(timeout_s)
+        except concurrent.futures.TimeoutError as error:
+            raise DeadlineExceeded(f"{self._name}: not loaded within {timeout_s:g} s") from error
+
+    @property
+    def pid(self) -> int | None:
+        """Of the child; None before it was started."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def end(self) -> BatonError | None:
+        """Why there is no engine any more; None while there is."""
+        return self._state.end
+
+    def submit(self, ask: Ask) -> None:
+        """Hand an ask over. Raises: Unavailable when the engine has ended, InvalidArgument for an
+        ask that is too long or cannot be encoded."""
+        frame = encode(Submit(ask))
+        check_size(frame)
+        with self._state.lock:
+            self._refuse_after_end()
+            if not self._state.live:
+                self._heard_s = time.monotonic()  # it had nothing to say before
+            self._state.live.add(ask.request_id)
+            self._outbox.put(frame)
+
+    def cancel(self, request_id: str) -> None:
+        """Ask for the end of an ask; its last news say when it is over."""
+        with self._state.lock:
+            if request_id in self._state.live:
+                self._outbox.put(encode(Cancel(request_id)))
+
+    def end_sample(self, request_id: str, sample_index: int) -> None:
+        """Ask for the end of one sample."""
+        with self._state.lock:
+            if request_id in self._state.live:
+                self._outbox.put(encode(EndSample(request_id, sample_index)))
+
+    def call(
+        self, what: What, asks: Sequence[Ask] = (), *, name: str = "", folder: str = ""
+    ) -> concurrent.futures.Future[msgspec.Raw]:
+        """Ask a question; the caller bounds the wait. The future raises what the engine raised, or
+        Unavailable. Raises: as `submit`."""
+        call_id = next(self._call_ids)
+        frame = encode(Call(call_id, what, tuple(asks), name, folder))
+        check_size(frame)
+        future: concurrent.futures.Future[msgspec.Raw] = concurrent.futures.Future()
+        with self._state.lock:
+            self._refuse_after_end()
+            self._state.calls[call_id] = future
+            self._outbox.put(frame)
+        return future
+
+    def tell_to_end(self) -> None:
+        """Ask for the end after the step in progress; returns at once."""
+        self._is_closing.set()
+        self._outbox.put(encode(Stop()))
+
+    def close(self) -> None:
+        """Tell the engine to end, and see to it; bounded. Idempotent."""
+        self.tell_to_end()
+        if not self._thread.is_alive() or self._thread is threading.current_thread():
+            return
+        self._thread.join(self._limits.stop_timeout_s)
+        self._kill()
+        self._thread.join(_KILL_S)
+
+    # -- the reading thread
+
+    def _run(self) -> None:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            try:
+                self._process = self._popen(theirs)
+            except OSError as error:
+                self._finish(Unavailable(f"{self._name} cannot be started: {error}"))
+                return
+            theirs.close()
+            writer = threading.Thread(
+                target=self._write, args=(FrameWriter(ours),), name=f"to-{self._rank}", daemon=True
+            )
+            self._outbox.put(encode(Start(VERSION, self._config)))
+            writer.start()
+            reader = FrameReader(ours)
+            try:
+                reason = self._listen(reader)
+            except Exception as error:  # the last line of defence: a waiter must hear of it
+                reason = Unavailable(f"{self._name}: {type(error).__name__}: {error}")
+            finally:
+                self._outbox.put(None)
+                with contextlib.suppress(OSError):  # the other side was quicker
+                    ours.shutdown(socket.SHUT_RDWR)
+                reader.close()
+            exit_code = self._reap()
+            writer.join(self._limits.write_timeout_s)
+        self._finish(reason or self._last_words or self._died(exit_code))
+
+    def _popen(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
+        """In a session of its own, so that Ctrl-C in the terminal reaches only us; with our import
+        path, as a fresh interpreter would not have it."""
+        environment = os.environ | {
+            "BATON_PARENT_PID": str(os.getpid()),
+            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+        }
+        return subprocess.Popen(
+            [*self._program, str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            stdout=2,  # our standard output is the user's
+            env=environment,
+            pass_fds=(theirs.fileno(),),
+            start_new_session=True,
+        )
+
+    def _listen(self, reader: FrameReader) -> BatonError | None:
+        """Take messages until there will be no more. Returns: why, where the child did not just
+        end."""
+        while True:
+            try:
+                frame = reader.read(_POLL_S)
+            except EOFError:
+                return None
+            except Unavailable as error:
+                return error
+            if frame is None:
+                if self._is_stuck():
+                    return Unavailable(
+                        f"{self._name} said nothing for {self._limits.silence_timeout_s:g} s"
+                    )
+                continue
+            self._heard_s = time.monotonic()
+            try:
+                self._hear(read_from_engine(frame))
+            except Unavailable as error:
+                return error
+
+    def _is_stuck(self) -> bool:
+        has_work = bool(self._state.live or self._state.calls) and self._ready.done()
+        return has_work and time.monotonic() - self._heard_s > self._limits.silence_timeout_s
+
+    def _hear(self, message: FromEngine) -> None:
+        match message:
+            case Batch(news):
+                with self._state.lock:
+                    self._state.live -= {each.request_id for each in news if each.is_over}
+                if news:
+                    self._deliver(self._rank, news)
+            case Reply(call_id):
+                with self._state.lock:
+                    future = self._state.calls.pop(call_id, None)
+                if future is not None:
+                    _settle(future, message)
+            case Loading(what, done, total):
+                if self._progress is not None:
+                    self._progress(what, done, total)
+            case Hello(version, model):
+                if version != VERSION:
+                    raise Unavailable(f"{self._name} speaks version {version}, not {VERSION}")
+                self._ready.set_result(model)
+            case Refused(failure) | Failed(failure):
+                self._last_words = failure.to_error()
+
+    def _reap(self) -> int:
+        """Wait for the child's end, kill it if it does not come. Returns: its exit code."""
+        assert self._process is not None
+        try:
+            return self._process.wait(self._limits.stop_timeout_s)
+        except subprocess.TimeoutExpired:
+            self._kill()
+            return self._process.wait(_KILL_S)
+
+    def _kill(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal.SIGKILL)
+
+    def _died(self, exit_code: int) -> BatonError:
+        if self._is_closing.is_set():
+            return Unavailable("the client was closed")
+        how = f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
+        return Unavailable(f"{self._name} ended ({how})")
+
+    def _finish(self, reason: BatonError) -> None:
+        """Nothing more will come: tell everyone who waits."""
+        with self._state.lock:
+            self._state.end = reason
+            live, self._state.live = sorted(self._state.live), set()
+            calls, self._state.calls = self._state.calls, {}
+        if not self._ready.done():
+            self._ready.set_exception(reason)
+        failure = Failure.of(Unavailable(str(reason)))
+        for call_id, future in calls.items():
+            _settle(future, Reply(call_id, failure=failure))
+        self._deliver(self._rank, tuple(News(name, is_over=True, failure=failure) for name in live))
+
+    # -- the writing thread
+
+    def _write(self, writer: FrameWriter) -> None:
+        try:
+            while (frame := self._outbox.get()) is not None:
+                writer.write(frame, self._limits.write_timeout_s)
+        except EOFError:
+            self._kill()  # it does not read, or is gone: the reading thread hears of it
+        finally:
+            writer.close()
+
+    # -- the rest
+
+    @property
+    def _name(self) -> str:
+        return f"engine process {self._rank} (pid {self.pid})"
+
+    def _refuse_after_end(self) -> None:
+        if self._state.end is not None:
+            raise Unavailable(str(self._state.end))
+
+
+def _settle(future: concurrent.futures.Future[msgspec.Raw], reply: Reply) -> None:
+    if not future.set_running_or_notify_cancel():
+        return  # its caller gave up
+    if reply.failure is not None:
+        future.set_exception(reply.failure.to_error())
+    else:
+        future.set_result(reply.value)

@@ -1,0 +1,181 @@
+"""Engines in processes of their own, with a blocking face: one (`ProcessClient`) or several of one
+model (`DataParallelClient`).
+
+The engine computes while the caller does something else, and a crash of it is an error here, not
+the end of this process. `submit`, `cancel`, `stats` and `close` may be called from any thread; the
+news belong to the one that calls `receive`.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Self
+
+from engine.config import EngineConfig
+from engine.metrics import MetricsSnapshot
+from engine.request import EngineStats
+from engine_client import fleet, link
+from engine_client.base import Ask, LoadedAdapter, News
+from engine_client.config import ClientLimits
+from engine_client.fleet import Fleet
+from engine_client.link import Progress
+from process.errors import BatonError, FailedPrecondition
+
+
+class DataParallelClient:
+    """`EngineClient` over `num_engines` engines, each in a process of its own.
+
+    An ask goes to the engine with the fewest outstanding tokens, or to the rank that the caller
+    names: then somebody else balances.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        num_engines: int,
+        *,
+        limits: ClientLimits | None = None,
+        progress: Progress | None = None,
+        program: Sequence[str] = link.PROGRAM,
+    ) -> None:
+        """Start the engines and wait until they are loaded.
+
+        Args:
+            program: what each process runs; it is given the number of its socket as last argument.
+        Raises: LoadError, Unavailable, DeadlineExceeded; no process is left then.
+        """
+        self._news: queue.SimpleQueue[tuple[News, ...]] = queue.SimpleQueue()
+        self._fleet = Fleet(
+            share_cores(config, num_engines),
+            num_engines,
+            deliver=self._news.put,
+            limits=limits or ClientLimits(),
+            program=program,
+            progress=progress,
+        )
+        # Also when this object is dropped, and at the interpreter's exit.
+        self._finalizer = weakref.finalize(self, self._fleet.close)
+        self._fleet.start()
+        self.model = self._fleet.model
+        self.num_engines = num_engines
+
+    @property
+    def pids(self) -> tuple[int | None, ...]:
+        """Process ids by rank."""
+        return self._fleet.pids
+
+    def check(self, asks: Sequence[Ask]) -> None:
+        """See `EngineClient.check`; one engine is asked, they are all alike."""
+        for start, group in fleet.check_groups(asks):
+            try:
+                self._fleet.wait(self._fleet.ask_one("check", group))
+            except BatonError as error:
+                raise fleet.shifted(error, start) from error
+
+    def submit(self, ask: Ask, *, rank: int | None = None) -> None:
+        """See `EngineClient.submit`."""
+        self._fleet.submit(ask, rank)
+
+    def receive(self, timeout_s: float) -> tuple[News, ...]:
+        """See `EngineClient.receive`."""
+        self._refuse_when_closed()
+        found: list[News] = []
+        ends_s = time.monotonic() + timeout_s
+        try:
+            # Live is asked before the queue is: what ends in between is in the queue by then.
+            while not found:
+                is_live = self._fleet.num_live > 0
+                left_s = max(0.0, ends_s - time.monotonic()) if is_live else 0.0
+                found += self._news.get(timeout=left_s) if left_s else self._news.get_nowait()
+            while True:
+                found += self._news.get_nowait()
+        except queue.Empty:
+            return tuple(found)
+
+    def cancel(self, request_id: str) -> None:
+        """See `EngineClient.cancel`."""
+        self._fleet.cancel(request_id)
+
+    def end_sample(self, request_id: str, sample_index: int) -> None:
+        """See `EngineClient.end_sample`."""
+        self._fleet.end_sample(request_id, sample_index)
+
+    def stats(self) -> tuple[EngineStats, ...]:
+        """See `EngineClient.stats`."""
+        futures = self._fleet.ask_all("stats")
+        return tuple(fleet.value(self._fleet.wait(future), EngineStats) for future in futures)
+
+    def metrics(self) -> tuple[MetricsSnapshot, ...]:
+        """See `EngineClient.metrics`."""
+        futures = self._fleet.ask_all("metrics")
+        return tuple(fleet.value(self._fleet.wait(future), MetricsSnapshot) for future in futures)
+
+    def load_adapter(self, name: str, folder: str) -> LoadedAdapter:
+        """See `EngineClient.load_adapter`."""
+        futures = self._fleet.ask_all("load_adapter", name=name, folder=folder)
+        loaded = [fleet.value(self._fleet.wait(future), LoadedAdapter) for future in futures]
+        return loaded[0]
+
+    def unload_adapter(self, name: str) -> None:
+        """See `EngineClient.unload_adapter`."""
+        for future in self._fleet.ask_all("unload_adapter", name=name):
+            self._fleet.wait(future)
+
+    def adapters(self) -> tuple[LoadedAdapter, ...]:
+        """See `EngineClient.adapters`."""
+        raw = self._fleet.wait(self._fleet.ask_one("adapters"))
+        return fleet.value(raw, tuple[LoadedAdapter, ...])
+
+    def check_integrity(self) -> None:
+        """See `EngineClient.check_integrity`."""
+        self._fleet.check_own_integrity()
+        for future in self._fleet.ask_all("check_integrity"):
+            self._fleet.wait(future)
+
+    def close(self) -> None:
+        """See `EngineClient.close`."""
+        self._finalizer()
+
+    def _refuse_when_closed(self) -> None:
+        if not self._finalizer.alive:
+            raise FailedPrecondition("the client is closed")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class ProcessClient(DataParallelClient):
+    """`EngineClient` over one engine in a process of its own."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        limits: ClientLimits | None = None,
+        progress: Progress | None = None,
+        program: Sequence[str] = link.PROGRAM,
+    ) -> None:
+        """Start the engine and wait until it is loaded. Raises: as `DataParallelClient`."""
+        super().__init__(config, 1, limits=limits, progress=progress, program=program)
+
+
+def share_cores(config: EngineConfig, num_engines: int) -> EngineConfig:
+    """Several engines that each take all cores stall one another: where nobody chose a number of
+    threads, each gets its share."""
+    if num_engines < 2 or config.num_threads or "OMP_NUM_THREADS" in os.environ:
+        return config
+    return replace(config, num_threads=max(1, (os.cpu_count() or 1) // num_engines))

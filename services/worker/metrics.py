@@ -1,0 +1,177 @@
+"""What a worker's /metrics shows: its engine's snapshot and the worker's own counts, in Prometheus'
+words.
+
+The engine is asked on its own thread, by whoever scrapes, within a short bound; when it does not
+answer in time, `baton_up` is 0 and the engine's numbers are left out rather than shown old. Called
+from the metrics server's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import TimeoutError as WaitTimeoutError
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from engine.metrics import HistogramSnapshot, MetricsSnapshot
+from process.errors import BatonError
+from services.worker.core import WorkerCore
+
+SCRAPE_WAIT_S = 2.0
+"""For the engine's answer: longer than a step should take."""
+
+
+class WorkerCollector(Collector):
+    """See the module."""
+
+    def __init__(self, core: WorkerCore, loop: asyncio.AbstractEventLoop) -> None:
+        """`loop`: the one that `core` belongs to."""
+        self._core = core
+        self._loop = loop
+
+    def collect(self) -> Iterable[Metric]:
+        """All metrics, now."""
+        labels = {"worker_id": self._core.identity.worker_id, "role": self._core.identity.role}
+        names, values = tuple(labels), tuple(labels.values())
+        snapshot = self._snapshot()
+        yield _gauge("baton_up", "1 while the engine answers.", names, values, snapshot is not None)
+        yield from _of_worker(self._core, names, values)
+        if snapshot is not None:
+            yield from _of_engine(snapshot, names, values)
+
+    def _snapshot(self) -> MetricsSnapshot | None:
+        asking = asyncio.run_coroutine_threadsafe(
+            self._core.thread.call(lambda engine: engine.metrics()), self._loop
+        )
+        try:
+            return asking.result(SCRAPE_WAIT_S)
+        except (WaitTimeoutError, TimeoutError, BatonError):
+            asking.cancel()
+            return None
+
+
+def _of_worker(core: WorkerCore, names: Sequence[str], values: Sequence[str]) -> Iterator[Metric]:
+    """The worker's own counts; they need no engine."""
+    stats, counts = core.thread.stats, core.counts
+    sources = {
+        "computed": counts.num_prompt_tokens_computed,
+        "local": counts.num_prompt_tokens_local,
+        "store": counts.num_prompt_tokens_from_store,
+    }
+    blocks = {
+        "free": stats.num_free_blocks,
+        "cached": stats.num_cached_blocks,
+        "referenced": stats.num_referenced_blocks,
+        "quarantined": stats.num_quarantined_blocks,
+    }
+    requests = {
+        "reserved": stats.num_reserved,
+        "waiting": stats.num_waiting,
+        "running": stats.num_running,
+        "holding": stats.num_holding,
+    }
+    yield _counters(
+        "baton_kv_source_tokens",
+        "Prompt tokens of ended requests by where their KV came from.",
+        (*names, "source"),
+        values,
+        sources.items(),
+    )
+    yield _counters(
+        "baton_kv_recomputed_blocks",
+        "Blocks that were or should have been in the store and had to be computed, by reason.",
+        (*names, "reason"),
+        values,
+        sorted(counts.recomputed.items()),
+    )
+    blocks_family = GaugeMetricFamily(
+        "baton_kv_blocks", "Blocks of the device cache by class.", labels=(*names, "class")
+    )
+    requests_family = GaugeMetricFamily(
+        "baton_engine_requests", "Live requests by state.", labels=(*names, "state")
+    )
+    for family, levels in ((blocks_family, blocks), (requests_family, requests)):
+        for name, level in levels.items():
+            family.add_metric((*values, name), level)
+        yield family
+
+
+def _of_engine(
+    snapshot: MetricsSnapshot, names: Sequence[str], values: Sequence[str]
+) -> Iterator[Metric]:
+    """What the engine measured."""
+    histograms = (
+        ("baton_time_to_first_token_seconds", "From reserve to first token.", snapshot.ttft_s),
+        ("baton_time_per_output_token_seconds", "Mean per ended sample.", snapshot.tpot_s),
+        ("baton_inter_token_latency_seconds", "Between two steps with tokens.", snapshot.itl_s),
+        ("baton_queue_seconds", "From start to first scheduled.", snapshot.queue_s),
+        ("baton_step_seconds", "One step of the engine.", snapshot.step_s),
+    )
+    for name, text, histogram in histograms:
+        family = HistogramMetricFamily(name, text, labels=names)
+        family.add_metric(values, _buckets(histogram), histogram.sum)
+        yield family
+    counters = (
+        ("baton_requests", "Reserved since start.", snapshot.num_requests),
+        ("baton_prompt_tokens", "Asked for by all requests.", snapshot.num_prompt_tokens),
+        ("baton_prompt_tokens_cached", "Found in the device cache.", snapshot.num_cached_tokens),
+        ("baton_prompt_tokens_loaded", "Brought before start.", snapshot.num_loaded_tokens),
+        ("baton_prefill_tokens", "Computed for prompts.", snapshot.num_prefill_tokens),
+        ("baton_decode_tokens", "Computed for later draws.", snapshot.num_decode_tokens),
+        ("baton_output_tokens", "Drawn or forced.", snapshot.num_output_tokens),
+    )
+    for name, text, count in counters:
+        yield _counters(name, text, names, values, [(None, count)])
+    by_name = (
+        ("baton_requests_ended", "By outcome.", "outcome", snapshot.ended),
+        ("baton_samples_finished", "By finish reason.", "reason", snapshot.finished),
+        ("baton_preemptions", "By cause.", "cause", snapshot.preemptions),
+    )
+    for name, text, label, pairs in by_name:
+        yield _counters(name, text, (*names, label), values, pairs)
+    gauges = (
+        ("baton_prefix_hit_ratio", "Cached / asked prompt tokens.", snapshot.hit_rate),
+        ("baton_kv_utilisation_ratio", "Blocks that requests use.", snapshot.cache_utilisation),
+        ("baton_prefill_tokens_per_second", "Of late.", snapshot.prefill_tokens_per_s),
+        ("baton_decode_tokens_per_second", "Of late.", snapshot.decode_tokens_per_s),
+    )
+    for name, text, level in gauges:
+        yield _gauge(name, text, names, values, level)
+
+
+def _gauge(
+    name: str, text: str, names: Sequence[str], values: Sequence[str], level: float
+) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=names)
+    family.add_metric(values, float(level))
+    return family
+
+
+def _counters(
+    name: str,
+    text: str,
+    names: Sequence[str],
+    values: Sequence[str],
+    counts: Iterable[tuple[str | None, int]],
+) -> Metric:
+    family = CounterMetricFamily(name, text, labels=names)
+    for label, count in counts:
+        family.add_metric(values if label is None else (*values, label), count)
+    return family
+
+
+def _buckets(histogram: HistogramSnapshot) -> list[tuple[str, float]]:
+    """Prometheus counts what is at most each bound, all smaller ones included."""
+    buckets: list[tuple[str, float]] = []
+    total = 0
+    for bound, count in zip((*histogram.bounds, None), histogram.counts, strict=True):
+        total += count
+        buckets.append(("+Inf" if bound is None else repr(bound), total))
+    return buckets

@@ -1,0 +1,242 @@
+"""What can be asked beyond a plain answer, through a whole cluster of real processes: samples,
+beams, structured output, adapters, traces, records and metrics.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from baton import cli
+from baton.client import SyncClient
+from baton.errors import InvalidArgument, Unavailable
+from baton.local_cluster import ClusterConfig, LocalCluster
+from baton.messages import Completion
+from protos import common_pb2
+from tests.e2e.conftest import assert_idle
+from tests.e2e.oracle import Oracle, oracle, prompts, single_engine
+from tests.parity.adapters import merged, save_adapter
+from tests.wire.bundled_pair import MODEL, alone
+from tests.wire.test_beam_path import beam_reference
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "n": {"enum": [1, 2, 3]}},
+    "required": ["name", "n"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_adapter(tmp_path_factory.mktemp("adapter") / "a", oracle(MODEL).model, 1)
+
+
+@pytest.fixture(scope="module")
+def cluster(adapter: Path) -> Iterator[LocalCluster]:
+    config = ClusterConfig(
+        model=MODEL,
+        overrides=(
+            f'worker.adapters=["tales={adapter}"]',
+            "worker.metrics_listen=127.0.0.1:0",
+        ),
+    )
+    with LocalCluster(config) as running:
+        yield running
+        assert_idle(running)
+
+
+@pytest.fixture
+def client(cluster: LocalCluster) -> Iterator[SyncClient]:
+    with SyncClient(cluster.address) as connected:
+        yield connected
+
+
+def test_samples_are_those_of_one_engine(
+    client: SyncClient, seed: int, scale: Callable[[int], int]
+) -> None:
+    rng = random.Random(seed)
+    for prompt in prompts(oracle(MODEL), rng, scale(60)):
+        n, draw = rng.randint(1, 4), rng.randrange(2**32)
+        penalty = rng.uniform(0.0, 1.0)
+        found = client.complete_samples(
+            prompt,
+            n=n,
+            max_tokens=20,
+            temperature=0.9,
+            top_p=1.0,
+            top_k=0,
+            seed=draw,
+            presence_penalty=penalty,
+        )
+        expected = alone(
+            single_engine(MODEL),
+            prompt,
+            n=n,
+            max_tokens=20,
+            temperature=0.9,
+            seed=draw,
+            presence_penalty=penalty,
+            ignore_eos=False,
+        )
+        assert [list(one.token_ids) for one in found] == [one.token_ids for one in expected]
+
+
+def test_stop_strings_end_their_own_sample(client: SyncClient) -> None:
+    options: dict[str, Any] = {"n": 4, "max_tokens": 60, "temperature": 1.0, "seed": 3}
+    whole = client.complete_samples("Once upon a time", **options)
+    cut = client.complete_samples("Once upon a time", stop=[" the"], **options)
+    for one, other in zip(whole, cut, strict=True):
+        assert other.text == one.text.partition(" the")[0]
+        is_stopped = " the" in one.text
+        assert other.finish_reason == ("stop_string" if is_stopped else one.finish_reason)
+
+
+def test_beams_are_those_of_transformers(client: SyncClient) -> None:
+    source = oracle(MODEL)
+    for index, prompt in enumerate(prompts(source, random.Random(5), 4)):
+        beam = common_pb2.BeamParams(num_beams=4, length_penalty=1.2)
+        num_tokens = (1, 9, 12, 20)[index]
+        found = client.complete_samples(
+            prompt, num_beams=4, n=2, length_penalty=1.2, max_tokens=num_tokens
+        )
+        expected = beam_reference(source.model, prompt, num_tokens, beam, 2)
+        assert [list(one.token_ids) for one in found] == [ids for ids, _ in expected]
+        for one, (_, score) in zip(found, expected, strict=True):
+            assert one.score == pytest.approx(score, rel=1e-3, abs=1e-3)
+            assert one.text == source.tokenizer.decode(one.token_ids, skip_special_tokens=True)
+
+
+def test_structured_output(client: SyncClient) -> None:
+    options: dict[str, Any] = {"max_tokens": 80, "temperature": 1.0}
+    for seed in range(3):
+        answer = client.complete("Tell me:", json_schema=SCHEMA, seed=seed, **options)
+        assert json.loads(answer.text)["n"] in (1, 2, 3)
+        answer = client.complete("Tell me:", regex=r"(yes|no)+, \d{2}", seed=seed, **options)
+        assert re.fullmatch(r"(yes|no)+, \d{2}", answer.text) or answer.finish_reason == "length"
+        answer = client.complete("Tell me:", choice=["left", "right"], seed=seed, **options)
+        assert answer.text in ("left", "right")
+    with pytest.raises(InvalidArgument, match=r"^sampling\.regex: ") as caught:
+        client.complete("Tell me:", regex="(", **options)
+    assert caught.value.field == "sampling.regex"
+
+
+def test_words_that_are_forbidden_never_come(client: SyncClient) -> None:
+    asked: dict[str, Any] = {"max_tokens": 60, "temperature": 0.0}
+    plain = client.complete("Once upon a time", **asked)
+    word = re.findall(r" [a-z]+", plain.text)[1]
+    other = client.complete("Once upon a time", bad_words=[word], **asked)
+    assert other.token_ids != plain.token_ids
+
+
+def test_an_adapter_is_its_merged_weights(client: SyncClient, adapter: Path) -> None:
+    source = oracle(MODEL)
+    model = merged(source.model, adapter)
+    for prompt in prompts(source, random.Random(7), 3):
+        ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=12,
+                do_sample=False,
+                pad_token_id=0,
+            )
+        for _ in range(2):  # the second time its prefix is in the caches
+            answer = client.complete(prompt, adapter="tales", max_tokens=12, temperature=0.0)
+            assert list(answer.token_ids) == out[0, len(prompt) :].tolist()
+        plain = client.complete(prompt, max_tokens=12, temperature=0.0)
+        assert list(plain.token_ids) == source.greedy(prompt, 12)
+    with pytest.raises(InvalidArgument, match="loaded are: tales"):
+        client.complete("x", adapter="none")
+
+
+def test_an_adapter_comes_and_goes_at_run_time(
+    cluster: LocalCluster,
+    client: SyncClient,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    source = oracle(MODEL)
+    folder = save_adapter(tmp_path / "b", source.model, 2)
+    here = ["--address", cluster.address]
+    assert cli.main(["adapter", "load", "more", str(folder), *here]) == 0
+    assert cli.main(["adapter", "list", *here]) == 0
+    out = capsys.readouterr().out
+    assert out.count("loaded more") == 2 and out.count(": tales, ") == 2
+    prompt = prompts(source, random.Random(9), 1)[0]
+    asked: dict[str, Any] = {"adapter": "more", "max_tokens": 12, "temperature": 0.0}
+    answer = _until_known(lambda: client.complete(prompt, **asked))
+    expected = Oracle(source.path, merged(source.model, folder), source.tokenizer)
+    assert list(answer.token_ids) == expected.greedy(prompt, 12)
+    assert cli.main(["adapter", "unload", "more", *here]) == 0
+    assert cli.main(["adapter", "unload", "more", *here]) == 1
+    assert capsys.readouterr().err.count("no adapter 'more' is loaded") == 2
+
+
+def _until_known(ask: Callable[[], Completion]) -> Completion:
+    """The router hears of an adapter with the workers' next heartbeats."""
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            return ask()
+        except (InvalidArgument, Unavailable):
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+
+
+def test_a_record_is_replayed(
+    cluster: LocalCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.json"
+    arguments = ["generate", "Once upon a time", "-n", "2", "--temperature", "0.9"]
+    arguments += ["--max-tokens", "24", "--stop", " and", "--frequency-penalty", "0.4"]
+    assert cli.main([*arguments, "--record", str(file), "--address", cluster.address]) == 0
+    capsys.readouterr()
+    assert cli.main(["replay", str(file), "--router", cluster.address]) == 0
+    assert capsys.readouterr().out.startswith("replayed: ")
+    value = json.loads(file.read_text())
+    sample = value["samples"][1]
+    assert [trace["token_id"] for trace in sample["traces"]] == sample["token_ids"]
+    sample["token_ids"][3] += 1
+    file.write_text(json.dumps(value))
+    assert cli.main(["replay", str(file), "--router", cluster.address]) == 1
+    assert capsys.readouterr().out.startswith("sample 1 differs at output token 3\n")
+
+
+def test_a_record_is_replayed_by_a_cluster_of_its_own(
+    cluster: LocalCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.json"
+    arguments = ["generate", "Once", "--temperature", "1", "--max-tokens", "9", "--record"]
+    assert cli.main([*arguments, str(file), "--address", cluster.address]) == 0
+    capsys.readouterr()
+    assert cli.main(["replay", str(file)]) == 0
+    assert "all equal" in capsys.readouterr().out
+    value = json.loads(file.read_text())
+    value["model_fingerprint"] = "ab" * 32
+    file.write_text(json.dumps(value))
+    assert cli.main(["replay", str(file), "--router", cluster.address]) == 1
+    assert "abababababababab" in capsys.readouterr().err
+
+
+def test_metrics_are_served_where_status_says(client: SyncClient) -> None:
+    client.complete("Once upon a time", max_tokens=4)
+    workers = client.status().workers
+    assert all(worker.num_prefix_tokens_asked for worker in workers)
+    for worker in workers:
+        with urllib.request.urlopen(f"http://{worker.metrics_address}/metrics", timeout=10) as got:
+            text = got.read().decode()
+        assert f'baton_up{{role="{worker.role}",worker_id="{worker.worker_id}"}} 1.0' in text

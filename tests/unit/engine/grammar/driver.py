@@ -1,0 +1,362 @@
+"""Drives states with random logits, as an engine would with a model that knows nothing, and makes
+random grammars whose outputs can be checked without the grammar library."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+import torch
+
+from engine.grammar.fill import Fill
+from engine.grammar.state import GrammarState, Surroundings
+from engine.request import GrammarKind, GrammarSpec
+
+BUNDLED = Path(__file__).resolve().parents[4] / "checkpoints" / "bundled" / "baton-5m"
+VOCAB_SIZE = 2048
+END = 1
+
+
+@dataclass
+class Grammars:
+    """`state(spec, end_token_ids)` on one tokenizer."""
+
+    surroundings: Surroundings
+    state: Callable[..., GrammarState]
+
+    def masks(self, states: Sequence[GrammarState | None]) -> torch.Tensor:
+        return Fill(self.surroundings, states).result()
+
+    def allowed(self, state: GrammarState) -> list[int]:
+        """Ids that may come next."""
+        return ids_of(self.masks([state])[0])
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        token_bytes = self.surroundings.vocabulary.token_bytes
+        return b"".join(token_bytes[token_id] for token_id in token_ids).decode()
+
+
+def ids_of(row: torch.Tensor) -> list[int]:
+    """The set bits of a mask's row."""
+    bits = np.unpackbits(row.numpy().view(np.uint8), bitorder="little")
+    return [int(index) for index in np.nonzero(bits)[0]]
+
+
+class Output:
+    """What one run drew: `token_ids` without the end, and whether it came to one."""
+
+    def __init__(self, token_ids: list[int], is_whole: bool, num_forced: int) -> None:
+        self.token_ids = token_ids
+        self.is_whole = is_whole
+        self.num_forced = num_forced
+
+
+def run(
+    grammars: Grammars,
+    state: GrammarState,
+    rng: random.Random,
+    *,
+    jump: bool = False,
+    num_free: int = 24,
+    max_tokens: int = 600,
+) -> Output:
+    """Draw by random logits until the end. After `num_free` tokens they favour what closes."""
+    noise = np.random.default_rng(rng.randrange(1 << 32))
+    token_bytes = grammars.surroundings.vocabulary.token_bytes
+    closing = np.array([_closing(data) for data in token_bytes])
+    single = np.array([20.0 if len(data) == 1 else 0.0 for data in token_bytes])
+    output: list[int] = []
+    num_forced = 0
+    while not state.is_complete:
+        if len(output) >= max_tokens:
+            return Output(output, False, num_forced)
+        allowed = grammars.allowed(state)
+        assert allowed, f"a dead end after {grammars.text(output)!r}: {state.error}"
+        logits = noise.gumbel(size=len(token_bytes))
+        if len(output) >= num_free:
+            logits += closing if rng.random() < 0.5 else single
+            logits[END] += 20.0
+        token_id = max(allowed, key=logits.__getitem__)
+        if not token_bytes[token_id]:
+            assert state.accept(token_id)
+            break
+        forced = state.forced_after(token_id) if jump else ()
+        num_forced += len(forced)
+        for taken in forced or (token_id,):
+            assert state.accept(taken)
+            output.append(taken)
+    return Output(output, True, num_forced)
+
+
+def _closing(data: bytes) -> float:
+    closers = sum(data.count(char) for char in (b'"', b"]", b"}"))
+    openers = sum(data.count(char) for char in (b"[", b"{", b","))
+    return 3.0 * closers - 3.0 * openers - 0.5 * len(data)
+
+
+def write_bytes_only(folder: Path) -> None:
+    """A tokenizer in which each byte is a token and nothing merges."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    characters = {byte: chr(byte) for byte in printable}
+    characters.update({byte: chr(256 + index) for index, byte in enumerate(others)})
+    vocabulary = {characters[byte]: byte for byte in range(256)}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens(["<end>"])
+    backend.save(str(folder / "tokenizer.json"))
+
+
+# -- random grammars
+
+
+def random_regex(rng: random.Random, level: int = 0) -> str:
+    """A pattern of the subset that is taken, short enough to come to an end."""
+    kind = rng.choice(("literal", "class", "sequence", "sequence", "choice", "repeat", "group"))
+    if level > 3 or kind == "literal":
+        literals = (
+            "a",
+            "Z",
+            "7",
+            " ",
+            "foo",
+            "\\.",
+            "\\\\",
+            '"',
+            "é",
+            "日本",
+            "\\n",
+            "-",
+            "\\$",
+            "/",
+        )
+        return rng.choice(literals)
+    if kind == "class":
+        classes = ("[a-z]", "[^a-z]", "\\d", "\\w", "\\s", ".", "[0-9a-fA-F]", "[^\\d\\s]", "\\D")
+        return rng.choice((*classes, "[é-ü]", "[\\]\\[^-]", "[-+*/]", "[\\W]", "\\x41", "\\u0061"))
+    if kind == "sequence":
+        return "".join(random_regex(rng, level + 1) for _ in range(rng.randint(2, 4)))
+    if kind == "choice":
+        return "(" + "|".join(random_regex(rng, level + 1) for _ in range(rng.randint(2, 3))) + ")"
+    if kind == "group":
+        return "(?:" + random_regex(rng, level + 1) + ")"
+    if rng.random() < 0.4:
+        # Without a bound only of few characters: random draws must find the way out.
+        return rng.choice(("[a-f]", "\\d", "(ab|c)", "foo")) + rng.choice(("*", "+", "{2,}", "*?"))
+    bounds = rng.choice(("?", "{2}", "{0,3}", "{1,4}"))
+    return f"({random_regex(rng, level + 1)}){bounds}"
+
+
+def random_schema(rng: random.Random, level: int = 0) -> dict[str, Any]:
+    """A schema of the subset that is taken."""
+    simple = (
+        "string",
+        "pattern",
+        "format",
+        "integer",
+        "number",
+        "boolean",
+        "null",
+        "enum",
+        "const",
+    )
+    nested = ("array", "tuple", "object", "object", "map", "anyOf", "oneOf", "types")
+    kind = rng.choice(simple if level > 2 else (*simple, *nested, *nested))
+    inner = (
+        [random_schema(rng, level + 1) for _ in range(rng.randint(1, 3))] if kind in nested else []
+    )
+    if kind == "string":
+        low = rng.randint(0, 4)
+        return rng.choice(
+            (
+                {"type": "string"},
+                {"type": "string", "minLength": low, "maxLength": low + rng.randint(0, 6)},
+                {"type": "string", "maxLength": low},
+                {"minLength": low},
+            )
+        )
+    if kind == "pattern":
+        return {"type": "string", "pattern": f"^{random_regex(rng, 2)}$"}
+    if kind == "format":
+        return {"type": "string", "format": rng.choice(("date", "uuid", "ipv4", "time", "uri"))}
+    if kind == "integer":
+        low = rng.randint(-300, 300)
+        return rng.choice(
+            (
+                {"type": "integer"},
+                {"type": "integer", "minimum": low, "maximum": low + rng.randint(0, 400)},
+                {"type": "integer", "exclusiveMinimum": low},
+                {"type": "integer", "multipleOf": rng.randint(1, 9)},
+            )
+        )
+    if kind == "number":
+        low = round(rng.uniform(-30, 30), rng.randint(0, 4))
+        high = round(low + rng.uniform(0.01, 40), 4)
+        return rng.choice(
+            (
+                {"type": "number"},
+                {"type": "number", "minimum": low, "maximum": high},
+                {"type": "number", "exclusiveMinimum": low, "exclusiveMaximum": high},
+                {"type": "number", "exclusiveMaximum": low},
+            )
+        )
+    if kind == "enum":
+        values = [1, -7, 2.5, "cat", 'a "b"\\', "é\n", "", None, True, [1, {"x": []}], {"k": 1e-3}]
+        return {"enum": rng.sample(values, rng.randint(1, 4))}
+    if kind == "const":
+        return {"const": rng.choice(["fixed", 12, {"a": [1, None], "b": "\t/"}])}
+    if kind == "array":
+        low = rng.randint(0, 2)
+        return {
+            "type": "array",
+            "items": inner[0],
+            "minItems": low,
+            "maxItems": low + rng.randint(0, 2),
+        }
+    if kind == "tuple":
+        return {"type": "array", "prefixItems": inner, "items": rng.choice((False, inner[0]))}
+    if kind == "object":
+        names = rng.sample(["name", "a b", 'q"', "é", "x", "1"], len(inner))
+        schema = {
+            "type": "object",
+            "properties": dict(zip(names, inner, strict=True)),
+            "required": rng.sample(names, rng.randint(0, len(names))),
+            "additionalProperties": False,
+        }
+        if rng.random() < 0.3:
+            schema["minProperties"] = rng.randint(0, len(names))
+        return schema
+    if kind == "map":
+        return {"type": "object", "additionalProperties": inner[0], "maxProperties": 2}
+    if kind == "anyOf":
+        return {"anyOf": inner, "description": "one of several"}
+    if kind == "oneOf":
+        return {"oneOf": [{"type": "integer"}, {"const": "none"}, {"type": ["boolean", "null"]}]}
+    if kind == "types":
+        return {"type": ["integer", "string", "null"], "minimum": 3, "maxLength": 3}
+    return {"type": kind}
+
+
+# -- a checker of the generated subset, from the JSON Schema specification
+
+
+def is_valid(schema: Any, value: Any, root: Any) -> bool:
+    """Whether `value` is valid under `schema`."""
+    if schema is True or schema is False:
+        return bool(schema)
+    if "$ref" in schema:
+        target = root
+        for part in schema["$ref"].split("/")[1:]:
+            target = target[part]
+        return is_valid(target, value, root)
+    if "enum" in schema and not any(_same(value, one) for one in schema["enum"]):
+        return False
+    if "const" in schema and not _same(value, schema["const"]):
+        return False
+    if "anyOf" in schema and not any(is_valid(one, value, root) for one in schema["anyOf"]):
+        return False
+    if "oneOf" in schema and sum(is_valid(one, value, root) for one in schema["oneOf"]) != 1:
+        return False
+    types = schema.get("type", [])
+    types = [types] if isinstance(types, str) else types
+    if types and not any(_is_of(value, name) for name in types):
+        return False
+    if isinstance(value, str):
+        return _valid_string(schema, value)
+    if isinstance(value, list):
+        return _valid_array(schema, value, root)
+    if isinstance(value, dict):
+        return _valid_object(schema, value, root)
+    return isinstance(value, bool) or value is None or _valid_number(schema, value)
+
+
+def _same(left: Any, right: Any) -> bool:
+    return (type(left) is type(right) and left == right) or (
+        {type(left), type(right)} == {int, float} and left == right
+    )
+
+
+def _is_of(value: Any, name: str) -> bool:
+    if name in ("integer", "number") and isinstance(value, bool):
+        return False
+    if name == "integer":
+        return isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    kinds: dict[str, Any] = {
+        "string": str,
+        "number": (int, float),
+        "boolean": bool,
+        "null": type(None),
+        "array": list,
+        "object": dict,
+    }
+    return isinstance(value, kinds[name])
+
+
+def _valid_string(schema: Any, value: str) -> bool:
+    formats = {
+        "date": r"\d{4}-\d\d-\d\d",
+        "time": r"\d\d:\d\d:\d\d(\.\d+)?([Zz]|[+-]\d\d:\d\d)",
+        "uuid": "[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
+        "ipv4": r"(\d{1,3}\.){3}\d{1,3}",
+        "uri": "[A-Za-z][A-Za-z0-9+.-]*:.*",
+    }
+    pattern = schema.get("pattern")
+    return (
+        schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", math.inf)
+        and (pattern is None or re.search(pattern, value, re.ASCII) is not None)
+        and ("format" not in schema or re.fullmatch(formats[schema["format"]], value) is not None)
+    )
+
+
+def _valid_number(schema: Any, value: float) -> bool:
+    return (
+        value >= schema.get("minimum", -math.inf)
+        and value <= schema.get("maximum", math.inf)
+        and ("exclusiveMinimum" not in schema or value > schema["exclusiveMinimum"])
+        and ("exclusiveMaximum" not in schema or value < schema["exclusiveMaximum"])
+        and ("multipleOf" not in schema or value % schema["multipleOf"] == 0)
+    )
+
+
+def _valid_array(schema: Any, value: list[Any], root: Any) -> bool:
+    prefix = schema.get("prefixItems", [])
+    rest = schema.get("items", True)
+    schemas = [*prefix, *[rest] * max(0, len(value) - len(prefix))]
+    return schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", math.inf) and all(
+        is_valid(one, item, root) for one, item in zip(schemas, value, strict=False)
+    )
+
+
+def _valid_object(schema: Any, value: dict[str, Any], root: Any) -> bool:
+    properties = schema.get("properties", {})
+    others = schema.get("additionalProperties", True)
+    return (
+        schema.get("minProperties", 0) <= len(value) <= schema.get("maxProperties", math.inf)
+        and all(name in value for name in schema.get("required", ()))
+        and all(is_valid(properties.get(k, others), item, root) for k, item in value.items())
+    )
+
+
+def schema_spec(schema: Any) -> GrammarSpec:
+    return GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(schema))
+
+
+def regex_spec(pattern: str) -> GrammarSpec:
+    return GrammarSpec(GrammarKind.REGEX, pattern)
+
+
+def ebnf_spec(text: str) -> GrammarSpec:
+    return GrammarSpec(GrammarKind.EBNF, text)
+
+
+def choice_spec(*choices: str) -> GrammarSpec:
+    return GrammarSpec(GrammarKind.CHOICE, choices=choices)

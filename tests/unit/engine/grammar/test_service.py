@@ -1,0 +1,379 @@
+"""The service: the compiling process, its limits, the cache and the counts."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from engine.errors import InvalidRequest
+from engine.grammar import compile_server, compiler
+from engine.grammar.compiler import CompileProcess, Compiler
+from engine.grammar.config import GrammarLimits
+from engine.grammar.errors import GrammarBusy, GrammarFailed, GrammarTooCostly
+from engine.grammar.service import Compilation, GrammarService
+from engine.grammar.vocabulary import Vocabulary
+from engine.request import GrammarSpec
+from tests.unit.engine.grammar.driver import (
+    BUNDLED,
+    END,
+    VOCAB_SIZE,
+    Grammars,
+    choice_spec,
+    ebnf_spec,
+    ids_of,
+    random_regex,
+    random_schema,
+    regex_spec,
+    schema_spec,
+)
+from tokens.tokenizer import Tokenizer
+
+WAIT_S = 100.0
+
+
+class Shared(CompileProcess):
+    """One process for many services: starting one takes seconds."""
+
+    def close(self) -> None:
+        """It goes on for the next test."""
+
+    def end(self) -> None:
+        super().close()
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[Shared]:
+    made = Shared(BUNDLED, VOCAB_SIZE)
+    yield made
+    made.end()
+
+
+@pytest.fixture
+def make_service(
+    process: Shared, vocabulary: Vocabulary, tokenizer: Tokenizer
+) -> Iterator[Callable[..., GrammarService]]:
+    """`make_service(<limits>)`; checked and closed after the test."""
+    made: list[GrammarService] = []
+
+    def make(**limits: float) -> GrammarService:
+        checked = GrammarLimits(**limits)  # type: ignore[arg-type]
+        made.append(GrammarService(vocabulary, checked, process=process, tokenizer=tokenizer))
+        return made[-1]
+
+    yield make
+    for service in made:
+        service.close()
+        service.check_integrity()
+
+
+@pytest.fixture
+def service(make_service: Callable[..., GrammarService]) -> GrammarService:
+    return make_service()
+
+
+def compiled(service: GrammarService, spec: GrammarSpec) -> Compilation:
+    compilation = service.submit(spec)
+    assert compilation.wait(WAIT_S)
+    service.check_integrity()
+    return compilation
+
+
+def test_each_kind_compiles_to_what_it_compiles_to_here(
+    service: GrammarService, grammars: Grammars, seed: int
+) -> None:
+    """Compiled by way of the process, masks are those of a grammar compiled in this one."""
+    rng = random.Random(f"{seed} service")
+    specs = [
+        choice_spec("yes", "no"),
+        ebnf_spec('root ::= "(" root ")" | "x"'),
+        regex_spec(random_regex(rng)),
+        schema_spec(random_schema(rng)),
+    ]
+    for spec in specs:
+        theirs = compiled(service, spec).state(frozenset({END}))
+        ours = grammars.state(spec)
+        for _ in range(10):
+            masks = service.begin_fill([theirs, ours]).result()
+            assert torch.equal(masks[0], masks[1])
+            allowed = ids_of(masks[0])
+            if not allowed or allowed == [END]:
+                break
+            token_id = rng.choice(allowed)
+            assert theirs.accept(token_id) and ours.accept(token_id)
+
+
+def test_a_dear_grammar_comes_back_serialised_and_is_the_same(
+    service: GrammarService, grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = schema_spec({"type": "array", "items": {"type": "string", "maxLength": 5}})
+    monkeypatch.setattr(compiler, "CHEAP_S", -1.0)  # every grammar is dear
+    monkeypatch.setattr(compiler, "compile_grammar", lambda *_: pytest.fail("compiled here"))
+    theirs = compiled(service, spec).state(frozenset({END}))
+    ours = grammars.state(spec)
+    rng = random.Random(1)
+    for _ in range(20):
+        masks = service.begin_fill([theirs, ours]).result()
+        assert torch.equal(masks[0], masks[1])
+        allowed = [i for i in ids_of(masks[0]) if i != END]
+        if not allowed:
+            break
+        token_id = rng.choice(allowed)
+        assert theirs.accept(token_id) and ours.accept(token_id)
+
+
+def test_a_grammar_too_large_to_be_taken_over_is_refused(
+    make_service: Callable[..., GrammarService], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler, "CHEAP_S", -1.0)
+    error = compiled(make_service(compiled_bytes=1000), regex_spec("[a-z]{50}")).error
+    assert isinstance(error, GrammarTooCostly)
+    assert "more than 1000" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("spec", "problem"),
+    [
+        (ebnf_spec('root ::= "a" root'), "no text of this model's tokens satisfies it"),
+        (ebnf_spec("root ::= foo"), 'Rule "foo" is not defined'),
+        (ebnf_spec("root ::= "), "parser error"),
+        (ebnf_spec('start ::= "a"'), "root"),
+        (
+            schema_spec(
+                {
+                    "$ref": "#/$defs/a",
+                    "$defs": {
+                        "a": {
+                            "type": "object",
+                            "properties": {"a": {"$ref": "#/$defs/a"}},
+                            "required": ["a"],
+                        }
+                    },
+                }
+            ),
+            "no text of this model's tokens",
+        ),
+    ],
+)
+def test_a_grammar_that_cannot_be_satisfied_or_read_is_an_error(
+    service: GrammarService, spec: GrammarSpec, problem: str
+) -> None:
+    compilation = compiled(service, spec)
+    assert isinstance(compilation.error, InvalidRequest)
+    assert not isinstance(compilation.error, GrammarTooCostly)
+    assert problem in str(compilation.error)
+    with pytest.raises(InvalidRequest, match=r"^grammar: "):
+        compilation.state(frozenset({END}))
+
+
+def test_a_character_that_no_token_spells_is_an_error(vocabulary: Vocabulary) -> None:
+    """As the child answers with a vocabulary in which no token has a "q"."""
+    without = Vocabulary(tuple(b"" if b"q" in data else data for data in vocabulary.token_bytes))
+    info = compile_server.tokenizer_info(without)
+    answers = [
+        compile_server._compile(
+            info,
+            without.usable_bytes,
+            {"form": "regex", "text": text, "cheap_s": 9.0, "compiled_bytes": 1},
+        )[0]
+        for text in ("[a-p]q+", "[a-p]q*")
+    ]
+    assert [answer["ok"] for answer in answers] == [False, True]
+    assert "no text of this model's tokens" in answers[0]["problem"]
+
+
+def test_bombs_end_by_their_own_limits_while_others_go_on(
+    make_service: Callable[..., GrammarService], process: Shared
+) -> None:
+    """As many bombs as may compile at one time, asked for before the others."""
+    service = make_service(compile_timeout_s=0.5)
+    warm = compiled(service, choice_spec("warm"))
+    num_starts = process.num_starts
+    bombs = [service.submit(regex_spec(bomb(first))) for first in "ab"]
+    others = [service.submit(regex_spec(f"[a-c]{{{n}}}")) for n in range(1, 4)]
+    assert all(one.wait(WAIT_S) for one in (*bombs, *others))
+    assert all(isinstance(one.error, GrammarTooCostly) for one in bombs)
+    assert "compiling it takes more than 0.5 s" in str(bombs[0].error)
+    assert [one.error for one in (warm, *others)] == [None] * 4
+    # Its failure is kept: the same bomb costs nothing again.
+    assert service.submit(bombs[0].spec) is bombs[0]
+    assert process.num_starts == num_starts, "the process itself lives on"
+
+
+def bomb(first: str) -> str:
+    """A minute and more to compile even with this vocabulary, from 6 KiB."""
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    rng = random.Random(first)
+    options = ("[^" + "".join(rng.sample(letters, 3)) + "]{0,90}" for _ in range(300))
+    return f"{first}({'|'.join(options)})*x"
+
+
+def test_a_bomb_of_memory_ends_by_its_own_limit(
+    make_service: Callable[..., GrammarService],
+) -> None:
+    error = compiled(make_service(compile_bytes=1), regex_spec(bomb("c"))).error
+    assert isinstance(error, GrammarTooCostly)
+    assert "memory" in str(error)
+
+
+def test_a_process_that_was_killed_is_started_anew(
+    service: GrammarService, process: Shared
+) -> None:
+    assert compiled(service, choice_spec("a")).error is None
+    num_starts = process.num_starts
+    assert process.process_id is not None
+    os.kill(process.process_id, signal.SIGKILL)
+    while process.is_alive:  # ends: the test has a time limit
+        os.sched_yield()
+    assert compiled(service, choice_spec("b")).error is None
+    assert process.num_starts == num_starts + 1
+
+
+class Held:
+    """Compilers that wait until they are let go, then succeed, fail or break."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.let_go = threading.Event()
+        self.failure: Exception | None = None
+        monkeypatch.setattr(Compiler, "compile", self._compile)
+
+    def _compile(self, source: Any) -> Any:
+        assert self.let_go.wait(30)
+        if self.failure is not None:
+            raise self.failure
+        return Sized()
+
+
+class Sized:
+    memory_size_bytes = 1000
+
+
+def test_one_spec_is_compiled_once_and_callbacks_come_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held = Held(monkeypatch)
+    service = GrammarService.from_checkpoint(BUNDLED, VOCAB_SIZE, GrammarLimits())
+    called: list[str] = []
+    both = [service.submit(choice_spec("a")) for _ in range(2)]
+    assert both[0] is both[1]
+    assert not both[0].is_done
+    with pytest.raises(GrammarFailed, match="before the grammar was compiled"):
+        both[0].state(frozenset())
+    both[0].when_done(lambda: called.append("before"))
+    service.check_integrity()
+    held.let_go.set()
+    assert both[0].wait(30)
+    done = threading.Event()
+    both[0].when_done(done.set)
+    assert done.wait(30)
+    service.close()
+    assert called == ["before"]
+    stats = service.stats()
+    assert (stats.num_submitted, stats.num_hits, stats.num_misses, stats.num_compiled) == (
+        2,
+        1,
+        1,
+        1,
+    )
+
+
+def test_too_many_that_wait_are_refused_for_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Held(monkeypatch)
+    limits = GrammarLimits(max_num_waiting=3)
+    service = GrammarService.from_checkpoint(BUNDLED, VOCAB_SIZE, limits)
+    waiting = [service.submit(choice_spec(str(number))) for number in range(3)]
+    with pytest.raises(GrammarBusy, match="3 grammars wait"):
+        service.submit(choice_spec("one more"))
+    assert service.submit(choice_spec("1")) is waiting[1]
+    service.check_integrity()
+    held.let_go.set()
+    assert all(one.wait(30) for one in waiting)
+    assert service.submit(choice_spec("one more")).wait(30)
+    service.close()
+
+
+def test_our_own_failures_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Held(monkeypatch)
+    held.let_go.set()
+    service = GrammarService.from_checkpoint(BUNDLED, VOCAB_SIZE, GrammarLimits())
+    for failure, is_kept in ((GrammarFailed("broken"), False), (ValueError("odd"), False)):
+        held.failure = failure
+        first = compiled(service, choice_spec("a"))
+        assert isinstance(first.error, GrammarFailed)
+        assert (service.submit(choice_spec("a")) is first) is is_kept
+    service.close()
+
+
+def test_after_close_who_waits_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Held(monkeypatch)
+    service = GrammarService.from_checkpoint(
+        BUNDLED, VOCAB_SIZE, GrammarLimits(max_num_compiling=1)
+    )
+    waiting = [service.submit(choice_spec(str(number))) for number in range(3)]
+    service.close()
+    assert all(one.wait(30) for one in waiting)
+    assert all(isinstance(one.error, GrammarFailed) for one in waiting)
+    held.let_go.set()
+    service.check_integrity()
+
+
+def test_a_model_without_a_fitting_tokenizer_refuses_grammars_by_name(tmp_path: Path) -> None:
+    service = GrammarService.from_checkpoint(tmp_path, 10, GrammarLimits())
+    with pytest.raises(InvalidRequest, match=r"^grammar: .*tokenizer\.json cannot be read"):
+        service.submit(choice_spec("a"))
+    assert bool((service.begin_fill([None]).result() == -1).all())
+    service.check_integrity()
+    service.close()
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Random specs in random order under small bounds: the laws hold after every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = pytest.MonkeyPatch()
+        self.held = Held(self.patch)
+        self.held.let_go.set()
+        limits = GrammarLimits(max_num_cached=4, cache_bytes=3000)
+        self.service = GrammarService.from_checkpoint(BUNDLED, VOCAB_SIZE, limits)
+
+    @rule(number=st.integers(0, 7))
+    def submit(self, number: int) -> None:
+        self.held.failure = None
+        assert self.service.submit(choice_spec(str(number))).wait(30)
+
+    @rule(number=st.integers(8, 11))
+    def fail(self, number: int) -> None:
+        self.held.failure = InvalidRequest("grammar", "bad")
+        assert self.service.submit(choice_spec(str(number))).wait(30)
+
+    @rule()
+    def refuse(self) -> None:
+        with pytest.raises(InvalidRequest):
+            self.service.submit(choice_spec())
+
+    @invariant()
+    def the_laws_hold(self) -> None:
+        self.service.check_integrity()
+        stats = self.service.stats()
+        assert stats.num_cached <= 4
+        assert stats.cached_bytes <= 3000
+
+    def teardown(self) -> None:
+        self.service.close()
+        self.service.check_integrity()
+        self.patch.undo()
+
+
+TestCache = CacheMachine.TestCase
+TestCache.settings = settings(max_examples=8, stateful_step_count=20, deadline=None)

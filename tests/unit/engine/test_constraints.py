@@ -1,0 +1,240 @@
+"""Grammars in the engine: who waits for one lets others pass, what comes out is in the language,
+with jumps and without, and can be resumed from its ids alone. A FakeModel behind the bundled
+model's tokenizer: it draws noise, so only the grammar gives its outputs any form."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from checkpoints.resolve import resolve
+from engine.config import EngineConfig
+from engine.errors import InvalidRequest
+from engine.fake import FakeModel
+from engine.grammar.config import GrammarLimits
+from engine.grammar.service import GrammarService
+from engine.loop import Engine
+from engine.request import FinishReason, GrammarKind, GrammarSpec, Request, RequestEvent, State
+from tests.unit.engine.workloads import outcomes
+from tokens.tokenizer import Tokenizer
+
+FOLDER = resolve("baton-5m", files="tokenizer").path
+TOKENIZER = Tokenizer.load(FOLDER)
+VOCAB = 4096
+Make = Callable[..., Any]
+DATE = GrammarSpec(GrammarKind.REGEX, r"(19|20)[0-9]{2}-[01][0-9] is the date, [a-c]{2,5}")
+PROMPT = (7, 8, 9, 10, 11, 12)
+LIMIT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[GrammarService]:
+    made = GrammarService.from_checkpoint(FOLDER, VOCAB, GrammarLimits())
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def make(service: GrammarService) -> Iterator[Make]:
+    made: list[Engine] = []
+
+    def new(**config: Any) -> Engine:
+        config = {"num_blocks": 64, "max_num_tokens_per_step": 16, "max_num_running": 8} | config
+        model = FakeModel(vocab_size=VOCAB, context_window=128, eos_token_ids=(0,))
+        engine = Engine(EngineConfig(**config), model, make_grammars=lambda: service)
+        made.append(engine)
+        return engine
+
+    yield new
+    for engine in made:
+        engine.check_integrity()
+
+
+def _finish(engine: Engine) -> dict[str, list[RequestEvent]]:
+    deadline = time.monotonic() + LIMIT_S
+    events: dict[str, list[RequestEvent]] = {}
+    while engine.has_work():
+        assert time.monotonic() < deadline
+        for event in engine.step().events:
+            events.setdefault(event.request_id, []).append(event)
+        engine.check_integrity()
+    return events
+
+
+def _text(token_ids: tuple[int, ...]) -> str:
+    return TOKENIZER.decode([token_id for token_id in token_ids if token_id != 0])
+
+
+def _ask(make_request: Make, name: str, spec: GrammarSpec, **fields: Any) -> Request:
+    fields = {"max_tokens": 60, "ignore_eos": False, "grammar": spec} | fields
+    request: Request = make_request(name, PROMPT, **fields)
+    return request
+
+
+@pytest.mark.parametrize("jump_forward", [True, False])
+def test_outputs_are_in_the_language(
+    jump_forward: bool, make: Make, make_request: Make, seed: int, scale: Callable[[int], int]
+) -> None:
+    engine = make(jump_forward=jump_forward)
+    for index in range(scale(100)):
+        request = _ask(make_request, f"{index}", DATE, temperature=2.0, seed=seed + index)
+        engine.reserve(dataclasses.replace(request, num_samples=1 + index % 3))
+        engine.start(request.request_id)
+        events = _finish(engine)[request.request_id]
+        for token_ids, reason, _, error in outcomes(events).values():
+            assert not error and re.fullmatch(DATE.text, _text(token_ids)), _text(token_ids)
+            assert reason in (FinishReason.GRAMMAR, FinishReason.EOS)
+        assert any(len(event.token_ids) > 1 for event in events) == jump_forward
+
+
+def test_jumps_save_steps(make: Make, make_request: Make) -> None:
+    steps = {}
+    for jumps in (True, False):
+        engine = make(jump_forward=jumps)
+        engine.submit(_ask(make_request, "a", DATE))
+        _finish(engine)
+        steps[jumps] = engine._model.num_forwards
+    assert steps[True] < steps[False]
+
+
+def test_a_jump_is_traced_and_counted(make: Make, make_request: Make) -> None:
+    engine = make()
+    engine.submit(_ask(make_request, "a", DATE, trace=True))
+    events = _finish(engine)["a"]
+    for event in events:
+        assert [one.token_id for one in event.traces or ()] == list(event.token_ids)
+    traces = [one for event in events for one in event.traces or ()]
+    assert [one.position for one in traces] == [len(PROMPT) + i for i in range(len(traces))]
+    assert any(one.is_forced for one in traces) and not all(one.is_forced for one in traces)
+    assert engine.stats().num_output_tokens == len(traces)
+
+
+def test_a_grammar_is_named_in_its_own_traces_only(make: Make, make_request: Make) -> None:
+    engine = make()
+    engine.submit(_ask(make_request, "a", DATE, trace=True))
+    engine.submit(make_request("b", PROMPT, max_tokens=40, trace=True))
+    events = _finish(engine)
+    for name, expected in (("a", ("grammar",)), ("b", ())):
+        traces = [one for event in events[name] for one in event.traces or ()]
+        drawn = [one.processors for one in traces if not one.is_forced]
+        assert drawn and set(drawn) == {expected}
+
+
+def test_others_pass_a_request_that_waits_for_its_grammar(
+    make: Make, make_request: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make(policy="fcfs")
+    spec = GrammarSpec(GrammarKind.REGEX, "waiting [a-z]{3} " + "(x|y)" * 20)
+    engine.submit(_ask(make_request, "slow", spec))
+    assert engine._groups["slow"].state is State.WAITING_FOR_GRAMMAR
+    engine.submit(make_request("quick", PROMPT, max_tokens=3))
+    over: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._constraints, "is_ready", lambda group: False)  # it takes its time
+        while not over:
+            over += [e.request_id for e in engine.step().events if e.is_request_over]
+        assert over == ["quick"] and engine.has_work()
+        assert engine.step().events == ()
+    events = _finish(engine)
+    assert re.fullmatch(spec.text, _text(outcomes(events["slow"])[0][0]))
+
+
+def test_a_request_that_waits_can_be_aborted(make: Make, make_request: Make) -> None:
+    engine = make()
+    spec = GrammarSpec(GrammarKind.CHOICE, choices=("never", "mind"))
+    engine.reserve(_ask(make_request, "a", spec))
+    engine.start("a")
+    engine.abort("a")
+    assert not engine.has_work() and engine.stats().num_referenced_blocks == 0
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [GrammarSpec(GrammarKind.REGEX, "(unclosed"), GrammarSpec(GrammarKind.JSON_SCHEMA, "{no json")],
+)
+def test_a_wrong_grammar_is_refused_by_name(
+    spec: GrammarSpec, make: Make, make_request: Make
+) -> None:
+    engine = make()
+    with pytest.raises(InvalidRequest) as caught:
+        engine.submit(_ask(make_request, "a", spec))
+    assert caught.value.field == "grammar" and engine.stats().num_waiting == 0
+
+
+def test_an_engine_without_a_tokenizer_refuses_grammars_by_name(
+    make_engine: Make, make_request: Make
+) -> None:
+    with pytest.raises(InvalidRequest, match="tokenizer"):
+        make_engine().reserve(_ask(make_request, "a", DATE))
+
+
+@pytest.mark.parametrize("num_drawn", [1, 3, 6])
+@pytest.mark.parametrize("num_samples", [1, 2])
+def test_a_constrained_request_is_resumed_from_its_ids(
+    num_drawn: int, num_samples: int, make: Make, make_request: Make
+) -> None:
+    request = _ask(make_request, "a", DATE, temperature=1.5, seed=5)
+    request = dataclasses.replace(request, num_samples=num_samples)
+    engine = make(jump_forward=False)
+    engine.submit(request)
+    whole = {i: one[0] for i, one in outcomes(_finish(engine)["a"]).items()}
+    other = make(jump_forward=False)
+    other.reserve(request)
+    other.start("a", outputs=[whole[i][:num_drawn] for i in range(num_samples)])
+    rest = outcomes(_finish(other)["a"])
+    for index in range(num_samples):
+        assert whole[index][:num_drawn] + rest[index][0] == whole[index]
+
+
+@pytest.mark.parametrize("num_samples", [1, 2])
+def test_outputs_that_are_not_in_the_grammar_end_the_request_alone(
+    num_samples: int, make: Make, make_request: Make
+) -> None:
+    engine = make()
+    request = dataclasses.replace(_ask(make_request, "a", DATE), num_samples=num_samples)
+    engine.reserve(request)
+    engine.start("a", outputs=[(1500,)] * num_samples)
+    engine.submit(make_request("b", PROMPT))
+    events = _finish(engine)
+    assert events["a"][-1].error is not None and events["a"][-1].is_request_over
+    assert len(outcomes(events["b"])[0][0]) == 8
+
+
+def test_a_preempted_request_keeps_its_place_in_the_grammar(make: Make, make_request: Make) -> None:
+    request = _ask(make_request, "a", DATE, temperature=1.5, seed=6)
+    results = []
+    for preemption in ("never", "recompute", "swap"):
+        engine = make(preemption=preemption)
+        engine.submit(request)
+        events: list[RequestEvent] = []
+        while engine.has_work():
+            events += engine.step().events
+            if preemption != "never" and "a" in engine._groups and len(events) % 2:
+                if engine._groups["a"].state in (State.PREFILLING, State.RUNNING):
+                    engine.preempt("a")
+        results.append(outcomes(events))
+    assert results[0] == results[1] == results[2]
+
+
+def test_a_model_that_fails_while_masks_are_filled_can_be_asked_again(
+    make: Make, make_request: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, calm = make(), make()
+    request = _ask(make_request, "a", DATE)
+    for each in (engine, calm):
+        each.submit(request)
+
+    def fail(batch: object) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._model, "forward", fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            while True:
+                engine.step()
+    assert outcomes(_finish(engine)["a"]) == outcomes(_finish(calm)["a"])

@@ -1,0 +1,94 @@
+"""Exactness: whatever happens to a request on its way, its tokens are those that it gets alone.
+
+The FakeModel's next token is a function of what really lies in the request's blocks: a block that
+is missing, stale, swapped with another or someone else's is a wrong token from there on.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+
+from checkpoints.resolve import resolve
+from engine.config import EngineConfig
+from engine.fake import FakeModel
+from engine.grammar.config import GrammarLimits
+from engine.grammar.service import GrammarService
+from engine.models.load import load_model
+from engine.request import GrammarKind, GrammarSpec
+from tests.unit.engine.workloads import (
+    SIZE,
+    WINDOW,
+    Bench,
+    disturbed,
+    small_engine,
+    undisturbed,
+    workload,
+)
+
+GRAMMARS = (
+    GrammarSpec(GrammarKind.REGEX, r"(19|20)[0-9]{2}-[01][0-9] is the date"),
+    GrammarSpec(GrammarKind.CHOICE, choices=("yes", "no, thank you", "yesterday")),
+    GrammarSpec(GrammarKind.JSON_SCHEMA, '{"type": "array", "items": {"enum": ["a", "bc"]}}'),
+)
+
+
+def test_random_workloads_end_as_if_undisturbed(seed: int, scale: Callable[[int], int]) -> None:
+    """500 workloads: random chunk sizes, policies, prefix hits, samples, penalties, preemptions
+    forced at random steps and by lack of blocks, swaps that are late, refused or lost."""
+    causes: Counter[str] = Counter()
+    num_shared = 0
+    for index in range(scale(500)):
+        rng = random.Random(f"{seed} {index}")
+        requests = workload(rng)
+        expected = undisturbed(requests)
+        engine = small_engine(rng)
+        assert disturbed(engine, requests, rng) == expected, f"workload {index} of seed {seed}"
+        causes.update(dict(engine.stats().num_preemptions))
+        num_shared += engine.stats().num_local_prefix_tokens
+    # It was disturbed: a test that preempts nobody proves nothing.
+    assert min(causes[cause] for cause in ("recompute", "swap", "refused", "lost")) > 0, causes
+    assert num_shared > 0
+
+
+def test_workloads_with_grammars(seed: int, scale: Callable[[int], int]) -> None:
+    """100 more, half of whose requests follow a grammar, with text jumped over."""
+    folder = resolve("baton-5m", files="tokenizer").path
+    service = GrammarService.from_checkpoint(folder, 4096, GrammarLimits())
+    bench = Bench(
+        make_model=lambda: FakeModel(vocab_size=4096, context_window=WINDOW, block_size=SIZE),
+        make_grammars=lambda: service,
+        grammars=GRAMMARS,
+    )
+    try:
+        for index in range(scale(100)):
+            rng = random.Random(f"grammars {seed} {index}")
+            requests = workload(rng, bench)
+            expected = undisturbed(requests, bench)
+            engine = small_engine(rng, bench)
+            assert disturbed(engine, requests, rng) == expected, f"workload {index} of seed {seed}"
+    finally:
+        service.close()
+
+
+def test_workloads_on_the_bundled_model(seed: int, scale: Callable[[int], int]) -> None:
+    """60 on real attention over real KV, in float32: what is computed again, in other chunks and
+    beside others, may differ by rounding, and no token may."""
+    size = 8
+    config = EngineConfig(
+        model="baton-5m",
+        device="cpu",
+        dtype="float32",
+        block_size=size,
+        context_window=WINDOW,
+        num_threads=1,
+    )
+    model = load_model(config)
+    bench = Bench(make_model=lambda: model, size=size)
+    for index in range(scale(60)):
+        rng = random.Random(f"bundled {seed} {index}")
+        requests = workload(rng, bench)
+        expected = undisturbed(requests, bench)
+        engine = small_engine(rng, bench)
+        assert disturbed(engine, requests, rng) == expected, f"workload {index} of seed {seed}"

@@ -1,0 +1,74 @@
+"""What decode is told of each sample, and what no worker may say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from process.errors import Internal
+from protos import common_pb2, prefill_pb2
+from services.router.answer import Answer
+from services.router.decode_leg import SampleNews
+from services.router.samples import Samples
+from tests.unit.tokens.builders import byte_level
+from tokens.text import OutputText
+
+TOKENIZER = byte_level()
+A, B, C = TOKENIZER.encode("abc")
+
+
+def _samples(n: int, **sampling: Any) -> Samples:
+    answers = [Answer("r", OutputText(TOKENIZER), sample_index=index) for index in range(n)]
+    return Samples(answers, common_pb2.SamplingParams(n=n, **sampling))
+
+
+def _first(index: int, *token_ids: int, **fields: Any) -> prefill_pb2.PrefillReply:
+    return prefill_pb2.PrefillReply(sample_index=index, token_ids=token_ids, **fields)
+
+
+def test_one_sample_is_handed_over_by_its_tokens() -> None:
+    samples = _samples(1)
+    message = samples.take_first(_first(0, A, B))
+    assert message is not None and message.text == "ab"
+    assert samples.has_all_firsts and not samples.is_over
+    command = samples.handover(None)
+    assert list(command.output_token_ids) == [A, B] and not command.outputs
+
+
+def test_several_are_handed_over_in_their_order_with_who_is_over() -> None:
+    samples = _samples(2)
+    samples.take_first(_first(1, B, finish_reason=common_pb2.FINISH_REASON_EOS, stop_token_id=B))
+    assert not samples.has_all_firsts
+    samples.take_first(_first(0, A))
+    command = samples.handover(common_pb2.KvHandle(request_id="r"))
+    assert [(list(o.token_ids), o.is_over) for o in command.outputs] == [([A], False), ([B], True)]
+    assert command.handle.request_id == "r" and not command.output_token_ids
+    assert [answer.sample_index for answer in samples.ended()] == [1]
+
+
+def test_what_was_shown_is_not_shown_again() -> None:
+    samples = _samples(2)
+    samples.take_first(_first(0, A))
+    assert samples.take_first(_first(0, A)) is None
+    with pytest.raises(Internal, match="different first tokens"):
+        samples.take_first(_first(0, B))
+
+
+def test_a_beam_search_hands_its_candidates_over_and_shows_nothing() -> None:
+    samples = _samples(2, beam=common_pb2.BeamParams(num_beams=2))
+    start = [common_pb2.BeamCandidate(token_id=A, logprob=-0.5)]
+    assert samples.take_first(_first(0, beam_start=start)) is None
+    assert samples.has_all_firsts
+    assert [c.token_id for c in samples.handover(None).beam_start] == [A]
+
+
+def test_overshoot_and_samples_that_are_none() -> None:
+    samples = _samples(1)
+    samples.take_first(_first(0, A))
+    taken = samples.take(SampleNews(0, [C], reason=common_pb2.FINISH_REASON_LENGTH))
+    assert taken is not None and taken[1].text == "c" and samples.is_over
+    assert samples.take(SampleNews(0, [C])) is None
+    for wrong in (lambda: samples.take(SampleNews(1)), lambda: samples.take_first(_first(1, A))):
+        with pytest.raises(Internal, match="drew sample 1"):
+            wrong()

@@ -1,0 +1,36 @@
+"""Settings of a worker: what is out of range, one line each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from process import settings
+from process.settings import SettingsError
+from services.worker.config import WorkerSettings, adapter_folders
+
+
+def test_adapters_are_names_and_folders() -> None:
+    loaded = settings.load(
+        WorkerSettings, overrides=['adapters=["a=/x/y", "b=rel=ative"]', "metrics_listen=h:0"]
+    )
+    assert adapter_folders(loaded) == [("a", Path("/x/y")), ("b", Path("rel=ative"))]
+
+
+@pytest.mark.parametrize(
+    ("override", "word"),
+    [
+        ('adapters=["a"]', "name=folder"),
+        ('adapters=["=x"]', "name=folder"),
+        ('adapters=["a=x", "a=y"]', "a name twice"),
+        ("metrics_listen=nowhere", "metrics_listen"),
+        ("listen=nowhere", "host:port"),
+        ("transport=pigeon", "none of shm, nixl, grpc"),
+        ("limits.max_waiting_requests=0", "at least 1"),
+        ("limits.drain_s=-1", "negative"),
+    ],
+)
+def test_what_is_wrong_is_named(override: str, word: str) -> None:
+    with pytest.raises(SettingsError, match=word):
+        settings.load(WorkerSettings, overrides=[override])

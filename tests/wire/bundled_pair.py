@@ -1,0 +1,169 @@
+"""A store, a prefill and a decode worker of the small bundled model in one process, for what the
+fake model cannot show: text, weights and adapters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from engine.config import EngineConfig
+from engine.loop import Engine, load_engine
+from engine.request import Request
+from kvstore import block_hash, serve
+from kvstore.config import KvStoreSettings
+from process import serving
+from protos import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from services.decode.role import DecodeRole
+from services.prefill.role import PrefillRole
+from services.worker import main
+from services.worker.config import WorkerLimits, WorkerSettings
+from services.worker.sampling import beam_from_proto, num_samples_of, sampling_from_proto
+from services.worker.status import FINISH_REASONS
+from tests.unit.worker.builders import SALT
+from tests.wire.prefill_decode_pair import RouterStream, Sample, handover, sampling_params
+
+MODEL = "baton-5m-draft"
+WAIT_S = 20.0
+PROMPT = tuple(range(40, 61))
+NUM_TOKENS = 8
+
+
+@dataclasses.dataclass
+class Workers:
+    """Both workers of one test."""
+
+    prefill: main.Worker
+    decode: main.Worker
+    stubs: tuple[Any, Any]
+
+    async def load(self, name: str, folder: Path) -> list[str]:
+        """At run time, on both. Returns: the digests they say."""
+        request = common_pb2.LoadAdapterRequest(name=name, folder=str(folder))
+        return [
+            (await stub.LoadAdapter(request, timeout=WAIT_S)).adapter.digest for stub in self.stubs
+        ]
+
+    def fields(
+        self, prompt: Sequence[int], name: str, adapter: str, digest: str, **sampling: Any
+    ) -> dict[str, Any]:
+        """What both legs are told of a request."""
+        return {
+            "request_id": name,
+            "tenant": "t",
+            "tenant_salt": SALT,
+            "prompt_token_ids": prompt,
+            "sampling": sampling_params(**sampling),
+            "model_fingerprint": self.prefill.core.model.fingerprint,
+            "adapter": adapter,
+            "adapter_digest": digest,
+        }
+
+    async def generate(
+        self,
+        prompt: Sequence[int] = PROMPT,
+        *,
+        name: str = "r",
+        adapter: str = "",
+        digest: str = "",
+        **sampling: Any,
+    ) -> dict[int, Sample]:
+        """One answer through both workers, nothing of its prompt computed twice; by sample."""
+        fields = self.fields(prompt, name, adapter, digest, **sampling)
+        prefill_stub, decode_stub = self.stubs
+        samples: dict[int, Sample] = {}
+        stream = RouterStream(decode_stub.Stream())
+        try:
+            key = await stream.reserve(decode_pb2.ReserveDecode(budget_ms=20_000, **fields))
+            event = await stream.next(key)
+            assert event.WhichOneof("event") == "reserved", event
+            request = prefill_pb2.PrefillRequest(wants_handle=True, **fields)
+            call = prefill_stub.Prefill(request, timeout=WAIT_S)
+            *firsts, account = [message async for message in call]
+            for first in firsts:
+                if not first.beam_start:
+                    samples.setdefault(first.sample_index, Sample()).add(first)
+            if samples and all(sample.finish_reason for sample in samples.values()):
+                await stream.cancel(key)
+                await stream.collect(key)
+                return samples
+            await stream.generate_from(key, handover(account, firsts))
+            while not event.HasField("finished"):
+                event = await stream.next(key)
+                assert event.WhichOneof("event") in ("tokens", "finished"), event
+                part = event.finished if event.HasField("finished") else event.tokens
+                samples.setdefault(part.sample_index, Sample()).add(part)
+        finally:
+            await stream.close()
+        leg = event.finished.leg
+        assert leg.num_tokens_computed == 0 and not leg.recomputed, leg
+        return samples
+
+    async def check(self) -> None:
+        """Every law of both workers holds."""
+        for stub in self.stubs:
+            status = await stub.GetWorkerStatus(common_pb2.GetWorkerStatusRequest(), timeout=WAIT_S)
+            assert status.integrity_error == ""
+
+
+def alone(engine: Engine, prompt: Sequence[int] = PROMPT, **sampling: Any) -> list[Sample]:
+    """What one engine gives that serves the whole request by itself."""
+    params = sampling_params(**sampling)
+    root = block_hash.root_key(b"alone", engine.model_info.fingerprint)
+    asked = Request(
+        request_id="alone",
+        prompt_token_ids=tuple(prompt),
+        sampling=sampling_from_proto(params, 0),
+        block_hasher=partial(block_hash.extend, root),
+        cache_root=root,
+        num_samples=num_samples_of(params),
+        beam=beam_from_proto(params),
+    )
+    engine.reserve(asked)
+    engine.start("alone")
+    samples = [Sample() for _ in range(asked.num_samples)]
+    while engine.has_work():
+        for event in engine.step().events:
+            assert event.error is None, event.error
+            samples[event.sample_index].token_ids += event.token_ids
+            if event.finish_reason is not None:
+                samples[event.sample_index].finish_reason = FINISH_REASONS[event.finish_reason]
+    engine.check_integrity()
+    return samples
+
+
+@contextlib.asynccontextmanager
+async def workers(slab_dir: Path, *adapters: str) -> AsyncIterator[Workers]:
+    """A store and two workers of the bundled draft model, with these adapters from the start."""
+    limits = WorkerLimits(store_wait_s=WAIT_S, attach_budget_s=5.0, drain_s=0.2)
+    store_settings = KvStoreSettings(
+        slab_dir=str(slab_dir), capacity_bytes=16 * 1024 * 1024, stop_timeout_s=0.0
+    )
+    async with contextlib.AsyncExitStack() as stack:
+        store = await stack.enter_async_context(serve.running(store_settings))
+        made = []
+        for name, role in (("prefill", PrefillRole), ("decode", DecodeRole)):
+            config = EngineConfig(model=MODEL, device="cpu", kv_bytes=8 * 1024 * 1024)
+            settings = WorkerSettings(
+                worker_id=f"{name}-0",
+                redis_url="",
+                store_address=store.address,
+                limits=limits,
+                adapters=adapters,
+                engine=config,
+            )
+            worker = await main.start(load_engine(config), settings, name, role)
+            stack.push_async_callback(worker.stop)
+            made.append(worker)
+        channels = [
+            await stack.enter_async_context(serving.channel(worker.address)) for worker in made
+        ]
+        stubs = (
+            prefill_pb2_grpc.PrefillStub(channels[0]),
+            decode_pb2_grpc.DecodeStub(channels[1]),
+        )
+        yield Workers(made[0], made[1], stubs)

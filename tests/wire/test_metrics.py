@@ -1,0 +1,86 @@
+"""What /metrics of workers and router says after a few requests is what they did."""
+
+from __future__ import annotations
+
+import asyncio
+import urllib.request
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from process.metrics import MetricsServer
+from services.worker.metrics import WorkerCollector
+from tests.unit.router.bench import request, running
+from tests.unit.worker.builders import BLOCK_SIZE, prompt_of
+from tests.wire.prefill_decode_pair import pair
+
+
+async def _scrape(address: str) -> dict[str, float]:
+    """Sum of each metric's samples, with its labels but who it is of."""
+
+    def get() -> str:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as reply:
+            return str(reply.read().decode())
+
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(await asyncio.to_thread(get)):
+        for sample in family.samples:
+            labels = [
+                f"{name}={value}"
+                for name, value in sorted(sample.labels.items())
+                if name not in ("worker_id", "role", "router_id")
+            ]
+            found[",".join([sample.name, *labels])] = sample.value
+    return found
+
+
+async def test_workers_say_what_they_did(tmp_path: Path) -> None:
+    async with pair(tmp_path) as p:
+        prompt = prompt_of(4 * BLOCK_SIZE + 1)
+        servers = {}
+        for name, worker in (("prefill", p.prefill), ("decode", p.decode)):
+            servers[name] = MetricsServer(WorkerCollector(worker.core, asyncio.get_running_loop()))
+            servers[name].start("127.0.0.1:0")
+        try:
+            for index in range(2):
+                await p.generate(prompt, name=f"r{index}", max_tokens=5)
+            await p.check()
+            prefill = await _scrape(servers["prefill"].address)
+            decode = await _scrape(servers["decode"].address)
+        finally:
+            for server in servers.values():
+                await asyncio.to_thread(server.stop)
+    n = len(prompt)
+    assert prefill["baton_up"] == decode["baton_up"] == 1
+    assert prefill["baton_prompt_tokens_total"] == 2 * n
+    assert prefill["baton_prompt_tokens_cached_total"] == n - 1
+    assert prefill["baton_prefix_hit_ratio"] == (n - 1) / (2 * n)
+    assert prefill["baton_output_tokens_total"] == 2
+    assert prefill["baton_time_to_first_token_seconds_count"] == 2
+    assert prefill["baton_kv_source_tokens_total,source=computed"] == n + 1
+    assert decode["baton_output_tokens_total"] == 8
+    assert decode["baton_samples_finished_total,reason=length"] == 2
+    # Of each answer's four tokens here, the first follows nothing that was drawn here.
+    assert decode["baton_inter_token_latency_seconds_count"] == 6
+    assert decode["baton_inter_token_latency_seconds_bucket,le=+Inf"] == 6
+    assert decode["baton_kv_source_tokens_total,source=store"] == n + 1
+    assert decode["baton_kv_blocks,class=referenced"] == 0
+    assert sum(v for k, v in decode.items() if k.startswith("baton_kv_blocks,")) == 256
+
+
+async def test_a_router_says_what_it_did() -> None:
+    async with running(metrics_listen="127.0.0.1:0") as bench:
+        await bench.generate(request(sampling={"max_tokens": 5, "n": 2}))
+        found = await _scrape(bench.router.metrics_address)
+    assert found["baton_router_requests_total,outcome=finished"] == 1
+    assert found["baton_router_samples_total,reason=length"] == 2
+    assert found["baton_router_output_tokens_total"] == 10
+    assert found["baton_router_time_to_first_token_seconds_count"] == 1
+    assert found["baton_router_request_seconds_count"] == 1
+    assert found["baton_router_requests_in_flight"] == 0
+    assert found["baton_router_stage_seconds_total,stage=decode"] > 0
+
+
+async def test_nobody_listens_unless_told_to() -> None:
+    async with running() as bench:
+        assert bench.router.metrics_address == ""
