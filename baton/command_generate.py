@@ -103,7 +103,8 @@ def stream(chunks: Generator[Chunk, None, None], *, as_ids: bool = False) -> Com
 
 def to_json(completion: Completion) -> str:
     """The whole completion as one line of JSON."""
-    return json.dumps(dataclasses.asdict(completion), ensure_ascii=False)
+    value = record.plain(dataclasses.asdict(completion))
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
 def _token_ids(text: str) -> list[int]:

@@ -19,6 +19,7 @@ from baton.client import SyncClient
 from baton.errors import FailedPrecondition
 from baton.messages import Completion, completions_from
 from baton.record import Difference, Record
+from checkpoints.resolve import bundled_names
 from protos import inference_pb2
 
 
@@ -55,9 +56,20 @@ def _router(parsed: argparse.Namespace, recorded: Record) -> Iterator[str]:
     if parsed.address:
         yield parsed.address
         return
-    parsed.model = parsed.model or recorded.model
+    parsed.model = parsed.model or _own_model(recorded)
     with command_up.running(command_options.cluster_of(parsed)) as cluster:
         yield cluster.address
+
+
+def _own_model(recorded: Record) -> str:
+    """The record's model, if it comes with Baton: a record may be anybody's, and is not to choose
+    what is fetched and run. Raises: FailedPrecondition."""
+    if recorded.model not in bundled_names():
+        raise FailedPrecondition(
+            f"the record is of model {recorded.model!r}, which does not come with Baton; say "
+            "--model with its name or folder, or --router with a cluster that serves it"
+        )
+    return recorded.model
 
 
 def _check_model(recorded: Record, served: list[inference_pb2.ModelInfo]) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 from google.protobuf import json_format
 
 from baton.errors import InvalidArgument
-from baton.messages import Completion, StepTrace
+from baton.messages import Completion
 from baton.request import DEFAULT_TIMEOUT_S
 from protos import inference_pb2
 
@@ -114,7 +114,7 @@ def read(file: Path) -> Record:
     """Read a record. Raises: InvalidArgument saying what is wrong with it; OSError."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidArgument("record", f"{file} is no JSON: {error}") from error
     if not isinstance(value, dict) or value.get("schema") != SCHEMA:
         raise InvalidArgument("record", f"{file} is no record of `baton generate --record`")
@@ -140,6 +140,11 @@ def read(file: Path) -> Record:
 def difference(record: Record, completions: Sequence[Completion]) -> Difference | None:
     """Where a second run of a record's request parts from it first; None: nowhere."""
     first = completions[0]
+    if first.provenance.model_fingerprint != record.model_fingerprint:
+        return Difference(
+            f"another model: {record.model_fingerprint[:16]} was recorded, "
+            f"{first.provenance.model_fingerprint[:16]} answered"
+        )
     if first.provenance.adapter_digest != record.adapter_digest:
         return Difference(
             f"the adapter has other content now: {record.adapter_digest[:16] or 'none'} was "
@@ -193,16 +198,17 @@ def _sample(completion: Completion) -> Mapping[str, Any]:
     return {
         **{name: getattr(completion, name) for name in names},
         "token_ids": list(completion.token_ids),
-        "traces": [_plain(trace) for trace in completion.traces],
+        "traces": [plain(dataclasses.asdict(trace)) for trace in completion.traces],
     }
 
 
-def _plain(trace: StepTrace) -> Mapping[str, Any]:
-    """A trace as JSON values: what is no number (of a token that was forced) becomes null."""
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in dataclasses.asdict(trace).items()
-    }
+def plain(value: Any) -> Any:
+    """As JSON values: what is no number (of a token that was forced) becomes null."""
+    if isinstance(value, Mapping):
+        return {name: plain(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _checked_sample(sample: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -246,6 +246,14 @@ def refusal(config: Mapping[str, Any]) -> str | None:
         return f"model type {model_type!r} is not supported: {reason}"
     if config.get("quantization_config"):
         return "quantized weights are not supported; give the original checkpoint"
+    for name, kind in (
+        ("rope_parameters", Mapping),
+        ("rope_scaling", Mapping),
+        ("layer_types", list),
+    ):
+        value = config.get(name)
+        if value is not None and not isinstance(value, kind):
+            return f"{name}: {str(value)[:80]!r} is no {'list' if kind is list else 'JSON object'}"
     for rope_type in _rope_types(config):
         if rope_type not in ROPE_TYPES:
             return (
@@ -267,6 +275,8 @@ def _rope_types(config: Mapping[str, Any]) -> Iterator[str]:
     """Of all layers, or layer type by layer type where the config has it so."""
     for name in ("rope_parameters", "rope_scaling"):
         rope = config.get(name) or {}
-        parts = [part for part in rope.values() if isinstance(part, Mapping)] or [rope]
+        parts = [part for part in rope.values() if isinstance(part, Mapping)]
+        if not parts or "rope_type" in rope or "type" in rope:
+            parts.append(rope)
         for part in parts:
             yield str(part.get("rope_type") or part.get("type") or "default")

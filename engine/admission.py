@@ -149,6 +149,11 @@ def _check_not_over(
         raise InvalidRequest("outputs", f"{num_tokens} tokens, but {limit} are all there may be")
     if len(outputs) < 2:
         return
+    hold_after = group.request.hold_after
+    if hold_after is not None and max(map(len, outputs)) >= hold_after:
+        raise InvalidRequest(
+            "outputs", f"a sample has {max(map(len, outputs))} tokens; all hold after {hold_after}"
+        )
     ended = [
         finish_reason(group.request.sampling, one[-1], len(one), limit, eos_token_ids)
         for one in outputs

@@ -14,7 +14,7 @@ import torch
 from engine.accounts import Totals
 from engine.beam import Beams
 from engine.constraints import Constraints
-from engine.errors import EngineError, IntegrityError, PolicyFailed
+from engine.errors import EngineError, IntegrityError, InvalidRequest, PolicyFailed
 from engine.group import Group
 from engine.holdings import Holdings
 from engine.lora.registry import Adapters
@@ -109,6 +109,8 @@ class Booking:
             if events[-1].error is not None:
                 return events  # it ended the others, too
         self._drop_unwanted(sequence.group)
+        if sequence.request.request_id not in self._groups:
+            events[-1] = events[-1]._replace(is_request_over=True)
         return events
 
     def decode(self, sequence: Sequence, num_tokens: int, drawn: Drawn, now: float) -> RequestEvent:
@@ -164,10 +166,10 @@ class Booking:
         group = sequence.group
         name, index = sequence.key
         wanted: tuple[int, ...] = (drawn.token_id,)
-        if sequence.grammar is not None:
-            wanted = self._constraints.tokens_for(sequence, drawn.token_id)
         num_before = len(sequence.token_ids)
         try:
+            if sequence.grammar is not None and self._stop_policy is None:  # it sees every token
+                wanted = self._constraints.tokens_for(sequence, drawn.token_id)
             reason = self._add(sequence, wanted)
             if reason is None and self._stop_policy is not None:
                 reason = self._ask_policy(sequence, self._stop_policy)
@@ -287,6 +289,8 @@ class Booking:
         for sample, token_ids in zip(self.fork(group), outputs, strict=True):
             if self._add(sample, token_ids) is not None:
                 group.unwanted.add(sample.sample_index)
+        if group.unwanted >= set(group.samples):  # a grammar's end, which `start` cannot see
+            raise InvalidRequest("outputs", "every sample has ended already")
         self._drop_unwanted(group)
 
     # -- ends

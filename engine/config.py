@@ -80,11 +80,11 @@ class EngineConfig:
     """What happens when blocks run out. "never": all that a request may need is taken before it
     begins, who finds no room waits. "recompute", "swap": blocks are taken as they are needed, and
     the request that matters least loses its own; it computes them again, or has them brought back
-    from host memory."""
+    from where they were parked: a worker's KV store, or host memory where there is none."""
 
     park_bytes: int = 0
-    """Host memory for swapped blocks; 0: as much as the KV cache has. What does not fit is computed
-    again, and counted."""
+    """Host memory for swapped blocks, with a KV store for those on their way to it and back; 0: as
+    much as the KV cache has. What does not fit is computed again, and counted."""
 
     jump_forward: bool = True
     """Take text that a grammar forces without running the model for it. Not done for requests with

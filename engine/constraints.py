@@ -4,7 +4,7 @@ engine/grammar/'s.
 
 A request that waits takes part in no step, and others pass it; `poll` finds those whose wait is
 over. The service is made when the first request with a grammar comes: an engine that never sees one
-starts no process for it. Engine thread only.
+starts no thread and no process for it, and reads no vocabulary. Engine thread only.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Constraints:
     """See the module.
 
     Args:
-        make_service: None: this engine's model has no tokenizer to constrain, and every grammar is
-            refused by name.
+        make_service: must not block. None: this engine's model has no tokenizer to constrain, and
+            every grammar is refused by name.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Constraints:
             if self._make_service is None:
                 raise InvalidRequest("grammar", "this engine's model has no tokenizer to follow it")
             self._service = self._make_service()
-        return self._service.submit(spec)
+        return self._service.submit(spec, request.cache_root)
 
     # -- waiting
 
@@ -102,7 +102,10 @@ class Constraints:
             return group.compilation.error
         sampling = group.request.sampling
         ends = end_token_ids(sampling, self._eos_token_ids)
-        state = group.compilation.state(ends)
+        try:
+            state = group.compilation.state(ends)
+        except EngineError as error:
+            return error
         group.prompt.grammar = state
         for token_id in group.prompt.output_token_ids:
             if not state.accept(token_id):

@@ -19,6 +19,8 @@ EngineError(BatonError)
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from process.errors import (
     AlreadyExists,
     BatonError,
@@ -32,6 +34,19 @@ from process.errors import (
 
 class EngineError(BatonError):
     """Root of the engine's errors."""
+
+
+Error = TypeVar("Error", bound=EngineError)
+
+
+def fresh(error: Error) -> Error:
+    """The same error without traceback, cause or context: for one that is kept and handed to many.
+
+    A raised exception grows by the frames of everyone it was raised for.
+    """
+    other = type(error).__new__(type(error), *error.args)
+    other.__dict__.update(error.__dict__)
+    return other
 
 
 class NoBlocks(EngineError, NoCapacity):

@@ -175,6 +175,9 @@ class Holdings:
             block_id = sequence.block_ids[index]
             parent_hash = sequence.chain_hashes[index - 1] if index else b""
             self.tree.insert(parent_hash, chain_hash, block_id)
+            if self.kv.tails is not None:
+                # Of a former owner, who gave it back unfilled: a loaded block has none of its own.
+                self.kv.tails.close(block_id)
             if index >= sequence.num_told_blocks:
                 filled.append(FilledBlock(index, block_id, chain_hash))
         sequence.num_cached_blocks = num_full

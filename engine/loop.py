@@ -51,6 +51,8 @@ from engine.kv.block_pool import BlockPool
 from engine.kv.memory import KvMemory
 from engine.kv.radix_tree import RadixTree
 from engine.kv.sizing import choose_num_blocks, free_memory_bytes
+from engine.lora.config import LoraLimits
+from engine.lora.files import Adapter
 from engine.lora.registry import AdapterInfo
 from engine.metrics import EngineMetrics, MetricsSnapshot
 from engine.models.interface import LoadedModel
@@ -61,6 +63,7 @@ from engine.request import (
     EngineStats,
     ModelInfo,
     Request,
+    RequestEvent,
     Reservation,
     State,
     StepOutput,
@@ -121,6 +124,7 @@ class Engine:
         self._scheduler = Scheduler(config, self._holdings, self._preemptor, self._metrics)
         eos_token_ids = frozenset(model.info.eos_token_ids)
         self._groups: dict[str, Group] = {}
+        self._untold: list[RequestEvent] = []  # of a step that the model's exception cut short
         self._totals = accounts.Totals()
         self._constraints = Constraints(
             make_grammars,
@@ -168,8 +172,23 @@ class Engine:
                 f"preemption: 'swap' is for KV on CPU, this engine's lies on "
                 f"{self.model_info.device}; use 'recompute'"
             )
-        num_bytes = self.config.park_bytes or self.kv.num_blocks * self.kv.layout.block_bytes
-        return parking or HostParking(num_bytes)
+        return parking or HostParking(self.park_bytes)
+
+    @property
+    def park_bytes(self) -> int:
+        """Bytes that a parking may take of this process' memory; 0: nothing is ever parked."""
+        if self.config.preemption != "swap":
+            return 0
+        return self.config.park_bytes or self.kv.num_blocks * self.kv.layout.block_bytes
+
+    def use_parking(self, parking: Parking) -> None:
+        """Park there from now on. For who can make one only when the engine is loaded.
+
+        Raises: WrongState where nothing is ever parked, or a request is live already.
+        """
+        if not self.park_bytes or self._groups:
+            raise WrongState("a parking is for an engine that swaps and has no request yet")
+        self._preemptor.use_parking(parking)
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Run the model once per kind of batch, so that the first request does not pay for it.
@@ -342,6 +361,16 @@ class Engine:
         raises."""
         return self._model.adapters.load(name, folder, progress)
 
+    def adapter_limits(self) -> LoraLimits:
+        """What an adapter is read with that `install_adapter` shall take. Raises: InvalidAdapter
+        where this model takes none."""
+        return self._model.adapters.reading_limits()
+
+    def install_adapter(self, name: str, adapter: Adapter) -> AdapterInfo:
+        """`load_adapter` for one that was read before, maybe by another thread. Raises: what
+        engine/lora/registry.py:Adapters.install raises."""
+        return self._model.adapters.install(name, adapter)
+
     def unload_adapter(self, name: str) -> None:
         """Raises: UnknownAdapter; AdapterInUse while live requests name it."""
         self._model.adapters.unload(name)
@@ -355,7 +384,8 @@ class Engine:
     def has_work(self) -> bool:
         """Whether `step` would compute anything. False also where all blocks are others', which
         are reserved or held: a call must free some first."""
-        return self._entrance.has_waiting or self._scheduler.has_work()
+        has_news = bool(self._untold)
+        return has_news or self._entrance.has_waiting or self._scheduler.has_work()
 
     def step(self) -> StepOutput:
         """One forward pass over all scheduled samples, and one draw for each whose last token was
@@ -365,15 +395,16 @@ class Engine:
         at most IDLE_WAIT_S. An exception of the model leaves every request as it was before.
         """
         began = self._clock()
-        events = self._entrance.let_in_ready(self._clock)
+        self._untold += self._entrance.let_in_ready(self._clock)
         plan = self._scheduler.next_plan(is_admitting=not self._entrance.wants_places)
         num_prefills = num_decodes = 0
         if plan:
             result = self._runner.run(plan, self._scheduler.running)
-            events += result.events
+            self._untold += result.events
             num_prefills, num_decodes = result.num_prefill_tokens, result.num_decode_tokens
-        elif not events:
+        elif not self._untold:
             self._idle()
+        events, self._untold = self._untold, []
         self._totals.num_steps += 1
         self._totals.num_computed_tokens += num_prefills + num_decodes
         stats = self.stats()
@@ -455,8 +486,9 @@ def load_engine(
         torch.set_num_threads(config.num_threads)
     model = load_model(config, progress=progress)
 
+    folder = resolve(config.model, files="tokenizer").path  # the first grammar must not wait for it
+
     def make_grammars() -> GrammarService:
-        folder = resolve(config.model, files="tokenizer").path
         return GrammarService.from_checkpoint(folder, model.info.vocab_size, config.grammar)
 
     engine = Engine(config, model, stop_policy=stop_policy, make_grammars=make_grammars)

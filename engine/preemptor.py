@@ -40,6 +40,10 @@ class Preemptor:
         self._metrics = metrics
         self.num_by_cause: Counter[str] = Counter()
 
+    def use_parking(self, parking: Parking) -> None:
+        """Instead of the one given. Only while nothing is parked."""
+        self._parking = parking
+
     def preempt(self, sequence: Sequence) -> str:
         """WAITING, PREFILLING or RUNNING -> PREEMPTED or PARKED, without blocks. Returns: the
         cause."""

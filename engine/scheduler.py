@@ -14,11 +14,12 @@ of its business. Engine thread only.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain, islice
+from itertools import chain
 
 from engine.config import EngineConfig
 from engine.errors import IntegrityError, NoBlocks
 from engine.holdings import Holdings
+from engine.line import Line
 from engine.metrics import EngineMetrics
 from engine.preemptor import Preemptor
 from engine.request import STARTED, WITHOUT_BLOCKS, State
@@ -30,8 +31,8 @@ from engine.schedule.victim import Holder, choose_victim
 from engine.sequence import Sequence
 
 NUM_LOOKED_AT = 256
-"""Of those that wait for their first blocks, as many as came first are looked at in one step.
-Bounds a step's cost; guessed."""
+"""Of those that wait for their first blocks, as many are looked at in one step: of the highest
+priority, who came first. Bounds a step's cost; guessed."""
 
 
 class Scheduler:
@@ -50,15 +51,17 @@ class Scheduler:
         self._metrics = metrics
         self._policy = policy_of(config.policy)
         self._is_preempting = config.preemption != "never"
-        self.queued: dict[Key, Sequence] = {}
+        self.queued = Line(has_priorities=self._policy != "fcfs")
         self.waiting: dict[Key, Sequence] = {}
         self.preempted: dict[Key, Sequence] = {}
         self.running: dict[Key, Sequence] = {}
 
     def add(self, sequence: Sequence) -> None:
         """It wants a place: WAITING with its blocks, or QUEUED without."""
-        queue = self.queued if sequence.state is State.QUEUED else self.waiting
-        queue[sequence.key] = sequence
+        if sequence.state is State.QUEUED:
+            self.queued.add(sequence)
+        else:
+            self.waiting[sequence.key] = sequence
 
     def add_fork(self, sequence: Sequence, twin: Sequence) -> None:
         """A fork has the place, or waits, as the one it came from does."""
@@ -70,7 +73,8 @@ class Scheduler:
 
     def remove(self, sequence: Sequence) -> None:
         """It wants nothing any more."""
-        for sequences in (self.running, self.waiting, self.queued, self.preempted):
+        self.queued.pop(sequence.key)
+        for sequences in (self.running, self.waiting, self.preempted):
             sequences.pop(sequence.key, None)
 
     @property
@@ -111,10 +115,9 @@ class Scheduler:
             return
         admission = self._choose()
         for key, num_passes in admission.num_passes.items():
-            self._queue_of(key)[key].num_passes += num_passes
+            self._who_waits(key).num_passes += num_passes
         for key in admission.keys:
-            source = self._queue_of(key)
-            sequence = source[key]
+            sequence = self._who_waits(key)
             if sequence.state in WITHOUT_BLOCKS:
                 try:
                     self._holdings.give_first(sequence.group, sequence)
@@ -122,15 +125,15 @@ class Scheduler:
                     return  # those let in before took what was cached for it: its turn comes again
             if sequence.state is State.QUEUED:
                 self._metrics.on_prefix(sequence.num_local_tokens)
-            del source[key]
+            self.remove(sequence)
             self.running[key] = sequence
             if sequence.state is State.PARKED:
                 self._preemptor.bring_back(sequence)
             elif sequence.state is not State.WAITING:
                 sequence.move(State.WAITING)
 
-    def _queue_of(self, key: Key) -> dict[Key, Sequence]:
-        return next(one for one in (self.waiting, self.queued, self.preempted) if key in one)
+    def _who_waits(self, key: Key) -> Sequence:
+        return next(one for one in (self.waiting, self.queued, self.preempted) if key in one)[key]
 
     def _choose(self) -> Admission:
         running = self.running.values()
@@ -141,7 +144,9 @@ class Scheduler:
             num_tokens -= 1 if one.state is State.RUNNING else one.num_pending_tokens
         num_blocks = self._holdings.pool.num_available
         if self._is_preempting:
-            num_blocks -= len(running)  # each may need one more soon; else it would take it back
+            # Each may need one more soon; else it would take it back. Never below none: who has its
+            # blocks already takes none.
+            num_blocks = max(0, num_blocks - len(running))
         adapters = frozenset(one.request.adapter for one in running if one.request.adapter)
         room = Room(
             num_blocks=num_blocks,
@@ -155,7 +160,7 @@ class Scheduler:
         return admit(self._values(), room, self._policy, self._config.max_passes)
 
     def _values(self) -> Iterator[Waiting]:
-        looked_at = islice(self.queued.values(), NUM_LOOKED_AT)
+        looked_at = self.queued.first(NUM_LOOKED_AT)
         for sequence in chain(self.preempted.values(), self.waiting.values(), looked_at):
             group, request = sequence.group, sequence.request
             num_blocks, num_matched = 0, sequence.num_computed_tokens
@@ -261,14 +266,14 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Everybody is in one place, in a state that fits it. Raises: IntegrityError."""
         places = {
-            "queued": (self.queued, {State.QUEUED}),
-            "waiting": (self.waiting, {State.WAITING}),
-            "preempted": (self.preempted, {State.PREEMPTED, State.PARKED}),
-            "running": (self.running, STARTED | {State.SWAPPING}),
+            "queued": (self.queued.items(), {State.QUEUED}),
+            "waiting": (self.waiting.items(), {State.WAITING}),
+            "preempted": (self.preempted.items(), {State.PREEMPTED, State.PARKED}),
+            "running": (self.running.items(), STARTED | {State.SWAPPING}),
         }
         seen: set[Key] = set()
-        for name, (sequences, states) in places.items():
-            for key, sequence in sequences.items():
+        for name, (items, states) in places.items():
+            for key, sequence in items:
                 if key != sequence.key or key in seen:
                     raise IntegrityError(f"{key} is {name} under another name, or twice")
                 if sequence.state not in states:

@@ -164,7 +164,7 @@ class AsyncProcessClient:
         """See `EngineClient.load_adapter`."""
         futures = self._fleet.ask_all("load_adapter", name=name, folder=folder)
         loaded = [fleet.value(await self._wait(future), LoadedAdapter) for future in futures]
-        return loaded[0]
+        return fleet.common_adapter(loaded)
 
     async def unload_adapter(self, name: str) -> None:
         """See `EngineClient.unload_adapter`."""

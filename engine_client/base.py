@@ -96,6 +96,12 @@ class EngineClient(Protocol):
         """Ranks are 0 to num_engines - 1."""
         ...
 
+    @property
+    def num_live(self) -> int:
+        """Asks whose last news are still to come. Where it is 0 before `receive`, and that returns
+        nothing, nothing will come."""
+        ...
+
     def check(self, asks: Sequence[Ask]) -> None:
         """Whether an engine would take these; nothing is done with them.
 
@@ -145,7 +151,7 @@ class EngineClient(Protocol):
         """Let asks name a LoRA adapter, at every engine alive.
 
         Raises: what `engine.loop.Engine.load_adapter` raises; where several engines disagree, some
-            have it.
+            have it. FailedPrecondition where they have loaded different content.
         """
         ...
 

@@ -230,7 +230,9 @@ class _Child:
 def _answer(core: EngineCore, call: Call) -> Reply:
     try:
         return Reply(call.call_id, encode_value(_value(core, call)))
-    except BatonError as error:
+    except Exception as error:  # one question's mistake is not the end of all that is live
+        if not isinstance(error, BatonError):
+            logger.error("call_failed", exc_info=error)
         return Reply(call.call_id, failure=Failure.of(error))
 
 

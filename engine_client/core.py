@@ -23,6 +23,7 @@ from pathlib import Path
 from engine.admission import check_request, check_room
 from engine.errors import IntegrityError
 from engine.loop import Engine
+from engine.lora.errors import AdapterInUse
 from engine.lora.registry import AdapterInfo
 from engine.metrics import MetricsSnapshot
 from engine.request import EngineStats, ModelInfo, Request, RequestEvent
@@ -46,6 +47,9 @@ NUM_AHEAD = 4
 """In the engine at once: this many times what one step runs. Enough for the engine's own order to
 choose from, few enough that its work per step does not grow with what is asked. Guessed."""
 
+_MAX_CANCELLED = 64
+"""Entries of cancelled asks that the queue may always keep: it need not be rebuilt for a few."""
+
 
 @dataclass
 class _Live:
@@ -55,6 +59,14 @@ class _Live:
     """Known with the first event."""
 
 
+@dataclass(frozen=True)
+class _Queued:
+    number: int
+    """Of its entry in the queue; an entry with another one was cancelled."""
+    adapter_digest: str
+    """What its adapter's name meant when it was submitted."""
+
+
 class EngineCore:
     """See the module."""
 
@@ -62,12 +74,17 @@ class EngineCore:
         self._engine = engine
         self._max_num_live = NUM_AHEAD * engine.config.max_num_running
         self._queue: list[tuple[int, int, Ask]] = []
-        self._queued: dict[str, int] = {}
+        self._queued: dict[str, _Queued] = {}
         self._live: dict[str, _Live] = {}
         self._news: list[News] = []
         self._num_submitted = 0
         self.failure: Internal | None = None
         """Why this engine serves no more; None while it does."""
+
+    @property
+    def num_live(self) -> int:
+        """Asks that are not over."""
+        return len(self._queued) + len(self._live)
 
     @property
     def model(self) -> ModelInfo:
@@ -97,12 +114,14 @@ class EngineCore:
             self._fail(ask.request_id, error)
             return
         self._num_submitted += 1
-        self._queued[ask.request_id] = self._num_submitted
+        self._queued[ask.request_id] = _Queued(self._num_submitted, self._adapter_digest(ask))
         heapq.heappush(self._queue, (-ask.priority, self._num_submitted, ask))
 
     def cancel(self, request_id: str) -> None:
         """End an ask in whatever state it is; nothing for one that is over."""
-        if self._queued.pop(request_id, None) is None:
+        if self._queued.pop(request_id, None) is not None:
+            self._forget_cancelled()
+        else:
             if self._live.pop(request_id, None) is None:
                 return
             self._engine.abort(request_id)
@@ -146,7 +165,15 @@ class EngineCore:
         return _loaded(self._engine.load_adapter(name, Path(folder)))
 
     def unload_adapter(self, name: str) -> None:
-        """See `engine.loop.Engine.unload_adapter`."""
+        """See `engine.loop.Engine.unload_adapter`; asks in the queue hold it, too."""
+        num_queued = sum(
+            ask.adapter == name for _, number, ask in self._queue if self._is_queued(ask, number)
+        )
+        if num_queued:
+            raise AdapterInUse(
+                f"adapter {name!r} is wanted by {num_queued} asks that wait; unload it when they "
+                "have ended or were cancelled"
+            )
         self._engine.unload_adapter(name)
 
     def adapters(self) -> tuple[LoadedAdapter, ...]:
@@ -174,7 +201,7 @@ class EngineCore:
         for name, live in self._live.items():
             if not live.open_samples:
                 raise IntegrityError(f"ask {name} is live and has no open sample")
-        num_queued = sum(self._queued.get(ask.request_id) == n for _, n, ask in self._queue)
+        num_queued = sum(self._is_queued(ask, number) for _, number, ask in self._queue)
         if num_queued != len(self._queued):
             raise IntegrityError(f"{num_queued} asks in the queue, {len(self._queued)} queued")
 
@@ -205,13 +232,7 @@ class EngineCore:
 
     def _request(self, ask: Ask) -> Request:
         """Raises: InvalidArgument for an adapter that is not loaded."""
-        digest = ""
-        if ask.adapter:
-            digests = {info.name: info.digest for info in self._engine.adapters()}
-            if ask.adapter not in digests:
-                raise InvalidArgument("adapter", f"{ask.adapter!r} is not loaded")
-            digest = digests[ask.adapter]
-        root = block_hash.root_key(ask.salt, self.model.fingerprint, digest)
+        root = block_hash.root_key(ask.salt, self.model.fingerprint, self._adapter_digest(ask))
         return Request(
             request_id=ask.request_id,
             prompt_token_ids=ask.prompt_token_ids,
@@ -224,24 +245,55 @@ class EngineCore:
             adapter=ask.adapter,
         )
 
+    def _adapter_digest(self, ask: Ask) -> str:
+        """Empty for none. Raises: InvalidArgument for one that is not loaded."""
+        if not ask.adapter:
+            return ""
+        digests = {info.name: info.digest for info in self._engine.adapters()}
+        if ask.adapter not in digests:
+            raise InvalidArgument("adapter", f"{ask.adapter!r} is not loaded")
+        return digests[ask.adapter]
+
+    def _is_queued(self, ask: Ask, number: int) -> bool:
+        """Whether this entry of the queue was not cancelled."""
+        queued = self._queued.get(ask.request_id)
+        return queued is not None and queued.number == number
+
+    def _forget_cancelled(self) -> None:
+        """Drop the entries of cancelled asks where they are most of the queue."""
+        if len(self._queue) > 2 * len(self._queued) + _MAX_CANCELLED:
+            self._queue = [entry for entry in self._queue if self._is_queued(entry[2], entry[1])]
+            heapq.heapify(self._queue)
+
     def _admit(self) -> None:
         """Give the engine the head of the queue, as many as it should have to choose from."""
         while self._queue and len(self._live) < self._max_num_live:
             _, number, ask = heapq.heappop(self._queue)
-            if self._queued.get(ask.request_id) != number:
+            if not self._is_queued(ask, number):
                 continue  # cancelled meanwhile
-            del self._queued[ask.request_id]
             try:
-                self._engine.submit(self._request(ask))
-            except BatonError as error:
-                if isinstance(error, NoCapacity) and self._live:
+                self._let_in(ask)
+            except NoCapacity as error:
+                if self._live:
                     # Such as too many grammars to compile: there will be room.
-                    self._queued[ask.request_id] = number
                     heapq.heappush(self._queue, (-ask.priority, number, ask))
                     return
                 self._fail(ask.request_id, error)
+            except BatonError as error:
+                self._fail(ask.request_id, error)
             else:
                 self._live[ask.request_id] = _Live(set(range(ask.num_samples)))
+            # Only now: where something else is raised, it is told to all that are queued.
+            del self._queued[ask.request_id]
+
+    def _let_in(self, ask: Ask) -> None:
+        """Raises: what the engine raises, InvalidArgument where the ask's adapter is gone."""
+        request = self._request(ask)
+        if self._adapter_digest(ask) != self._queued[ask.request_id].adapter_digest:
+            raise InvalidArgument(
+                "adapter", f"{ask.adapter!r} was loaded again with other content meanwhile"
+            )
+        self._engine.submit(request)
 
     # -- out
 

@@ -25,9 +25,10 @@ from engine.errors import IntegrityError
 from engine.request import ModelInfo
 from engine_client import link
 from engine_client.balancing import least_loaded, num_outstanding_tokens
-from engine_client.base import Ask, News
+from engine_client.base import Ask, LoadedAdapter, News
 from engine_client.config import ClientLimits
 from engine_client.failure import Failure
+from engine_client.frames import MAX_FRAME_BYTES
 from engine_client.link import ChildLink, Progress
 from engine_client.messages import What, check_types
 from process.errors import (
@@ -43,6 +44,8 @@ T = TypeVar("T")
 
 MAX_ASKS_PER_CALL = 256
 """Bounds how long one question can hold up an engine. Guessed."""
+MAX_BYTES_PER_CALL = MAX_FRAME_BYTES // 2
+"""Of asks: so that each that fits a frame can be asked about together with others."""
 
 
 @dataclass
@@ -75,7 +78,8 @@ class Fleet:
             raise InvalidArgument("num_engines", f"{num_engines} is below 1")
         self.limits = limits
         self._deliver_to = deliver
-        self._lock = threading.Lock()
+        # Reentrant: `deliver` may ask, and `close` may be the collector's, in the midst of it.
+        self._lock = threading.RLock()
         self._live: dict[str, _Live] = {}
         self._loads = [0] * num_engines
         self._is_closed = False
@@ -273,12 +277,30 @@ def check_groups(asks: Sequence[Ask]) -> list[tuple[int, Sequence[Ask]]]:
 
     Raises: InvalidArgument for a value of the wrong type, which could not be sent.
     """
+    groups: list[tuple[int, Sequence[Ask]]] = []
+    start = num_bytes = 0
     for index, ask in enumerate(asks):
-        problem = _problem(ask)
-        if problem is not None:
-            raise problem.to_error(at=f"asks[{index}].")
-    starts = range(0, len(asks), MAX_ASKS_PER_CALL)
-    return [(start, asks[start : start + MAX_ASKS_PER_CALL]) for start in starts]
+        try:
+            more = check_types(ask)
+        except InvalidArgument as error:
+            raise Failure.of(error).to_error(at=f"asks[{index}].") from error
+        is_full = index - start == MAX_ASKS_PER_CALL or num_bytes + more > MAX_BYTES_PER_CALL
+        if is_full and index > start:
+            groups.append((start, asks[start:index]))
+            start, num_bytes = index, 0
+        num_bytes += more
+    return [*groups, (start, asks[start:])] if asks else []
+
+
+def common_adapter(loaded: Sequence[LoadedAdapter]) -> LoadedAdapter:
+    """What all engines have loaded under one name. Raises: FailedPrecondition where it differs:
+    then the same ask would mean something else at each."""
+    if len({each.digest for each in loaded}) > 1:
+        raise FailedPrecondition(
+            f"adapter {loaded[0].name!r}: the engines loaded different content (did the folder "
+            "change?); unload it and load it again"
+        )
+    return loaded[0]
 
 
 def shifted(error: BatonError, start: int) -> BatonError:

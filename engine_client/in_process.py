@@ -27,6 +27,11 @@ class InProcessClient:
         self.model: ModelInfo = engine.model_info
         self.num_engines = 1
 
+    @property
+    def num_live(self) -> int:
+        """See `EngineClient.num_live`."""
+        return self._open().num_live
+
     @classmethod
     def load(
         cls,

@@ -142,8 +142,7 @@ class ChildLink:
         check_size(frame)
         with self._state.lock:
             self._refuse_after_end()
-            if not self._state.live:
-                self._heard_s = time.monotonic()  # it had nothing to say before
+            self._begin_work()
             self._state.live.add(ask.request_id)
             self._outbox.put(frame)
 
@@ -170,6 +169,7 @@ class ChildLink:
         future: concurrent.futures.Future[msgspec.Raw] = concurrent.futures.Future()
         with self._state.lock:
             self._refuse_after_end()
+            self._begin_work()
             self._state.calls[call_id] = future
             self._outbox.put(frame)
         return future
@@ -191,13 +191,22 @@ class ChildLink:
     # -- the reading thread
 
     def _run(self) -> None:
+        reason: BatonError = Unavailable(f"{self._name}: its thread ended")
+        try:
+            reason = self._serve()
+        except Exception as error:  # the last line of defence: a waiter must hear of it
+            reason = Unavailable(f"{self._name}: {type(error).__name__}: {error}")
+        finally:
+            self._finish(reason)
+
+    def _serve(self) -> BatonError:
+        """The whole life of the child. Returns: why it is over."""
         ours, theirs = socket.socketpair()
         with ours, theirs:
             try:
                 self._process = self._popen(theirs)
             except OSError as error:
-                self._finish(Unavailable(f"{self._name} cannot be started: {error}"))
-                return
+                return Unavailable(f"{self._name} cannot be started: {error}")
             theirs.close()
             writer = threading.Thread(
                 target=self._write, args=(FrameWriter(ours),), name=f"to-{self._rank}", daemon=True
@@ -207,7 +216,7 @@ class ChildLink:
             reader = FrameReader(ours)
             try:
                 reason = self._listen(reader)
-            except Exception as error:  # the last line of defence: a waiter must hear of it
+            except Exception as error:  # the child must be reaped all the same
                 reason = Unavailable(f"{self._name}: {type(error).__name__}: {error}")
             finally:
                 self._outbox.put(None)
@@ -216,7 +225,7 @@ class ChildLink:
                 reader.close()
             exit_code = self._reap()
             writer.join(self._limits.write_timeout_s)
-        self._finish(reason or self._last_words or self._died(exit_code))
+        return reason or self._last_words or self._died(exit_code)
 
     def _popen(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
         """In a session of its own, so that Ctrl-C in the terminal reaches only us; with our import
@@ -282,22 +291,28 @@ class ChildLink:
             case Refused(failure) | Failed(failure):
                 self._last_words = failure.to_error()
 
-    def _reap(self) -> int:
-        """Wait for the child's end, kill it if it does not come. Returns: its exit code."""
+    def _reap(self) -> int | None:
+        """Wait for the child's end, kill it if it does not come. Returns: its exit code; None where
+        even that did not end it (it hangs in the kernel)."""
         assert self._process is not None
         try:
             return self._process.wait(self._limits.stop_timeout_s)
         except subprocess.TimeoutExpired:
             self._kill()
+        try:
             return self._process.wait(_KILL_S)
+        except subprocess.TimeoutExpired:
+            return None
 
     def _kill(self) -> None:
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(signal.SIGKILL)
 
-    def _died(self, exit_code: int) -> BatonError:
+    def _died(self, exit_code: int | None) -> BatonError:
         if self._is_closing.is_set():
             return Unavailable("the client was closed")
+        if exit_code is None:
+            return Unavailable(f"{self._name} was killed and has not ended")
         how = f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
         return Unavailable(f"{self._name} ended ({how})")
 
@@ -330,6 +345,11 @@ class ChildLink:
     @property
     def _name(self) -> str:
         return f"engine process {self._rank} (pid {self.pid})"
+
+    def _begin_work(self) -> None:
+        """Silence counts from here on, where there was nothing to say before. Under the lock."""
+        if not (self._state.live or self._state.calls):
+            self._heard_s = time.monotonic()
 
     def _refuse_after_end(self) -> None:
         if self._state.end is not None:

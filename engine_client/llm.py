@@ -36,7 +36,7 @@ from engine_client.params import SamplingParams, translate
 from engine_client.process_client import DataParallelClient, ProcessClient
 from engine_client.progress import LoadingBar, PromptsBar
 from process import settings
-from process.errors import BatonError, DeadlineExceeded, InvalidArgument
+from process.errors import BatonError, DeadlineExceeded, Internal, InvalidArgument
 from tokens.chat_template import ChatTemplate
 from tokens.errors import ChatTemplateError, TokensError
 from tokens.tokenizer import Tokenizer
@@ -135,11 +135,11 @@ class ClientLLM:
     def _run(
         self, jobs: Sequence[_Job], progress: bool, timeout_s: float | None, return_errors: bool
     ) -> list[Answer]:
+        ends_s = None if timeout_s is None else time.monotonic() + timeout_s
         try:
             self.client.check([job.ask for job in jobs])
         except InvalidArgument as error:
             raise _at_prompt(error) from error
-        ends_s = None if timeout_s is None else time.monotonic() + timeout_s
         builders: dict[str, AnswerBuilder] = {}
         open_ids: set[str] = set()
         try:
@@ -152,7 +152,11 @@ class ClientLLM:
                     if ends_s is not None and time.monotonic() > ends_s:
                         num_open = len(open_ids)
                         raise DeadlineExceeded(f"{num_open} of {len(jobs)} prompts were not done")
-                    for news in self.client.receive(_RECEIVE_S):
+                    is_any_live = self.client.num_live > 0
+                    received = self.client.receive(_RECEIVE_S)
+                    if not (received or is_any_live):
+                        raise Internal(f"{len(open_ids)} of {len(jobs)} prompts were lost")
+                    for news in received:
                         if news.request_id in open_ids:
                             self._take(news, builders, open_ids, bar, return_errors)
         finally:

@@ -152,15 +152,18 @@ def read_from_engine(frame: bytes) -> FromEngine:
         raise Unavailable(f"the engine sent what is no message: {error}") from error
 
 
-def check_types(ask: Ask) -> None:
-    """Raises: InvalidArgument naming the field of `ask` that holds a value of the wrong type.
+def check_types(ask: Ask) -> int:
+    """Types are not checked when an Ask is made; here they are, by sending it to ourselves.
 
-    Types are not checked when an Ask is made; here they are, by sending it to ourselves.
+    Returns: how many bytes it takes.
+    Raises: InvalidArgument naming the field of `ask` that holds a value of the wrong type.
     """
     try:
-        _ask.decode(_encoder.encode(ask))
+        data = _encoder.encode(ask)
+        _ask.decode(data)
     except msgspec.ValidationError as error:
         problem, _, path = str(error).partition(" - at `$.")
         raise InvalidArgument(path.rstrip("`") or "ask", problem) from error
     except (msgspec.MsgspecError, TypeError, OverflowError, ValueError) as error:
         raise InvalidArgument("ask", f"cannot be sent: {error}") from error
+    return len(data)

@@ -70,6 +70,11 @@ class DataParallelClient:
         """Process ids by rank."""
         return self._fleet.pids
 
+    @property
+    def num_live(self) -> int:
+        """See `EngineClient.num_live`."""
+        return self._fleet.num_live
+
     def check(self, asks: Sequence[Ask]) -> None:
         """See `EngineClient.check`; one engine is asked, they are all alike."""
         for start, group in fleet.check_groups(asks):
@@ -120,7 +125,7 @@ class DataParallelClient:
         """See `EngineClient.load_adapter`."""
         futures = self._fleet.ask_all("load_adapter", name=name, folder=folder)
         loaded = [fleet.value(self._fleet.wait(future), LoadedAdapter) for future in futures]
-        return loaded[0]
+        return fleet.common_adapter(loaded)
 
     def unload_adapter(self, name: str) -> None:
         """See `EngineClient.unload_adapter`."""

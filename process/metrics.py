@@ -7,14 +7,31 @@ from collectors. Bound to the address that it is told, usually loopback: it answ
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import threading
-from wsgiref.simple_server import WSGIServer
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
 from process.errors import Unavailable
 from process.settings import SettingsError
+
+
+class _Handler(WSGIRequestHandler):
+    """One connection."""
+
+    timeout = 5.0
+    """Seconds for each read from it and each write to it."""
+
+    def handle(self) -> None:
+        with contextlib.suppress(TimeoutError):  # too slow: the connection is closed
+            super().handle()
+
+    def log_message(self, format: str, *args: object) -> None:
+        """A scrape is no event."""
 
 
 class MetricsServer:
@@ -33,9 +50,13 @@ class MetricsServer:
         taken."""
         host, port = split(listen)
         try:
-            self._server, self._thread = start_http_server(port, host, self._registry)
+            self._server = _listen(host, port, self._registry)
         except OSError as error:
             raise Unavailable(f"metrics_listen: cannot listen on {listen}: {error}") from error
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, name="metrics", daemon=True
+        )
+        self._thread.start()
         self.address = f"{host}:{self._server.server_port}"
 
     def stop(self) -> None:
@@ -46,6 +67,13 @@ class MetricsServer:
             server.shutdown()
             thread.join()
             server.server_close()
+
+
+def _listen(host: str, port: int, registry: CollectorRegistry) -> WSGIServer:
+    class Server(ThreadingWSGIServer):
+        address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+
+    return make_server(host, port, make_wsgi_app(registry), Server, _Handler)
 
 
 def check_listen(name: str, listen: str) -> None:

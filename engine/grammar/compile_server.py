@@ -41,6 +41,8 @@ from engine.grammar.vocabulary import Vocabulary
 
 NICENESS = 10
 MAX_NUM_THREADS = 8
+_SIGNS_OF_A_LIMIT = ("bad_alloc", "Resource temporarily unavailable")
+"""In messages of the compiler's: no memory, or none for the stack of one more thread."""
 
 
 def tokenizer_info(vocabulary: Vocabulary) -> Any:
@@ -138,8 +140,9 @@ def _compile(
     except InvalidRequest as error:
         return {"ok": False, "problem": str(error).partition(": ")[2], "costly": False}, b""
     except RuntimeError as error:
-        problem = "it takes too much memory" if "bad_alloc" in str(error) else first_line(error)
-        return {"ok": False, "problem": problem, "costly": "bad_alloc" in str(error)}, b""
+        is_costly = any(sign in str(error) for sign in _SIGNS_OF_A_LIMIT)
+        problem = "it takes too much memory" if is_costly else first_line(error)
+        return {"ok": False, "problem": problem, "costly": is_costly}, b""
     if len(body) > request["compiled_bytes"]:
         problem = f"compiled it has {len(body)} bytes, more than {request['compiled_bytes']}"
         return {"ok": False, "problem": problem, "costly": True}, b""

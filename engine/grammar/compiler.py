@@ -51,7 +51,7 @@ class CompileProcess:
     @property
     def is_alive(self) -> bool:
         with self._lock:
-            return self._process is not None and self._process.poll() is None
+            return self._process is not None and _is_running(self._process)
 
     @property
     def process_id(self) -> int | None:
@@ -67,7 +67,7 @@ class CompileProcess:
         with self._lock:
             if self._is_closed:
                 raise GrammarFailed("the grammar service is closed")
-            if self._socket is None or self._process is None or self._process.poll() is not None:
+            if self._socket is None or self._process is None or not _is_running(self._process):
                 self._stop()
                 self._socket = self._start()
             try:
@@ -77,8 +77,11 @@ class CompileProcess:
 
     def close(self) -> None:
         """End the process and its children. Starts no other."""
+        self._is_closed = True
+        process = self._process
+        if process is not None:
+            _kill(process)  # who waits for its start holds the lock, and finds it dead
         with self._lock:
-            self._is_closed = True
             self._stop()
 
     def _start(self) -> socket.socket:
@@ -99,6 +102,8 @@ class CompileProcess:
                 start_new_session=True,  # with its children a group of its own
                 env={**os.environ, **single, "PYTHONPATH": os.pathsep.join(filter(None, roots))},
             )
+        if self._is_closed:  # while it was started: `close` may have seen none to kill
+            _kill(self._process)
         self.num_starts += 1
         ours.settimeout(_START_TIMEOUT_S)
         try:
@@ -118,10 +123,22 @@ class CompileProcess:
             self._socket.close()
             self._socket = None
         if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            _kill(self._process)
             self._process.wait(_STOP_TIMEOUT_S)
             self._process = None
+
+
+def _is_running(process: subprocess.Popen[bytes]) -> bool:
+    """Without reaping it: until then its id, and its group's, are nobody else's."""
+    options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    return process.returncode is None and os.waitid(os.P_PID, process.pid, options) is None
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """It and its children, if it was not reaped yet."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 class Compiler:

@@ -38,7 +38,10 @@ class GrammarLimits:
     """Compilations at one time; the others wait their turn."""
 
     max_num_waiting: int = 256
-    """Compilations that may wait; one more is refused for now."""
+    """Compilations that may wait or run; one more is refused for now."""
+
+    max_num_waiting_per_sender: int = 64
+    """Compilations of one sender that may wait for their turn; one more is refused for now."""
 
     max_num_cached: int = 256
     """Compiled grammars, and refusals, that are kept."""

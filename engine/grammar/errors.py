@@ -17,7 +17,8 @@ class GrammarTooCostly(InvalidRequest):
 
 
 class GrammarBusy(EngineError, NoCapacity):
-    """`max_num_waiting` compilations wait already. Nothing was done."""
+    """`max_num_waiting` compilations wait already, or the sender has its share of them. Nothing was
+    done."""
 
 
 class GrammarFailed(EngineError, Internal):

@@ -9,12 +9,13 @@ published and stay.
 The last token is left to the model if a longer one that begins with it is allowed in its place: the
 text after the forced one may belong into it.
 
-Immutable but for the tokenizer's own caches; any thread.
+Immutable but for the tokenizer's own caches and what was logged; any thread.
 """
 
 from __future__ import annotations
 
 import bisect
+import logging
 from collections.abc import Sequence
 
 import numpy as np
@@ -22,6 +23,8 @@ import numpy.typing as npt
 
 from engine.grammar.vocabulary import Vocabulary
 from tokens.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 # Tokenizers of sentencepiece's kind put a space before a text: what follows an anchor has none.
 _ANCHORS = ("", "\n", "a")
@@ -32,6 +35,7 @@ class Cutter:
 
     def __init__(self, tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
         self._tokenizer = tokenizer
+        self._has_failed = False
         self._bytes = vocabulary.token_bytes
         order = sorted(range(vocabulary.size), key=self._bytes.__getitem__)
         self._order = np.array(order, dtype=np.int64)
@@ -43,11 +47,19 @@ class Cutter:
 
     def cut(self, data: bytes) -> tuple[int, ...]:
         """Tokens whose bytes are `data`, as the tokenizer cuts it; empty if `data` is no whole
-        UTF-8 text, or is a text that the tokenizer does not give back."""
+        UTF-8 text, or is a text that the tokenizer does not give back, or fails on (logged once):
+        a jump is never needed."""
         try:
-            text = data.decode()
+            return self._cut(data, data.decode())
         except UnicodeDecodeError:
             return ()
+        except Exception:
+            if not self._has_failed:
+                logger.exception("the tokenizer failed on forced text: no jump")
+            self._has_failed = True
+            return ()
+
+    def _cut(self, data: bytes, text: str) -> tuple[int, ...]:
         for anchor, before in self._anchors:
             token_ids = self._tokenizer.encode(anchor + text, add_special_tokens=False)
             if token_ids[: len(before)] == before:

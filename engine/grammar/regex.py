@@ -1,9 +1,9 @@
 """The regular expressions that a grammar may be: parsed into a small tree, and written out anew.
 
-The compiler's own reader drops what it does not know (a look-ahead is skipped with a warning) and
-copies a quote of a JSON string's pattern into the JSON unescaped. So nothing of a client's pattern
-reaches it: it is parsed here, what is not understood is refused by name and place, and what is
-written out uses literals, classes, groups and {m,n} only.
+The compiler's own reader drops what it does not know (a look-ahead is skipped with a warning), and
+in a JSON string's pattern copies a quote into the JSON unescaped, or ends there. So nothing of a
+client's pattern reaches it: it is parsed here, what is not understood is refused by name and place,
+and what is written out uses literals, classes, groups and {m,n} only.
 
 The language is that of `re.fullmatch(pattern, text, re.ASCII)` for what is taken: \\d, \\w and \\s
 are ASCII, `.` is any character but \\n, \\r, U+2028 and U+2029 (so never more than `re` allows). ^
@@ -34,8 +34,7 @@ _SURROGATES: Ranges = ((0xD800, 0xDFFF),)
 _NUL: Ranges = ((0, 0),)
 _CLASSES = {"d": _DIGIT, "w": _WORD, "s": _SPACE}
 _CONTROLS = {"n": 0x0A, "t": 0x09, "r": 0x0D, "f": 0x0C, "v": 0x0B}
-# What a JSON string must write as an escape, and its shortest escape.
-_JSON_ESCAPES = {0x22: '"', 0x5C: "\\", 8: "b", 9: "t", 10: "n", 12: "f", 13: "r"}
+# What a JSON string must write as an escape.
 _JSON_UNSAFE: Ranges = ((0, 0x1F), (0x22, 0x22), (0x5C, 0x5C))
 _SPECIAL = frozenset("\\^$.|?*+()[]{}-/")
 
@@ -82,21 +81,44 @@ def parse(pattern: str, *, max_num_levels: int, max_num_repeats: int) -> Node:
     return _Parser(pattern, max_num_levels, max_num_repeats).whole()
 
 
-def write(node: Node, *, in_json: bool = False) -> str:
-    """A pattern for the compiler. `in_json`: its language is that of a JSON string's inside whose
-    value `node` matches: every character that must be escaped there is, by its shortest escape."""
+def escaped_in_json(node: Node) -> str | None:
+    """A character that some part of `node` needs and that JSON must escape: `in_json` cannot keep
+    it. None: there is none."""
     if isinstance(node, Characters):
-        return _write_json_characters(node.ranges) if in_json else _write_class(node.ranges)
+        is_lost = node.ranges and not minus(node.ranges, _JSON_UNSAFE)
+        return chr(node.ranges[0][0]) if is_lost else None
+    if isinstance(node, Repeat):
+        return escaped_in_json(node.item)
+    parts = node.items if isinstance(node, Sequence) else node.options
+    return next((found for part in parts if (found := escaped_in_json(part)) is not None), None)
+
+
+def in_json(node: Node) -> Node:
+    """The same inside a JSON string, its classes without what would have to be escaped there: the
+    compiler knows escapes in a few shapes of patterns only, and has dead ends in others."""
+    if isinstance(node, Characters):
+        return Characters(minus(node.ranges, _JSON_UNSAFE))
     if isinstance(node, Sequence):
-        return "".join(write(item, in_json=in_json) for item in node.items)
+        return Sequence(tuple(map(in_json, node.items)))
     if isinstance(node, Choice):
-        return "(" + "|".join(write(option, in_json=in_json) for option in node.options) + ")"
+        return Choice(tuple(map(in_json, node.options)))
+    return Repeat(in_json(node.item), node.low, node.high)
+
+
+def write(node: Node) -> str:
+    """A pattern for the compiler."""
+    if isinstance(node, Characters):
+        return _write_class(node.ranges)
+    if isinstance(node, Sequence):
+        return "".join(map(write, node.items))
+    if isinstance(node, Choice):
+        return "(" + "|".join(map(write, node.options)) + ")"
     is_counted = node.high is not None and node.high > 1
-    if isinstance(node.item, Characters) and is_counted and not in_json:
+    if isinstance(node.item, Characters) and is_counted:
         # A choice here would cost a mask 500 times as much; counted classes have right masks.
         inner = _write_ranges(list(node.item.ranges))
     else:
-        inner = write(node.item, in_json=in_json)
+        inner = write(node.item)
     if node.high == 0 or not inner:
         return ""
     short = {(0, None): "*", (1, None): "+", (0, 1): "?"}.get((node.low, node.high))
@@ -160,20 +182,6 @@ def _write_character(code: int) -> str:
         return f"\\u{code:04x}"  # \\x takes as many hex digits as follow
     character = chr(code)
     return f"\\{character}" if character in _SPECIAL else character
-
-
-def _write_json_characters(ranges: Ranges) -> str:
-    options = []
-    safe = minus(ranges, _JSON_UNSAFE)
-    if safe:
-        options.append(_write_class(safe))
-    for low, high in ranges:
-        for code in range(low, min(high, 0x5C) + 1):
-            if code in _JSON_ESCAPES:
-                options.append("\\\\" + _write_character(ord(_JSON_ESCAPES[code])))
-            elif code < 0x20:
-                options.append(f"\\\\u{code:04x}")
-    return options[0] if len(options) == 1 else "(" + "|".join(options) + ")"
 
 
 class _Parser:

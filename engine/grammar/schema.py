@@ -11,8 +11,8 @@ the tests against a checker of their own), in a schema that is written anew:
   there, as in a strict schema), on one line with ", " and ": " between.
 - A string with `minLength` or `maxLength` has characters that stand for themselves in JSON: no
   quotes, backslashes or control characters.
-- A `pattern` is a full match, by engine/grammar/regex.py; what it matches is the string's value,
-  so what JSON must escape is escaped.
+- A `pattern` is a full match, by engine/grammar/regex.py, of characters that stand for themselves
+  in JSON, too: its classes have no others, and a quote, backslash or control character is refused.
 - `format` is taken where the compiler has a grammar for it.
 
 Pure functions over values; any thread.
@@ -334,7 +334,11 @@ class _Walk:
         )
         if regex.is_empty(node):
             self._refuse(path, "it matches no text")
-        return f"^{regex.write(regex.prune(node), in_json=True)}$"
+        node = regex.prune(node)
+        character = regex.escaped_in_json(node)
+        if character is not None:
+            self._refuse(path, f"{character!r}: what JSON must escape is not supported")
+        return f"^{regex.write(regex.in_json(node))}$"
 
     def _number(self, own: Schema, name: str, path: str) -> Schema:
         for keyword, value in own.items():

@@ -1,8 +1,10 @@
 """GrammarService: grammars for one engine. Compiles off the engine's thread, keeps what it
 compiled, fills bitmasks while the model runs.
 
-Life of a grammar: `submit` checks its size and syntax at once and gives a Compilation, which waits
-for its turn, is compiled in a process of its own and is done, with a grammar or with an error.
+Life of a grammar: `submit` checks its size and gives a Compilation, which waits for its turn, is
+read, is compiled in a process of its own and is done, with a grammar or with an error. Senders take
+turns: one who sends many waits for its own. The model's vocabulary is loaded by the first that is
+compiled; the engine's thread never reads a file.
 The same spec again gives the same Compilation, whoever asks: refusals are kept as well, so a bomb
 costs its compile time once. Kept are at most `max_num_cached` and `cache_bytes`, the least recently
 used go first; states made from one that went stay valid.
@@ -16,19 +18,20 @@ failed; pending and kept and dropped compilations are all there were.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from engine.errors import EngineError, IntegrityError, InvalidRequest
+from engine.errors import EngineError, IntegrityError, InvalidRequest, fresh
 from engine.grammar.compiler import CompileProcess, Compiler
 from engine.grammar.config import GrammarLimits
-from engine.grammar.errors import GrammarBusy, GrammarFailed
+from engine.grammar.errors import GrammarBusy, GrammarFailed, refuse
 from engine.grammar.fill import Fill
 from engine.grammar.jump import Cutter
-from engine.grammar.source import Source, source
+from engine.grammar.source import check_size, source
 from engine.grammar.state import GrammarState, Surroundings, new_state
 from engine.grammar.vocabulary import Vocabulary
 from engine.grammar.workers import Workers
@@ -36,7 +39,13 @@ from engine.request import GrammarSpec
 from tokens.errors import TokenizerError
 from tokens.tokenizer import Tokenizer
 
+LoadVocabulary = Callable[[], tuple[Vocabulary, Tokenizer | None]]
+"""Blocks. Raises: InvalidRequest: grammars cannot be served with this model. Without a tokenizer
+there are no jumps."""
+
 _MAX_NUM_FILL_THREADS = 4
+_NUM_MEASURED_AGAIN = 4
+"""Kept grammars whose memory each `submit` looks at; microseconds each."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +57,7 @@ class GrammarStats:
     """Compiled, refused or pending already."""
     num_misses: int = 0
     num_refused: int = 0
-    """At once: by size or syntax, or because too many wait."""
+    """At once: by size, or because too many wait."""
     num_compiled: int = 0
     num_failed: int = 0
     num_pending: int = 0
@@ -56,7 +65,7 @@ class GrammarStats:
     num_dropped: int = 0
     """Least recently used ones that made room, and failures that were our own."""
     cached_bytes: int = 0
-    """When the last compilation was done."""
+    """When each was last measured."""
     num_filled_rows: int = 0
     num_stuck_threads: int = 0
     """Threads given up on whose call has not returned."""
@@ -65,21 +74,25 @@ class GrammarStats:
 class Compilation:
     """One spec on its way to being a grammar. Any thread may read it."""
 
-    def __init__(self, spec: GrammarSpec, surroundings: Surroundings) -> None:
+    def __init__(self, spec: GrammarSpec) -> None:
         self.spec = spec
-        self._surroundings = surroundings
+        self._surroundings: Surroundings | None = None
         self._compiled: Any = None
         self._done = threading.Event()
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
-        self.error: EngineError | None = None
-        """Why there is no grammar; None before `is_done`."""
+        self._error: EngineError | None = None
         self.num_bytes = 0
         """Memory of the compiled grammar when it was last measured."""
 
     @property
     def is_done(self) -> bool:
         return self._done.is_set()
+
+    @property
+    def error(self) -> EngineError | None:
+        """Why there is no grammar; None before `is_done`. Each who asks gets one of its own."""
+        return None if self._error is None else fresh(self._error)
 
     def wait(self, timeout_s: float) -> bool:
         """Block until it is done; False: it is not, after this time. Not for the engine's
@@ -100,25 +113,31 @@ class Compilation:
         Args:
             end_token_ids: what may end the output (EOS unless ignored, stop ids): allowed where the
                 text is complete, and nowhere else. May be empty: `is_complete` tells the end.
-        Raises: `error`, or GrammarFailed if it is not done.
+        Raises: `error`, or GrammarFailed if it is not done, or the library fails.
         """
-        if self.error is not None:
-            raise self.error
-        if not self.is_done:
+        if self._error is not None:
+            raise fresh(self._error)
+        if not self.is_done or self._surroundings is None:
             raise GrammarFailed("a state was asked for before the grammar was compiled")
-        return new_state(self._compiled, self._surroundings, end_token_ids)
+        try:
+            return new_state(self._compiled, self._surroundings, end_token_ids)
+        except Exception as failure:
+            raise GrammarFailed(f"the grammar library failed: {failure!r}") from failure
 
     def measure(self) -> int:
         """Look at the compiled grammar's memory again: it grows while masks are made, for the
-        library keeps them. Returns: by how much `num_bytes` changed."""
+        library keeps them. Only while nobody makes one. Returns: by how much `num_bytes`
+        changed."""
         before = self.num_bytes
         if self._compiled is not None:
             self.num_bytes = int(self._compiled.memory_size_bytes)
         return self.num_bytes - before
 
-    def finish(self, compiled: Any, error: EngineError | None) -> None:
+    def finish(self, compiled: Any, surroundings: Surroundings, error: EngineError | None) -> None:
         """Called by the service, once; `call_back` follows, without the service's lock."""
-        self._compiled, self.error = compiled, error
+        self._compiled, self._surroundings = compiled, surroundings
+        self._error = None if error is None else fresh(error)
+        self.measure()  # nobody has a state of it yet
         self._done.set()
 
     def call_back(self) -> None:
@@ -134,53 +153,58 @@ class GrammarService:
 
     def __init__(
         self,
-        vocabulary: Vocabulary | InvalidRequest,
+        load: LoadVocabulary,
+        vocab_size: int,
         limits: GrammarLimits,
         *,
-        process: CompileProcess | None = None,
-        tokenizer: Tokenizer | None = None,
+        process: CompileProcess,
     ) -> None:
-        """`vocabulary`: an InvalidRequest says why no grammar can be served; `submit` raises it.
-        Otherwise `process` is needed, with the same vocabulary; `close` closes it. Without
-        `tokenizer` there are no jumps."""
+        """Reads nothing. `load` is called on a compile thread, gives a vocabulary of `vocab_size`
+        ids, and what it refuses is the error of every compilation. `process` has the same
+        vocabulary; `close` closes it."""
         self._limits = limits
+        self._load = load
+        self._load_lock = threading.Lock()
         self._refusal: InvalidRequest | None = None
-        if isinstance(vocabulary, InvalidRequest):
-            self._refusal, vocabulary = vocabulary, Vocabulary(())
         self._lock = threading.Lock()
         self._stats = GrammarStats()
         self._cache: OrderedDict[GrammarSpec, Compilation] = OrderedDict()
+        self._turns: OrderedDict[bytes, deque[Compilation]] = OrderedDict()
+        self._measured: dict[GrammarSpec, Compilation] = {}  # compiled and kept, oldest look first
+        self._fill: Fill | None = None
         self._compile_workers = Workers("grammar-compile", limits.max_num_compiling)
         self._fill_workers = Workers("grammar-fill", _MAX_NUM_FILL_THREADS)
-        cutter = None if tokenizer is None else Cutter(tokenizer, vocabulary)
-        self._surroundings = Surroundings(vocabulary, limits, self._fill_workers, cutter)
+        unknown = Vocabulary((b"",) * vocab_size)  # until it is loaded
+        self._surroundings = Surroundings(unknown, limits, self._fill_workers, None)
         self._process = process
-        self._compiler = None if process is None else Compiler(process, vocabulary, limits)
+        self._compiler: Compiler | None = None
 
     @classmethod
     def from_checkpoint(
         cls, folder: Path, vocab_size: int, limits: GrammarLimits
     ) -> GrammarService:
         """For the model in `folder`, whose logits have `vocab_size` columns. A tokenizer.json that
-        is missing or of a kind that grammars cannot be served with makes every `submit` refuse by
+        is missing or of a kind that grammars cannot be served with fails every compilation, by
         name."""
-        try:
-            vocabulary = Vocabulary.load(folder, vocab_size)
-            tokenizer = Tokenizer.load(folder)
-        except InvalidRequest as refusal:
-            return cls(refusal, limits)
-        except TokenizerError as error:
-            return cls(InvalidRequest("grammar", str(error)), limits)
-        process = CompileProcess(folder, vocab_size)
-        return cls(vocabulary, limits, process=process, tokenizer=tokenizer)
 
-    def submit(self, spec: GrammarSpec) -> Compilation:
-        """Begin to compile, or find what is compiled. Never blocks.
+        def load() -> tuple[Vocabulary, Tokenizer | None]:
+            try:
+                return Vocabulary.load(folder, vocab_size), Tokenizer.load(folder)
+            except TokenizerError as error:
+                raise refuse(str(error)) from error
 
-        Raises: InvalidRequest (size, syntax, not supported, or this model's tokenizer),
-            GrammarBusy.
+        return cls(load, vocab_size, limits, process=CompileProcess(folder, vocab_size))
+
+    def submit(self, spec: GrammarSpec, sender: bytes = b"") -> Compilation:
+        """Begin to compile, or find what is compiled. Never blocks. What else is wrong with the
+        spec, or with this model's tokenizer, is the compilation's error.
+
+        Args:
+            sender: whose turn it takes: the key that separates tenants.
+        Raises: InvalidRequest (size), GrammarBusy.
         """
         with self._lock:
+            self._measure_again()
             self._count(num_submitted=1)
             found = self._cache.get(spec)
             if found is not None:
@@ -188,34 +212,41 @@ class GrammarService:
                 self._count(num_hits=1)
                 return found
             try:
-                if self._refusal is not None:
-                    raise self._refusal
-                if self._stats.num_pending >= self._limits.max_num_waiting:
-                    raise GrammarBusy(f"{self._stats.num_pending} grammars wait to be compiled")
-                checked = source(spec, self._limits)
+                self._check_room(sender)
+                check_size(spec, self._limits)
             except EngineError:
                 self._count(num_refused=1)
                 raise
-            compilation = Compilation(spec, self._surroundings)
+            compilation = Compilation(spec)
             self._cache[spec] = compilation
+            self._turns.setdefault(sender, deque()).append(compilation)
             self._count(num_misses=1, num_pending=1, num_cached=1)
-        self._compile_workers.submit(lambda: self._compile(compilation, checked))
+        self._compile_workers.submit(self._compile_next)
         return compilation
+
+    def _check_room(self, sender: bytes) -> None:
+        """Lock held. Raises: GrammarBusy."""
+        if self._stats.num_pending >= self._limits.max_num_waiting:
+            raise GrammarBusy(f"{self._stats.num_pending} grammars wait to be compiled")
+        num_own = len(self._turns.get(sender, ()))
+        if num_own >= self._limits.max_num_waiting_per_sender:
+            raise GrammarBusy(f"{num_own} grammars of this sender wait to be compiled")
 
     def begin_fill(self, rows: Sequence[GrammarState | None]) -> Fill:
         """Fill one mask per state on worker threads, while the caller runs the model; the states
         belong to the fill until `Fill.result`. Each at most once."""
         with self._lock:
             self._count(num_filled_rows=sum(state is not None for state in rows))
-        return Fill(self._surroundings, rows)
+        self._fill = Fill(self._surroundings, rows)
+        return self._fill
 
     def close(self) -> None:
         """End the compiling process and the threads. Compilations that wait fail."""
         self._compile_workers.close()
-        if self._process is not None:
-            self._process.close()
+        self._process.close()
         self._fill_workers.close()
         with self._lock:
+            self._turns.clear()
             waiting = [found for found in self._cache.values() if not found.is_done]
         for compilation in waiting:
             self._finish(compilation, None, GrammarFailed("the grammar service is closed"))
@@ -234,6 +265,9 @@ class GrammarService:
             entries = list(self._cache.values())
             # A compilation is marked done and counted under one lock.
             num_pending = sum(not entry.is_done for entry in entries)
+            queued = [one for waiting in self._turns.values() for one in waiting]
+            num_queued = sum(self._cache.get(one.spec) is one for one in queued if not one.is_done)
+            is_kept = all(self._cache.get(spec) is one for spec, one in self._measured.items())
         laws = {
             "submitted": (
                 stats.num_submitted,
@@ -246,20 +280,51 @@ class GrammarService:
             "entries": (stats.num_misses, stats.num_cached + stats.num_dropped),
             "cached": (stats.num_cached, len(entries)),
             "pending": (stats.num_pending, num_pending),
+            "queued": (len(queued), num_queued),
+            "measured ones kept": (is_kept, True),
             "cached_bytes": (stats.cached_bytes, sum(entry.num_bytes for entry in entries)),
         }
         for name, (left, right) in laws.items():
             if left != right:
                 raise IntegrityError(f"grammars: {name} is {left}, recomputed {right}")
 
-    def _compile(self, compilation: Compilation, checked: Source) -> None:
-        """On a compile thread."""
+    def _compile_next(self) -> None:
+        """The oldest of the sender whose turn it is. On a compile thread."""
+        with self._lock:
+            if not self._turns:
+                return  # closed meanwhile
+            sender, waiting = self._turns.popitem(last=False)
+            compilation = waiting.popleft()
+            if waiting:
+                self._turns[sender] = waiting
+        self._compile(compilation)
+
+    def _loaded(self) -> Compiler:
+        """The vocabulary is loaded by who comes first; the others wait for it. On a compile thread.
+
+        Raises: InvalidRequest: it cannot be, now and ever.
+        """
+        with self._load_lock:
+            if self._refusal is not None:
+                raise fresh(self._refusal)
+            if self._compiler is None:
+                try:
+                    vocabulary, tokenizer = self._load()
+                except InvalidRequest as refusal:
+                    self._refusal = fresh(refusal)
+                    raise
+                cutter = None if tokenizer is None else Cutter(tokenizer, vocabulary)
+                self._surroundings = replace(
+                    self._surroundings, vocabulary=vocabulary, cutter=cutter
+                )
+                self._compiler = Compiler(self._process, vocabulary, self._limits)
+            return self._compiler
+
+    def _compile(self, compilation: Compilation) -> None:
         compiled: Any = None
         error: EngineError | None = None
         try:
-            if self._compiler is None:
-                raise GrammarFailed("this service has no process to compile in")
-            compiled = self._compiler.compile(checked)
+            compiled = self._loaded().compile(source(compilation.spec, self._limits))
         except EngineError as failure:
             error = failure
         except Exception as failure:
@@ -272,13 +337,26 @@ class GrammarService:
                 return  # closed meanwhile
             self._count(num_pending=-1)
             self._count(**{"num_compiled" if error is None else "num_failed": 1})
-            compilation.finish(compiled, error)
-            grown = sum(entry.measure() for entry in self._cache.values())
-            self._count(cached_bytes=grown)
+            compilation.finish(compiled, self._surroundings, error)
+            self._count(cached_bytes=compilation.num_bytes)
+            if error is None:
+                self._measured[compilation.spec] = compilation
             if error is not None and not isinstance(error, InvalidRequest):
                 self._drop(compilation.spec)  # our own mistake: the next one tries again
             self._make_room()
         compilation.call_back()
+
+    def _measure_again(self) -> None:
+        """Look at the memory of some compiled grammars, in turns. Lock held. Engine thread: states
+        are used there, or by the fill, or by a thread that was given up on."""
+        is_filling = self._fill is not None and not self._fill.is_over
+        if is_filling or self._fill_workers.num_stuck:
+            return
+        for spec in list(islice(self._measured, _NUM_MEASURED_AGAIN)):
+            compilation = self._measured.pop(spec)
+            self._count(cached_bytes=compilation.measure())
+            self._measured[spec] = compilation
+        self._make_room()
 
     def _make_room(self) -> None:
         """Drop the least recently used that are done, until the bounds hold. Lock held."""
@@ -294,6 +372,7 @@ class GrammarService:
 
     def _drop(self, spec: GrammarSpec) -> None:
         dropped = self._cache.pop(spec)
+        self._measured.pop(spec, None)
         self._count(num_cached=-1, num_dropped=1, cached_bytes=-dropped.num_bytes)
 
     def _count(self, **changes: int) -> None:

@@ -37,17 +37,23 @@ class Source:
     text: str
 
 
-def source(spec: GrammarSpec, limits: GrammarLimits) -> Source:
-    """Check `spec` against the limits and write it for the compiler.
-
-    Raises: InvalidRequest, field "grammar".
-    """
+def check_size(spec: GrammarSpec, limits: GrammarLimits) -> None:
+    """What can be said without reading it. Raises: InvalidRequest, field "grammar"."""
     try:
         num_bytes = sum(len(text.encode()) for text in (spec.text, *spec.choices))
     except UnicodeEncodeError as error:
         raise refuse(f"no Unicode text: {error}") from error
     if num_bytes > limits.max_spec_bytes:
         raise refuse(f"{num_bytes} bytes are more than {limits.max_spec_bytes}")
+
+
+def source(spec: GrammarSpec, limits: GrammarLimits) -> Source:
+    """Check `spec` against the limits and write it for the compiler. Takes tenths of a second for
+    the largest ones: not for the engine's thread.
+
+    Raises: InvalidRequest, field "grammar".
+    """
+    check_size(spec, limits)
     if spec.kind is GrammarKind.CHOICE:
         if spec.text:
             raise refuse("text: it belongs to other kinds than choice")
@@ -94,23 +100,26 @@ def _ebnf(text: str, limits: GrammarLimits) -> str:
     level = 0
     for found in _EBNF_PIECES.finditer(text):
         piece = found.group()
-        line = text.count("\n", 0, found.start()) + 1
-        if piece in _TOKEN_MACROS:
-            raise refuse(f"grammar text, line {line}: {piece} is not supported")
-        if piece.startswith("(") and piece.endswith("="):
-            raise refuse(f"grammar text, line {line}: a look-ahead is not supported")
-        if piece in ('"', "[", "{"):
-            raise refuse(f"grammar text, line {line}: an unmatched {piece}")
-        if piece.startswith("{"):
-            numbers = [number.strip() for number in piece[1:-1].split(",")]
-            if any(len(n) > 9 or int(n) > limits.max_num_repeats for n in numbers if n.isdigit()):
-                raise refuse(
-                    f"grammar text, line {line}: a repetition beyond {limits.max_num_repeats}"
-                )
         level += (piece == "(") - (piece == ")")
-        if level > limits.max_num_levels:
-            raise refuse(
-                f"grammar text, line {line}: groups nested deeper than {limits.max_num_levels} "
-                "levels"
-            )
+        problem = _ebnf_problem(piece, level, limits)
+        if problem:
+            line = text.count("\n", 0, found.start()) + 1
+            raise refuse(f"grammar text, line {line}: {problem}")
     return text
+
+
+def _ebnf_problem(piece: str, level: int, limits: GrammarLimits) -> str:
+    """What is wrong with one piece, with so many groups open; empty: nothing."""
+    if piece in _TOKEN_MACROS:
+        return f"{piece} is not supported"
+    if piece.startswith("(") and piece.endswith("="):
+        return "a look-ahead is not supported"
+    if piece in ('"', "[", "{"):
+        return f"an unmatched {piece}"
+    if piece.startswith("{"):
+        numbers = [number.strip() for number in piece[1:-1].split(",")]
+        if any(len(n) > 9 or int(n) > limits.max_num_repeats for n in numbers if n.isdigit()):
+            return f"a repetition beyond {limits.max_num_repeats}"
+    if level > limits.max_num_levels:
+        return f"groups nested deeper than {limits.max_num_levels} levels"
+    return ""

@@ -8,13 +8,14 @@ A parser can run away: `((a{0,100}){0,100}){0,100}` compiles in a millisecond an
 token after twenty. So every call is timed by its CPU; one that costs more than `token_cpu_s` breaks
 the state (`error`), which fails its own request and no other. Calls are made in place while they
 are cheap, and on a worker thread that is waited for with a deadline as soon as one was not: costs
-grow from token to token, they do not jump from nothing.
+grow from token to token, they do not jump from nothing. A call that raises breaks the state, too.
 
 Engine thread, and the fill's thread between `begin_fill` and `Fill.result`.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,15 +28,19 @@ import xgrammar
 
 from engine.errors import EngineError
 from engine.grammar.config import GrammarLimits
-from engine.grammar.errors import GrammarTooCostly
+from engine.grammar.errors import GrammarFailed, GrammarTooCostly
 from engine.grammar.jump import Cutter
 from engine.grammar.vocabulary import Vocabulary
 from engine.grammar.workers import Workers
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 _IN_PLACE_S = 0.001
 """CPU of the last call up to which the next is made on the caller's thread."""
+_MOST_BYTES_PER_TOKEN = 16
+"""How much forced text is cut for each token that a jump may have; four times a usual token's."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +80,8 @@ class GrammarState:
         self._is_going_on: int | None = None
         self._mask: torch.Tensor | None = None
         self.error: EngineError | None = None
-        """Set once this grammar cost too much: nothing is allowed any more, the request must end
-        with it."""
+        """Set once this grammar cost too much, or the library failed on it: nothing is allowed any
+        more, the request must end with it."""
 
     @property
     def token_ids(self) -> Sequence[int]:
@@ -88,7 +93,7 @@ class GrammarState:
         """Nothing but an end may follow. False for a broken state."""
         if self._has_ended:
             return True
-        if self.error is not None or not self._matcher.is_completed():
+        if not self._try(lambda: self._matcher.is_completed()):
             return False
         # Most texts that are complete and may go on, may go on as they just did; looking is far
         # cheaper than a mask.
@@ -105,7 +110,7 @@ class GrammarState:
         if self.error is not None or self._has_ended:
             return False
         if token_id in self._end_token_ids:
-            if not self._matcher.is_completed():
+            if not self._try(lambda: self._matcher.is_completed()):
                 return False
             self._has_ended = True
         elif not self._move(token_id):
@@ -129,14 +134,19 @@ class GrammarState:
             self._back(1)
         if not forced or self.error is not None:
             return ()
-        token_ids = cutter.cut(self._surroundings.vocabulary.token_bytes[token_id] + forced)
+        text = self._surroundings.vocabulary.token_bytes[token_id] + forced
         most = self._surroundings.limits.max_num_forced_tokens
+        head = _head(text, len(text) - len(forced) + most * _MOST_BYTES_PER_TOKEN)
+        token_ids = cutter.cut(head)
         is_cut_short = len(token_ids) > most
+        if len(head) < len(text) and not is_cut_short:
+            token_ids, is_cut_short = token_ids[:-1], True  # the cut may lie inside the last one
         return self._checked(token_ids[:most], cutter, may_drop_last=not is_cut_short)
 
     def fork(self) -> GrammarState:
         """An independent state at the same place: another sample of the same prompt."""
-        other = GrammarState(self._matcher.fork(), self._surroundings, self._end_token_ids)
+        matcher = self._try(lambda: self._matcher.fork())
+        other = GrammarState(matcher, self._surroundings, self._end_token_ids)
         other._token_ids = list(self._token_ids)
         other._has_ended = self._has_ended
         other._cpu_s = self._cpu_s
@@ -166,10 +176,11 @@ class GrammarState:
             row.copy_(self._mask)
             return
         began = time.thread_time()
-        self._matcher.fill_next_token_bitmask(rows, index)
+        self._try(lambda: self._matcher.fill_next_token_bitmask(rows, index))
         self._clear_spare(row)
         if time.thread_time() - began > self._surroundings.limits.token_cpu_s:
             self.break_off()
+        if self.error is not None:
             row.zero_()
 
     def break_off(self) -> None:
@@ -180,6 +191,11 @@ class GrammarState:
             f"token {len(self._token_ids)} of the output takes its parser more than "
             f"{limits.token_cpu_s:g} s; make it less ambiguous, or its repetitions less nested",
         )
+
+    def fail(self, failure: Exception) -> None:
+        """Give up on it: the library raised what nothing here expects."""
+        logger.error("the grammar library failed", exc_info=failure)
+        self.error = GrammarFailed(f"the grammar library failed: {failure!r}")
 
     # -- the matcher
 
@@ -194,9 +210,8 @@ class GrammarState:
         return True
 
     def _back(self, num_tokens: int) -> None:
-        if self.error is None:
-            self._matcher.rollback(num_tokens)
-            self._mask = None
+        self._try(lambda: self._matcher.rollback(num_tokens))
+        self._mask = None
 
     def _can_follow(self, token_id: int) -> bool:
         mask = self._mask
@@ -204,7 +219,7 @@ class GrammarState:
             return False
         self._back(1)
         self._mask = mask
-        return True
+        return self.error is None
 
     def _whole_mask(self) -> torch.Tensor | None:
         """[num_words] of the present place, kept for the next fill. None: broken."""
@@ -250,8 +265,18 @@ class GrammarState:
             self._back(num_moved)
         return token_ids if len(token_ids) > 1 and self.error is None else ()
 
+    def _try(self, call: Callable[[], T]) -> T | None:
+        """Call the matcher for what is always cheap. None if the state is broken, or is now."""
+        if self.error is not None:
+            return None
+        try:
+            return call()
+        except Exception as failure:
+            self.fail(failure)
+            return None
+
     def _run(self, call: Callable[[], T]) -> T | None:
-        """Call the matcher, in time. None if it broke off."""
+        """Call the matcher, in time. None if the state is broken, or is now."""
         if self.error is not None:
             return None
         found: list[T] = []
@@ -274,7 +299,8 @@ class GrammarState:
                 self.break_off()
                 return None
         if raised:
-            raise raised[0]
+            self.fail(raised[0])
+            return None
         if self._cpu_s > self._surroundings.limits.token_cpu_s:
             self.break_off()
             return None
@@ -298,6 +324,15 @@ def _forced_text(matcher: Any) -> bytes:
     except UnicodeDecodeError:
         return b""
     return text.encode()
+
+
+def _head(text: bytes, most: int) -> bytes:
+    """The first bytes, at most so many; a character is kept whole or left out."""
+    if len(text) <= most:
+        return text
+    while most > 0 and text[most] & 0xC0 == 0x80:
+        most -= 1
+    return text[:most]
 
 
 def _any_set(mask: torch.Tensor, token_ids: npt.NDArray[np.int64]) -> bool:

@@ -5,16 +5,22 @@ but whoever waits for it; a thread cannot be killed, though, so one that was giv
 its call returns, and is counted as stuck meanwhile. Threads are daemons, made when there is work
 and none is idle.
 
-Invariant: num_threads == idle + busy, and stuck <= busy (`check_integrity`). Any thread.
+A call that raises is logged and done; its thread goes on with the next one.
+
+Invariant: threads == idle + busy, all of them alive, and stuck <= busy (`check_integrity`). Any
+thread.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
 
 from engine.errors import IntegrityError
+
+logger = logging.getLogger(__name__)
 
 
 class Task:
@@ -38,7 +44,7 @@ class Task:
 
 
 class Workers:
-    """See the module. Calls must catch their own exceptions."""
+    """See the module. Who must know that a call raised catches it in the call."""
 
     def __init__(self, name: str, max_num_threads: int) -> None:
         """`max_num_threads`: most that work at a time, stuck ones not counted."""
@@ -50,7 +56,7 @@ class Workers:
         self._stuck: set[Task] = set()
         self._num_idle = 0
         self._num_busy = 0
-        self._num_threads = 0
+        self._threads: set[threading.Thread] = set()
         self._is_closed = False
 
     def submit(self, call: Callable[[], None]) -> Task:
@@ -89,9 +95,10 @@ class Workers:
     def check_integrity(self) -> None:
         """Raises: IntegrityError."""
         with self._lock:
-            if self._num_threads != self._num_idle + self._num_busy:
+            num_threads = sum(thread.is_alive() for thread in self._threads)
+            if num_threads != self._num_idle + self._num_busy:
                 raise IntegrityError(
-                    f"{self._name}: {self._num_threads} threads, {self._num_idle} idle and "
+                    f"{self._name}: {num_threads} threads live, {self._num_idle} idle and "
                     f"{self._num_busy} busy"
                 )
             if len(self._stuck) > self._num_busy:
@@ -99,11 +106,12 @@ class Workers:
 
     def _add_thread(self) -> None:
         """One more thread if work waits and none is free for it. Lock held."""
-        num_able = self._num_threads - len(self._stuck)
+        num_able = len(self._threads) - len(self._stuck)
         if len(self._queue) > self._num_idle and num_able < self._max_num_threads:
-            self._num_threads += 1
+            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            thread.start()  # its first step waits for the lock
+            self._threads.add(thread)
             self._num_busy += 1  # until it looks for work
-            threading.Thread(target=self._run, name=self._name, daemon=True).start()
 
     def _run(self) -> None:
         while True:
@@ -114,12 +122,14 @@ class Workers:
                     self._work.wait()
                 self._num_idle -= 1
                 if not self._queue:
-                    self._num_threads -= 1
+                    self._threads.discard(threading.current_thread())
                     return
                 self._num_busy += 1
                 task = self._queue.popleft()
             try:
                 task.call()
+            except Exception:
+                logger.exception("%s: a call failed", self._name)
             finally:
                 with self._lock:
                     self._stuck.discard(task)

@@ -39,6 +39,7 @@ def choose_num_blocks(
         num_blocks, key = config.kv_bytes // layout.block_bytes, "kv_bytes"
         setting = f"kv_bytes={config.kv_bytes}"
     else:
+        free_bytes = max(0, free_bytes - _tail_bytes(config, layout))
         share, key = free_bytes // 4, "kv_bytes"
         wanted = max(_NUM_WINDOWS * num_window_blocks, _FLOOR_BYTES // layout.block_bytes)
         num_blocks = min(wanted, share // layout.block_bytes)
@@ -53,6 +54,12 @@ def choose_num_blocks(
             + _way_out(num_blocks * layout.block_size, key)
         )
     return num_blocks
+
+
+def _tail_bytes(config: EngineConfig, layout: KvLayout) -> int:
+    """What `memory.Tails` of a quantized cache may grow to beside it: one unfilled block, as
+    computed, for each request that runs, and as much again while it grows."""
+    return 2 * config.max_num_running * layout.raw.block_bytes if layout.is_quantized else 0
 
 
 def _way_out(num_tokens: int, key: str) -> str:

@@ -34,6 +34,7 @@ _REASONS = (
     ("experts", "adapters on MoE experts are not supported"),
     ("bias", "biases are not supported"),
 )
+_MAX_MODULE_CHARS = 256
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -124,7 +125,12 @@ def _split(name: str) -> tuple[str, str]:
             raise InvalidAdapter(name, f"{reason}; merge the adapter into the model")
     for suffix, half in _SUFFIXES.items():
         if name.startswith(_PREFIX) and name.endswith(suffix):
-            return name[len(_PREFIX) : -len(suffix)], half
+            module = name[len(_PREFIX) : -len(suffix)]
+            if len(module) > _MAX_MODULE_CHARS:
+                raise InvalidAdapter(
+                    f"{name[:80]}...", f"a module's name above {_MAX_MODULE_CHARS} characters"
+                )
+            return module, half
     raise InvalidAdapter(
         name, f"is no tensor of a PEFT LoRA adapter ({_PREFIX}<module>.lora_A.weight)"
     )

@@ -13,16 +13,19 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from engine.lora.errors import InvalidAdapter
+from engine.lora.patterns import NotAPattern, Pattern
+
+T = TypeVar("T")
 
 CONFIG = "adapter_config.json"
 ALL_LINEAR = "all-linear"
 
 _MAX_CONFIG_BYTES = 1 << 20
-_MAX_PATTERN_CHARS = 512
-_MAX_UNBOUNDED_REPEATS = 5
+_MAX_PATTERNS = 64
+"""With repeats or alternatives; plain names may be as many as the file holds."""
 
 _READ = frozenset(
     {
@@ -63,22 +66,23 @@ class PeftConfig:
     rank: int
     alpha: float
     is_rank_stabilised: bool
-    targets: str | tuple[str, ...]
-    excluded: str | tuple[str, ...]
+    targets: str | Pattern | tuple[str, ...]
+    """A string: ALL_LINEAR."""
+    excluded: Pattern | tuple[str, ...]
     layers: frozenset[int] | None
     """None: all."""
     layers_patterns: tuple[str, ...]
-    rank_pattern: Mapping[str, int]
-    alpha_pattern: Mapping[str, float]
+    rank_pattern: Mapping[Pattern, int]
+    alpha_pattern: Mapping[Pattern, float]
 
     def rank_of(self, module: str) -> int:
         """The rank of one module."""
-        return self.rank_pattern.get(_find_pattern(self.rank_pattern, module), self.rank)
+        return _find(self.rank_pattern, module, self.rank)
 
     def scale_of(self, module: str) -> float:
         """What B @ A is multiplied with: alpha / rank, or alpha / sqrt(rank) (rsLoRA,
         arXiv:2312.03732)."""
-        alpha = self.alpha_pattern.get(_find_pattern(self.alpha_pattern, module), self.alpha)
+        alpha = _find(self.alpha_pattern, module, self.alpha)
         rank = self.rank_of(module)
         return alpha / (math.sqrt(rank) if self.is_rank_stabilised else rank)
 
@@ -87,11 +91,11 @@ class PeftConfig:
         candidates but the head, which the caller leaves out."""
         if _is_named(self.excluded, module):
             return False
-        if self.targets == ALL_LINEAR:
+        if isinstance(self.targets, str):
             return True
         if not _is_named(self.targets, module):
             return False
-        if self.layers is None or isinstance(self.targets, str) or module in self.targets:
+        if self.layers is None or isinstance(self.targets, Pattern) or module in self.targets:
             return True
         for pattern in self.layers_patterns or (r"[^.]*",):
             found = re.match(rf".*\.{pattern}\.(\d+)\.", module)
@@ -104,14 +108,16 @@ def read_config(folder: Path) -> PeftConfig:
     """The adapter's config. Raises: InvalidAdapter naming the field and what to do."""
     path = folder / CONFIG
     try:
+        if not path.is_file():
+            raise InvalidAdapter(
+                CONFIG, f"{folder} has none; give the folder that PEFT's save_pretrained wrote"
+            )
         if path.stat().st_size > _MAX_CONFIG_BYTES:
             raise InvalidAdapter(CONFIG, f"above {_MAX_CONFIG_BYTES} bytes; give a PEFT adapter")
         values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InvalidAdapter(
-            CONFIG, f"{folder} has none; give the folder that PEFT's save_pretrained wrote"
-        ) from None
-    except (OSError, ValueError) as error:
+    except InvalidAdapter:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
         raise InvalidAdapter(CONFIG, f"cannot be read as JSON ({error}); fetch it again") from None
     if not isinstance(values, dict):
         raise InvalidAdapter(CONFIG, "is no JSON object; fetch it again")
@@ -124,12 +130,12 @@ def parse(values: Mapping[str, Any]) -> PeftConfig:
     layers = values.get("layers_to_transform")
     if isinstance(layers, int):
         layers = [layers]
-    return PeftConfig(
+    config = PeftConfig(
         rank=_positive_int("r", values.get("r")),
         alpha=_finite("lora_alpha", values.get("lora_alpha")),
         is_rank_stabilised=bool(values.get("use_rslora")),
         targets=_names("target_modules", values.get("target_modules")),
-        excluded=_names("exclude_modules", values.get("exclude_modules") or ()),
+        excluded=_listed("exclude_modules", values.get("exclude_modules") or ()),
         layers=frozenset(_ints("layers_to_transform", layers)) if layers else None,
         layers_patterns=_layers_patterns(values.get("layers_pattern")),
         rank_pattern={
@@ -141,6 +147,13 @@ def parse(values: Mapping[str, Any]) -> PeftConfig:
             for key, value in _mapping("alpha_pattern", values).items()
         },
     )
+    for field in ("rank_pattern", "alpha_pattern"):
+        num_patterns = sum(not pattern.is_plain for pattern in getattr(config, field))
+        if num_patterns > _MAX_PATTERNS:
+            raise InvalidAdapter(
+                field, f"{num_patterns} patterns, above {_MAX_PATTERNS}; name the modules"
+            )
+    return config
 
 
 def _check_refused(values: Mapping[str, Any]) -> None:
@@ -170,14 +183,21 @@ def _check_refused(values: Mapping[str, Any]) -> None:
 
 def _layers_patterns(value: Any) -> tuple[str, ...]:
     listed = [value] if isinstance(value, str) else value or []
-    return tuple(_pattern("layers_pattern", one) for one in _strings("layers_pattern", listed))
+    for one in _strings("layers_pattern", listed):
+        if not re.fullmatch(r"\w{1,64}", one):
+            raise InvalidAdapter("layers_pattern", f"{one[:80]!r} is no name of a list of layers")
+    return tuple(listed)
 
 
-def _names(field: str, value: Any) -> str | tuple[str, ...]:
-    if isinstance(value, str):
-        return value if value == ALL_LINEAR else _pattern(field, value)
+def _names(field: str, value: Any) -> str | Pattern | tuple[str, ...]:
     if value is None:
         raise InvalidAdapter(field, "missing; name the modules that the adapter is on")
+    return ALL_LINEAR if value == ALL_LINEAR else _listed(field, value)
+
+
+def _listed(field: str, value: Any) -> Pattern | tuple[str, ...]:
+    if isinstance(value, str):
+        return _pattern(field, value)
     return tuple(sorted(_strings(field, value)))
 
 
@@ -207,41 +227,30 @@ def _positive_int(field: str, value: Any) -> int:
 
 
 def _finite(field: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise InvalidAdapter(field, f"{value!r} is no finite number")
-    return float(value)
-
-
-def _pattern(field: str, pattern: str) -> str:
-    """A regular expression that cannot run for long on a module's name.
-
-    Python's matcher has no deadline, so what could be exponential (a repeated group) and a high
-    polynomial (many unbounded repeats) is refused; plain names and PEFT's usual patterns are not.
-    """
-    repeats = re.sub(r"\\.|\[[^\]]*\]", "x", pattern)  # what is escaped or in a class repeats none
-    if (
-        len(pattern) > _MAX_PATTERN_CHARS
-        or re.search(r"\)[*+{]", repeats)
-        or len(re.findall(r"[*+]|\{\d+,\}", repeats)) > _MAX_UNBOUNDED_REPEATS
-    ):
-        raise InvalidAdapter(field, f"{pattern[:80]!r} could match for too long; list the modules")
     try:
-        re.compile(pattern)
-    except re.error as error:
-        raise InvalidAdapter(field, f"{pattern[:80]!r} is no pattern ({error})") from None
-    return pattern
+        if isinstance(value, int | float) and type(value) is not bool and math.isfinite(value):
+            return float(value)
+    except OverflowError:  # an integer beyond the floats
+        raise InvalidAdapter(field, "is no finite number: too large") from None
+    raise InvalidAdapter(field, f"{value!r} is no finite number")
 
 
-def _is_named(names: str | tuple[str, ...], module: str) -> bool:
+def _pattern(field: str, text: str) -> Pattern:
+    try:
+        return Pattern.parse(text)
+    except NotAPattern as error:
+        raise InvalidAdapter(
+            field, f"{text[:80]!r} is no pattern that is matched here ({error}); list the modules"
+        ) from None
+
+
+def _is_named(names: Pattern | tuple[str, ...], module: str) -> bool:
     """By a pattern that matches the whole name, or by a list of names and their last parts."""
-    if isinstance(names, str):
-        return re.fullmatch(names, module) is not None
+    if isinstance(names, Pattern):
+        return names.is_whole(module)
     return any(module == name or module.endswith(f".{name}") for name in names)
 
 
-def _find_pattern(patterns: Mapping[str, Any], module: str) -> str:
-    """The first key that matches the end of the name; empty: none does."""
-    for pattern in patterns:
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            return pattern
-    return ""
+def _find(patterns: Mapping[Pattern, T], module: str, default: T) -> T:
+    """The value of the first key that matches the end of the name."""
+    return next((each for pattern, each in patterns.items() if pattern.is_end(module)), default)

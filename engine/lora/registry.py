@@ -100,13 +100,21 @@ class Adapters:
         Raises: InvalidAdapter, TooManyAdapters; AdapterInUse when another content has the name and
             is held. Nothing changed then.
         """
+        limits = self.reading_limits()
+        _check_name(name)
+        return self.install(name, read_adapter(folder, limits, progress))
+
+    def reading_limits(self) -> LoraLimits:
+        """What an adapter is read with. Raises: InvalidAdapter where this model takes none."""
         if self._refusal:
             raise InvalidAdapter("adapter", f"{self._refusal}: it takes no LoRA adapters")
-        _check_name(name)
-        return self.install(name, read_adapter(folder, self.limits, progress))
+        return self.limits
 
     def install(self, name: str, adapter: Adapter) -> AdapterInfo:
-        """`load` for an adapter that was read before, maybe by another thread."""
+        """`load` for an adapter that was read before, maybe by another thread. Raises: as
+        `load`."""
+        self.reading_limits()
+        _check_name(name)
         old = self._loaded.get(name)
         if old is not None and old.info.digest == adapter.digest:
             return old.info
@@ -115,13 +123,14 @@ class Adapters:
                 f"adapter {name!r} is in use by {old.num_held} requests with other content; load "
                 "it under another name, or when they have ended"
             )
-        sites = self._check_sites(adapter)
+        members_of = _by_linear(self._check_sites(adapter))
+        num_bytes = sum(
+            self._num_low_rank_bytes(members, adapter) for members in members_of.values()
+        )
+        slot = self._choose_slot(old, num_bytes)  # before anything is made
         by_linear = {
-            linear: self._low_rank(members, adapter)
-            for linear, members in _by_linear(sites).items()
+            linear: self._low_rank(members, adapter) for linear, members in members_of.items()
         }
-        num_bytes = sum(one.num_bytes for one in by_linear.values())
-        slot = self._choose_slot(old, num_bytes)
         if old is not None:
             self._take_off(old)
         for linear, factors in by_linear.items():
@@ -300,6 +309,13 @@ class Adapters:
             b[row : row + rank, columns] = one.b.float().t() * one.scale
             row += rank
         return LowRank(a.to(self._device), b.to(self._dtype).to(self._device))
+
+    def _num_low_rank_bytes(self, members: Mapping[str, Site], adapter: Adapter) -> int:
+        """Of what `_low_rank` makes."""
+        rank = sum(adapter.factors[module].a.shape[0] for module in members)
+        site = next(iter(members.values()))
+        num_features: int = site.in_features + site.linear.out_features
+        return rank * num_features * self._dtype.itemsize
 
     def _take_off(self, loaded: _Loaded) -> None:
         for linear in loaded.linears:

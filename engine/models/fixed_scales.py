@@ -50,10 +50,12 @@ class _Greatest:
 
 @torch.inference_mode()
 def find_scales(model: Any, layout: KvLayout, vocab_size: int, device: str) -> tuple[Scales, ...]:
-    """One pair per layer. The prompt is a function of the vocabulary's size alone, so that every
-    start of a model finds the same."""
-    token_ids = tuple((7919 * i + 17) % vocab_size for i in range(_NUM_TOKENS))
-    batch = Batch(token_ids, (Span(0, _NUM_TOKENS, ()),), (_NUM_TOKENS - 1,))
+    """One pair per layer. The prompt is a function of the vocabulary's size and the number of
+    positions alone, so that every start of a model finds the same."""
+    limit = getattr(model.config, "max_position_embeddings", None) or _NUM_TOKENS
+    num_tokens = min(_NUM_TOKENS, int(limit))
+    token_ids = tuple((7919 * i + 17) % vocab_size for i in range(num_tokens))
+    batch = Batch(token_ids, (Span(0, num_tokens, ()),), (num_tokens - 1,))
     memory = KvMemory(layout.raw, 1, device)  # of which nothing is used
     step = StepAttention(batch, memory.layer_views(), layout.block_size)
     greatest = _Greatest(step, layout.num_layers)

@@ -8,6 +8,7 @@ Knows no engine. Load time only.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,10 +24,14 @@ _HEAD_NORMS = {"q_norm", "k_norm"}
 _MLP_LINEARS = {"gate_proj", "up_proj", "down_proj"}
 
 
-def fuse(model: Any, *, is_packed: bool, with_layers: bool = True) -> tuple[str, ...]:
+def fuse(
+    model: Any, *, is_packed: bool, windows: Sequence[int | None], with_layers: bool = True
+) -> tuple[str, ...]:
     """Replace what can be in `model`, in place. Returns what was done, in words.
 
     Args:
+        windows: how far each layer sees (`probe.Probed`). Code and config may disagree on it, and a
+            short comparison of logits would not show it.
         with_layers: decoder layers, too; False where the type is known to have look-alikes.
     """
     done: list[str] = []
@@ -37,7 +42,9 @@ def fuse(model: Any, *, is_packed: bool, with_layers: bool = True) -> tuple[str,
         layers: list[Any] = list(module)
         for index, layer in enumerate(layers):
             if is_plain_decoder_layer(layer) and _rotary_dim(model) == layer.self_attn.head_dim:
-                module[index] = FusedDecoderLayer(layer, is_packed=is_packed)
+                module[index] = FusedDecoderLayer(
+                    layer, window=windows[layer.self_attn.layer_idx], is_packed=is_packed
+                )
                 num_fused += 1
         if num_fused:
             done.append(f"{num_fused} of {len(module)} decoder layers")

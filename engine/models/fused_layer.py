@@ -50,17 +50,18 @@ class FusedDecoderLayer(nn.Module):
 
     Args:
         layer: one that `fuse.is_plain_decoder_layer` recognised.
+        window: how many tokens back it sees; None: all.
         is_packed: PackedLinear, else PlainLinear.
     """
 
-    def __init__(self, layer: Any, *, is_packed: bool) -> None:
+    def __init__(self, layer: Any, *, window: int | None, is_packed: bool) -> None:
         super().__init__()
         attention, mlp = layer.self_attn, layer.mlp
         make = PackedLinear if is_packed else PlainLinear
         self.layer_idx: int = attention.layer_idx
         self.head_dim: int = attention.head_dim
         self.scaling: float = attention.scaling
-        self.window: int | None = attention_window(attention)
+        self.window = window
         self.num_heads = attention.q_proj.out_features // self.head_dim
         self.num_kv_heads = attention.k_proj.out_features // self.head_dim
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -133,16 +134,6 @@ class FusedDecoderLayer(nn.Module):
         normed = rms_norm(x, self.mlp_norm_weight.shape, self.mlp_norm_weight, self.mlp_norm_eps)
         inner = self.up.forward_times(normed, self.gate(normed))
         return self.down.forward_plus(inner, x)[None]
-
-
-def attention_window(attention: Any) -> int | None:
-    """The sliding window of one attention module: its own attribute, or where it has none (Mistral)
-    its config's."""
-    if hasattr(attention, "sliding_window"):
-        window: int | None = attention.sliding_window
-    else:
-        window = getattr(attention.config, "sliding_window", None)
-    return window
 
 
 def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

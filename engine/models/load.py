@@ -207,14 +207,14 @@ def build(
     model = _plain(model_config, read(), device, dtype)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     cache_latents(model)
-    layers = probe(model, num_layers=model_config.num_hidden_layers, device=device)
+    probed = probe(model, num_layers=model_config.num_hidden_layers, device=device)
     layout = layout_of(
-        layers, block_size=block_size, dtype=dtype, kv_dtype=kv_dtype, scale=kv_scale
+        probed.layers, block_size=block_size, dtype=dtype, kv_dtype=kv_dtype, scale=kv_scale
     )
     expected = _verify_logits(model, layout, device)
     reason = unavailable_reason(TORCH_DTYPES[dtype], device)
     linear = "packed" if reason is None else f"plain ({reason})"
-    fused = fuse(model, is_packed=reason is None, with_layers=is_fused)
+    fused = fuse(model, is_packed=reason is None, windows=probed.windows, with_layers=is_fused)
     why = _difference(model, layout, device, expected, _MAX_RELATIVE_ERROR[dtype])
     if why is not None:
         why = f"nothing: {why}"

@@ -7,6 +7,7 @@ load.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,11 +18,22 @@ from engine.kv.layout import LayerKv
 _NUM_TOKENS = 3
 
 
+@dataclass(frozen=True)
+class Probed:
+    """What each layer does, in order."""
+
+    layers: tuple[LayerKv, ...]
+    """What it caches per token."""
+    windows: tuple[int | None, ...]
+    """How many tokens back it sees; None: all."""
+
+
 class Recorder:
-    """Stands in for StepAttention: notes each layer's dims, attends to nothing."""
+    """Stands in for StepAttention: notes each layer's dims and window, attends to nothing."""
 
     def __init__(self) -> None:
         self.layers: dict[int, LayerKv] = {}
+        self.windows: dict[int, int | None] = {}
 
     def attend(
         self,
@@ -48,12 +60,13 @@ class Recorder:
             )
         num_v_heads = 0 if is_latent else value.shape[0]
         self.layers[layer] = LayerKv(key.shape[0], key.shape[2], num_v_heads, value.shape[2])
+        self.windows[layer] = window
         return query.new_zeros(query.shape[1], query.shape[0], value.shape[2])
 
 
 @torch.inference_mode()
-def probe(model: Any, *, num_layers: int, device: str) -> list[LayerKv]:
-    """What each layer caches per token.
+def probe(model: Any, *, num_layers: int, device: str) -> Probed:
+    """What each layer caches per token, and how far it sees.
 
     Args:
         model: a transformers causal language model that uses `attention_hook.NAME`.
@@ -76,4 +89,7 @@ def probe(model: Any, *, num_layers: int, device: str) -> list[LayerKv]:
         raise ModelNotSupported(
             f"{name} has {num_layers} layers, but attention ran in layers {sorted(recorder.layers)}"
         )
-    return [recorder.layers[index] for index in range(num_layers)]
+    return Probed(
+        tuple(recorder.layers[index] for index in range(num_layers)),
+        tuple(recorder.windows[index] for index in range(num_layers)),
+    )

@@ -123,8 +123,8 @@ def _paged(model: Any, prompts: list[list[int]]) -> list[torch.Tensor]:
     """The same by our way: by the script, through the paged cache."""
     model.set_attn_implementation(attention_hook.NAME)
     cache_latents(model)
-    layers = probe(model, num_layers=int(model.config.num_hidden_layers), device="cpu")
-    layout = layout_of(layers, block_size=_BLOCK_SIZE, dtype="float32")
+    probed = probe(model, num_layers=int(model.config.num_hidden_layers), device="cpu")
+    layout = layout_of(probed.layers, block_size=_BLOCK_SIZE, dtype="float32")
     tables, num_blocks = _tables(layout)
     memory = KvMemory(layout, num_blocks)
     memory.cache.fill_(1e3)  # a slot that is read before it was written must show

@@ -8,7 +8,7 @@ not known here.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from engine.errors import InvalidRequest
 from engine.request import MAX_LOGPROBS, Sampling
@@ -119,7 +119,9 @@ def _check_ids(one: Sampling, vocab_size: int) -> None:
         _check_vocabulary("allowed_token_ids", one.allowed_token_ids, vocab_size)
 
 
-def _check_vocabulary(field: str, token_ids: Iterable[int], vocab_size: int) -> None:
+def _check_vocabulary(field: str, token_ids: Collection[int], vocab_size: int) -> None:
+    if not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        return  # there may be as many as the vocabulary has, on the engine's thread
     for token_id in token_ids:
         if not 0 <= token_id < vocab_size:
             raise InvalidRequest(field, f"token {token_id} is outside [0, {vocab_size})")

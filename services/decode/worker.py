@@ -242,7 +242,6 @@ class DecodeRequest:
         self.sink.reserved(self.key, reservation.num_local_tokens)
         self.sink.flush(Load.now(thread.stats))
         handover = await self._handover
-        self._is_taken_in = True
         outputs = self._outputs(handover)
         self._move(DecodeState.FETCHING)
         self._clock.enter("decode_fetch")
@@ -256,6 +255,7 @@ class DecodeRequest:
             len(ask.prompt_token_ids),
             ask.prompt_token_ids + (outputs[0] or tuple(i for i, _ in handover.beam_start[:1])),
         )
+        self._is_taken_in = True  # from here on it gives the leases back
         num_loaded = await load_handle(self._core, intake, handover, self._leg, self._deadline)
         self._clock.enter("decode_queue")  # until the first token: the wait and its first step
         self._move(DecodeState.RUNNING)
@@ -274,6 +274,8 @@ class DecodeRequest:
                 engine.finish_sample(engine_id, index)
 
         await thread.call(start)
+        if ask.beam is not None and not self._done.done():
+            self._begin_decoding()  # it has no tokens to tell of before its end
         await self._done
 
     def _outputs(self, handover: Handover) -> tuple[tuple[int, ...], ...]:
@@ -310,9 +312,7 @@ class DecodeRequest:
             return  # cancelled while the step ran
         if not event.token_ids and event.finish_reason is None:
             return
-        if not self.is_decoding:
-            self.is_decoding = True
-            self._clock.enter("decode")
+        self._begin_decoding()
         self._core.counts.num_output_tokens += len(event.token_ids)
         if event.finish_reason is not None:
             self._open.discard(event.sample_index)
@@ -324,6 +324,11 @@ class DecodeRequest:
         self._core.counts.add(self._leg)
         self.sink.finished(self.key, event, self._leg, self._clock.seconds)
         self._done.set_result(None)
+
+    def _begin_decoding(self) -> None:
+        if not self.is_decoding:
+            self.is_decoding = True
+            self._clock.enter("decode")
 
     def fail(self, error: Internal) -> None:
         """The engine is gone."""

@@ -10,6 +10,9 @@ from process.settings import SettingsError
 
 MIB = 1024 * 1024
 
+MAX_SAMPLES = 128
+"""Samples that a worker's engine takes of one prompt."""
+
 
 @dataclass(frozen=True)
 class RouterLimits:
@@ -46,7 +49,7 @@ class RouterLimits:
     """Alternatives per token."""
 
     max_samples: int = 16
-    """Samples of one prompt, and beams."""
+    """Samples of one prompt, and beams; at most MAX_SAMPLES."""
 
     max_logit_bias: int = 1024
     """Tokens whose logits one request may shift."""
@@ -64,6 +67,8 @@ class RouterLimits:
         _check_positive(self)
         if self.hard_request_bytes < self.max_request_bytes:
             raise SettingsError("hard_request_bytes: must not be below max_request_bytes")
+        if self.max_samples > MAX_SAMPLES:
+            raise SettingsError(f"max_samples: at most {MAX_SAMPLES}, got {self.max_samples}")
 
 
 @dataclass(frozen=True)

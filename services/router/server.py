@@ -7,6 +7,7 @@ cancelling an attempt reaches it while a slow reader holds a write up. One async
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import grpc.aio
 from checkpoints.sampling_defaults import SamplingDefaults
 from process import logs, serving
 from process.deadline import Deadline
-from process.errors import DeadlineExceeded, InvalidArgument
+from process.errors import Cancelled, DeadlineExceeded, InvalidArgument
 from protos import common_pb2, inference_pb2
 from services.router import identity, sampling_defaults, validation
 from services.router.answer import NO_TOOL_CALLS, Answer
@@ -175,6 +176,9 @@ class InferenceServicer:
             counters.num_finished += 1
         except InvalidArgument:
             outcome = "refused"
+            raise
+        except (asyncio.CancelledError, Cancelled):  # by its client, or by a newer attempt
+            outcome = "cancelled"
             raise
         except DeadlineExceeded as error:
             where = flow.state.value if flow is not None else "being tokenized"

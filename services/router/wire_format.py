@@ -36,15 +36,25 @@ def parse_request(data: bytes, *, max_bytes: int) -> inference_pb2.GenerateReque
         if field is not None:
             raise InvalidArgument(field, "is not valid UTF-8") from error
         raise InvalidArgument("request", "is no GenerateRequest: damaged message") from error
-    parts = {
-        "request": request,
-        "sampling": request.sampling,
-        "sampling.beam": request.sampling.beam,
-    }
-    for name, part in parts.items():
-        for unknown in UnknownFieldSet(part):  # type: ignore[attr-defined]
-            raise InvalidArgument(name, f"has field number {unknown.field_number}, unknown here")
+    _check_known(request, "")
     return request
+
+
+def _check_known(message: Message, path: str) -> None:
+    """Raises: InvalidArgument naming the first part that has a field unknown here."""
+    for unknown in UnknownFieldSet(message):  # type: ignore[attr-defined]
+        raise InvalidArgument(
+            path or "request", f"has field number {unknown.field_number}, unknown here"
+        )
+    for field, value in message.ListFields():
+        if field.message_type is None or field.message_type.GetOptions().map_entry:
+            continue  # the maps here hold numbers
+        name = f"{path}.{field.name}" if path else field.name
+        if isinstance(value, Message):
+            _check_known(value, name)
+            continue
+        for index, part in enumerate(value):
+            _check_known(part, f"{name}[{index}]")
 
 
 def find_broken_text(kind: Message, data: bytes, path: str = "") -> str | None:

@@ -15,7 +15,7 @@ import itertools
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from engine.metrics import MetricsSnapshot
@@ -32,6 +32,7 @@ from services.worker.config import WorkerSettings
 from services.worker.connector import StoreConnector, StoreTarget
 from services.worker.engine_port import WorkerEngine
 from services.worker.engine_thread import EngineThread
+from services.worker.parking import StoreParking
 from services.worker.provenance import Leg, WorkerCounts
 
 INTEGRITY_BUDGET_S = 5.0
@@ -78,6 +79,8 @@ class WorkerCore:
             settings.limits,
             on_room=lambda: self.on_room(),
         )
+        self.parking = self._store_parking(engine)
+        """Where preempted requests' blocks go, with a store; None: where the engine says."""
         self.adapters = WorkerAdapters(self.thread, engine.adapters())
         self.counts = WorkerCounts()
         self.address = settings.advertised or settings.listen
@@ -89,6 +92,22 @@ class WorkerCore:
         self._idle = asyncio.Event()
         self._idle.set()
         self._numbers = itertools.count(1)
+
+    def _store_parking(self, engine: WorkerEngine) -> StoreParking | None:
+        target = _store_target(engine, self.settings, self.identity)
+        if target is None or not engine.park_bytes:
+            return None
+        parking = StoreParking(
+            self.layout,
+            engine.park_bytes,
+            self.limits,
+            worker_incarnation=self.identity.incarnation,
+            make_connector=lambda memory: StoreConnector(
+                replace(target, memory=memory), self.thread, self.limits
+            ),
+        )
+        engine.use_parking(parking)
+        return parking
 
     # ---- requests
 
@@ -170,6 +189,16 @@ class WorkerCore:
 
     # ---- life
 
+    async def attach(self, wait_s: float) -> None:
+        """Attach to the store, for whatever needs it, waiting at most `wait_s`.
+
+        Raises: FailedPrecondition when the store says that this worker does not fit it.
+        """
+        starts = [self.connector.start(wait_s=wait_s)]
+        if self.parking is not None:
+            starts.append(self.parking.start(wait_s=wait_s))
+        await asyncio.gather(*starts)
+
     async def drain(self, timeout_s: float) -> bool:
         """Take no new request and wait for the live ones. Returns: whether all ended in time."""
         self.draining = True
@@ -185,6 +214,8 @@ class WorkerCore:
 
         Requests must have ended or been cancelled before.
         """
+        if self.parking is not None:
+            await self.parking.stop(timeout_s=timeout_s)
         await self.connector.stop(timeout_s=timeout_s)
         await self.thread.stop(timeout_s)
 

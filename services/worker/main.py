@@ -89,7 +89,7 @@ async def start(
     try:
         for name, folder in adapter_folders(settings):
             await core.adapters.load(name, folder)
-        await core.connector.start(wait_s=settings.limits.store_wait_s)
+        await core.attach(settings.limits.store_wait_s)
         if settings.metrics_listen:
             metrics.start(settings.metrics_listen)
             core.metrics_address = metrics.address

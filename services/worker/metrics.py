@@ -23,6 +23,7 @@ from prometheus_client.registry import Collector
 from engine.metrics import HistogramSnapshot, MetricsSnapshot
 from process.errors import BatonError
 from services.worker.core import WorkerCore
+from services.worker.parking import StoreParking
 
 SCRAPE_WAIT_S = 2.0
 """For the engine's answer: longer than a step should take."""
@@ -43,6 +44,8 @@ class WorkerCollector(Collector):
         snapshot = self._snapshot()
         yield _gauge("baton_up", "1 while the engine answers.", names, values, snapshot is not None)
         yield from _of_worker(self._core, names, values)
+        if self._core.parking is not None:
+            yield from _of_parking(self._core.parking, names, values)
         if snapshot is not None:
             yield from _of_engine(snapshot, names, values)
 
@@ -101,6 +104,32 @@ def _of_worker(core: WorkerCore, names: Sequence[str], values: Sequence[str]) ->
         for name, level in levels.items():
             family.add_metric((*values, name), level)
         yield family
+
+
+def _of_parking(
+    parking: StoreParking, names: Sequence[str], values: Sequence[str]
+) -> Iterator[Metric]:
+    """Preempted requests' blocks on their way to the store and back."""
+    yield _counters(
+        "baton_parked_bytes",
+        "Moved between this worker and its store for preempted requests.",
+        (*names, "direction"),
+        values,
+        [("out", parking.num_bytes_stored), ("back", parking.num_bytes_fetched)],
+    )
+    yield _counters(
+        "baton_parked_lost",
+        "Preempted requests whose blocks did not come back, by reason.",
+        (*names, "reason"),
+        values,
+        sorted(dict(parking.lost).items()),
+    )
+    rows = GaugeMetricFamily(
+        "baton_parking_rows", "Blocks of staging memory by class.", labels=(*names, "class")
+    )
+    for name, level in parking.num_rows.items():
+        rows.add_metric((*values, name), level)
+    yield rows
 
 
 def _of_engine(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from engine.admission import MAX_SAMPLES
 from engine.request import Beam, GrammarKind, GrammarSpec, Sampling
 from process.errors import InvalidArgument
 from protos import common_pb2
@@ -81,7 +82,10 @@ def beam_from_proto(params: common_pb2.SamplingParams) -> Beam | None:
 
 
 def num_samples_of(params: common_pb2.SamplingParams) -> int:
-    """Samples of the prompt; 0 on the wire is 1."""
+    """Samples of the prompt; 0 on the wire is 1. Raises: InvalidArgument for more than an engine
+    takes: the number sizes what is kept of a request before an engine sees it."""
+    if params.n > MAX_SAMPLES:
+        raise InvalidArgument("sampling.n", f"{params.n} is above {MAX_SAMPLES}")
     return params.n or 1
 
 

@@ -77,6 +77,10 @@ class AsyncFace:
     def pids(self) -> tuple[int | None, ...]:
         return self.client.pids
 
+    @property
+    def num_live(self) -> int:
+        return len(self._tasks)
+
     def check(self, asks: Sequence[Ask]) -> None:
         self._await(self.client.check(asks))
 

@@ -2,7 +2,8 @@
 
     python fake_engine_child.py <mode> <socket>
 
-Modes: fine; failing (the third step raises); stuck (the third step never ends).
+Modes: fine; failing (the third step raises); stuck (the third step never ends); slow (`stats` takes
+0.6 s); tripping (`adapters` raises what no engine should).
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from engine.batch import Batch  # noqa: E402
 from engine.config import EngineConfig  # noqa: E402
 from engine.fake import FakeModel  # noqa: E402
 from engine.loop import Engine, Progress  # noqa: E402
+from engine.lora.registry import AdapterInfo  # noqa: E402
+from engine.request import EngineStats  # noqa: E402
 from engine_client import child  # noqa: E402
 
 CONTEXT_WINDOW = 20_000
@@ -40,10 +43,22 @@ class _Model(FakeModel):
         return super().forward(batch)
 
 
+class _Engine(Engine):
+    def stats(self) -> EngineStats:
+        if mode == "slow":
+            time.sleep(0.6)
+        return super().stats()
+
+    def adapters(self) -> tuple[AdapterInfo, ...]:
+        if mode == "tripping":
+            raise RuntimeError("the question tripped")
+        return super().adapters()
+
+
 def make_engine(config: EngineConfig, *, progress: Progress | None = None) -> Engine:
     if progress is not None:
         progress("weights", 1, 1)
-    return Engine(config, _Model(mode))
+    return _Engine(config, _Model(mode))
 
 
 if __name__ == "__main__":

@@ -131,6 +131,29 @@ def test_a_stuck_engine_is_killed() -> None:
         assert last.failure is not None and "said nothing for 1 s" in last.failure.message
 
 
+def test_an_engine_that_was_idle_for_long_may_be_asked() -> None:
+    """Its silence counts from the question on, not from what it said before."""
+    limits = ClientLimits(silence_timeout_s=1.5)
+    with started("process", "slow", limits) as client:
+        client.stats()
+        time.sleep(2 * limits.silence_timeout_s)
+        (stats,) = client.stats()
+        assert stats.num_running == 0
+        client.check_integrity()
+
+
+def test_a_question_that_trips_the_engine_ends_nothing_else() -> None:
+    with started("process", "tripping") as client:
+        client.submit(make_ask("live"))
+        wait_news(client, {"live"}, over=False)
+        with pytest.raises(Internal, match="RuntimeError: the question tripped"):
+            client.adapters()
+        client.check_integrity()
+        client.cancel("live")
+        last = wait_news(client, {"live"}, over=True)[-1]
+        assert last.failure is not None and last.failure.kind == "Cancelled"
+
+
 def test_a_failed_step_is_told_in_its_own_words() -> None:
     """The exception of the model reaches the caller; the process ends."""
     with started("process", "failing") as client:
@@ -172,6 +195,8 @@ def test_a_program_that_ends_at_once_is_no_engine() -> None:
         ProcessClient(CONFIG, program=(sys.executable, "-c", "raise SystemExit(3)"))
     with pytest.raises(Unavailable, match="cannot be started"):
         ProcessClient(CONFIG, program=("/no/such/program",))
+    with pytest.raises(Unavailable, match="null byte"):
+        ProcessClient(CONFIG, program=("a\0b",), limits=ClientLimits(start_timeout_s=5.0))
     assert not _children()
 
 

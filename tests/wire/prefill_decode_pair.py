@@ -479,6 +479,7 @@ async def pair(
     num_frames: int = 512,
     prefill_blocks: int = 256,
     decode_blocks: int = 256,
+    decode_preemption: str = "never",
     chunk: int = 16,
     limits: WorkerLimits | None = None,
 ) -> AsyncIterator[Pair]:
@@ -494,11 +495,13 @@ async def pair(
         )
         store = await store_exit.enter_async_context(serve.running(settings))
         workers = []
-        for name, role, num_blocks, model in (
-            ("prefill", PrefillRole, prefill_blocks, models[1]),
-            ("decode", DecodeRole, decode_blocks, models[2]),
+        for name, role, num_blocks, model, preemption in (
+            ("prefill", PrefillRole, prefill_blocks, models[1], "never"),
+            ("decode", DecodeRole, decode_blocks, models[2], decode_preemption),
         ):
-            engine = fake_engine(num_blocks=num_blocks, chunk=chunk, model=model)
+            engine = fake_engine(
+                num_blocks=num_blocks, chunk=chunk, model=model, preemption=preemption
+            )
             worker = await main.start(
                 engine,
                 WorkerSettings(

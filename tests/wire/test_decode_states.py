@@ -19,7 +19,15 @@ from protos import common_pb2, decode_pb2, prefill_pb2
 from services.decode.worker import DecodeState
 from services.worker.config import WorkerLimits
 from tests.unit.worker.builders import prompt_of
-from tests.wire.prefill_decode_pair import Gate, Pair, RouterStream, pair, until
+from tests.wire.prefill_decode_pair import (
+    WAIT_S,
+    Gate,
+    Pair,
+    RouterStream,
+    handover,
+    pair,
+    until,
+)
 
 STATES = ["reserving", "reserved", "fetching", "running"]
 PROMPT = prompt_of(30, start=3)
@@ -294,6 +302,35 @@ async def test_commands_that_do_not_fit_are_answered_under_their_key(tmp_path: P
         await stream.cancel(79)  # over already, or never there: nothing to say
         await stream.cancel(key)
         assert (await stream.collect(key)).finished is not None
+        await p.check()
+
+
+async def test_outputs_that_do_not_fit_give_the_leases_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = prompt_of(40)
+    released: set[str] = set()
+    async with pair(tmp_path) as p, p.stream() as stream:
+        connector = p.decode.core.connector
+        release_later = connector.release_later
+
+        def release(client: Any, lease_ids: Any) -> None:
+            released.update(lease_ids)
+            release_later(client, lease_ids)
+
+        monkeypatch.setattr(connector, "release_later", release)
+        key = await stream.reserve(p.reserve(prompt))
+        await stream.next(key)
+        call = p.prefill_stub.Prefill(p.prefill_request(prompt), timeout=WAIT_S)
+        *firsts, account = [message async for message in call]
+        command = handover(account, firsts)
+        first = decode_pb2.SampleOutput(token_ids=command.output_token_ids)
+        command.ClearField("output_token_ids")
+        command.outputs.extend([first, first])
+        await stream.generate_from(key, command)
+        assert (await stream.next(key)).failed.message.startswith("outputs: ")
+        leases = {run.lease_id for run in (*account.handle.runs, account.handle.tail)} - {""}
+        assert leases and released == leases  # else they would only lapse, much later
         await p.check()
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from baton import cli, record
+from baton import cli, command_generate, record
 from baton.errors import InvalidArgument
 from baton.messages import Completion, Provenance, StepTrace, Usage
 from baton.request import build_request
@@ -63,6 +64,12 @@ def test_a_record_comes_back_whole(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
 
 
+def test_generate_json_has_no_nan() -> None:
+    forced = _completion((1,), traces=(_trace(2, 1, raw_logprob=math.nan),))
+    parsed = json.loads(command_generate.to_json(forced), parse_constant=pytest.fail)
+    assert parsed["traces"][0]["raw_logprob"] is None
+
+
 def test_the_second_request_leaves_nothing_to_default() -> None:
     again = record.request_of(record.record_of(REQUEST, RUN), timeout_s=1.5)
     sampling = again.sampling
@@ -93,6 +100,11 @@ def test_a_forced_token_has_no_number_and_is_json_all_the_same(tmp_path: Path) -
             "the adapter has other content",
             None,
         ),
+        (
+            [_completion((1, 2, 3), provenance=Provenance("tiny", "cd" * 32, 2, ()))],
+            "another model",
+            None,
+        ),
         ([_completion((1, 2, 3))], "2 samples were recorded, 1 came", None),
         ([_completion((1, 2, 3), prompt_token_ids=(8,)), RUN[1]], "other tokens", None),
         ([_completion((1, 2, 3), finish_reason="eos"), RUN[1]], "another finish_reason", None),
@@ -113,6 +125,7 @@ def test_the_first_difference_is_named_with_both_traces(
     ("text", "says"),
     [
         ("{", "is no JSON"),
+        ("[" * 100_000, "is no JSON"),
         ("[]", "is no record"),
         ('{"schema": "baton-record", "version": 2}', "version 2, this baton reads 1"),
         ('{"schema": "baton-record", "version": 1}', "damaged"),
@@ -143,6 +156,21 @@ def _traced(router: Any, token_ids: list[int]) -> None:
     router.models = [
         inference_pb2.ModelInfo(model="tiny", model_fingerprint=FINGERPRINT),
     ]
+
+
+def test_a_record_does_not_choose_what_is_fetched_and_run(
+    router: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.json"
+    _traced(router, [1, 2, 3])
+    assert cli.main(["generate", "hi", "--address", router.address, "--record", str(file)]) == 0
+    value = json.loads(file.read_text())
+    for model in ("somebody/model", str(tmp_path)):
+        file.write_text(json.dumps({**value, "model": model}))
+        capsys.readouterr()
+        assert cli.main(["replay", str(file)]) == 1
+        err = capsys.readouterr().err
+        assert model in err and "--model" in err and "--router" in err
 
 
 def test_record_and_replay_by_command(

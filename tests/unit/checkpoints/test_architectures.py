@@ -36,6 +36,15 @@ def test_what_is_served_is_not_refused_by_its_type(model_type: str) -> None:
         ({"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}, "quantized"),
         ({"model_type": "llama", "rope_scaling": {"type": "dynamic"}}, "dynamic"),
         (
+            {"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 2, "x": {}}},
+            "dynamic",
+        ),
+        ({"model_type": "llama", "rope_scaling": "dynamic"}, "rope_scaling: 'dynamic'"),
+        ({"model_type": "llama", "rope_parameters": [1]}, "rope_parameters"),
+        ({"model_type": "llama", "rope_parameters": {"rope_type": ["yarn"]}}, "yarn"),
+        ({"model_type": "llama", "layer_types": 3}, "layer_types: '3'"),
+        ({"model_type": "llama", "layer_types": "full_attention"}, "layer_types"),
+        (
             {
                 "model_type": "gemma3_text",
                 "rope_parameters": {

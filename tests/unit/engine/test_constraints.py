@@ -6,19 +6,25 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from checkpoints.resolve import resolve
+from engine import loop
 from engine.config import EngineConfig
 from engine.errors import InvalidRequest
 from engine.fake import FakeModel
+from engine.grammar import service as grammar_service
 from engine.grammar.config import GrammarLimits
-from engine.grammar.service import GrammarService
-from engine.loop import Engine
+from engine.grammar.errors import GrammarFailed
+from engine.grammar.service import Compilation, GrammarService
+from engine.grammar.vocabulary import Vocabulary
+from engine.loop import Engine, load_engine
 from engine.request import FinishReason, GrammarKind, GrammarSpec, Request, RequestEvent, State
 from tests.unit.engine.workloads import outcomes
 from tokens.tokenizer import Tokenizer
@@ -161,9 +167,76 @@ def test_a_wrong_grammar_is_refused_by_name(
     spec: GrammarSpec, make: Make, make_request: Make
 ) -> None:
     engine = make()
-    with pytest.raises(InvalidRequest) as caught:
-        engine.submit(_ask(make_request, "a", spec))
-    assert caught.value.field == "grammar" and engine.stats().num_waiting == 0
+    engine.submit(_ask(make_request, "a", spec))
+    (event,) = _finish(engine)["a"]
+    assert isinstance(event.error, InvalidRequest) and event.error.field == "grammar"
+    assert event.is_request_over and engine.stats().num_waiting == 0
+
+
+def test_a_failure_of_the_library_ends_its_own_request_alone(
+    make: Make, make_request: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("odd")
+
+    engine = make()
+    engine.submit(make_request("b", PROMPT))
+    with monkeypatch.context() as patch:
+        patch.setattr(grammar_service, "new_state", fail)
+        engine.submit(_ask(make_request, "a", DATE))
+        events = _finish(engine)
+    (event,) = events["a"]
+    assert isinstance(event.error, GrammarFailed) and event.is_request_over
+    assert len(outcomes(events["b"])[0][0]) == 8
+    # Nor does one in the middle of an output.
+    engine.submit(_ask(make_request, "a", DATE))
+    engine.submit(make_request("b", PROMPT))
+    while "a" not in engine._groups or not engine._groups["a"].prompt.output_token_ids:
+        engine.step()
+    state = engine._groups["a"].prompt.grammar
+    monkeypatch.setattr(state, "_matcher", None)
+    events = _finish(engine)
+    assert isinstance(events["a"][-1].error, GrammarFailed) and events["a"][-1].is_request_over
+    assert outcomes(events["b"])[0][3] == ""
+
+
+def test_a_grammar_takes_its_tenants_turn(
+    make: Make, make_request: Make, service: GrammarService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    senders: list[bytes] = []
+    submit = service.submit
+
+    def noted(spec: GrammarSpec, sender: bytes = b"") -> Compilation:
+        senders.append(sender)
+        return submit(spec, sender)
+
+    monkeypatch.setattr(service, "submit", noted)
+    engine = make()
+    request = _ask(make_request, "a", DATE)
+    engine.submit(dataclasses.replace(request, cache_root=b"t" * 32))
+    assert senders == [b"t" * 32]
+    _finish(engine)
+
+
+def test_the_engines_thread_reads_no_file_for_the_first_grammar(
+    make_request: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = load_engine(EngineConfig(model="baton-5m", device="cpu", num_blocks=128))
+    loads: list[int] = []
+    load = Vocabulary.load
+
+    def noted(folder: Path, vocab_size: int) -> Vocabulary:
+        loads.append(threading.get_ident())
+        return load(folder, vocab_size)
+
+    monkeypatch.setattr(loop, "resolve", lambda *_, **__: pytest.fail("resolved again"))
+    monkeypatch.setattr(Vocabulary, "load", noted)
+    spec = GrammarSpec(GrammarKind.CHOICE, choices=("yes", "no"))
+    engine.submit(_ask(make_request, "a", spec))
+    events = _finish(engine)["a"]
+    engine.close()
+    assert _text(outcomes(events)[0][0]).removesuffix("<|end|>") in spec.choices
+    assert len(loads) == 1 and loads[0] != threading.get_ident()
 
 
 def test_an_engine_without_a_tokenizer_refuses_grammars_by_name(
@@ -203,6 +276,16 @@ def test_outputs_that_are_not_in_the_grammar_end_the_request_alone(
     events = _finish(engine)
     assert events["a"][-1].error is not None and events["a"][-1].is_request_over
     assert len(outcomes(events["b"])[0][0]) == 8
+
+
+def test_requests_with_one_bad_grammar_get_an_error_each(make: Make, make_request: Make) -> None:
+    engine = make()
+    spec = GrammarSpec(GrammarKind.EBNF, 'nothing ::= "a"')
+    for name in "ab":
+        engine.submit(_ask(make_request, name, spec))
+    events = _finish(engine)
+    a, b = (events[name][-1].error for name in "ab")
+    assert isinstance(a, InvalidRequest) and str(a) == str(b) and a is not b
 
 
 def test_a_preempted_request_keeps_its_place_in_the_grammar(make: Make, make_request: Make) -> None:

@@ -87,7 +87,7 @@ def make(process: Shared, bundled: LoadedModel) -> Iterator[Make]:
             EngineConfig(**({"num_blocks": 256, "device": "cpu"} | config)),
             model,
             make_grammars=lambda: GrammarService(
-                known, checked, process=process, tokenizer=TOKENIZER
+                lambda: (known, TOKENIZER), VOCAB_SIZE, checked, process=process
             ),
         )
         made.append(engine)
@@ -170,10 +170,15 @@ def test_every_answer_of_the_bundled_model_parses(
     """Random schemas and patterns in one batch with a request without grammar, greedy and
     sampled, several samples of some."""
     rng = random.Random(f"{seed} bundled {jump_forward}")
-    engine = make(jump_forward=jump_forward, max_num_running=16, max_num_tokens_per_step=64)
     alone = make()
     ask(alone, "free", None, make_request, max_tokens=40)
     undisturbed = outcome(finish(alone)["free", 0])
+    engine = make(  # the model is its own from here on
+        jump_forward=jump_forward,
+        max_num_running=16,
+        max_num_tokens_per_step=64,
+        num_blocks=1024,  # ten at once, some of them three samples each
+    )
     cases: dict[str, tuple[GrammarSpec, Any, str]] = {}
     for number in range(scale(200)):
         schema = random_schema(rng) if number % 2 else None

@@ -161,6 +161,19 @@ def test_blocks_by_number_by_bytes_or_by_free_memory() -> None:
     assert choose_num_blocks(EngineConfig(), LAYOUT, 1 << 20, 1 << 40) == (1 << 20)
 
 
+def test_the_tails_of_a_quantized_cache_come_out_of_the_free_memory() -> None:
+    """Two unfilled blocks, as computed, for each request that runs."""
+    layout = layout_of([LayerKv(2, 8, 2, 8)], block_size=4, dtype="float32", kv_dtype="int8")
+    assert layout.is_quantized
+    block = layout.block_bytes
+    config = EngineConfig(max_num_running=3)
+    free_bytes = 200 * block + 2 * 3 * layout.raw.block_bytes
+    assert choose_num_blocks(config, layout, 100, free_bytes) == 50
+    assert choose_num_blocks(config, layout, 100, free_bytes - 4) == 49
+    with pytest.raises(TooFewBlocks, match="0 KV blocks"):
+        choose_num_blocks(config, layout, 100, 6 * layout.raw.block_bytes)
+
+
 def test_one_window_may_take_half_of_the_free_memory() -> None:
     block = LAYOUT.block_bytes
     assert choose_num_blocks(EngineConfig(), LAYOUT, 100, block * 99) == 25

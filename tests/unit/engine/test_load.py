@@ -182,12 +182,33 @@ def test_every_family_is_fused_and_gives_the_plain_models_logits(
     assert error < {"float32": 1e-5, "bfloat16": 0.1}[dtype]
 
 
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_a_window_that_the_models_code_ignores_is_ignored(
+    is_packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A llama's config.json may have a leftover sliding_window that transformers does not read."""
+    config = FAMILIES["llama"]()
+    config.sliding_window = 20
+    save(config, tmp_path, 3)
+    if not is_packed:
+        monkeypatch.setattr(load_module, "unavailable_reason", lambda *_: "switched off")
+    model = _load(tmp_path)
+    assert model.info.fused[0] == "3 of 3 decoder layers"
+    model.attach(KvMemory(model.layout, 4))
+    batch = _prompt(40)
+    plain = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    with torch.inference_mode():
+        expected = plain(input_ids=torch.tensor([batch.token_ids]), use_cache=False).logits[0]
+    error = float((model.forward(batch) - expected).norm() / expected.norm())
+    assert error < 1e-5
+
+
 def test_a_fusion_that_changes_numbers_is_undone_and_said(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The comparison at load must be able to fail."""
 
-    def wrong(model: Any, **how: bool) -> tuple[str, ...]:
+    def wrong(model: Any, **how: Any) -> tuple[str, ...]:
         done = fuse_module.fuse(model, **how)
         model.model.layers[1].norm_eps = 1.0
         return done
@@ -244,6 +265,19 @@ def test_the_fingerprint_follows_what_the_kv_depends_on(llama: Path, broken: Che
     assert len(found) == 8
     assert _load(llama, kv_dtype="float32").info.fingerprint == base.info.fingerprint
     assert _load(llama, context_window=64).info.fingerprint == base.info.fingerprint
+
+
+def test_fixed_scales_of_a_model_with_few_positions(tmp_path: Path) -> None:
+    """Its table of positions is shorter than the prompt that scales are found with."""
+    config = transformers.GPT2Config(
+        vocab_size=260, n_embd=48, n_layer=2, n_head=6, n_positions=40, eos_token_id=1,
+        bos_token_id=None, dtype="float32",
+    )  # fmt: skip
+    save(config, tmp_path, 1)
+    model = _load(tmp_path, kv_dtype="int8", kv_scale="tensor")
+    assert model.info.context_window == 40
+    model.attach(KvMemory(model.layout, 4))
+    assert bool(torch.isfinite(model.forward(_prompt(20))).all())
 
 
 def test_auto_dtype_is_the_checkpoints(broken: Checkpoint, llama: Path) -> None:

@@ -98,6 +98,7 @@ def test_the_digest_is_of_what_is_computed(folder: Path, model: nn.Module, tmp_p
         ({"base_model.model.layer.q_proj.lora_magnitude_vector": torch.ones(3)}, "DoRA"),
         ({"base_model.model.layer.q_proj.bias": torch.ones(3)}, "biases"),
         ({"base_model.model.mlp.experts.0.w1.lora_A.weight": torch.ones(4, 6)}, "MoE experts"),
+        ({f"base_model.model.{'x.' * 200}lora_A.weight": torch.ones(4, 6)}, "above 256 characters"),
         ({"something.else": torch.ones(3)}, "something.else: is no tensor of a PEFT"),
     ],
 )

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine.lora.errors import InvalidAdapter
+from engine.lora.patterns import Pattern
 from engine.lora.peft import CONFIG, parse, read_config
 
 Q0, V1 = "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.v_proj"
@@ -92,13 +97,31 @@ def test_targets(fields: dict[str, Any], on: list[str], off: list[str]) -> None:
         ("target_modules", None),
         ("target_modules", [1]),
         ("target_modules", "(a*)*b"),
-        ("target_modules", ".*" * 6),
+        ("target_modules", ".*" * 17),
+        ("target_modules", ".?" * 100 + "X"),
+        ("target_modules", ".{0,99}" * 70),
+        ("target_modules", ".{5,2}"),
+        ("target_modules", ".{0,999}"),
+        ("target_modules", "(" * 40 + ")" * 40),
+        ("target_modules", r"(q|v)\1"),
+        ("target_modules", "(?i)Q_PROJ"),
+        ("target_modules", "(?=q)q_proj"),
+        ("target_modules", "*q"),
+        ("target_modules", "q)"),
+        ("target_modules", "[z-a]"),
+        ("target_modules", "[[a]]"),
+        ("lora_alpha", 10**400),
         ("target_modules", "x" * 600),
         ("target_modules", "("),
         ("rank_pattern", 7),
+        ("rank_pattern", {"(": 3}),
+        ("rank_pattern", {"x{99999999999}": 3}),
+        ("rank_pattern", {f"(a|{i})": 3 for i in range(65)}),
+        ("alpha_pattern", {"(?P<a>q)": 3.0}),
         ("alpha_pattern", {"(.+)+": 3.0}),
         ("layers_to_transform", ["0"]),
         ("layers_pattern", "(a|b)*"),
+        ("layers_pattern", "(layers)"),
     ],
 )
 def test_what_would_be_computed_wrongly_is_refused_by_name(field: str, value: Any) -> None:
@@ -122,7 +145,58 @@ def test_a_usual_pattern_of_a_training_library_is_taken() -> None:
     assert parse(_values(target_modules=pattern)).is_target(Q0)
 
 
-@pytest.mark.parametrize("text", ["", "[1]", "{", "\udcff"])
+@pytest.mark.parametrize(
+    ("pattern", "is_match"),
+    [
+        (r"model\.layers\.\d+\.self_attn\.(q|v)_proj", True),
+        (r".*\.(q_proj|k_proj)$", True),
+        (r"^(?:.*\.)?(?:self_attn|mlp)\.(?:q_proj|up_proj)", True),
+        (r"(?:model\.)?layers\.(0|[3-9])\.self_attn\.[qkv]_proj", True),
+        (r".*self_attn.*(q|k|v|o)_proj", True),
+        # What a matcher that goes back would not get to the end of:
+        ("(.|.)" * 60, False),
+        ("(.|.)" * len(Q0), True),
+        (".*.*.*.*.*.*.*.*X", False),
+        (".{0,99}" * 16, True),
+        ("(a|a.|.|..)*X", False),
+    ],
+)
+def test_patterns_are_matched_in_bounded_time(pattern: str, is_match: bool) -> None:
+    assert parse(_values(target_modules=pattern)).is_target(Q0) == is_match
+
+
+ATOMS = st.sampled_from(["a", "b", ".", r"\.", "[ab]", "[^a]", r"\w", "(a|b)", "(?:ab|a|)", r"\b"])
+REPEATS = st.sampled_from(["", "", "*", "+", "?", "*?", "{2}", "{1,}", "{0,2}"])
+
+
+@given(
+    rows=st.lists(st.lists(st.tuples(ATOMS, REPEATS), max_size=4), min_size=1, max_size=2),
+    name=st.text("ab.", max_size=6),
+)
+def test_patterns_match_what_pythons_match(rows: list[list[tuple[str, str]]], name: str) -> None:
+    text = "|".join(
+        "".join(atom + ("" if atom == r"\b" else repeat) for atom, repeat in row) for row in rows
+    )
+    pattern = Pattern.parse(text)
+    assert pattern.is_whole(name) == (re.fullmatch(text, name) is not None)
+    assert pattern.is_end(name) == (re.match(rf"(.*\.)?({text})$", name) is not None)
+
+
+def test_many_plain_names_may_have_ranks() -> None:
+    """As adapters whose ranks were found by training have them."""
+    names = {f"model.layers.{i}.self_attn.q_proj": i + 1 for i in range(99)}
+    config = parse(_values(rank_pattern=names))
+    assert [config.rank_of(name) for name in names] == list(names.values())
+
+
+def test_what_is_no_file_is_no_config(tmp_path: Path) -> None:
+    """A pipe would be read for ever."""
+    os.mkfifo(tmp_path / CONFIG)
+    with pytest.raises(InvalidAdapter, match="has none"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{", "\udcff", "[" * 100_000])
 def test_no_config_no_adapter(tmp_path: Path, text: str) -> None:
     with pytest.raises(InvalidAdapter, match=CONFIG):
         read_config(tmp_path)

@@ -309,3 +309,16 @@ def test_any_order_of_calls(scale: Callable[[int], int]) -> None:
     run_state_machine_as_test(
         TableMachine, settings=settings(max_examples=scale(600), stateful_step_count=30)
     )
+
+
+def test_what_has_no_room_is_not_made(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The refusal comes before the factors are copied."""
+    limits = LoraLimits(max_num_adapters=1, max_bytes=num_bytes(MODULES))
+    adapters = Adapters(limits, toy.find)
+    adapters.install("a", make_adapter(1))
+    monkeypatch.setattr(adapters, "_low_rank", lambda *_: pytest.fail("was made"))
+    with pytest.raises(TooManyAdapters, match="max_bytes"):
+        adapters.install("a", make_adapter(2, rank=3))
+    with pytest.raises(TooManyAdapters, match="max_bytes"):
+        adapters.install("b", make_adapter(2))
+    adapters.check_integrity({})

@@ -24,9 +24,11 @@ def _build(config: Any) -> Any:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_supported_families_show_their_kv(family: str) -> None:
     config = FAMILIES[family]()
-    layers = probe(_build(config), num_layers=3, device="cpu")
+    probed = probe(_build(config), num_layers=3, device="cpu")
     head_dim = getattr(config, "head_dim", None) or 8
-    assert layers == [LayerKv(2, head_dim, 2, head_dim)] * 3
+    assert probed.layers == (LayerKv(2, head_dim, 2, head_dim),) * 3
+    windows = {"mistral-window": (21,) * 3, "qwen2-window": (None, 13, 13)}
+    assert probed.windows == windows.get(family, (None,) * 3)
 
 
 def test_a_model_that_does_not_attend_in_each_layer_is_refused() -> None:

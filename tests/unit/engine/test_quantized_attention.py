@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,7 +17,9 @@ from engine.batch import Batch, Span
 from engine.errors import IntegrityError
 from engine.kv.layout import KvLayout, LayerKv, layout_of
 from engine.kv.memory import KvMemory, Tails
+from engine.loop import Engine
 from engine.models.quantized_attention import QuantizedAttention, Scales
+from engine.request import Request
 
 SIZE, HEADS = 4, 6
 CHOICES = [(dtype, scale) for dtype in ("int8", "fp8_e4m3") for scale in
@@ -290,3 +293,21 @@ class TailsMachine(RuleBasedStateMachine):
 
 TestTails = TailsMachine.TestCase
 TestTails.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+
+
+def test_a_block_that_was_loaded_full_keeps_no_tail(
+    make_engine: Callable[..., Engine], make_request: Callable[..., Request]
+) -> None:
+    """Its last owner gave it back unfilled; now it is live again, and no step fills it."""
+    engine = make_engine()
+    tails = engine.kv.tails = Tails(engine.kv.layout, "cpu")
+    for block_id in range(engine.kv.num_blocks):
+        tails.open(block_id)
+    reserved = engine.reserve(make_request("a", tuple(range(1, 10))))
+    engine.start("a", num_loaded_tokens=8)
+    for block_id in reserved.block_ids[:2]:
+        with pytest.raises(IntegrityError, match="has no tail"):
+            tails.slot(block_id)
+    assert len(tails) == engine.kv.num_blocks - 2
+    engine.abort("a")
+    engine.check_integrity()

@@ -213,3 +213,25 @@ def test_the_stop_policy_ends_a_sample(make_request: Make) -> None:
     assert found[0][1] is FinishReason.LENGTH and len(found[0][0]) == 8
     assert "ValueError: what is this" in str(events["bad"][-1].error)
     assert seen[0] == (0, 1)
+
+
+def test_an_end_before_the_others_began_is_told(
+    make_engine: Make, make_request: Make, finish: Make
+) -> None:
+    """One sample is not wanted before the prompt is computed, the other ends at its first token."""
+    engine = make_engine()
+    engine.submit(_sampled(make_request, range(1, 7), 2, max_tokens=1))
+    engine.finish_sample("a", 1)
+    events = finish(engine)["a"]
+    assert events[-1].is_request_over
+
+
+def test_a_sample_that_has_all_it_holds_after_is_refused(
+    make_engine: Make, make_request: Make
+) -> None:
+    """It would draw one more than its blocks were counted for."""
+    engine = make_engine()
+    engine.reserve(_sampled(make_request, range(1, 7), 2, hold_after=3))
+    with pytest.raises(InvalidRequest, match="hold after 3"):
+        engine.start("a", outputs=[(1,), (1, 2, 3)])
+    engine.start("a")

@@ -4,7 +4,11 @@ would have alone; the laws hold after each call."""
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -19,6 +23,8 @@ from engine.config import EngineConfig
 from engine.errors import NoBlocks
 from engine.fake import FakeModel
 from engine.loop import Engine
+from engine.lora.errors import AdapterInUse
+from engine.lora.registry import AdapterInfo
 from engine.request import Request, Sampling
 from engine_client import core
 from engine_client.base import Ask, News
@@ -138,6 +144,84 @@ def test_an_engine_without_room_for_anyone_says_so() -> None:
     served.submit(Ask("a", (5,), Sampling(max_tokens=3)))
     (news,) = served.step()
     assert news.failure is not None and news.failure.kind == "NoBlocks"
+
+
+def test_an_ask_that_trips_the_engine_hears_of_it() -> None:
+    """It is between the queue and the engine when the engine fails."""
+
+    class Tripping(Engine):
+        def submit(self, request: Request) -> None:
+            raise RuntimeError("tripped")
+
+    served = EngineCore(Tripping(EngineConfig(num_blocks=80), FakeModel()))
+    for name in ("a", "b"):
+        served.submit(Ask(name, (5,), Sampling(max_tokens=3)))
+    news = served.step()
+    assert sorted(each.request_id for each in news) == ["a", "b"]
+    for each in news:
+        assert each.is_over and each.failure is not None
+        assert "RuntimeError: tripped" in each.failure.message
+
+
+def test_cancelled_asks_do_not_pile_up_in_the_queue() -> None:
+    served = EngineCore(Engine(EngineConfig(num_blocks=80), FakeModel()))
+    served.submit(Ask("last", (5,), Sampling(max_tokens=3), priority=-1))
+    for index in range(1_000):
+        served.submit(Ask(f"{index}", (5,), Sampling(max_tokens=3)))
+        served.cancel(f"{index}")
+        served.check_integrity()
+    assert len(served._queue) <= 2 + 64
+    over = [news for _ in range(9) for news in served.step() if news.request_id == "last"]
+    assert over[-1].is_over and over[-1].failure is None
+
+
+@pytest.fixture
+def adapted() -> Iterator[Engine]:
+    """An engine whose adapters are names and digests, changed by loading a "folder"."""
+    digests: dict[str, str] = {}
+
+    class Adapted(Engine):
+        def load_adapter(self, name: str, folder: Path, progress: object = None) -> AdapterInfo:
+            digests[name] = folder.name * 16
+            return AdapterInfo(name, digests[name], 1, 1, ())
+
+        def unload_adapter(self, name: str) -> None:
+            del digests[name]
+
+        def adapters(self) -> tuple[AdapterInfo, ...]:
+            return tuple(AdapterInfo(name, each, 1, 1, ()) for name, each in digests.items())
+
+        def submit(self, request: Request) -> None:
+            super().submit(replace(request, adapter=""))  # the model itself has none
+
+    engine = Adapted(EngineConfig(num_blocks=80, max_num_running=1), FakeModel())
+    yield engine
+    engine.check_integrity()
+    engine.close()
+
+
+def test_an_adapter_that_asks_wait_for_stays(adapted: Engine) -> None:
+    served = EngineCore(adapted)
+    served.load_adapter("style", "ab")
+    served.submit(Ask("a", (5,), Sampling(max_tokens=2), adapter="style"))
+    with pytest.raises(AdapterInUse, match="1 asks"):
+        served.unload_adapter("style")
+    assert served.adapters()
+    served.cancel("a")
+    served.unload_adapter("style")
+    assert not served.adapters()
+
+
+def test_an_ask_is_not_served_by_what_took_its_adapters_name(adapted: Engine) -> None:
+    served = EngineCore(adapted)
+    for folder, failure in (("ab", None), ("cd", "InvalidArgument")):
+        served.load_adapter("style", "ab")
+        served.submit(Ask(folder, (5,), Sampling(max_tokens=2, ignore_eos=True), adapter="style"))
+        served.load_adapter("style", folder)
+        last = [news for _ in range(5) for news in served.step()][-1]
+        assert last.is_over and (last.failure and last.failure.kind) == failure
+        assert last.failure is None or last.failure.field == "adapter"
+    served.check_integrity()
 
 
 def test_the_engine_gets_no_more_than_it_should_choose_from() -> None:

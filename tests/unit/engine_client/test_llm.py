@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +15,12 @@ from engine.config import EngineConfig
 from engine.errors import InvalidLogits
 from engine.fake import FakeModel
 from engine.loop import Engine
+from engine_client import llm as llm_module
 from engine_client import progress
 from engine_client.in_process import InProcessClient
 from engine_client.llm import LLM, ClientLLM
 from engine_client.params import SamplingParams
-from process.errors import FailedPrecondition, InvalidArgument
+from process.errors import DeadlineExceeded, FailedPrecondition, Internal, InvalidArgument
 from process.settings import SettingsError
 
 
@@ -69,6 +71,31 @@ def test_an_end_of_sequence_is_said(llm: ClientLLM, model: FakeModel) -> None:
     (answer,) = llm.generate(prompt, SamplingParams(max_tokens=60))
     assert answer.finish_reason == "eos" and answer.token_ids[-1] == 0
     assert answer.samples[0].stop_token_id == 0
+
+
+def test_the_time_of_a_call_counts_from_its_start(
+    llm: ClientLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is checked is checked within it."""
+    clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(llm_module, "time", clock)
+
+    def slow(asks: object) -> None:
+        clock.now += 3.0
+
+    monkeypatch.setattr(llm.client, "check", slow)
+    with pytest.raises(DeadlineExceeded):
+        llm.generate([5, 6], params(), timeout_s=2.0)
+    assert len(llm.generate([5, 6], params(), timeout_s=4.0)) == 1
+
+
+def test_a_client_that_loses_a_prompt_is_told_on(
+    llm: ClientLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(llm.client, "submit", lambda ask: None)
+        with pytest.raises(Internal, match="1 of 1 prompts were lost"):
+            llm.generate([5, 6], params(), timeout_s=5.0)
 
 
 def test_a_failing_prompt_ends_the_call_or_is_returned(llm: ClientLLM, model: FakeModel) -> None:

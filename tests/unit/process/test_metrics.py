@@ -44,6 +44,19 @@ def test_what_is_collected_is_served_until_the_end() -> None:
         pass  # the port is free again
 
 
+def test_a_connection_that_says_no_more_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics._Handler, "timeout", 0.05)
+    server = MetricsServer(_One())
+    server.start("127.0.0.1:0")
+    try:
+        host, _, port = server.address.rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=5) as connection:
+            connection.sendall(b"GET /metrics HTTP/1.1\r\nHost")
+            assert connection.recv(1) == b""
+    finally:
+        server.stop()
+
+
 @pytest.mark.parametrize("listen", ["nowhere", "127.0.0.1:", ":1", "127.0.0.1:99999"])
 def test_an_address_that_is_none_is_named(listen: str) -> None:
     with pytest.raises(SettingsError, match="metrics_listen"):

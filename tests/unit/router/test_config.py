@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from engine import admission
 from process import settings
 from process.settings import SettingsError
-from services.router.config import RouterSettings
+from services.router.config import MAX_SAMPLES, RouterSettings
+
+
+def test_the_bound_of_samples_is_the_engines() -> None:
+    assert MAX_SAMPLES == admission.MAX_SAMPLES
 
 
 def test_defaults_with_a_model() -> None:
@@ -23,6 +28,7 @@ def test_defaults_with_a_model() -> None:
         ("listen=127.0.0.1:99999", "host:port"),
         ("limits.max_request_bytes=0", "max_request_bytes: must be above 0"),
         ("limits.hard_request_bytes=1", "hard_request_bytes"),
+        ("limits.max_samples=129", "max_samples: at most 128"),
         ("times.poll_interval_s=-1", "poll_interval_s"),
         ("times.poll_interval_s=nan", "poll_interval_s"),
         ("costs.link_bytes_per_s=0", "link_bytes_per_s"),

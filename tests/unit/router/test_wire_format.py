@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -98,3 +101,22 @@ def test_fields_of_a_newer_version_are_refused() -> None:
     inside = b"\x2a" + bytes([len(sampling)]) + sampling
     with pytest.raises(InvalidArgument, match="sampling: has field number 1007"):
         _parse(inside)
+
+
+@pytest.mark.parametrize(
+    ("make", "field"),
+    [
+        (lambda part: inference_pb2.GenerateRequest(sampling={"beam": part}), "sampling.beam"),
+        (lambda part: inference_pb2.GenerateRequest(sampling={"choice": part}), "sampling.choice"),
+        (
+            lambda part: inference_pb2.GenerateRequest(sampling={"bad_word_ids": [part]}),
+            "sampling.bad_word_ids[0]",
+        ),
+    ],
+)
+def test_fields_of_a_newer_version_are_refused_in_every_part(make: Any, field: str) -> None:
+    kinds = {"beam": common_pb2.BeamParams, "choice": common_pb2.StringList}
+    kind = kinds.get(field.rpartition(".")[2], common_pb2.TokenSequence)
+    part = kind.FromString(b"\xfa\x3e\x01x")
+    with pytest.raises(InvalidArgument, match=re.escape(f"{field}: has field number 1007")):
+        _parse(make(part).SerializeToString())

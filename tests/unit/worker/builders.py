@@ -51,7 +51,11 @@ class GatedModel(FakeModel):
 
 
 def fake_engine(
-    *, num_blocks: int = 256, chunk: int = 16, model: FakeModel | None = None
+    *,
+    num_blocks: int = 256,
+    chunk: int = 16,
+    model: FakeModel | None = None,
+    preemption: str = "never",
 ) -> Engine:
     """The real engine over a fake model."""
     config = EngineConfig(
@@ -59,6 +63,7 @@ def fake_engine(
         num_blocks=num_blocks,
         max_num_tokens_per_step=chunk,
         max_num_running=min(8, chunk),
+        preemption=preemption,
     )
     return Engine(config, model or GatedModel())
 

@@ -49,6 +49,12 @@ def test_what_is_absent_is_off() -> None:
     assert mapping.num_samples_of(params()) == 1
 
 
+def test_too_many_samples_are_refused_before_anything_is_made_of_them() -> None:
+    assert mapping.num_samples_of(params(n=128)) == 128
+    with pytest.raises(InvalidArgument, match=r"^sampling\.n: "):
+        mapping.num_samples_of(params(n=2**31 - 1))
+
+
 @pytest.mark.parametrize(
     ("fields", "grammar"),
     [

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.grammar.config import GrammarLimits
 from engine.grammar.jump import Cutter
+from engine.grammar.state import GrammarState
 from engine.grammar.vocabulary import Vocabulary
 from tests.unit.engine.grammar.driver import (
     END,
@@ -27,6 +32,7 @@ from tests.unit.engine.grammar.driver import (
 )
 from tokens.tokenizer import Tokenizer
 
+WORD = "abcdefghijklmnopqrstuvwxyzABCD"
 OBJECT = schema_spec(
     {
         "type": "object",
@@ -89,6 +95,78 @@ def test_a_jump_is_bounded(
         "".join(pieces(grammars, forced))
         == ("x" + "ya" * 900)[: len("".join(pieces(grammars, forced)))]
     )
+
+
+@pytest.mark.parametrize("character", ["b", "é", "日"])
+def test_only_the_head_of_a_long_forced_text_is_cut(
+    character: str,
+    make_grammars: Callable[..., Grammars],
+    vocabulary: Vocabulary,
+    tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    grammars = make_grammars(vocabulary, tokenizer, max_num_forced_tokens=5)
+    text = "x" + character * 9000
+    state = grammars.state(choice_spec(text))
+    lengths = []
+    cut = Cutter.cut
+
+    def counted(self: Cutter, data: bytes) -> tuple[int, ...]:
+        lengths.append(len(data))
+        return cut(self, data)
+
+    monkeypatch.setattr(Cutter, "cut", counted)
+    forced = state.forced_after(token(grammars, "x"))
+    assert 75 < max(lengths) <= 81, "16 bytes for each token, and the one that was drawn"
+    assert len(forced) == 5
+    token_bytes = grammars.surroundings.vocabulary.token_bytes
+    assert text.encode().startswith(b"".join(token_bytes[i] for i in forced))
+
+
+def test_where_the_cut_may_lie_inside_a_token_that_token_is_dropped(
+    make_grammars: Callable[..., Grammars],
+) -> None:
+    """64 bytes of forced text hold two words of 30 bytes and the beginning of a third."""
+    spelled = (*(bytes([byte]) for byte in range(256)), WORD.encode(), WORD[:4].encode(), b"")
+    wide = make_grammars(Vocabulary(spelled))
+    surroundings = dataclasses.replace(
+        wide.surroundings,
+        limits=GrammarLimits(max_num_forced_tokens=4),
+        cutter=Cutter(cast("Tokenizer", Words()), wide.surroundings.vocabulary),
+    )
+    plain = wide.state(choice_spec("x" + WORD * 9), frozenset({258}))
+    state = GrammarState(plain._matcher, surroundings, frozenset({258}))
+    assert state.forced_after(ord("x")) == (ord("x"), 256, 256)
+
+
+class Words:
+    """A tokenizer of letters, WORD (256) and its beginning (257)."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        pieces = re.findall(f"{WORD}|{WORD[:4]}|(?s:.)", text)
+        return [{WORD: 256, WORD[:4]: 257}.get(piece) or ord(piece) for piece in pieces]
+
+
+def test_a_tokenizer_that_fails_costs_the_jump_only(
+    vocabulary: Vocabulary,
+    tokenizer: Tokenizer,
+    make_grammars: Callable[..., Grammars],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    grammars = make_grammars(vocabulary, tokenizer)
+    state = grammars.state(OBJECT)
+
+    def fail(self: Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        raise RuntimeError("odd text")
+
+    monkeypatch.setattr(Tokenizer, "encode", fail)
+    for _ in range(2):
+        assert state.forced_after(token(grammars, "{")) == ()
+    assert state.error is None and state.accept(token(grammars, "{"))
+    assert [record.message for record in caplog.records] == [
+        "the tokenizer failed on forced text: no jump"
+    ]
 
 
 def test_text_that_spells_a_special_token_is_not_cut_into_it(grammars: Grammars) -> None:

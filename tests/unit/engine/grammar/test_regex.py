@@ -78,11 +78,15 @@ def test_what_is_written_has_one_range_beyond_ascii_per_class() -> None:
     assert regex.write(parse(r"[\n-]+x{0}(?:)\.")) == r"([\u000a\-])+\."
 
 
-def test_in_json_what_must_be_escaped_is() -> None:
-    assert regex.write(parse('"'), in_json=True) == '\\\\"'
-    assert regex.write(parse(r"\\\n"), in_json=True) == r"\\\\\\n"
-    assert regex.write(parse(r"\x01"), in_json=True) == r"\\u0001"
-    assert regex.write(parse('[a"]'), in_json=True) == '(a|\\\\")'
+@pytest.mark.parametrize("pattern", ['"', r"(Z|foo\\Z)", r"a\n*", r"[\t\n]", '(Z|a"Z)'])
+def test_what_json_must_escape_is_found(pattern: str) -> None:
+    assert regex.escaped_in_json(parse(pattern)) in ('"', "\\", "\n", "\t")
+    assert regex.escaped_in_json(parse(r"[^a-z]+(Z|\s)")) is None
+
+
+def test_in_json_classes_lose_what_must_be_escaped() -> None:
+    assert regex.write(regex.in_json(parse('(Z|[a"]b)'))) == "(Z|ab)"
+    assert regex.write(regex.in_json(parse(r"[\s\\]{2}"))) == "( ){2,2}"
 
 
 ranges = st.lists(

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
+import socket
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,10 +21,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from engine.errors import InvalidRequest
 from engine.grammar import compile_server, compiler
+from engine.grammar import service as service_module
 from engine.grammar.compiler import CompileProcess, Compiler
 from engine.grammar.config import GrammarLimits
 from engine.grammar.errors import GrammarBusy, GrammarFailed, GrammarTooCostly
 from engine.grammar.service import Compilation, GrammarService
+from engine.grammar.state import GrammarState
 from engine.grammar.vocabulary import Vocabulary
 from engine.request import GrammarSpec
 from tests.unit.engine.grammar.driver import (
@@ -68,7 +73,9 @@ def make_service(
 
     def make(**limits: float) -> GrammarService:
         checked = GrammarLimits(**limits)  # type: ignore[arg-type]
-        made.append(GrammarService(vocabulary, checked, process=process, tokenizer=tokenizer))
+        made.append(
+            GrammarService(lambda: (vocabulary, tokenizer), VOCAB_SIZE, checked, process=process)
+        )
         return made[-1]
 
     yield make
@@ -148,6 +155,10 @@ def test_a_grammar_too_large_to_be_taken_over_is_refused(
         (ebnf_spec("root ::= foo"), 'Rule "foo" is not defined'),
         (ebnf_spec("root ::= "), "parser error"),
         (ebnf_spec('start ::= "a"'), "root"),
+        (ebnf_spec('root ::= ("a"'), ""),
+        (ebnf_spec('x ::= "a"\nroot ::= Token(3)'), "line 2: Token is not supported"),
+        (regex_spec("(unclosed"), ""),
+        (choice_spec(), "choices: there is none"),
         (
             schema_spec(
                 {
@@ -174,6 +185,19 @@ def test_a_grammar_that_cannot_be_satisfied_or_read_is_an_error(
     assert problem in str(compilation.error)
     with pytest.raises(InvalidRequest, match=r"^grammar: "):
         compilation.state(frozenset({END}))
+
+
+def test_each_who_asks_gets_an_error_of_its_own(service: GrammarService) -> None:
+    # A raised error holds the frames, and so the prompts, of those it was raised for.
+    compilation = compiled(service, ebnf_spec('start ::= "a"'))
+    for _ in range(2):
+        with pytest.raises(InvalidRequest) as caught:
+            compilation.state(frozenset())
+        assert caught.value is not compilation.error
+    a, b = compilation.error, compilation.error
+    assert a is not None and b is not None and a is not b
+    assert (type(a), str(a), a.field) == (type(b), str(b), "grammar")  # type: ignore[attr-defined]
+    assert a.__traceback__ is None and b.__traceback__ is None
 
 
 def test_a_character_that_no_token_spells_is_an_error(vocabulary: Vocabulary) -> None:
@@ -244,10 +268,12 @@ class Held:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.let_go = threading.Event()
+        self.is_in = threading.Event()
         self.failure: Exception | None = None
         monkeypatch.setattr(Compiler, "compile", self._compile)
 
     def _compile(self, source: Any) -> Any:
+        self.is_in.set()
         assert self.let_go.wait(30)
         if self.failure is not None:
             raise self.failure
@@ -302,6 +328,220 @@ def test_too_many_that_wait_are_refused_for_now(monkeypatch: pytest.MonkeyPatch)
     service.close()
 
 
+def test_senders_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who comes later waits for one of each other sender's, not for all of them."""
+    held = Held(monkeypatch)
+    service = GrammarService.from_checkpoint(
+        BUNDLED, VOCAB_SIZE, GrammarLimits(max_num_compiling=1)
+    )
+    order: list[str] = []
+    many = [service.submit(choice_spec(f"a{number}"), b"a") for number in range(5)]
+    assert held.is_in.wait(30)
+    few = [service.submit(choice_spec(text), text[:1].encode()) for text in ("b0", "c0", "b1")]
+    for one in (*many, *few):
+        one.when_done(lambda one=one: order.append(one.spec.choices[0]))
+    service.check_integrity()
+    held.let_go.set()
+    assert all(one.wait(30) for one in (*many, *few))
+    service.close()
+    assert order == ["a0", "a1", "b0", "c0", "a2", "b1", "a3", "a4"]
+
+
+def test_a_sender_has_some_of_the_places_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Held(monkeypatch)
+    limits = GrammarLimits(max_num_compiling=1, max_num_waiting=8, max_num_waiting_per_sender=3)
+    service = GrammarService.from_checkpoint(BUNDLED, VOCAB_SIZE, limits)
+    waiting = [service.submit(choice_spec("first"), b"a")]
+    assert held.is_in.wait(30)  # it no longer waits
+    waiting += [service.submit(choice_spec(str(number)), b"a") for number in range(3)]
+    with pytest.raises(GrammarBusy, match="3 grammars of this sender wait"):
+        service.submit(choice_spec("one more"), b"a")
+    assert service.submit(choice_spec("1"), b"a") is waiting[2]
+    waiting.append(service.submit(choice_spec("one more"), b"b"))
+    service.check_integrity()
+    held.let_go.set()
+    assert all(one.wait(30) for one in waiting)
+    assert service.submit(choice_spec("at last"), b"a").wait(30)
+    service.close()
+    service.check_integrity()
+
+
+def test_what_blocks_is_done_on_the_compile_threads(
+    make_service: Callable[..., GrammarService], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = make_service()
+    where: dict[str, list[int]] = {}
+
+    def noted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(*arguments: Any) -> Any:
+            where.setdefault(name, []).append(threading.get_ident())
+            return call(*arguments)
+
+        return noting
+
+    monkeypatch.setattr(service, "_load", noted("load", service._load))
+    monkeypatch.setattr(service_module, "source", noted("source", service_module.source))
+    monkeypatch.setattr(service_module, "Compiler", noted("compiler", Compiler))
+    monkeypatch.setattr(service_module, "Cutter", noted("cutter", service_module.Cutter))
+    assert bool((service.begin_fill([None]).result() == -1).all())
+    both = [service.submit(regex_spec(text)) for text in ("a", "(")]
+    assert all(one.wait(WAIT_S) for one in both)
+    assert both[0].error is None and isinstance(both[1].error, InvalidRequest)
+    assert {name: len(threads) for name, threads in where.items()} == {
+        "load": 1,
+        "source": 2,
+        "compiler": 1,
+        "cutter": 1,
+    }
+    assert threading.get_ident() not in {one for threads in where.values() for one in threads}
+    # A refusal is kept.
+    assert service.submit(regex_spec("(")) is both[1]
+
+
+def test_a_tokenizer_that_cannot_be_served_is_each_requests_error(
+    process: Shared, tokenizer: Tokenizer
+) -> None:
+    loads: list[int] = []
+
+    def load() -> tuple[Vocabulary, Tokenizer]:
+        loads.append(1)
+        raise InvalidRequest("grammar", "an odd tokenizer")
+
+    service = GrammarService(load, VOCAB_SIZE, GrammarLimits(), process=process)
+    for text in "ab":
+        error = compiled(service, choice_spec(text)).error
+        assert isinstance(error, InvalidRequest) and "an odd tokenizer" in str(error)
+    assert len(loads) == 1
+    service.close()
+
+
+def test_a_state_that_the_library_cannot_make_is_an_error(
+    service: GrammarService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compilation = compiled(service, choice_spec("a"))
+
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("odd")
+
+    monkeypatch.setattr(service_module, "new_state", fail)
+    with pytest.raises(GrammarFailed, match=r"the grammar library failed: RuntimeError\('odd'\)"):
+        compilation.state(frozenset({END}))
+
+
+def test_memory_is_measured_where_and_when_nobody_makes_masks(
+    monkeypatch: pytest.MonkeyPatch, vocabulary: Vocabulary
+) -> None:
+    held = Held(monkeypatch)
+    held.let_go.set()
+    service = GrammarService.from_checkpoint(BUNDLED, VOCAB_SIZE, GrammarLimits())
+    first = compiled(service, choice_spec("a"))
+    grown = Growing()
+    first._compiled = grown
+    compiled(service, choice_spec("b"))
+    assert grown.readers == {threading.get_ident()}, "not by the thread that compiled b"
+    assert first.num_bytes == 5000 and service.stats().cached_bytes == 6000
+
+    let_go, is_in = threading.Event(), threading.Event()
+
+    class Hanging(GrammarState):
+        def fill(self, rows: torch.Tensor, index: int) -> None:
+            is_in.set()
+            let_go.wait(30)
+
+    fill = service.begin_fill([Hanging(None, service._surroundings, frozenset())])
+    assert is_in.wait(30)
+    grown.size = 7000
+    compiled(service, choice_spec("c"))
+    assert first.num_bytes == 5000, "a mask is being made"
+    let_go.set()
+    fill.result()
+    service.submit(choice_spec("a"))
+    assert first.num_bytes == 7000
+    service.check_integrity()
+    service.close()
+
+
+class Growing:
+    """A compiled grammar that knows who measured it."""
+
+    def __init__(self) -> None:
+        self.size = 5000
+        self.readers: set[int] = set()
+
+    @property
+    def memory_size_bytes(self) -> int:
+        self.readers.add(threading.get_ident())
+        return self.size
+
+
+def test_closing_does_not_wait_for_a_process_that_does_not_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In its place is one that never says that it is ready."""
+    is_started = threading.Event()
+    popen = subprocess.Popen
+
+    def start(command: list[str], **how: Any) -> subprocess.Popen[bytes]:
+        made = popen(["sleep", "1000"], **how)
+        is_started.set()
+        return made
+
+    monkeypatch.setattr(compiler.subprocess, "Popen", start)
+    process = CompileProcess(tmp_path, 10)
+    errors: list[Exception] = []
+
+    def ask() -> None:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            try:
+                process.hand_over(theirs)
+            except GrammarFailed as error:
+                errors.append(error)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    assert is_started.wait(30)
+    closing = threading.Thread(target=process.close)
+    closing.start()
+    closing.join(30)
+    assert not closing.is_alive(), "its start has 120 s"
+    asking.join(30)
+    assert not asking.is_alive() and len(errors) == 1
+
+
+def test_children_end_with_a_process_that_died(process: Shared, service: GrammarService) -> None:
+    """The group is killed before its leader is reaped: until then its id is nobody else's."""
+    assert compiled(service, choice_spec("alive")).error is None
+    leader = process._process
+    assert leader is not None
+    os.kill(leader.pid, signal.SIGKILL)
+    while process.is_alive:  # ends: the test has a time limit
+        os.sched_yield()
+    assert leader.returncode is None, "not reaped by looking"
+    assert compiled(service, choice_spec("alive again")).error is None
+    assert leader.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("message", "is_costly"),
+    [
+        ("std::bad_alloc", True),
+        ("Resource temporarily unavailable", True),
+        ("EBNF parser error", False),
+    ],
+)
+def test_what_a_limit_stopped_is_costly_and_not_wrong(
+    message: str, is_costly: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise RuntimeError(message)
+
+    monkeypatch.setattr(compile_server, "parse", fail)
+    answer, _ = compile_server._compile(None, frozenset(), {"form": "ebnf", "text": ""})
+    assert answer["costly"] is is_costly
+    assert (answer["problem"] == "it takes too much memory") is is_costly
+
+
 def test_our_own_failures_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     held = Held(monkeypatch)
     held.let_go.set()
@@ -329,8 +569,11 @@ def test_after_close_who_waits_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_model_without_a_fitting_tokenizer_refuses_grammars_by_name(tmp_path: Path) -> None:
     service = GrammarService.from_checkpoint(tmp_path, 10, GrammarLimits())
-    with pytest.raises(InvalidRequest, match=r"^grammar: .*tokenizer\.json cannot be read"):
-        service.submit(choice_spec("a"))
+    refusals = [compiled(service, choice_spec(text)).error for text in "ab"]
+    for refusal in refusals:
+        assert isinstance(refusal, InvalidRequest)
+        assert re.search(r"^grammar: .*tokenizer\.json cannot be read", str(refusal))
+    assert refusals[0] is not refusals[1]
     assert bool((service.begin_fill([None]).result() == -1).all())
     service.check_integrity()
     service.close()
@@ -360,7 +603,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule()
     def refuse(self) -> None:
         with pytest.raises(InvalidRequest):
-            self.service.submit(choice_spec())
+            self.service.submit(choice_spec("a" * 70_000))
 
     @invariant()
     def the_laws_hold(self) -> None:

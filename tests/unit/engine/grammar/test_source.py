@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import xgrammar
 
@@ -50,6 +52,27 @@ def test_bounds_and_names(spec: GrammarSpec, problem: str) -> None:
 def test_what_stands_in_a_literal_class_or_comment_is_text() -> None:
     text = 'root ::= "(((((Token(=" [((((({"] # (((((= Token {99}'
     assert source(ebnf_spec(text), LIMITS).text == text
+
+
+class Counted(str):
+    """Text that counts how often it is searched for lines."""
+
+    __slots__ = ("num_counts",)
+
+    def count(self, *arguments: Any) -> int:
+        self.num_counts = getattr(self, "num_counts", 0) + 1
+        return super().count(*arguments)
+
+
+def test_lines_are_counted_for_a_refusal_only() -> None:
+    """Once per piece would be quadratic."""
+    text = Counted('root ::= "a"\n' * 4)
+    assert source(ebnf_spec(text), LIMITS).text == text
+    assert not hasattr(text, "num_counts")
+    wrong = Counted('root ::= "a"\n' * 4 + '(= "b")')
+    with pytest.raises(InvalidRequest, match="line 5: a look-ahead"):
+        source(ebnf_spec(wrong), LIMITS)
+    assert wrong.num_counts == 1
 
 
 def test_a_choice_is_escaped() -> None:

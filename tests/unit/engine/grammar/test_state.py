@@ -6,13 +6,14 @@ import codecs
 import random
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.grammar.errors import GrammarTooCostly
+from engine.grammar.errors import GrammarFailed, GrammarTooCostly
 from engine.grammar.fill import Fill
 from engine.grammar.state import GrammarState
 from engine.grammar.vocabulary import Vocabulary
@@ -240,11 +241,134 @@ def test_a_mask_that_does_not_come_costs_its_row_only(
     # Those who come later find a thread that works.
     assert ids_of(grammars.masks([good[0]])[0]) == [a]
     hanging.let_go.set()
-    for task in fill._tasks:
-        assert task.wait(30)
+    for helper in fill._helpers:
+        assert helper.task is not None and helper.task.wait(30)
     assert workers.num_stuck == 0
     assert ids_of(masks[1]) == [], "what came late is not seen"
     workers.check_integrity()
+
+
+def test_rows_that_nobody_began_are_not_charged_for_those_that_hang(
+    make_grammars: Callable[..., Grammars], vocabulary: Vocabulary
+) -> None:
+    """More rows hang than there are threads, and all of them come before the others."""
+    grammars = make_grammars(vocabulary, token_timeout_s=0.5)
+    let_go = threading.Event()
+    hanging = []
+    for _ in range(6):
+        stuck = grammars.state(choice_spec("a"))
+        hanging.append(Hanging(stuck._matcher, grammars.surroundings, frozenset({END})))
+        hanging[-1].let_go, hanging[-1].is_in = let_go, threading.Event()
+    good = [grammars.state(choice_spec("a")) for _ in range(3)]
+    fill = Fill(grammars.surroundings, [*hanging, *good])
+    masks = fill.result()
+    assert fill.is_over
+    a = token(grammars, "a")
+    assert [ids_of(masks[row]) for row in range(9)] == [[]] * 6 + [[a]] * 3
+    assert all(isinstance(state.error, GrammarTooCostly) for state in hanging)
+    assert all(state.error is None for state in good)
+    workers = grammars.surroundings.workers
+    assert workers.num_stuck == 6
+    let_go.set()
+    for helper in fill._helpers:
+        assert helper.task is not None and helper.task.wait(30)
+    assert workers.num_stuck == 0
+    workers.check_integrity()
+
+
+class Slow(GrammarState):
+    """Its mask takes a while."""
+
+    def fill(self, rows: torch.Tensor, index: int) -> None:
+        threading.Event().wait(0.1)
+        super().fill(rows, index)
+
+
+def test_many_rows_may_take_longer_together_than_one_may(
+    make_grammars: Callable[..., Grammars], vocabulary: Vocabulary
+) -> None:
+    grammars = make_grammars(vocabulary, token_timeout_s=1.0)
+    rows = []
+    for _ in range(60):  # 1.5 s for four threads
+        state = grammars.state(choice_spec("a"))
+        rows.append(Slow(state._matcher, grammars.surroundings, frozenset({END})))
+    masks = grammars.masks(rows)
+    a = token(grammars, "a")
+    assert [ids_of(row) for row in masks] == [[a]] * 60
+    assert [state.error for state in rows] == [None] * 60
+
+
+class Broken:
+    """A matcher that raises in one of its calls."""
+
+    def __init__(self, matcher: Any, call: str) -> None:
+        self._matcher = matcher
+        self._call = call
+
+    def __getattr__(self, name: str) -> Any:
+        if name != self._call:
+            return getattr(self._matcher, name)
+
+        def fail(*arguments: object) -> None:
+            raise RuntimeError("an odd grammar")
+
+        return fail
+
+
+@pytest.mark.parametrize(
+    ("call", "use"),
+    [
+        ("accept_token", lambda state, a: state.accept(a)),
+        ("is_completed", lambda state, a: state.accept(END)),
+        ("is_completed", lambda state, a: state.is_complete),
+        ("find_jump_forward_string", lambda state, a: state.forced_after(a)),
+        ("rollback", lambda state, a: state.forced_after(a)),
+        ("rollback", lambda state, a: state.accept(a) and state.rollback(1)),
+        ("fork", lambda state, a: state.fork().accept(a)),
+    ],
+)
+def test_a_failure_of_the_library_is_the_states_own_error(
+    call: str, use: Callable[[GrammarState, int], object], grammars: Grammars
+) -> None:
+    a = token(grammars, "a")
+    state = grammars.state(choice_spec("abc", "abd"))
+    state._matcher = Broken(state._matcher, call)
+    neighbour = grammars.state(choice_spec("a"))
+    assert not use(state, a)
+    assert isinstance(state.error, GrammarFailed)
+    assert "the grammar library failed: RuntimeError('an odd grammar')" in str(state.error)
+    masks = grammars.masks([state, neighbour])
+    assert [ids_of(row) for row in masks] == [[], [a]]
+    assert not state.accept(a) and not state.is_complete and state.forced_after(a) == ()
+    assert isinstance(state.fork().error, GrammarFailed)
+
+
+def test_a_mask_that_fails_is_its_rows_own_error(grammars: Grammars) -> None:
+    a = token(grammars, "a")
+    states = [grammars.state(choice_spec("a")) for _ in range(3)]
+    states[1]._matcher = Broken(states[1]._matcher, "fill_next_token_bitmask")
+    masks = grammars.masks(states)
+    assert [ids_of(row) for row in masks] == [[a], [], [a]]
+    assert isinstance(states[1].error, GrammarFailed)
+    grammars.surroundings.workers.check_integrity()
+
+
+def test_a_fill_that_fails_is_its_rows_own_error(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with a mistake of ours, outside the library."""
+    a = token(grammars, "a")
+    states = [grammars.state(choice_spec("a")) for _ in range(3)]
+
+    def fail(row: torch.Tensor) -> None:
+        row.fill_(-1)
+        raise ValueError("odd")
+
+    monkeypatch.setattr(states[1], "_clear_spare", fail)
+    masks = grammars.masks(states)
+    assert [ids_of(row) for row in masks] == [[a], [], [a]]
+    assert isinstance(states[1].error, GrammarFailed)
+    grammars.surroundings.workers.check_integrity()
 
 
 def test_a_dead_end_is_an_empty_mask(make_grammars: Callable[..., Grammars]) -> None:

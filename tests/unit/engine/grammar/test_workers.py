@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 
 import pytest
 
+from engine.errors import IntegrityError
 from engine.grammar.workers import Workers
 
 
@@ -64,3 +66,30 @@ def test_after_close_nothing_is_taken() -> None:
     with pytest.raises(RuntimeError, match="submit after close"):
         workers.submit(lambda: None)
     workers.check_integrity()
+
+
+def test_a_call_that_raises_leaves_its_thread_at_work(caplog: pytest.LogCaptureFixture) -> None:
+    workers = Workers("test", 1)
+
+    def fail() -> None:
+        raise ValueError("odd")
+
+    with caplog.at_level(logging.ERROR):
+        tasks = [workers.submit(fail) for _ in range(3)]
+        assert all(task.wait(30) for task in tasks)
+    found: list[int] = []
+    assert workers.submit(lambda: found.append(1)).wait(30) and found == [1]
+    assert len(workers._threads) == 1
+    assert sum("test: a call failed" in record.message for record in caplog.records) == 3
+    workers.check_integrity()
+    workers.close()
+
+
+def test_a_thread_that_is_gone_but_counted_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = Workers("test", 1)
+    monkeypatch.setattr(Workers, "_run", lambda self: None)
+    workers.submit(lambda: None)
+    for thread in workers._threads:
+        thread.join(30)
+    with pytest.raises(IntegrityError, match="0 threads live, 0 idle and 1 busy"):
+        workers.check_integrity()

@@ -1,0 +1,384 @@
+"""StoreParking: an engine's Parking that keeps a preempted request's blocks in the KV store.
+
+Life of what is put under a key; the engine's thread asks, one task on the loop does:
+
+    STAGED   its bytes lie in staging rows and are on their way to the store
+    STORED   they lie in the store, under a lease that is renewed; no rows
+    COMING   asked for: rows are taken and the bytes fetched into them, verified by the client
+    HERE     its bytes lie in rows until it is dropped (asked for while STAGED: at once)
+    LOST     they do not come back; the reason is counted and logged
+
+Full blocks are stored by their chain hash, so one that the store has already costs nothing and
+others may find it; the unfilled last one as a private tail. Nothing waits on the engine's thread:
+without free rows a put is refused. What the store cannot take, or does not give back within
+`transfer_budget_s`, is lost: the engine computes it again and counts that. A lease is renewed until
+its request goes on or ends, which the request's own deadline bounds.
+
+The memory that the store's transports see is the rows alone, so the parking has an attachment of
+its own beside the worker's.
+
+Conservation: the rows' law (services/worker/staging_rows.py), where the taken ones are exactly
+those of kept puts and of dropped ones whose transfer is not over; keys as in engine/parking.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+
+from engine.errors import IntegrityError, ParkingRefused
+from engine.kv.layout import KvLayout
+from engine.parking import Blocks, Parked
+from kvstore.client import StoreClient
+from kvstore.errors import (
+    DEADLINE,
+    LEASE_LAPSED,
+    STORE_UNAVAILABLE,
+    LeaseLapsed,
+    Quarantine,
+    TransferCancelled,
+    TransferTimeout,
+)
+from kvstore.transport.base import BlockMemory
+from process import logs
+from process.deadline import Deadline
+from process.errors import BatonError, DeadlineExceeded
+from process.settings import SettingsError
+from services.worker.background import start_task
+from services.worker.block_writer import NO_ROOM, RENEWALS_PER_TTL
+from services.worker.config import WorkerLimits
+from services.worker.connector import StoreConnector, reason_of
+from services.worker.parked_put import OVER, Coming, Put, Stage, Unknown, refs_of
+from services.worker.staging_rows import StagingRows
+
+logger = logging.getLogger(__name__)
+
+STOPPED = "stopped"
+
+
+class StoreParking:
+    """See the module. `put`, `get`, `drop` and `check_integrity` belong to the engine's thread,
+    the rest to the loop's.
+
+    Attributes:
+        num_bytes_stored, num_bytes_fetched: moved since start (blocks that were there cost none).
+        lost: puts that did not come back although they were wanted, by reason.
+    """
+
+    def __init__(
+        self,
+        layout: KvLayout,
+        max_bytes: int,
+        limits: WorkerLimits,
+        *,
+        worker_incarnation: bytes,
+        make_connector: Callable[[BlockMemory], StoreConnector],
+    ) -> None:
+        """
+        Args:
+            max_bytes: of this process' memory for blocks on their way.
+            make_connector: the way to the store, given the memory that it moves bytes of.
+        Raises: SettingsError where `max_bytes` holds no block.
+        """
+        if max_bytes < layout.block_bytes:
+            raise SettingsError(
+                f"park_bytes: {max_bytes} hold no block of {layout.block_bytes} bytes; raise it"
+            )
+        self._block_size = layout.block_size
+        self._limits = limits
+        self._name = worker_incarnation.hex()
+        self._rows = StagingRows(max_bytes // layout.block_bytes, layout.block_bytes)
+        self.connector = make_connector(self._rows.memory)
+        self._lock = threading.Lock()
+        self._kept: dict[str, Put] = {}
+        self._leaving: set[Put] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._has_room = asyncio.Event()
+        self._numbers = itertools.count(1)
+        self.num_bytes_stored = 0
+        self.num_bytes_fetched = 0
+        self.lost: Counter[str] = Counter()
+
+    # ---- life, on the loop
+
+    async def start(self, *, wait_s: float) -> bool:
+        """Attach, waiting at most `wait_s`. Returns and raises as StoreConnector.start."""
+        self._loop = asyncio.get_running_loop()
+        return await self.connector.start(wait_s=wait_s)
+
+    async def stop(self, *, timeout_s: float) -> None:
+        """Refuse what comes, end what moves, let the store go. What is still asked for is lost."""
+        self._loop = None
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.connector.stop(timeout_s=timeout_s)
+
+    # ---- the engine's thread
+
+    def put(self, key: str, chain_hashes: Sequence[bytes], blocks: Blocks) -> None:
+        """See Parking. Also refused before `start` and after `stop`."""
+        num_unfilled = len(blocks) - len(chain_hashes)
+        if num_unfilled not in (0, 1):
+            raise IntegrityError(f"{key}: {len(blocks)} blocks, {len(chain_hashes)} of them full")
+        with self._lock:
+            if key in self._kept:
+                raise IntegrityError(f"{key} is parked already")
+            if self._loop is None:
+                raise ParkingRefused("the worker's way to its store is not open")
+            rows = self._rows.take(len(blocks))
+            num_free = self._rows.num_free
+        if rows is None:
+            raise ParkingRefused(
+                f"{len(blocks)} blocks, but {num_free} rows of park_bytes are free just now"
+            )
+        self._rows.memory.view[list(rows)] = blocks
+        put = Put(key, tuple(chain_hashes), rows)
+        if not rows:  # of a quantized cache unfilled blocks are not parked, and here is no other
+            put.stage, put.is_ended = Stage.HERE, True
+        with self._lock:
+            self._kept[key] = put
+        if rows and not self._tell(self._begin, put):
+            self._end(put)
+
+    def get(self, key: str) -> Parked:
+        """See Parking."""
+        with self._lock:
+            put = self._kept.get(key)
+            if put is None:
+                return Unknown()
+            if put.stage is Stage.STAGED:
+                put.stage = Stage.HERE
+            elif put.stage is Stage.STORED:
+                put.stage = Stage.COMING
+        if not put.is_ended and not self._tell(put.wake.set):
+            self._lose(put, STOPPED)
+        return Coming(put, self._rows.memory)
+
+    def drop(self, key: str) -> None:
+        """See Parking. Rows that a transfer still uses come free when it is over."""
+        with self._lock:
+            put = self._kept.pop(key, None)
+            if put is None:
+                return
+            put.is_dropped = True
+            if put.is_ended:
+                self._free(put)
+            else:
+                self._leaving.add(put)
+        self._tell(self._has_room.set)
+        self._tell(put.wake.set)
+
+    def check_integrity(self, keys: Collection[str]) -> None:
+        """See Parking, and the module."""
+        with self._lock:
+            if set(self._kept) != set(keys):
+                raise IntegrityError(f"parked are {sorted(self._kept)}, not {sorted(keys)}")
+            for put in self._kept.values():
+                num_rows = {Stage.STAGED: put.num_blocks, Stage.HERE: put.num_blocks}
+                num_rows[Stage.STORED] = 0
+                if len(put.rows) != num_rows.get(put.stage, len(put.rows)):
+                    raise IntegrityError(
+                        f"{put.key} is {put.stage.value} with {len(put.rows)} rows"
+                    )
+            puts = (*self._kept.values(), *self._leaving)
+            self._rows.check_integrity(row for put in puts for row in put.rows)
+
+    @property
+    def num_rows(self) -> dict[str, int]:
+        """Staging rows by class, now; any thread."""
+        with self._lock:
+            free, quarantined = self._rows.num_free, self._rows.num_quarantined
+            taken = self._rows.num_rows - free - quarantined
+        return {"free": free, "taken": taken, "quarantined": quarantined}
+
+    def _tell(self, callback: Callable[..., object], *arguments: object) -> bool:
+        """Run it on the loop. Returns: False where there is none any more."""
+        loop = self._loop
+        if loop is None:
+            return False
+        try:
+            loop.call_soon_threadsafe(callback, *arguments)
+        except RuntimeError:  # closed
+            return False
+        return True
+
+    # ---- both, under the lock or taking it
+
+    def _free(self, put: Put) -> None:
+        rows, put.rows = put.rows, ()
+        self._rows.give_back(rows)
+
+    def _lose(self, put: Put, reason: str) -> None:
+        """Unless nobody wants its bytes, or they are here."""
+        with self._lock:
+            if put.is_dropped or put.stage in OVER:
+                return
+            put.stage = Stage.LOST
+            self.lost[reason] += 1
+        logs.event(logger, "parked_lost", level=logging.WARNING, key=put.key, reason=reason)
+
+    def _end(self, put: Put) -> None:
+        """Nothing moves for it any more."""
+        self._lose(put, STOPPED)
+        with self._lock:
+            put.is_ended = True
+            self._leaving.discard(put)
+            if put.is_dropped or put.stage is Stage.LOST:
+                self._free(put)
+
+    # ---- one put's task, on the loop
+
+    def _begin(self, put: Put) -> None:
+        if self._loop is None:
+            self._end(put)
+            return
+        task = start_task(self._live(put), "parking")
+        self._tasks.add(task)
+
+        def over(_: object) -> None:
+            self._tasks.discard(task)
+            self.connector.release_later(self.connector.client, [put.lease_id])
+            self._end(put)
+            self._has_room.set()
+
+        task.add_done_callback(over)
+
+    async def _live(self, put: Put) -> None:
+        await self._store(put)
+        while put.stage is Stage.STORED and not put.is_dropped:
+            await self._wait(put)
+        if put.stage is Stage.COMING and not put.is_dropped:
+            await self._fetch(put)
+
+    async def _store(self, put: Put) -> None:
+        """STAGED -> STORED, or LOST."""
+        client = self.connector.client
+        if client is None:
+            self._lose(put, STORE_UNAVAILABLE)
+        if client is None or put.stage is not Stage.STAGED or put.is_dropped:
+            return
+        num_full = len(put.chain_hashes)
+        tail = None
+        if num_full < put.num_blocks:  # a whole block to the store: the engine knows what is filled
+            name = f"{self._name}/{put.key}/{next(self._numbers)}"
+            tail = (name, put.rows[num_full], self._block_size)
+        try:
+            result = await client.put_blocks(
+                None,
+                b"",
+                list(zip(put.chain_hashes, put.rows[:num_full], strict=True)),
+                tail,
+                self._limits.lease_ttl_s,
+                Deadline.after(self._limits.put_budget_s),
+                num_tokens=self._block_size,
+            )
+        except BatonError as error:
+            self.connector.suspect(client, error)
+            self._lose(put, reason_of(error))
+            return
+        put.lease_id, put.incarnation = result.lease_id, client.incarnation
+        self.num_bytes_stored += result.num_bytes
+        refs = refs_of(result, put)
+        if refs is None:
+            self._lose(put, NO_ROOM)
+            return
+        with self._lock:
+            put.refs = refs
+            if put.stage is Stage.STAGED:
+                put.stage = Stage.STORED
+                self._free(put)
+        self._has_room.set()
+
+    async def _wait(self, put: Put) -> None:
+        """Until it is asked for or dropped; its lease lives meanwhile."""
+        try:
+            async with asyncio.timeout(self._limits.lease_ttl_s / RENEWALS_PER_TTL):
+                await put.wake.wait()
+            return
+        except TimeoutError:
+            client = self.connector.client
+        if client is None:
+            return  # back before the lease lapses, or found out by whoever fetches
+        try:
+            await client.renew(
+                put.lease_id,
+                ttl_s=self._limits.lease_ttl_s,
+                deadline=Deadline.after(self._limits.put_budget_s),
+            )
+        except LeaseLapsed:
+            self._lose(put, LEASE_LAPSED)
+        except BatonError as error:
+            self.connector.suspect(client, error)
+
+    async def _fetch(self, put: Put) -> None:
+        """COMING -> HERE, or LOST."""
+        deadline = Deadline.after(self._limits.transfer_budget_s)
+        client = self.connector.client
+        if client is None:
+            self._lose(put, STORE_UNAVAILABLE)
+            return
+        try:
+            await self._take_rows(put, deadline)
+            reason = await self._get(put, client, deadline)
+        except TransferCancelled as error:
+            self._quarantine(put, error.quarantine)
+            raise
+        except TransferTimeout as error:
+            self._quarantine(put, error.quarantine)
+            self.connector.suspect(client, error)
+            reason = DEADLINE
+        except BatonError as error:
+            reason = reason_of(error)
+        if reason:
+            self._lose(put, reason)
+            return
+        with self._lock:
+            if put.stage is Stage.COMING:
+                put.stage = Stage.HERE
+
+    async def _take_rows(self, put: Put, deadline: Deadline) -> None:
+        """Raises: DeadlineExceeded when others have them all that long."""
+        async with deadline.timeout("rows to bring parked blocks back"):
+            while True:
+                with self._lock:
+                    rows = self._rows.take(put.num_blocks)
+                    if rows is not None:
+                        put.rows = rows
+                        return
+                self._has_room.clear()
+                await self._has_room.wait()
+
+    async def _get(self, put: Put, client: StoreClient, deadline: Deadline) -> str:
+        """Returns: why the bytes are of no use; empty: they are."""
+        result = await client.get_blocks(
+            put.lease_id,
+            list(zip(put.refs, put.rows, strict=True)),
+            deadline,
+            incarnation=put.incarnation,
+        )
+        self.num_bytes_fetched += result.num_bytes
+        if not result.failed:
+            return ""
+        reason = result.failed[min(result.failed)]
+        if reason == DEADLINE:
+            self.connector.suspect(client, DeadlineExceeded("a transfer"))
+        return reason
+
+    def _quarantine(self, put: Put, quarantine: Quarantine) -> None:
+        held = quarantine.block_ids
+        with self._lock:
+            self._rows.quarantine(held)
+            put.rows = tuple(row for row in put.rows if row not in held)
+
+        def settled(_: object) -> None:
+            with self._lock:
+                self._rows.settle(held)
+            self._has_room.set()
+
+        quarantine.settled.add_done_callback(settled)

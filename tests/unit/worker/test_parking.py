@@ -1,0 +1,565 @@
+"""StoreParking over a real store: bytes come back exactly or are lost with a reason, and rows,
+leases and tails are all given back, whatever happens when.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.config import EngineConfig
+from engine.errors import IntegrityError, ParkingRefused, WrongState
+from engine.kv.layout import KvLayout
+from engine.loop import Engine
+from engine.parking import Blocks
+from engine.request import StepOutput
+from kvstore import serve
+from kvstore.config import KvStoreSettings
+from kvstore.errors import Quarantine, TransferCancelled, TransferTimeout
+from kvstore.store import Store
+from process.deadline import Deadline
+from process.settings import SettingsError
+from services.worker.config import WorkerLimits
+from services.worker.connector import StoreConnector, StoreTarget
+from services.worker.engine_thread import EngineThread
+from services.worker.parked_put import Stage
+from services.worker.parking import StoreParking
+from services.worker.staging_rows import StagingRows
+from tests.unit.engine.workloads import PLAIN, disturbed, undisturbed, workload
+from tests.unit.worker.builders import GatedModel, fake_engine, prompt_of, request, running
+
+LAYOUT = KvLayout.plain(num_layers=2, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")
+FINGERPRINT = "ab" * 32
+WAIT_S = 10.0
+LIMITS = WorkerLimits(attach_budget_s=5.0)
+FRAME_BYTES = 4096  # of LAYOUT's blocks in the slab
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+class Lot:
+    """A store and a parking over it."""
+
+    def __init__(self, settings: KvStoreSettings) -> None:
+        self.settings = settings
+        self._exit = contextlib.AsyncExitStack()
+        self.address = ""
+        self.node: Any = None
+        self.parking: StoreParking
+
+    async def start_store(self) -> None:
+        store = await self._exit.enter_async_context(serve.running(self.settings))
+        self.address, self.node = store.address, store.node
+
+    async def kill_store(self) -> None:
+        """Returns when the parking has noticed: over shm its bytes could be read until then."""
+        await self._exit.aclose()
+        self.parking.connector._suspect.set()
+        await until(lambda: self.parking.connector.client is None)
+
+    @property
+    def store(self) -> Store:
+        store: Store = self.node.store
+        return store
+
+    @property
+    def rows(self) -> StagingRows:
+        return self.parking._rows
+
+    @property
+    def client(self) -> Any:
+        client = self.parking.connector.client
+        assert client is not None
+        return client
+
+    def stage(self, key: str) -> Stage:
+        return self.parking._kept[key].stage
+
+    async def stored(self, key: str) -> None:
+        await until(lambda: self.stage(key) is Stage.STORED)
+
+    async def fetched(self, key: str) -> Blocks | None:
+        coming = self.parking.get(key)
+        await until(lambda: coming.is_done)
+        return coming.result()
+
+    async def check_empty(self) -> None:
+        """Nothing is taken here, nothing is kept alive there."""
+        self.parking.check_integrity(())
+        await until(lambda: self.rows.num_free == self.rows.num_rows)
+        await until(lambda: len(self.store.leases) == 0)
+        assert self.store.num_tails == self.store.num_pinned() == 0
+        self.store.check_integrity()
+        self.parking.check_integrity(())
+
+
+@contextlib.asynccontextmanager
+async def lot(
+    tmp_path: Path,
+    *,
+    transport: str = "shm",
+    num_rows: int = 8,
+    num_frames: int = 64,
+    limits: WorkerLimits = LIMITS,
+    layout: KvLayout = LAYOUT,
+    thread: EngineThread | None = None,
+) -> AsyncIterator[Lot]:
+    made = Lot(
+        KvStoreSettings(
+            slab_dir=str(tmp_path), capacity_bytes=num_frames * FRAME_BYTES, stop_timeout_s=0.0
+        )
+    )
+    await made.start_store()
+    any_thread: Any = thread
+
+    def connector(memory: Any) -> StoreConnector:
+        target = StoreTarget(made.address, "w", b"i" * 16, FINGERPRINT, memory, transport)
+        return StoreConnector(target, any_thread, limits)
+
+    made.parking = StoreParking(
+        layout,
+        num_rows * layout.block_bytes + 1,
+        limits,
+        worker_incarnation=b"i" * 16,
+        make_connector=connector,
+    )
+    try:
+        assert await made.parking.start(wait_s=WAIT_S)
+        yield made
+    finally:
+        await made.parking.stop(timeout_s=1)
+        await made.kill_store()
+
+
+def blocks_of(num_blocks: int, seed: int = 0) -> Blocks:
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, 256, (num_blocks, LAYOUT.block_bytes), dtype=np.uint8)
+
+
+def hashes_of(num_blocks: int, seed: int = 0) -> list[bytes]:
+    return [bytes([1 + seed, index]) * 8 for index in range(num_blocks)]
+
+
+def gated(target: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """The method waits until the event is set."""
+    gate, real = asyncio.Event(), getattr(target, name)
+
+    async def call(*arguments: Any, **options: Any) -> Any:
+        await gate.wait()
+        return await real(*arguments, **options)
+
+    monkeypatch.setattr(target, name, call)
+    return gate
+
+
+@pytest.mark.parametrize("transport", ["shm", "nixl", "grpc"])
+@pytest.mark.parametrize("num_full", [3, 4])
+async def test_what_was_put_comes_back_byte_for_byte(
+    transport: str, num_full: int, tmp_path: Path
+) -> None:
+    async with lot(tmp_path, transport=transport) as made:
+        blocks = blocks_of(4)
+        given = blocks.copy()
+        made.parking.put("a", hashes_of(num_full), given)
+        given[:] = 0  # they may change as soon as put returns
+        made.parking.check_integrity({"a"})
+        await made.stored("a")
+        assert made.rows.num_free == 8  # the bytes are the store's now
+        assert made.store.num_tails == 4 - num_full
+        assert made.store.num_pinned() == 4 and len(made.store.leases) == 1
+        assert made.parking.num_bytes_stored == 4 * LAYOUT.block_bytes
+        made.parking.check_integrity({"a"})
+        made.rows.memory.view[:] = 255
+        assert np.array_equal(await made.fetched("a"), blocks)
+        assert made.parking.num_bytes_fetched == 4 * LAYOUT.block_bytes
+        made.parking.check_integrity({"a"})
+        made.parking.drop("a")
+        await made.check_empty()
+        assert not made.parking.lost
+
+
+async def test_full_blocks_that_the_store_has_cost_nothing_and_tails_are_never_shared(
+    tmp_path: Path,
+) -> None:
+    async with lot(tmp_path) as made:
+        first, second = blocks_of(3), blocks_of(3)
+        second[2] = 7
+        made.parking.put("a", hashes_of(2), first)
+        await made.stored("a")
+        made.parking.put("b", hashes_of(2), second)
+        await made.stored("b")
+        assert made.parking.num_bytes_stored == 4 * LAYOUT.block_bytes
+        assert np.array_equal(await made.fetched("b"), second)
+        assert np.array_equal(await made.fetched("a"), first)
+        made.parking.drop("a")
+        made.parking.drop("b")
+        await made.check_empty()
+
+
+async def test_nothing_at_all_comes_back_as_nothing(tmp_path: Path) -> None:
+    """As a quantized cache has it before its first block is full."""
+    async with lot(tmp_path) as made:
+        made.parking.put("a", (), blocks_of(0))
+        made.parking.check_integrity({"a"})
+        coming = made.parking.get("a")
+        found = coming.result()
+        assert coming.is_done and found is not None and found.shape == (0, LAYOUT.block_bytes)
+        made.parking.drop("a")
+        await made.check_empty()
+
+
+async def test_what_is_still_staged_is_answered_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with lot(tmp_path) as made:
+        gate = gated(made.client, "put_blocks", monkeypatch)
+        blocks = blocks_of(3)
+        made.parking.put("a", hashes_of(2), blocks)
+        coming = made.parking.get("a")
+        assert coming.is_done and np.array_equal(coming.result(), blocks)
+        await asyncio.sleep(0)
+        made.parking.drop("a")
+        assert made.rows.num_free == 5  # the put may be reading them
+        made.parking.check_integrity(())
+        gate.set()
+        await made.check_empty()
+        assert not made.parking.lost
+
+
+@pytest.mark.parametrize("stage", [*Stage])
+async def test_a_drop_in_any_stage_leaves_nothing(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with lot(tmp_path) as made:
+        gate = asyncio.Event()
+        if stage is Stage.STAGED:
+            gate = gated(made.client, "put_blocks", monkeypatch)
+        if stage is Stage.COMING:
+            gate = gated(made.client, "get_blocks", monkeypatch)
+        made.parking.put("a", hashes_of(2), blocks_of(3))
+        if stage is not Stage.STAGED:
+            await made.stored("a")
+        if stage is Stage.LOST:
+            put = made.parking._kept["a"]
+            assert made.store.release([put.lease_id], now_s=made.node.now_s()) == 1
+            assert await made.fetched("a") is None
+        elif stage is Stage.HERE:
+            assert await made.fetched("a") is not None
+        elif stage is Stage.COMING:
+            assert not made.parking.get("a").is_done
+            await until(lambda: made.rows.num_free == 5)
+        else:
+            await asyncio.sleep(0)
+        assert made.stage("a") is stage
+        made.parking.drop("a")
+        made.parking.drop("a")  # not known any more
+        made.parking.check_integrity(())
+        unknown = made.parking.get("a")
+        assert unknown.is_done and unknown.result() is None
+        made.parking.put("a", hashes_of(2), blocks_of(3))  # the key is free again
+        gate.set()
+        assert np.array_equal(await made.fetched("a"), blocks_of(3))
+        made.parking.drop("a")
+        await made.check_empty()
+
+
+async def test_without_rows_a_put_is_refused_and_keeps_nothing(tmp_path: Path) -> None:
+    async with lot(tmp_path, num_rows=4) as made:
+        with pytest.raises(ParkingRefused, match="park_bytes"):
+            made.parking.put("a", hashes_of(4), blocks_of(5))
+        await made.check_empty()
+        made.parking.put("b", hashes_of(3), blocks_of(3))
+        with pytest.raises(ParkingRefused):
+            made.parking.put("c", hashes_of(1), blocks_of(2))
+        with pytest.raises(IntegrityError, match="already"):
+            made.parking.put("b", (), blocks_of(1))
+        made.parking.check_integrity({"b"})
+        await made.stored("b")
+        made.parking.put("c", hashes_of(1, seed=3), blocks_of(2))  # b's rows are free again
+        await made.stored("c")
+        made.parking.drop("b")
+        made.parking.drop("c")
+        await made.check_empty()
+
+
+async def test_a_full_store_is_a_reason_and_keeps_nothing(tmp_path: Path) -> None:
+    async with lot(tmp_path, num_frames=3) as made:
+        num_frames = made.store.frames.num_frames
+        assert num_frames < 8
+        made.parking.put("a", hashes_of(8), blocks_of(8))
+        await until(lambda: made.stage("a") is Stage.LOST)
+        assert await made.fetched("a") is None
+        assert made.parking.lost == {"no_room": 1}
+        made.parking.drop("a")
+        await made.check_empty()
+
+
+@pytest.mark.parametrize("comes_back", [False, True])
+async def test_a_store_that_died_lost_what_was_parked(comes_back: bool, tmp_path: Path) -> None:
+    async with lot(tmp_path) as made:
+        made.parking.put("a", hashes_of(2), blocks_of(3))
+        await made.stored("a")
+        await made.kill_store()
+        if comes_back:
+            made.settings = KvStoreSettings(
+                slab_dir=str(tmp_path), capacity_bytes=64 * FRAME_BYTES, listen=made.address
+            )
+            await made.start_store()
+            await until(lambda: made.parking.connector.num_attached == 2)
+        assert await made.fetched("a") is None
+        assert sum(made.parking.lost.values()) == 1
+        if comes_back:
+            assert set(made.parking.lost) == {"incarnation"}
+        made.parking.check_integrity({"a"})
+        assert made.rows.num_free == 8
+        made.parking.drop("a")
+        made.parking.put("b", hashes_of(2), blocks_of(3))
+        found = await made.fetched("b")  # from its rows, whatever the store says
+        assert np.array_equal(found, blocks_of(3))
+        made.parking.drop("b")
+        await until(lambda: made.rows.num_free == 8)
+
+
+async def test_bytes_that_changed_in_the_store_are_not_used(tmp_path: Path) -> None:
+    async with lot(tmp_path) as made:
+        made.parking.put("a", hashes_of(2), blocks_of(3))
+        await made.stored("a")
+        made.node.slab.frames[made.parking._kept["a"].refs[1].frame, 0] ^= 1
+        assert await made.fetched("a") is None
+        assert made.parking.lost == {"checksum": 1}
+        made.parking.drop("a")
+        await made.check_empty()
+
+
+@pytest.mark.parametrize("how", ["timeout", "stop"])
+async def test_rows_that_may_still_be_written_into_are_out_of_use_until_it_is_settled(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    async with lot(tmp_path) as made:
+        made.parking.put("a", hashes_of(2), blocks_of(3))
+        await made.stored("a")
+
+        async def stalled(
+            lease_id: str, items: Any, deadline: Deadline, *, incarnation: bytes
+        ) -> Any:
+            quarantine = Quarantine(tuple(row for _, row in items), settled)
+            if how == "timeout":
+                raise TransferTimeout("late", quarantine)
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError as error:
+                raise TransferCancelled("cancelled", quarantine) from error
+
+        monkeypatch.setattr(made.client, "get_blocks", stalled)
+        coming = made.parking.get("a")
+        if how == "stop":
+            await until(lambda: made.rows.num_free == 5)
+            await made.parking.stop(timeout_s=1)
+        await until(lambda: coming.is_done)
+        assert coming.result() is None
+        assert made.parking.lost == {"deadline" if how == "timeout" else "stopped": 1}
+        assert (made.rows.num_free, made.rows.num_quarantined) == (5, 3)
+        made.parking.check_integrity({"a"})
+        made.parking.drop("a")
+        made.parking.check_integrity(())
+        if how == "timeout":
+            with pytest.raises(ParkingRefused):
+                made.parking.put("b", hashes_of(6), blocks_of(6))
+        settled.set_result(None)
+        await until(lambda: made.rows.num_free == 8)
+        assert made.rows.num_quarantined == 0
+        made.parking.check_integrity(())
+
+
+async def test_who_comes_back_waits_for_rows_but_not_for_ever(tmp_path: Path) -> None:
+    limits = WorkerLimits(attach_budget_s=5.0, transfer_budget_s=0.2)
+    async with lot(tmp_path, num_rows=3, limits=limits) as made:
+        for index, key in enumerate(("a", "b")):
+            made.parking.put(key, hashes_of(2, index), blocks_of(3, index))
+            await made.stored(key)
+        assert np.array_equal(await made.fetched("a"), blocks_of(3, 0))
+        assert await made.fetched("b") is None  # a has all rows for longer than that
+        assert made.parking.lost == {"deadline": 1}
+        made.parking.drop("b")
+        made.parking.drop("a")
+        made.parking.put("c", hashes_of(2, 2), blocks_of(3, 2))
+        await made.stored("c")
+        made.parking.put("d", hashes_of(2, 3), blocks_of(3, 3))
+        await made.stored("d")
+        assert await made.fetched("c") is not None
+        coming = made.parking.get("d")
+        made.parking.drop("c")
+        await until(lambda: coming.is_done)
+        assert np.array_equal(coming.result(), blocks_of(3, 3))
+        made.parking.drop("d")
+        await made.check_empty()
+
+
+async def test_a_lease_lives_as_long_as_something_is_parked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = WorkerLimits(attach_budget_s=5.0, lease_ttl_s=0.6)
+    async with lot(tmp_path, limits=limits) as made:
+        made.parking.put("a", hashes_of(2), blocks_of(3))
+        await made.stored("a")
+        (lease,) = made.store.leases
+        expires_at_s = lease.expires_at_s
+        await until(lambda: lease.expires_at_s > expires_at_s)
+        expires_at_s = lease.expires_at_s
+        await until(lambda: lease.expires_at_s > expires_at_s)
+        made.store.release([lease.lease_id], now_s=made.node.now_s())
+        await until(lambda: made.stage("a") is Stage.LOST)
+        assert made.parking.lost == {"lease_lapsed": 1}
+        made.parking.drop("a")
+        await made.check_empty()
+
+
+async def test_after_the_stop_everything_is_refused_or_lost(tmp_path: Path) -> None:
+    async with lot(tmp_path) as made:
+        made.parking.put("a", hashes_of(2), blocks_of(3))
+        await made.stored("a")
+        made.parking.put("b", hashes_of(1, 1), blocks_of(2))  # its task has not begun
+        await made.parking.stop(timeout_s=1)
+        with pytest.raises(ParkingRefused, match="not open"):
+            made.parking.put("c", hashes_of(1), blocks_of(1))
+        for key in ("a", "b"):
+            assert await made.fetched(key) is None
+            made.parking.drop(key)
+        assert made.parking.lost == {"stopped": 2}
+        await made.check_empty()
+
+
+async def test_the_laws_are_checked(tmp_path: Path) -> None:
+    async with lot(tmp_path) as made:
+        made.parking.put("a", hashes_of(2), blocks_of(3))
+        with pytest.raises(IntegrityError, match="parked are"):
+            made.parking.check_integrity({"a", "b"})
+        with pytest.raises(IntegrityError, match="2 of them full"):
+            made.parking.put("b", hashes_of(2), blocks_of(4))
+        await made.stored("a")
+        assert made.rows.take(1) is not None  # by nobody
+        with pytest.raises(IntegrityError, match="of 8"):
+            made.parking.check_integrity({"a"})
+        made.rows.give_back([0])
+        made.parking.drop("a")
+        await made.check_empty()
+
+
+def test_a_bound_without_room_for_a_block_is_refused_by_name() -> None:
+    with pytest.raises(SettingsError, match="park_bytes"):
+        StoreParking(
+            LAYOUT,
+            LAYOUT.block_bytes - 1,
+            LIMITS,
+            worker_incarnation=b"i",
+            make_connector=lambda memory: pytest.fail("too late"),
+        )
+
+
+# ---- with an engine
+
+
+def tokens_of(outputs: list[StepOutput], name: str) -> list[int]:
+    events = [event for output in outputs for event in output.events]
+    return [token for event in events if event.request_id == name for token in event.token_ids]
+
+
+def park(engine: Engine, model: GatedModel) -> None:
+    """Preempt `a` in an engine without room for it, and stop at the next forward pass."""
+    stats = engine.stats()
+    num_blocks = stats.num_free_blocks + stats.num_cached_blocks
+    engine.reserve(request(engine, prompt_of(4 * num_blocks, 50), name="room", max_tokens=4))
+    model.hold()
+    engine.preempt("a")
+
+
+@pytest.mark.parametrize("transport", ["shm", "nixl", "grpc"])
+@pytest.mark.parametrize("is_killed", [False, True])
+async def test_a_parked_request_goes_on_to_the_same_tokens_with_or_without_its_bytes(
+    is_killed: bool, transport: str, tmp_path: Path
+) -> None:
+    model = GatedModel()
+    engine = fake_engine(num_blocks=64, model=model, preemption="swap")
+    outputs: list[StepOutput] = []
+    layout, bytes_there = engine.kv.layout, engine.park_bytes
+    assert bytes_there == 64 * layout.block_bytes
+    async with running(engine, on_step=outputs.append, idle_check_s=10) as thread:
+        async with lot(
+            tmp_path, transport=transport, num_rows=64, layout=layout, thread=thread
+        ) as made:
+            await thread.call(lambda e: e.use_parking(made.parking))
+            first = request(engine, prompt_of(22), name="a", max_tokens=20)
+            other = request(engine, prompt_of(3, 9), name="d", max_tokens=20)
+
+            def begin(e: Any) -> None:
+                for asked in (first, other):
+                    e.reserve(asked)
+                    e.start(asked.request_id)
+                with pytest.raises(WrongState):
+                    e.use_parking(made.parking)
+                outputs.extend(e.step() for _ in range(6))
+                park(e, model)
+
+            await thread.call(begin)
+            await made.stored("a/0")
+            assert made.store.num_tails == 1
+            if is_killed:
+                await made.kill_store()
+            thread.post(lambda e: e.abort("room"))
+            model.release()
+            await until(lambda: len(tokens_of(outputs, "a")) + len(tokens_of(outputs, "d")) == 40)
+            assert tokens_of(outputs, "a") == model.generate(prompt_of(22), 20)
+            assert tokens_of(outputs, "d") == model.generate(prompt_of(3, 9), 20)
+            causes = dict((await thread.call(lambda e: e.stats())).num_preemptions)
+            assert causes["swap"] == 1 and causes.get("lost", 0) == int(is_killed)
+            assert (made.parking.num_bytes_fetched == 0) is is_killed
+            await thread.call(lambda e: e.check_integrity())
+            if not is_killed:
+                await made.check_empty()
+
+
+async def test_random_workloads_with_a_store_are_told_nothing_of_it(
+    tmp_path: Path, seed: int, scale: Callable[[int], int]
+) -> None:
+    """200 random workloads on hardly any blocks, preempted at random: outcomes equal the
+    undisturbed run, and every law holds after every step."""
+    causes: Counter[str] = Counter()
+    layout = PLAIN.make_model().layout
+    async with lot(tmp_path, num_rows=20, num_frames=40, layout=layout) as made:
+        for index in range(scale(200)):
+            rng = random.Random(f"{seed} {index}")
+            config = EngineConfig(
+                num_blocks=rng.randint(12, 20),
+                max_num_tokens_per_step=rng.randint(4, 12),
+                max_num_running=4,
+                preemption="swap",
+            )
+            engine = PLAIN.engine(config)
+            engine.use_parking(made.parking)
+            requests = workload(rng)
+            found = await asyncio.to_thread(disturbed, engine, requests, rng)
+            assert found == undisturbed(requests), index
+            causes.update(dict(engine.stats().num_preemptions))
+        assert causes["swap"] > 0 and made.parking.num_bytes_stored > 0
+        assert causes["lost"] == sum(made.parking.lost.values())
+        await made.check_empty()
+
+
+def test_a_parking_is_for_an_engine_that_swaps() -> None:
+    engine = fake_engine(num_blocks=64, preemption="recompute")
+    assert engine.park_bytes == 0
+    with pytest.raises(WrongState, match="swaps"):
+        engine.use_parking(None)  # type: ignore[arg-type]
