@@ -40,7 +40,7 @@ test: check
 	$(TEST_ENVIRONMENT) $(BIN)/pytest
 
 test-long: check
-	$(TEST_ENVIRONMENT) BATON_TEST_LONG=1 $(BIN)/pytest
+	$(TEST_ENVIRONMENT) BATON_TEST_LONG=1 $(BIN)/pytest -o faulthandler_timeout=2400
 
 check: $(READY) $(PROTOS_READY)
 	$(BIN)/ruff format --check .

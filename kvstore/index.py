@@ -20,10 +20,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import redis.asyncio
-import redis.exceptions
 from google.protobuf import json_format
 
 from process.errors import Unavailable
+from process.redis_client import FAILURES
 from protos import inference_pb2
 
 STORES_KEY = "baton:stores"
@@ -44,8 +44,6 @@ end
 return found
 """
 
-FAILURES = (redis.exceptions.RedisError, OSError, TimeoutError)
-
 
 def index_key(node_id: str, incarnation: str) -> str:
     """incarnation: hex."""
@@ -54,17 +52,6 @@ def index_key(node_id: str, incarnation: str) -> str:
 
 def beat_key(node_id: str) -> str:
     return f"baton:store:{node_id}:beat"
-
-
-def connect(url: str, timeout_s: float) -> redis.asyncio.Redis:
-    """A client that fails fast and never retries by itself."""
-    return redis.asyncio.Redis.from_url(
-        url,
-        socket_timeout=timeout_s,
-        socket_connect_timeout=timeout_s,
-        retry=None,
-        health_check_interval=0,
-    )
 
 
 class PrefixIndex:

@@ -22,6 +22,8 @@ from google.protobuf import json_format
 
 from kvstore import index
 from process import logs
+from process.redis_client import FAILURES
+from process.tasks import end_tasks
 from protos import inference_pb2
 
 logger = logging.getLogger(__name__)
@@ -124,14 +126,12 @@ class PrefixIndexPublisher:
 
     async def stop(self) -> None:
         """Stop publishing and take this life out of Redis, if Redis is there."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+        await end_tasks([self._task])
         keys = [index.beat_key(self._node_id), index.STORES_KEY, self._key]
         try:
             async with asyncio.timeout(_GOODBYE_S):
                 await self._goodbye(keys=keys, args=[self._incarnation, self._node_id])
-        except index.FAILURES as error:
+        except FAILURES as error:
             # Everything of ours expires by itself.
             logs.event(logger, "index_goodbye_failed", level=logging.WARNING, error=repr(error))
 
@@ -152,7 +152,7 @@ class PrefixIndexPublisher:
                     await self._publish_batch()
                 self._note(True)
                 pause_s = _BACKOFF_S
-            except index.FAILURES as error:
+            except FAILURES as error:
                 self._note(False, error)
                 next_beat = loop.time()
                 await asyncio.sleep(pause_s)

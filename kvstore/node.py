@@ -33,6 +33,7 @@ from kvstore.transport.base import TRANSPORTS
 from process import incarnation, logs
 from process.deadline import Clock, Deadline
 from process.errors import FailedPrecondition, Internal, InvalidArgument
+from process.tasks import end_tasks
 
 logger = logging.getLogger(__name__)
 
@@ -105,10 +106,7 @@ class StoreNode:
     async def stop(self) -> None:
         """End the background work and take the slab's name away. Its memory stays mapped: peers may
         hold its address until this process is gone."""
-        for task in (self._sweeper, self._toucher):
-            if task is not None:
-                task.cancel()
-                await asyncio.wait([task])
+        await end_tasks([self._sweeper, self._toucher])
         if self.nixl is not None:
             await self.nixl.close(Deadline.after(_QUIET_S))
         if self.slab is not None:

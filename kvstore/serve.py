@@ -13,13 +13,12 @@ from dataclasses import dataclass
 
 import redis.asyncio
 
-from kvstore import index
 from kvstore.config import KvStoreSettings
 from kvstore.frames import FrameState
 from kvstore.index_publisher import PrefixIndexPublisher
 from kvstore.node import StoreNode
 from kvstore.server import KvStoreServicer
-from process import serving
+from process import redis_client, serving
 from protos import inference_pb2
 
 
@@ -55,7 +54,7 @@ async def running(settings: KvStoreSettings) -> AsyncIterator[RunningStore]:
         node.start()
         client = None
         if settings.redis_url:
-            client = index.connect(settings.redis_url, settings.redis_timeout_s)
+            client = redis_client.connect(settings.redis_url, settings.redis_timeout_s)
             changes.append(_publisher(settings, node, address, client))
             changes[0].start()
         try:

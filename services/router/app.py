@@ -11,14 +11,13 @@ import asyncio
 import secrets
 import time
 from collections.abc import Mapping
-from typing import Any
 
 import grpc.aio
 
 import checkpoints
 from checkpoints.sampling_defaults import SamplingDefaults
 from kvstore import index
-from process import serving
+from process import redis_client, serving
 from process.errors import BatonError
 from process.metrics import MetricsServer
 from process.settings import SettingsError
@@ -34,7 +33,7 @@ from services.router.metrics import RouterMetrics
 from services.router.policy import DECODE, PREFILL
 from services.router.prefill_client import PrefillClient
 from services.router.prompt import PromptEncoder
-from services.router.registry import Registry, connect
+from services.router.registry import Registry
 from services.router.server import Counters, Front, InferenceServicer
 from services.router.status import ClusterStatus
 from services.router.views import ServedModel, Snapshot
@@ -91,8 +90,8 @@ class Router:
         self.address = ""
         """host:port clients speak to; known once started."""
         self._settings = settings
-        self._redis = connect(settings.redis_url, times.redis_timeout_s)
-        self._index_redis: Any = index.connect(settings.redis_url, times.lookup_timeout_s)
+        self._redis = redis_client.connect(settings.redis_url, times.redis_timeout_s)
+        self._index_redis = redis_client.connect(settings.redis_url, times.lookup_timeout_s)
         self._streams = DecodeStreams(times, time.monotonic)
         self._prefills = PrefillClient()
         self._leases = LeaseRelease(timeout_s=times.status_timeout_s)

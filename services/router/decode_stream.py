@@ -23,6 +23,7 @@ import grpc.aio
 from process import logs, serving
 from process.deadline import Deadline
 from process.errors import BatonError, Internal, Unavailable
+from process.tasks import end_tasks
 from protos import decode_pb2, decode_pb2_grpc
 from services.router.decode_leg import DecodeLeg
 from services.router.views import WorkerView
@@ -93,8 +94,7 @@ class DecodeStream:
         """End the stream for good; its legs fail."""
         self._is_closed = True
         self._failure = Unavailable(why)
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await end_tasks([self._task])
 
     def check_integrity(self) -> None:
         """Raises: Internal when a leg that is over is still in the table, or one is there without a

@@ -11,16 +11,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import redis.asyncio
 from google.protobuf import json_format
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
 
-from process import logs
+from process import logs, redis_client
+from process.tasks import end_tasks
 from protos import common_pb2
 from services.router.views import Snapshot, StoreView, WorkerView, worker_view
 
@@ -30,33 +28,12 @@ WORKERS_KEY = "baton:workers"
 STORES_KEY = "baton:stores"
 
 
-class Redis(Protocol):
-    """What the router needs of a Redis client; replies are bytes."""
-
-    def pipeline(self, transaction: bool) -> Any: ...
-
-    def mget(self, keys: Sequence[str]) -> Awaitable[list[bytes | None]]: ...
-
-    async def aclose(self) -> None: ...
-
-
-def connect(redis_url: str, timeout_s: float) -> Redis:
-    """A client whose every call is over after `timeout_s`; it retries nothing by itself."""
-    client: Any = redis.asyncio.from_url(
-        redis_url,
-        socket_timeout=timeout_s,
-        socket_connect_timeout=timeout_s,
-        retry=Retry(NoBackoff(), 0),
-    )
-    return cast(Redis, client)
-
-
 class Registry:
     """Keeps `snapshot` fresh."""
 
     def __init__(
         self,
-        client: Redis,
+        client: redis.asyncio.Redis,
         *,
         poll_interval_s: float,
         timeout_s: float,
@@ -78,10 +55,8 @@ class Registry:
 
     async def stop(self) -> None:
         """Stop looking."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None
+        await end_tasks([self._task])
+        self._task = None
 
     def statuses(self) -> Sequence[common_pb2.WorkerStatus]:
         """The last heartbeats of the workers in `snapshot`."""
@@ -93,7 +68,7 @@ class Registry:
         try:
             async with asyncio.timeout(self._timeout_s):
                 self.snapshot = await self._read()
-        except (RedisError, OSError, TimeoutError) as error:
+        except redis_client.FAILURES as error:
             self.snapshot = Snapshot(before.workers, before.stores, False, before.problems)
             if before.is_redis_reachable:
                 logs.event(logger, "redis_away", level=logging.WARNING, why=str(error))
@@ -119,7 +94,7 @@ class Registry:
         worker_ids, node_ids = sorted(worker_entries), sorted(store_entries)
         keys = [f"baton:worker:{i.decode(errors='replace')}:beat" for i in worker_ids]
         keys += [f"baton:store:{i.decode(errors='replace')}:beat" for i in node_ids]
-        beats = await self._client.mget(keys) if keys else []
+        beats: Any = await self._client.mget(keys) if keys else []
         problems: list[str] = []
         statuses = {}
         for worker_id, beat in zip(worker_ids, beats, strict=False):

@@ -16,8 +16,8 @@ from engine.errors import NoBlocks
 from engine.request import Request, Reservation
 from process.deadline import Deadline
 from process.errors import BatonError, Internal, NoCapacity
+from process.tasks import end_tasks, start_task
 from services.worker.adapters import check_digest
-from services.worker.background import start_task
 from services.worker.engine_port import WorkerEngine
 from services.worker.engine_thread import EngineThread
 
@@ -81,9 +81,7 @@ class Admission:
 
     async def stop(self) -> None:
         """End; whoever still waits is refused."""
-        if self._pump is not None:
-            self._pump.cancel()
-            await asyncio.gather(self._pump, return_exceptions=True)
+        await end_tasks([self._pump])
         for waiter in self._waiting:
             if not waiter.future.done():
                 waiter.future.set_exception(NoCapacity("the worker is stopping"))

@@ -24,7 +24,7 @@ from kvstore.block import Block
 from kvstore.client import StoreClient
 from process.deadline import Deadline
 from process.errors import BatonError
-from services.worker.background import start_task
+from process.tasks import start_task
 from services.worker.connector import StoreConnector, reason_of
 
 NO_ROOM = "no_room"

@@ -44,7 +44,7 @@ from process.errors import (
     NotFound,
     Unavailable,
 )
-from services.worker.background import start_task
+from process.tasks import end_tasks, start_task
 from services.worker.config import WorkerLimits
 from services.worker.engine_thread import EngineThread
 
@@ -144,14 +144,10 @@ class StoreConnector:
 
     async def stop(self, *, timeout_s: float) -> None:
         """End: pending releases first, then the attachment."""
-        if self._keeper is not None:
-            self._keeper.cancel()
-            await asyncio.gather(self._keeper, return_exceptions=True)
+        await end_tasks([self._keeper])
         if self._background:
             await asyncio.wait(self._background, timeout=timeout_s)
-        for task in self._background:
-            task.cancel()
-        await asyncio.gather(*self._background, return_exceptions=True)
+        await end_tasks(self._background)
         if self._client is not None:
             await self._close(self._client)
             self._client = None

@@ -16,14 +16,9 @@ import logging
 import random
 from collections.abc import Callable
 
-import redis.asyncio
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
-
-from process import logs
+from process import logs, redis_client
+from process.tasks import end_tasks, start_task
 from protos import common_pb2
-from services.worker.background import start_task
 from services.worker.status import status_to_json
 
 logger = logging.getLogger(__name__)
@@ -63,12 +58,7 @@ class Heartbeat:
         status: Callable[[], common_pb2.WorkerStatus],
         every_s: float = BEAT_EVERY_S,
     ) -> None:
-        self._redis = redis.asyncio.from_url(
-            redis_url,
-            socket_timeout=REDIS_TIMEOUT_S,
-            socket_connect_timeout=REDIS_TIMEOUT_S,
-            retry=Retry(NoBackoff(), 0),
-        )
+        self._redis = redis_client.connect(redis_url, REDIS_TIMEOUT_S)
         self._worker_id = worker_id
         self._incarnation = incarnation
         self._status = status
@@ -88,17 +78,15 @@ class Heartbeat:
 
     async def stop(self) -> None:
         """Stop beating and remove our entry; bounded by Redis' timeouts."""
-        while self._task is not None and not self._task.done():
-            # Again, should a cancel be lost: the task is often inside a library's own timeouts.
-            self._task.cancel()
-            await asyncio.wait((self._task,), timeout=REDIS_TIMEOUT_S)
+        await end_tasks([self._task])
         try:
             remove = self._redis.register_script(_REMOVE)
-            await remove(
-                keys=[WORKERS_KEY, beat_key(self._worker_id)],
-                args=[self._worker_id, self._incarnation],
-            )
-        except (RedisError, OSError, TimeoutError) as error:
+            async with asyncio.timeout(REDIS_TIMEOUT_S):
+                await remove(
+                    keys=[WORKERS_KEY, beat_key(self._worker_id)],
+                    args=[self._worker_id, self._incarnation],
+                )
+        except redis_client.FAILURES as error:
             logs.event(logger, "not_deregistered", level=logging.WARNING, why=str(error))
         await self._redis.connection_pool.disconnect()
 
@@ -107,8 +95,9 @@ class Heartbeat:
         while True:
             self._now.clear()
             try:
-                await self._beat()
-            except (RedisError, OSError, TimeoutError) as error:
+                async with asyncio.timeout(REDIS_TIMEOUT_S):
+                    await self._beat()
+            except redis_client.FAILURES as error:
                 if self.is_registered:
                     logs.event(logger, "redis_away", level=logging.WARNING, why=str(error))
                 self.is_registered = False

@@ -48,7 +48,7 @@ from process import logs
 from process.deadline import Deadline
 from process.errors import BatonError, DeadlineExceeded
 from process.settings import SettingsError
-from services.worker.background import start_task
+from process.tasks import end_tasks, start_task
 from services.worker.block_writer import NO_ROOM, RENEWALS_PER_TTL
 from services.worker.config import WorkerLimits
 from services.worker.connector import StoreConnector, reason_of
@@ -114,9 +114,7 @@ class StoreParking:
     async def stop(self, *, timeout_s: float) -> None:
         """Refuse what comes, end what moves, let the store go. What is still asked for is lost."""
         self._loop = None
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(self._tasks)
         await self.connector.stop(timeout_s=timeout_s)
 
     # ---- the engine's thread

@@ -13,6 +13,7 @@ import redis.asyncio
 from kvstore import index
 from kvstore.index import PrefixIndex
 from kvstore.index_publisher import BATCH, PrefixIndexPublisher
+from process import redis_client
 from process.errors import Unavailable
 from protos import inference_pb2
 
@@ -68,7 +69,7 @@ async def _until(condition: Callable[[], bool]) -> None:
 
 @pytest.fixture
 async def client(redis_server: object) -> AsyncIterator[redis.asyncio.Redis]:
-    client = index.connect(redis_server.url, 1.0)  # type: ignore[attr-defined]
+    client = redis_client.connect(redis_server.url, 1.0)  # type: ignore[attr-defined]
     yield client
     await client.aclose()
 
@@ -196,6 +197,19 @@ async def test_a_new_life_drops_the_index_of_the_earlier_one(client: redis.async
     assert await client.keys("baton:*") == []
 
 
+async def test_a_publisher_can_be_stopped_at_each_moment(client: redis.asyncio.Redis) -> None:
+    """Stopped after 0 to 79 turns of the loop while it talks to Redis without a pause: no cancel
+    may be lost."""
+    for num_turns in range(80):
+        store = _Store(client, heartbeat_s=0.0)
+        store.publisher.start()
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        async with asyncio.timeout(20):
+            await store.publisher.stop()
+        assert store.publisher._task is not None and store.publisher._task.done()
+
+
 async def test_a_store_without_heartbeat_is_not_reachable(
     client: redis.asyncio.Redis, store: _Store
 ) -> None:
@@ -210,7 +224,7 @@ async def test_a_store_without_heartbeat_is_not_reachable(
 
 
 async def test_a_redis_that_is_away_is_unavailable(redis_server: object) -> None:
-    client = index.connect(redis_server.url, 0.5)  # type: ignore[attr-defined]
+    client = redis_client.connect(redis_server.url, 0.5)  # type: ignore[attr-defined]
     redis_server.stop()  # type: ignore[attr-defined]
     lookup = PrefixIndex(client, 0.5)
     with pytest.raises(Unavailable, match="prefix index"):

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 
 from kvstore import block_hash, index
+from process import redis_client
 from process.errors import Unavailable
 from services.router.lookup import PrefixLookup
 from tests.unit.router.bench import RedisServer
@@ -63,7 +64,7 @@ async def test_against_the_real_index() -> None:
     server = RedisServer()
     try:
         await server.start()
-        client = index.connect(server.url, 1.0)
+        client = redis_client.connect(server.url, 1.0)
         hashes = block_hash.chain(block_hash.root_key(b"salt", FINGERPRINT), range(64), 16)
         for chain_hash in hashes[:3]:
             await client.hset(index.index_key("n0", "aa"), chain_hash, 1)

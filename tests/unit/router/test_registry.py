@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from process import redis_client
 from services.router.fake_workers import FakeModel, FakePrefill
-from services.router.registry import Registry, connect
+from services.router.registry import Registry
 from services.router.views import ServedModel, find_problem, worker_view
 from tests.unit.router.bench import RedisServer
 
@@ -31,7 +32,7 @@ async def client(redis_server: RedisServer) -> AsyncIterator[Any]:
 
 @pytest.fixture
 async def registry(redis_server: RedisServer) -> AsyncIterator[Registry]:
-    redis = connect(redis_server.url, 1.0)
+    redis = redis_client.connect(redis_server.url, 1.0)
     yield Registry(redis, poll_interval_s=60, timeout_s=1.0)
     await redis.aclose()
 
@@ -100,7 +101,7 @@ async def test_a_broken_entry_is_a_problem_not_a_failure(registry: Registry, cli
 
 async def test_polling_tells_who_asked(redis_server: RedisServer, client: Any) -> None:
     seen: list[int] = []
-    redis = connect(redis_server.url, 1.0)
+    redis = redis_client.connect(redis_server.url, 1.0)
     registry = Registry(
         redis,
         poll_interval_s=0.01,
