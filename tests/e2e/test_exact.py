@@ -15,7 +15,8 @@ from baton.local_cluster import ClusterConfig, LocalCluster
 from baton.messages import Completion, KvLeg
 from engine.request import Sampling
 from kvstore import block_hash
-from kvstore.index import PrefixIndex, connect
+from kvstore.index import PrefixIndex
+from process import redis_client
 from services.router.config import RouterSettings
 from services.router.identity import tenant_salt
 from tests.e2e.conftest import assert_idle
@@ -176,7 +177,7 @@ async def test_the_index_in_redis_knows_what_the_store_holds(
         answer.provenance.model_fingerprint,
     )
     hashes = block_hash.chain(root, [*prompt, 1] + [7] * 40, BLOCK_SIZE)
-    connection = connect(cluster.redis_url, timeout_s=5)
+    connection = redis_client.connect(cluster.redis_url, 5)
     try:
         index = PrefixIndex(connection, timeout_s=5)
         deadline = time.monotonic() + 10
