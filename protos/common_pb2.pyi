@@ -161,8 +161,46 @@ class BlockRun(_message.Message):
     blocks: _containers.RepeatedCompositeFieldContainer[BlockRef]
     def __init__(self, node_id: _Optional[str] = ..., store_address: _Optional[str] = ..., store_incarnation: _Optional[bytes] = ..., lease_id: _Optional[str] = ..., first_block: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[BlockRef, _Mapping]]] = ...) -> None: ...
 
+class PrefixRun(_message.Message):
+    __slots__ = ("node_id", "store_address", "store_incarnation", "first_block", "num_blocks")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    STORE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    STORE_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    store_address: str
+    store_incarnation: bytes
+    first_block: int
+    num_blocks: int
+    def __init__(self, node_id: _Optional[str] = ..., store_address: _Optional[str] = ..., store_incarnation: _Optional[bytes] = ..., first_block: _Optional[int] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+
+class LinkStatus(_message.Message):
+    __slots__ = ("node_id", "store_address", "transport", "write_bytes_per_s", "read_bytes_per_s", "latency_s", "floor_bytes_per_s", "degraded", "problem", "measured_unix_ms")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    STORE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    WRITE_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    READ_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    LATENCY_S_FIELD_NUMBER: _ClassVar[int]
+    FLOOR_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    DEGRADED_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    MEASURED_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    store_address: str
+    transport: str
+    write_bytes_per_s: float
+    read_bytes_per_s: float
+    latency_s: float
+    floor_bytes_per_s: float
+    degraded: bool
+    problem: str
+    measured_unix_ms: int
+    def __init__(self, node_id: _Optional[str] = ..., store_address: _Optional[str] = ..., transport: _Optional[str] = ..., write_bytes_per_s: _Optional[float] = ..., read_bytes_per_s: _Optional[float] = ..., latency_s: _Optional[float] = ..., floor_bytes_per_s: _Optional[float] = ..., degraded: bool = ..., problem: _Optional[str] = ..., measured_unix_ms: _Optional[int] = ...) -> None: ...
+
 class KvHandle(_message.Message):
-    __slots__ = ("version", "request_id", "tenant", "model_fingerprint", "producer_id", "producer_incarnation", "block_size", "num_tokens", "runs", "tail", "deadline_unix_ms", "key_id", "signature", "direct_transport", "direct_descriptor", "adapter")
+    __slots__ = ("version", "request_id", "tenant", "model_fingerprint", "producer_id", "producer_incarnation", "block_size", "num_tokens", "runs", "tail", "deadline_unix_ms", "key_id", "signature", "adapter", "nonce", "is_partial")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
@@ -176,9 +214,9 @@ class KvHandle(_message.Message):
     DEADLINE_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
     KEY_ID_FIELD_NUMBER: _ClassVar[int]
     SIGNATURE_FIELD_NUMBER: _ClassVar[int]
-    DIRECT_TRANSPORT_FIELD_NUMBER: _ClassVar[int]
-    DIRECT_DESCRIPTOR_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    IS_PARTIAL_FIELD_NUMBER: _ClassVar[int]
     version: int
     request_id: str
     tenant: str
@@ -192,10 +230,10 @@ class KvHandle(_message.Message):
     deadline_unix_ms: int
     key_id: str
     signature: bytes
-    direct_transport: str
-    direct_descriptor: bytes
     adapter: str
-    def __init__(self, version: _Optional[int] = ..., request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., model_fingerprint: _Optional[bytes] = ..., producer_id: _Optional[str] = ..., producer_incarnation: _Optional[bytes] = ..., block_size: _Optional[int] = ..., num_tokens: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[BlockRun, _Mapping]]] = ..., tail: _Optional[_Union[BlockRun, _Mapping]] = ..., deadline_unix_ms: _Optional[int] = ..., key_id: _Optional[str] = ..., signature: _Optional[bytes] = ..., direct_transport: _Optional[str] = ..., direct_descriptor: _Optional[bytes] = ..., adapter: _Optional[str] = ...) -> None: ...
+    nonce: bytes
+    is_partial: bool
+    def __init__(self, version: _Optional[int] = ..., request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., model_fingerprint: _Optional[bytes] = ..., producer_id: _Optional[str] = ..., producer_incarnation: _Optional[bytes] = ..., block_size: _Optional[int] = ..., num_tokens: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[BlockRun, _Mapping]]] = ..., tail: _Optional[_Union[BlockRun, _Mapping]] = ..., deadline_unix_ms: _Optional[int] = ..., key_id: _Optional[str] = ..., signature: _Optional[bytes] = ..., adapter: _Optional[str] = ..., nonce: _Optional[bytes] = ..., is_partial: bool = ...) -> None: ...
 
 class StageTime(_message.Message):
     __slots__ = ("stage", "seconds")
@@ -217,6 +255,16 @@ class TierCount(_message.Message):
     num_bytes: int
     def __init__(self, tier: _Optional[_Union[Tier, str]] = ..., node_id: _Optional[str] = ..., num_tokens: _Optional[int] = ..., num_bytes: _Optional[int] = ...) -> None: ...
 
+class TenantUsage(_message.Message):
+    __slots__ = ("tenant", "num_blocks", "num_blocks_guaranteed")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_GUARANTEED_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    num_blocks: int
+    num_blocks_guaranteed: int
+    def __init__(self, tenant: _Optional[str] = ..., num_blocks: _Optional[int] = ..., num_blocks_guaranteed: _Optional[int] = ...) -> None: ...
+
 class RecomputeCount(_message.Message):
     __slots__ = ("reason", "num_blocks")
     REASON_FIELD_NUMBER: _ClassVar[int]
@@ -226,7 +274,7 @@ class RecomputeCount(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., num_blocks: _Optional[int] = ...) -> None: ...
 
 class KvLeg(_message.Message):
-    __slots__ = ("role", "worker_id", "incarnation", "transport", "dtype", "num_tokens_computed", "num_tokens_local", "from_store", "num_bytes_read", "num_bytes_written", "recomputed", "not_stored")
+    __slots__ = ("role", "worker_id", "incarnation", "transport", "dtype", "num_tokens_computed", "num_tokens_local", "from_store", "num_bytes_read", "num_bytes_written", "recomputed", "not_stored", "num_tokens_early", "num_blocks_written_back")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -239,6 +287,8 @@ class KvLeg(_message.Message):
     NUM_BYTES_WRITTEN_FIELD_NUMBER: _ClassVar[int]
     RECOMPUTED_FIELD_NUMBER: _ClassVar[int]
     NOT_STORED_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_EARLY_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_WRITTEN_BACK_FIELD_NUMBER: _ClassVar[int]
     role: str
     worker_id: str
     incarnation: str
@@ -251,7 +301,9 @@ class KvLeg(_message.Message):
     num_bytes_written: int
     recomputed: _containers.RepeatedCompositeFieldContainer[RecomputeCount]
     not_stored: _containers.RepeatedCompositeFieldContainer[RecomputeCount]
-    def __init__(self, role: _Optional[str] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., transport: _Optional[str] = ..., dtype: _Optional[str] = ..., num_tokens_computed: _Optional[int] = ..., num_tokens_local: _Optional[int] = ..., from_store: _Optional[_Iterable[_Union[TierCount, _Mapping]]] = ..., num_bytes_read: _Optional[int] = ..., num_bytes_written: _Optional[int] = ..., recomputed: _Optional[_Iterable[_Union[RecomputeCount, _Mapping]]] = ..., not_stored: _Optional[_Iterable[_Union[RecomputeCount, _Mapping]]] = ...) -> None: ...
+    num_tokens_early: int
+    num_blocks_written_back: int
+    def __init__(self, role: _Optional[str] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., transport: _Optional[str] = ..., dtype: _Optional[str] = ..., num_tokens_computed: _Optional[int] = ..., num_tokens_local: _Optional[int] = ..., from_store: _Optional[_Iterable[_Union[TierCount, _Mapping]]] = ..., num_bytes_read: _Optional[int] = ..., num_bytes_written: _Optional[int] = ..., recomputed: _Optional[_Iterable[_Union[RecomputeCount, _Mapping]]] = ..., not_stored: _Optional[_Iterable[_Union[RecomputeCount, _Mapping]]] = ..., num_tokens_early: _Optional[int] = ..., num_blocks_written_back: _Optional[int] = ...) -> None: ...
 
 class Provenance(_message.Message):
     __slots__ = ("num_prompt_tokens", "legs", "model", "model_fingerprint", "adapter_digest")
@@ -360,7 +412,7 @@ class UnloadAdapterReply(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("worker_id", "role", "address", "incarnation", "model", "model_fingerprint", "tokenizer_digest", "dtype", "device", "block_size", "block_bytes", "num_blocks", "num_free_blocks", "num_cached_blocks", "num_quarantined_blocks", "num_waiting", "num_running", "num_holding", "context_window", "vocab_size", "transport", "store_node_id", "store_address", "num_prompt_tokens_computed", "num_prompt_tokens_local", "num_prompt_tokens_from_store", "num_output_tokens", "recomputed", "draining", "integrity_error", "adapters", "num_prefix_tokens_asked", "num_prefix_tokens_cached", "metrics_address")
+    __slots__ = ("worker_id", "role", "address", "incarnation", "model", "model_fingerprint", "tokenizer_digest", "dtype", "device", "block_size", "block_bytes", "num_blocks", "num_free_blocks", "num_cached_blocks", "num_quarantined_blocks", "num_waiting", "num_running", "num_holding", "context_window", "vocab_size", "transport", "store_node_id", "store_address", "num_prompt_tokens_computed", "num_prompt_tokens_local", "num_prompt_tokens_from_store", "num_output_tokens", "recomputed", "draining", "integrity_error", "adapters", "num_prefix_tokens_asked", "num_prefix_tokens_cached", "metrics_address", "links")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -395,6 +447,7 @@ class WorkerStatus(_message.Message):
     NUM_PREFIX_TOKENS_ASKED_FIELD_NUMBER: _ClassVar[int]
     NUM_PREFIX_TOKENS_CACHED_FIELD_NUMBER: _ClassVar[int]
     METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    LINKS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: str
     address: str
@@ -429,7 +482,8 @@ class WorkerStatus(_message.Message):
     num_prefix_tokens_asked: int
     num_prefix_tokens_cached: int
     metrics_address: str
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_quarantined_blocks: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., num_holding: _Optional[int] = ..., context_window: _Optional[int] = ..., vocab_size: _Optional[int] = ..., transport: _Optional[str] = ..., store_node_id: _Optional[str] = ..., store_address: _Optional[str] = ..., num_prompt_tokens_computed: _Optional[int] = ..., num_prompt_tokens_local: _Optional[int] = ..., num_prompt_tokens_from_store: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., recomputed: _Optional[_Iterable[_Union[RecomputeCount, _Mapping]]] = ..., draining: bool = ..., integrity_error: _Optional[str] = ..., adapters: _Optional[_Iterable[_Union[AdapterStatus, _Mapping]]] = ..., num_prefix_tokens_asked: _Optional[int] = ..., num_prefix_tokens_cached: _Optional[int] = ..., metrics_address: _Optional[str] = ...) -> None: ...
+    links: _containers.RepeatedCompositeFieldContainer[LinkStatus]
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_quarantined_blocks: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., num_holding: _Optional[int] = ..., context_window: _Optional[int] = ..., vocab_size: _Optional[int] = ..., transport: _Optional[str] = ..., store_node_id: _Optional[str] = ..., store_address: _Optional[str] = ..., num_prompt_tokens_computed: _Optional[int] = ..., num_prompt_tokens_local: _Optional[int] = ..., num_prompt_tokens_from_store: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., recomputed: _Optional[_Iterable[_Union[RecomputeCount, _Mapping]]] = ..., draining: bool = ..., integrity_error: _Optional[str] = ..., adapters: _Optional[_Iterable[_Union[AdapterStatus, _Mapping]]] = ..., num_prefix_tokens_asked: _Optional[int] = ..., num_prefix_tokens_cached: _Optional[int] = ..., metrics_address: _Optional[str] = ..., links: _Optional[_Iterable[_Union[LinkStatus, _Mapping]]] = ...) -> None: ...
 
 class GetWorkerStatusRequest(_message.Message):
     __slots__ = ()

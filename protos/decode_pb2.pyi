@@ -7,18 +7,26 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class DecodeCommand(_message.Message):
-    __slots__ = ("key", "reserve", "generate", "cancel", "cancel_sample")
+    __slots__ = ("key", "reserve", "generate", "cancel", "cancel_sample", "prefetch")
     KEY_FIELD_NUMBER: _ClassVar[int]
     RESERVE_FIELD_NUMBER: _ClassVar[int]
     GENERATE_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     CANCEL_SAMPLE_FIELD_NUMBER: _ClassVar[int]
+    PREFETCH_FIELD_NUMBER: _ClassVar[int]
     key: int
     reserve: ReserveDecode
     generate: GenerateFromHandle
     cancel: CancelDecode
     cancel_sample: CancelSample
-    def __init__(self, key: _Optional[int] = ..., reserve: _Optional[_Union[ReserveDecode, _Mapping]] = ..., generate: _Optional[_Union[GenerateFromHandle, _Mapping]] = ..., cancel: _Optional[_Union[CancelDecode, _Mapping]] = ..., cancel_sample: _Optional[_Union[CancelSample, _Mapping]] = ...) -> None: ...
+    prefetch: PrefetchDecode
+    def __init__(self, key: _Optional[int] = ..., reserve: _Optional[_Union[ReserveDecode, _Mapping]] = ..., generate: _Optional[_Union[GenerateFromHandle, _Mapping]] = ..., cancel: _Optional[_Union[CancelDecode, _Mapping]] = ..., cancel_sample: _Optional[_Union[CancelSample, _Mapping]] = ..., prefetch: _Optional[_Union[PrefetchDecode, _Mapping]] = ...) -> None: ...
+
+class PrefetchDecode(_message.Message):
+    __slots__ = ("handle",)
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    handle: _common_pb2.KvHandle
+    def __init__(self, handle: _Optional[_Union[_common_pb2.KvHandle, _Mapping]] = ...) -> None: ...
 
 class ReserveDecode(_message.Message):
     __slots__ = ("request_id", "tenant", "tenant_salt", "prompt_token_ids", "sampling", "sample_index", "model_fingerprint", "adapter", "priority", "budget_ms", "adapter_digest")

@@ -97,30 +97,34 @@ class MatchRequest(_message.Message):
     def __init__(self, attachment_id: _Optional[str] = ..., chain_hashes: _Optional[_Iterable[bytes]] = ..., pin: bool = ..., lease_id: _Optional[str] = ..., ttl_ms: _Optional[int] = ...) -> None: ...
 
 class MatchReply(_message.Message):
-    __slots__ = ("blocks", "lease_id", "incarnation")
+    __slots__ = ("blocks", "lease_id", "incarnation", "num_hits")
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    NUM_HITS_FIELD_NUMBER: _ClassVar[int]
     blocks: _containers.RepeatedCompositeFieldContainer[_common_pb2.BlockRef]
     lease_id: str
     incarnation: bytes
-    def __init__(self, blocks: _Optional[_Iterable[_Union[_common_pb2.BlockRef, _Mapping]]] = ..., lease_id: _Optional[str] = ..., incarnation: _Optional[bytes] = ...) -> None: ...
+    num_hits: int
+    def __init__(self, blocks: _Optional[_Iterable[_Union[_common_pb2.BlockRef, _Mapping]]] = ..., lease_id: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., num_hits: _Optional[int] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("attachment_id", "lease_id", "ttl_ms", "parent", "chain_hashes", "tail_name")
+    __slots__ = ("attachment_id", "lease_id", "ttl_ms", "parent", "chain_hashes", "tail_name", "tenant")
     ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     TTL_MS_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
     CHAIN_HASHES_FIELD_NUMBER: _ClassVar[int]
     TAIL_NAME_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     attachment_id: str
     lease_id: str
     ttl_ms: int
     parent: bytes
     chain_hashes: _containers.RepeatedScalarFieldContainer[bytes]
     tail_name: str
-    def __init__(self, attachment_id: _Optional[str] = ..., lease_id: _Optional[str] = ..., ttl_ms: _Optional[int] = ..., parent: _Optional[bytes] = ..., chain_hashes: _Optional[_Iterable[bytes]] = ..., tail_name: _Optional[str] = ...) -> None: ...
+    tenant: str
+    def __init__(self, attachment_id: _Optional[str] = ..., lease_id: _Optional[str] = ..., ttl_ms: _Optional[int] = ..., parent: _Optional[bytes] = ..., chain_hashes: _Optional[_Iterable[bytes]] = ..., tail_name: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class ReservedBlock(_message.Message):
     __slots__ = ("state", "block")
@@ -325,7 +329,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self, check_integrity: bool = ...) -> None: ...
 
 class GetStatusReply(_message.Message):
-    __slots__ = ("node_id", "incarnation", "frame_bytes", "num_frames", "num_free", "num_writing", "num_committed", "num_pinned", "num_quarantined", "num_leases", "num_attachments", "num_lookups", "num_blocks_asked", "num_blocks_matched", "num_bytes_written", "num_bytes_read", "num_evictions", "num_leases_lapsed", "num_tails", "index_sequence", "index_synced", "integrity_error", "refused")
+    __slots__ = ("node_id", "incarnation", "frame_bytes", "num_frames", "num_free", "num_writing", "num_committed", "num_pinned", "num_quarantined", "num_leases", "num_attachments", "num_lookups", "num_blocks_asked", "num_blocks_matched", "num_bytes_written", "num_bytes_read", "num_evictions", "num_leases_lapsed", "num_tails", "index_sequence", "index_synced", "integrity_error", "refused", "num_pages", "num_pages_used", "num_demoted", "num_promoted", "num_pages_bad", "tenants")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     FRAME_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -349,6 +353,12 @@ class GetStatusReply(_message.Message):
     INDEX_SYNCED_FIELD_NUMBER: _ClassVar[int]
     INTEGRITY_ERROR_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
+    NUM_PAGES_FIELD_NUMBER: _ClassVar[int]
+    NUM_PAGES_USED_FIELD_NUMBER: _ClassVar[int]
+    NUM_DEMOTED_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMOTED_FIELD_NUMBER: _ClassVar[int]
+    NUM_PAGES_BAD_FIELD_NUMBER: _ClassVar[int]
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     incarnation: bytes
     frame_bytes: int
@@ -372,4 +382,38 @@ class GetStatusReply(_message.Message):
     index_synced: bool
     integrity_error: str
     refused: _containers.RepeatedCompositeFieldContainer[_common_pb2.RecomputeCount]
-    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., frame_bytes: _Optional[int] = ..., num_frames: _Optional[int] = ..., num_free: _Optional[int] = ..., num_writing: _Optional[int] = ..., num_committed: _Optional[int] = ..., num_pinned: _Optional[int] = ..., num_quarantined: _Optional[int] = ..., num_leases: _Optional[int] = ..., num_attachments: _Optional[int] = ..., num_lookups: _Optional[int] = ..., num_blocks_asked: _Optional[int] = ..., num_blocks_matched: _Optional[int] = ..., num_bytes_written: _Optional[int] = ..., num_bytes_read: _Optional[int] = ..., num_evictions: _Optional[int] = ..., num_leases_lapsed: _Optional[int] = ..., num_tails: _Optional[int] = ..., index_sequence: _Optional[int] = ..., index_synced: bool = ..., integrity_error: _Optional[str] = ..., refused: _Optional[_Iterable[_Union[_common_pb2.RecomputeCount, _Mapping]]] = ...) -> None: ...
+    num_pages: int
+    num_pages_used: int
+    num_demoted: int
+    num_promoted: int
+    num_pages_bad: int
+    tenants: _containers.RepeatedCompositeFieldContainer[_common_pb2.TenantUsage]
+    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., frame_bytes: _Optional[int] = ..., num_frames: _Optional[int] = ..., num_free: _Optional[int] = ..., num_writing: _Optional[int] = ..., num_committed: _Optional[int] = ..., num_pinned: _Optional[int] = ..., num_quarantined: _Optional[int] = ..., num_leases: _Optional[int] = ..., num_attachments: _Optional[int] = ..., num_lookups: _Optional[int] = ..., num_blocks_asked: _Optional[int] = ..., num_blocks_matched: _Optional[int] = ..., num_bytes_written: _Optional[int] = ..., num_bytes_read: _Optional[int] = ..., num_evictions: _Optional[int] = ..., num_leases_lapsed: _Optional[int] = ..., num_tails: _Optional[int] = ..., index_sequence: _Optional[int] = ..., index_synced: bool = ..., integrity_error: _Optional[str] = ..., refused: _Optional[_Iterable[_Union[_common_pb2.RecomputeCount, _Mapping]]] = ..., num_pages: _Optional[int] = ..., num_pages_used: _Optional[int] = ..., num_demoted: _Optional[int] = ..., num_promoted: _Optional[int] = ..., num_pages_bad: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[_common_pb2.TenantUsage, _Mapping]]] = ...) -> None: ...
+
+class ReportRequest(_message.Message):
+    __slots__ = ("attachment_id", "blocks")
+    ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    attachment_id: str
+    blocks: _containers.RepeatedCompositeFieldContainer[_common_pb2.BlockRef]
+    def __init__(self, attachment_id: _Optional[str] = ..., blocks: _Optional[_Iterable[_Union[_common_pb2.BlockRef, _Mapping]]] = ...) -> None: ...
+
+class ReportReply(_message.Message):
+    __slots__ = ("num_dropped",)
+    NUM_DROPPED_FIELD_NUMBER: _ClassVar[int]
+    num_dropped: int
+    def __init__(self, num_dropped: _Optional[int] = ...) -> None: ...
+
+class ListRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListReply(_message.Message):
+    __slots__ = ("incarnation", "index_sequence", "chain_hashes")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    INDEX_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    CHAIN_HASHES_FIELD_NUMBER: _ClassVar[int]
+    incarnation: bytes
+    index_sequence: int
+    chain_hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, incarnation: _Optional[bytes] = ..., index_sequence: _Optional[int] = ..., chain_hashes: _Optional[_Iterable[bytes]] = ...) -> None: ...

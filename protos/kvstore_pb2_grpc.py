@@ -104,6 +104,16 @@ class KvStoreStub(object):
                 request_serializer=protos_dot_kvstore__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=protos_dot_kvstore__pb2.GetStatusReply.FromString,
                 _registered_method=True)
+        self.Report = channel.unary_unary(
+                '/baton.v1.KvStore/Report',
+                request_serializer=protos_dot_kvstore__pb2.ReportRequest.SerializeToString,
+                response_deserializer=protos_dot_kvstore__pb2.ReportReply.FromString,
+                _registered_method=True)
+        self.List = channel.unary_stream(
+                '/baton.v1.KvStore/List',
+                request_serializer=protos_dot_kvstore__pb2.ListRequest.SerializeToString,
+                response_deserializer=protos_dot_kvstore__pb2.ListReply.FromString,
+                _registered_method=True)
 
 
 class KvStoreServicer(object):
@@ -200,6 +210,20 @@ class KvStoreServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Report(self, request, context):
+        """Blocks whose checksum failed at a reader: the store looks for itself, and drops those that are bad with all below them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def List(self, request, context):
+        """Everything present, for audits: parents before children.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_KvStoreServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -272,6 +296,16 @@ def add_KvStoreServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=protos_dot_kvstore__pb2.GetStatusRequest.FromString,
                     response_serializer=protos_dot_kvstore__pb2.GetStatusReply.SerializeToString,
+            ),
+            'Report': grpc.unary_unary_rpc_method_handler(
+                    servicer.Report,
+                    request_deserializer=protos_dot_kvstore__pb2.ReportRequest.FromString,
+                    response_serializer=protos_dot_kvstore__pb2.ReportReply.SerializeToString,
+            ),
+            'List': grpc.unary_stream_rpc_method_handler(
+                    servicer.List,
+                    request_deserializer=protos_dot_kvstore__pb2.ListRequest.FromString,
+                    response_serializer=protos_dot_kvstore__pb2.ListReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -652,6 +686,60 @@ class KvStore(object):
             '/baton.v1.KvStore/GetStatus',
             protos_dot_kvstore__pb2.GetStatusRequest.SerializeToString,
             protos_dot_kvstore__pb2.GetStatusReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Report(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.KvStore/Report',
+            protos_dot_kvstore__pb2.ReportRequest.SerializeToString,
+            protos_dot_kvstore__pb2.ReportReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def List(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/baton.v1.KvStore/List',
+            protos_dot_kvstore__pb2.ListRequest.SerializeToString,
+            protos_dot_kvstore__pb2.ListReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -31,10 +31,10 @@ class PrefillRequest(_message.Message):
     adapter: str
     priority: int
     wants_handle: bool
-    hints: _containers.RepeatedCompositeFieldContainer[_common_pb2.BlockRun]
+    hints: _containers.RepeatedCompositeFieldContainer[_common_pb2.PrefixRun]
     output_token_ids: _containers.RepeatedScalarFieldContainer[int]
     adapter_digest: str
-    def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., tenant_salt: _Optional[bytes] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., sample_index: _Optional[int] = ..., model_fingerprint: _Optional[str] = ..., adapter: _Optional[str] = ..., priority: _Optional[int] = ..., wants_handle: bool = ..., hints: _Optional[_Iterable[_Union[_common_pb2.BlockRun, _Mapping]]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., adapter_digest: _Optional[str] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., tenant_salt: _Optional[bytes] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., sample_index: _Optional[int] = ..., model_fingerprint: _Optional[str] = ..., adapter: _Optional[str] = ..., priority: _Optional[int] = ..., wants_handle: bool = ..., hints: _Optional[_Iterable[_Union[_common_pb2.PrefixRun, _Mapping]]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., adapter_digest: _Optional[str] = ...) -> None: ...
 
 class PrefillReply(_message.Message):
     __slots__ = ("token_ids", "logprobs", "finish_reason", "stop_token_id", "handle", "leg", "times", "sample_index", "traces", "beam_start")
