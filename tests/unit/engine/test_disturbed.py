@@ -35,8 +35,9 @@ GRAMMARS = (
 
 
 def test_random_workloads_end_as_if_undisturbed(seed: int, scale: Callable[[int], int]) -> None:
-    """500 workloads: random chunk sizes, policies, prefix hits, samples, penalties, preemptions
-    forced at random steps and by lack of blocks, swaps that are late, refused or lost."""
+    """500 workloads: random chunk sizes, policies, prefix hits, samples, penalties, handovers in the
+    middle of answers, preemptions forced at random steps and by lack of blocks, swaps that are
+    late, refused or lost."""
     causes: Counter[str] = Counter()
     num_shared = 0
     for index in range(scale(500)):
@@ -44,7 +45,9 @@ def test_random_workloads_end_as_if_undisturbed(seed: int, scale: Callable[[int]
         requests = workload(rng)
         expected = undisturbed(requests)
         engine = small_engine(rng)
-        assert disturbed(engine, requests, rng) == expected, f"workload {index} of seed {seed}"
+        assert disturbed(engine, requests, rng, expected) == expected, (
+            f"workload {index} of seed {seed}"
+        )
         causes.update(dict(engine.stats().num_preemptions))
         num_shared += engine.stats().num_local_prefix_tokens
     # It was disturbed: a test that preempts nobody proves nothing.
@@ -67,7 +70,9 @@ def test_workloads_with_grammars(seed: int, scale: Callable[[int], int]) -> None
             requests = workload(rng, bench)
             expected = undisturbed(requests, bench)
             engine = small_engine(rng, bench)
-            assert disturbed(engine, requests, rng) == expected, f"workload {index} of seed {seed}"
+            assert disturbed(engine, requests, rng, expected) == expected, (
+                f"workload {index} of seed {seed}"
+            )
     finally:
         service.close()
 
@@ -91,4 +96,6 @@ def test_workloads_on_the_bundled_model(seed: int, scale: Callable[[int], int]) 
         requests = workload(rng, bench)
         expected = undisturbed(requests, bench)
         engine = small_engine(rng, bench)
-        assert disturbed(engine, requests, rng) == expected, f"workload {index} of seed {seed}"
+        assert disturbed(engine, requests, rng, expected) == expected, (
+            f"workload {index} of seed {seed}"
+        )

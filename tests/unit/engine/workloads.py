@@ -197,10 +197,59 @@ def small_engine(rng: random.Random, bench: Bench = PLAIN) -> Engine:
     return bench.engine(config, parking)
 
 
+NOTHING: Outcome = ((), None, None, "")
+
+Drawn = dict[str, tuple[tuple[int, ...], ...]]
+"""What earlier legs drew: by request, of each sample."""
+
+
+def drawn_before(
+    requests: Sequence[Request], expected: dict[str, dict[int, Outcome]], rng: random.Random
+) -> Drawn:
+    """For some requests, where an earlier leg left off: after any token of each sample, perhaps
+    after the last of some. Not within a grammar: there, legs change between events only."""
+    drawn: Drawn = {}
+    for request in requests:
+        samples = [expected[request.request_id][i] for i in range(request.num_samples)]
+        if request.sampling.grammar is not None or rng.random() < 0.6:
+            continue
+        if any(error for *_, error in samples) or all(len(one[0]) < 2 for one in samples):
+            continue
+        lengths = [rng.randint(1, len(tokens)) for tokens, *_ in samples]
+        open_ones = [i for i, one in enumerate(samples) if len(one[0]) >= 2]
+        index = rng.choice(open_ones)
+        lengths[index] = min(lengths[index], len(samples[index][0]) - 1)
+        drawn[request.request_id] = tuple(
+            tokens[:length] for (tokens, *_), length in zip(samples, lengths, strict=True)
+        )
+    return drawn
+
+
+def with_drawn(
+    found: dict[int, Outcome], expected: dict[int, Outcome], drawn: Drawn, name: str
+) -> dict[int, Outcome]:
+    """The whole answer, of both legs. A sample that the first one ended draws nothing."""
+    whole = dict(found)
+    for index, tokens in enumerate(drawn.get(name, ())):
+        if tokens == expected[index][0]:
+            # The prompt's filled blocks are told as sample 0's, in events without tokens.
+            assert found.get(index, NOTHING) == NOTHING, "a sample that had ended drew"
+            whole[index] = expected[index]
+        else:
+            rest, *end = found[index]
+            whole[index] = (tokens + rest, *end)  # type: ignore[assignment]
+    return whole
+
+
 def disturbed(
-    engine: Engine, requests: Sequence[Request], rng: random.Random
+    engine: Engine,
+    requests: Sequence[Request],
+    rng: random.Random,
+    expected: dict[str, dict[int, Outcome]] | None = None,
 ) -> dict[str, dict[int, Outcome]]:
-    """All together, begun at random steps in random ways, blocks taken away at random."""
+    """All together, begun at random steps in random ways, blocks taken away at random.
+    Where it is told what to expect, some are begun in the middle, as handed over by another engine."""
+    drawn = drawn_before(requests, expected, rng) if expected is not None else {}
     events: dict[str, list[RequestEvent]] = {}
     left = list(requests)
     over: set[str] = set()
@@ -209,7 +258,7 @@ def disturbed(
         num_steps += 1
         assert num_steps < 20_000, "livelock"
         while left and (rng.random() < 0.3 or not engine.has_work()):
-            if not _begin(engine, left[0], rng):
+            if not _begin(engine, left[0], rng, drawn.get(left[0].request_id, ())):
                 break
             left.pop(0)
         for event in engine.step().events:
@@ -224,11 +273,19 @@ def disturbed(
     assert over == {request.request_id for request in requests}
     stats = engine.stats()
     assert stats.num_free_blocks + stats.num_cached_blocks == stats.num_blocks
-    return {name: outcomes(one) for name, one in events.items()}
+    found = {name: outcomes(one) for name, one in events.items()}
+    if expected is None:
+        return found
+    return {name: with_drawn(one, expected[name], drawn, name) for name, one in found.items()}
 
 
-def _begin(engine: Engine, request: Request, rng: random.Random) -> bool:
-    if rng.random() < 0.5:
+def _begin(
+    engine: Engine,
+    request: Request,
+    rng: random.Random,
+    drawn: tuple[tuple[int, ...], ...],
+) -> bool:
+    if not drawn and rng.random() < 0.5:
         engine.submit(request)
         return True
     try:
@@ -236,7 +293,7 @@ def _begin(engine: Engine, request: Request, rng: random.Random) -> bool:
     except NoBlocks:
         assert engine.has_work(), "refused by an engine that does nothing"
         return False
-    engine.start(request.request_id)
+    engine.start(request.request_id, outputs=drawn)
     return True
 
 
