@@ -9,14 +9,19 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
+
+from transformers import AutoModelForCausalLM
 
 from checkpoints.resolve import resolve
 from engine.config import EngineConfig
 from engine.fake import FakeModel
 from engine.grammar.config import GrammarLimits
 from engine.grammar.service import GrammarService
+from engine.loop import Engine
 from engine.models.load import load_model
 from engine.request import GrammarKind, GrammarSpec
+from tests.parity.adapters import save_adapter
 from tests.unit.engine.workloads import (
     SIZE,
     WINDOW,
@@ -35,8 +40,8 @@ GRAMMARS = (
 
 
 def test_random_workloads_end_as_if_undisturbed(seed: int, scale: Callable[[int], int]) -> None:
-    """500 workloads: random chunk sizes, policies, prefix hits, samples, penalties, handovers in the
-    middle of answers, preemptions forced at random steps and by lack of blocks, swaps that are
+    """500 workloads: random chunk sizes, policies, prefix hits, samples, penalties, handovers amid
+    answers, preemptions forced at random steps and by lack of blocks, swaps that are
     late, refused or lost."""
     causes: Counter[str] = Counter()
     num_shared = 0
@@ -77,9 +82,11 @@ def test_workloads_with_grammars(seed: int, scale: Callable[[int], int]) -> None
         service.close()
 
 
-def test_workloads_on_the_bundled_model(seed: int, scale: Callable[[int], int]) -> None:
-    """60 on real attention over real KV, in float32: what is computed again, in other chunks and
-    beside others, may differ by rounding, and no token may."""
+def test_workloads_on_the_bundled_model(
+    seed: int, scale: Callable[[int], int], tmp_path: Path
+) -> None:
+    """60 on real attention over real KV, with two adapters and without, in float32: what is
+    computed again, in other chunks and beside others, may differ by rounding, and no token may."""
     size = 8
     config = EngineConfig(
         model="baton-5m",
@@ -90,7 +97,11 @@ def test_workloads_on_the_bundled_model(seed: int, scale: Callable[[int], int]) 
         num_threads=1,
     )
     model = load_model(config)
-    bench = Bench(make_model=lambda: model, size=size)
+    plain = AutoModelForCausalLM.from_pretrained(resolve("baton-5m", files="all").path)
+    engine = Engine(config, model)  # the model keeps them
+    for index, name in enumerate(("first", "second")):
+        engine.load_adapter(name, save_adapter(tmp_path / name, plain, seed + index))
+    bench = Bench(make_model=lambda: model, size=size, adapters=("", "first", "second"))
     for index in range(scale(60)):
         rng = random.Random(f"bundled {seed} {index}")
         requests = workload(rng, bench)

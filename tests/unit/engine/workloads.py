@@ -37,6 +37,8 @@ class Bench:
     size: int = SIZE
     make_grammars: Callable[[], GrammarService] | None = None
     grammars: tuple[GrammarSpec, ...] = ()
+    adapters: tuple[str, ...] = ("",)
+    """Names that requests choose from; empty: none."""
 
     def engine(self, config: EngineConfig, parking: Parking | None = None) -> Engine:
         return Engine(config, self.make_model(), parking=parking, make_grammars=self.make_grammars)
@@ -52,13 +54,16 @@ def workload(rng: random.Random, bench: Bench = PLAIN) -> list[Request]:
     for index in range(rng.randint(2, 7)):
         stem = rng.choice(stems)
         prompt = [*stem[: rng.randint(0, 24)], rng.randrange(1, VOCAB)]
+        adapter = rng.choice(bench.adapters)
+        root = b"root" + adapter.encode()
         requests.append(
             Request(
                 request_id=f"r{index}",
                 prompt_token_ids=tuple(prompt),
                 sampling=_constrained(random_sampling(rng), rng, bench),
-                block_hasher=hasher(b"root"),
-                cache_root=b"root",
+                block_hasher=hasher(root),
+                cache_root=root,
+                adapter=adapter,
                 priority=rng.choice([0, 0, 1]),
                 num_samples=rng.choice([1, 1, 1, 2, 3]),
             )
@@ -248,7 +253,7 @@ def disturbed(
     expected: dict[str, dict[int, Outcome]] | None = None,
 ) -> dict[str, dict[int, Outcome]]:
     """All together, begun at random steps in random ways, blocks taken away at random.
-    Where it is told what to expect, some are begun in the middle, as handed over by another engine."""
+    Where it is told what to expect, some are begun in the middle, as if handed over."""
     drawn = drawn_before(requests, expected, rng) if expected is not None else {}
     events: dict[str, list[RequestEvent]] = {}
     left = list(requests)
