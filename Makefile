@@ -2,6 +2,7 @@
 #
 #   make demo        a cluster on this machine, an answer, and where its KV cache came from
 #   make test        all checks and tests, at a twentieth of the stated counts (`make test-long`: all of them)
+#   make chaos       parts of a real cluster killed, stopped and damaged at random; BATON_TEST_SEED=n replays
 #
 # Each makes what it needs first: a virtual environment in .venv with everything in it, Redis included.
 #
@@ -29,7 +30,7 @@ PACKAGES := baton checkpoints engine engine_client kernels/baton_kernels kvstore
 # Several engines share few cores in the tests: one thread each, or they stall one another.
 TEST_ENVIRONMENT := OMP_NUM_THREADS=1
 
-.PHONY: setup demo test test-long check protos bench clean
+.PHONY: setup demo test test-long chaos check protos bench clean
 
 setup: $(READY)
 
@@ -41,6 +42,9 @@ test: check
 
 test-long: check
 	$(TEST_ENVIRONMENT) BATON_TEST_LONG=1 $(BIN)/pytest -o faulthandler_timeout=2400
+
+chaos: $(READY)
+	$(TEST_ENVIRONMENT) BATON_TEST_LONG=1 $(BIN)/pytest -o faulthandler_timeout=2400 -v tests/chaos
 
 check: $(READY) $(PROTOS_READY)
 	$(BIN)/ruff format --check .
