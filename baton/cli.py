@@ -13,10 +13,12 @@ from collections.abc import Callable, Sequence
 
 from baton import (
     command_adapter,
+    command_audit,
     command_bench,
     command_chat,
     command_demo,
     command_generate,
+    command_keys,
     command_models,
     command_replay,
     command_status,
@@ -30,11 +32,13 @@ _COMMANDS = (
     command_generate,
     command_chat,
     command_status,
+    command_audit,
     command_models,
     command_demo,
     command_replay,
     command_bench,
     command_adapter,
+    command_keys,
 )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ DEFAULT_PORT = 8500
 DRAIN_S = 3
 """How long a stopping part lets requests finish: less than the supervisor waits for it."""
 TRANSPORTS = ("shm", "nixl", "grpc")
+_OF_ONE_STORE = ("store.node_id", "store.listen", "store.advertise")
 # Who a `--set` goes to, by the first part of its key.
 _GROUPS = {
     "store": ("store",),
@@ -40,6 +42,8 @@ class ClusterConfig:
     """Decode workers."""
     transport: str = "shm"
     """How KV blocks travel between workers and store: shm, nixl or grpc."""
+    num_stores: int = 1
+    """KV stores; workers are dealt to them in turn, as if each were a machine of its own."""
     port: int = DEFAULT_PORT
     """The router's port on loopback; 0 takes a free one."""
     redis_url: str = ""
@@ -53,6 +57,7 @@ class ClusterConfig:
         for name, value, least in (
             ("prefill", self.num_prefill, 1),
             ("decode", self.num_decode, 1),
+            ("stores", self.num_stores, 1),
             ("port", self.port, 0),
         ):
             if value < least:
@@ -63,8 +68,17 @@ class ClusterConfig:
             raise ClusterError(
                 f"--transport {self.transport}: choose one of {', '.join(TRANSPORTS)}"
             )
+        if self.num_stores > self.num_prefill + self.num_decode:
+            raise ClusterError(
+                f"--stores {self.num_stores}: at most one for each worker, which are "
+                f"{self.num_prefill + self.num_decode}; give more with --prefill or --decode"
+            )
         for override in self.overrides:
             _check_override(override)
+            if self.num_stores > 1 and override.partition("=")[0] in _OF_ONE_STORE:
+                raise ClusterError(
+                    f"--set {override}: {self.num_stores} stores cannot share it; use --stores 1"
+                )
 
 
 @dataclass(frozen=True)
@@ -95,27 +109,45 @@ def redis(server: Path, socket: Path) -> ProcessSpec:
     return ProcessSpec("redis", "redis", tuple(argv))
 
 
-def store(
+def stores(
     config: ClusterConfig, *, redis_url: str, listen: str, slab_dir: str, capacity_bytes: int
-) -> ProcessSpec:
-    """The KV store; its slab of `capacity_bytes` lies in `slab_dir`."""
-    return _python(
-        config,
-        "store",
-        "store",
-        "kvstore",
-        {
-            "node_id": "store",
-            "redis_url": redis_url,
-            "listen": listen,
-            "slab_dir": slab_dir,
-            "capacity_bytes": str(capacity_bytes),
-        },
-    )
+) -> list[ProcessSpec]:
+    """The KV stores, named by their node ids; the slab of each, of `capacity_bytes`, lies in
+    `slab_dir`.
+    """
+    return [
+        _python(
+            config,
+            name,
+            "store",
+            "kvstore",
+            {
+                "node_id": name,
+                "redis_url": redis_url,
+                "listen": listen,
+                "slab_dir": slab_dir,
+                "capacity_bytes": str(capacity_bytes),
+            },
+        )
+        for name in store_names(config.num_stores)
+    ]
 
 
-def workers(config: ClusterConfig, *, redis_url: str, store_address: str) -> list[ProcessSpec]:
-    """All prefill and decode workers. They share the cores: one thread each when there are few."""
+def store_names(num_stores: int) -> list[str]:
+    """One is "store", of several each has its number."""
+    return ["store"] if num_stores == 1 else [f"store-{index}" for index in range(num_stores)]
+
+
+def workers(
+    config: ClusterConfig,
+    *,
+    redis_url: str,
+    store_addresses: Sequence[str],
+    handle_keys_file: str,
+) -> list[ProcessSpec]:
+    """All prefill and decode workers, dealt to the stores in turn. They share the cores: one thread
+    each when there are few.
+    """
     num_workers = config.num_prefill + config.num_decode
     num_threads = max(1, len(os.sched_getaffinity(0)) // num_workers)
     names = [("prefill", index) for index in range(config.num_prefill)]
@@ -130,8 +162,10 @@ def workers(config: ClusterConfig, *, redis_url: str, store_address: str) -> lis
                 "worker_id": f"{role}-{index}",
                 "listen": "127.0.0.1:0",
                 "redis_url": redis_url,
-                "store_address": store_address,
+                "store_address": store_addresses[place % len(store_addresses)],
                 "transport": config.transport,
+                "remote_transport": "nixl" if config.transport == "nixl" else "grpc",
+                "handle_keys_file": handle_keys_file,
                 "engine.model": config.model,
                 # This version moves KV between host memories; a GPU that is there stays unused.
                 "engine.device": "cpu",
@@ -139,7 +173,7 @@ def workers(config: ClusterConfig, *, redis_url: str, store_address: str) -> lis
                 "engine.num_threads": str(num_threads),
             },
         )
-        for role, index in names
+        for place, (role, index) in enumerate(names)
     ]
 
 

@@ -31,14 +31,16 @@ class ClusterState:
     """As `run_folder.owner_of` says it."""
     started_s: float
     """Wall clock, to find the youngest."""
+    redis_url: str = ""
+    """Where its prefix index lies, for audits."""
 
 
-def announce(address: str, model: str) -> Path:
+def announce(address: str, model: str, redis_url: str = "") -> Path:
     """Write this process's cluster down. Returns: the file, to be removed at the end.
 
     Raises: ClusterError when there is no place for it.
     """
-    state = ClusterState(address, model, owner_of(os.getpid()), time.time())
+    state = ClusterState(address, model, owner_of(os.getpid()), time.time(), redis_url)
     home = _folder()
     if home is not None:
         # A read-only home, or one of somebody else's: the temporary folder serves as well.
@@ -62,6 +64,7 @@ def announce(address: str, model: str) -> Path:
 def _write(folder: Path, state: ClusterState) -> Path:
     path = folder / f"{os.getpid()}.json"
     scratch = path.with_suffix(".tmp")
+    scratch.touch(mode=0o600)  # the address of a Redis may hold its password
     scratch.write_text(json.dumps(dataclasses.asdict(state)), encoding="utf-8")
     scratch.replace(path)
     return path

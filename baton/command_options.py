@@ -48,7 +48,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tenant", default="")
     parser.add_argument(
         "--timeout",
-        type=_seconds,
+        type=seconds,
         default=120.0,
         metavar="SECONDS",
         help="for the whole answer; default: 120",
@@ -143,6 +143,13 @@ def add_cluster(parser: argparse.ArgumentParser, *, default_port: int) -> None:
     parser.add_argument("--prefill", type=int, default=1, metavar="N", help="prefill workers")
     parser.add_argument("--decode", type=int, default=1, metavar="N", help="decode workers")
     parser.add_argument(
+        "--stores",
+        type=int,
+        default=1,
+        metavar="N",
+        help="KV stores; workers are dealt to them in turn, as if each were a machine; default: 1",
+    )
+    parser.add_argument(
         "--transport",
         choices=cluster_plan.TRANSPORTS,
         default=defaults.transport,
@@ -173,6 +180,7 @@ def cluster_of(parsed: argparse.Namespace) -> ClusterConfig:
         model=parsed.model,
         num_prefill=parsed.prefill,
         num_decode=parsed.decode,
+        num_stores=parsed.stores,
         transport=parsed.transport,
         port=parsed.port,
         redis_url=parsed.redis,
@@ -186,7 +194,8 @@ def _bias(text: str) -> tuple[int, float]:
     return int(token_id), float(bias)
 
 
-def _seconds(text: str) -> float:
+def seconds(text: str) -> float:
+    """A time of the command line: above 0. Raises: ArgumentTypeError."""
     value = float(text)
     if not (math.isfinite(value) and value > 0):
         raise argparse.ArgumentTypeError("must be more than 0")

@@ -50,7 +50,7 @@ def running(config: ClusterConfig) -> Iterator[LocalCluster]:
             with view:
                 _check_model(config.model, view)
                 cluster.start()
-            state = cluster_state.announce(cluster.address, config.model)
+            state = cluster_state.announce(cluster.address, config.model, cluster.redis_url)
             yield cluster
         finally:
             view.silence()
@@ -91,9 +91,10 @@ def _signals(cluster: LocalCluster) -> Iterator[None]:
 
 def _ready_lines(cluster: LocalCluster) -> str:
     config = cluster.config
+    several = f", {config.num_stores} stores" if config.num_stores > 1 else ""
     return (
         f"ready at {cluster.address}: {config.model}, {config.num_prefill} prefill, "
-        f"{config.num_decode} decode, KV over {config.transport}\n"
+        f"{config.num_decode} decode{several}, KV over {config.transport}\n"
         "In another terminal:\n"
         '  baton generate "Once upon a time"\n'
         "  baton chat\n"

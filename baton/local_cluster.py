@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -26,6 +26,7 @@ from baton.cluster_plan import ClusterConfig, ProcessSpec
 from baton.errors import BatonError, ClusterError
 from baton.run_folder import RunFolder
 from baton.supervisor import ClusterEvent, OnEvent, ProcessInfo, State, Supervisor
+from process import keys
 
 __all__ = ["ClusterConfig", "ClusterEvent", "LocalCluster", "ProcessInfo", "State"]
 
@@ -48,7 +49,10 @@ class LocalCluster:
         self.address = ""
         """The router's, once started."""
         self.redis_url = config.redis_url
-        self.store_address = ""
+        self.store_addresses: dict[str, str] = {}
+        """Of the KV stores by node id, once started."""
+        self.handle_keys_file = Path()
+        """The keys that sign this cluster's handles, once started; they go with its folder."""
         self._on_event = on_event or (lambda event: None)
         self._folder: RunFolder | None = None
         self._supervisor: Supervisor | None = None
@@ -66,7 +70,7 @@ class LocalCluster:
         self.stop()
 
     def start(self, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Start all parts and wait until the router sees every worker and the store.
+        """Start all parts and wait until the router sees every worker and store.
 
         Raises: ClusterError, one line in the words of the part that failed; nothing is left.
         """
@@ -100,7 +104,9 @@ class LocalCluster:
 
     @property
     def processes(self) -> dict[str, ProcessInfo]:
-        """All parts by name: redis, store, prefill-0 ..., decode-0 ..., router."""
+        """All parts by name: redis, store (of several: store-0 ...), prefill-0 ..., decode-0 ...,
+        router.
+        """
         return self._parts().processes()
 
     def kill(self, name: str, *, restart: bool = True) -> None:
@@ -135,17 +141,22 @@ class LocalCluster:
             socket = folder.path / "redis.sock"
             self.redis_url = f"unix://{socket}"
             self._launch([cluster_plan.redis(redis_server.find(), socket)], deadline_s)
-        store = cluster_plan.store(
+        stores = cluster_plan.stores(
             self.config,
             redis_url=self.redis_url,
             listen="127.0.0.1:0",
             slab_dir=str(folder.memory),
             capacity_bytes=_store_capacity_bytes(self.config, folder.memory),
         )
-        self._launch([store], deadline_s)
-        self.store_address = self._fix_address(store)
+        self._launch(stores, deadline_s)
+        self.store_addresses = {store.name: self._fix_address(store) for store in stores}
+        self.handle_keys_file = folder.path / "handle.keys"
+        keys.create(self.handle_keys_file)
         workers = cluster_plan.workers(
-            self.config, redis_url=self.redis_url, store_address=self.store_address
+            self.config,
+            redis_url=self.redis_url,
+            store_addresses=tuple(self.store_addresses.values()),
+            handle_keys_file=str(self.handle_keys_file),
         )
         listen = f"127.0.0.1:{self.config.port}"
         router = cluster_plan.router(self.config, redis_url=self.redis_url, listen=listen)
@@ -164,14 +175,14 @@ class LocalCluster:
         return address
 
     def _wait_registered(self, deadline_s: float) -> None:
-        """Until the router reports every worker of ours, in this life, and a store."""
+        """Until the router reports every worker of ours, in this life, and every store."""
         wanted = {
             info.name: info.address
             for info in self.processes.values()
             if info.kind in ("prefill", "decode")
         }
         with SyncClient(self.address) as client:
-            while missing := _not_seen(client, wanted):
+            while missing := _not_seen(client, wanted, self.store_addresses):
                 self._parts().check_failure()
                 if time.monotonic() > deadline_s:
                     raise ClusterError(f"the router does not see: {', '.join(missing)}")
@@ -202,29 +213,31 @@ def _make_log_dir(config: ClusterConfig, folder: RunFolder) -> Path:
 
 
 def _store_capacity_bytes(config: ClusterConfig, slab_dir: Path) -> int:
-    """At most half of what `slab_dir` has free. Raises: ClusterError where that is too little and
-    the user chose neither capacity nor folder."""
+    """Of each store: together at most half of what `slab_dir` has free. Raises: ClusterError where
+    that is too little and the user chose neither capacity nor folder."""
     chosen = {override.partition("=")[0].strip() for override in config.overrides}
     if chosen & {"store.capacity_bytes", "store.slab_dir"}:
         return _STORE_BYTES  # theirs wins, or the store itself looks for room in their folder
     room = os.statvfs(slab_dir)
     free_bytes = room.f_bavail * room.f_frsize
-    capacity_bytes = min(_STORE_BYTES, free_bytes // 2)
+    num_stores = config.num_stores
+    capacity_bytes = min(_STORE_BYTES, free_bytes // 2 // num_stores)
     if capacity_bytes < _STORE_FLOOR_BYTES:
         raise ClusterError(
-            f"{slab_dir.parent} has {free_bytes} bytes free, the KV store needs "
-            f"{2 * _STORE_FLOOR_BYTES}: give it more (in Docker: `--shm-size`), or choose "
-            "`--set store.slab_dir=FOLDER` or `--set store.capacity_bytes=N`"
+            f"{slab_dir.parent} has {free_bytes} bytes free, {num_stores} KV store(s) need "
+            f"{2 * num_stores * _STORE_FLOOR_BYTES}: give it more (in Docker: `--shm-size`), or "
+            "choose `--set store.slab_dir=FOLDER` or `--set store.capacity_bytes=N`"
         )
     return capacity_bytes
 
 
-def _not_seen(client: SyncClient, wanted: dict[str, str]) -> list[str]:
+def _not_seen(
+    client: SyncClient, wanted: Mapping[str, str], stores: Mapping[str, str]
+) -> list[str]:
     with contextlib.suppress(BatonError):
         status = client.status(timeout_s=1.0)
         seen = {worker.worker_id: worker.address for worker in status.workers}
         missing = [name for name, address in wanted.items() if seen.get(name) != address]
-        if not any(store.reachable for store in status.stores):
-            missing.append("store")
-        return missing
+        reachable = {store.address for store in status.stores if store.reachable}
+        return missing + [name for name, address in stores.items() if address not in reachable]
     return ["anything; it does not answer"]

@@ -56,6 +56,10 @@ class KvLeg:
     """Blocks that failed verification and were computed again, by reason."""
     not_stored: Mapping[str, int] = field(default_factory=dict)
     """Blocks that this worker should have handed over and could not store, by reason."""
+    num_tokens_early: int = 0
+    """Of those from the store: fetched while prefill still ran."""
+    num_blocks_written_back: int = 0
+    """Full blocks of the answer that were stored for the next turn."""
 
     @property
     def num_tokens_from_store(self) -> int:
@@ -296,6 +300,8 @@ def _leg(leg: common_pb2.KvLeg) -> KvLeg:
         num_bytes_written=leg.num_bytes_written,
         recomputed={count.reason: count.num_blocks for count in leg.recomputed},
         not_stored={count.reason: count.num_blocks for count in leg.not_stored},
+        num_tokens_early=leg.num_tokens_early,
+        num_blocks_written_back=leg.num_blocks_written_back,
     )
 
 

@@ -76,6 +76,16 @@ def _legs(completion: Completion) -> Table:
         table.add_column(name)
     legs = completion.provenance.legs
     # Only shown when there is something to show.
+    extras = [
+        (name, [str(getattr(leg, field)) for leg in legs])
+        for name, field in (
+            ("early", "num_tokens_early"),
+            ("blocks written back", "num_blocks_written_back"),
+        )
+        if any(getattr(leg, field) for leg in legs)
+    ]
+    for name, _ in extras:
+        table.add_column(name, justify="right")
     troubles = [
         (name, [_by_reason(getattr(leg, field)) for leg in legs])
         for name, field in (("recomputed", "recomputed"), ("not stored", "not_stored"))
@@ -93,6 +103,7 @@ def _legs(completion: Completion) -> Table:
             format_bytes(leg.num_bytes_written),
             leg.transport or "-",
             leg.dtype,
+            *(counts[index] for _, counts in extras),
             *(reasons[index] for _, reasons in troubles),
         )
     return table

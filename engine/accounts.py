@@ -71,11 +71,11 @@ def stats(
 
 def check_integrity(groups: Mapping[str, Group], holdings: Holdings) -> None:
     """Recompute every block's class and reference count from the live requests, those that samples
-    share included, and each group's spare blocks.
+    share included, each group's spare blocks, and the lent ones.
 
     Raises: IntegrityError naming the block or the request.
     """
-    references: Counter[int] = Counter()
+    references: Counter[int] = Counter(holdings.lent)
     for group in groups.values():
         references.update(group.spare_block_ids)
         for sequence in group.samples.values():

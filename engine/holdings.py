@@ -6,11 +6,13 @@ Copy-on-write: a block that is being filled belongs to one sequence, or to sever
 fork; the first that is about to write gets a copy, the last one the block itself. Full blocks are
 never written again.
 
-Engine thread only. Every block that a sequence or a group's spare list names is referenced once for
-it, and by nobody else (engine/accounts.py recomputes that).
+Engine thread only. Every block that a sequence or a group's spare list names, or that is lent, is
+referenced once for it, and by nobody else (engine/accounts.py recomputes that).
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence as Values
 
 from engine.errors import NoBlocks, WrongState
 from engine.group import Group
@@ -29,6 +31,8 @@ class Holdings:
         self.tree = tree
         self.pool = tree.pool
         self.block_size = kv.layout.block_size
+        self.lent: set[int] = set()
+        """Blocks of somebody who is no request, referenced once each."""
         self.num_local_prefix_tokens = 0
         """Prompt tokens whose KV was cached when their request got its first blocks."""
 
@@ -105,6 +109,30 @@ class Holdings:
             for block_id in block_ids:
                 sequence.block_ids[own[block_id]] = HOLE
             self.pool.put_back(block_ids)
+
+    def hold_cached(self, chain_hashes: Values[bytes], first: int) -> tuple[int, ...]:
+        """Quarantine the blocks [first, ..) of a chain's longest cached prefix, whosever they are.
+        Returns: their ids, in order."""
+        block_ids = self.tree.match(chain_hashes)[first:]
+        self.tree.share(block_ids)
+        self.pool.hold(block_ids)
+        self.pool.put_back(reversed(block_ids))
+        return block_ids
+
+    def lend(self, num_blocks: int) -> tuple[int, ...]:
+        """Reference blocks for somebody who is no request: at most half of the free ones, and
+        nothing is evicted. Returns: at most `num_blocks` ids."""
+        block_ids = self.tree.take(min(num_blocks, self.pool.num_free // 2))
+        self.lent.update(block_ids)
+        return block_ids
+
+    def take_back(self, block_ids: tuple[int, ...]) -> None:
+        """End of `lend`. Raises: WrongState for a block that is not lent, or named twice; nothing
+        was done."""
+        if len(set(block_ids)) < len(block_ids) or not self.lent.issuperset(block_ids):
+            raise WrongState(f"blocks {block_ids}: one is not lent, or was named twice")
+        self.lent.difference_update(block_ids)
+        self.pool.put_back(block_ids)
 
     # -- more blocks
 

@@ -15,7 +15,7 @@ engine/booking.py what came of it.
 Threads: every method is called from one thread, the engine's. Other threads may read `kv` bytes of
 filled blocks, write those of reserved blocks that are not started, and read `model_info`. Where
 blocks are taken away (`EngineConfig.preemption`), filled blocks may be read by others only of
-requests that hold: those are never preempted.
+requests that hold, which are never preempted, and those that `hold_cached` named.
 
 Invariants: a full block of a started request changes no more; free + evictable + referenced +
 quarantined == total; who was let in ends (`check_integrity`, tests/unit/engine/test_preemption.py).
@@ -23,6 +23,7 @@ quarantined == total; who was let in ends (`check_integrity`, tests/unit/engine/
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterable
@@ -343,6 +344,35 @@ class Engine:
         """The transfer is over. Raises: WrongState naming a block that is not quarantined; nothing
         was done."""
         self._pool.unhold(block_ids)
+
+    def refill(self, request_id: str) -> tuple[int, ...]:
+        """New blocks for a RESERVED request in place of those that were quarantined, now instead of
+        at `start`. Returns: all of its blocks in order, HOLE (-1) for one that there is none for.
+        Raises: UnknownRequest, WrongState."""
+        sequence = self._group(request_id, State.RESERVED).prompt
+        with contextlib.suppress(NoBlocks):  # `start` tries again, and says so
+            self._holdings.fill_holes(sequence)
+        return tuple(sequence.block_ids)
+
+    def hold_cached(self, chain_hashes: Values[bytes], first: int = 0) -> tuple[int, ...]:
+        """Keep cached blocks as they are, for who wants to read them: blocks [first, ..) of the
+        longest prefix of this chain that the prefix cache has, of whatever request, live or over.
+        They are quarantined until as many `unquarantine`.
+
+        Returns: their ids; the first of them is the chain's block `first`.
+        """
+        return self._holdings.hold_cached(chain_hashes, first)
+
+    def lend_blocks(self, num_blocks: int) -> tuple[int, ...]:
+        """Blocks for somebody who is no request and writes into them what he likes, soon to be
+        returned: at most `num_blocks`, at most half of the free ones, none while preempted requests
+        wait. Nothing is evicted for them."""
+        return () if self._scheduler.has_preempted else self._holdings.lend(num_blocks)
+
+    def return_blocks(self, block_ids: Iterable[int]) -> None:
+        """End of `lend_blocks`; nothing may touch them any more. Raises: WrongState for a block
+        that is not lent; nothing was done."""
+        self._holdings.take_back(tuple(block_ids))
 
     def block_ids(self, request_id: str, sample_index: int = 0) -> tuple[int, ...]:
         """The blocks of a live sample in order, -1 for one that was quarantined before `start`.

@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 
+from kvstore.tenancy import TenantShares
 from process.settings import SettingsError
 
 _NODE_ID = re.compile(r"[A-Za-z0-9._-]{0,128}")
@@ -31,6 +32,24 @@ class KvStoreSettings:
     slab_dir: str = "/dev/shm"
     """Folder of the slab's file, in memory; workers that use shared memory must see it under this
     path, too."""
+
+    file_tier_dir: str = ""
+    """Folder on disk for a file tier under the memory; empty: none. Needs node_id, by which the
+    store's next life finds its pages."""
+
+    file_tier_bytes: int = 4 * 1024 * 1024 * 1024
+    """Room for the file tier, taken on disk when the first worker attaches."""
+
+    demote_below_free: float = 0.1
+    """Share of the frames that are kept free, or copied to the file tier so that they can come free
+    at once; below it the oldest blocks are copied."""
+
+    num_file_io_threads: int = 4
+    """Threads that read and write the file tier."""
+
+    tenant_shares: tuple[str, ...] = ()
+    """Guaranteed parts of every tier, each as "tenant=0.25", together at most 1. A tenant within
+    its part never loses a block to another; all tenants not named share the rest."""
 
     max_lease_s: float = 300.0
     """Longest time for which a lease is given or renewed at once."""
@@ -74,6 +93,19 @@ class KvStoreSettings:
             raise SettingsError(
                 f"node_id: letters, digits and ._- only, at most 128, got {self.node_id!r}"
             )
+        if self.file_tier_dir and not self.node_id:
+            raise SettingsError("node_id: needed with file_tier_dir; give the store a lasting name")
+        for name in ("file_tier_bytes", "num_file_io_threads"):
+            if getattr(self, name) < 1:
+                raise SettingsError(f"{name}: must be positive, got {getattr(self, name)}")
+        if not 0 < self.demote_below_free <= 1:
+            raise SettingsError(
+                f"demote_below_free: above 0 and at most 1, got {self.demote_below_free}"
+            )
+        try:
+            TenantShares.parse(self.tenant_shares)
+        except ValueError as error:
+            raise SettingsError(f"tenant_shares: {error}") from error
         for name in (
             "max_lease_s",
             "attachment_ttl_s",

@@ -5,7 +5,8 @@ A frame is in one of four states:
     1 FREE         nobody's
     2 WRITING      reserved; its writer may write, the generation is odd
     3 COMMITTED    holds one complete block, the generation is even
-    4 QUARANTINED  out of use because a transfer may still write into it, the generation is odd
+    4 QUARANTINED  out of use because a transfer may still write into it, or because its bytes are
+                   bad and somebody may still read them; the generation is odd
 
 Conservation law: num_free + num_writing + num_committed + num_quarantined == num_frames.
 A generation never repeats in one life of the store, and every way out of COMMITTED changes it, so a
@@ -35,7 +36,7 @@ class FrameState(enum.Enum):
 ALLOWED: dict[FrameState, frozenset[FrameState]] = {
     FrameState.FREE: frozenset({FrameState.WRITING}),
     FrameState.WRITING: frozenset({FrameState.COMMITTED, FrameState.QUARANTINED, FrameState.FREE}),
-    FrameState.COMMITTED: frozenset({FrameState.FREE}),
+    FrameState.COMMITTED: frozenset({FrameState.FREE, FrameState.QUARANTINED}),
     FrameState.QUARANTINED: frozenset({FrameState.FREE}),
 }
 
@@ -88,8 +89,11 @@ class FramePool:
         return self._generation[frame]
 
     def quarantine(self, frame: int) -> None:
-        """WRITING -> QUARANTINED; the generation stays odd."""
-        self._move(frame, FrameState.QUARANTINED, 0)
+        """WRITING or COMMITTED -> QUARANTINED. A committed frame is stale to every reader from here
+        on."""
+        self._check(frame)
+        step = 1 if self._state[frame] is FrameState.COMMITTED else 0
+        self._move(frame, FrameState.QUARANTINED, step)
 
     def free(self, frame: int) -> None:
         """Any state but FREE -> FREE. Every reference to the frame is stale from here on."""

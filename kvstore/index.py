@@ -30,16 +30,18 @@ STORES_KEY = "baton:stores"
 SEQUENCE_FIELD = b"sequence"  # 8 bytes: never a chain hash
 
 _LONGEST_PREFIX = """
-local count = #ARGV[1] / 16
 local found = {}
-for i, key in ipairs(KEYS) do
-  local low, high = 0, count
-  while low < high do
-    local middle = math.floor((low + high + 1) / 2)
-    local hash = string.sub(ARGV[1], (middle - 1) * 16 + 1, middle * 16)
-    if redis.call('HEXISTS', key, hash) == 1 then low = middle else high = middle - 1 end
+for _, hashes in ipairs(ARGV) do
+  local count = #hashes / 16
+  for _, key in ipairs(KEYS) do
+    local low, high = 0, count
+    while low < high do
+      local middle = math.floor((low + high + 1) / 2)
+      local hash = string.sub(hashes, (middle - 1) * 16 + 1, middle * 16)
+      if redis.call('HEXISTS', key, hash) == 1 then low = middle else high = middle - 1 end
+    end
+    found[#found + 1] = low
   end
-  found[i] = low
 end
 return found
 """
@@ -72,15 +74,29 @@ class PrefixIndex:
         Returns: node id -> number of blocks, 0 for a store that has none or is not known.
         Raises: Unavailable when Redis does not answer in time.
         """
-        if not chain_hashes or not nodes:
-            return dict.fromkeys(nodes, 0)
+        (found,) = await self.lookup_all([chain_hashes], nodes)
+        return found
+
+    async def lookup_all(
+        self, chains: Sequence[Sequence[bytes]], nodes: Mapping[str, str]
+    ) -> list[dict[str, int]]:
+        """As `lookup`, for several chains (one prompt in several layouts) in one round trip,
+        whatever their lengths and however many stores there are.
+
+        Returns: for each chain, node id -> number of blocks.
+        Raises: Unavailable when Redis does not answer in time.
+        """
+        if not any(chains) or not nodes:
+            return [dict.fromkeys(nodes, 0) for _ in chains]
         keys = [index_key(node_id, incarnation) for node_id, incarnation in nodes.items()]
+        joined = [b"".join(chain) for chain in chains]
         try:
             async with asyncio.timeout(self._timeout_s):
-                found: Any = await self._script(keys=keys, args=[b"".join(chain_hashes)])
+                lengths: Any = await self._script(keys=keys, args=joined)
         except FAILURES as error:
             raise Unavailable(f"prefix index: {_describe(error)}") from error
-        return dict(zip(nodes, (int(length) for length in found), strict=True))
+        found = iter(lengths)
+        return [{node_id: int(next(found)) for node_id in nodes} for _ in chains]
 
     async def stores(self) -> list[inference_pb2.StoreStatus]:
         """The registered stores; `reachable` says whether that very life has a fresh heartbeat.

@@ -14,10 +14,10 @@ from __future__ import annotations
 import heapq
 import math
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from kvstore.catalog import Entry
+from kvstore.catalog import Catalog, Entry
 from kvstore.errors import IntegrityError, LeaseLapsed
 
 
@@ -32,17 +32,27 @@ class Reservation:
     chain_hash: bytes
     parent: bytes
     tail_name: str = ""
+    tenant: str = ""
 
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """See the module. `pins` and `reservations` are keyed by frame; a lease pins a frame once."""
+    """See the module. `reservations` is keyed by frame; a lease pins an entry once, wherever it
+    lies."""
 
     lease_id: str
     expires_at_s: float
-    pins: dict[int, Entry] = field(default_factory=dict)
+    pins: dict[Entry, None] = field(default_factory=dict)
     reservations: dict[int, Reservation] = field(default_factory=dict)
     writing: dict[bytes, int] = field(default_factory=dict)  # chain hash -> frame, of reservations
+
+    def pin_all(self, catalog: Catalog, entries: Iterable[Entry]) -> list[Entry]:
+        """Returns: those that this lease did not pin yet."""
+        newly = [entry for entry in dict.fromkeys(entries) if entry not in self.pins]
+        for entry in newly:
+            self.pins[entry] = None
+            catalog.pin(entry)
+        return newly
 
     def add_reservation(self, reservation: Reservation) -> None:
         self.reservations[reservation.frame] = reservation
@@ -120,7 +130,8 @@ class LeaseTable:
             held = math.isinf(lease.expires_at_s)
             if not held and (lease.expires_at_s, lease.lease_id) not in due:
                 raise IntegrityError(f"lease {lease.lease_id} would never lapse")
-            if lease.pins.keys() & lease.reservations.keys():
+            pinned = {entry.block.frame for entry in lease.pins if entry.block is not None}
+            if pinned & lease.reservations.keys():
                 raise IntegrityError(f"lease {lease.lease_id} pins a frame that it is writing")
             writing = {r.chain_hash: f for f, r in lease.reservations.items() if r.chain_hash}
             if writing != lease.writing:

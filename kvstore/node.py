@@ -20,27 +20,34 @@ from pathlib import Path
 
 import numpy as np
 
+from kvstore import memory, reports
+from kvstore.answers import Match
 from kvstore.attachments import Attachment
 from kvstore.block import Block
 from kvstore.config import KvStoreSettings
-from kvstore.errors import GENERATION, LEASE_LAPSED, IntegrityError, LeaseLapsed, UnknownAttachment
+from kvstore.errors import (
+    GENERATION,
+    LEASE_LAPSED,
+    IntegrityError,
+    LeaseLapsed,
+    UnknownAttachment,
+)
 from kvstore.finishing import finish
+from kvstore.memory import Memory
 from kvstore.nixl_agent import NixlAgent, Region
 from kvstore.pushes import PushOutcome, PushTable, Target
-from kvstore.slab import Slab, SlabLayout, check_room, remove_stale
-from kvstore.store import Store, StoreLimits
+from kvstore.slab import Slab, check_room, remove_stale
+from kvstore.store import Store
+from kvstore.tiers.file_tier import FileTier
 from kvstore.transport.base import TRANSPORTS
 from process import incarnation, logs
 from process.deadline import Clock, Deadline
-from process.errors import FailedPrecondition, Internal, InvalidArgument
+from process.errors import FailedPrecondition, Internal, InvalidArgument, NoCapacity
 from process.tasks import end_tasks
 
 logger = logging.getLogger(__name__)
 
 NIXL_START_S = 30.0
-TOUCH_AHEAD_BYTES = 64 * 1024 * 1024
-"""Memory kept ready beyond the frames in use: a quarter of a second of writes at 256 MB/s."""
-_TOUCH_STEP_BYTES = 8 * 1024 * 1024
 MAX_CHUNK_BYTES = 16 * 1024 * 1024
 _QUIET_S = 1.0
 
@@ -75,8 +82,7 @@ class StoreNode:
         self.node_id = node_id
         self.incarnation = incarnation.new()
         self.integrity_error = ""
-        self.store: Store | None = None
-        self.slab: Slab | None = None
+        self.memory: Memory | None = None
         self.pushes: PushTable | None = None
         self.nixl: NixlAgent | None = None
         self.nixl_metadata = b""
@@ -86,8 +92,6 @@ class StoreNode:
         self._attaching = asyncio.Lock()
         self._sweeper: asyncio.Task[None] | None = None
         self._forgetting: set[asyncio.Task[None]] = set()
-        self._toucher: asyncio.Task[None] | None = None
-        self._num_touched = 0  # frames whose memory is there
         self._num_calls = 0
         self._checked_at = (0, -1.0)  # (num_calls, time) of the last integrity check
 
@@ -101,17 +105,31 @@ class StoreNode:
         for path in remove_stale(folder):
             logs.event(logger, "stale_slab_removed", path=str(path))
         check_room(folder, self.settings.capacity_bytes)
+        if self.settings.file_tier_dir and not Path(self.settings.file_tier_dir).is_dir():
+            raise NoCapacity(f"file_tier_dir: {self.settings.file_tier_dir} is not a folder")
         self._sweeper = asyncio.create_task(self._sweep_for_ever())
 
     async def stop(self) -> None:
         """End the background work and take the slab's name away. Its memory stays mapped: peers may
         hold its address until this process is gone."""
-        await end_tasks([self._sweeper, self._toucher])
+        await end_tasks([self._sweeper])
         if self.nixl is not None:
             await self.nixl.close(Deadline.after(_QUIET_S))
-        if self.slab is not None:
-            self.slab.unlink()
-            self.slab.close()
+        if self.memory is not None:
+            await self.memory.close()
+
+    @property
+    def store(self) -> Store | None:
+        """None until the first worker attached."""
+        return self.memory.store if self.memory is not None else None
+
+    @property
+    def slab(self) -> Slab | None:
+        return self.memory.slab if self.memory is not None else None
+
+    @property
+    def tier(self) -> FileTier | None:
+        return self.memory.tier if self.memory is not None else None
 
     def now_s(self) -> float:
         """The store's clock, for one call."""
@@ -129,7 +147,8 @@ class StoreNode:
         if newcomer.block_bytes < 1:
             raise InvalidArgument("block_bytes", "must be positive")
         async with self._attaching:
-            store, slab = await self._take_memory(newcomer.block_bytes)
+            taken = await self._take_memory(newcomer.block_bytes)
+            store, slab = taken.store, taken.slab
             if newcomer.block_bytes != store.frame_bytes:
                 raise FailedPrecondition(
                     f"block_bytes: this store's frames have {store.frame_bytes} bytes, the "
@@ -164,6 +183,48 @@ class StoreNode:
             self.store.detach(attachment_id, self.now_s(), grace_s=0.0)
             self._forget_gone(self.store)
 
+    def present(self) -> list[bytes]:
+        """Every chain hash that is there now, parents before children."""
+        if self.store is None:
+            return []
+        return [entry.chain_hash for entry in self.store.catalog]
+
+    @property
+    def file_tier_problem(self) -> str:
+        """See Memory."""
+        return self.memory.file_tier_problem if self.memory is not None else ""
+
+    async def match(
+        self,
+        attachment_id: str,
+        chain_hashes: Sequence[bytes],
+        *,
+        pin: bool,
+        lease_id: str,
+        ttl_s: float,
+        budget_s: float,
+    ) -> Match:
+        """The longest prefix; with `pin` what lies in the file tier only is brought into memory, as
+        far as that goes within `budget_s`.
+
+        Raises: UnknownAttachment, LeaseLapsed.
+        """
+        store, now_s = self.seen(attachment_id)
+        match = store.match(chain_hashes, pin=pin, lease_id=lease_id, ttl_s=ttl_s, now_s=now_s)
+        if not (pin and match.in_file):
+            return match
+        is_of_use = False
+        try:
+            if self.tier is not None:
+                await self.tier.promote(match.entries, Deadline.after(budget_s))
+            store.settle(match, self._clock())
+            is_of_use = bool(match.entries)
+        finally:
+            if not lease_id and not is_of_use:  # it pins nothing, or nobody will learn of it
+                store.release([match.lease_id], now_s=self._clock())
+                match.lease_id = ""
+        return match
+
     def seen(self, attachment_id: str) -> tuple[Store, float]:
         """The store and the time of this call, for a worker that is attached.
 
@@ -188,7 +249,7 @@ class StoreNode:
     ) -> None:
         """Write a piece of a block into a reserved frame (gRPC transport)."""
         store, now_s = self.seen(attachment_id)
-        store.check_reservation(attachment_id, lease_id, frame, generation, now_s)
+        store.writes.check_reservation(attachment_id, lease_id, frame, generation, now_s)
         if offset + len(data) > store.frame_bytes or self.slab is None:
             raise InvalidArgument("offset", f"a frame has {store.frame_bytes} bytes")
         target = self.slab.block(frame)[offset : offset + len(data)]
@@ -239,9 +300,23 @@ class StoreNode:
             push_id, target, blocks, destinations, Deadline.after(budget_s)
         )
 
+    async def report(self, attachment_id: str, blocks: Sequence[Block]) -> int:
+        """Somebody read bad bytes out of these: look, and drop those that are bad with all below.
+
+        Returns: how many blocks went.
+        """
+        store, _ = self.seen(attachment_id)
+        return await reports.drop_bad(store, self.slab, blocks) if self.slab else 0
+
     def is_push_terminal(self, push_id: str) -> bool:
         """See PushTable; a store without NIXL moves nothing."""
         return self.pushes is None or self.pushes.is_terminal(push_id)
+
+    def look_for_room(self) -> None:
+        """Something was stored: see whether older blocks should go to the file tier. Never
+        waits."""
+        if self.tier is not None:
+            self.tier.kick()
 
     def check_integrity(self) -> str:
         """Recompute every law. Returns: what failed, empty when all held."""
@@ -258,12 +333,12 @@ class StoreNode:
 
     # -- inside
 
-    async def _take_memory(self, block_bytes: int) -> tuple[Store, Slab]:
-        if self.store is None or self.slab is None:
-            layout = SlabLayout.fitting(self.settings.capacity_bytes, block_bytes)
-            folder = Path(self.settings.slab_dir)
+    async def _take_memory(self, block_bytes: int) -> Memory:
+        if self.memory is None:
             making = asyncio.ensure_future(
-                asyncio.to_thread(Slab.create, folder, self.node_id, self.incarnation, layout)
+                asyncio.to_thread(
+                    memory.make, self.settings, self.node_id, self.incarnation, block_bytes
+                )
             )
             try:
                 await finish(making)
@@ -271,30 +346,11 @@ class StoreNode:
                 # A worker that left meanwhile does not take the memory along: the next one needs
                 # it.
                 if making.done() and making.exception() is None:
-                    self._adopt(making.result())
+                    self.memory = Memory(self.settings, *making.result(), self._on_change)
             making.result()
-        if self.store is None or self.slab is None:
-            raise Internal("the slab was made and is not there")
-        return self.store, self.slab
-
-    def _adopt(self, slab: Slab) -> None:
-        limits = StoreLimits(self.settings.max_lease_s, self.settings.quarantine_grace_s)
-        self.slab = slab
-        self.store = Store(
-            slab.layout.num_frames,
-            slab.layout.frame_bytes,
-            limits,
-            publish=slab.publish,
-            on_change=self._on_change,
-        )
-        logs.event(
-            logger,
-            "slab",
-            path=str(slab.path),
-            num_frames=slab.layout.num_frames,
-            frame_bytes=slab.layout.frame_bytes,
-        )
-        self._touch_ahead(self.store, slab)
+        if self.memory is None:
+            raise Internal("the memory was made and is not there")
+        return self.memory
 
     async def _meet(self, newcomer: Newcomer, store: Store, slab: Slab) -> Target:
         """Bring the two NIXL agents together; the store's is made for the first such worker."""
@@ -345,33 +401,19 @@ class StoreNode:
         num_calls = 0
         while True:
             await asyncio.sleep(self.settings.sweep_interval_s)
-            if self.store is None or self.slab is None:
+            if self.memory is None:
                 continue
             now_s = self._clock()
-            self.store.lapse(now_s)
-            self._notice_gone(self.store, self.slab, now_s)
-            self._touch_ahead(self.store, self.slab)
+            self.memory.store.lapse(now_s)
+            self._notice_gone(self.memory.store, self.memory.slab, now_s)
+            self.look_for_room()
+            self.memory.touch_ahead()
             is_idle, num_calls = num_calls == self._num_calls, self._num_calls
             checked_calls, checked_s = self._checked_at
             due = now_s - checked_s >= self.settings.integrity_interval_s
             if is_idle and due and checked_calls != num_calls:
                 self.check_integrity()
                 self._checked_at = (num_calls, now_s)
-
-    def _touch_ahead(self, store: Store, slab: Slab) -> None:
-        """Keep memory ready for the next frames: free ones are taken lowest first."""
-        ahead = TOUCH_AHEAD_BYTES // slab.layout.stride_bytes
-        goal = min(store.frames.num_frames, store.frames.num_ever_taken + ahead)
-        is_busy = self._toucher is not None and not self._toucher.done()
-        if goal > self._num_touched and not is_busy:
-            self._toucher = asyncio.create_task(self._touch(slab, goal))
-
-    async def _touch(self, slab: Slab, goal: int) -> None:
-        step = max(1, _TOUCH_STEP_BYTES // slab.layout.stride_bytes)
-        while self._num_touched < goal:
-            end = min(goal, self._num_touched + step)
-            await asyncio.to_thread(slab.touch, self._num_touched, end)
-            self._num_touched = end
 
     def _notice_gone(self, store: Store, slab: Slab, now_s: float) -> None:
         """Detach workers that are dead (their lock is gone) or silent for too long."""

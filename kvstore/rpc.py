@@ -17,7 +17,7 @@ import grpc.aio
 from kvstore.errors import LeaseLapsed
 from process import serving
 from process.deadline import Deadline
-from process.errors import BatonError, DeadlineExceeded, NotFound, Unavailable
+from process.errors import BatonError, DeadlineExceeded, Internal, NotFound, Unavailable
 from protos import kvstore_pb2, kvstore_pb2_grpc
 
 
@@ -77,9 +77,13 @@ class StoreRpc:
             )  # gRPC would send it all the same
         with self.closing_is_unavailable():
             try:
-                return await method(request, timeout=deadline.left_s())
+                reply = await method(request, timeout=deadline.left_s())
             except grpc.aio.AioRpcError as error:
                 raise self.translate(error) from error
+        if reply is None:  # what gRPC makes of a message that is none
+            self.mark_broken("an answer came that cannot be read")
+            self.check()
+        return reply
 
     @contextlib.contextmanager
     def closing_is_unavailable(self) -> Iterator[None]:
@@ -101,9 +105,11 @@ class StoreRpc:
             raise Unavailable(f"store {self.address}: {self.broken}", retry_after_s=0.0)
 
     def translate(self, error: grpc.aio.AioRpcError) -> BatonError:
-        """Our error for a failed call; a store that is away breaks the connection."""
+        """Our error for a failed call; a store that is away breaks the connection, and so does an
+        answer that was spoiled on its way: nobody knows what it had reserved, and the store cleans
+        up after an attachment that is over."""
         ours = serving.error_from_rpc(error)
-        if isinstance(ours, Unavailable):
+        if isinstance(ours, Unavailable | Internal):
             self.mark_broken(str(ours))
         if isinstance(ours, NotFound):
             return LeaseLapsed(str(ours))

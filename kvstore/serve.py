@@ -17,7 +17,7 @@ from kvstore.config import KvStoreSettings
 from kvstore.frames import FrameState
 from kvstore.index_publisher import PrefixIndexPublisher
 from kvstore.node import StoreNode
-from kvstore.server import KvStoreServicer
+from kvstore.server import KvStoreServicer, tenants
 from process import redis_client, serving
 from protos import inference_pb2
 
@@ -77,9 +77,7 @@ def _publisher(
         node_id=node.node_id,
         incarnation=node.incarnation,
         status=lambda: store_status(node, address),
-        present=lambda: (
-            [entry.block.chain_hash for entry in node.store.catalog] if node.store else []
-        ),
+        present=node.present,
         heartbeat_s=settings.heartbeat_s,
         heartbeat_ttl_s=settings.heartbeat_ttl_s,
         timeout_s=settings.redis_timeout_s,
@@ -94,6 +92,7 @@ def store_status(node: StoreNode, address: str) -> inference_pb2.StoreStatus:
         incarnation=node.incarnation.hex(),
         reachable=True,
         integrity_error=node.integrity_error,
+        file_tier_problem=node.file_tier_problem,
     )
     store = node.store
     if store is not None:
@@ -110,5 +109,11 @@ def store_status(node: StoreNode, address: str) -> inference_pb2.StoreStatus:
         status.num_blocks_asked = store.counters.num_blocks_asked
         status.num_bytes_written = store.counters.num_bytes_written
         status.num_bytes_read = store.counters.num_bytes_read
-        status.num_evictions = store.counters.num_evictions
+        status.num_evictions = store.places.num_evictions
+        status.num_pages = store.places.pages.num_pages
+        status.num_pages_used = store.places.pages.num_used
+        status.num_demoted = store.moves.num_demoted
+        status.num_promoted = store.moves.num_promoted
+        status.num_pages_bad = store.moves.num_pages_bad
+        status.tenants.extend(tenants(store))
     return status

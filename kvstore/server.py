@@ -7,17 +7,26 @@ from typing import Any
 
 import grpc.aio
 
-from kvstore import wire
+from kvstore import tenancy, wire
+from kvstore.answers import Reserved, Written
 from kvstore.errors import LeaseLapsed
 from kvstore.frames import FrameState
 from kvstore.nixl_agent import Region
 from kvstore.node import Newcomer, StoreNode
-from kvstore.store import Reserved, Store, Written
+from kvstore.store import Store
 from process import serving
 from process.errors import InvalidArgument
 from protos import common_pb2, kvstore_pb2, kvstore_pb2_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
+
+MATCH_S = 30.0
+"""Longest time a match may take to bring blocks in from the file tier."""
+MATCH_PART = 0.8
+"""Of the time that the caller gives, so that the answer still arrives."""
+MAX_TENANTS_TOLD = 64
+LIST_CHUNK = 16_384
+"""Chain hashes in one message: 300 kB, far below gRPC's limit of 4 MB."""
 
 
 class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
@@ -87,18 +96,20 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
     async def Match(
         self, request: kvstore_pb2.MatchRequest, context: Context
     ) -> kvstore_pb2.MatchReply:
-        store, now_s = self._node.seen(request.attachment_id)
-        blocks, lease_id = store.match(
+        left_s = context.time_remaining()
+        match = await self._node.match(
+            request.attachment_id,
             request.chain_hashes,
             pin=request.pin,
             lease_id=request.lease_id,
             ttl_s=request.ttl_ms / 1000,
-            now_s=now_s,
+            budget_s=MATCH_S if left_s is None else min(MATCH_S, MATCH_PART * left_s),
         )
         return kvstore_pb2.MatchReply(
-            blocks=[wire.block_to_proto(block) for block in blocks],
-            lease_id=lease_id,
+            blocks=[wire.block_to_proto(block) for block in match.blocks],
+            lease_id=match.lease_id,
             incarnation=self._node.incarnation,
+            num_hits=match.num_hits,
         )
 
     @serving.unary
@@ -107,11 +118,12 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
     ) -> kvstore_pb2.ReserveReply:
         store, now_s = self._node.seen(request.attachment_id)
         _check_ttl(request.ttl_ms)
-        lease_id, answers, tail = store.reserve(
+        lease_id, answers, tail = store.writes.reserve(
             request.attachment_id,
             request.parent,
             request.chain_hashes,
             tail_name=request.tail_name,
+            tenant=request.tenant,
             lease_id=request.lease_id,
             ttl_s=request.ttl_ms / 1000,
             now_s=now_s,
@@ -132,9 +144,10 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
         store, now_s = self._node.seen(request.attachment_id)
         if any(block.num_tokens < 1 for block in request.blocks):
             raise InvalidArgument("num_tokens", "a block has at least one filled slot")
-        blocks = store.commit(
+        blocks = store.writes.commit(
             request.attachment_id, request.lease_id, _written(request.blocks), now_s
         )
+        self._node.look_for_room()
         return kvstore_pb2.CommitReply(blocks=[wire.block_to_proto(block) for block in blocks])
 
     @serving.unary
@@ -142,7 +155,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
         self, request: kvstore_pb2.AbortRequest, context: Context
     ) -> kvstore_pb2.AbortReply:
         store, now_s = self._node.seen(request.attachment_id)
-        store.abort(
+        store.writes.abort(
             request.attachment_id,
             request.lease_id,
             _written(request.blocks),
@@ -241,6 +254,29 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
             yield kvstore_pb2.ReadChunk(index=index, offset=offset, data=data, stale=stale)
 
     @serving.unary
+    async def Report(
+        self, request: kvstore_pb2.ReportRequest, context: Context
+    ) -> kvstore_pb2.ReportReply:
+        num_dropped = await self._node.report(
+            request.attachment_id, wire.blocks_from_proto(request.blocks)
+        )
+        return kvstore_pb2.ReportReply(num_dropped=num_dropped)
+
+    @serving.streaming
+    async def List(
+        self, request: kvstore_pb2.ListRequest, context: Context
+    ) -> AsyncIterator[kvstore_pb2.ListReply]:
+        # Hashes and sequence of one moment; the answer goes out while they change.
+        present = self._node.present()
+        sequence, _ = self._index_state()
+        for at in range(0, max(1, len(present)), LIST_CHUNK):
+            yield kvstore_pb2.ListReply(
+                incarnation=self._node.incarnation,
+                index_sequence=sequence,
+                chain_hashes=present[at : at + LIST_CHUNK],
+            )
+
+    @serving.unary
     async def GetStatus(
         self, request: kvstore_pb2.GetStatusRequest, context: Context
     ) -> kvstore_pb2.GetStatusReply:
@@ -253,6 +289,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
             index_sequence=sequence,
             index_synced=synced,
             integrity_error=self._node.integrity_error,
+            file_tier_problem=self._node.file_tier_problem,
         )
         if self._node.store is not None:
             _fill(reply, self._node.store)
@@ -300,11 +337,30 @@ def _fill(reply: kvstore_pb2.GetStatusReply, store: Store) -> None:
     reply.num_blocks_matched = counters.num_blocks_matched
     reply.num_bytes_written = counters.num_bytes_written
     reply.num_bytes_read = counters.num_bytes_read
-    reply.num_evictions = counters.num_evictions
+    reply.num_evictions = store.places.num_evictions
     reply.num_leases_lapsed = counters.num_leases_lapsed
+    reply.num_pages = store.places.pages.num_pages
+    reply.num_pages_used = store.places.pages.num_used
+    reply.num_demoted = store.moves.num_demoted
+    reply.num_promoted = store.moves.num_promoted
+    reply.num_pages_bad = store.moves.num_pages_bad
+    reply.tenants.extend(tenants(store))
     for reason, num_blocks in sorted(store.refused.items()):
         if num_blocks:
             reply.refused.add(reason=reason, num_blocks=num_blocks)
+
+
+def tenants(store: Store) -> list[common_pb2.TenantUsage]:
+    """Those with a share of their own, and of the others those that hold most."""
+    usage = tenancy.usage([store.places.frame_account, store.places.page_account])
+    return [
+        common_pb2.TenantUsage(
+            tenant=each.tenant,
+            num_blocks=each.num_places,
+            num_blocks_guaranteed=each.num_guaranteed,
+        )
+        for each in usage[:MAX_TENANTS_TOLD]
+    ]
 
 
 def _check_ttl(ttl_ms: int) -> None:

@@ -20,7 +20,7 @@ from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from process import errors, logs
+from process import errors, grpc_server, logs
 
 logger = logging.getLogger(__name__)
 
@@ -186,8 +186,8 @@ async def listen(
     Returns: the started server (its owner stops it) and the address it listens on.
     Raises: Unavailable naming the address when it is taken or not ours.
     """
-    server = grpc.aio.server(
-        options=[
+    server = grpc_server.make(
+        [
             # Without this a second process shares the port in silence.
             ("grpc.so_reuseport", 0),
             ("grpc.max_send_message_length", max_message_bytes),

@@ -119,7 +119,7 @@ class GetClusterStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StoreStatus(_message.Message):
-    __slots__ = ("node_id", "address", "incarnation", "reachable", "frame_bytes", "num_frames", "num_free", "num_writing", "num_committed", "num_pinned", "num_quarantined", "num_leases", "num_lookups", "num_blocks_matched", "num_blocks_asked", "num_bytes_written", "num_bytes_read", "num_evictions", "integrity_error", "num_pages", "num_pages_used", "num_demoted", "num_promoted", "num_pages_bad", "tenants")
+    __slots__ = ("node_id", "address", "incarnation", "reachable", "frame_bytes", "num_frames", "num_free", "num_writing", "num_committed", "num_pinned", "num_quarantined", "num_leases", "num_lookups", "num_blocks_matched", "num_blocks_asked", "num_bytes_written", "num_bytes_read", "num_evictions", "integrity_error", "num_pages", "num_pages_used", "num_demoted", "num_promoted", "num_pages_bad", "tenants", "file_tier_problem")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -145,6 +145,7 @@ class StoreStatus(_message.Message):
     NUM_PROMOTED_FIELD_NUMBER: _ClassVar[int]
     NUM_PAGES_BAD_FIELD_NUMBER: _ClassVar[int]
     TENANTS_FIELD_NUMBER: _ClassVar[int]
+    FILE_TIER_PROBLEM_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     address: str
     incarnation: str
@@ -170,7 +171,8 @@ class StoreStatus(_message.Message):
     num_promoted: int
     num_pages_bad: int
     tenants: _containers.RepeatedCompositeFieldContainer[_common_pb2.TenantUsage]
-    def __init__(self, node_id: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., reachable: bool = ..., frame_bytes: _Optional[int] = ..., num_frames: _Optional[int] = ..., num_free: _Optional[int] = ..., num_writing: _Optional[int] = ..., num_committed: _Optional[int] = ..., num_pinned: _Optional[int] = ..., num_quarantined: _Optional[int] = ..., num_leases: _Optional[int] = ..., num_lookups: _Optional[int] = ..., num_blocks_matched: _Optional[int] = ..., num_blocks_asked: _Optional[int] = ..., num_bytes_written: _Optional[int] = ..., num_bytes_read: _Optional[int] = ..., num_evictions: _Optional[int] = ..., integrity_error: _Optional[str] = ..., num_pages: _Optional[int] = ..., num_pages_used: _Optional[int] = ..., num_demoted: _Optional[int] = ..., num_promoted: _Optional[int] = ..., num_pages_bad: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[_common_pb2.TenantUsage, _Mapping]]] = ...) -> None: ...
+    file_tier_problem: str
+    def __init__(self, node_id: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., reachable: bool = ..., frame_bytes: _Optional[int] = ..., num_frames: _Optional[int] = ..., num_free: _Optional[int] = ..., num_writing: _Optional[int] = ..., num_committed: _Optional[int] = ..., num_pinned: _Optional[int] = ..., num_quarantined: _Optional[int] = ..., num_leases: _Optional[int] = ..., num_lookups: _Optional[int] = ..., num_blocks_matched: _Optional[int] = ..., num_blocks_asked: _Optional[int] = ..., num_bytes_written: _Optional[int] = ..., num_bytes_read: _Optional[int] = ..., num_evictions: _Optional[int] = ..., integrity_error: _Optional[str] = ..., num_pages: _Optional[int] = ..., num_pages_used: _Optional[int] = ..., num_demoted: _Optional[int] = ..., num_promoted: _Optional[int] = ..., num_pages_bad: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[_common_pb2.TenantUsage, _Mapping]]] = ..., file_tier_problem: _Optional[str] = ...) -> None: ...
 
 class GetClusterStatusReply(_message.Message):
     __slots__ = ("workers", "stores", "redis_reachable", "num_requests_in_flight", "num_requests_finished", "num_requests_failed", "router_id", "problems")

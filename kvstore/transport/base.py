@@ -5,6 +5,8 @@ A transport moves bytes and nothing else: leases, commits and checksums are the 
 chosen by name in the worker's settings and never falls back to another. One instance per (worker,
 store), used on one asyncio loop.
 
+The caller sees to it that no kernel that reads or writes the blocks is under way.
+
 Contract, held by every implementation (tests/conformance/test_transport.py):
 - bytes are pushed: nobody reads another process's memory over a network;
 - generation is checked before and after a copy out of a frame; a block whose generation did not
@@ -20,14 +22,17 @@ Contract, held by every implementation (tests/conformance/test_transport.py):
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from kvstore import block_hash
 from kvstore.block import Block
+from kvstore.transport.device import Device
+from kvstore.transport.staging import PinnedStaging
 from process.deadline import Deadline
 
 Bytes2D = npt.NDArray[np.uint8]
@@ -37,16 +42,18 @@ TRANSPORTS = ("shm", "nixl", "grpc")
 
 @dataclass(frozen=True)
 class BlockMemory:
-    """A worker's device cache as the transports see it.
+    """A worker's device cache as the transports see it: [num_blocks, block_bytes] bytes without
+    gaps, which outlive every client made over them.
 
-    view: uint8 [num_blocks, block_bytes], C-contiguous, writable host memory that outlives every
-    client made over it. address: of view[0, 0] in this process.
+    host: the bytes themselves, writable, where they are host memory; else None. address: of the
+    first byte, in this process or on the device. staging: the device's own, where there is one.
     """
 
-    view: Bytes2D
+    host: Bytes2D | None
     address: int
     block_bytes: int
     num_blocks: int
+    staging: PinnedStaging | None = None
 
     @classmethod
     def of(cls, view: Bytes2D) -> BlockMemory:
@@ -58,6 +65,37 @@ class BlockMemory:
             raise ValueError("view: must be writable")
         num_blocks, block_bytes = view.shape
         return cls(view, int(view.ctypes.data), int(block_bytes), int(num_blocks))
+
+    @classmethod
+    def on_device(
+        cls, device: Device, address: int, block_bytes: int, num_blocks: int
+    ) -> BlockMemory:
+        """Describe a device's memory at `address`; it takes some host memory for staging when that
+        is first used."""
+        staging = PinnedStaging(device, address, block_bytes, num_blocks)
+        return cls(None, address, block_bytes, num_blocks, staging)
+
+    @property
+    def view(self) -> Bytes2D:
+        """uint8 [num_blocks, block_bytes], the memory itself. Raises: TypeError on a device."""
+        if self.host is None:
+            raise TypeError("the blocks lie on a device: they have an address, but no host view")
+        return self.host
+
+    @property
+    def device(self) -> Device | None:
+        """Where the blocks lie; None: in host memory."""
+        return self.staging.device if self.staging is not None else None
+
+    def checksums(self, block_ids: Sequence[int]) -> list[int]:
+        """Checksums of blocks as they lie in this memory now. Blocks its thread; any thread.
+
+        Raises: TransferFailed when the device failed or does not answer.
+        """
+        if self.staging is not None:
+            return self.staging.checksums(block_ids)
+        view = self.view
+        return [block_hash.checksum(view[block_id]) for block_id in block_ids]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +118,12 @@ class GetItem:
 @dataclass(frozen=True)
 class GetResult:
     """num_bytes: bytes that came and may be used. failed: index into the items -> reason
-    (kvstore.errors.REASONS)."""
+    (kvstore.errors.REASONS). checksums: index into the items -> checksum that the transport itself
+    computed over what it moved; None: whoever verifies computes them over the worker's memory."""
 
     num_bytes: int
     failed: dict[int, str] = field(default_factory=dict)
+    checksums: Mapping[int, int] | None = None
 
 
 class PutUnsettled(Exception):
@@ -108,9 +148,13 @@ class Transport(Protocol):
         """True when the store cannot see the bytes that `get` copies, so that the client must tell
         it."""
 
-    async def put(self, lease_id: str, items: Sequence[PutItem], deadline: Deadline) -> None:
+    async def put(
+        self, lease_id: str, items: Sequence[PutItem], deadline: Deadline
+    ) -> Sequence[int] | None:
         """Write blocks into reserved frames. They must not change until this is over.
 
+        Returns: the items' checksums, in order, where the transport computed them over what it
+            wrote; None: the client computes them over the worker's memory.
         Raises: LeaseLapsed, DeadlineExceeded, Unavailable, TransferFailed; PutUnsettled as the
             module says.
         """

@@ -56,6 +56,9 @@ class GrpcTransport:
         try:
             with self._rpc.closing_is_unavailable():
                 async for chunk in call:
+                    if chunk is None:  # what gRPC makes of a message that is none
+                        call.cancel()
+                        raise TransferFailed("a message came that cannot be read")
                     if chunk.index >= len(items):
                         call.cancel()
                         raise TransferFailed("the store sent a block that was not asked for")

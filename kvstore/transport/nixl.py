@@ -179,7 +179,10 @@ class NixlTransport:
 
 def region_of(memory: BlockMemory) -> Region:
     """The worker's whole cache as one region to register."""
-    return Region(memory.address, memory.num_blocks * memory.block_bytes)
+    num_bytes = memory.num_blocks * memory.block_bytes
+    if memory.device is None:
+        return Region(memory.address, num_bytes)
+    return Region(memory.address, num_bytes, memory.device.memory, memory.device.device_id)
 
 
 async def _settles_at_once(settled: asyncio.Future[None]) -> bool:

@@ -1,23 +1,39 @@
-"""From a handle to KV in reserved blocks: check, fetch, verify, and say what could not be used and
+"""From handles to KV in reserved blocks: check, fetch, verify, and say what could not be used and
 why.
 
-Nothing here fails a request: what cannot be fetched is recomputed and counted by reason. The
-handle's leases are given back whatever happens. Belongs to the loop's thread.
+Life of one request's intake: `pull_early` any number of times, each with a partial handle of what
+is stored while prefill still runs; then `load` once with the final one (or none), which fetches
+only what is not there yet. An early pull that fails costs nothing but itself: the final handle
+tries again.
+
+Nothing here fails a request: what cannot be fetched is recomputed and counted by reason. The final
+handle's leases are given back whatever happens, if they are this request's.
+
+Invariant: tokens [0, num_tokens) are verified and lie in the reservation's blocks; a block that a
+late transfer may still write into is not one of those (`Engine.refill`). Belongs to the loop's
+thread; one call at a time.
 """
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.request import Reservation
 from kvstore.block import Block
-from kvstore.client import StoreClient
-from kvstore.errors import INCARNATION, MISSING, STORE_UNAVAILABLE
+from kvstore.errors import DEADLINE, MISSING
+from process import logs
 from process.deadline import Deadline
+from process.errors import BatonError
+from services.decode.leases import client_for, give_back, is_for
 from services.worker import handle as handles
+from services.worker.connector import reason_of
 from services.worker.core import Chain, WorkerCore
 from services.worker.provenance import FINGERPRINT, Leg
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -45,85 +61,123 @@ class IntakeAsk:
     chain: Chain
     engine_id: str
     reservation: Reservation
-    num_prompt_tokens: int
-    context: tuple[int, ...]
-    """Prompt and the tokens drawn already."""
+    prompt_token_ids: tuple[int, ...]
 
 
-async def load_handle(
-    core: WorkerCore,
-    ask: IntakeAsk,
-    handover: Handover,
-    leg: Leg,
-    deadline: Deadline,
-) -> int:
-    """Fetch what was handed over beyond our local prefix into the reserved blocks.
+@dataclass(frozen=True)
+class _Wanted:
+    """One block and the place for it."""
 
-    Returns: tokens, counted from the first, whose KV is verified and there. `leg` is told the rest.
-    """
-    client = core.connector.client
-    try:
-        return await _Intake(core, ask, leg, client, deadline).load(handover)
-    finally:
-        if handover.handle is not None:
-            core.connector.release_later(client, handover.handle.lease_ids)
+    run: handles.Run
+    block: Block
+    block_id: int
 
 
-class _Intake:
-    """One load, step by step."""
+@dataclass
+class _Pulled:
+    """What came of one pull: blocks by the node that they came from, in order; those asked for that
+    did not come, by reason."""
 
-    def __init__(
-        self,
-        core: WorkerCore,
-        ask: IntakeAsk,
-        leg: Leg,
-        client: StoreClient | None,
-        deadline: Deadline,
-    ) -> None:
+    loaded: list[tuple[str, list[Block]]] = field(default_factory=list)
+    not_usable: Counter[str] = field(default_factory=Counter)
+    num_bytes: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(block.num_tokens for _, blocks in self.loaded for block in blocks)
+
+
+class Intake:
+    """See the module."""
+
+    def __init__(self, core: WorkerCore, ask: IntakeAsk, leg: Leg) -> None:
         self._core = core
         self._ask = ask
         self._leg = leg
-        self._client = client
-        self._deadline = deadline
         self._size = core.model.block_size
-        self._num_local_blocks = ask.reservation.num_local_tokens // self._size
+        self._block_ids = ask.reservation.block_ids
+        self._home = core.connector.client
+        self._early: list[_Pulled] = []
+        self._num_counted = 0  # blocks that did not come and have a reason of their own
+        self.num_tokens = ask.reservation.num_local_tokens
+        """Tokens, counted from the first, whose KV is verified and there."""
 
-    async def load(self, handover: Handover) -> int:
-        """Returns: leading tokens whose KV is there."""
-        local = self._ask.reservation.num_local_tokens
+    @property
+    def num_blocks(self) -> int:
+        """Full blocks that are verified and there."""
+        return self.num_tokens // self._size
+
+    def hashes(self, context: tuple[int, ...]) -> list[bytes]:
+        """Chain hashes of the full blocks of prompt and drawn tokens, by our own tenant key."""
+        known, num_blocks = self._ask.reservation.chain_hashes, len(context) // self._size
+        if num_blocks <= len(known):
+            return list(known[:num_blocks])
+        return self._ask.chain.hashes(context)
+
+    async def pull_early(self, handle: handles.Handle, deadline: Deadline) -> None:
+        """Fetch the full blocks that a partial handle names beyond what is there."""
+        prompt = self._ask.prompt_token_ids
+        try:
+            self._check(handle, prompt)
+        except handles.HandleRefused as refused:
+            self._tell(refused.reason)
+            return
+        found, _ = handles.blocks_in_order(handle, self.hashes(prompt))
+        wanted, _ = self._wanted(found)
+        pulled = await self._pull(wanted, deadline)
+        self._take(pulled)
+        self._early.append(pulled)
+        if pulled.not_usable:
+            self._tell(next(iter(pulled.not_usable)))
+            # What a transfer may still write into is another block's place from here on.
+            self._block_ids = await self._core.thread.call(
+                lambda engine: engine.refill(self._ask.engine_id)
+            )
+
+    async def load(self, handover: Handover, context: tuple[int, ...], deadline: Deadline) -> int:
+        """Fetch what was handed over beyond what is there; the leg is told of everything.
+
+        Args: context: prompt and the tokens drawn already.
+        Returns: tokens, counted from the first, whose KV is verified and there.
+        """
+        home = self._core.connector.client or self._home
+        try:
+            why = await self._load(handover, context, deadline)
+        finally:
+            handle = handover.handle
+            if handle is not None and is_for(handle, self._ask.request_id, self._ask.tenant):
+                give_back(self._core, handle, home)
+        self._count_rest(why)
+        return self.num_tokens
+
+    async def _load(self, handover: Handover, context: tuple[int, ...], deadline: Deadline) -> str:
+        """Returns: why blocks that are not there and were not counted are missing."""
+        self._count_early(context)
         handle = handover.handle
         if handle is None:
-            return self._count_lost(local, handover.refusal or MISSING)
+            return handover.refusal or MISSING
         try:
-            self._check(handle)
+            self._check(handle, context)
         except handles.HandleRefused as refused:
-            return self._count_lost(local, refused.reason)
-        if self._client is None:
-            return self._count_lost(local, STORE_UNAVAILABLE)
-        wanted, why_short = self._wanted(handle)
-        why_short = why_short or MISSING
-        num_tokens = local
-        for run, items in _by_run(wanted):
-            reason = self._misfit(run, self._client)
-            if reason is not None:
-                return self._count_lost(num_tokens, reason)
-            loaded = await self._core.connector.load(
-                self._client,
-                self._ask.engine_id,
-                run.lease_id,
-                items,
-                self._deadline,
-                incarnation=run.store_incarnation,
-            )
-            num_tokens = self._count_loaded(num_tokens, items[: loaded.num_usable])
-            self._leg.num_bytes_read += loaded.num_bytes
-            if loaded.num_usable < len(items):
-                self._leg.recomputed.update(loaded.not_usable)
-                num_asked = num_tokens // self._size + loaded.not_usable.total()
-                return self._count_lost(num_tokens, why_short, first_block=num_asked)
-        return self._count_lost(num_tokens, why_short)
+            return refused.reason
+        found, why_short = handles.blocks_in_order(handle, self.hashes(context))
+        if why_short is None:
+            tail = handles.tail_block(handle, len(found))
+            if tail is not None:
+                found.append(tail)
+        wanted, has_hole = self._wanted(found)
+        if has_hole:
+            why_short = DEADLINE
+        pulled = await self._pull(wanted, deadline)
+        self._count(pulled, self.num_tokens, context, is_early=False)
+        self._take(pulled)
+        self._leg.recomputed.update(pulled.not_usable)
+        self._num_counted = pulled.not_usable.total()
+        return why_short or MISSING
 
-    def _check(self, handle: handles.Handle) -> None:
+    # ---- checks
+
+    def _check(self, handle: handles.Handle, context: tuple[int, ...]) -> None:
         handles.check(
             handle,
             request_id=self._ask.request_id,
@@ -132,76 +186,117 @@ class _Intake:
             model_fingerprint=self._core.model.fingerprint,
             block_size=self._size,
         )
-        if handle.num_tokens > len(self._ask.context):
+        if handle.num_tokens > len(context):
             raise handles.HandleRefused(FINGERPRINT, "the handle covers more tokens than there are")
 
-    def _wanted(
-        self, handle: handles.Handle
-    ) -> tuple[list[tuple[handles.Run, Block, int]], str | None]:
-        """(run, block, destination) beyond the local prefix, and why it ends before the handle
-        does.
-        """
-        hashes = self._ask.chain.hashes(self._ask.context)
-        found, why_short = handles.blocks_in_order(handle, hashes)
-        if why_short is None:
-            tail = handles.tail_block(handle, len(found))
-            if tail is not None:
-                found.append(tail)
-        block_ids = self._ask.reservation.block_ids
-        wanted = [
-            (run, block, block_ids[index])
-            for index, (run, block) in enumerate(found)
-            if index >= self._num_local_blocks
-        ]
-        return wanted, why_short
+    def _wanted(self, found: Sequence[tuple[handles.Run, Block]]) -> tuple[list[_Wanted], bool]:
+        """What of `found` is not there yet, as far as there is a place for it; and whether one was
+        lost. Where the engine preempts, only the prompt has places before the start."""
+        wanted: list[_Wanted] = []
+        for index in range(self.num_blocks, min(len(found), len(self._block_ids))):
+            if self._block_ids[index] < 0:
+                return wanted, True
+            wanted.append(_Wanted(*found[index], self._block_ids[index]))
+        return wanted, False
 
-    def _misfit(self, run: handles.Run, client: StoreClient) -> str | None:
-        """Why our store cannot have this run; None: it can."""
-        if run.node_id != client.node_id:
-            return STORE_UNAVAILABLE
-        if run.store_incarnation != client.incarnation:
-            return INCARNATION
-        return None
+    # ---- bytes
 
-    def _count_loaded(self, num_tokens: int, items: Sequence[tuple[Block, int]]) -> int:
-        blocks = [block for block, _ in items]
-        if not blocks or self._client is None:
-            return num_tokens
-        end = num_tokens + sum(block.num_tokens for block in blocks)
-        self._leg.store_node_id = self._client.node_id
+    async def _pull(self, wanted: Sequence[_Wanted], deadline: Deadline) -> _Pulled:
+        """Copy and verify, run by run; the first block that does not come ends it."""
+        pulled = _Pulled()
+        num_left = len(wanted)
+        for run, items in _by_run(wanted):
+            reason = ""
+            try:
+                client = await client_for(self._core, run, self._budget(deadline))
+            except BatonError as error:
+                reason = reason_of(error)
+            else:
+                loaded = await self._core.connector.load(
+                    client,
+                    self._ask.engine_id,
+                    run.lease_id,
+                    items,
+                    deadline,
+                    incarnation=run.store_incarnation,
+                )
+                blocks = [block for block, _ in items[: loaded.num_usable]]
+                pulled.loaded.append((run.node_id, blocks))
+                pulled.num_bytes += loaded.num_bytes
+                pulled.not_usable.update(loaded.not_usable)
+                num_left -= loaded.num_usable
+                if loaded.num_usable < len(items):
+                    reason = next(iter(loaded.not_usable))
+            if reason:  # what lies behind it cannot be used without it
+                num_more = num_left - pulled.not_usable.total()
+                if num_more:
+                    pulled.not_usable[reason] += num_more
+                break
+        return pulled
+
+    def _budget(self, deadline: Deadline) -> Deadline:
+        return deadline.sooner(self._core.limits.transfer_budget_s)
+
+    def _take(self, pulled: _Pulled) -> None:
+        self.num_tokens += pulled.num_tokens
+        self._leg.num_bytes_read += pulled.num_bytes
+
+    # ---- the account
+
+    def _count_early(self, context: tuple[int, ...]) -> None:
+        """Tell the leg of the early pulls, now that it is known which tokens are computed in any
+        case."""
+        first_token = self._ask.reservation.num_local_tokens
+        for pulled in self._early:
+            self._count(pulled, first_token, context, is_early=True)
+            first_token += pulled.num_tokens
+        self._early = []
+
+    def _count(
+        self, pulled: _Pulled, first_token: int, context: tuple[int, ...], *, is_early: bool
+    ) -> None:
         # The last token is computed in any case: its logits draw the next one.
-        self._leg.count_loaded(
-            num_tokens,
-            min(end, len(self._ask.context) - 1),
-            blocks,
-            block_bytes=self._core.layout.block_bytes,
-        )
-        return end
+        for node_id, blocks in pulled.loaded:
+            self._leg.count_loaded(
+                first_token,
+                len(context) - 1,
+                blocks,
+                block_bytes=self._core.layout.block_bytes,
+                node_id=node_id,
+                is_early=is_early,
+            )
+            first_token += sum(block.num_tokens for block in blocks)
 
-    def _count_lost(self, num_tokens: int, reason: str, *, first_block: int | None = None) -> int:
-        """Count the prompt's blocks from `first_block` (by default the first not there) under
-        `reason`.
-        """
-        if first_block is None:
-            first_block = -(-num_tokens // self._size)
-        num_blocks = -(-self._ask.num_prompt_tokens // self._size)
-        if num_blocks > first_block:
-            self._leg.recomputed[reason] += num_blocks - first_block
-        return num_tokens
+    def _count_rest(self, reason: str) -> None:
+        """Count the prompt's blocks that are neither there nor counted under `reason`."""
+        num_blocks = -(-len(self._ask.prompt_token_ids) // self._size)
+        num_rest = num_blocks - -(-self.num_tokens // self._size) - self._num_counted
+        if num_rest > 0:
+            self._leg.recomputed[reason] += num_rest
+
+    def _tell(self, reason: str) -> None:
+        self._core.counts.early_pulls_failed[reason] += 1
+        logs.event(
+            logger,
+            "early_pull_failed",
+            level=logging.DEBUG,
+            request_id=self._ask.request_id,
+            reason=reason,
+        )
 
 
 def _by_run(
-    wanted: Sequence[tuple[handles.Run, Block, int]],
+    wanted: Sequence[_Wanted],
 ) -> list[tuple[handles.Run, list[tuple[Block, int]]]]:
     """Neighbours under one lease of one store life go into one load; the tail usually shares its
     prompt's.
     """
     groups: list[tuple[handles.Run, list[tuple[Block, int]]]] = []
-    for run, block, block_id in wanted:
+    for each in wanted:
         last = groups[-1][0] if groups else None
-        if last is None or _place(last) != _place(run):
-            groups.append((run, []))
-        groups[-1][1].append((block, block_id))
+        if last is None or _place(last) != _place(each.run):
+            groups.append((each.run, []))
+        groups[-1][1].append((each.block, each.block_id))
     return groups
 
 

@@ -7,6 +7,7 @@ The only module here that knows the stubs.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from process import serving
 from process.errors import BatonError, InvalidArgument
 from protos import common_pb2, decode_pb2, decode_pb2_grpc
 from services.decode.intake import Handover
+from services.decode.request import DecodeAsk, Load
 from services.decode.session import StreamSession
-from services.decode.worker import DecodeAsk, DecodeWorker, Load
+from services.decode.worker import DecodeWorker
 from services.worker import handle as handles
 from services.worker.adapters import info_to_proto
 from services.worker.core import WorkerCore
@@ -178,7 +180,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             deadline = self._core.deadline(command.reserve.budget_ms / 1000)
             session.reserve(command.key, self._ask(command.reserve), deadline)
         elif kind == "generate":
-            session.generate(command.key, _handover(command.generate))
+            session.generate(command.key, self._handover(command.generate))
+        elif kind == "prefetch":
+            self._prefetch(command.key, command.prefetch.handle, session)
         elif kind == "cancel":
             session.cancel(command.key)
         elif kind == "cancel_sample":
@@ -200,23 +204,36 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             beam=beam_from_proto(message.sampling),
         )
 
-
-def _handover(message: decode_pb2.GenerateFromHandle) -> Handover:
-    """A handle that cannot be read is passed on as refused, with its reason: the prompt is
-    recomputed.
-    """
-    handle: handles.Handle | None = None
-    refusal: str | None = None
-    if message.HasField("handle"):
+    def _prefetch(self, key: int, message: common_pb2.KvHandle, session: StreamSession) -> None:
+        """A partial handle that cannot be believed or read is passed over: the final one is looked
+        at by itself. Raises: InvalidArgument for one that is not partial: it would hand over leases
+        that nobody gives back."""
         try:
-            handle = handles.from_proto(message.handle)
+            handle = handles.from_proto(message, self._core.handle_keys)
         except handles.HandleRefused as refused:
-            refusal = refused.reason
-    outputs = tuple(tuple(output.token_ids) for output in message.outputs)
-    over = frozenset(index for index, output in enumerate(message.outputs) if output.is_over)
-    beam_start = tuple((candidate.token_id, candidate.logprob) for candidate in message.beam_start)
-    outputs = outputs or (tuple(message.output_token_ids),)
-    return Handover(handle, outputs, over, beam_start, refusal)
+            self._core.counts.early_pulls_failed[refused.reason] += 1
+            return
+        if not handle.is_partial:
+            raise InvalidArgument("prefetch.handle", "is not partial; it belongs into `generate`")
+        session.prefetch(key, handle)
+
+    def _handover(self, message: decode_pb2.GenerateFromHandle) -> Handover:
+        """A handle that is forged, comes again or cannot be read is passed on as refused, with its
+        reason: the prompt is recomputed. Its leases are not ours to give back.
+        """
+        handle: handles.Handle | None = None
+        refusal: str | None = None
+        if message.HasField("handle"):
+            try:
+                handle = handles.from_proto(message.handle, self._core.handle_keys)
+                self._core.handle_ledger.take(handle, time.time())
+            except handles.HandleRefused as refused:
+                handle, refusal = None, refused.reason
+        outputs = tuple(tuple(output.token_ids) for output in message.outputs)
+        over = frozenset(index for index, output in enumerate(message.outputs) if output.is_over)
+        beam_start = tuple((start.token_id, start.logprob) for start in message.beam_start)
+        outputs = outputs or (tuple(message.output_token_ids),)
+        return Handover(handle, outputs, over, beam_start, refusal)
 
 
 def _fill(part: decode_pb2.DecodeTokens | decode_pb2.DecodeFinished, event: RequestEvent) -> None:

@@ -11,13 +11,10 @@ import asyncio
 from process.deadline import Deadline
 from process.errors import AlreadyExists, BatonError, NotFound
 from services.decode.intake import Handover
-from services.decode.worker import (
-    DecodeAsk,
-    DecodeRequest,
-    DecodeWorker,
-    EventSink,
-    Load,
-)
+from services.decode.leases import give_back
+from services.decode.request import DecodeAsk, DecodeRequest, EventSink, Load
+from services.decode.worker import DecodeWorker
+from services.worker.handle import Handle
 
 
 class StreamSession:
@@ -52,9 +49,15 @@ class StreamSession:
             request.hand_over(handover)
         except BatonError as error:
             if handover.handle is not None:
-                connector = self._worker.core.connector
-                connector.release_later(connector.client, handover.handle.lease_ids)
+                give_back(self._worker.core, handover.handle)
             self.refuse(key, error)
+
+    def prefetch(self, key: int, handle: Handle) -> None:
+        """Pull what a partial handle names, early. Nothing happens when the request is over, or has
+        its final handle already."""
+        request = self._requests.get(key)
+        if request is not None:
+            request.prefetch(handle)
 
     def cancel(self, key: int) -> None:
         """End a request; nothing happens when it is over already."""

@@ -1,353 +1,20 @@
-"""A decode worker's requests. Each is one task; each ends by giving back all it took.
+"""A decode worker's requests, and the engine's events on their way to them.
 
-Life of a request (a cancel, the deadline or the end of its stream may come in any state):
-
-1. RESERVING  asks the engine for blocks                         -> cancel: a late grant is aborted
-2. RESERVED   holds blocks, waits for the handle                  -> cancel, or no handle in time:
-   blocks back
-3. FETCHING   copies and verifies what the handle names           -> cancel: what may still be
-   written into is quarantined
-4. RUNNING    takes part in the engine's steps                    -> cancel: out of the next step,
-   blocks back
-5. FINISHED   | CANCELLED | FAILED: said on the stream, unless the stream is gone
-
-The engine's events of one step reach every stream by one `flush`. Belongs to the loop's thread;
-speaks values, not stubs.
+What one request goes through is in services/decode/request.py. The engine's events of one step
+reach every stream by one `flush`. Belongs to the loop's thread; speaks values, not stubs.
 """
 
 from __future__ import annotations
 
 import asyncio
-import enum
-import logging
-from dataclasses import dataclass
-from typing import Protocol
 
-from engine.request import (
-    Beam,
-    EngineStats,
-    Request,
-    RequestEvent,
-    Reservation,
-    Sampling,
-    StepOutput,
-)
+from engine.request import StepOutput
 from process.deadline import Deadline
-from process.errors import BatonError, FailedPrecondition, Internal, InvalidArgument
-from services.decode.intake import Handover, IntakeAsk, load_handle
-from services.worker.adapters import check_digest
-from services.worker.core import Chain, WorkerCore
-from services.worker.engine_port import WorkerEngine
-from services.worker.provenance import Leg, StageClock
-from services.worker.sampling import named_on_wire
-
-logger = logging.getLogger(__name__)
-
-
-class DecodeState(enum.Enum):
-    """Where a request is; see the module."""
-
-    RESERVING = "reserving"
-    RESERVED = "reserved"
-    FETCHING = "fetching"
-    RUNNING = "running"
-    FINISHED = "finished"
-    CANCELLED = "cancelled"
-    FAILED = "failed"
-
-
-_OVER = frozenset({DecodeState.CANCELLED, DecodeState.FAILED})
-ALLOWED: dict[DecodeState, frozenset[DecodeState]] = {
-    DecodeState.RESERVING: frozenset({DecodeState.RESERVED}) | _OVER,
-    DecodeState.RESERVED: frozenset({DecodeState.FETCHING}) | _OVER,
-    DecodeState.FETCHING: frozenset({DecodeState.RUNNING}) | _OVER,
-    DecodeState.RUNNING: frozenset({DecodeState.FINISHED}) | _OVER,
-    DecodeState.FINISHED: frozenset(),
-    DecodeState.CANCELLED: frozenset(),
-    DecodeState.FAILED: frozenset(),
-}
-
-
-@dataclass(frozen=True)
-class DecodeAsk:
-    """The samples of one prompt to decode."""
-
-    request_id: str
-    tenant: str
-    adapter: str
-    prompt_token_ids: tuple[int, ...]
-    sampling: Sampling
-    chain: Chain
-    priority: int
-    num_samples: int = 1
-    beam: Beam | None = None
-
-
-@dataclass(frozen=True)
-class Load:
-    """The worker's load, as it rides with every message."""
-
-    num_free_blocks: int
-    num_running: int
-    num_waiting: int
-    step: int
-
-    @classmethod
-    def after_step(cls, output: StepOutput) -> Load:
-        return cls(output.num_free_blocks, output.num_running, output.num_waiting, output.step)
-
-    @classmethod
-    def now(cls, stats: EngineStats) -> Load:
-        return cls(
-            stats.num_free_blocks + stats.num_cached_blocks,
-            stats.num_running,
-            stats.num_waiting,
-            stats.num_steps,
-        )
-
-
-class EventSink(Protocol):
-    """One stream's way out. Events wait for `flush`, which makes one message of them.
-
-    None of it blocks.
-    """
-
-    def reserved(self, key: int, num_tokens_local: int) -> None: ...
-    def tokens(self, key: int, event: RequestEvent) -> None:
-        """News of one sample while the request goes on; they may be the sample's last."""
-
-    def finished(
-        self, key: int, event: RequestEvent | None, leg: Leg, seconds: dict[str, float]
-    ) -> None:
-        """`event` None: cancelled."""
-
-    def failed(self, key: int, error: BaseException, leg: Leg | None) -> None: ...
-    def flush(self, load: Load) -> None: ...
-
-
-class DecodeRequest:
-    """One request on one stream; `live` is its whole life."""
-
-    def __init__(
-        self, worker: DecodeWorker, sink: EventSink, key: int, ask: DecodeAsk, deadline: Deadline
-    ) -> None:
-        loop = asyncio.get_running_loop()
-        self.key = key
-        self.state = DecodeState.RESERVING
-        self.engine_id = worker.core.engine_id(ask.request_id)
-        self.sink = sink
-        self.is_decoding = False
-        self._worker = worker
-        self._core = worker.core
-        self._ask = ask
-        self._deadline = deadline
-        self._leg = Leg(len(ask.prompt_token_ids), transport=self._core.connector.transport)
-        self._clock = StageClock()
-        self._handover: asyncio.Future[Handover] = loop.create_future()
-        self._done: asyncio.Future[None] = loop.create_future()
-        self._open = set(range(ask.num_samples))
-        self._is_cancel_wanted = False
-        self._is_taken_in = False
-        self._has_begun = False
-        self._is_cancelled_early = False
-        self.task: asyncio.Task[None] | None = None
-
-    # ---- what the stream says
-
-    def hand_over(self, handover: Handover) -> None:
-        """The handle came. Raises: FailedPrecondition when there was one already."""
-        if self._handover.done():
-            raise FailedPrecondition(f"request {self._ask.request_id} was told to generate twice")
-        self._handover.set_result(handover)
-
-    def cancel(self, *, say_so: bool) -> None:
-        """End it, in whatever state; `say_so`: its stream is still there to be told."""
-        if self.task is None or self._done.done():
-            return
-        self._is_cancel_wanted = say_so
-        if self._has_begun:
-            self.task.cancel()
-        else:
-            # A task cancelled before its first step would never run its own `finally`.
-            self._is_cancelled_early = True
-
-    def cancel_sample(self, sample_index: int) -> None:
-        """Nobody wants more of one sample; with the last one the request ends."""
-        if sample_index not in self._open or self._done.done():
-            return
-        self._open.discard(sample_index)
-        if not self._open:
-            self.cancel(say_so=True)
-        elif self.state is DecodeState.RUNNING:
-            engine_id = self.engine_id
-            self._core.thread.post(lambda engine: engine.finish_sample(engine_id, sample_index))
-
-    # ---- the states
-
-    async def live(self) -> None:
-        """From the reservation to the last event.
-
-        Raises nothing but a cancellation that nobody is to be told of.
-        """
-        self._has_begun = True
-        try:
-            if self._is_cancelled_early:
-                raise asyncio.CancelledError
-            with self._core.admit():
-                async with self._deadline.timeout("decode"):
-                    await self._run()
-        except asyncio.CancelledError:
-            if self.state is DecodeState.FINISHED:
-                return  # its last word was said in the same turn
-            self._move(DecodeState.CANCELLED)
-            if not self._is_cancel_wanted:
-                raise
-            self._clock.enter(None)
-            self.sink.finished(self.key, None, self._leg, self._clock.seconds)
-        except Exception as error:  # the translator of this border: the sink makes a status of it
-            if self.state is DecodeState.FINISHED:
-                return
-            self._move(DecodeState.FAILED)
-            if isinstance(error, Internal) or not isinstance(error, BatonError):
-                fields = {"fields": {"request_id": self._ask.request_id}}
-                logger.error("decode_request_failed", exc_info=error, extra=fields)
-            self.sink.failed(self.key, named_on_wire(error, self._ask.sampling), self._leg)
-        finally:
-            self._worker.forget(self)
-        if self.state is not DecodeState.FINISHED:
-            self.sink.flush(Load.now(self._core.thread.stats))
-
-    async def _run(self) -> None:
-        ask, thread = self._ask, self._core.thread
-        self._core.refuse_when_full(self._worker.num_waiting - 1)
-        request = Request(
-            request_id=self.engine_id,
-            prompt_token_ids=ask.prompt_token_ids,
-            sampling=ask.sampling,
-            block_hasher=ask.chain.hasher,
-            cache_root=ask.chain.root,
-            priority=ask.priority,
-            num_samples=ask.num_samples,
-            beam=ask.beam,
-            adapter=ask.adapter,
-        )
-
-        def reserve(engine: WorkerEngine) -> Reservation:
-            check_digest(engine, ask.adapter, ask.chain.adapter_digest)
-            return engine.reserve(request)
-
-        reservation = await thread.call(reserve)
-        self._leg.num_tokens_local = reservation.num_local_tokens
-        self._move(DecodeState.RESERVED)
-        self.sink.reserved(self.key, reservation.num_local_tokens)
-        self.sink.flush(Load.now(thread.stats))
-        handover = await self._handover
-        outputs = self._outputs(handover)
-        self._move(DecodeState.FETCHING)
-        self._clock.enter("decode_fetch")
-        intake = IntakeAsk(
-            ask.request_id,
-            ask.tenant,
-            ask.adapter,
-            ask.chain,
-            self.engine_id,
-            reservation,
-            len(ask.prompt_token_ids),
-            ask.prompt_token_ids + (outputs[0] or tuple(i for i, _ in handover.beam_start[:1])),
-        )
-        self._is_taken_in = True  # from here on it gives the leases back
-        num_loaded = await load_handle(self._core, intake, handover, self._leg, self._deadline)
-        self._clock.enter("decode_queue")  # until the first token: the wait and its first step
-        self._move(DecodeState.RUNNING)
-        # Who is cancelled from here on is posted behind the start.
-        over = sorted(set(range(ask.num_samples)) - self._open)
-        engine_id = self.engine_id
-
-        def start(engine: WorkerEngine) -> None:
-            engine.start(
-                engine_id,
-                num_loaded_tokens=num_loaded,
-                outputs=outputs,
-                beam_start=handover.beam_start,
-            )
-            for index in over:
-                engine.finish_sample(engine_id, index)
-
-        await thread.call(start)
-        if ask.beam is not None and not self._done.done():
-            self._begin_decoding()  # it has no tokens to tell of before its end
-        await self._done
-
-    def _outputs(self, handover: Handover) -> tuple[tuple[int, ...], ...]:
-        """What was drawn already, of each sample. Raises: InvalidArgument for another number of
-        samples."""
-        if self._ask.beam is not None:
-            return ((),)
-        if len(handover.outputs) != self._ask.num_samples:
-            raise InvalidArgument(
-                "outputs", f"of {len(handover.outputs)} samples, not {self._ask.num_samples}"
-            )
-        self._open -= handover.over
-        if not self._open:
-            raise InvalidArgument("outputs", "every sample has ended")
-        return handover.outputs
-
-    def _move(self, state: DecodeState) -> None:
-        if state not in ALLOWED[self.state]:
-            raise Internal(
-                f"{self.engine_id}: {self.state.value} -> {state.value} is no transition"
-            )
-        self.state = state
-
-    # ---- what the engine says
-
-    def on_event(self, event: RequestEvent) -> None:
-        """One step's news, for the sink; the worker flushes when all of the step is told."""
-        if self._done.done():
-            return
-        if event.error is not None:
-            self._done.set_exception(event.error)
-            return
-        if event.sample_index not in self._open:
-            return  # cancelled while the step ran
-        if not event.token_ids and event.finish_reason is None:
-            return
-        self._begin_decoding()
-        self._core.counts.num_output_tokens += len(event.token_ids)
-        if event.finish_reason is not None:
-            self._open.discard(event.sample_index)
-        if self._open:
-            self.sink.tokens(self.key, event)
-            return
-        self._move(DecodeState.FINISHED)
-        self._clock.enter(None)
-        self._core.counts.add(self._leg)
-        self.sink.finished(self.key, event, self._leg, self._clock.seconds)
-        self._done.set_result(None)
-
-    def _begin_decoding(self) -> None:
-        if not self.is_decoding:
-            self.is_decoding = True
-            self._clock.enter("decode")
-
-    def fail(self, error: Internal) -> None:
-        """The engine is gone."""
-        if self.state is DecodeState.RUNNING and not self._done.done():
-            self._done.set_exception(error)
-
-    def close(self) -> None:
-        """Give back what is left: the engine's blocks, the leases of a handle that was not taken
-        in.
-        """
-        if self._done.done() and not self._done.cancelled():
-            self._done.exception()  # seen, even if nobody waited any more
-        if self.state is not DecodeState.FINISHED:
-            self._core.drop(self.engine_id)
-        if self._handover.done() and not self._handover.cancelled() and not self._is_taken_in:
-            handle = self._handover.result().handle
-            if handle is not None:
-                connector = self._core.connector
-                connector.release_later(connector.client, handle.lease_ids)
+from process.errors import Internal
+from services.decode.request import DecodeAsk, DecodeRequest, EventSink, Load
+from services.decode.states import DecodeState
+from services.worker.core import WorkerCore
+from services.worker.write_back import WriteBack
 
 
 class DecodeWorker:
@@ -355,6 +22,14 @@ class DecodeWorker:
 
     def __init__(self, core: WorkerCore) -> None:
         self.core = core
+        self.write_back = WriteBack(
+            core.connector,
+            core.thread,
+            core.limits,
+            core.counts,
+            block_size=core.model.block_size,
+            on_room=lambda: core.on_room(),
+        )
         self._requests: dict[str, DecodeRequest] = {}
 
     def start(self) -> None:
@@ -373,7 +48,16 @@ class DecodeWorker:
 
     def begin(self, sink: EventSink, key: int, ask: DecodeAsk, deadline: Deadline) -> DecodeRequest:
         """Start a request's life; the sink hears of everything from here on."""
-        request = DecodeRequest(self, sink, key, ask, deadline)
+        request = DecodeRequest(
+            self.core,
+            self.write_back,
+            sink,
+            key,
+            ask,
+            deadline,
+            num_waiting=lambda: self.num_waiting,
+            on_over=self.forget,
+        )
         self._requests[request.engine_id] = request
         request.task = asyncio.create_task(request.live())
         return request

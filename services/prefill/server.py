@@ -5,6 +5,7 @@ The only module here that knows the stubs.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from engine.request import RequestEvent
 from process import serving
 from process.errors import InvalidArgument
 from protos import common_pb2, prefill_pb2, prefill_pb2_grpc
-from services.prefill.worker import Firsts, PrefillAnswer, PrefillAsk, PrefillWorker
+from services.prefill.job import Firsts, PrefillAsk, PrefixRun
+from services.prefill.worker import PrefillAnswer, PrefillWorker
 from services.worker import handle as handles
 from services.worker.adapters import info_to_proto
 from services.worker.core import WorkerCore
@@ -39,18 +41,12 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
     @serving.unary  # a coroutine that writes: unlike a generator, a broken stream ends it at once
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Context) -> None:
         deadline = self._core.deadline(context.time_remaining())
-
-        async def show(firsts: Firsts) -> None:
-            for event in firsts:
-                await context.write(_first_message(event))
-
-        answer = await self._worker.prefill(self._ask(request), deadline, show)
+        caller = _Caller(context, self._core)
+        answer = await self._worker.prefill(self._ask(request), deadline, caller)
         try:
             await context.write(self._last_message(answer))
         except BaseException:
-            if answer.handle is not None:  # nobody has heard of it
-                connector = self._core.connector
-                connector.release_later(connector.client, answer.handle.lease_ids)
+            answer.take_back()  # nobody has heard of it
             raise
 
     @serving.unary
@@ -90,6 +86,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             wants_handle=request.wants_handle,
             num_samples=num_samples,
             beam=beam_from_proto(request.sampling),
+            prefix_runs=_prefix_runs(request.hints),
         )
 
     def _last_message(self, answer: PrefillAnswer) -> prefill_pb2.PrefillReply:
@@ -97,8 +94,44 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             leg=self._core.leg_to_proto(answer.leg), times=times_to_proto(answer.seconds)
         )
         if answer.handle is not None:
-            reply.handle.CopyFrom(handles.to_proto(answer.handle))
+            reply.handle.CopyFrom(handles.to_proto(answer.handle, self._core.handle_keys))
         return reply
+
+
+class _Caller:
+    """The router at the other end of one call."""
+
+    def __init__(self, context: Context, core: WorkerCore) -> None:
+        self._context = context
+        self._core = core
+
+    async def show_firsts(self, firsts: Firsts) -> None:
+        for event in firsts:
+            await self._context.write(_first_message(event))
+
+    async def show_partial(self, handle: handles.Handle) -> None:
+        message = handles.to_proto(handle, self._core.handle_keys)
+        await self._context.write(prefill_pb2.PrefillReply(handle=message))
+
+
+def _prefix_runs(hints: Iterable[common_pb2.PrefixRun]) -> tuple[PrefixRun, ...]:
+    """Raises: InvalidArgument for runs with a gap, without blocks, or without a store's life."""
+    runs: list[PrefixRun] = []
+    for hint in hints:
+        if hint.first_block != (runs[-1].end_block if runs else 0) or not hint.num_blocks:
+            raise InvalidArgument("hints", "are runs in order, without gaps from block 0 on")
+        if not hint.store_address or len(hint.store_incarnation) != handles.INCARNATION_BYTES:
+            raise InvalidArgument("hints", "each names its store's address and 16-byte life")
+        runs.append(
+            PrefixRun(
+                hint.node_id,
+                hint.store_address,
+                hint.store_incarnation,
+                hint.first_block,
+                hint.num_blocks,
+            )
+        )
+    return tuple(runs)
 
 
 def _first_message(event: RequestEvent) -> prefill_pb2.PrefillReply:

@@ -4,99 +4,51 @@ Life of a request (a cancel or the deadline may end it in any state):
 
 1. QUEUED     waits, first come first served, for blocks   -> cancel: the wait ends, a late grant is
    aborted
-2. FETCHING   matches and copies what the store has         -> cancel: what may still be written
-   into is quarantined first
-3. COMPUTING  the engine computes the rest in chunks, full blocks go to the store behind it ->
-   cancel: abort, lease released
+2. FETCHING   matches and copies what the stores have       -> cancel: what may still be written
+   into is quarantined first, what was pinned is released
+3. COMPUTING  the engine computes the rest in chunks, full blocks go to the store behind it, and
+   partial handles say so -> cancel: abort, leases released
 4. STORING    its first tokens are shown, waits for the last puts -> cancel: as above; the tail is
    deleted with the lease
-5. DONE       answered; the lease belongs to the handle     | CANCELLED | FAILED
+5. DONE       answered; the leases belong to the handle    | CANCELLED | FAILED
 
 The store's absence only makes the handle shorter. Belongs to the loop's thread; speaks values, not
-stubs.
+stubs. Where the prefix comes from: services/prefill/prefix_fetch.py; what a handle says:
+services/prefill/handle_maker.py.
 """
 
 from __future__ import annotations
 
 import asyncio
-import enum
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
-from engine.request import (
-    Beam,
-    FilledBlock,
-    Request,
-    RequestEvent,
-    Reservation,
-    Sampling,
-    StepOutput,
-)
-from kvstore.block import Block
-from kvstore.client import StoreClient
+from engine.request import FilledBlock, Request, Reservation, StepOutput
 from kvstore.errors import STORE_UNAVAILABLE
 from process.deadline import Deadline
-from process.errors import BatonError, Internal
+from process.errors import Internal
+from services.prefill.early_handles import EarlyHandles
+from services.prefill.handle_maker import HandleMaker, Part
+from services.prefill.job import Firsts, PrefillAsk, PrefillJob, PrefillState
+from services.prefill.pins import Pin, Pins
+from services.prefill.prefix_fetch import FetchAsk, PrefixFetch
 from services.worker import handle as handles
 from services.worker.admission import Admission
 from services.worker.block_writer import BlockWriter, TailSource, Written
-from services.worker.connector import reason_of
-from services.worker.core import Chain, WorkerCore
-from services.worker.provenance import Leg, StageClock
+from services.worker.core import WorkerCore
+from services.worker.provenance import Leg
 from services.worker.sampling import named_on_wire
 
 
-class PrefillState(enum.Enum):
-    """Where a request is; see the module."""
+class Audience(Protocol):
+    """Whoever asked. Each returns when it is on its way; one at a time."""
 
-    QUEUED = "queued"
-    FETCHING = "fetching"
-    COMPUTING = "computing"
-    STORING = "storing"
-    DONE = "done"
-    CANCELLED = "cancelled"
-    FAILED = "failed"
+    async def show_firsts(self, firsts: Firsts) -> None:
+        """The first token of each sample; once."""
 
-
-_OVER = frozenset({PrefillState.CANCELLED, PrefillState.FAILED})
-ALLOWED: dict[PrefillState, frozenset[PrefillState]] = {
-    PrefillState.QUEUED: frozenset({PrefillState.FETCHING}) | _OVER,
-    PrefillState.FETCHING: frozenset({PrefillState.COMPUTING}) | _OVER,
-    PrefillState.COMPUTING: frozenset({PrefillState.STORING}) | _OVER,
-    PrefillState.STORING: frozenset({PrefillState.DONE}) | _OVER,
-    PrefillState.DONE: frozenset(),
-    PrefillState.CANCELLED: frozenset(),
-    PrefillState.FAILED: frozenset(),
-}
-
-
-@dataclass(frozen=True)
-class PrefillAsk:
-    """One prompt to prefill, and how many samples of it shall draw their first token."""
-
-    request_id: str
-    tenant: str
-    adapter: str
-    prompt_token_ids: tuple[int, ...]
-    output_token_ids: tuple[int, ...]
-    sampling: Sampling
-    chain: Chain
-    priority: int
-    wants_handle: bool
-    num_samples: int = 1
-    beam: Beam | None = None
-
-    @property
-    def num_firsts(self) -> int:
-        """Events with a first token. A beam search has one, for all of its beams."""
-        return 1 if self.beam is not None else self.num_samples
-
-
-Firsts = Sequence[RequestEvent]
-"""The event with the first token of each sample, in their order."""
-
-Show = Callable[[Firsts], Awaitable[None]]
-"""Takes the first tokens to whoever asked; returns when they are on their way."""
+    async def show_partial(self, handle: handles.Handle) -> None:
+        """What can be fetched while prefill still runs; before the first tokens."""
 
 
 @dataclass(frozen=True)
@@ -106,36 +58,13 @@ class PrefillAnswer:
     handle: handles.Handle | None
     leg: Leg
     seconds: dict[str, float]
+    leases: tuple[Pin, ...]
+    """What goes with the handle."""
 
-
-@dataclass(eq=False)
-class _Job:
-    ask: PrefillAsk
-    engine_id: str
-    deadline: Deadline
-    leg: Leg
-    first: asyncio.Future[Firsts]
-    firsts: dict[int, RequestEvent] = field(default_factory=dict)
-    """Of the samples that have drawn, until all have."""
-    clock: StageClock = field(default_factory=StageClock)
-    state: PrefillState = PrefillState.QUEUED
-    client: StoreClient | None = None
-    lease_id: str = ""
-    writer: BlockWriter | None = None
-    owns_lease: bool = True
-    """False once the handle has it."""
-
-    def move(self, state: PrefillState) -> None:
-        if state not in ALLOWED[self.state]:
-            raise Internal(
-                f"{self.engine_id}: {self.state.value} -> {state.value} is no transition"
-            )
-        self.state = state
-
-    @property
-    def context(self) -> tuple[int, ...]:
-        """All tokens that are known before the draw."""
-        return self.ask.prompt_token_ids + self.ask.output_token_ids
+    def take_back(self) -> None:
+        """The handle was not delivered: give back what it would have handed over."""
+        for lease in self.leases:
+            lease.release()
 
 
 class PrefillWorker:
@@ -143,7 +72,7 @@ class PrefillWorker:
 
     def __init__(self, core: WorkerCore) -> None:
         self._core = core
-        self._jobs: dict[str, _Job] = {}
+        self._jobs: dict[str, PrefillJob] = {}
         self._admission = Admission(core.thread, max_waiting=core.limits.max_waiting_requests)
         core.on_room = self._admission.room_may_have_come
 
@@ -160,39 +89,52 @@ class PrefillWorker:
         """Of the live requests, by their name in the engine."""
         return {engine_id: job.state for engine_id, job in self._jobs.items()}
 
-    async def prefill(self, ask: PrefillAsk, deadline: Deadline, show: Show) -> PrefillAnswer:
-        """Prefill one prompt and draw the next token of each sample, which `show` gets at once;
+    async def prefill(
+        self, ask: PrefillAsk, deadline: Deadline, audience: Audience
+    ) -> PrefillAnswer:
+        """Prefill one prompt and draw the next token of each sample, which `audience` gets at once;
         then store the KV.
 
         Cancelling this coroutine is cancelling the request.
         Raises: NoCapacity, InvalidArgument, DeadlineExceeded, Unavailable, Internal.
         """
         with self._core.admit():
-            job = _Job(
-                ask,
-                self._core.engine_id(ask.request_id),
-                deadline,
-                Leg(len(ask.prompt_token_ids), transport=self._core.connector.transport),
-                asyncio.get_running_loop().create_future(),
-            )
+            job = self._new_job(ask, deadline)
             self._jobs[job.engine_id] = job
             try:
                 async with deadline.timeout("prefill"):
-                    answer = await self._run(job, show)
+                    answer = await self._run(job, audience)
                 self._finish(job)
                 return answer
             except asyncio.CancelledError:
                 job.move(PrefillState.CANCELLED)
                 raise
-            except Exception as error:  # also of `show`: whoever asked is gone
+            except Exception as error:  # also of `audience`: whoever asked is gone
                 job.move(PrefillState.FAILED)
                 raise named_on_wire(error, ask.sampling) from error
             finally:
                 self._close(job)
 
+    def _new_job(self, ask: PrefillAsk, deadline: Deadline) -> PrefillJob:
+        core = self._core
+        return PrefillJob(
+            ask,
+            core.engine_id(ask.request_id),
+            deadline,
+            Leg(len(ask.prompt_token_ids), transport=core.connector.transport),
+            Pins(
+                core.connector,
+                ttl_s=lambda: self._ttl_s(deadline),
+                renew_budget_s=core.limits.put_budget_s,
+                deadline=deadline,
+            ),
+            EarlyHandles(wanted=ask.wants_handle),
+            asyncio.get_running_loop().create_future(),
+        )
+
     # ---- the states
 
-    async def _run(self, job: _Job, show: Show) -> PrefillAnswer:
+    async def _run(self, job: PrefillJob, audience: Audience) -> PrefillAnswer:
         ask = job.ask
         job.clock.enter("prefill_queue")
         reservation = await self._admission.reserve(
@@ -224,154 +166,121 @@ class PrefillWorker:
                 outputs=[ask.output_token_ids],
             )
         )
-        firsts = await job.first
+        firsts = await self._wait_for_firsts(job, audience)
         job.move(PrefillState.STORING)
         job.clock.enter("prefill_store")
-        await show(firsts)
-        handle = await self._store(job, firsts, reservation)
+        await audience.show_firsts(firsts)
+        answer = await self._store(job, firsts, reservation)
         job.clock.enter(None)
-        return PrefillAnswer(handle, job.leg, job.clock.seconds)
+        return answer
 
-    async def _fetch(self, job: _Job, reservation: Reservation) -> int:
-        """Copy what the store has beyond the local prefix.
+    async def _fetch(self, job: PrefillJob, reservation: Reservation) -> int:
+        """Bring what the stores have beyond the local prefix, and open the way for what comes next.
 
         Returns: tokens whose KV is there now.
         """
-        connector, size = self._core.connector, self._core.model.block_size
-        num_local_blocks = reservation.num_local_tokens // size
-        num_fetchable = (len(job.context) - 1) // size
-        client = connector.client
-        if client is None:
-            if connector.address:
-                job.leg.recomputed[STORE_UNAVAILABLE] += num_fetchable - num_local_blocks
-            return reservation.num_local_tokens
-        hashes = self._hashes(job, reservation)
-        try:
-            matched = await client.match(
-                hashes,
-                ttl_s=self._ttl_s(job),
-                deadline=job.deadline.sooner(self._core.limits.transfer_budget_s),
-            )
-        except BatonError as error:
-            connector.suspect(client, error)
-            job.leg.recomputed[reason_of(error)] += num_fetchable - num_local_blocks
-            return reservation.num_local_tokens
-        job.client, job.lease_id = client, matched.lease_id
-        wanted = matched.blocks[num_local_blocks:num_fetchable]
-        items = list(zip(wanted, reservation.block_ids[num_local_blocks:], strict=False))
-        loaded = await connector.load(client, job.engine_id, matched.lease_id, items, job.deadline)
-        num_loaded_tokens = (num_local_blocks + loaded.num_usable) * size
-        leg = job.leg
-        leg.store_node_id = client.node_id
-        leg.num_bytes_read += loaded.num_bytes
-        leg.recomputed.update(loaded.not_usable)
-        leg.count_loaded(
-            reservation.num_local_tokens,
-            num_loaded_tokens,
-            wanted[: loaded.num_usable],
-            block_bytes=self._core.layout.block_bytes,
+        ask = FetchAsk(
+            engine_id=job.engine_id,
+            reservation=reservation,
+            chain_hashes=self._hashes(job, reservation),
+            num_context_tokens=job.ask.num_context_tokens,
+            prefix_runs=job.ask.prefix_runs,
+            ttl_s=self._ttl_s(job.deadline),
+            deadline=job.deadline,
         )
-        refs = matched.blocks
-        if loaded.num_usable < len(items):
-            refs = refs[: num_local_blocks + loaded.num_usable]
-        self._open_writer(job, client, refs)
-        # What the store has lost of our local prefix goes there again: presence must have no gap.
-        self._write(
-            job,
-            [
-                FilledBlock(index, reservation.block_ids[index], hashes[index])
-                for index in range(len(refs), num_local_blocks)
-            ],
-        )
-        return num_loaded_tokens
+        fetch = PrefixFetch(self._core, ask, job.leg, job.pins)
+        place = await fetch.run()
+        if place is not None:
+            job.writer = self._open_writer(job, place)
+            self._write(job, fetch.missing_at(place))
+            self._on_stored(job)
+        return fetch.num_tokens
+
+    async def _wait_for_firsts(self, job: PrefillJob, audience: Audience) -> Firsts:
+        """Until the first tokens are drawn. Meanwhile say what can be fetched already."""
+        job.first.add_done_callback(lambda _: job.early.news.set())
+        while not job.first.done():
+            await job.early.news.wait()
+            job.early.news.clear()
+            if job.early.is_due and not job.first.done():
+                handle = self._partial_handle(job)
+                if handle is not None:
+                    await audience.show_partial(handle)
+        return await job.first
 
     async def _store(
-        self, job: _Job, firsts: Firsts, reservation: Reservation
-    ) -> handles.Handle | None:
+        self, job: PrefillJob, firsts: Firsts, reservation: Reservation
+    ) -> PrefillAnswer:
         """Wait for the puts; the tail goes last.
 
-        Returns: the handle, if one is wanted and there is something to hand.
+        Returns: with the handle, if one is wanted and there is something to hand.
         """
         goes_on = any(event.finish_reason is None for event in firsts)
         wants_handle = job.ask.wants_handle and goes_on
-        num_full_blocks, num_rest = divmod(len(job.context), self._core.model.block_size)
+        num_full_blocks, num_rest = divmod(job.ask.num_context_tokens, self._core.model.block_size)
         if job.writer is None:
             if wants_handle:
                 num_blocks = num_full_blocks + (num_rest > 0)
                 job.leg.not_stored[STORE_UNAVAILABLE] += num_blocks
-            return None
+            return PrefillAnswer(None, job.leg, job.clock.seconds, ())
         tail = None
         # An unfilled block of a quantized cache has no bytes of its own: decode computes it again.
         if wants_handle and num_rest and not self._core.layout.is_quantized:
             name = f"{job.engine_id}@{self._core.identity.incarnation.hex()}"
             tail = TailSource(name, reservation.block_ids[num_full_blocks], num_rest)
         self._write(job, [block for event in firsts for block in event.filled])
-        written = await job.writer.finish(tail)
+        written, _ = await asyncio.gather(job.writer.finish(tail), job.pins.renew())
         job.leg.num_bytes_written = written.num_bytes
         if written.problem is not None:
             num_stored = len(written.refs) + (written.tail is not None)
             num_wanted = num_full_blocks + (tail is not None)
             job.leg.not_stored[written.problem] += num_wanted - num_stored
         if not wants_handle:
-            return None
-        handle = self._handle(job, job.writer.client, written, num_full_blocks)
-        job.owns_lease = handle is None
-        return handle
+            return PrefillAnswer(None, job.leg, job.clock.seconds, ())
+        return self._hand_over(job, job.writer, written)
+
+    def _hand_over(self, job: PrefillJob, writer: BlockWriter, written: Written) -> PrefillAnswer:
+        """The answer, with a handle that takes the leases along."""
+        handle = self._handle(job, writer, written)
+        if handle is None:
+            return PrefillAnswer(None, job.leg, job.clock.seconds, ())
+        job.handed_over = frozenset(handle.lease_ids)
+        own = Pin(writer.client, written.lease_id, written.refs, writer.release_later)
+        leases = [pin for pin in (*job.pins.held, own) if pin.lease_id in job.handed_over]
+        return PrefillAnswer(handle, job.leg, job.clock.seconds, tuple(leases))
 
     def _handle(
-        self, job: _Job, client: StoreClient, written: Written, num_full_blocks: int
+        self, job: PrefillJob, writer: BlockWriter, written: Written
     ) -> handles.Handle | None:
-        size, core = self._core.model.block_size, self._core
-        has_tail = written.tail is not None and len(written.refs) == num_full_blocks
-        if not written.refs and not has_tail:
-            return None
-
-        def run(first_block: int, blocks: Sequence[Block]) -> handles.Run:
-            return handles.Run(
-                client.node_id,
-                client.address,
-                client.incarnation,
-                written.lease_id,
-                first_block,
-                tuple(blocks),
-            )
-
-        num_tokens = len(written.refs) * size
-        tail = None
-        if written.tail is not None and has_tail:
-            tail = run(num_full_blocks, [written.tail])
-            num_tokens += written.tail.num_tokens
-        return handles.Handle(
-            request_id=job.ask.request_id,
-            tenant=job.ask.tenant,
-            adapter=job.ask.adapter,
-            model_fingerprint=core.model.fingerprint,
-            producer_id=core.identity.worker_id,
-            producer_incarnation=core.identity.incarnation,
-            block_size=size,
-            num_tokens=num_tokens,
-            runs=(run(0, written.refs),) if written.refs else (),
-            tail=tail,
-            deadline_unix_ms=handles.deadline_unix_ms(self._ttl_s(job)),
+        parts = [*_held(job), Part(writer.client, written.lease_id, written.refs)]
+        return HandleMaker(self._core, job.ask).whole(
+            parts, written.tail, self._ttl_s(job.deadline)
         )
+
+    def _partial_handle(self, job: PrefillJob) -> handles.Handle | None:
+        """Of what is stored by now. Its leases stay ours."""
+        parts = _held(job)
+        if job.writer is not None:
+            parts.append(Part(job.writer.client, job.writer.lease_id, job.writer.refs))
+        job.early.told(max((len(part.refs) for part in parts), default=0))
+        return HandleMaker(self._core, job.ask).partial(parts, self._ttl_s(job.deadline))
 
     # ---- ends
 
-    def _finish(self, job: _Job) -> None:
+    def _finish(self, job: PrefillJob) -> None:
         job.move(PrefillState.DONE)
         self._core.counts.add(job.leg)
         self._core.counts.num_output_tokens += sum(
             len(event.token_ids) for event in job.firsts.values()
         )
 
-    def _close(self, job: _Job) -> None:
-        """Give back what the request holds; after DONE with a handle the lease is the handle's."""
+    def _close(self, job: PrefillJob) -> None:
+        """Give back what the request holds; after DONE some leases are the handle's."""
         del self._jobs[job.engine_id]
-        if job.writer is not None:
-            if job.owns_lease or job.state is not PrefillState.DONE:
-                job.writer.cancel()
-        else:
-            self._core.connector.release_later(job.client, [job.lease_id])
+        handed_over = job.handed_over if job.state is PrefillState.DONE else frozenset()
+        if job.writer is not None and job.writer.lease_id not in handed_over:
+            job.writer.cancel()
+        job.pins.hand_over(handed_over)
         if job.first.done() and not job.first.cancelled():
             job.first.exception()  # seen, even if nobody waited any more
         self._core.drop(job.engine_id)
@@ -391,6 +300,7 @@ class PrefillWorker:
                     job.first.set_result([job.firsts[index] for index in sorted(job.firsts)])
             else:
                 self._write(job, event.filled)
+                job.early.stepped()
 
     def _on_failure(self, error: Internal) -> None:
         for job in self._jobs.values():
@@ -401,27 +311,41 @@ class PrefillWorker:
 
     # ---- parts
 
-    def _hashes(self, job: _Job, reservation: Reservation) -> Sequence[bytes]:
+    def _hashes(self, job: PrefillJob, reservation: Reservation) -> Sequence[bytes]:
         if job.ask.output_token_ids:
-            return job.ask.chain.hashes(job.context)
+            return job.ask.chain.hashes(job.ask.context)
         return reservation.chain_hashes
 
-    def _ttl_s(self, job: _Job) -> float:
+    def _ttl_s(self, deadline: Deadline) -> float:
         """A lease lives as long as the request may, within our bound."""
-        return min(job.deadline.left_s(), self._core.limits.lease_ttl_s)
+        return min(deadline.left_s(), self._core.limits.lease_ttl_s)
 
-    def _open_writer(self, job: _Job, client: StoreClient, refs: Sequence[Block]) -> None:
-        job.writer = BlockWriter(
+    def _open_writer(self, job: PrefillJob, place: Pin) -> BlockWriter:
+        return BlockWriter(
             self._core.connector,
-            client,
-            lease_id=job.lease_id,
-            refs=refs,
+            place.client,
+            lease_id=place.lease_id,
+            refs=place.refs,
             block_size=self._core.model.block_size,
-            ttl_s=self._ttl_s(job),
+            ttl_s=self._ttl_s(job.deadline),
             put_budget_s=self._core.limits.put_budget_s,
             deadline=job.deadline,
+            tenant=job.ask.tenant,
+            on_stored=lambda: self._on_stored(job),
+            release_later=place.release_later,
         )
 
-    def _write(self, job: _Job, blocks: Sequence[FilledBlock]) -> None:
+    def _on_stored(self, job: PrefillJob) -> None:
+        """More of the prompt can be fetched than before."""
+        num_blocks = [len(pin.refs) for pin in job.pins.held]
+        if job.writer is not None:
+            num_blocks.append(job.writer.num_stored)
+        job.early.stored(max(num_blocks, default=0))
+
+    def _write(self, job: PrefillJob, blocks: Sequence[FilledBlock]) -> None:
         if job.writer is not None and blocks:
             job.writer.add(blocks)
+
+
+def _held(job: PrefillJob) -> list[Part]:
+    return [Part(pin.client, pin.lease_id, pin.refs) for pin in job.pins.held]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Mapping
 
 import grpc.aio
 
@@ -25,8 +24,8 @@ from services.router import sampling_defaults
 from services.router.candidates import Candidates
 from services.router.config import RouterSettings
 from services.router.decode_streams import DecodeStreams
-from services.router.flow import Cluster
 from services.router.inflight import InFlight
+from services.router.job import Cluster
 from services.router.lease_release import LeaseRelease
 from services.router.lookup import PrefixLookup
 from services.router.metrics import RouterMetrics
@@ -36,6 +35,7 @@ from services.router.prompt import PromptEncoder
 from services.router.registry import Registry
 from services.router.server import Counters, Front, InferenceServicer
 from services.router.status import ClusterStatus
+from services.router.tenants import TenantSalts, parse_scopes
 from services.router.views import ServedModel, Snapshot
 from tokens.chat_template import ChatTemplate
 from tokens.errors import TokensError
@@ -108,7 +108,7 @@ class Router:
         self._encoder = PromptEncoder(model.tokenizer, model.template)
         self._lookup = PrefixLookup(
             index.PrefixIndex(self._index_redis, times.lookup_timeout_s),
-            self._store_lives,
+            lambda: self._registry.snapshot.stores,
             timeout_s=times.lookup_timeout_s,
         )
         self.metrics = RouterMetrics(self.router_id, lambda: self._in_flight.num_attempts)
@@ -172,9 +172,6 @@ class Router:
             return f"router: {error}"
         return ""
 
-    def _store_lives(self) -> Mapping[str, str]:
-        return {s.node_id: s.incarnation for s in self._registry.snapshot.stores}
-
     def _on_registry(self, snapshot: Snapshot) -> None:
         self._streams.reconcile(w for w in snapshot.workers if w.role == DECODE)
         self._prefills.reconcile(w for w in snapshot.workers if w.role == PREFILL)
@@ -218,7 +215,7 @@ class Router:
                 defaults=model.defaults,
                 served=model.served,
                 status=status,
-                tenant_secret=settings.tenant_secret,
+                salts=TenantSalts(settings.tenant_secret, parse_scopes(settings.tenant_scopes)),
                 metrics=self.metrics,
             )
         )

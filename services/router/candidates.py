@@ -16,6 +16,7 @@ from services.router.config import RouterTimes
 from services.router.decode_streams import DecodeStreams
 from services.router.policy import DECODE, PREFILL, WorkerLoad
 from services.router.prefill_client import PrefillClient
+from services.router.prefix_runs import Layout
 from services.router.registry import Registry
 from services.router.sampling_checks import ModelBounds
 from services.router.views import ServedModel, WorkerView, find_problem
@@ -109,10 +110,8 @@ class Candidates:
             "adapter", f"'{name[:128]}' is not loaded; loaded are: {', '.join(loaded) or 'none'}"
         )
 
-    def layouts(self) -> set[tuple[str, int]]:
-        """(model fingerprint, block size) of the usable prefill workers: what prefixes are looked
-        up for.
-        """
+    def layouts(self) -> set[Layout]:
+        """Of the usable prefill workers: what prefixes are looked up for."""
         return {(worker.fingerprint, worker.block_size) for worker in self.usable(PREFILL)}
 
     def get(self, worker_id: str) -> WorkerView:
@@ -169,5 +168,6 @@ class Candidates:
             num_requests=num_requests,
             num_queued_tokens=self._prefills.num_queued_tokens(worker.worker_id),
             store_node_id=worker.store_node_id,
+            links=worker.links,
             is_suspect=is_down or self._suspect_until.get(worker.worker_id, 0.0) > self._clock(),
         )

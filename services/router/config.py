@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 
 from process.metrics import check_listen
 from process.settings import SettingsError
+from services.router.tenants import parse_scopes
 
 MIB = 1024 * 1024
 
@@ -158,6 +159,12 @@ class RouterSettings:
     alone.
     """
 
+    tenant_scopes: tuple[str, ...] = ()
+    """Tenants that share what is cached, each as "tenant=scope": those of one scope find each
+    other's prefixes, and can tell by the time to the first token what others have asked. Equal on
+    every router. Empty: nobody shares with anybody.
+    """
+
     limits: RouterLimits = field(default_factory=RouterLimits)
     """Bounds."""
 
@@ -178,6 +185,7 @@ class RouterSettings:
         check_listen("metrics_listen", self.metrics_listen)
         if len(self.tenant_secret.encode()) > 64:
             raise SettingsError("tenant_secret: at most 64 bytes")
+        parse_scopes(self.tenant_scopes)
 
 
 def _check_positive(settings: RouterLimits | RouterTimes | RouterCosts) -> None:

@@ -106,6 +106,14 @@ class DecodeLeg:
         if self.state is not LegState.RESERVED:
             raise Internal(f"decode worker {self.worker_id} ended a reservation without a reason")
 
+    def prefetch(self, handle: common_pb2.KvHandle) -> None:
+        """Have the worker fetch what a partial handle names while prefill goes on. Only a
+        reservation that waits can use it: nothing in any other state, never after the end.
+        """
+        if self.state is LegState.RESERVED:
+            command = decode_pb2.PrefetchDecode(handle=handle)
+            self._send(decode_pb2.DecodeCommand(key=self.key, prefetch=command))
+
     def generate(self, command: decode_pb2.GenerateFromHandle) -> None:
         """Start decoding from a handle (absent: the worker computes the prompt itself) after the
         tokens drawn already.

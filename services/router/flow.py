@@ -3,7 +3,7 @@
     LOOKING_UP   which stores hold its prefix
     RESERVING    choose the pair; the decode worker sets blocks aside (not for a single token)
     PREFILLING   the prefill worker computes the prompt, draws the first token of each sample (shown
-                 at once), stores the KV
+                 at once), stores the KV; decode fetches what is stored already
     DECODING     the decode worker takes the KV over and draws the rest of every sample
     FINISHED     the last message is out
 
@@ -19,29 +19,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
 from enum import Enum
 
 from process import logs
 from process.deadline import Deadline
-from process.errors import (
-    BatonError,
-    DeadlineExceeded,
-    FailedPrecondition,
-    Internal,
-    NoCapacity,
-    Unavailable,
-)
+from process.errors import BatonError, Internal, Unavailable
 from protos import common_pb2, decode_pb2, inference_pb2, prefill_pb2
 from services.router.answer import Answer, shows_something
-from services.router.candidates import NO_ADAPTER, Adapter, Candidates
-from services.router.config import RouterCosts, RouterTimes
 from services.router.decode_leg import DecodeLeg, SampleNews
-from services.router.decode_streams import DecodeStreams
-from services.router.lease_release import LeaseRelease
-from services.router.lookup import PrefixLookup
+from services.router.job import Cluster, Job
 from services.router.policy import Ask, Choice, choose
-from services.router.prefill_client import PrefillClient
+from services.router.prefill_leg import TRY_ANOTHER, PrefillLeg
 from services.router.samples import Samples
 from services.router.times import StageTimes
 from services.router.views import WorkerView
@@ -50,8 +38,6 @@ logger = logging.getLogger(__name__)
 
 Send = Callable[[inference_pb2.GenerateResponse], Awaitable[None]]
 
-# What another worker may be able to do although this one cannot.
-_TRY_ANOTHER = (Unavailable, NoCapacity, FailedPrecondition)
 # Without news a full cluster is asked again after so long; guessed, about one step of a large
 # batch.
 _ROOM_POLL_S = 0.1
@@ -65,46 +51,6 @@ class State(Enum):
     PREFILLING = "prefilling"
     DECODING = "decoding"
     FINISHED = "finished"
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """What a flow works with."""
-
-    candidates: Candidates
-    streams: DecodeStreams
-    prefills: PrefillClient
-    lookup: PrefixLookup
-    leases: LeaseRelease
-    costs: RouterCosts
-    times: RouterTimes
-    model: str
-
-
-@dataclass(frozen=True)
-class Job:
-    """One request, validated, with nothing left to default."""
-
-    request_id: str
-    leg_id: str
-    """Names this attempt at the workers, where ids of all tenants and attempts meet."""
-    tenant: str
-    tenant_salt: bytes
-    prompt_token_ids: tuple[int, ...]
-    sampling: common_pb2.SamplingParams
-    affinity: bytes
-    priority: int
-    adapter: Adapter = NO_ADAPTER
-
-    @property
-    def needs_decode(self) -> bool:
-        # Hypotheses are compared at the end, where the beams are, even of one token.
-        return self.sampling.max_tokens > 1 or self.sampling.HasField("beam")
-
-    @property
-    def num_sequences(self) -> int:
-        """Outputs that take blocks at the same time."""
-        return max(self.sampling.n, self.sampling.beam.num_beams, 1)
 
 
 class RequestFlow:
@@ -152,18 +98,13 @@ class RequestFlow:
 
     async def _look_up(self) -> Ask:
         job = self._job
-        prefix_tokens = await self._cluster.lookup.find(
-            job.prompt_token_ids,
-            job.tenant_salt,
-            self._cluster.candidates.layouts(),
-            job.adapter.digest,
-        )
+        prefixes = await self._cluster.find_prefixes(job)
         self._times.mark("lookup")
         return Ask(
             num_prompt_tokens=len(job.prompt_token_ids),
             max_tokens=job.sampling.max_tokens * job.num_sequences,
-            prefix_tokens=prefix_tokens,
             affinity=job.affinity,
+            prefixes=prefixes,
             needs_decode=job.needs_decode,
         )
 
@@ -194,7 +135,7 @@ class RequestFlow:
             try:
                 await self._reserve_at(candidates.get(choice.decode_id))
                 return choice
-            except _TRY_ANOTHER as error:
+            except TRY_ANOTHER as error:
                 last_error = error
                 refused.add(choice.decode_id)
                 if isinstance(error, Unavailable):
@@ -226,101 +167,25 @@ class RequestFlow:
         self._leg = leg
 
     async def _prefill(self, choice: Choice, ask: Ask) -> None:
-        """The first token of each sample, and the handle on the prompt's KV. One retry, on another
-        worker, which meets what the first has stored already.
-
-        Once the tokens are shown there is no other try: the decode worker computes what was not
-        handed over, and an answer that is over goes without that account.
-        """
+        """The first token of each sample, and the handle on the prompt's KV if there is one."""
         self.state = State.PREFILLING
-        worker_id = choice.prefill_id
-        for is_retry in (False, True):
-            worker: WorkerView | None = None
-            try:
-                worker = self._cluster.candidates.get(worker_id)
-                reply = await self._prefill_at(worker)
-                self._take_account(worker, reply)
-                return
-            except BatonError as error:
-                if isinstance(error, Unavailable):
-                    self._cluster.candidates.suspect(worker_id)
-                if worker is not None and self._samples.has_all_firsts:
-                    if isinstance(error, DeadlineExceeded) and not self._samples.is_over:
-                        raise
-                    self._go_on_without_handle(worker, error)
-                    return
-                if is_retry or not isinstance(error, _TRY_ANOTHER):
-                    raise
-                worker_id = self._another_prefill(worker_id, ask, error)
-
-    def _take_account(self, worker: WorkerView, reply: prefill_pb2.PrefillReply) -> None:
-        self._fingerprint = worker.fingerprint
-        self._handle = reply.handle if reply.HasField("handle") else None
-        self._kv_legs.append(reply.leg)
-        self._times.mark_split(_seconds(reply.times), rest="handover")
-
-    def _another_prefill(self, failed_id: str, ask: Ask, error: BatonError) -> str:
-        """Who tries again; the same model only, because blocks may be reserved for it already.
-
-        Raises: `error` when there is nobody.
-        """
-        candidates = self._cluster.candidates
-        others = candidates.prefill({failed_id}, self._job.adapter)
-        if self._leg is not None:
-            decode = candidates.get(self._leg.worker_id)
-            fits = (decode.fingerprint, decode.block_size)
-            others = [load for load in others if (load.fingerprint, load.block_size) == fits]
-        if not others:
-            raise error
-        logs.event(
-            logger,
-            "prefill_retried",
-            level=logging.WARNING,
-            request_id=self._job.request_id,
-            worker_id=failed_id,
-            why=str(error),
+        leg = PrefillLeg(
+            self._cluster,
+            self._job,
+            self._samples,
+            deadline=self._deadline,
+            decode=self._leg,
+            show_first=self._show_first,
         )
-        alone = Ask(ask.num_prompt_tokens, 1, ask.prefix_tokens, ask.affinity, False)
-        return choose(others, (), alone, self._cluster.costs).prefill_id
-
-    def _go_on_without_handle(self, worker: WorkerView, error: BatonError) -> None:
-        self._fingerprint = worker.fingerprint
-        self._times.mark("prefill_compute")
-        logs.event(
-            logger,
-            "handle_lost",
-            level=logging.WARNING,
-            request_id=self._job.request_id,
-            worker_id=worker.worker_id,
-            why=str(error),
-        )
-
-    async def _prefill_at(self, worker: WorkerView) -> prefill_pb2.PrefillReply:
-        job = self._job
-        request = prefill_pb2.PrefillRequest(
-            request_id=job.leg_id,
-            tenant=job.tenant,
-            tenant_salt=job.tenant_salt,
-            prompt_token_ids=job.prompt_token_ids,
-            sampling=job.sampling,
-            model_fingerprint=worker.fingerprint,
-            adapter=job.adapter.name,
-            adapter_digest=job.adapter.digest,
-            priority=job.priority,
-            wants_handle=job.needs_decode,
-        )
-        return await self._cluster.prefills.prefill(
-            worker,
-            request,
-            self._deadline,
-            self._show_first,
-            # An answer that is over does not wait long for the account of how it came about.
-            lambda: (
-                self._deadline
-                if not self._samples.is_over
-                else self._deadline.sooner(self._cluster.times.finish_wait_s)
-            ),
-        )
+        prefilled = await leg.run(choice, ask)
+        self._fingerprint = prefilled.fingerprint
+        account = prefilled.account
+        if account is None:
+            self._times.mark("prefill_compute")
+            return
+        self._handle = account.handle if account.HasField("handle") else None
+        self._kv_legs.append(account.leg)
+        self._times.mark_split(_seconds(account.times), rest="handover")
 
     async def _show_first(self, first: prefill_pb2.PrefillReply) -> None:
         """A sample's first token is there. If it ends the answer, the decode worker is told right
@@ -458,6 +323,7 @@ class RequestFlow:
             decode=choice.decode_id,
             why=dict(choice.why),
             num_pairs=choice.num_pairs,
+            runs=[(run.node_id, run.num_blocks) for run in choice.runs],
         )
 
 

@@ -51,14 +51,21 @@ def tenant_salt(tenant: str, secret: str) -> bytes:
     ).digest()
 
 
+def scope_salt(scope: str, secret: str) -> bytes:
+    """32 bytes for all tenants of `scope`; derived apart, so that no tenant's name can give it."""
+    return hashlib.blake2b(
+        scope.encode(), key=secret.encode(), digest_size=32, person=b"baton-scope-v1"
+    ).digest()
+
+
 def leg_id(request_id: str) -> str:
     """Names one attempt at the workers, where ids of all tenants and attempts meet."""
     return f"{request_id}#{uuid.uuid4().hex[:12]}"
 
 
-def affinity(tenant: str, session: str, prompt_token_ids: Sequence[int]) -> bytes:
+def affinity(salt: bytes, session: str, prompt_token_ids: Sequence[int]) -> bytes:
     """16 bytes, equal for requests that should meet the same workers: those of a session, else of
-    equal first tokens.
+    equal first tokens. `salt`: requests of another one have nothing to find there.
     """
     key = session or repr(tuple(prompt_token_ids[:_AFFINITY_TOKENS]))
-    return hashlib.blake2b(f"{tenant}\0{key}".encode(), digest_size=16).digest()
+    return hashlib.blake2b(key.encode(), key=salt, digest_size=16).digest()

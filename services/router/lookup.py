@@ -1,20 +1,23 @@
 """Which store holds how much of a prompt's prefix, by the index in Redis. Hints only: workers
 verify what they use.
 
-Redis slow or away: no hints, the request goes on, and `problem` says so in the cluster status. One
-asyncio loop.
+One round trip a prompt, however long it is, however many stores and layouts there are. A tenant's
+hashes are keyed by its salt, so that nobody meets what another tenant left. Redis slow or away: no
+hints, the request goes on, and `problem` says so in the cluster status. One asyncio loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from kvstore import block_hash
 from process import logs
 from process.errors import BatonError
+from services.router.prefix_runs import NO_PREFIXES, Layout, Prefixes
+from services.router.views import StoreView
 
 logger = logging.getLogger(__name__)
 
@@ -22,10 +25,11 @@ logger = logging.getLogger(__name__)
 class PrefixIndex(Protocol):
     """What the router needs of the index; `kvstore.index.PrefixIndex` in production."""
 
-    async def lookup(
-        self, chain_hashes: Sequence[bytes], nodes: Mapping[str, str]
-    ) -> Mapping[str, int]:
-        """`nodes`: node id -> incarnation (hex). Returns: how many leading hashes each holds.
+    async def lookup_all(
+        self, chains: Sequence[Sequence[bytes]], nodes: Mapping[str, str]
+    ) -> Sequence[Mapping[str, int]]:
+        """`nodes`: node id -> incarnation (hex). Returns: for each chain of hashes how many leading
+        ones each node holds.
 
         Raises: Unavailable when Redis does not answer.
         """
@@ -40,11 +44,15 @@ class PrefixLookup:
     """Prefix hints for one prompt, within a bounded time."""
 
     def __init__(
-        self, index: PrefixIndex, nodes: Callable[[], Mapping[str, str]], *, timeout_s: float
+        self,
+        index: PrefixIndex,
+        stores: Callable[[], Collection[StoreView]],
+        *,
+        timeout_s: float,
     ) -> None:
-        """`nodes`: the stores alive now, node id -> incarnation (hex)."""
+        """`stores`: those alive now."""
         self._index = index
-        self._nodes = nodes
+        self._stores = stores
         self._timeout_s = timeout_s
         self.problem: str | None = None
         """Why the last lookup found nothing it could trust; None when it worked."""
@@ -53,28 +61,29 @@ class PrefixLookup:
         self,
         token_ids: Sequence[int],
         tenant_salt: bytes,
-        layouts: Iterable[tuple[str, int]],
+        layouts: Iterable[Layout],
         adapter_digest: str = "",
-    ) -> Mapping[tuple[str, str], int]:
-        """Prompt tokens held, by (model fingerprint, store node), for each (fingerprint, block
-        size) with this adapter.
-        """
-        found: dict[tuple[str, str], int] = {}
-        nodes = self._nodes()
+    ) -> Prefixes:
+        """Blocks held, by layout and store node, for each layout with this adapter."""
+        stores = {store.node_id: store for store in self._stores()}
+        asked = sorted(layouts)
+        if not stores or not asked:
+            return NO_PREFIXES
         try:
             async with asyncio.timeout(self._timeout_s):
-                for fingerprint, block_size in sorted(layouts) if nodes else ():
+                chains = []
+                for fingerprint, block_size in asked:
                     root = block_hash.root_key(tenant_salt, fingerprint, adapter_digest)
-                    hashes = await _chain(root, token_ids, block_size)
-                    for node_id, num_blocks in (await self._index.lookup(hashes, nodes)).items():
-                        found[fingerprint, node_id] = num_blocks * block_size
+                    chains.append(await _chain(root, token_ids, block_size))
+                lives = {node_id: store.incarnation for node_id, store in stores.items()}
+                found = await self._index.lookup_all(chains, lives)
             self.problem = None
         except (BatonError, TimeoutError) as error:
             if self.problem is None:
                 logs.event(logger, "prefix_index_away", level=logging.WARNING, why=str(error))
             self.problem = f"prefix lookups fail: {str(error) or 'no answer in time'}"
-            return {}
-        return found
+            return NO_PREFIXES
+        return Prefixes(dict(zip(asked, found, strict=True)), stores)
 
 
 async def _chain(root: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:

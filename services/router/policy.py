@@ -1,20 +1,25 @@
 """Which prefill and which decode worker serve a request: chosen together, by a pure function over
 values.
 
-The cost of a pair is an estimate in seconds: waiting behind other prompts at P, computing what P's
-store does not hold, moving KV over links, and the load D has. Ties go by rendezvous hash of the
-request's affinity, so that equal conversations meet the same workers. Every choice carries why.
-Knows no RPC and no clock.
+The cost of a pair is an estimate in seconds: waiting behind other prompts at P, fetching what the
+stores hold of the prefix, computing the rest, moving KV to D, and the load D has. Ties go by
+rendezvous hash of the request's affinity, so that equal conversations meet the same workers. Every
+choice carries why. Nothing in it is another tenant's: hits are the asker's own, since hashes are
+keyed by tenant. Knows no RPC and no clock.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from process.errors import Unavailable
 from services.router.config import RouterCosts
+from services.router.link_costs import LinkCosts
+from services.router.prefix_runs import NO_PREFIXES, Layout, Prefixes, Run, plan_runs
+from services.router.views import Link
 
 PREFILL = "prefill"
 DECODE = "decode"
@@ -40,7 +45,14 @@ class WorkerLoad:
     num_queued_tokens: int
     """Prompt tokens that this router has sent there and that are not answered."""
     store_node_id: str
+    """Its own store; empty: none."""
+    links: Mapping[str, Link] = field(default_factory=dict)
+    """What it measured, by store node."""
     is_suspect: bool = False
+
+    @property
+    def layout(self) -> Layout:
+        return self.fingerprint, self.block_size
 
 
 @dataclass(frozen=True)
@@ -49,9 +61,8 @@ class Ask:
 
     num_prompt_tokens: int
     max_tokens: int
-    prefix_tokens: Mapping[tuple[str, str], int]
-    """Prompt tokens that a store holds, by (model fingerprint, store node)."""
     affinity: bytes
+    prefixes: Prefixes = NO_PREFIXES
     needs_decode: bool = True
 
 
@@ -63,6 +74,8 @@ class Choice:
     decode_id: str | None
     why: Mapping[str, float]
     num_pairs: int
+    runs: tuple[Run, ...] = ()
+    """Where the prefill worker finds the prefix."""
 
 
 def choose(
@@ -75,18 +88,22 @@ def choose(
     _need(PREFILL, prefill)
     if ask.needs_decode:
         _need(DECODE, decode)
-    best: tuple[tuple[float, bytes], WorkerLoad, WorkerLoad | None, dict[str, float]] | None = None
+    best: tuple[tuple[float, bytes], Choice] | None = None
     num_pairs = 0
-    for p, d in _pairs(prefill, decode, ask):
-        num_pairs += 1
-        why = {**_prefill_terms(p, ask, costs), **(_decode_terms(p, d, ask, costs) if d else {})}
-        rank = (sum(why.values()), _tie_break(ask.affinity, p, d))
-        if best is None or rank < best[0]:
-            best = (rank, p, d, why)
+    links = LinkCosts([*prefill, *decode], costs)
+    for p in prefill:
+        runs = _runs(p, ask, costs, links)
+        terms = _prefill_terms(p, runs, ask, costs, links)
+        for d in _partners(p, decode, ask):
+            num_pairs += 1
+            why = {**terms, **_decode_terms(p, d, ask, costs, links)} if d else terms
+            rank = (sum(why.values()), _tie_break(ask.affinity, p, d))
+            if best is None or rank < best[0]:
+                best = (rank, Choice(p.worker_id, d.worker_id if d else None, why, 0, runs))
     if best is None:
         raise Unavailable("no prefill and decode worker hold the same model")
-    _, p, d, why = best
-    return Choice(p.worker_id, d.worker_id if d else None, why, num_pairs)
+    choice = best[1]
+    return Choice(choice.prefill_id, choice.decode_id, choice.why, num_pairs, choice.runs)
 
 
 def blocks_needed(num_prompt_tokens: int, max_tokens: int, block_size: int) -> int:
@@ -99,39 +116,59 @@ def _need(role: str, workers: Sequence[WorkerLoad]) -> None:
         raise Unavailable(f"no {role} worker is available")
 
 
-def _pairs(
-    prefill: Sequence[WorkerLoad], decode: Sequence[WorkerLoad], ask: Ask
-) -> Iterable[tuple[WorkerLoad, WorkerLoad | None]]:
+def _partners(p: WorkerLoad, decode: Sequence[WorkerLoad], ask: Ask) -> Iterable[WorkerLoad | None]:
     if not ask.needs_decode:
-        return [(p, None) for p in prefill]
-    return [
-        (p, d)
-        for p in prefill
-        for d in decode
-        if p.fingerprint == d.fingerprint and p.block_size == d.block_size
-    ]
+        return (None,)
+    return (d for d in decode if d.layout == p.layout)
 
 
-def _prefill_terms(p: WorkerLoad, ask: Ask, costs: RouterCosts) -> dict[str, float]:
-    held = ask.prefix_tokens.get((p.fingerprint, p.store_node_id), 0)
+def _runs(p: WorkerLoad, ask: Ask, costs: RouterCosts, links: LinkCosts) -> tuple[Run, ...]:
+    """What P should take from which store."""
+    compute_s = p.block_size / costs.prefill_tokens_per_s
+
+    def distance(node_id: str) -> float:
+        link, block_s = p.links.get(node_id), links.move_s(p, node_id, p.block_bytes)
+        # Only a link known to be bad is left out: the rate of computing is a guess.
+        if link is not None and link.is_degraded:
+            is_worth_it = link.read_bytes_per_s > 0 and block_s < compute_s
+            return block_s if is_worth_it else math.inf
+        return block_s
+
+    return plan_runs(ask.prefixes.of(p.layout), p.store_node_id, distance)
+
+
+def _prefill_terms(
+    p: WorkerLoad, runs: Sequence[Run], ask: Ask, costs: RouterCosts, links: LinkCosts
+) -> dict[str, float]:
     # The last prompt token is always computed: its logits are what the first draw needs.
-    num_cached = max(0, min(held, ask.num_prompt_tokens - 1))
+    left = num_cacheable = ask.num_prompt_tokens - 1
+    link_s = pull_s = 0.0
+    for run in runs:
+        num_tokens = min(left, run.num_blocks * p.block_size)
+        left -= num_tokens
+        seconds = links.move_s(p, run.node_id, _bytes_of(num_tokens, p))
+        if run.node_id == p.store_node_id:
+            link_s += seconds
+        else:
+            pull_s += seconds
+    num_computed = ask.num_prompt_tokens - (num_cacheable - left)
     return {
         "prefill_queue": p.num_queued_tokens / costs.prefill_tokens_per_s,
-        "prefill_compute": (ask.num_prompt_tokens - num_cached) / costs.prefill_tokens_per_s,
-        "prefill_link": _bytes_of(num_cached, p) / costs.link_bytes_per_s,
+        "prefill_compute": num_computed / costs.prefill_tokens_per_s,
+        "prefill_link": link_s,
+        "prefill_pull": pull_s,
         "prefill_suspect": _LAST_CHOICE_S if p.is_suspect else 0.0,
     }
 
 
-def _decode_terms(p: WorkerLoad, d: WorkerLoad, ask: Ask, costs: RouterCosts) -> dict[str, float]:
+def _decode_terms(
+    p: WorkerLoad, d: WorkerLoad, ask: Ask, costs: RouterCosts, links: LinkCosts
+) -> dict[str, float]:
     moved = _bytes_of(ask.num_prompt_tokens, d)
-    # From one node's store to the other's worker the bytes cross a link once more.
-    num_links = 1 if p.store_node_id == d.store_node_id else 2
     needed = blocks_needed(ask.num_prompt_tokens, ask.max_tokens, d.block_size)
     has_room = needed <= d.num_free_blocks
     return {
-        "decode_link": num_links * moved / costs.link_bytes_per_s,
+        "decode_link": links.move_s(d, p.store_node_id, moved),
         "decode_load": d.num_requests * costs.decode_request_s,
         "decode_full": 0.0 if has_room else _LAST_CHOICE_S / 2,
         "decode_suspect": _LAST_CHOICE_S if d.is_suspect else 0.0,

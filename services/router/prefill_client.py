@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
+from typing import Any, Protocol
 
 import grpc.aio
 
@@ -20,13 +21,27 @@ from process.errors import Cancelled, Internal, Unavailable
 from protos import common_pb2, prefill_pb2, prefill_pb2_grpc
 from services.router.views import WorkerView
 
-Show = Callable[[prefill_pb2.PrefillReply], Awaitable[None]]
-
 _END_WAIT_S = 1.0
 """For the end of a call behind its last message; guessed, far above what it takes."""
 
 Life = tuple[str, str]
 """Address and incarnation: one life of one worker."""
+
+
+class Listener(Protocol):
+    """Who asked for a prompt."""
+
+    async def show(self, first: prefill_pb2.PrefillReply) -> None:
+        """A sample's first token, as soon as it comes."""
+        ...
+
+    def prefetch(self, partial: common_pb2.KvHandle) -> None:
+        """What the worker has stored so far. Its leases stay the worker's."""
+        ...
+
+    def account_deadline(self) -> Deadline:
+        """Asked once all first tokens are shown: how long to wait for the rest."""
+        ...
 
 
 class PrefillClient:
@@ -63,12 +78,11 @@ class PrefillClient:
         worker: WorkerView,
         request: prefill_pb2.PrefillRequest,
         deadline: Deadline,
-        show: Show,
-        account_deadline: Callable[[], Deadline],
+        listener: Listener,
     ) -> prefill_pb2.PrefillReply:
-        """One prompt in; the first token of each of its samples goes to `show` as soon as it comes.
+        """One prompt in; the first token of each of its samples goes to `listener` as it comes, and
+        so does each partial handle.
 
-        Args: account_deadline: asked after `show`: how long to wait for the rest.
         Returns: the account and the handle.
         Raises: what the worker says; Unavailable when it is gone; DeadlineExceeded.
         """
@@ -82,13 +96,13 @@ class PrefillClient:
         call = stub.Prefill(request, timeout=deadline.left_s())
         try:
             for _ in range(num_first_messages(request.sampling)):
-                first = await call.read()
+                first = await _next(call, listener)
                 if first is grpc.aio.EOF or not (first.token_ids or first.beam_start):
                     raise Internal(f"prefill worker {worker.worker_id} answered without a token")
-                await show(first)
-            async with account_deadline().timeout("the prefill worker's account"):
-                last = await call.read()
-            if last is grpc.aio.EOF or not last.HasField("leg"):
+                await listener.show(first)
+            async with listener.account_deadline().timeout("the prefill worker's account"):
+                last = await _next(call, listener)
+            if last is grpc.aio.EOF or not last.HasField("leg") or last.handle.is_partial:
                 raise Internal(f"prefill worker {worker.worker_id} gave no account")
             # The call's end follows at once. A worker that was cancelled before it would take its
             # handle for lost and release the leases. How the call ends says nothing more.
@@ -124,6 +138,24 @@ class PrefillClient:
             raise Internal(
                 f"{self._queued_tokens.total()} prompt tokens queued in {self.num_calls} calls"
             )
+
+
+async def _next(
+    call: grpc.aio.UnaryStreamCall[prefill_pb2.PrefillRequest, prefill_pb2.PrefillReply],
+    listener: Listener,
+) -> Any:
+    """The call's next message that is no partial handle, or EOF."""
+    while True:
+        message: Any = await call.read()
+        if message is grpc.aio.EOF or not _is_partial(message):
+            return message
+        listener.prefetch(message.handle)
+
+
+def _is_partial(message: prefill_pb2.PrefillReply) -> bool:
+    """Whether it brings only a handle, of a prompt that is still being computed."""
+    says_more = message.token_ids or message.beam_start or message.HasField("leg")
+    return message.handle.is_partial and not says_more
 
 
 def num_first_messages(sampling: common_pb2.SamplingParams) -> int:

@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 WORKERS_KEY = "baton:workers"
 STORES_KEY = "baton:stores"
+_INCARNATION_BYTES = 16
 
 
 class Registry:
@@ -132,9 +133,13 @@ def _parse_store(node_id: bytes, entry: bytes, problems: list[str]) -> StoreView
         values = json.loads(entry)
         if not isinstance(values, dict):
             raise ValueError("no JSON object")
-        return StoreView(
+        store = StoreView(
             _text(values, "node_id"), _text(values, "address"), _text(values, "incarnation")
         )
+        # Workers refuse what names a store's life in another way.
+        if len(bytes.fromhex(store.incarnation)) != _INCARNATION_BYTES or not store.address:
+            raise ValueError("it has no address, or its incarnation is not 16 bytes of hex")
+        return store
     except (ValueError, LookupError, TypeError) as error:
         problems.append(f"registry entry of store {node_id!r} cannot be read: {error}")
         return None

@@ -25,12 +25,14 @@ from services.router import identity, sampling_defaults, validation
 from services.router.answer import NO_TOOL_CALLS, Answer
 from services.router.candidates import Candidates
 from services.router.config import RouterLimits
-from services.router.flow import Cluster, Job, RequestFlow
+from services.router.flow import RequestFlow
 from services.router.inflight import Attempt, InFlight
+from services.router.job import Cluster, Job
 from services.router.metrics import RouterMetrics
 from services.router.policy import DECODE, PREFILL
 from services.router.prompt import PromptEncoder
 from services.router.status import ClusterStatus
+from services.router.tenants import TenantSalts
 from services.router.times import StageTimes
 from services.router.views import ServedModel
 from services.router.wire_format import parse_request
@@ -66,7 +68,7 @@ class Front:
     defaults: SamplingDefaults
     served: ServedModel
     status: ClusterStatus
-    tenant_secret: str
+    salts: TenantSalts
     metrics: RouterMetrics
 
 
@@ -91,7 +93,7 @@ class InferenceServicer:
                 response_serializer=inference_pb2.GetClusterStatusReply.SerializeToString,
             ),
         }
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+        server.add_registered_method_handlers(SERVICE, handlers)
 
     @serving.unary
     async def generate(self, data: bytes, context: Context) -> None:
@@ -219,7 +221,7 @@ class InferenceServicer:
             bad_words=self._bad_word_ids(asked),
             stop_token_ids=sorted(ends.token_ids),
         )
-        salt = identity.tenant_salt(tenant, front.tenant_secret)
+        salt = front.salts.of(tenant)
         job = Job(
             request_id=request_id,
             leg_id=identity.leg_id(request_id),
@@ -227,7 +229,7 @@ class InferenceServicer:
             tenant_salt=salt,
             prompt_token_ids=prompt.token_ids,
             sampling=sampling,
-            affinity=identity.affinity(tenant, request.session, prompt.token_ids),
+            affinity=identity.affinity(salt, request.session, prompt.token_ids),
             priority=request.priority,
             adapter=front.candidates.adapter(request.adapter),
         )

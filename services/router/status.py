@@ -69,6 +69,12 @@ class ClusterStatus:
         ]
         problems += _silent((w.worker_id, ok) for w, ok in workers)
         problems += _silent((store.node_id, store.reachable) for store in stores)
+        problems += (problem for status, _ in workers for problem in link_problems(status))
+        problems += (
+            f"the file tier of store {store.node_id} is off: {store.file_tier_problem}"
+            for store in stores
+            if store.file_tier_problem
+        )
         problems += filter(None, [self._check_integrity()])
         return inference_pb2.GetClusterStatusReply(
             workers=[status for status, _ in workers],
@@ -110,12 +116,13 @@ class ClusterStatus:
                 return reply
         reply.reachable = True
         reply.incarnation = own.incarnation.hex()
-        for name in _STORE_COUNTS:
+        for name in _STORE_FIELDS:
             setattr(reply, name, getattr(own, name))
+        reply.tenants.extend(own.tenants)
         return reply
 
 
-_STORE_COUNTS = (
+_STORE_FIELDS = (
     "frame_bytes",
     "num_frames",
     "num_free",
@@ -130,8 +137,39 @@ _STORE_COUNTS = (
     "num_bytes_written",
     "num_bytes_read",
     "num_evictions",
+    "num_pages",
+    "num_pages_used",
+    "num_demoted",
+    "num_promoted",
+    "num_pages_bad",
     "integrity_error",
+    "file_tier_problem",
 )
+
+
+def link_problems(status: common_pb2.WorkerStatus) -> list[str]:
+    """What is wrong with a worker's ways to stores, a line each: slower than they should be, or not
+    measured.
+    """
+    problems = []
+    for link in status.links:
+        name = f"link of {status.worker_id} to store {link.node_id}"
+        way = f"{name} over {link.transport}" if link.transport else name
+        if link.problem:
+            state = "is degraded" if link.degraded else "was not measured"
+            problems.append(f"{way} {state}: {link.problem}")
+        elif link.degraded:
+            floor = link.floor_bytes_per_s
+            limit = f", its floor is {_rate(floor)}" if floor else ""
+            problems.append(
+                f"{way} is degraded: it writes {_rate(link.write_bytes_per_s)} and reads "
+                f"{_rate(link.read_bytes_per_s)}{limit}"
+            )
+    return problems
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e6:.3g} MB/s"
 
 
 def _silent(answers: Iterable[tuple[str, bool]]) -> list[str]:

@@ -4,10 +4,20 @@ Values; pure.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from protos import common_pb2
+
+
+@dataclass(frozen=True)
+class Link:
+    """A worker's way to one store, as it was measured when the two met."""
+
+    read_bytes_per_s: float
+    """Towards the worker; 0: it failed the measurement, by its own fault."""
+    is_degraded: bool = False
 
 
 @dataclass(frozen=True)
@@ -33,6 +43,8 @@ class WorkerView:
     dtype: str
     adapters: Mapping[str, str] = field(default_factory=dict)
     """Digest of each loaded adapter, by name."""
+    links: Mapping[str, Link] = field(default_factory=dict)
+    """The measured ones, by store node."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +54,7 @@ class StoreView:
     node_id: str
     address: str
     incarnation: str
+    """Hex digits."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +98,23 @@ def worker_view(status: common_pb2.WorkerStatus) -> WorkerView:
         is_draining=status.draining,
         dtype=status.dtype,
         adapters={adapter.name: adapter.digest for adapter in status.adapters},
+        links=_links(status.links),
     )
+
+
+def _links(statuses: Iterable[common_pb2.LinkStatus]) -> Mapping[str, Link]:
+    """Those that were measured; of several to one store the last."""
+    links = {}
+    for status in sorted(statuses, key=lambda status: status.measured_unix_ms):
+        rate = status.read_bytes_per_s
+        if status.problem:
+            # Too slow to be measured, or wrong bytes; else the reason lay elsewhere.
+            if status.degraded:
+                links[status.node_id] = Link(0.0, is_degraded=True)
+        # No number of a peer may divide by zero, or make a cost that no order has.
+        elif rate > 0 and math.isfinite(rate):
+            links[status.node_id] = Link(rate, status.degraded)
+    return links
 
 
 def find_problem(worker: WorkerView, served: ServedModel) -> str | None:

@@ -2,9 +2,9 @@
 ones.
 
 Life: `add` as blocks are filled (any number of times) -> `finish` with the tail -> done; or
-`cancel` at any time. Blocks that come while a put is under way go together with the next. The first
-that cannot be stored ends it: nothing behind a block that is not there may be stored (presence is
-prefix-closed).
+`cancel` at any time. Blocks that come while a put is under way go together with the next, at most
+BATCH_BYTES in one. The first that cannot be stored ends it: nothing behind a block that is not
+there may be stored (presence is prefix-closed).
 
 Invariant: `refs[i]` is where full block i of the prompt lies, pinned by `lease_id`; no gaps from
 block 0. A source block must not change until its put is over; after `cancel` it may, because a
@@ -16,7 +16,7 @@ Belongs to the loop's thread.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from engine.request import FilledBlock
@@ -31,6 +31,12 @@ NO_ROOM = "no_room"
 
 RENEWALS_PER_TTL = 3
 """A lease that is waited under is renewed so often: two may fail before it lapses."""
+
+BATCH_BYTES = 64 * 1024 * 1024
+"""Most that one put moves: its budget is the batch's. Guessed: far above what a call costs."""
+
+ReleaseLater = Callable[[StoreClient, Iterable[str]], None]
+"""Gives leases back in the background."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +74,17 @@ class BlockWriter:
         ttl_s: float,
         put_budget_s: float,
         deadline: Deadline,
+        tenant: str = "",
+        on_stored: Callable[[], None] = lambda: None,
+        release_later: ReleaseLater | None = None,
     ) -> None:
-        """refs: blocks 0..
-
-        of the prompt that lie in the store already, pinned by `lease_id` (empty: none).
+        """
+        Args:
+            refs: blocks 0.. of the prompt that lie in the store already, pinned by `lease_id`
+                (empty: none).
+            tenant: whose share of the store the blocks are charged to.
+            on_stored: called whenever `refs` has grown.
+            release_later: of whoever keeps `client`; None: the connector's.
         """
         self.client = client
         self.lease_id = lease_id
@@ -81,6 +94,9 @@ class BlockWriter:
         self._ttl_s = ttl_s
         self._put_budget_s = put_budget_s
         self._deadline = deadline
+        self._tenant = tenant
+        self._on_stored = on_stored
+        self.release_later: ReleaseLater = release_later or connector.release_later
         self._pending: list[FilledBlock] = []
         self._next_index = len(self._refs)
         self._tail: TailSource | None = None
@@ -90,6 +106,16 @@ class BlockWriter:
         self._finishing = False
         self._wake = asyncio.Event()
         self._task = start_task(self._write(), "block writer")
+
+    @property
+    def refs(self) -> tuple[Block, ...]:
+        """Where the prompt's blocks from the first on lie by now."""
+        return tuple(self._refs)
+
+    @property
+    def num_stored(self) -> int:
+        """Of `refs`, without a copy."""
+        return len(self._refs)
 
     def add(self, blocks: Iterable[FilledBlock]) -> None:
         """Take blocks in the order of the prompt; those that are stored already are passed over."""
@@ -120,14 +146,18 @@ class BlockWriter:
 
     async def _release_after_end(self) -> None:
         await asyncio.gather(self._task, return_exceptions=True)
-        self._connector.release_later(self.client, [self.lease_id])
+        self.release_later(self.client, [self.lease_id])
 
     async def _write(self) -> None:
         while self._problem is None:
             await self._wait()
             self._wake.clear()
-            blocks, self._pending = self._pending, []
-            is_last = self._finishing  # as of now: it may change while the put is under way
+            max_blocks = max(1, BATCH_BYTES // self.client.frame_bytes)
+            blocks, self._pending = self._pending[:max_blocks], self._pending[max_blocks:]
+            if self._pending:
+                self._wake.set()
+            # As of now: it may change while the put is under way.
+            is_last = self._finishing and not self._pending
             tail = self._tail if is_last else None
             if blocks or tail is not None:
                 await self._put(blocks, tail)
@@ -166,6 +196,7 @@ class BlockWriter:
                 self._ttl_s,
                 self._deadline.sooner(self._put_budget_s),
                 num_tokens=self._block_size,
+                tenant=self._tenant,
             )
         except BatonError as error:
             self._problem = reason_of(error)
@@ -180,6 +211,8 @@ class BlockWriter:
                 break
             self._refs.append(ref)
             num_stored += 1
+        if num_stored:
+            self._on_stored()
         if num_stored < len(blocks):
             self._problem = NO_ROOM
         elif tail is not None and (result.tail is None or result.tail.chain_hash):

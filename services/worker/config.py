@@ -13,6 +13,7 @@ from process.metrics import check_listen
 from process.settings import SettingsError
 
 TRANSPORTS = ("shm", "nixl", "grpc")
+REMOTE_TRANSPORTS = ("nixl", "grpc", "")
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,19 @@ class WorkerLimits:
     drain_s: float = 10.0
     """How long a stopping worker lets requests finish."""
 
+    write_back: bool = True
+    """Whether a decode worker stores the blocks that it fills, so that the next turn of a
+    conversation finds them.
+    """
+
+    replicate_after_hits: int = 0
+    """Matches that a block of another node's store must have had before a copy is written to the
+    home store too. 0: always copied.
+    """
+
+    max_remote_stores: int = 16
+    """Other nodes' stores that a worker keeps attached at once; the idlest one makes room."""
+
     def __post_init__(self) -> None:
         if self.max_waiting_requests < 1:
             raise SettingsError("max_waiting_requests: must be at least 1")
@@ -63,6 +77,12 @@ class WorkerLimits:
         for name in ("attach_budget_s", "store_wait_s", "drain_s"):
             if not getattr(self, name) >= 0:
                 raise SettingsError(f"{name}: must not be negative")
+        if self.replicate_after_hits < 0:
+            raise SettingsError("replicate_after_hits: must not be negative")
+        if self.max_remote_stores < 1:
+            raise SettingsError(
+                "max_remote_stores: must be at least 1 (remote_transport='' pulls from none)"
+            )
 
 
 @dataclass(frozen=True)
@@ -90,8 +110,24 @@ class WorkerSettings:
     Never changed in silence.
     """
 
+    remote_transport: str = "grpc"
+    """How blocks are pulled from other nodes' stores: "nixl" or "grpc".
+
+    Empty: they are never pulled; what only another node holds is computed again.
+    """
+
+    link_floor_bytes_per_s: float = 0.0
+    """Measured rate below which the link to a store is called degraded. 0: no floor, only the
+    comparison with a copy in memory.
+    """
+
     nixl_net_devices: str = "lo"
     """NIXL only: network devices UCX may use, by name."""
+
+    handle_keys_file: str = ""
+    """File of the keys that sign and verify handles, made by `baton keys new FILE`; the same for
+    all workers of a deployment. Needed with a store: there is no unsigned mode.
+    """
 
     metrics_listen: str = ""
     """host:port of /metrics, usually on loopback; port 0: a free one; empty: nobody listens."""
@@ -108,9 +144,20 @@ class WorkerSettings:
     def __post_init__(self) -> None:
         if self.transport not in TRANSPORTS:
             raise SettingsError(f"transport: {self.transport!r} is none of {', '.join(TRANSPORTS)}")
+        if self.remote_transport not in REMOTE_TRANSPORTS:
+            raise SettingsError(
+                f"remote_transport: {self.remote_transport!r} is none of nixl, grpc and ''"
+            )
+        if not self.link_floor_bytes_per_s >= 0:
+            raise SettingsError("link_floor_bytes_per_s: must not be negative")
         host, colon, port = self.listen.rpartition(":")
         if not (host and colon and port.isdecimal() and int(port) < 65536):
             raise SettingsError(f"listen: {self.listen!r} is not host:port")
+        if self.store_address and not self.handle_keys_file:
+            raise SettingsError(
+                "handle_keys_file: is needed with store_address, for handles are signed; "
+                "`baton keys new FILE` makes one"
+            )
         check_listen("metrics_listen", self.metrics_listen)
         names = [name for name, _ in adapter_folders(self)]
         if len(set(names)) < len(names):

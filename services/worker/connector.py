@@ -34,7 +34,6 @@ from kvstore.errors import (
     TransferFailed,
     TransferTimeout,
 )
-from kvstore.transport.base import BlockMemory
 from process import logs
 from process.deadline import Deadline
 from process.errors import (
@@ -47,6 +46,8 @@ from process.errors import (
 from process.tasks import end_tasks, start_task
 from services.worker.config import WorkerLimits
 from services.worker.engine_thread import EngineThread
+from services.worker.store_target import StoreTarget, attach
+from services.worker.stores import StoreUnusable
 
 logger = logging.getLogger(__name__)
 
@@ -62,19 +63,6 @@ MAX_BACKOFF_S = 2.0
 
 
 @dataclass(frozen=True)
-class StoreTarget:
-    """Which store, as whom, over which transport."""
-
-    address: str
-    worker_id: str
-    worker_incarnation: bytes
-    fingerprint: str
-    memory: BlockMemory
-    transport: str
-    nixl_net_devices: str = "lo"
-
-
-@dataclass(frozen=True)
 class Loaded:
     """What came of a load: the leading items that may be used, and the others by reason."""
 
@@ -85,6 +73,8 @@ class Loaded:
 
 def reason_of(error: BatonError) -> str:
     """The word under which blocks are counted that `error` kept away."""
+    if isinstance(error, StoreUnusable):
+        return error.reason
     if isinstance(error, LeaseLapsed | NotFound):
         return LEASE_LAPSED
     if isinstance(error, DeadlineExceeded | TransferTimeout):
@@ -104,11 +94,17 @@ class StoreConnector:
         limits: WorkerLimits,
         *,
         on_room: Callable[[], None] = lambda: None,
+        on_attached: Callable[[StoreClient], None] = lambda client: None,
     ) -> None:
+        """on_room: told when quarantined blocks may be used again. on_attached: of every new
+        client."""
         self._target = target
         self._thread = thread
         self._limits = limits
         self._on_room = on_room
+        self._on_attached = on_attached
+        self.on_other_suspect: Callable[[StoreClient, BatonError], None] = _nobody
+        """Told of failed calls of clients that are another's: those of other nodes' stores."""
         self._client: StoreClient | None = None
         self._is_stalled = False
         self._refusal: FailedPrecondition | None = None
@@ -232,6 +228,7 @@ class StoreConnector:
         answers a ping.
         """
         if client is not self._client:
+            self.on_other_suspect(client, error)
             return
         if isinstance(error, DeadlineExceeded | TransferTimeout):
             self._is_stalled = True
@@ -299,6 +296,7 @@ class StoreConnector:
             backoff_s = 0.1
             self._client, self._is_stalled, self._last_problem = client, False, ""
             self.num_attached += 1
+            self._on_attached(client)
             self._attached.set()
             logs.event(
                 logger,
@@ -316,16 +314,7 @@ class StoreConnector:
 
     async def _try_attach(self, target: StoreTarget) -> StoreClient | None:
         try:
-            return await StoreClient.attach(
-                target.address,
-                worker_id=target.worker_id,
-                worker_incarnation=target.worker_incarnation,
-                fingerprint=target.fingerprint,
-                memory=target.memory,
-                transport=target.transport,
-                timeout_s=self._limits.attach_budget_s,
-                nixl_net_devices=target.nixl_net_devices,
-            )
+            return await attach(target, self._limits.attach_budget_s)
         except (BatonError, OSError) as error:
             if isinstance(error, FailedPrecondition):
                 self._refusal = error
@@ -369,3 +358,7 @@ class StoreConnector:
                 await client.close()
         except (BatonError, TimeoutError) as error:
             logs.event(logger, "store_not_closed", level=logging.WARNING, why=str(error))
+
+
+def _nobody(client: StoreClient, error: BatonError) -> None:
+    """No other store's client is anybody's here."""

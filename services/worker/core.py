@@ -21,7 +21,6 @@ from functools import partial
 from engine.metrics import MetricsSnapshot
 from engine.request import BlockHasher, EngineStats
 from kvstore import block_hash
-from kvstore.transport.base import BlockMemory
 from process import incarnation
 from process.deadline import Deadline
 from process.errors import BatonError, FailedPrecondition, InvalidArgument, NoCapacity, Unavailable
@@ -29,11 +28,17 @@ from protos import common_pb2
 from services.worker import status
 from services.worker.adapters import WorkerAdapters
 from services.worker.config import WorkerSettings
-from services.worker.connector import StoreConnector, StoreTarget
+from services.worker.connector import StoreConnector
+from services.worker.device_memory import block_memory, kernel_wait
 from services.worker.engine_port import WorkerEngine
 from services.worker.engine_thread import EngineThread
+from services.worker.handle_keys import HandleKeys
+from services.worker.handle_ledger import HandleLedger
+from services.worker.links import Links
 from services.worker.parking import StoreParking
 from services.worker.provenance import Leg, WorkerCounts
+from services.worker.store_target import StoreTarget
+from services.worker.stores import RemoteStores
 
 INTEGRITY_BUDGET_S = 5.0
 
@@ -71,18 +76,42 @@ class WorkerCore:
         self.identity = identity
         self.model = engine.model_info
         self.layout = engine.kv.layout
-        self.thread = EngineThread(engine, idle_check_s=idle_check_s)
+        target = _store_target(engine, settings, identity)
+        self.thread = EngineThread(
+            engine,
+            idle_check_s=idle_check_s,
+            wait_for_kernels=kernel_wait(None if target is None else target.memory),
+        )
         self.on_room: Callable[[], None] = _nothing
+        self.links = Links(
+            self.thread,
+            self.layout.block_bytes,
+            settings.link_floor_bytes_per_s,
+            on_room=lambda: self.on_room(),
+        )
+        """What was measured of the ways to stores."""
         self.connector = StoreConnector(
-            _store_target(engine, settings, identity),
+            target,
             self.thread,
             settings.limits,
             on_room=lambda: self.on_room(),
+            on_attached=self.links.measure_later,
         )
+        self.remote_stores = RemoteStores(
+            None if target is None else replace(target, transport=settings.remote_transport),
+            max_stores=settings.limits.max_remote_stores,
+            attach_budget_s=settings.limits.attach_budget_s,
+            on_attached=self.links.measure_later,
+        )
+        """The ways to other nodes' stores."""
+        self.connector.on_other_suspect = self.remote_stores.suspect
         self.parking = self._store_parking(engine)
         """Where preempted requests' blocks go, with a store; None: where the engine says."""
         self.adapters = WorkerAdapters(self.thread, engine.adapters())
         self.counts = WorkerCounts()
+        self.handle_keys = HandleKeys.of(settings.handle_keys_file)
+        """Without a file, so without a store: none; every handle is refused."""
+        self.handle_ledger = HandleLedger()
         self.address = settings.advertised or settings.listen
         self.metrics_address = ""
         """Where /metrics is served; empty: nowhere."""
@@ -190,7 +219,8 @@ class WorkerCore:
     # ---- life
 
     async def attach(self, wait_s: float) -> None:
-        """Attach to the store, for whatever needs it, waiting at most `wait_s`.
+        """Attach to the store, for whatever needs it, waiting at most `wait_s`; then measure the
+        way to it, for a bounded time.
 
         Raises: FailedPrecondition when the store says that this worker does not fit it.
         """
@@ -198,6 +228,7 @@ class WorkerCore:
         if self.parking is not None:
             starts.append(self.parking.start(wait_s=wait_s))
         await asyncio.gather(*starts)
+        await self.links.settle()
 
     async def drain(self, timeout_s: float) -> bool:
         """Take no new request and wait for the live ones. Returns: whether all ended in time."""
@@ -216,6 +247,8 @@ class WorkerCore:
         """
         if self.parking is not None:
             await self.parking.stop(timeout_s=timeout_s)
+        await self.links.stop()
+        await self.remote_stores.stop(timeout_s=timeout_s)
         await self.connector.stop(timeout_s=timeout_s)
         await self.thread.stop(timeout_s)
 
@@ -259,6 +292,7 @@ class WorkerCore:
             integrity_error="" if failure is None else str(failure),
             adapters=self.adapters.to_proto(),
             metrics_address=self.metrics_address,
+            links=status.links_to_proto(self.links.links),
         )
 
     async def checked_status(self) -> common_pb2.WorkerStatus:
@@ -268,7 +302,9 @@ class WorkerCore:
         try:
             async with Deadline.after(INTEGRITY_BUDGET_S).timeout("checking integrity"):
                 await self.thread.call(lambda engine: engine.check_integrity())
+                self.remote_stores.check_integrity()
                 metrics = await self.thread.call(lambda engine: engine.metrics())
+                self.handle_ledger.check_integrity()
         except BatonError as error:
             problem = str(error)
         reply = self.status()
@@ -303,18 +339,12 @@ def _store_target(
 ) -> StoreTarget | None:
     if not settings.store_address:
         return None
-    try:
-        memory = BlockMemory.of(engine.kv.host_view)
-    except TypeError as error:  # a device cache has no host view
-        raise FailedPrecondition(
-            f"engine.device: this version moves KV between host memories only ({error})"
-        ) from error
     return StoreTarget(
         address=settings.store_address,
         worker_id=identity.worker_id,
         worker_incarnation=identity.incarnation,
         fingerprint=engine.model_info.fingerprint,
-        memory=memory,
+        memory=block_memory(engine.kv),
         transport=settings.transport,
         nixl_net_devices=settings.nixl_net_devices,
     )

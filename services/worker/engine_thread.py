@@ -5,6 +5,9 @@ the order it came; each step's output goes to the loop by one `call_soon_threads
 jobs nor work the thread blocks on its queue; after `idle_check_s` of that it checks the engine's
 conservation laws once.
 
+On a GPU a step returns before its kernels are over. Blocks are copied beside them (kvstore's
+transports), so with a store nobody hears of a step or a job until they are: `wait_for_kernels`.
+
 The engine is closed when the thread ends.
 
 An exception out of `step` is the engine's own mistake: `on_failure` hears of it (the worker fails
@@ -46,8 +49,16 @@ class _Job:
 class EngineThread:
     """Runs `engine` on a thread of its own. Not restartable."""
 
-    def __init__(self, engine: WorkerEngine, *, idle_check_s: float = 0.25) -> None:
+    def __init__(
+        self,
+        engine: WorkerEngine,
+        *,
+        idle_check_s: float = 0.25,
+        wait_for_kernels: Callable[[], None] = lambda: None,
+    ) -> None:
+        """wait_for_kernels: returns when the device has done all that the engine gave it."""
         self._engine = engine
+        self._wait_for_kernels = wait_for_kernels
         self._idle_check_s = idle_check_s
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -177,6 +188,7 @@ class EngineThread:
         result, problem = None, None
         try:
             result = job.run(self._engine)
+            self._wait_for_kernels()
             self._stats = self._engine.stats()
         except Exception as error:  # handed to the caller, or the last line of defence
             problem = error
@@ -192,6 +204,7 @@ class EngineThread:
             if not self._engine.has_work():
                 return
             output = self._engine.step()
+            self._wait_for_kernels()
             self._stats = self._engine.stats()
         except Exception as error:  # the last line of defence
             self._fail(error)

@@ -1,12 +1,19 @@
 """The handle: what travels instead of KV, as a value, built by prefill and checked by decode.
 
-A handle is a claim of another process: `check` refuses one that is not for exactly this tenant,
-model, layout and prompt, or is too old. What it names is verified again, block by block, when it is
-fetched. Signature fields stay empty in this version. Pure; wall-clock time comes in as an argument.
+A handle is a claim of another process. `from_proto` believes none that is not signed by one of our
+keys, before it looks at anything else; `check` refuses one that is not for exactly this tenant,
+model, layout and prompt, or is too old; `handle_ledger` one that comes twice. What it names is
+verified again, block by block, when it is fetched.
+
+What is signed is an encoding of our own over every field of the message, each of fixed size or
+behind its length, lists behind their number, so that no two messages have the same bytes; never
+protobuf's, which may differ between versions. Pure; wall-clock time comes in as an argument.
 """
 
 from __future__ import annotations
 
+import secrets
+import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,14 +23,21 @@ from kvstore.block import Block
 from kvstore.errors import DEADLINE, INCARNATION
 from process.errors import BatonError
 from protos import common_pb2
+from services.worker.handle_keys import HandleKeys
 from services.worker.provenance import FINGERPRINT
 
-VERSION = 1
+VERSION = 2
+"""1 was not signed."""
+
+SIGNATURE = "signature"
+REPLAYED = "replayed"
+"""Beside those of `kvstore.errors` and `provenance`: forged, and used before."""
 
 CLOCK_SLACK_S = 2.0
 """Guessed: how far the clocks of two machines may differ before a handle seems too old."""
 
 INCARNATION_BYTES = 16
+NONCE_BYTES = 16
 _TAIL_HASH = b""
 
 WallClock = Callable[[], float]
@@ -64,6 +78,10 @@ class Handle:
     runs: tuple[Run, ...]
     tail: Run | None
     deadline_unix_ms: int
+    nonce: bytes
+    """16 random bytes of this handle alone; see `new_nonce`."""
+    is_partial: bool = False
+    """Prefill still runs: more will follow under the same leases, which stay the producer's."""
 
     @property
     def lease_ids(self) -> tuple[str, ...]:
@@ -72,13 +90,18 @@ class Handle:
         return tuple(dict.fromkeys(run.lease_id for run in runs if run.lease_id))
 
 
+def new_nonce() -> bytes:
+    """For one handle."""
+    return secrets.token_bytes(NONCE_BYTES)
+
+
 def deadline_unix_ms(left_s: float, now: WallClock = time.time) -> int:
     """The wall-clock moment `left_s` from now."""
     return int((now() + left_s) * 1000)
 
 
-def to_proto(handle: Handle) -> common_pb2.KvHandle:
-    """The handle on the wire."""
+def to_proto(handle: Handle, keys: HandleKeys) -> common_pb2.KvHandle:
+    """The handle on the wire, signed. Raises: Internal when there is no key."""
     message = common_pb2.KvHandle(
         version=VERSION,
         request_id=handle.request_id,
@@ -91,18 +114,35 @@ def to_proto(handle: Handle) -> common_pb2.KvHandle:
         runs=[_run_to_proto(run) for run in handle.runs],
         deadline_unix_ms=handle.deadline_unix_ms,
         adapter=handle.adapter,
+        nonce=handle.nonce,
+        is_partial=handle.is_partial,
     )
     if handle.tail is not None:
         message.tail.CopyFrom(_run_to_proto(handle.tail))
+    sign(message, keys)
     return message
 
 
-def from_proto(message: common_pb2.KvHandle) -> Handle:
-    """Parse. Raises: HandleRefused for another version or a shape that no producer makes."""
+def sign(message: common_pb2.KvHandle, keys: HandleKeys) -> None:
+    """Set key id and signature. Raises: Internal when there is no key."""
+    message.key_id = keys.signing_key_id()
+    message.signature = keys.mac(message.key_id, signed_bytes(message))
+
+
+def from_proto(message: common_pb2.KvHandle, keys: HandleKeys) -> Handle:
+    """Verify, then parse.
+
+    Raises: HandleRefused with "signature" for one that none of our keys signed as it is, or for
+    another version or a shape that no producer makes.
+    """
+    if not keys.is_signed(message.key_id, signed_bytes(message), message.signature):
+        raise HandleRefused(SIGNATURE, "the handle is not signed by a key that is valid here")
     if message.version != VERSION:
         raise HandleRefused(FINGERPRINT, f"handle version {message.version}, ours is {VERSION}")
     if len(message.producer_incarnation) != INCARNATION_BYTES:
         raise HandleRefused(INCARNATION, "the producer's incarnation is not 16 bytes")
+    if len(message.nonce) != NONCE_BYTES:
+        raise HandleRefused(FINGERPRINT, "the nonce is not 16 bytes")
     return Handle(
         request_id=message.request_id,
         tenant=message.tenant,
@@ -115,6 +155,8 @@ def from_proto(message: common_pb2.KvHandle) -> Handle:
         runs=tuple(_run_from_proto(run) for run in message.runs),
         tail=_run_from_proto(message.tail) if message.HasField("tail") else None,
         deadline_unix_ms=message.deadline_unix_ms,
+        nonce=message.nonce,
+        is_partial=message.is_partial,
     )
 
 
@@ -180,6 +222,63 @@ def tail_block(handle: Handle, num_full_blocks: int) -> tuple[Run, Block] | None
         and num_full_blocks * handle.block_size + block.num_tokens == handle.num_tokens
     )
     return (tail, block) if fits else None
+
+
+_HEAD = struct.Struct("<IIIq??I")
+_RUN = struct.Struct("<II")
+_BLOCK = struct.Struct("<IQQIi")
+_LENGTH = struct.Struct("<Q")
+
+
+def signed_bytes(message: common_pb2.KvHandle) -> bytes:
+    """What the signature is over: every field of the message but itself. Source: ours."""
+    parts = [
+        _HEAD.pack(
+            message.version,
+            message.block_size,
+            message.num_tokens,
+            message.deadline_unix_ms,
+            message.is_partial,
+            message.HasField("tail"),
+            len(message.runs),
+        )
+    ]
+    _add_sized(
+        parts,
+        message.key_id.encode(),
+        message.nonce,
+        message.request_id.encode(),
+        message.tenant.encode(),
+        message.adapter.encode(),
+        message.model_fingerprint,
+        message.producer_id.encode(),
+        message.producer_incarnation,
+    )
+    for run in message.runs:
+        _add_run(parts, run)
+    if message.HasField("tail"):
+        _add_run(parts, message.tail)
+    return b"".join(parts)
+
+
+def _add_run(parts: list[bytes], run: common_pb2.BlockRun) -> None:
+    parts.append(_RUN.pack(run.first_block, len(run.blocks)))
+    _add_sized(
+        parts,
+        run.node_id.encode(),
+        run.store_address.encode(),
+        run.store_incarnation,
+        run.lease_id.encode(),
+    )
+    for block in run.blocks:
+        numbers = (block.frame, block.generation, block.checksum, block.num_tokens, block.tier)
+        parts.append(_BLOCK.pack(*numbers))
+        _add_sized(parts, block.chain_hash)
+
+
+def _add_sized(parts: list[bytes], *values: bytes) -> None:
+    for value in values:
+        parts += (_LENGTH.pack(len(value)), value)
 
 
 def _run_to_proto(run: Run) -> common_pb2.BlockRun:

@@ -22,6 +22,7 @@ from process.metrics import MetricsServer
 from services.worker.config import WorkerSettings, adapter_folders
 from services.worker.core import Identity, WorkerCore
 from services.worker.engine_port import WorkerEngine
+from services.worker.handle_keys import HandleKeys
 from services.worker.heartbeat import Heartbeat
 from services.worker.metrics import WorkerCollector
 
@@ -124,6 +125,7 @@ async def run(
     Raises: what keeps it from starting (one line: what and how to fix it); Internal when the engine
     failed.
     """
+    HandleKeys.of(settings.handle_keys_file)  # what is wrong there is told before a model is loaded
     engine = await _load(settings, stop)
     if engine is None:
         return

@@ -44,6 +44,7 @@ class WorkerCollector(Collector):
         snapshot = self._snapshot()
         yield _gauge("baton_up", "1 while the engine answers.", names, values, snapshot is not None)
         yield from _of_worker(self._core, names, values)
+        yield from _of_links(self._core, names, values)
         if self._core.parking is not None:
             yield from _of_parking(self._core.parking, names, values)
         if snapshot is not None:
@@ -94,6 +95,34 @@ def _of_worker(core: WorkerCore, names: Sequence[str], values: Sequence[str]) ->
         values,
         sorted(counts.recomputed.items()),
     )
+    yield _counters(
+        "baton_kv_early_tokens",
+        "Prompt tokens whose KV was fetched while prefill still ran.",
+        names,
+        values,
+        [(None, counts.num_prompt_tokens_early)],
+    )
+    yield _counters(
+        "baton_kv_early_pulls_failed",
+        "Pulls while prefill ran that did not bring all; the final handle tried again; by reason.",
+        (*names, "reason"),
+        values,
+        sorted(counts.early_pulls_failed.items()),
+    )
+    yield _counters(
+        "baton_kv_written_back_blocks",
+        "Full blocks of answers that decode stored.",
+        names,
+        values,
+        [(None, counts.num_blocks_written_back)],
+    )
+    yield _counters(
+        "baton_kv_not_written_back_blocks",
+        "Full blocks of answers that decode could not store, by reason.",
+        (*names, "reason"),
+        values,
+        sorted(counts.not_written_back.items()),
+    )
     blocks_family = GaugeMetricFamily(
         "baton_kv_blocks", "Blocks of the device cache by class.", labels=(*names, "class")
     )
@@ -104,6 +133,35 @@ def _of_worker(core: WorkerCore, names: Sequence[str], values: Sequence[str]) ->
         for name, level in levels.items():
             family.add_metric((*values, name), level)
         yield family
+
+
+def _of_links(core: WorkerCore, names: Sequence[str], values: Sequence[str]) -> Iterator[Metric]:
+    """The ways to stores, as measured when each was attached to."""
+    labels = (*names, "peer", "transport")
+    speeds = GaugeMetricFamily(
+        "baton_link_bytes_per_s", "Measured when attached.", labels=(*labels, "direction")
+    )
+    latencies = GaugeMetricFamily(
+        "baton_link_latency_seconds", "One block, there and back.", labels=labels
+    )
+    degraded = GaugeMetricFamily(
+        "baton_link_degraded", "1: below its floor, or not measurable.", labels=labels
+    )
+    for link, verdict in core.links.links:
+        peer = (*values, link.node_id, link.transport)
+        degraded.add_metric(peer, float(verdict.degraded))
+        if link.rates is not None:
+            speeds.add_metric((*peer, "write"), link.rates.write_bytes_per_s)
+            speeds.add_metric((*peer, "read"), link.rates.read_bytes_per_s)
+            latencies.add_metric(peer, link.rates.latency_s)
+    yield from (speeds, latencies, degraded)
+    yield _counters(
+        "baton_remote_store_refused",
+        "Other nodes' stores that could not be used when asked for, by reason.",
+        (*names, "reason"),
+        values,
+        sorted(dict(core.remote_stores.refused).items()),
+    )
 
 
 def _of_parking(

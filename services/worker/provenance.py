@@ -11,12 +11,20 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvstore.block import Block, Tier
 from process.deadline import Clock
 
 FINGERPRINT = "fingerprint"
 """Beside those of `kvstore.errors`: the handle is of another model, tenant or prompt."""
+
+
+class Place(NamedTuple):
+    """A tier of one node's store."""
+
+    node_id: str
+    tier: Tier
 
 
 @dataclass
@@ -26,8 +34,11 @@ class Leg:
     num_prompt_tokens: int
     num_tokens_local: int = 0
     store_node_id: str = ""
-    tokens_by_tier: Counter[Tier] = field(default_factory=Counter)
-    bytes_by_tier: Counter[Tier] = field(default_factory=Counter)
+    """Of the store that blocks come from where `count_loaded` is told no other."""
+    tokens_by_place: Counter[Place] = field(default_factory=Counter)
+    bytes_by_place: Counter[Place] = field(default_factory=Counter)
+    num_tokens_early: int = 0
+    """Of those from stores: fetched while prefill still ran."""
     num_bytes_read: int = 0
     num_bytes_written: int = 0
     transport: str = ""
@@ -35,27 +46,39 @@ class Leg:
     """Blocks that were or should have been in the store and had to be computed, by reason."""
     not_stored: Counter[str] = field(default_factory=Counter)
     """Blocks of a handover that did not get into the store, by reason."""
+    num_blocks_written_back: int = 0
+    """Full blocks of the answer that decode had stored when the request ended."""
 
     @property
     def num_tokens_from_store(self) -> int:
-        return self.tokens_by_tier.total()
+        return self.tokens_by_place.total()
 
     @property
     def num_tokens_computed(self) -> int:
         return self.num_prompt_tokens - self.num_tokens_local - self.num_tokens_from_store
 
     def count_loaded(
-        self, first_token: int, end_token: int, blocks: Sequence[Block], *, block_bytes: int
+        self,
+        first_token: int,
+        end_token: int,
+        blocks: Sequence[Block],
+        *,
+        block_bytes: int,
+        node_id: str | None = None,
+        is_early: bool = False,
     ) -> None:
-        """These blocks came out of the store and were verified; of theirs, prompt tokens [first,
-        end) are used.
+        """These blocks came out of the store of `node_id` and were verified; of theirs, prompt
+        tokens [first, end) are used.
         """
+        if node_id is None:
+            node_id = self.store_node_id
         end_token = min(end_token, self.num_prompt_tokens)
         for block in blocks:
-            self.tokens_by_tier[block.tier] += max(
-                0, min(block.num_tokens, end_token - first_token)
-            )
-            self.bytes_by_tier[block.tier] += block_bytes
+            place = Place(node_id, block.tier)
+            num_tokens = max(0, min(block.num_tokens, end_token - first_token))
+            self.tokens_by_place[place] += num_tokens
+            self.bytes_by_place[place] += block_bytes
+            self.num_tokens_early += num_tokens if is_early else 0
             first_token += block.num_tokens
 
 
@@ -84,6 +107,14 @@ class WorkerCounts:
     num_prompt_tokens_local: int = 0
     num_prompt_tokens_from_store: int = 0
     num_output_tokens: int = 0
+    num_prompt_tokens_early: int = 0
+    num_blocks_written_back: int = 0
+    """Also those that were stored after their request's end."""
+    not_written_back: Counter[str] = field(default_factory=Counter)
+    """Blocks that decode filled and could not store, by reason."""
+    early_pulls_failed: Counter[str] = field(default_factory=Counter)
+    """Pulls while prefill still ran that did not bring all they were for, by reason; the final
+    handle tried again."""
     recomputed: Counter[str] = field(default_factory=Counter)
 
     def add(self, leg: Leg) -> None:
@@ -91,4 +122,5 @@ class WorkerCounts:
         self.num_prompt_tokens_computed += leg.num_tokens_computed
         self.num_prompt_tokens_local += leg.num_tokens_local
         self.num_prompt_tokens_from_store += leg.num_tokens_from_store
+        self.num_prompt_tokens_early += leg.num_tokens_early
         self.recomputed.update(leg.recomputed)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from google.protobuf import json_format
 
 from engine.request import FinishReason, StepTrace, TokenLogprobs
+from kvstore.link import Link, Verdict
 from protos import common_pb2
 from services.worker.provenance import Leg
 
@@ -37,6 +38,27 @@ def recomputed_to_proto(recomputed: Counter[str]) -> list[common_pb2.RecomputeCo
     ]
 
 
+def links_to_proto(links: Iterable[tuple[Link, Verdict]]) -> list[common_pb2.LinkStatus]:
+    """What a worker measured of its ways to stores."""
+    messages = []
+    for link, verdict in links:
+        message = common_pb2.LinkStatus(
+            node_id=link.node_id,
+            store_address=link.address,
+            transport=link.transport,
+            floor_bytes_per_s=verdict.floor_bytes_per_s,
+            degraded=verdict.degraded,
+            problem=link.problem,
+            measured_unix_ms=link.measured_unix_ms,
+        )
+        if link.rates is not None:
+            message.write_bytes_per_s = link.rates.write_bytes_per_s
+            message.read_bytes_per_s = link.rates.read_bytes_per_s
+            message.latency_s = link.rates.latency_s
+        messages.append(message)
+    return messages
+
+
 def leg_to_proto(
     leg: Leg, *, role: str, worker_id: str, incarnation: str, dtype: str
 ) -> common_pb2.KvLeg:
@@ -51,17 +73,19 @@ def leg_to_proto(
         num_tokens_local=leg.num_tokens_local,
         from_store=[
             common_pb2.TierCount(
-                tier=common_pb2.Tier.Name(tier.value),
-                node_id=leg.store_node_id,
+                tier=common_pb2.Tier.Name(place.tier.value),
+                node_id=place.node_id,
                 num_tokens=num_tokens,
-                num_bytes=leg.bytes_by_tier[tier],
+                num_bytes=leg.bytes_by_place[place],
             )
-            for tier, num_tokens in sorted(leg.tokens_by_tier.items())
+            for place, num_tokens in sorted(leg.tokens_by_place.items())
         ],
         num_bytes_read=leg.num_bytes_read,
         num_bytes_written=leg.num_bytes_written,
         recomputed=recomputed_to_proto(leg.recomputed),
         not_stored=recomputed_to_proto(leg.not_stored),
+        num_tokens_early=leg.num_tokens_early,
+        num_blocks_written_back=leg.num_blocks_written_back,
     )
 
 

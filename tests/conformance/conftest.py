@@ -19,11 +19,13 @@ import pytest
 
 from kvstore import block_hash, serve
 from kvstore.block import Block
-from kvstore.client import PutResult, StoreClient
+from kvstore.client import StoreClient
 from kvstore.config import KvStoreSettings
+from kvstore.putting import PutResult
 from kvstore.transport.base import BlockMemory
 from process.deadline import Deadline
 from protos import kvstore_pb2
+from tests.conformance.fake_device import FakeDevice
 
 FINGERPRINT = "ab" * 16
 BLOCK_BYTES = 5000  # no multiple of a page
@@ -45,14 +47,23 @@ def within(seconds: float = CALL_S) -> Deadline:
     return Deadline.after(seconds)
 
 
+class OnDevice(str):
+    """The name of a transport, for a worker whose blocks lie on a device."""
+
+
 class Worker:
     """A worker's memory and its client, with shorthands. Block i begins with random bytes."""
 
     def __init__(self, transport: str, block_bytes: int, num_blocks: int, seed: int) -> None:
-        self.transport = transport
+        self.transport = str(transport)
         self.view = np.random.default_rng(seed).integers(
             0, 256, (num_blocks, block_bytes), dtype=np.uint8
         )
+        self.memory = BlockMemory.of(self.view)
+        self.device = FakeDevice()
+        if isinstance(transport, OnDevice):
+            address = self.device.holding(self.view)
+            self.memory = BlockMemory.on_device(self.device, address, block_bytes, num_blocks)
         self.worker_id = f"worker-{secrets.token_hex(4)}"
         self.incarnation = secrets.token_bytes(16)
         self.client: StoreClient
@@ -63,7 +74,7 @@ class Worker:
             worker_id=self.worker_id,
             worker_incarnation=self.incarnation,
             fingerprint=FINGERPRINT,
-            memory=BlockMemory.of(self.view),
+            memory=self.memory,
             transport=self.transport,
             timeout_s=START_S,
         )
@@ -180,9 +191,16 @@ def pause() -> Callable[[asyncio.subprocess.Process], Awaitable[None]]:
     return paused
 
 
-@pytest.fixture(params=["shm", "nixl", "grpc"])
+TRANSPORTS = ("shm", "nixl", "grpc")
+
+
+@pytest.fixture(
+    params=[*TRANSPORTS, *map(OnDevice, TRANSPORTS)],
+    ids=[*TRANSPORTS, *(f"{name}-device" for name in TRANSPORTS)],
+)
 def transport(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+    """Equal to its name, wherever the worker's blocks lie."""
+    return request.param
 
 
 @pytest.fixture

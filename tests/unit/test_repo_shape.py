@@ -27,10 +27,10 @@ PACKAGES = sorted(folder.rpartition("/")[2] for folder in FOLDERS)
 # The packages that must import on a machine without torch.
 TORCH_FREE = ("protos", "process", "tokens", "checkpoints", "kvstore", "baton", "services.router")
 # A number whose name does not say what it counts in.
-_UNITS = re.compile(r"(_s|_ms|_bytes|_per_s|_chars|_tokens|_size|_requests|_ids|_window)$")
+_UNITS = re.compile(r"(_s|_ms|_bytes|_per_s|_chars|_tokens|_size|_requests|_ids|_hits|_window)$")
 _COUNTS = re.compile(r"^(num|max_num|max)_")
 # Numbers that are names or pure ratios, not measures.
-_UNITLESS = {"port", "max_logprobs", "max_stop_strings"}
+_UNITLESS = {"port", "max_logprobs", "max_stop_strings", "demote_below_free"}
 
 
 def _sources() -> Iterator[Path]:

@@ -16,7 +16,7 @@ from engine.loop import Engine, load_engine
 from engine.request import Request
 from kvstore import block_hash, serve
 from kvstore.config import KvStoreSettings
-from process import serving
+from process import keys, serving
 from protos import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from services.decode.role import DecodeRole
 from services.prefill.role import PrefillRole
@@ -83,7 +83,13 @@ class Workers:
             assert event.WhichOneof("event") == "reserved", event
             request = prefill_pb2.PrefillRequest(wants_handle=True, **fields)
             call = prefill_stub.Prefill(request, timeout=WAIT_S)
-            *firsts, account = [message async for message in call]
+            messages = []
+            async for message in call:
+                if message.handle.is_partial:
+                    await stream.prefetch(key, message.handle)
+                else:
+                    messages.append(message)
+            *firsts, account = messages
             for first in firsts:
                 if not first.beam_start:
                     samples.setdefault(first.sample_index, Sample()).add(first)
@@ -143,6 +149,9 @@ async def workers(slab_dir: Path, *adapters: str) -> AsyncIterator[Workers]:
     store_settings = KvStoreSettings(
         slab_dir=str(slab_dir), capacity_bytes=16 * 1024 * 1024, stop_timeout_s=0.0
     )
+    key_file = slab_dir / "handle.keys"
+    if not key_file.exists():
+        keys.create(key_file)
     async with contextlib.AsyncExitStack() as stack:
         store = await stack.enter_async_context(serve.running(store_settings))
         made = []
@@ -152,6 +161,7 @@ async def workers(slab_dir: Path, *adapters: str) -> AsyncIterator[Workers]:
                 worker_id=f"{name}-0",
                 redis_url="",
                 store_address=store.address,
+                handle_keys_file=str(key_file),
                 limits=limits,
                 adapters=adapters,
                 engine=config,

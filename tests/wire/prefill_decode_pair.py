@@ -19,8 +19,7 @@ import grpc.aio
 from engine.request import Request
 from kvstore import block_hash, serve
 from kvstore.config import KvStoreSettings
-from process import serving
-from process.deadline import Deadline
+from process import keys, serving
 from protos import (
     common_pb2,
     decode_pb2,
@@ -44,10 +43,25 @@ FRAME_BYTES = 4096
 _keys = itertools.count(1)
 
 
-async def whole(call: Any) -> prefill_pb2.PrefillReply:
-    """Both messages of a Prefill call as one."""
-    reply = prefill_pb2.PrefillReply()
+async def spoken(
+    call: Any, partials: list[common_pb2.KvHandle] | None = None
+) -> list[prefill_pb2.PrefillReply]:
+    """A Prefill call's messages but its partial handles, which go to `partials`."""
+    messages = []
     async for message in call:
+        if not message.handle.is_partial:
+            messages.append(message)
+        elif partials is not None:
+            partials.append(message.handle)
+    return messages
+
+
+async def whole(
+    call: Any, partials: list[common_pb2.KvHandle] | None = None
+) -> prefill_pb2.PrefillReply:
+    """All messages of a Prefill call but its partial handles as one."""
+    reply = prefill_pb2.PrefillReply()
+    for message in await spoken(call, partials):
         reply.MergeFrom(message)
     return reply
 
@@ -67,6 +81,9 @@ class Pair:
     decode: main.Worker
     prefill_stub: prefill_pb2_grpc.PrefillStub
     decode_stub: decode_pb2_grpc.DecodeStub
+    decode_store: Any
+    """The decode worker's home: `store`, or one of its own."""
+    has_two_nodes: bool
 
     @property
     def prefill_role(self) -> PrefillRole:
@@ -91,12 +108,18 @@ class Pair:
         self.store = await self.store_exit.enter_async_context(serve.running(self.store_settings))
 
     async def reattached(self) -> None:
-        """Until both workers have the store again."""
-        for worker in (self.prefill, self.decode):
-            await worker.core.connector.wait_attached(Deadline.after(WAIT_S))
+        """Until both workers have the store again, in the life that it is in now."""
+        life = self.store.node.incarnation
 
-    async def store_status(self) -> kvstore_pb2.GetStatusReply:
-        async with serving.channel(self.store.address) as channel:
+        def has_met(worker: main.Worker) -> bool:
+            client = worker.core.connector.client
+            return client is not None and client.incarnation == life
+
+        for worker in (self.prefill, self.decode):
+            await until(lambda worker=worker: has_met(worker))
+
+    async def store_status(self, store: Any = None) -> kvstore_pb2.GetStatusReply:
+        async with serving.channel((store or self.store).address) as channel:
             stub = kvstore_pb2_grpc.KvStoreStub(channel)
             return await stub.GetStatus(
                 kvstore_pb2.GetStatusRequest(check_integrity=True), timeout=WAIT_S
@@ -192,7 +215,7 @@ class Pair:
             call = self.prefill_stub.Prefill(
                 self.prefill_request(prompt, **options), timeout=WAIT_S
             )
-            *firsts, account = [message async for message in call]
+            *firsts, account = await spoken(call)
             for first in firsts:
                 if not first.beam_start:
                     samples.setdefault(first.sample_index, Sample()).add(first)
@@ -260,19 +283,25 @@ class Pair:
             await worker.core.connector.settle()
             await until(lambda worker=worker: worker.core.num_live == 0)
             stub: Any = self.prefill_stub if worker is self.prefill else self.decode_stub
-            status = await stub.GetWorkerStatus(common_pb2.GetWorkerStatusRequest(), timeout=WAIT_S)
-            assert status.integrity_error == ""
-            assert status.num_waiting == status.num_running == status.num_holding == 0
-            assert status.num_quarantined_blocks == 0
-            assert status.num_free_blocks + status.num_cached_blocks == status.num_blocks
+            await until(partial(self._is_idle, stub))
         assert not self.prefill_role.worker.states
         assert not self.decode_role.worker.states
         if self.store is not None:
             await self.check_store(leases)
+        if self.has_two_nodes:
+            await self.check_store(0, self.decode_store)
 
-    async def check_store(self, leases: int) -> None:
+    async def _is_idle(self, stub: Any) -> bool:
+        """No block is held: not for a request, nor lent to the measuring of a link."""
+        status = await stub.GetWorkerStatus(common_pb2.GetWorkerStatusRequest(), timeout=WAIT_S)
+        assert status.integrity_error == ""
+        assert status.num_waiting == status.num_running == status.num_holding == 0
+        num_held = status.num_blocks - status.num_free_blocks - status.num_cached_blocks
+        return num_held == status.num_quarantined_blocks == 0
+
+    async def check_store(self, leases: int, store: Any = None) -> None:
         async def settled() -> bool:
-            status = await self.store_status()
+            status = await self.store_status(store)
             assert status.integrity_error == ""
             return (
                 status.num_leases == leases
@@ -379,6 +408,10 @@ class RouterStream:
     async def generate_from(self, key: int, command: decode_pb2.GenerateFromHandle) -> None:
         await self._write(decode_pb2.DecodeCommand(key=key, generate=command))
 
+    async def prefetch(self, key: int, handle: common_pb2.KvHandle) -> None:
+        command = decode_pb2.PrefetchDecode(handle=handle)
+        await self._write(decode_pb2.DecodeCommand(key=key, prefetch=command))
+
     async def cancel_sample(self, key: int, sample_index: int) -> None:
         cancel = decode_pb2.CancelSample(sample_index=sample_index)
         await self._write(decode_pb2.DecodeCommand(key=key, cancel_sample=cancel))
@@ -482,9 +515,17 @@ async def pair(
     decode_preemption: str = "never",
     chunk: int = 16,
     limits: WorkerLimits | None = None,
+    has_two_nodes: bool = False,
+    remote_transport: str = "grpc",
 ) -> AsyncIterator[Pair]:
-    """Start all three; at the end stop them and check that what is left is nothing."""
+    """Start all three; at the end stop them and check that what is left is nothing.
+
+    With two nodes decode has a store of its own and pulls what prefill stored in the other.
+    """
     models = [GatedModel() for _ in range(3)]
+    key_file = slab_dir / "handle.keys"
+    if not key_file.exists():
+        keys.create(key_file)
     limits = limits or WorkerLimits(store_wait_s=WAIT_S, attach_budget_s=5.0, drain_s=0.2)
     async with contextlib.AsyncExitStack() as stack:
         store_exit = contextlib.AsyncExitStack()
@@ -493,11 +534,14 @@ async def pair(
             capacity_bytes=num_frames * FRAME_BYTES,
             stop_timeout_s=0.0,
         )
-        store = await store_exit.enter_async_context(serve.running(settings))
+        store = decode_store = await store_exit.enter_async_context(serve.running(settings))
+        if has_two_nodes:
+            own = dataclasses.replace(settings, node_id="decode-home")
+            decode_store = await stack.enter_async_context(serve.running(own))
         workers = []
-        for name, role, num_blocks, model, preemption in (
-            ("prefill", PrefillRole, prefill_blocks, models[1], "never"),
-            ("decode", DecodeRole, decode_blocks, models[2], decode_preemption),
+        for name, role, home, num_blocks, model, preemption in (
+            ("prefill", PrefillRole, store, prefill_blocks, models[1], "never"),
+            ("decode", DecodeRole, decode_store, decode_blocks, models[2], decode_preemption),
         ):
             engine = fake_engine(
                 num_blocks=num_blocks, chunk=chunk, model=model, preemption=preemption
@@ -507,8 +551,10 @@ async def pair(
                 WorkerSettings(
                     worker_id=f"{name}-0",
                     redis_url="",
-                    store_address=store.address,
+                    store_address=home.address,
                     transport=transport,
+                    remote_transport=remote_transport,
+                    handle_keys_file=str(key_file),
                     limits=limits,
                 ),
                 name,
@@ -528,6 +574,8 @@ async def pair(
             workers[1],
             prefill_pb2_grpc.PrefillStub(channels[0]),
             decode_pb2_grpc.DecodeStub(channels[1]),
+            decode_store,
+            has_two_nodes,
         )
         try:
             yield made

@@ -16,9 +16,10 @@ import pytest
 
 from kvstore.errors import Quarantine, TransferCancelled, TransferTimeout
 from protos import common_pb2, decode_pb2, prefill_pb2
-from services.decode.worker import DecodeState
+from services.decode.states import DecodeState
 from services.worker.config import WorkerLimits
 from tests.unit.worker.builders import prompt_of
+from tests.wire.partial_handles import partial, prefetch
 from tests.wire.prefill_decode_pair import (
     WAIT_S,
     Gate,
@@ -29,7 +30,7 @@ from tests.wire.prefill_decode_pair import (
     until,
 )
 
-STATES = ["reserving", "reserved", "fetching", "running"]
+STATES = ["reserving", "reserved", "prefetching", "fetching", "running"]
 PROMPT = prompt_of(30, start=3)
 NUM_TOKENS = 8
 
@@ -64,10 +65,12 @@ async def held_in(p: Pair, name: str, **options: Any) -> AsyncIterator[Held]:
         key = await stream.reserve(reserve)
         if name != "reserving":
             assert (await stream.next(key)).HasField("reserved")
-        if name == "fetching":
+        if name in ("prefetching", "fetching"):
             gate = Gate(p.decode.core.connector.client, "get_blocks")
         elif name == "running":
             p.decode_model.hold()
+        if name == "prefetching":
+            await prefetch(stream, key, partial(p, reply.handle, 4))
         if name in ("fetching", "running"):
             await stream.generate(key, reply)
         held = Held(stream, key, reply, DecodeState[name.upper()])
@@ -160,7 +163,7 @@ async def test_the_store_dies_in_each_state_and_the_tokens_still_come(
             p.decode_model.release()
             for gate in list(Gate.closed):
                 gate.open()
-            if name in ("reserving", "reserved"):
+            if name in ("reserving", "reserved", "prefetching"):
                 await held.stream.generate(held.key, held.reply)
             answer = await held.stream.collect(held.key)
         assert [*held.reply.token_ids, *answer.token_ids] == expected
@@ -229,21 +232,30 @@ async def test_a_cancel_in_the_middle_of_a_transfer_quarantines_before_it_frees(
                 raise TransferCancelled("cancelled", Quarantine(block_ids, settled)) from error
 
         real, client.get_blocks = client.get_blocks, stalled  # type: ignore[method-assign]
-        reply = await p.run_prefill(PROMPT)
-        for how in ("cancel", "deadline"):
+        for how in ("cancel", "deadline", "cancel early", "deadline early"):
+            reply = await p.run_prefill(PROMPT)  # a handle is good for one use
             entered.clear()
             async with p.stream() as stream:
-                budget_ms = 300 if how == "deadline" else 10_000
+                budget_ms = 300 if how.startswith("deadline") else 10_000
                 key = await stream.reserve(p.reserve(PROMPT, name="r", budget_ms=budget_ms))
                 await stream.next(key)
-                await stream.generate(key, reply)
+                num_blocks = 8
+                if how.endswith("early"):
+                    num_blocks = 5
+                    await prefetch(stream, key, partial(p, reply.handle, num_blocks))
+                else:
+                    await stream.generate(key, reply)
                 await asyncio.wait_for(entered.wait(), 10)
-                if how == "cancel":
+                if how.startswith("cancel"):
                     await stream.cancel(key)
                 answer = await stream.collect(key)
-            assert (answer.finished is not None) == (how == "cancel")
-            await until(lambda: p.decode.core.status().num_quarantined_blocks == 8)
+            assert (answer.finished is not None) == how.startswith("cancel")
+            await until(lambda n=num_blocks: p.decode.core.status().num_quarantined_blocks == n)
             settled.set_result(None)
+            if how.endswith("early"):  # its lease is the producer's; who had the final one is gone
+                await p.check_store(leases=1)
+                leases = [reply.handle.runs[0].lease_id]
+                p.prefill.core.connector.release_later(p.prefill.core.connector.client, leases)
             await until(lambda: p.decode.core.status().num_quarantined_blocks == 0)
             settled = asyncio.get_running_loop().create_future()
         client.get_blocks = real  # type: ignore[method-assign]

@@ -47,6 +47,7 @@ async def test_workers_say_what_they_did(tmp_path: Path) -> None:
             await p.check()
             prefill = await _scrape(servers["prefill"].address)
             decode = await _scrape(servers["decode"].address)
+            statuses = [worker.core.status() for worker in (p.prefill, p.decode)]
         finally:
             for server in servers.values():
                 await asyncio.to_thread(server.stop)
@@ -64,8 +65,23 @@ async def test_workers_say_what_they_did(tmp_path: Path) -> None:
     assert decode["baton_inter_token_latency_seconds_count"] == 6
     assert decode["baton_inter_token_latency_seconds_bucket,le=+Inf"] == 6
     assert decode["baton_kv_source_tokens_total,source=store"] == n + 1
+    # 17 prompt tokens and four of five drawn: one block more than the prompt's, stored once.
+    assert decode["baton_kv_written_back_blocks_total"] == 1
+    assert decode["baton_kv_early_tokens_total"] == 0
     assert decode["baton_kv_blocks,class=referenced"] == 0
     assert sum(v for k, v in decode.items() if k.startswith("baton_kv_blocks,")) == 256
+    for status, found in zip(statuses, (prefill, decode), strict=True):
+        (link,) = status.links  # measured before the worker served
+        assert (link.node_id, link.transport) == (status.store_node_id, "shm")
+        assert not link.problem and link.latency_s > 0
+        labels = f"peer={link.node_id},transport=shm"
+        rates = {
+            direction: found[f"baton_link_bytes_per_s,direction={direction},{labels}"]
+            for direction in ("write", "read")
+        }
+        assert rates == {"write": link.write_bytes_per_s, "read": link.read_bytes_per_s}
+        assert found[f"baton_link_latency_seconds,{labels}"] == link.latency_s
+        assert found[f"baton_link_degraded,{labels}"] == link.degraded
 
 
 async def test_a_router_says_what_it_did() -> None:

@@ -36,6 +36,7 @@ async def test_tokens_are_those_of_one_engine_and_decode_computes_nothing(
     lengths = [1, 2, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 15, 16, 17, 33, 64, 67]
     async with pair(tmp_path, transport=transport) as p:
         num_bytes = 0
+        before = await p.store_status()  # the links were measured
         for n in lengths:
             prompt = prompt_of(n, start=n)
             answer = await p.generate(prompt, max_tokens=9)
@@ -50,9 +51,14 @@ async def test_tokens_are_those_of_one_engine_and_decode_computes_nothing(
             assert answer.prefill.leg.num_bytes_written == num_blocks * block_bytes
             num_bytes += num_blocks * block_bytes
             await p.check()
+        # What decode stored of the answers, beside.
+        num_back = p.decode.core.counts.num_blocks_written_back
         status = await p.store_status()
-        assert status.num_bytes_written == num_bytes
-        assert status.num_bytes_read == num_bytes
+        num_written_back = sum((n + 8) // BLOCK_SIZE - n // BLOCK_SIZE for n in lengths)
+        assert num_back == num_written_back and not p.decode.core.counts.not_written_back
+        num_bytes_back = num_back * block_bytes
+        assert status.num_bytes_written - num_bytes_back - before.num_bytes_written == num_bytes
+        assert status.num_bytes_read - before.num_bytes_read == num_bytes
 
 
 async def test_a_second_identical_prompt_computes_only_what_follows_its_last_full_block(
@@ -165,10 +171,11 @@ async def test_sampled_tokens_do_not_depend_on_the_path(tmp_path: Path) -> None:
         await p.check()
 
 
-async def test_a_stream_is_taken_up_again_from_its_tokens(tmp_path: Path) -> None:
+@pytest.mark.parametrize("preemption", ["never", "recompute"])
+async def test_a_stream_is_taken_up_again_from_its_tokens(tmp_path: Path, preemption: str) -> None:
     """Tokens drawn before are context: prefill computes and hands over their KV, too, and nothing
-    is drawn twice."""
-    async with pair(tmp_path) as p, p.stream() as stream:
+    is drawn twice. Where decode preempts it has places for the prompt's blocks only."""
+    async with pair(tmp_path, decode_preemption=preemption) as p, p.stream() as stream:
         for num_drawn in (1, 5, 6, 7, 12):
             prompt = prompt_of(30, start=num_drawn)
             expected = p.expected(prompt, 16)

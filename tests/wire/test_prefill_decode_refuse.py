@@ -201,7 +201,11 @@ async def test_a_worker_that_does_not_fit_its_store_does_not_start(tmp_path: Pat
     async with pair(tmp_path) as p:
         other = FakeModel(block_size=8)
         engine = Engine(EngineConfig(block_size=8, num_blocks=64), other)
-        settings = WorkerSettings(redis_url="", store_address=p.store.address)
+        settings = WorkerSettings(
+            redis_url="",
+            store_address=p.store.address,
+            handle_keys_file=p.prefill.core.settings.handle_keys_file,
+        )
         with pytest.raises(FailedPrecondition, match="another KV layout"):
             await main.start(engine, settings, "prefill", PrefillRole)
         await p.check()

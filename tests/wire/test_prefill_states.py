@@ -18,7 +18,7 @@ from engine.request import Request, Reservation
 from process import serving
 from process.errors import Cancelled, DeadlineExceeded
 from protos import prefill_pb2_grpc
-from services.prefill.worker import PrefillState
+from services.prefill.job import PrefillState
 from services.worker.config import WorkerLimits
 from tests.unit.worker.builders import BLOCK_SIZE, prompt_of
 from tests.wire.prefill_decode_pair import WAIT_S, Gate, Pair, pair, until, whole

@@ -10,7 +10,7 @@ import grpc.aio
 import pytest
 
 from protos import inference_pb2_grpc
-from services.router.fake_workers import Gate
+from services.router.fakes.gate import Gate
 from tests.unit.router.bench import Bench, expected_ids, request, rest_of, running, until
 
 STATES = ("reserving", "prefilling", "storing", "decoding")

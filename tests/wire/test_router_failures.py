@@ -13,7 +13,8 @@ from process import serving
 from process.errors import BatonError, InvalidArgument, NoCapacity, Unavailable
 from protos import inference_pb2, kvstore_pb2, kvstore_pb2_grpc
 from services.router.app import Router
-from services.router.fake_workers import FakeDecode, FakePrefill
+from services.router.fakes.decode import FakeDecode
+from services.router.fakes.prefill import FakePrefill
 from tests.unit.router.bench import (
     TOKENIZER,
     Bench,

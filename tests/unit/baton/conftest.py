@@ -36,6 +36,8 @@ def last_message(request_id: str = "r") -> inference_pb2.GenerateResponse:
             from_store=counts,
             num_bytes_read=4096,
             recomputed=[common_pb2.RecomputeCount(reason="checksum", num_blocks=1)],
+            num_tokens_early=16,
+            num_blocks_written_back=2,
         ),
     ]
     return inference_pb2.GenerateResponse(

@@ -34,6 +34,9 @@ def test_generate_streams_then_accounts(router: Any, capsys: pytest.CaptureFixtu
     words = out.split()
     for shown in ("prefill-0", "decode-0", "40", "32", "host", "shm", "float32", "checksum"):
         assert shown in words
+    assert "early" in words and "blocks written back" in out
+    row = next(line.split() for line in out.splitlines() if line.startswith("decode-0"))
+    assert row[-4:] == ["16", "2", "checksum", "1"]
     assert "1.50 s" in out and "seed 11" in out and "stop_token" in out
     assert router.requests[0].sampling.temperature == 0.0
 
@@ -107,6 +110,75 @@ def test_status_as_tables_and_as_json(router: Any, capsys: pytest.CaptureFixture
     value = json.loads(capsys.readouterr().out)
     assert value["workers"][0]["num_prompt_tokens_from_store"] == 75
     assert value["stores"][0]["reachable"] is True and value["num_requests_finished"] == 9
+
+
+def test_status_shows_links_tiers_tenants_and_problems_where_there_are_any(
+    router: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    router.status = inference_pb2.GetClusterStatusReply(
+        workers=[
+            common_pb2.WorkerStatus(
+                worker_id="decode-0",
+                store_node_id="store-1",
+                store_address="127.0.0.1:2",
+                links=[
+                    common_pb2.LinkStatus(
+                        node_id="store-1",
+                        transport="shm",
+                        write_bytes_per_s=3 << 30,
+                        read_bytes_per_s=5 << 30,
+                        latency_s=0.0004,
+                    ),
+                    common_pb2.LinkStatus(
+                        node_id="store-0",
+                        transport="grpc",
+                        write_bytes_per_s=1 << 20,
+                        floor_bytes_per_s=1 << 30,
+                        degraded=True,
+                    ),
+                    common_pb2.LinkStatus(store_address="127.0.0.1:9", problem="no room"),
+                ],
+            ),
+            common_pb2.WorkerStatus(worker_id="prefill-0", store_address="127.0.0.1:1"),
+            common_pb2.WorkerStatus(worker_id="prefill-1"),
+        ],
+        stores=[
+            inference_pb2.StoreStatus(
+                node_id="store-1",
+                num_pages=800,
+                num_pages_used=71,
+                num_demoted=77,
+                num_promoted=6,
+                num_pages_bad=3,
+                tenants=[
+                    common_pb2.TenantUsage(tenant="b", num_blocks=12, num_blocks_guaranteed=99),
+                    common_pb2.TenantUsage(num_blocks=4),
+                ],
+            ),
+            inference_pb2.StoreStatus(node_id="store-0"),
+        ],
+        problems=["link decode-0 -> store-0 is degraded"],
+    )
+    assert cli.main(["status", "--address", router.address]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    for row in (
+        "problem: link decode-0 -> store-0 is degraded",
+        "store-1 800 71 77 6 3",
+        "store-1 (none) 4 -",
+        "store-1 b 12 99",
+        "decode-0 store-1 shm 3.0 GiB/s 5.0 GiB/s 0.4 ms - ok",
+        "decode-0 store-0 grpc 1.0 MiB/s - - 1.0 GiB/s DEGRADED",
+        "decode-0 127.0.0.1:9 - - - - not measured: no room",
+    ):
+        assert row.split() in rows, row
+    assert ["decode-0", "store-1", "ok"] in rows
+    assert ["prefill-0", "not", "attached", "ok"] in rows
+    assert ["prefill-1", "none", "ok"] in rows
+    # Without any of it no table stands empty.
+    router.status = inference_pb2.GetClusterStatusReply()
+    assert cli.main(["status", "--address", router.address]) == 0
+    shown = capsys.readouterr().out
+    assert not any(word in shown for word in ("pages of", "tenants of", "links of", "problem"))
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ async def test_complete_puts_everything_together(router: Any) -> None:
     assert decode.num_tokens_from_store == 32
     assert decode.from_store[0].tier == "host"
     assert decode.recomputed == {"checksum": 1}
+    assert (decode.num_tokens_early, decode.num_blocks_written_back) == (16, 2)
     assert completion.provenance.num_bytes_moved == 5120 + 4096
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from baton import cluster_plan
+from baton import cli, cluster_plan, command_options
 from baton.cluster_plan import ClusterConfig, ProcessSpec
 from baton.errors import ClusterError
 from engine.config import EngineConfig
@@ -23,10 +23,15 @@ def _sets(spec: ProcessSpec) -> list[str]:
 
 def _all(config: ClusterConfig) -> dict[str, ProcessSpec]:
     specs = [
-        cluster_plan.store(
+        *cluster_plan.stores(
             config, redis_url="redis://x", listen="127.0.0.1:0", slab_dir="/m", capacity_bytes=8192
         ),
-        *cluster_plan.workers(config, redis_url="redis://x", store_address="127.0.0.1:1"),
+        *cluster_plan.workers(
+            config,
+            redis_url="redis://x",
+            store_addresses=[f"127.0.0.1:{i + 1}" for i in range(config.num_stores)],
+            handle_keys_file="/x/handle.keys",
+        ),
         cluster_plan.router(config, redis_url="redis://x", listen="127.0.0.1:0"),
     ]
     return {spec.name: spec for spec in specs}
@@ -57,10 +62,51 @@ def test_components_take_the_settings_we_give_them() -> None:
         assert worker.worker_id == f"{role}-0"
         assert worker.transport == "nixl"
         assert worker.store_address == "127.0.0.1:1"
+        assert worker.handle_keys_file == "/x/handle.keys"
+        assert worker.remote_transport == "nixl"
         assert isinstance(worker.engine, EngineConfig)
         assert worker.engine.model == config.model
         assert worker.engine.num_threads >= 1
     assert settings.load(RouterSettings, overrides=_sets(specs["router"])).model == config.model
+
+
+@pytest.mark.parametrize(
+    ("num_prefill", "num_decode", "num_stores", "homes"),
+    [
+        (1, 1, 1, [1, 1]),
+        (1, 1, 2, [1, 2]),
+        (2, 2, 2, [1, 2, 1, 2]),
+        (2, 3, 2, [1, 2, 1, 2, 1]),
+        (1, 2, 3, [1, 2, 3]),
+    ],
+)
+def test_workers_are_dealt_to_the_stores_in_turn(
+    num_prefill: int, num_decode: int, num_stores: int, homes: list[int]
+) -> None:
+    config = ClusterConfig(num_prefill=num_prefill, num_decode=num_decode, num_stores=num_stores)
+    specs = _all(config)
+    stores = [
+        settings.load(KvStoreSettings, overrides=_sets(spec))
+        for spec in specs.values()
+        if spec.kind == "store"
+    ]
+    names = [store.node_id for store in stores]
+    assert names == (["store"] if num_stores == 1 else [f"store-{i}" for i in range(num_stores)])
+    assert all(name in specs for name in names)
+    workers = [
+        settings.load(WorkerSettings, overrides=_sets(spec))
+        for spec in specs.values()
+        if spec.kind in ("prefill", "decode")
+    ]
+    assert [worker.store_address for worker in workers] == [f"127.0.0.1:{i}" for i in homes]
+    assert {worker.remote_transport for worker in workers} == {"grpc"}
+
+
+def test_the_command_line_says_how_many_stores() -> None:
+    parsed = cli.build_parser().parse_args(["up", "--stores", "2"])
+    assert command_options.cluster_of(parsed).num_stores == 2
+    parsed = cli.build_parser().parse_args(["up"])
+    assert command_options.cluster_of(parsed) == ClusterConfig()
 
 
 def test_overrides_reach_whom_they_name_and_win() -> None:
@@ -89,6 +135,12 @@ def test_overrides_reach_whom_they_name_and_win() -> None:
         ({"port": -1}, "--port -1"),
         ({"port": 65536}, "at most 65535"),
         ({"transport": "tcp"}, "shm, nixl, grpc"),
+        ({"num_stores": 0}, "--stores 0"),
+        ({"num_stores": 3}, "--stores 3: at most one for each worker, which are 2"),
+        (
+            {"num_stores": 2, "overrides": ("store.node_id=a",)},
+            "--set store.node_id=a: 2 stores cannot share it",
+        ),
         ({"overrides": ("wroker.x=1",)}, "nearest is 'worker'"),
         ({"overrides": ("worker",)}, "write it as worker.key=value"),
         ({"overrides": ("worker.x",)}, "write it as worker.key=value"),

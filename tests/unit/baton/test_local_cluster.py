@@ -31,6 +31,15 @@ def test_the_store_gets_half_of_what_is_free_at_most(
     assert local_cluster._store_capacity_bytes(config, Path("/m/x")) == expected * MIB
 
 
+def test_several_stores_share_what_one_would_get(monkeypatch: pytest.MonkeyPatch) -> None:
+    _room(monkeypatch, 64 * MIB)
+    config = ClusterConfig(num_stores=2)
+    assert local_cluster._store_capacity_bytes(config, Path("/m/x")) == 16 * MIB
+    _room(monkeypatch, 63 * MIB)
+    with pytest.raises(ClusterError, match=rf"2 KV store\(s\) need {64 * MIB}"):
+        local_cluster._store_capacity_bytes(config, Path("/m/x"))
+
+
 def test_too_little_shared_memory_is_refused_unless_the_user_chose(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

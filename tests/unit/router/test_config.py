@@ -33,12 +33,21 @@ def test_defaults_with_a_model() -> None:
         ("times.poll_interval_s=nan", "poll_interval_s"),
         ("costs.link_bytes_per_s=0", "link_bytes_per_s"),
         ("tenant_secret=" + "x" * 65, "tenant_secret"),
+        ('tenant_scopes=["alone"]', "'alone' is not tenant=scope"),
+        ('tenant_scopes=["a="]', "'a=' is not tenant=scope"),
+        ('tenant_scopes=["=team"]', "is not tenant=scope"),
+        ('tenant_scopes=["a=team","a=other"]', "tenant 'a' is in two scopes"),
         ("pol_interval=1", "unknown key"),
     ],
 )
 def test_what_is_wrong_is_named(override: str, word: str) -> None:
     with pytest.raises(SettingsError, match=word):
         settings.load(RouterSettings, overrides=["model=m", override])
+
+
+def test_scopes_from_the_command_line() -> None:
+    loaded = settings.load(RouterSettings, overrides=["model=m", 'tenant_scopes=["a=s","b=s"]'])
+    assert loaded.tenant_scopes == ("a=s", "b=s")
 
 
 def test_a_secret_is_not_logged() -> None:

@@ -138,6 +138,44 @@ def test_no_token_is_lost_or_doubled(steps: list[list[int]], data: st.DataObject
     asyncio.run(run())
 
 
+@given(
+    st.lists(
+        st.sampled_from(
+            ["reserved", "prefetch", "generate", "tokens", "cancel", "finished", "broken"]
+        ),
+        max_size=12,
+    )
+)
+def test_a_partial_handle_goes_only_to_a_reservation_that_waits(doings: list[str]) -> None:
+    """Whatever happens in whatever order; what no worker does is left out."""
+    leg, sent = _leg()
+    num_due = 0
+    for doing in doings:
+        before = leg.state
+        if doing == "prefetch":
+            leg.prefetch(common_pb2.KvHandle(is_partial=True))
+            num_due += before is LegState.RESERVED
+            assert leg.state is before
+        elif doing == "generate" and before is LegState.RESERVED:
+            leg.generate(GENERATE)
+        elif doing == "cancel":
+            leg.cancel()
+        elif before is LegState.OVER:
+            continue
+        elif doing == "reserved":
+            leg.on_event(RESERVED)
+        elif doing == "tokens":
+            leg.on_event(_event(tokens={"token_ids": [1]}))
+        elif doing == "finished":
+            leg.on_event(FINISHED)
+        elif doing == "broken":
+            leg.fail(Unavailable("gone"))
+    kinds = [command.WhichOneof("command") for command in sent]
+    assert kinds.count("prefetch") == num_due
+    # Before everything that ends the wait.
+    assert "prefetch" not in kinds[num_due:]
+
+
 async def test_samples_are_kept_apart_and_end_one_by_one() -> None:
     leg, sent = _leg()
     leg.on_event(RESERVED)

@@ -58,7 +58,7 @@ def test_salts() -> None:
 
 def test_affinity_follows_the_session_or_the_first_tokens() -> None:
     def affinity(session: str, ids: list[int], tenant: str = "t") -> bytes:
-        return identity.affinity(tenant, session, ids)
+        return identity.affinity(identity.tenant_salt(tenant, "x"), session, ids)
 
     assert affinity("s", [1]) == affinity("s", [2])
     assert affinity("", [1] * 40) == affinity("", [1] * 50)

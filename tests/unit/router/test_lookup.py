@@ -4,77 +4,112 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from kvstore import block_hash, index
 from process import redis_client
 from process.errors import Unavailable
 from services.router.lookup import PrefixLookup
+from services.router.prefix_runs import NO_PREFIXES
+from services.router.views import StoreView
 from tests.unit.router.bench import RedisServer
 
 FINGERPRINT = "ab" * 32
 
 
+STORE = StoreView("n0", "127.0.0.1:1", "aa")
+LAYOUT = (FINGERPRINT, 16)
+
+
 class _Index:
     def __init__(self, error: Exception | None = None, wait: bool = False) -> None:
         self.error, self.wait = error, wait
+        self.num_calls = 0
 
-    async def lookup(
-        self, chain_hashes: Sequence[bytes], nodes: Mapping[str, str]
-    ) -> Mapping[str, int]:
+    async def lookup_all(
+        self, chains: Sequence[Sequence[bytes]], nodes: Mapping[str, str]
+    ) -> Sequence[Mapping[str, int]]:
+        self.num_calls += 1
         if self.wait:
             await asyncio.Event().wait()
         if self.error is not None:
             raise self.error
-        return {node: len(chain_hashes) for node in nodes}
+        return [{node: len(chain) for node in nodes} for chain in chains]
 
 
-async def test_tokens_by_node_and_fingerprint() -> None:
-    lookup = PrefixLookup(_Index(), lambda: {"n0": "aa"}, timeout_s=1)
-    found = await lookup.find(range(50), b"salt", [(FINGERPRINT, 16), ("cd" * 32, 8)])
-    assert found == {(FINGERPRINT, "n0"): 48, ("cd" * 32, "n0"): 48}
-    assert lookup.problem is None
+async def test_blocks_by_layout_and_node_in_one_call() -> None:
+    index_ = _Index()
+    lookup = PrefixLookup(index_, lambda: [STORE], timeout_s=1)
+    found = await lookup.find(range(50), b"salt", [LAYOUT, (FINGERPRINT, 8), ("cd" * 32, 8)])
+    assert found.of(LAYOUT) == {"n0": 3}
+    assert found.of((FINGERPRINT, 8)) == found.of(("cd" * 32, 8)) == {"n0": 6}
+    assert found.of(("ef" * 32, 8)) == {}
+    assert found.stores == {"n0": STORE}
+    assert lookup.problem is None and index_.num_calls == 1
 
 
 async def test_long_prompts_are_hashed_alike() -> None:
-    lookup = PrefixLookup(_Index(), lambda: {"n0": "aa"}, timeout_s=5)
-    found = await lookup.find(range(20_000), b"salt", [(FINGERPRINT, 16)])
-    assert found == {(FINGERPRINT, "n0"): 20_000}
+    lookup = PrefixLookup(_Index(), lambda: [STORE], timeout_s=5)
+    found = await lookup.find(range(20_000), b"salt", [LAYOUT])
+    assert found.of(LAYOUT) == {"n0": 1250}
 
 
 async def test_a_failing_or_slow_index_is_no_hint_and_a_problem() -> None:
     failing, index_ = _Index(Unavailable("away")), _Index(wait=True)
     for broken in (failing, index_):
-        lookup = PrefixLookup(broken, lambda: {"n0": "aa"}, timeout_s=0.02)
-        assert await lookup.find(range(50), b"salt", [(FINGERPRINT, 16)]) == {}
+        lookup = PrefixLookup(broken, lambda: [STORE], timeout_s=0.02)
+        assert await lookup.find(range(50), b"salt", [LAYOUT]) == NO_PREFIXES
         assert lookup.problem is not None
     failing.error = None
-    lookup = PrefixLookup(failing, lambda: {"n0": "aa"}, timeout_s=0.02)
-    await lookup.find(range(50), b"salt", [(FINGERPRINT, 16)])
+    lookup = PrefixLookup(failing, lambda: [STORE], timeout_s=0.02)
+    await lookup.find(range(50), b"salt", [LAYOUT])
     assert lookup.problem is None
 
 
-async def test_without_stores_nothing_is_asked() -> None:
-    lookup = PrefixLookup(_Index(Unavailable("asked")), dict, timeout_s=1)
-    assert await lookup.find(range(50), b"salt", [(FINGERPRINT, 16)]) == {}
-    assert lookup.problem is None
+async def test_without_stores_or_workers_nothing_is_asked() -> None:
+    index_ = _Index()
+    for lookup, layouts in (
+        (PrefixLookup(index_, list, timeout_s=1), [LAYOUT]),
+        (PrefixLookup(index_, lambda: [STORE], timeout_s=1), []),
+    ):
+        assert await lookup.find(range(50), b"salt", layouts) == NO_PREFIXES
+        assert lookup.problem is None
+    assert not index_.num_calls
 
 
 async def test_against_the_real_index() -> None:
-    """The hashes the router makes are the ones a store publishes."""
+    """The hashes the router makes are the ones a store publishes; one round trip whatever is
+    asked."""
     server = RedisServer()
     try:
         await server.start()
-        client = redis_client.connect(server.url, 1.0)
-        hashes = block_hash.chain(block_hash.root_key(b"salt", FINGERPRINT), range(64), 16)
-        for chain_hash in hashes[:3]:
-            await client.hset(index.index_key("n0", "aa"), chain_hash, 1)
-        lookup = PrefixLookup(
-            index.PrefixIndex(client, 1.0), lambda: {"n0": "aa", "n1": "bb"}, timeout_s=1
-        )
-        found = await lookup.find(range(70), b"salt", [(FINGERPRINT, 16)])
-        assert found == {(FINGERPRINT, "n0"): 48, (FINGERPRINT, "n1"): 0}
-        other = await lookup.find(range(70), b"other tenant", [(FINGERPRINT, 16)])
-        assert set(other.values()) == {0}
+        client = redis_client.connect(server.url, 5.0)
+        stores = [STORE, StoreView("n1", "127.0.0.1:2", "bb")]
+        for size, num_held in ((16, 700), (8, 3)):
+            root = block_hash.root_key(b"salt", FINGERPRINT)
+            for chain_hash in block_hash.chain(root, range(16_400), size)[:num_held]:
+                await client.hset(index.index_key("n0", "aa"), chain_hash, 1)
+        lookup = PrefixLookup(index.PrefixIndex(client, 5.0), lambda: stores, timeout_s=5)
+        await lookup.find(range(70), b"salt", [LAYOUT])  # Redis has the script now
+        before = await _num_commands(client)
+        found = await lookup.find(range(16_400), b"salt", [LAYOUT, (FINGERPRINT, 8)])
+        after = await _num_commands(client)
+        assert found.of(LAYOUT) == {"n0": 700, "n1": 0}
+        assert found.of((FINGERPRINT, 8)) == {"n0": 3, "n1": 0}
+        # What the script does inside counts as commands of its own.
+        assert {name: after[name] - before.get(name, 0) for name in after} == {
+            **dict.fromkeys(after, 0),
+            "cmdstat_evalsha": 1,
+            "cmdstat_info": 1,
+            "cmdstat_hexists": after["cmdstat_hexists"] - before["cmdstat_hexists"],
+        }
+        assert after["cmdstat_hexists"] - before["cmdstat_hexists"] < 100
+        other = await lookup.find(range(70), b"other tenant", [LAYOUT])
+        assert set(other.of(LAYOUT).values()) == {0}
         await client.aclose()
     finally:
         server.remove()
+
+
+async def _num_commands(client: Any) -> dict[str, int]:
+    return {name: row["calls"] for name, row in (await client.info("commandstats")).items()}

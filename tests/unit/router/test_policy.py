@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -11,9 +13,16 @@ from hypothesis import strategies as st
 from process.errors import Unavailable
 from services.router.config import RouterCosts
 from services.router.policy import Ask, WorkerLoad, blocks_needed, choose
+from services.router.prefix_runs import Prefixes, Run
+from services.router.views import Link
 
 COSTS = RouterCosts(prefill_tokens_per_s=1000, link_bytes_per_s=1e6, decode_request_s=0.1)
-ASK = Ask(num_prompt_tokens=160, max_tokens=17, prefix_tokens={}, affinity=b"a")
+ASK = Ask(num_prompt_tokens=160, max_tokens=17, affinity=b"a")
+
+
+def _holding(held: Mapping[str, int], fingerprint: str = "f") -> Ask:
+    """The ask when stores hold so many blocks of it."""
+    return replace(ASK, prefixes=Prefixes({(fingerprint, 16): held}))
 
 
 def _load(worker_id: str, **changes: object) -> WorkerLoad:
@@ -40,17 +49,96 @@ def test_the_shorter_queue() -> None:
 
 
 def test_a_cached_prefix_is_worth_a_queue_but_not_any_queue() -> None:
-    ask = replace(ASK, prefix_tokens={("f", "s1"): 160})
+    """The other worker could pull it too, over one link more."""
+    costs = replace(COSTS, link_bytes_per_s=2e5)
+    ask = _holding({"s1": 10})
     near = _load("p1", store_node_id="s1")
-    choice = choose([_load("p0"), replace(near, num_queued_tokens=100)], [_load("d0")], ask, COSTS)
+    decode = [_load("d0", store_node_id="s1")]
+    choice = choose([_load("p0"), replace(near, num_queued_tokens=100)], decode, ask, costs)
     assert choice.prefill_id == "p1"
     assert choice.why["prefill_compute"] == pytest.approx(0.001)  # the last token always
-    choice = choose([_load("p0"), replace(near, num_queued_tokens=300)], [_load("d0")], ask, COSTS)
+    choice = choose([_load("p0"), replace(near, num_queued_tokens=300)], decode, ask, costs)
     assert choice.prefill_id == "p0"
 
 
+def test_what_the_union_holds_is_cached() -> None:
+    """Its own store's part over one link, the rest from where it is longest over two."""
+    ask = _holding({"s": 2, "t": 7, "u": 5})
+    choice = choose([_load("p0")], [_load("d0")], ask, COSTS)
+    assert choice.runs == (Run("s", 0, 2), Run("t", 2, 5))
+    assert choice.why["prefill_compute"] == pytest.approx((160 - 7 * 16) / 1000)
+    assert choice.why["prefill_link"] == pytest.approx(2 * 1600 / 1e6)
+    assert choice.why["prefill_pull"] == pytest.approx(2 * 5 * 1600 / 1e6)
+
+
+def test_a_worker_without_a_store_has_no_prefix() -> None:
+    choice = choose([_load("p0", store_node_id="")], [_load("d0")], _holding({"t": 7}), COSTS)
+    assert choice.runs == () and choice.why["prefill_pull"] == 0
+
+
+def test_measured_links_count_instead_of_the_guess() -> None:
+    p = _load("p0", links={"s": Link(1e5), "t": Link(5e5)})
+    d = _load("d0", links={"s": Link(2e4)})
+    choice = choose([p], [d], _holding({"s": 2, "t": 7}), COSTS)
+    assert choice.why["prefill_link"] == pytest.approx(2 * 1600 / 1e5)
+    assert choice.why["prefill_pull"] == pytest.approx(5 * 1600 / 5e5)
+    assert choice.why["decode_link"] == pytest.approx(160 * 100 / 2e4)
+
+
+@given(
+    rates=st.lists(st.floats(2.5e5, 1e6), min_size=8, max_size=8),
+    affinity=st.binary(min_size=1, max_size=8),
+)
+def test_noise_of_measurements_moves_no_choice(rates: list[float], affinity: bytes) -> None:
+    """Equal workers whose links were measured at one and at four times a rate cost the same, so
+    that affinity decides as if nothing had been measured."""
+    names = ("p0", "p1", "d0", "d1")
+    loads = [
+        _load(name, links={"s": Link(home), "t": Link(far)})
+        for name, home, far in zip(names, rates[:4], rates[4:], strict=True)
+    ]
+    loads[0] = replace(loads[0], links={"s": Link(rates[0])})  # it has not met the other store
+    ask = replace(_holding({"s": 2, "t": 7}), affinity=affinity)
+    measured = choose(loads[:2], loads[2:], ask, COSTS)
+    plain = choose([_load("p0"), _load("p1")], [_load("d0"), _load("d1")], ask, COSTS)
+    assert (measured.prefill_id, measured.decode_id) == (plain.prefill_id, plain.decode_id)
+
+
+def test_a_link_that_failed_its_measurement_is_dear_and_not_pulled_over() -> None:
+    """It gave wrong bytes, or too few. A busy start must not idle a worker for ever."""
+    failed = {"t": Link(0.0, is_degraded=True)}
+    ask, quick = _holding({"t": 7}), replace(COSTS, link_bytes_per_s=1e12)
+    assert choose([_load("p0", links=failed)], [_load("d0")], ask, quick).runs == ()
+    p, d = _load("p0"), _load("d0", links={"s": Link(0.0, is_degraded=True)})
+    choice = choose([p], [d, _load("d1", num_requests=15)], ASK, COSTS)
+    assert choice.decode_id == "d1"
+    choice = choose([p], [d, _load("d1", num_requests=17)], ASK, COSTS)
+    assert choice.why["decode_link"] == pytest.approx(100 * 16_000 / 1e6)
+
+
+def test_of_two_equal_prefixes_the_nearer_one_is_pulled() -> None:
+    ask = _holding({"t": 7, "u": 7})
+    for near, far in (("t", "u"), ("u", "t")):
+        links = {near: Link(1e6), far: Link(2e5)}
+        assert choose([_load("p0", links=links)], [_load("d0")], ask, COSTS).runs == (
+            Run(near, 0, 7),
+        )
+
+
+def test_a_degraded_link_is_used_only_where_it_beats_computing() -> None:
+    """A block of 1,600 bytes takes 16 ms to compute: at 1e5 bytes/s as long to fetch."""
+    ask = _holding({"t": 7, "u": 5})
+    for rate, node in ((9e4, "u"), (2e5, "t")):
+        links = {"t": Link(rate, is_degraded=True)}
+        (run,) = choose([_load("p0", links=links)], [_load("d0")], ask, COSTS).runs
+        assert run.node_id == node
+    healthy = {"t": Link(9e4)}
+    (run,) = choose([_load("p0", links=healthy)], [_load("d0")], ask, COSTS).runs
+    assert run.node_id == "t"  # slow for its kind of link, or computing is slower than we guess
+
+
 def test_a_prefix_of_another_model_is_worth_nothing() -> None:
-    ask = replace(ASK, prefix_tokens={("other", "s"): 160})
+    ask = _holding({"s": 10}, "other")
     choice = choose([_load("p0")], [_load("d0")], ask, COSTS)
     assert choice.why["prefill_compute"] == pytest.approx(0.16)
 
@@ -118,13 +206,17 @@ loads = st.builds(
     store_node_id=st.sampled_from(["s", "t"]),
     is_suspect=st.booleans(),
 )
+links = st.dictionaries(
+    st.sampled_from(["s", "t"]),
+    st.builds(Link, st.just(0.0) | st.floats(1e3, 1e9), st.booleans()),
+)
 
 
 @given(prefill=st.lists(loads, max_size=4), decode=st.lists(loads, max_size=4))
 def test_the_choice_is_a_valid_pair_of_least_cost(
     prefill: list[WorkerLoad], decode: list[WorkerLoad]
 ) -> None:
-    ask = replace(ASK, prefix_tokens={("f", "t"): 64})
+    ask = _holding({"s": 2, "t": 4})
     pairs = [(p, d) for p in prefill for d in decode if p.fingerprint == d.fingerprint]
     try:
         choice = choose(prefill, decode, ask, COSTS)
@@ -135,3 +227,25 @@ def test_the_choice_is_a_valid_pair_of_least_cost(
     alone = [sum(choose([p], [d], ask, COSTS).why.values()) for p, d in pairs]
     assert cost == pytest.approx(min(alone))
     assert (choice.prefill_id, choice.decode_id) in {(p.worker_id, d.worker_id) for p, d in pairs}
+
+
+@given(
+    prefill=st.lists(st.tuples(loads, links), min_size=1, max_size=4),
+    decode=st.lists(st.tuples(loads, links), min_size=1, max_size=4),
+)
+def test_whatever_was_measured_the_choice_is_a_valid_pair_of_finite_cost(
+    prefill: list[tuple[WorkerLoad, dict[str, Link]]],
+    decode: list[tuple[WorkerLoad, dict[str, Link]]],
+) -> None:
+    p_loads, d_loads = (
+        [replace(load, links=links) for load, links in loads] for loads in (prefill, decode)
+    )
+    pairs = {(p.worker_id, d.worker_id) for p in p_loads for d in d_loads if p.layout == d.layout}
+    try:
+        choice = choose(p_loads, d_loads, _holding({"s": 2, "t": 4}), COSTS)
+    except Unavailable:
+        assert not pairs
+        return
+    assert (choice.prefill_id, choice.decode_id) in pairs
+    assert all(0 <= seconds < math.inf for seconds in choice.why.values())
+    assert sum(run.num_blocks for run in choice.runs) in (0, 2, 4)

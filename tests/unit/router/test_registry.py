@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
 from process import redis_client
-from services.router.fake_workers import FakeModel, FakePrefill
+from services.router.fakes.model import FakeModel
+from services.router.fakes.prefill import FakePrefill
 from services.router.registry import Registry
-from services.router.views import ServedModel, find_problem, worker_view
+from services.router.views import Link, ServedModel, find_problem, worker_view
 from tests.unit.router.bench import RedisServer
+
+LIFE = "ab" * 16
 
 
 @pytest.fixture
@@ -78,11 +82,11 @@ async def test_known_workers_stay_known_without_redis(
 
 
 async def test_stores(registry: Registry, client: Any) -> None:
-    for node, spelling in (("n0", "node_id"), ("n1", "nodeId")):
-        entry = {spelling: node, "address": "h:1", "incarnation": "ab"}
+    for node, spelling in (("n0", "node_id"), ("n1", "nodeId"), ("silent", "node_id")):
+        entry = {spelling: node, "address": "h:1", "incarnation": LIFE}
         await client.hset("baton:stores", node, json.dumps(entry))
-        await client.set(f"baton:store:{node}:beat", "ab")
-    await client.hset("baton:stores", "n2", '{"node_id": "n2", "address": "", "incarnation": "x"}')
+        await client.set(f"baton:store:{node}:beat", LIFE)
+    await client.delete("baton:store:silent:beat")
     stores = (await registry.poll()).stores
     assert [store.node_id for store in stores] == ["n0", "n1"]
 
@@ -94,9 +98,14 @@ async def test_a_broken_entry_is_a_problem_not_a_failure(registry: Registry, cli
     await client.hset("baton:workers", "p2", '{"workerId": "somebody else"}')
     await client.hset("baton:stores", "n1", "[]")
     await client.hset("baton:stores", "n2", '{"node_id": 3}')
+    for node, address, life in (("n3", "h:1", "no hex"), ("n4", "h:1", "ab"), ("n5", "", LIFE)):
+        entry = {"node_id": node, "address": address, "incarnation": life}
+        await client.hset("baton:stores", node, json.dumps(entry))
+        await client.set(f"baton:store:{node}:beat", life)
     snapshot = await registry.poll()
     assert [worker.worker_id for worker in snapshot.workers] == ["p0"]
-    assert len(snapshot.problems) == 5
+    assert not snapshot.stores
+    assert len(snapshot.problems) == 8
 
 
 async def test_polling_tells_who_asked(redis_server: RedisServer, client: Any) -> None:
@@ -112,6 +121,25 @@ async def test_polling_tells_who_asked(redis_server: RedisServer, client: Any) -
     assert seen == [0]
     await registry.stop()
     await redis.aclose()
+
+
+def test_links_are_those_that_were_measured_the_last_of_each_store() -> None:
+    worker = FakePrefill("p0", FakeModel())
+    worker.links = [
+        {"node_id": "n0", "read_bytes_per_s": 5.0, "degraded": True, "measured_unix_ms": 2},
+        {"node_id": "n0", "read_bytes_per_s": 9.0, "measured_unix_ms": 1},
+        {"node_id": "n1", "read_bytes_per_s": 7.0},
+        {"node_id": "n2", "read_bytes_per_s": 7.0, "problem": "no answer"},
+        {"node_id": "n3", "read_bytes_per_s": 0.0},
+        {"node_id": "n4", "read_bytes_per_s": math.nan},
+        {"node_id": "n5", "read_bytes_per_s": math.inf},
+        {"node_id": "n6", "problem": "wrong bytes", "degraded": True},
+    ]
+    assert worker_view(worker.status()).links == {
+        "n0": Link(5.0, is_degraded=True),
+        "n1": Link(7.0),
+        "n6": Link(0.0, is_degraded=True),
+    }
 
 
 def test_what_makes_a_worker_unusable() -> None:

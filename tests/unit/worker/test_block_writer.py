@@ -14,8 +14,8 @@ import pytest
 
 from engine.request import FilledBlock
 from kvstore.block import Block
-from kvstore.client import PutResult
 from kvstore.errors import LeaseLapsed, TransferFailed
+from kvstore.putting import PutResult
 from process.deadline import Deadline
 from process.errors import BatonError, DeadlineExceeded, Unavailable
 from services.worker.block_writer import BlockWriter, TailSource
@@ -41,11 +41,13 @@ class FakeStore:
         self.room = room
         self.stored: list[bytes] = []
         self.puts: list[list[int]] = []
+        self.tenants: set[str] = set()
         self.released: list[str] = []
         self.renewed = asyncio.Event()
         self.renew_error: BatonError | None = None
         self.error: BatonError | None = None
         self.broken: str | None = None
+        self.frame_bytes = 32
         self.gate = asyncio.Event()
         self.gate.set()
         self.entered = asyncio.Event()
@@ -60,7 +62,9 @@ class FakeStore:
         deadline: Deadline,
         *,
         num_tokens: int,
+        tenant: str = "",
     ) -> PutResult:
+        self.tenants.add(tenant)
         self.entered.set()
         await self.gate.wait()
         if self.error is not None:
@@ -88,7 +92,7 @@ class FakeStore:
 
 @asynccontextmanager
 async def writing(
-    store: FakeStore, refs: Sequence[Block] = (), ttl_s: float = 5
+    store: FakeStore, refs: Sequence[Block] = (), ttl_s: float = 5, **options: Any
 ) -> AsyncIterator[tuple[BlockWriter, StoreConnector]]:
     async with running(fake_engine(num_blocks=64)) as thread:
         connector = StoreConnector(None, thread, WorkerLimits())
@@ -102,6 +106,7 @@ async def writing(
             ttl_s=ttl_s,
             put_budget_s=5,
             deadline=Deadline.after(5),
+            **options,
         )
         yield writer, connector
         writer.cancel()
@@ -184,6 +189,30 @@ async def test_what_comes_during_a_put_goes_with_the_next() -> None:
         store.gate.set()
         await writer.finish(None)
     assert store.puts == [[0], [1, 2, 3, 4, 5]]
+
+
+async def test_what_is_much_goes_in_batches_the_tail_with_the_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A copied prefix must not take one put's time for all of it; `refs` grow with each batch."""
+    monkeypatch.setattr("services.worker.block_writer.BATCH_BYTES", 3 * 32)
+    store = FakeStore()
+    grown: list[int] = []
+    async with writing(store, on_stored=lambda: grown.append(len(store.stored))) as (writer, _):
+        writer.add(filled(*range(8)))
+        written = await writer.finish(TailSource("tail", 99, 1))
+        assert len(writer.refs) == writer.num_stored == 8
+    assert store.puts == [[0, 1, 2], [3, 4, 5], [6, 7]]
+    assert (len(written.refs), written.tail is not None, written.problem) == (8, True, None)
+    assert grown == [3, 6, 8]
+
+
+async def test_the_tenant_is_told_with_every_put() -> None:
+    store = FakeStore()
+    async with writing(store, tenant="blue") as (writer, _):
+        writer.add(filled(0))
+        await writer.finish(TailSource("tail", 99, 1))
+    assert store.tenants == {"blue"}
 
 
 async def test_blocks_that_lie_there_already_are_passed_over() -> None:

@@ -27,6 +27,11 @@ def test_adapters_are_names_and_folders() -> None:
         ("metrics_listen=nowhere", "metrics_listen"),
         ("listen=nowhere", "host:port"),
         ("transport=pigeon", "none of shm, nixl, grpc"),
+        ("remote_transport=shm", "remote_transport: 'shm' is none of nixl, grpc and ''"),
+        ("link_floor_bytes_per_s=-1", "link_floor_bytes_per_s: must not be negative"),
+        ("limits.replicate_after_hits=-1", "replicate_after_hits: must not be negative"),
+        ("limits.max_remote_stores=0", "remote_transport='' pulls from none"),
+        ("store_address=h:1", "handle_keys_file: is needed.*`baton keys new FILE`"),
         ("limits.max_waiting_requests=0", "at least 1"),
         ("limits.drain_s=-1", "negative"),
     ],
@@ -34,3 +39,10 @@ def test_adapters_are_names_and_folders() -> None:
 def test_what_is_wrong_is_named(override: str, word: str) -> None:
     with pytest.raises(SettingsError, match=word):
         settings.load(WorkerSettings, overrides=[override])
+
+
+def test_handles_are_always_signed_where_there_are_any() -> None:
+    overrides = ["store_address=h:1", "handle_keys_file=/x/keys", 'remote_transport=""']
+    loaded = settings.load(WorkerSettings, overrides=overrides)
+    assert (loaded.handle_keys_file, loaded.remote_transport) == ("/x/keys", "")
+    assert settings.load(WorkerSettings).handle_keys_file == ""  # nor is there a store

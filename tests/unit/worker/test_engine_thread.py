@@ -154,6 +154,32 @@ async def test_a_broken_law_is_a_failure(how: str) -> None:
     await thread.stop(5)
 
 
+async def test_nobody_hears_of_a_step_or_a_job_before_its_kernels_are_over() -> None:
+    """Transports copy blocks beside the kernels, so whoever hears of blocks may copy them."""
+    engine = fake_engine()
+    are_over, waits = threading.Event(), []
+
+    def wait_for_kernels() -> None:
+        waits.append(threading.current_thread().name)
+        assert are_over.wait(10)
+
+    heard: list[StepOutput] = []
+    thread = EngineThread(engine, wait_for_kernels=wait_for_kernels)
+    thread.start(heard.append, lambda failure: None)
+    job = asyncio.create_task(
+        thread.call(lambda e: (e.reserve(request(engine, prompt_of(9), name="r")), e.start("r")))
+    )
+    await asyncio.wait([job], timeout=0.1)
+    assert not job.done() and waits == ["engine"]
+    are_over.set()
+    async with asyncio.timeout(5):
+        await job
+        while not heard:
+            await asyncio.sleep(0.001)
+    assert len(waits) >= 2
+    await thread.stop(5)
+
+
 async def test_a_caller_that_left_does_not_undo_its_job() -> None:
     """So whoever leaves must post the abort: it comes after."""
     model = GatedModel()

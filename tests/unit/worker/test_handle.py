@@ -7,12 +7,17 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import DecodeError, Message
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.block import Block, Tier
+from process.errors import Internal
+from process.keys import Key, new_key
 from protos import common_pb2
 from services.worker import handle as handles
+from services.worker.handle_keys import HandleKeys
 
 hashes = st.binary(min_size=16, max_size=16)
 blocks = st.builds(
@@ -46,21 +51,182 @@ any_handles = st.builds(
     runs=st.lists(runs, max_size=3).map(tuple),
     tail=st.none() | runs,
     deadline_unix_ms=st.integers(-(2**63), 2**63 - 1),
+    nonce=hashes,
+    is_partial=st.booleans(),
 )
+KEYS = HandleKeys([new_key()])
 
 
 @given(any_handles)
 def test_what_is_written_is_what_is_read(handle: handles.Handle) -> None:
-    wire = handles.to_proto(handle).SerializeToString()
-    assert handles.from_proto(common_pb2.KvHandle.FromString(wire)) == handle
-    assert not handles.to_proto(handle).signature
+    wire = handles.to_proto(handle, KEYS).SerializeToString()
+    assert handles.from_proto(common_pb2.KvHandle.FromString(wire), KEYS) == handle
+
+
+@given(any_handles, st.data())
+def test_no_flipped_byte_goes_unseen(handle: handles.Handle, data: st.DataObject) -> None:
+    """Whatever byte of the message is changed to whatever: it does not parse, it is refused, or it
+    says exactly the same (a number's spare bits)."""
+    wire = bytearray(handles.to_proto(handle, KEYS).SerializeToString())
+    place = data.draw(st.integers(0, len(wire) - 1), label="place")
+    wire[place] ^= data.draw(st.integers(1, 255), label="flip")
+    try:
+        message = common_pb2.KvHandle.FromString(bytes(wire))
+    except DecodeError:
+        return
+    try:
+        assert handles.from_proto(message, KEYS) == handle
+    except handles.HandleRefused as refused:
+        assert refused.reason == handles.SIGNATURE
+
+
+def test_every_single_flipped_bit_of_a_handle_is_refused() -> None:
+    """All of them, of one handle whose numbers have no spare bits."""
+    wire = handles.to_proto(small_handle(), KEYS).SerializeToString()
+    num_refused = 0
+    for place in range(len(wire) * 8):
+        changed = bytearray(wire)
+        changed[place // 8] ^= 1 << place % 8
+        try:
+            message = common_pb2.KvHandle.FromString(bytes(changed))
+        except DecodeError:
+            continue
+        with pytest.raises(handles.HandleRefused) as caught:
+            handles.from_proto(message, KEYS)
+        assert caught.value.reason == handles.SIGNATURE
+        num_refused += 1
+    assert num_refused > len(wire)  # the others are no messages at all
+
+
+@given(any_handles, st.data())
+def test_no_cut_or_longer_message_goes_unseen(handle: handles.Handle, data: st.DataObject) -> None:
+    wire = handles.to_proto(handle, KEYS).SerializeToString()
+    cut = data.draw(st.integers(0, len(wire) - 1))
+    for changed in (wire[:cut], wire + wire[cut:]):
+        try:
+            message = common_pb2.KvHandle.FromString(changed)
+        except DecodeError:
+            continue
+        try:
+            assert handles.from_proto(message, KEYS) == handle
+        except handles.HandleRefused as refused:
+            assert refused.reason == handles.SIGNATURE
+
+
+def set_another(message: Message, field: FieldDescriptor) -> None:
+    """Change one field to another value, whatever its type: a field that is added to the proto and
+    forgotten in the signature fails the tests that use this."""
+    if field.is_repeated:
+        getattr(message, field.name).add()
+    elif field.message_type is not None:
+        if message.HasField(field.name):
+            message.ClearField(field.name)
+        else:
+            getattr(message, field.name).SetInParent()
+    else:
+        value = getattr(message, field.name)
+        if isinstance(value, bool):
+            setattr(message, field.name, not value)
+        elif isinstance(value, int):
+            setattr(message, field.name, value ^ 1)
+        else:
+            setattr(message, field.name, value + ("x" if isinstance(value, str) else b"x"))
+
+
+def parts_of(message: common_pb2.KvHandle) -> list[Message]:
+    runs = [*message.runs, message.tail]
+    return [message, *runs, *(block for run in runs for block in run.blocks)]
+
+
+def test_every_field_of_every_part_is_signed() -> None:
+    full = handles.to_proto(small_handle(), KEYS)
+    assert full.HasField("tail")
+    num_changes = 0
+    for place, part in enumerate(parts_of(full)):
+        for field in part.DESCRIPTOR.fields:
+            changed = common_pb2.KvHandle.FromString(full.SerializeToString())
+            set_another(parts_of(changed)[place], field)
+            assert changed != full, field.full_name
+            with pytest.raises(handles.HandleRefused) as caught:
+                handles.from_proto(changed, KEYS)
+            assert caught.value.reason == handles.SIGNATURE, field.full_name
+            num_changes += 1
+    num_fields = {
+        kind: len(kind.DESCRIPTOR.fields)
+        for kind in (common_pb2.KvHandle, common_pb2.BlockRun, common_pb2.BlockRef)
+    }
+    assert num_changes == sum(num_fields[type(part)] for part in parts_of(full))
+
+
+@given(any_handles, any_handles)
+def test_no_two_handles_have_the_same_signed_bytes(
+    one: handles.Handle, other: handles.Handle
+) -> None:
+    signed = [handles.signed_bytes(handles.to_proto(handle, KEYS)) for handle in (one, other)]
+    assert (signed[0] == signed[1]) == (one == other)
+
+
+@given(st.text(max_size=4), st.text(max_size=4), st.integers(0, 4))
+def test_bytes_that_move_to_the_next_field_change_what_is_signed(
+    one: str, other: str, num: int
+) -> None:
+    def signed(request_id: str, tenant: str) -> bytes:
+        handle = dataclasses.replace(small_handle(), request_id=request_id, tenant=tenant)
+        return handles.signed_bytes(handles.to_proto(handle, KEYS))
+
+    moved = (one + other)[:num], (one + other)[num:]
+    assert (signed(one, other) == signed(*moved)) == ((one, other) == moved)
+
+
+def test_without_a_valid_key_or_a_signature_nothing_else_is_looked_at() -> None:
+    foreign = HandleKeys([new_key()])
+    same_name = HandleKeys([Key(KEYS.key_ids[0], bytes(32))])
+    for keys in (foreign, same_name, HandleKeys(())):
+        message = handles.to_proto(small_handle(), KEYS)
+        message.version = 99  # would be refused by name
+        with pytest.raises(handles.HandleRefused) as caught:
+            handles.from_proto(message, keys)
+        assert caught.value.reason == handles.SIGNATURE
+    for signature in (b"", b"short", bytes(32), bytes(64)):
+        message = handles.to_proto(small_handle(), KEYS)
+        message.signature = signature
+        with pytest.raises(handles.HandleRefused) as caught:
+            handles.from_proto(message, KEYS)
+        assert caught.value.reason == handles.SIGNATURE
+    with pytest.raises(Internal, match="handle_keys_file"):
+        handles.to_proto(small_handle(), HandleKeys(()))
+
+
+def test_while_keys_are_rotated_both_verify_and_then_only_the_new_one() -> None:
+    old, new = new_key(), new_key()
+    before, during, after = HandleKeys([old]), HandleKeys([new, old]), HandleKeys([new])
+    by_old = handles.to_proto(small_handle(), before)
+    by_new = handles.to_proto(small_handle(), during)
+    assert (by_old.key_id, by_new.key_id) == (old.key_id, new.key_id)
+    for keys in (before, during):
+        assert handles.from_proto(by_old, keys) == small_handle()
+    for keys in (during, after):
+        assert handles.from_proto(by_new, keys) == small_handle()
+    for message, keys in ((by_old, after), (by_new, before)):
+        with pytest.raises(handles.HandleRefused):
+            handles.from_proto(message, keys)
+    # A signature by one valid key under the name of the other is none.
+    by_old.key_id = new.key_id
+    with pytest.raises(handles.HandleRefused):
+        handles.from_proto(by_old, during)
+
+
+def test_nonces_are_fresh() -> None:
+    assert len({handles.new_nonce() for _ in range(1000)}) == 1000
 
 
 def small_handle() -> handles.Handle:
     full = tuple(Block(bytes([i]) * 16, i, 2, 0, 4) for i in range(3))
     run = handles.Run("n", "a", b"i" * 16, "lease", 0, full)
     tail = dataclasses.replace(run, first_block=3, blocks=(Block(b"", 9, 2, 0, 2),))
-    return handles.Handle("r", "t", "", "ab" * 32, "p", b"p" * 16, 4, 14, (run,), tail, 1_000_000)
+    return handles.Handle(
+        *("r", "t", "", "ab" * 32, "p", b"p" * 16, 4, 14, (run,), tail, 1_000_000, b"n" * 16)
+    )
 
 
 OURS = [bytes([i]) * 16 for i in range(3)]
@@ -103,13 +269,21 @@ def test_clocks_may_differ_by_the_slack_and_no_more() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("version", 2), ("version", 0), ("producer_incarnation", b"short")]
+    ("field", "value", "reason"),
+    [
+        ("version", 1, "fingerprint"),
+        ("version", 0, "fingerprint"),
+        ("nonce", b"short", "fingerprint"),
+        ("producer_incarnation", b"short", "incarnation"),
+    ],
 )
-def test_what_no_producer_writes_is_refused(field: str, value: object) -> None:
-    message = handles.to_proto(small_handle())
+def test_what_no_producer_writes_is_refused(field: str, value: object, reason: str) -> None:
+    message = handles.to_proto(small_handle(), KEYS)
     setattr(message, field, value)
-    with pytest.raises(handles.HandleRefused):
-        handles.from_proto(message)
+    handles.sign(message, KEYS)
+    with pytest.raises(handles.HandleRefused) as caught:
+        handles.from_proto(message, KEYS)
+    assert caught.value.reason == reason
 
 
 def test_blocks_come_in_order_as_far_as_they_are_ours() -> None:

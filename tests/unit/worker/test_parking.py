@@ -28,11 +28,12 @@ from kvstore.store import Store
 from process.deadline import Deadline
 from process.settings import SettingsError
 from services.worker.config import WorkerLimits
-from services.worker.connector import StoreConnector, StoreTarget
+from services.worker.connector import StoreConnector
 from services.worker.engine_thread import EngineThread
 from services.worker.parked_put import Stage
 from services.worker.parking import StoreParking
 from services.worker.staging_rows import StagingRows
+from services.worker.store_target import StoreTarget
 from tests.unit.engine.workloads import PLAIN, disturbed, undisturbed, workload
 from tests.unit.worker.builders import GatedModel, fake_engine, prompt_of, request, running
 

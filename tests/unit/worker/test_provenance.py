@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.block import Block, Tier
 from services.worker.provenance import Leg, StageClock, WorkerCounts
+from services.worker.status import leg_to_proto
 
 SIZE = 4
 
@@ -20,14 +23,31 @@ def test_the_parts_of_a_leg_sum_to_its_prompt(num_prompt_tokens: int, data: st.D
     rest = num_prompt_tokens - num_local
     loaded = [Block(b"", 0, 2, 0, min(SIZE, rest - i * SIZE), tier) for i, tier in enumerate(tiers)]
     end = data.draw(st.integers(num_prompt_tokens - 1, num_prompt_tokens + 5))
-    leg.count_loaded(num_local, end, loaded, block_bytes=32)
+    num_early, num_home = (data.draw(st.integers(0, num_blocks)) for _ in range(2))
+    leg.store_node_id = "home"
+    first = num_local
+    for index, block in enumerate(loaded):
+        node_id = None if index < num_home else "away"
+        is_early = index < num_early
+        leg.count_loaded(first, end, [block], block_bytes=32, node_id=node_id, is_early=is_early)
+        first += block.num_tokens
     assert leg.num_tokens_computed >= 0
     total = leg.num_tokens_computed + leg.num_tokens_local + leg.num_tokens_from_store
     assert total == num_prompt_tokens
-    assert leg.bytes_by_tier.total() == 32 * num_blocks
+    assert leg.bytes_by_place.total() == 32 * num_blocks
+    early = sum(block.num_tokens for block in loaded[:num_early])
+    assert leg.num_tokens_early == min(early, leg.num_tokens_from_store)
+    on_wire = leg_to_proto(leg, role="decode", worker_id="w", incarnation="", dtype="float32")
+    by_node = Counter[str]()
+    for count in on_wire.from_store:
+        by_node[count.node_id] += count.num_bytes
+    assert by_node["home"] == 32 * num_home and by_node["away"] == 32 * (num_blocks - num_home)
+    assert sum(count.num_tokens for count in on_wire.from_store) == leg.num_tokens_from_store
+    assert on_wire.num_tokens_early == leg.num_tokens_early
     counts = WorkerCounts()
     counts.add(leg)
     assert counts.num_prompt_tokens_from_store == leg.num_tokens_from_store
+    assert counts.num_prompt_tokens_early == leg.num_tokens_early
 
 
 @given(st.lists(st.tuples(st.sampled_from(["a", "b", None]), st.integers(0, 100)), max_size=10))

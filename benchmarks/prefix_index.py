@@ -1,0 +1,264 @@
+"""Lookups per second in the prefix index: prompts of 1,024 blocks over several nodes that hold
+3 million blocks together, in a real Redis, by the code that the router runs.
+
+The ceiling is the same round trip with a script that does nothing: the same arguments, the same
+connection. The index is filled by the code that stores run. The last line printed is one JSON
+object.
+
+    python -m benchmarks.prefix_index --blocks 3000000 --nodes 8 --lookups 2000
+
+Nothing is written unless --out says where.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import redis.asyncio
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from baton import redis_server
+from benchmarks.context import context
+from kvstore import block_hash, index
+from kvstore.index import PrefixIndex
+from kvstore.index_publisher import PrefixIndexPublisher
+from process import redis_client
+from protos import inference_pb2
+
+CALL_S = 30.0
+FILL_S = 600.0
+BLOCK_SIZE = 16
+FINGERPRINT = "ab" * 32
+CONCURRENCY = (1, 8, 32)
+
+Chains = list[list[bytes]]
+
+
+@contextlib.asynccontextmanager
+async def running_redis() -> AsyncIterator[redis.asyncio.Redis]:
+    """A Redis of our own on a socket file, without persistence, and a client of it."""
+    with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
+        socket = Path(folder) / "redis.sock"
+        process = subprocess.Popen(
+            [
+                *(str(redis_server.find()), "--port", "0", "--unixsocket", str(socket)),
+                *("--save", "", "--appendonly", "no", "--dir", folder),
+            ],
+            stdout=subprocess.DEVNULL,
+        )
+        client = redis_client.connect(f"unix://{socket}", CALL_S)
+        try:
+            async with asyncio.timeout(CALL_S):
+                while not await _pings(client):
+                    await asyncio.sleep(0.02)
+            yield client
+        finally:
+            await client.aclose()
+            process.kill()
+            process.wait(CALL_S)
+
+
+async def _pings(client: redis.asyncio.Redis) -> bool:
+    try:
+        return bool(await client.ping())
+    except redis_client.FAILURES:
+        return False
+
+
+def prompts_of(rng: random.Random, num_prompts: int, num_blocks: int) -> Chains:
+    """The chain hashes of prompts that share nothing."""
+    return [[rng.randbytes(16) for _ in range(num_blocks)] for _ in range(num_prompts)]
+
+
+def place(
+    rng: random.Random, chains: Chains, nodes: Sequence[str], num_blocks: int
+) -> dict[str, list[bytes]]:
+    """Which hashes each node holds: prefixes of the prompts, of every length, so that presence is
+    prefix-closed; and others that no prompt asks for, up to `num_blocks` in all."""
+    held: dict[str, list[bytes]] = {node: [] for node in nodes}
+    for chain in chains:
+        for node in nodes:
+            held[node] += chain[: rng.randint(0, len(chain))]
+    per_node = num_blocks // len(nodes)
+    for node, hashes in held.items():
+        if len(hashes) > per_node:
+            raise ValueError(f"{node}: the prompts alone fill it; ask for more blocks")
+        hashes += [rng.randbytes(16) for _ in range(per_node - len(hashes))]
+    return held
+
+
+@contextlib.asynccontextmanager
+async def published(
+    client: redis.asyncio.Redis, held: Mapping[str, list[bytes]]
+) -> AsyncIterator[float]:
+    """Publish every node's hashes as its store would; taken back at the end. Gives: seconds."""
+    async with contextlib.AsyncExitStack() as stack:
+        began = time.perf_counter()
+        for node, hashes in track(held.items(), "filling", console=Console(stderr=True)):
+            publisher = PrefixIndexPublisher(
+                client,
+                node_id=node,
+                incarnation=_life(node),
+                status=inference_pb2.StoreStatus,
+                present=partial(iter, hashes),
+                heartbeat_s=FILL_S,  # none disturbs the measurement
+                heartbeat_ttl_s=2 * FILL_S,
+                timeout_s=CALL_S,
+            )
+            publisher.start()
+            stack.push_async_callback(publisher.stop)
+            async with asyncio.timeout(FILL_S):
+                while not publisher.synced:
+                    await asyncio.sleep(0.01)
+        yield time.perf_counter() - began
+
+
+def _life(node: str) -> bytes:
+    return node.encode().ljust(16, b"-")
+
+
+Call = Callable[[Sequence[bytes]], Awaitable[Any]]
+
+
+async def timed(
+    call: Call, chains: Chains, num_calls: int, concurrency: int
+) -> tuple[float, list[float]]:
+    """Make calls, so many at once. Returns: calls per second, and how long each took."""
+    latencies: list[float] = []
+    numbers = iter(range(num_calls))
+
+    async def caller() -> None:
+        for number in numbers:
+            began = time.perf_counter()
+            await call(chains[number % len(chains)])
+            latencies.append(time.perf_counter() - began)
+
+    began = time.perf_counter()
+    await asyncio.gather(*(caller() for _ in range(concurrency)))
+    return num_calls / (time.perf_counter() - began), latencies
+
+
+async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """All figures."""
+    rng = random.Random(arguments.seed)
+    nodes = [f"node-{at}" for at in range(arguments.nodes)]
+    lives = {node: _life(node).hex() for node in nodes}
+    chains = prompts_of(rng, arguments.prompts, arguments.prompt_blocks)
+    held = place(rng, chains, nodes, arguments.blocks)
+    lengths = {node: set(hashes) for node, hashes in held.items()}
+    async with running_redis() as client, published(client, held) as fill_s:
+        num_bytes = int((await client.info("memory"))["used_memory"])
+        found_by = PrefixIndex(client, CALL_S)
+        for chain in chains[:20]:
+            _check(await found_by.lookup(chain, lives), chain, lengths)
+        nothing = client.register_script("return 0")
+        keys = [index.index_key(node, life) for node, life in lives.items()]
+
+        async def lookup(chain: Sequence[bytes]) -> None:
+            await found_by.lookup(chain, lives)
+
+        async def round_trip(chain: Sequence[bytes]) -> None:
+            await nothing(keys=keys, args=[b"".join(chain)])
+
+        rows = []
+        for concurrency in CONCURRENCY:
+            await timed(lookup, chains, 50, concurrency)  # warm
+            ceiling, bare = await timed(round_trip, chains, arguments.lookups, concurrency)
+            rate, latencies = await timed(lookup, chains, arguments.lookups, concurrency)
+            rows.append(
+                {
+                    "concurrency": concurrency,
+                    "lookups_per_s": round(rate),
+                    "round_trips_per_s": round(ceiling),
+                    "share_of_round_trip": round(rate / ceiling, 3),
+                    "p50_us": _us(latencies, 50),
+                    "p99_us": _us(latencies, 99),
+                    "round_trip_p50_us": _us(bare, 50),
+                }
+            )
+    num_held = sum(len(hashes) for hashes in held.values())
+    return {
+        "num_blocks": num_held,
+        "num_nodes": arguments.nodes,
+        "prompt_blocks": arguments.prompt_blocks,
+        "fill_s": round(fill_s, 2),
+        "published_per_s": round(num_held / fill_s),
+        "redis_bytes_per_block": round(num_bytes / num_held, 1),
+        "chain_hash_us": round(_chain_hash_s(arguments.prompt_blocks) * 1e6),
+        "figures": rows,
+    }
+
+
+def _check(
+    found: Mapping[str, int], chain: Sequence[bytes], held: Mapping[str, set[bytes]]
+) -> None:
+    """The index must be right, or its speed means nothing."""
+    for node, num_blocks in found.items():
+        is_there = [chain_hash in held[node] for chain_hash in chain]
+        right = is_there.index(False) if False in is_there else len(chain)
+        if num_blocks != right:
+            raise RuntimeError(f"{node}: {num_blocks} blocks found, {right} are there")
+
+
+def _chain_hash_s(num_blocks: int) -> float:
+    """Seconds to hash a prompt of so many blocks, which every lookup needs first."""
+    root = block_hash.root_key(b"", FINGERPRINT)
+    token_ids = list(range(num_blocks * BLOCK_SIZE))
+    times = []
+    for _ in range(20):
+        began = time.perf_counter()
+        block_hash.chain(root, token_ids, BLOCK_SIZE)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def _us(seconds: Sequence[float], quantile: int) -> float:
+    return round(statistics.quantiles(seconds, n=100)[quantile - 1] * 1e6, 1)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--blocks", type=int, default=3_000_000, help="over all nodes")
+    parser.add_argument("--nodes", type=int, default=8)
+    parser.add_argument("--prompts", type=int, default=200, help="different ones")
+    parser.add_argument("--prompt-blocks", type=int, default=1024)
+    parser.add_argument("--lookups", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    figures = asyncio.run(measure(arguments))
+    table = Table("at once", "lookups/s", "of an empty round trip", "p50 us", "p99 us")
+    for row in figures["figures"]:
+        table.add_row(
+            str(row["concurrency"]),
+            str(row["lookups_per_s"]),
+            f"{100 * row['share_of_round_trip']:.0f} %",
+            f"{row['p50_us']:.0f}",
+            f"{row['p99_us']:.0f}",
+        )
+    Console(stderr=True).print(table)
+    line = json.dumps({"benchmark": "prefix_index", **context(), **figures})
+    if arguments.out:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(line + "\n", encoding="utf-8")
+    sys.stdout.write(line + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,165 @@
+"""Getter: blocks out of one store into the worker's own, each verified: generation before and after
+by the transport, checksum here and nowhere else.
+
+What fails is a reason for the block, not an exception. Blocks whose checksum failed are told to the
+store in the background: it looks at its own bytes and drops what is bad, so that nobody meets the
+same bad block for ever. One asyncio loop; checksums run on a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from kvstore import wire
+from kvstore.block import Block
+from kvstore.errors import (
+    CHECKSUM,
+    DEADLINE,
+    GENERATION,
+    INCARNATION,
+    LEASE_LAPSED,
+    STORE_UNAVAILABLE,
+    TRANSPORT,
+    LeaseLapsed,
+    TransferTimeout,
+)
+from kvstore.finishing import Background
+from kvstore.lease_calls import LeaseCalls
+from kvstore.rpc import Attached, StoreRpc
+from kvstore.transport.base import BlockMemory, GetItem, GetResult, Transport
+from process import logs
+from process.deadline import Deadline
+from process.errors import BatonError, DeadlineExceeded, Unavailable
+from protos import kvstore_pb2
+
+logger = logging.getLogger(__name__)
+
+REPORT_BUDGET_S = 10.0
+
+
+class Getter:
+    """See the module."""
+
+    def __init__(
+        self,
+        rpc: StoreRpc,
+        attached: Attached,
+        memory: BlockMemory,
+        transport: Transport,
+        leases: LeaseCalls,
+        background: Background,
+    ) -> None:
+        self._rpc = rpc
+        self._attached = attached
+        self._memory = memory
+        self._transport = transport
+        self._leases = leases
+        self._background = background
+        self._to_report: dict[tuple[int, int], Block] = {}
+        self._is_reporting = False
+        self.num_bad_blocks = 0
+        """Blocks that arrived with a wrong checksum."""
+
+    async def get(
+        self,
+        lease_id: str,
+        items: Sequence[tuple[Block, int]],
+        deadline: Deadline,
+        incarnation: bytes | None,
+    ) -> GetResult:
+        """See StoreClient.get_blocks."""
+        if incarnation is not None and incarnation != self._attached.incarnation:
+            return GetResult(0, dict.fromkeys(range(len(items)), INCARNATION))
+        if deadline.expired:
+            return GetResult(0, dict.fromkeys(range(len(items)), DEADLINE))
+        wanted = [GetItem(ref, block_id) for ref, block_id in items]
+        try:
+            got = await self._transport.get(lease_id, wanted, deadline)
+        except TransferTimeout:
+            raise
+        except BatonError as error:
+            return GetResult(0, dict.fromkeys(range(len(items)), _reason(error)))
+        if self._transport.counts_own_reads:
+            self._leases.num_bytes_untold += got.num_bytes
+        failed = await self._explain(lease_id, got.failed, deadline)
+        failed |= await self._verify(wanted, got, failed)
+        return GetResult((len(items) - len(failed)) * self._attached.frame_bytes, failed)
+
+    async def _explain(
+        self, lease_id: str, failed: dict[int, str], deadline: Deadline
+    ) -> dict[int, str]:
+        """A generation that did not hold means that the lease had lapsed, if it has: ask."""
+        if GENERATION not in failed.values() or not lease_id:
+            return dict(failed)
+        try:
+            await self._leases.renew(lease_id, 0.0, deadline)
+        except LeaseLapsed:
+            return {i: LEASE_LAPSED if r == GENERATION else r for i, r in failed.items()}
+        except BatonError:
+            return dict(failed)  # the first reason stands
+        return dict(failed)
+
+    async def _verify(
+        self, wanted: Sequence[GetItem], got: GetResult, failed: dict[int, str]
+    ) -> dict[int, str]:
+        """Checksums of what arrived: the transport's own, or over the worker's memory."""
+        arrived = [index for index in range(len(wanted)) if index not in failed]
+        checksums = dict(got.checksums or {})
+        unknown = [index for index in arrived if index not in checksums]
+        if unknown:
+            block_ids = [wanted[index].block_id for index in unknown]
+            computed = await asyncio.to_thread(self._memory.checksums, block_ids)
+            checksums |= zip(unknown, computed, strict=True)
+        bad = [index for index in arrived if checksums[index] != wanted[index].ref.checksum]
+        self._report_later([wanted[index].ref for index in bad])
+        return dict.fromkeys(bad, CHECKSUM)
+
+    # -- telling the store
+
+    def _report_later(self, refs: Sequence[Block]) -> None:
+        self.num_bad_blocks += len(refs)
+        self._to_report |= {(ref.frame, ref.generation): ref for ref in refs}
+        if self._to_report and not self._is_reporting:
+            self._is_reporting = True
+            self._background.spawn(self._report())
+
+    async def _report(self) -> None:
+        """One call at a time; what comes while one is under way shares the next."""
+        try:
+            while self._to_report and not self._rpc.broken:
+                refs, self._to_report = list(self._to_report.values()), {}
+                request = kvstore_pb2.ReportRequest(
+                    attachment_id=self._attached.attachment_id,
+                    blocks=[wire.block_to_proto(ref) for ref in refs],
+                )
+                reply = await self._rpc.call(
+                    self._rpc.stub.Report, request, Deadline.after(REPORT_BUDGET_S)
+                )
+                self._log(len(refs), num_dropped=reply.num_dropped)
+        except BatonError as error:
+            self._log(len(refs), why=str(error))
+        finally:
+            self._is_reporting = False
+
+    def _log(self, num_blocks: int, **fields: Any) -> None:
+        logs.event(
+            logger,
+            "bad_blocks_reported",
+            level=logging.WARNING,
+            node_id=self._attached.node_id,
+            num_blocks=num_blocks,
+            **fields,
+        )
+
+
+def _reason(error: BatonError) -> str:
+    if isinstance(error, LeaseLapsed):
+        return LEASE_LAPSED
+    if isinstance(error, DeadlineExceeded):
+        return DEADLINE
+    if isinstance(error, Unavailable):
+        return STORE_UNAVAILABLE
+    return TRANSPORT

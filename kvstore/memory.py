@@ -1,0 +1,120 @@
+"""The memory of one life of a store, and the file tier under it: made when the first worker tells
+how large a block is.
+
+Life: `make` in a thread -> `Memory` on the loop -> `touch_ahead` now and then -> `close`. The
+mapping stays as long as the process lives: peers may hold its address.
+
+Knows no workers. One asyncio loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from kvstore.answers import StoreLimits
+from kvstore.config import KvStoreSettings
+from kvstore.slab import Slab, SlabLayout
+from kvstore.store import Store
+from kvstore.tenancy import TenantShares
+from kvstore.tiers.file_tier import FileTier, OpenedPages, open_pages
+from process import logs
+from process.tasks import end_tasks
+
+logger = logging.getLogger(__name__)
+
+TOUCH_AHEAD_BYTES = 64 * 1024 * 1024
+"""Memory kept ready beyond the frames in use: a quarter of a second of writes at 256 MB/s."""
+_TOUCH_STEP_BYTES = 8 * 1024 * 1024
+
+
+def make(
+    settings: KvStoreSettings, node_id: str, incarnation: bytes, block_bytes: int
+) -> tuple[Slab, OpenedPages]:
+    """Take the memory, and open the file tier if one was asked for. For a thread: may take seconds.
+
+    Raises: NoCapacity when the memory cannot be had; a file tier that cannot be had has a
+        `problem`.
+    """
+    layout = SlabLayout.fitting(settings.capacity_bytes, block_bytes)
+    slab = Slab.create(Path(settings.slab_dir), node_id, incarnation, layout)
+    if not settings.file_tier_dir:
+        return slab, OpenedPages(None)
+    folder = Path(settings.file_tier_dir)
+    return slab, open_pages(folder, node_id, settings.file_tier_bytes, block_bytes)
+
+
+class Memory:
+    """See the module."""
+
+    def __init__(
+        self,
+        settings: KvStoreSettings,
+        slab: Slab,
+        opened: OpenedPages,
+        on_change: Callable[[bool, bytes], None] | None,
+    ) -> None:
+        """Takes over what `make` made; must be called on the loop."""
+        shares = TenantShares.parse(settings.tenant_shares)
+        self.slab = slab
+        self.store = Store(
+            slab.layout.num_frames,
+            slab.layout.frame_bytes,
+            StoreLimits(settings.max_lease_s, settings.quarantine_grace_s, shares),
+            publish=slab.publish,
+            on_change=on_change,
+        )
+        logs.event(
+            logger,
+            "slab",
+            path=str(slab.path),
+            num_frames=slab.layout.num_frames,
+            frame_bytes=slab.layout.frame_bytes,
+        )
+        self.tier: FileTier | None = None
+        self._tier_problem = opened.problem
+        if opened.pages is not None:
+            self.tier = FileTier(
+                self.store,
+                slab,
+                opened.pages,
+                opened.stored,
+                num_torn=opened.num_torn,
+                num_threads=settings.num_file_io_threads,
+                demote_below_free=settings.demote_below_free,
+            )
+            self.tier.start()
+        self.num_touched = 0
+        """Frames whose memory is there."""
+        self._toucher: asyncio.Task[None] | None = None
+        self.touch_ahead()
+
+    @property
+    def file_tier_problem(self) -> str:
+        """Why the file tier that was asked for is not used; empty: it is, or none was asked for."""
+        return self.tier.problem if self.tier is not None else self._tier_problem
+
+    def touch_ahead(self) -> None:
+        """Keep memory ready for the next frames: free ones are taken lowest first."""
+        ahead = TOUCH_AHEAD_BYTES // self.slab.layout.stride_bytes
+        goal = min(self.store.frames.num_frames, self.store.frames.num_ever_taken + ahead)
+        is_busy = self._toucher is not None and not self._toucher.done()
+        if goal > self.num_touched and not is_busy:
+            self._toucher = asyncio.create_task(self._touch(goal))
+
+    async def close(self) -> None:
+        """End what moves, then take the slab's name away."""
+        await end_tasks([self._toucher])
+        if self.tier is not None:
+            await self.tier.close()
+        self.slab.unlink()
+        self.slab.close()
+
+    async def _touch(self, goal: int) -> None:
+        step = max(1, _TOUCH_STEP_BYTES // self.slab.layout.stride_bytes)
+        while self.num_touched < goal:
+            end = min(goal, self.num_touched + step)
+            await asyncio.to_thread(self.slab.touch, self.num_touched, end)
+            self.num_touched = end

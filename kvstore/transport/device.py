@@ -1,0 +1,95 @@
+"""What transports need of a GPU whose memory holds a worker's blocks, as Protocols: page-lock host
+memory, and copy by DMA on a queue of its own.
+
+The one real implementation is cuda_device.py; tests have one in plain memory. Knows no CUDA.
+
+Rules that transports keep, whatever the device:
+- host memory is copied from or to only after `register`: without it a copy is many times slower,
+  and nobody would be told;
+- a copy that was given to a queue cannot be taken back: whoever gave it waits for its end.
+
+And one for whoever lends blocks to a transport: kernels are asynchronous, and copies do not wait
+for them, so those that read or write the blocks must be over by then (`compute_mark`).
+
+Every method may be called from any thread; one `CopyQueue` serves one thread at a time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Copies = npt.NDArray[np.uint64]
+"""[N, 3] rows of (device address, host address, bytes)."""
+
+_SPINS = 30
+"""Looks at a mark before the first nap: about 30 us, what a small copy takes."""
+_NAP_S = 50e-6
+
+
+class Mark(Protocol):
+    """A point in a queue of the device."""
+
+    def is_over(self) -> bool:
+        """Whether everything before it has ended. Raises: TransferFailed when the device failed."""
+
+
+class CopyQueue(Protocol):
+    """Copies that run in order, beside the device's kernels."""
+
+    def to_host(self, copies: Copies) -> None:
+        """Start to copy from the device into registered host memory. Raises: TransferFailed."""
+
+    def to_device(self, copies: Copies) -> None:
+        """Start to copy registered host memory into the device's. Raises: TransferFailed."""
+
+    def mark(self) -> Mark:
+        """Behind all copies given until now."""
+
+    def close(self) -> None:
+        """Nothing of it may be under way."""
+
+
+class Device(Protocol):
+    """See the module."""
+
+    @property
+    def device_id(self) -> int:
+        """Its number in this process."""
+
+    @property
+    def memory(self) -> str:
+        """What NIXL calls its memory: VRAM."""
+
+    def register(self, address: int, num_bytes: int) -> None:
+        """Page-lock host memory of this process for DMA. Blocks while pages are locked.
+
+        Raises: FailedPrecondition saying why it cannot be.
+        """
+
+    def unregister(self, address: int) -> None:
+        """Nothing may copy from or to it any more."""
+
+    def compute_mark(self) -> Mark:
+        """Behind all kernels that the engine gave the device until now."""
+
+    def new_queue(self) -> CopyQueue: ...
+
+    def use_in_this_thread(self) -> None:
+        """Make the device the calling thread's; libraries such as NIXL look at that."""
+
+
+def wait_for(mark: Mark, is_stopped: Callable[[], bool] = lambda: False) -> bool:
+    """Look at a mark until it is over. Returns: False when `is_stopped` came first."""
+    for _ in range(_SPINS):
+        if mark.is_over():
+            return True
+    while not mark.is_over():
+        if is_stopped():
+            return False
+        time.sleep(_NAP_S)
+    return True

@@ -1,0 +1,194 @@
+"""The file of secret keys that a deployment shares: read, made, rotated.
+
+One key a line, `key_id:64 hex digits`; `#` begins a comment. The first key signs, all of them
+verify, so that two lives of a secret overlap while it is rotated. Nobody but the owner (and, for
+secrets that a pod mounts, its group) may read the file. Knows nothing of what is signed.
+
+A rotation where all processes read one file is one step (`rotate`): the old key stays valid.
+Where copies of the file arrive at different moments it is three: `add_next` everywhere, then
+`use_next`, then `drop_old`; no process ever meets a key that it does not know.
+
+Blocking; any thread. Source of the format: ours.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import stat
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from process.settings import SettingsError
+
+KEY_BYTES = 32
+MAX_KEYS = 4
+"""One that signs, one that is coming, and the ones that go; more is a file nobody tends."""
+
+MAX_FILE_BYTES = 64 * 1024
+"""No key file is longer; what is was named by mistake."""
+
+_FORBIDDEN_MODE = stat.S_IRWXO | stat.S_IWGRP | stat.S_IXGRP
+_KEY_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_SECRET = re.compile(r"[0-9a-fA-F]{64}")
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key."""
+
+    key_id: str
+    """What a signature names; no secret."""
+    secret: bytes = field(repr=False)
+    """32 bytes."""
+
+    def __post_init__(self) -> None:
+        if not _KEY_ID.fullmatch(self.key_id):
+            raise SettingsError(f"key id {self.key_id!r}: must be 1 to 64 of A-Z a-z 0-9 . _ -")
+        if len(self.secret) != KEY_BYTES:
+            raise SettingsError(f"key {self.key_id}: must have {KEY_BYTES} bytes")
+
+
+def new_key() -> Key:
+    """A random key under a random name."""
+    return Key(f"k-{secrets.token_hex(6)}", secrets.token_bytes(KEY_BYTES))
+
+
+def load(path: Path) -> tuple[Key, ...]:
+    """The keys of a file, the one that signs first.
+
+    Raises: SettingsError naming the file, the line and the fix. A key is never part of a message.
+    """
+    try:
+        with path.open("rb") as file:
+            # Of the open file: nobody can put another one in its place between check and read.
+            _check_mode(path, os.fstat(file.fileno()))
+            content = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise SettingsError(
+            f"key file {path}: {error.strerror}; `baton keys new {path}` makes one"
+        ) from error
+    if len(content) > MAX_FILE_BYTES:
+        raise SettingsError(f"key file {path}: is longer than {MAX_FILE_BYTES} bytes")
+    try:
+        text = content.decode("ascii")
+    except UnicodeDecodeError:
+        raise SettingsError(f"key file {path}: is no text of key_id:hex lines") from None
+    return parse(text, where=f"key file {path}")
+
+
+def parse(text: str, *, where: str) -> tuple[Key, ...]:
+    """Keys from the text of a file. Raises: SettingsError as `load`."""
+    keys: list[Key] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        line = line.partition("#")[0].strip()
+        if not line:
+            continue
+        key_id, colon, digits = (part.strip() for part in line.partition(":"))
+        if not (colon and _KEY_ID.fullmatch(key_id) and _SECRET.fullmatch(digits)):
+            raise SettingsError(f"{where}, line {number}: is not key_id:64 hex digits")
+        keys.append(Key(key_id, bytes.fromhex(digits)))
+    check(keys, where=where)
+    return tuple(keys)
+
+
+def check(keys: Sequence[Key], *, where: str) -> None:
+    """Raises: SettingsError for no key, too many, or two that are the same."""
+    if not keys:
+        raise SettingsError(f"{where}: holds no key; `baton keys new FILE` makes one")
+    if len(keys) > MAX_KEYS:
+        raise SettingsError(f"{where}: {len(keys)} keys, at most {MAX_KEYS}; remove the oldest")
+    if len({key.key_id for key in keys}) < len(keys):
+        raise SettingsError(f"{where}: the same key id twice")
+    if len({key.secret for key in keys}) < len(keys):
+        raise SettingsError(f"{where}: the same key under two ids")
+
+
+def create(path: Path) -> Key:
+    """Make a file with one new key, readable by us only.
+
+    Raises: SettingsError when there is a file already, or no place for one.
+    """
+    key = new_key()
+    try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        with os.fdopen(os.open(path, flags, 0o600), "w", encoding="ascii") as file:
+            file.write(_text([key]))
+    except FileExistsError:
+        raise SettingsError(
+            f"key file {path}: is there already; `baton keys rotate {path}` adds a key to it"
+        ) from None
+    except OSError as error:
+        raise SettingsError(f"key file {path}: {error.strerror}") from error
+    return key
+
+
+def rotate(path: Path) -> Key:
+    """A new key signs from now on; the one that signed stays valid, older ones go."""
+    old = load(path)
+    key = new_key()
+    _replace(path, [key, old[0]])
+    return key
+
+
+def add_next(path: Path) -> Key:
+    """First of three steps: a new key is known and does not sign yet."""
+    old = load(path)
+    key = new_key()
+    keys = [*old, key]
+    check(keys, where=f"key file {path}")
+    _replace(path, keys)
+    return key
+
+
+def use_next(path: Path) -> Key:
+    """Second step: the key that came last signs; the others stay valid."""
+    old = load(path)
+    if len(old) < 2:
+        raise SettingsError(f"key file {path}: holds one key only; add the next one first")
+    _replace(path, [old[-1], *old[:-1]])
+    return old[-1]
+
+
+def drop_old(path: Path) -> Key:
+    """Third step: only the key that signs stays."""
+    old = load(path)
+    _replace(path, old[:1])
+    return old[0]
+
+
+def _replace(path: Path, keys: Sequence[Key]) -> None:
+    """Readers see the old file or the new one, and its mode is never wider."""
+    path = path.resolve()  # a link stays one
+    scratch: str | None = None
+    try:
+        mode = stat.S_IMODE(path.stat().st_mode)
+        handle, scratch = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # 0600
+        with os.fdopen(handle, "w", encoding="ascii") as file:
+            file.write(_text(keys))
+            file.flush()
+            os.fchmod(file.fileno(), mode)
+            os.fsync(file.fileno())
+        os.replace(scratch, path)
+    except OSError as error:
+        if scratch is not None:
+            Path(scratch).unlink(missing_ok=True)
+        raise SettingsError(f"key file {path}: {error.strerror}") from error
+
+
+def _text(keys: Sequence[Key]) -> str:
+    lines = ["# Keys of a Baton deployment. Secret. The first signs, all verify."]
+    return "\n".join([*lines, *(f"{key.key_id}:{key.secret.hex()}" for key in keys), ""])
+
+
+def _check_mode(path: Path, found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise SettingsError(f"key file {path}: is no file")
+    mode = stat.S_IMODE(found.st_mode)
+    if mode & _FORBIDDEN_MODE:
+        raise SettingsError(
+            f"key file {path}: mode {mode:o} lets others at it; run `chmod 600 {path}`"
+        )

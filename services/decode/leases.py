@@ -1,0 +1,81 @@
+"""Which store a run lies in, and who gives its lease back.
+
+A final handle hands its leases over to whoever takes it in: they are released at the store that
+granted them, in the background. A partial handle hands over nothing. A lease that cannot be given
+back lapses by itself. Belongs to the loop's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from kvstore.client import StoreClient
+from process import logs
+from process.deadline import Deadline
+from process.errors import BatonError, Unavailable
+from services.worker.connector import RELEASE_BUDGET_S
+from services.worker.core import WorkerCore
+from services.worker.handle import Handle, Run
+
+logger = logging.getLogger(__name__)
+
+
+def is_home(core: WorkerCore, run: Run) -> bool:
+    """Whether a run lies in our own store; by its address while that store is away."""
+    client = core.connector.client
+    if client is not None:
+        return run.node_id == client.node_id
+    return run.store_address == core.connector.address
+
+
+async def client_for(core: WorkerCore, run: Run, deadline: Deadline) -> StoreClient:
+    """The way to the store that a run lies in.
+
+    Raises: Unavailable (StoreUnusable for another node's) when it cannot be used now,
+        DeadlineExceeded.
+    """
+    if not is_home(core, run):
+        return await core.remote_stores.client(
+            run.node_id, run.store_address, run.store_incarnation, deadline
+        )
+    client = core.connector.client
+    if client is None:
+        raise Unavailable(f"our store {core.connector.address} is away")
+    return client
+
+
+def is_for(handle: Handle, request_id: str, tenant: str) -> bool:
+    """Whether a handle was made for that request: another's leases are not its to give back."""
+    return (handle.request_id, handle.tenant) == (request_id, tenant)
+
+
+def give_back(core: WorkerCore, handle: Handle, home: StoreClient | None = None) -> None:
+    """Release what a handle handed over, each lease at its own store.
+
+    Args: home: the way to our own store as it was before somebody found it slow; None: as it is
+        now.
+    """
+    if handle.is_partial:
+        return
+    runs = (*handle.runs, *((handle.tail,) if handle.tail else ()))
+    by_store: dict[tuple[str, str, bytes], dict[str, Run]] = {}
+    for run in runs:
+        if run.lease_id:
+            place = (run.node_id, run.store_address, run.store_incarnation)
+            by_store.setdefault(place, {})[run.lease_id] = run
+    for leases in by_store.values():
+        run = next(iter(leases.values()))
+        if is_home(core, run):
+            core.connector.release_later(core.connector.client or home, leases)
+        else:
+            core.connector.spawn(_give_back_elsewhere(core, run, list(leases)))
+
+
+async def _give_back_elsewhere(core: WorkerCore, run: Run, lease_ids: Sequence[str]) -> None:
+    try:
+        client = await client_for(core, run, Deadline.after(RELEASE_BUDGET_S))
+    except BatonError as error:
+        logs.event(logger, "lease_not_released", level=logging.WARNING, why=str(error))
+        return
+    core.remote_stores.release_later(client, lease_ids)

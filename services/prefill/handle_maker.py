@@ -1,0 +1,111 @@
+"""From what lies where to the handle that says so: runs over one or several stores, without a gap.
+
+Pure but for the nonce and the wall clock that a handle needs. Knows no request state and no wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvstore.block import Block
+from kvstore.client import StoreClient
+from services.prefill.job import PrefillAsk
+from services.worker import handle as handles
+from services.worker.core import WorkerCore
+
+
+@dataclass(frozen=True)
+class Part:
+    """Blocks 0.. of the prompt in one store, pinned by one lease."""
+
+    client: StoreClient
+    lease_id: str
+    refs: Sequence[Block]
+
+    def run(self, first_block: int, blocks: Sequence[Block]) -> handles.Run:
+        """Some blocks of this store, as a handle names them."""
+        client = self.client
+        return handles.Run(
+            client.node_id,
+            client.address,
+            client.incarnation,
+            self.lease_id,
+            first_block,
+            tuple(blocks),
+        )
+
+
+def runs_of(parts: Iterable[Part]) -> tuple[handles.Run, ...]:
+    """Runs without a gap from block 0 on. Of two stores that have a block the first one gives it;
+    one that adds nothing is not named.
+    """
+    runs: list[handles.Run] = []
+    num_covered = 0
+    for part in parts:
+        if len(part.refs) > num_covered:
+            runs.append(part.run(num_covered, part.refs[num_covered:]))
+            num_covered = len(part.refs)
+    return tuple(runs)
+
+
+class HandleMaker:
+    """Makes the handles of one request."""
+
+    def __init__(self, core: WorkerCore, ask: PrefillAsk) -> None:
+        self._core = core
+        self._ask = ask
+
+    def partial(self, parts: Iterable[Part], ttl_s: float) -> handles.Handle | None:
+        """Of the full blocks stored so far; None if there are none. Its leases stay ours."""
+        return self._make(runs_of(parts), None, ttl_s, is_partial=True)
+
+    def whole(
+        self, parts: Sequence[Part], tail: Block | None, ttl_s: float
+    ) -> handles.Handle | None:
+        """Of all that is stored; None if nothing is.
+
+        Args: parts: the last is where the tail lies.
+        tail: the unfilled block behind all full ones of the prompt. It is left out where full
+            blocks are missing.
+        """
+        runs = runs_of(parts)
+        num_full_blocks = self._ask.num_context_tokens // self._core.model.block_size
+        tail_run = None
+        if tail is not None and _num_blocks(runs) == num_full_blocks:
+            tail_run = parts[-1].run(num_full_blocks, [tail])
+        return self._make(runs, tail_run, ttl_s, is_partial=False)
+
+    def _make(
+        self,
+        runs: tuple[handles.Run, ...],
+        tail: handles.Run | None,
+        ttl_s: float,
+        *,
+        is_partial: bool,
+    ) -> handles.Handle | None:
+        if not runs and tail is None:
+            return None
+        ask, core = self._ask, self._core
+        num_tokens = _num_blocks(runs) * core.model.block_size
+        if tail is not None:
+            num_tokens += tail.blocks[0].num_tokens
+        return handles.Handle(
+            request_id=ask.request_id,
+            tenant=ask.tenant,
+            adapter=ask.adapter,
+            model_fingerprint=core.model.fingerprint,
+            producer_id=core.identity.worker_id,
+            producer_incarnation=core.identity.incarnation,
+            block_size=core.model.block_size,
+            num_tokens=num_tokens,
+            runs=runs,
+            tail=tail,
+            deadline_unix_ms=handles.deadline_unix_ms(ttl_s),
+            nonce=handles.new_nonce(),
+            is_partial=is_partial,
+        )
+
+
+def _num_blocks(runs: Iterable[handles.Run]) -> int:
+    return sum(len(run.blocks) for run in runs)

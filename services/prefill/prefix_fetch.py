@@ -1,0 +1,268 @@
+"""PrefixFetch: brings a prompt's KV into the blocks reserved for it: what this device has, then
+what the home store has, then what the router's hints say of other nodes' stores.
+
+A hint is no more than that: each store is asked, pins what it really has, and what it sends is
+verified. What does not come is left to the engine to compute, and counted by reason; the next store
+may still have it, unless time ran out: then a transfer may still write into the blocks.
+
+At the end it says where the blocks lie that come next. A store holds a block only with all that are
+before it, so that is the home store, and what came from elsewhere is copied there first; or, if
+that prefix is not hot enough for a copy, the other node's store that it came from.
+
+Never fails a request; a cancel leaves its pins to `Pins`. Belongs to the loop's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from engine.request import FilledBlock, Reservation
+from kvstore.block import Block
+from kvstore.client import StoreClient
+from kvstore.errors import DEADLINE, MISSING, STORE_UNAVAILABLE
+from process import logs
+from process.deadline import Deadline
+from process.errors import BatonError
+from services.prefill.job import PrefixRun
+from services.prefill.pins import Pin, Pins
+from services.prefill.replication import worth_a_copy
+from services.worker.block_writer import ReleaseLater
+from services.worker.connector import Loaded, reason_of
+from services.worker.core import WorkerCore
+from services.worker.provenance import FINGERPRINT, Leg
+
+logger = logging.getLogger(__name__)
+
+BATCH_BYTES = 64 * 1024 * 1024
+"""Blocks are fetched in batches of so many bytes. Guessed: far above what a call costs."""
+
+
+@dataclass(frozen=True)
+class FetchAsk:
+    """Whose prefix, and where to."""
+
+    engine_id: str
+    reservation: Reservation
+    chain_hashes: Sequence[bytes]
+    """Of the full blocks."""
+    num_context_tokens: int
+    prefix_runs: tuple[PrefixRun, ...]
+    ttl_s: float
+    deadline: Deadline
+
+
+class PrefixFetch:
+    """One fetch. `num_blocks`: how many leading blocks are there by now."""
+
+    def __init__(self, core: WorkerCore, ask: FetchAsk, leg: Leg, pins: Pins) -> None:
+        self._core = core
+        self._ask = ask
+        self._leg = leg
+        self._pins = pins
+        self._size = core.model.block_size
+        self._home = core.connector.client
+        # The last token is computed in any case: its logits draw the next one.
+        self._num_wanted = (ask.num_context_tokens - 1) // self._size
+        self._reasons: dict[int, str] = {}  # block index -> why it did not come, the first time
+        self._is_out_of_time = False  # a transfer may still write into the next block
+        self.num_blocks = ask.reservation.num_local_tokens // self._size
+
+    @property
+    def num_tokens(self) -> int:
+        """Leading tokens whose KV is there."""
+        return self.num_blocks * self._size
+
+    async def run(self) -> Pin | None:
+        """Fetch.
+
+        Returns: where new blocks go, and under which lease: the caller's from here on. None: no
+            store takes them. What else must stay pinned is left in the pins, to be kept.
+        """
+        home = await self._from_home()
+        pulled = await self._from_elsewhere()
+        self._count_lost()
+        return self._choose_place(home, pulled)
+
+    def missing_at(self, place: Pin) -> list[FilledBlock]:
+        """Blocks that are here and not where the next ones go: to be stored before them."""
+        block_ids, hashes = self._ask.reservation.block_ids, self._ask.chain_hashes
+        return [
+            FilledBlock(index, block_ids[index], hashes[index])
+            for index in range(len(place.refs), self.num_blocks)
+        ]
+
+    # ---- from one store
+
+    async def _from_home(self) -> Pin | None:
+        connector = self._core.connector
+        if self._home is None:
+            if connector.address:
+                self._lose(self._num_wanted, STORE_UNAVAILABLE)
+            return None
+        deadline = self._ask.deadline.sooner(self._core.limits.transfer_budget_s)
+        pin = await self._match(self._home, connector.release_later, deadline, self._num_wanted)
+        if pin is not None:
+            # The copies have the budget to themselves.
+            await self._load(pin, self._ask.deadline.sooner(self._core.limits.transfer_budget_s))
+        return pin
+
+    async def _from_elsewhere(self) -> list[Pin]:
+        """Pins of stores that gave something, in the order in which they did."""
+        # One budget for all: a peer that is slow must not cost it once per run.
+        deadline = self._ask.deadline.sooner(self._core.limits.transfer_budget_s)
+        pulled: list[Pin] = []
+        for run in self._runs_elsewhere():
+            if self._is_out_of_time:
+                break
+            # Whoever holds a run holds all that is before it.
+            if min(run.end_block, self._num_wanted) <= self.num_blocks:
+                continue
+            pin = await self._pull(run, deadline)
+            if pin is not None:
+                pulled.append(pin)
+        return pulled
+
+    async def _pull(self, run: PrefixRun, deadline: Deadline) -> Pin | None:
+        """From one other node's store. Returns: None if nothing came."""
+        stores = self._core.remote_stores
+        self._pins.start_renewing()  # what others have pinned for us must outlive a slow one
+        try:
+            client = await stores.client(
+                run.node_id, run.store_address, run.store_incarnation, deadline
+            )
+        except BatonError as error:
+            self._lose(run.end_block, reason_of(error))
+            return None
+        pin = await self._match(client, stores.release_later, deadline, run.end_block)
+        if pin is None:
+            return None
+        num_before = self.num_blocks
+        await self._load(pin, deadline)
+        return pin if self.num_blocks > num_before else None
+
+    async def _match(
+        self, client: StoreClient, release_later: ReleaseLater, deadline: Deadline, end_block: int
+    ) -> Pin | None:
+        """Pin what a store has of the prompt. Where it does not answer, blocks up to `end_block`
+        are lost."""
+        hashes = self._ask.chain_hashes
+        try:
+            matched = await client.match(hashes, ttl_s=self._ask.ttl_s, deadline=deadline)
+        except BatonError as error:
+            self._core.connector.suspect(client, error)
+            self._lose(end_block, reason_of(error))
+            return None
+        refs = _as_far_as_ours(matched.blocks, hashes, self._size)
+        if len(refs) < len(matched.blocks):
+            self._lose(len(matched.blocks), FINGERPRINT)
+        pin = Pin(client, matched.lease_id, refs, release_later, matched.num_hits)
+        self._pins.add(pin)
+        return pin
+
+    async def _load(self, pin: Pin, deadline: Deadline) -> None:
+        """Copy what `pin` has beyond the blocks that are there, batch by batch: what came before
+        the time ran out is used. What cannot be used is pinned no more."""
+        end = min(len(pin.refs), self._num_wanted)
+        batch_blocks = max(1, BATCH_BYTES // self._core.layout.block_bytes)
+        while self.num_blocks < end:
+            first, batch_end = self.num_blocks, min(self.num_blocks + batch_blocks, end)
+            loaded = await self._load_batch(pin, first, batch_end, deadline)
+            if self.num_blocks == batch_end:
+                continue
+            pin.refs = pin.refs[: self.num_blocks]
+            self._is_out_of_time = DEADLINE in loaded.not_usable
+            reasons = list(loaded.not_usable.elements())
+            for index, reason in enumerate(reasons, self.num_blocks):
+                self._reasons.setdefault(index, reason)
+            self._lose(end, reasons[-1])
+            return
+
+    async def _load_batch(self, pin: Pin, first: int, end: int, deadline: Deadline) -> Loaded:
+        wanted = pin.refs[first:end]
+        block_ids = self._ask.reservation.block_ids[first:end]
+        loaded = await self._core.connector.load(
+            pin.client,
+            self._ask.engine_id,
+            pin.lease_id,
+            list(zip(wanted, block_ids, strict=True)),
+            deadline,
+        )
+        self.num_blocks += loaded.num_usable
+        self._leg.num_bytes_read += loaded.num_bytes
+        self._leg.count_loaded(
+            first * self._size,
+            self.num_tokens,
+            wanted[: loaded.num_usable],
+            block_bytes=self._core.layout.block_bytes,
+            node_id=pin.client.node_id,
+        )
+        return loaded
+
+    # ---- parts
+
+    def _runs_elsewhere(self) -> Iterator[PrefixRun]:
+        """Hints of other nodes, if this worker pulls from them."""
+        if not self._core.settings.remote_transport:
+            return
+        for run in self._ask.prefix_runs:
+            if not self._is_home(run):
+                yield run
+
+    def _is_home(self, run: PrefixRun) -> bool:
+        if run.store_address == self._core.connector.address:
+            return True
+        return self._home is not None and run.node_id == self._home.node_id
+
+    def _lose(self, end_block: int, reason: str) -> None:
+        """Blocks up to `end_block` did not come from where they should be."""
+        for index in range(self.num_blocks, min(end_block, self._num_wanted)):
+            self._reasons.setdefault(index, reason)
+
+    def _count_lost(self) -> None:
+        """Of what has to be computed: what should have been in a store, by reason."""
+        ends = [run.end_block for run in self._runs_elsewhere()]
+        if self._home is not None:
+            ends += [run.end_block for run in self._ask.prefix_runs if self._is_home(run)]
+        self._lose(max(ends, default=0), MISSING)
+        to_compute = range(self.num_blocks, self._num_wanted)
+        lost = Counter(self._reasons[index] for index in to_compute if index in self._reasons)
+        if lost:
+            self._leg.recomputed.update(lost)
+            logs.event(
+                logger,
+                "prefix_not_fetched",
+                level=logging.WARNING,
+                request=self._ask.engine_id,
+                num_blocks=dict(lost),
+            )
+
+    def _choose_place(self, home: Pin | None, pulled: Sequence[Pin]) -> Pin | None:
+        """Where new blocks go. The pins that a handle needs beside it are kept."""
+        kept: list[Pin] = []
+        place = home
+        if pulled:
+            deepest = pulled[-1]
+            limit = self._core.limits.replicate_after_hits
+            is_home_there = home is not None and home.client.broken is None
+            if not is_home_there or not worth_a_copy(deepest.num_hits, limit):
+                place = deepest
+                kept = [pin for pin in (home, *pulled[:-1]) if pin is not None]
+        if place is not None:
+            self._pins.take(place)
+        self._pins.keep(kept)
+        return place
+
+
+def _as_far_as_ours(
+    refs: Sequence[Block], chain_hashes: Sequence[bytes], block_size: int
+) -> tuple[Block, ...]:
+    """The leading blocks that are full ones of our prompt: a store's word is checked, too."""
+    num_ours = 0
+    for ref, chain_hash in zip(refs, chain_hashes, strict=False):
+        if ref.chain_hash != chain_hash or ref.num_tokens != block_size:
+            break
+        num_ours += 1
+    return tuple(refs[:num_ours])

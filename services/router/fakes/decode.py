@@ -1,0 +1,229 @@
+"""A decode worker without a model. Law: `num_open` reservations have not had their last word. One
+asyncio loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc.aio
+
+from process import serving
+from process.errors import BatonError
+from protos import common_pb2, decode_pb2, decode_pb2_grpc
+from services.router.fakes.gate import Gate
+from services.router.fakes.model import FakeModel, logprobs
+from services.router.fakes.worker import Context, FakeWorker
+
+
+@dataclass
+class _Leg:
+    reserve: decode_pb2.ReserveDecode
+    task: asyncio.Task[None] | None = None
+    outputs: list[list[int]] = field(default_factory=list)
+    open: set[int] = field(default_factory=set)
+    """Samples that go on."""
+
+
+class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
+    """A decode worker. Its law: `num_open` reservations have not had their last word."""
+
+    role = "decode"
+
+    def __init__(self, worker_id: str, model: FakeModel) -> None:
+        super().__init__(worker_id, model)
+        self.reserve_gate = Gate()
+        """Before a reservation is answered."""
+        self.token_gate = Gate()
+        """Before each token."""
+        self.pause_at: int | None = None
+        """Output position at which the token gate closes by itself."""
+        self.error: BatonError | None = None
+        """Answers reservations instead of blocks."""
+        self.generated: list[decode_pb2.GenerateFromHandle] = []
+        self.prefetched: list[tuple[str, common_pb2.KvHandle]] = []
+        """Partial handles by request id of the reservation, in the order in which they came."""
+        self.num_misplaced = 0
+        """Prefetches for a key that generates, or that the router has cancelled itself."""
+        self.num_reserved = 0
+        self.num_refused = 0
+        self.num_cancelled = 0
+        self.num_samples_cancelled = 0
+        self.num_streams = 0
+        self.num_open = 0
+        self.idle = asyncio.Event()
+        self.idle.set()
+
+    @serving.streaming
+    async def Stream(
+        self, commands: AsyncIterator[decode_pb2.DecodeCommand], context: Context
+    ) -> AsyncIterator[decode_pb2.DecodeEvents]:
+        events: asyncio.Queue[decode_pb2.DecodeEvent | None] = asyncio.Queue()
+        legs: dict[int, _Leg] = {}
+        self.num_streams += 1
+        reader = asyncio.create_task(self._obey(commands, legs, events))
+        try:
+            while (event := await events.get()) is not None:
+                yield decode_pb2.DecodeEvents(
+                    events=[event], num_free_blocks=1000, num_running=len(legs)
+                )
+        finally:
+            self.num_streams -= 1
+            reader.cancel()
+            for key in list(legs):
+                self._end(legs, key)
+
+    async def GetWorkerStatus(
+        self, request: common_pb2.GetWorkerStatusRequest, context: Context
+    ) -> common_pb2.WorkerStatus:
+        return self.status()
+
+    async def _obey(
+        self,
+        commands: AsyncIterator[decode_pb2.DecodeCommand],
+        legs: dict[int, _Leg],
+        events: asyncio.Queue[decode_pb2.DecodeEvent | None],
+    ) -> None:
+        cancelled: set[int] = set()
+        async for command in commands:
+            key, kind = command.key, command.WhichOneof("command")
+            if kind == "prefetch":
+                self._prefetch(command, legs.get(key), was_cancelled=key in cancelled)
+            elif kind == "reserve":
+                legs[key] = _Leg(command.reserve)
+                self.num_open += 1
+                self.idle.clear()
+                legs[key].task = asyncio.create_task(self._reserve(legs, key, events))
+            elif key not in legs:
+                continue  # its last word has been said
+            elif kind == "generate":
+                self.generated.append(command.generate)
+                _take_over(legs[key], command.generate)
+                legs[key].task = asyncio.create_task(self._generate(legs, key, events))
+            elif kind == "cancel_sample":
+                self.num_samples_cancelled += 1
+                legs[key].open.discard(command.cancel_sample.sample_index)
+                if not legs[key].open:
+                    self._cancel(legs, key, events)
+            elif kind == "cancel":
+                self.num_cancelled += 1
+                cancelled.add(key)
+                self._cancel(legs, key, events)
+        events.put_nowait(None)
+
+    def _prefetch(
+        self, command: decode_pb2.DecodeCommand, leg: _Leg | None, *, was_cancelled: bool
+    ) -> None:
+        # One that crossed our own last word on its key is nobody's fault.
+        if was_cancelled or (leg is not None and leg.outputs):
+            self.num_misplaced += 1
+        elif leg is not None:
+            self.prefetched.append((leg.reserve.request_id, command.prefetch.handle))
+
+    def _cancel(
+        self,
+        legs: dict[int, _Leg],
+        key: int,
+        events: asyncio.Queue[decode_pb2.DecodeEvent | None],
+    ) -> None:
+        leg = self._end(legs, key)
+        finished = decode_pb2.DecodeFinished(
+            finish_reason=common_pb2.FINISH_REASON_CANCELLED,
+            leg=self.leg(len(leg.reserve.prompt_token_ids), is_computed=False),
+        )
+        events.put_nowait(decode_pb2.DecodeEvent(key=key, finished=finished))
+
+    async def _reserve(
+        self,
+        legs: dict[int, _Leg],
+        key: int,
+        events: asyncio.Queue[decode_pb2.DecodeEvent | None],
+    ) -> None:
+        await self.reserve_gate.passed()
+        if self.error is None:
+            self.num_reserved += 1
+            events.put_nowait(decode_pb2.DecodeEvent(key=key, reserved=decode_pb2.DecodeReserved()))
+            return
+        self.num_refused += 1
+        code, message = serving.status_of(self.error)
+        failed = decode_pb2.DecodeFailed(
+            code=serving.code_number(code),
+            message=message,
+            retry_after_s=self.error.retry_after_s,
+        )
+        self._end(legs, key, by_itself=True)
+        events.put_nowait(decode_pb2.DecodeEvent(key=key, failed=failed))
+
+    async def _generate(
+        self,
+        legs: dict[int, _Leg],
+        key: int,
+        events: asyncio.Queue[decode_pb2.DecodeEvent | None],
+    ) -> None:
+        leg = legs[key]
+        while True:
+            if max(map(len, leg.outputs)) == self.pause_at:
+                self.token_gate.close()
+            await self.token_gate.passed()
+            for index in sorted(leg.open):
+                tokens = self._draw(leg, index)
+                if leg.open:
+                    events.put_nowait(decode_pb2.DecodeEvent(key=key, tokens=tokens))
+                    continue
+                finished = decode_pb2.DecodeFinished(
+                    sample_index=index,
+                    token_ids=tokens.token_ids,
+                    logprobs=tokens.logprobs,
+                    finish_reason=tokens.finish_reason,
+                    leg=self.leg(len(leg.reserve.prompt_token_ids), is_computed=False),
+                    times=[common_pb2.StageTime(stage="decode", seconds=1e-6)],
+                )
+                if tokens.HasField("stop_token_id"):
+                    finished.stop_token_id = tokens.stop_token_id
+                self._end(legs, key, by_itself=True)
+                events.put_nowait(decode_pb2.DecodeEvent(key=key, finished=finished))
+                return
+            await asyncio.sleep(0)
+
+    def _draw(self, leg: _Leg, index: int) -> decode_pb2.DecodeTokens:
+        """One token of one sample, which may end with it."""
+        output, params = leg.outputs[index], leg.reserve.sampling
+        token_id = self.model.token(leg.reserve.prompt_token_ids, params, len(output), index)
+        output.append(token_id)
+        reason = self.model.reason(token_id, params, len(output))
+        tokens = decode_pb2.DecodeTokens(
+            sample_index=index,
+            token_ids=[token_id],
+            logprobs=logprobs([token_id], params),
+            finish_reason=reason,
+        )
+        if reason in (common_pb2.FINISH_REASON_EOS, common_pb2.FINISH_REASON_STOP_TOKEN):
+            tokens.stop_token_id = token_id
+        if reason:
+            leg.open.discard(index)
+        return tokens
+
+    def _end(self, legs: dict[int, _Leg], key: int, *, by_itself: bool = False) -> _Leg:
+        leg = legs.pop(key)
+        if leg.task is not None and not by_itself:
+            leg.task.cancel()
+        self.num_open -= 1
+        if not self.num_open:
+            self.idle.set()
+        return leg
+
+    def _add_to(self, server: grpc.aio.Server) -> None:
+        add: Any = decode_pb2_grpc.add_DecodeServicer_to_server
+        add(self, server)
+
+
+def _take_over(leg: _Leg, command: decode_pb2.GenerateFromHandle) -> None:
+    """What was drawn already, and who goes on."""
+    if not command.outputs:
+        leg.outputs, leg.open = [list(command.output_token_ids)], {0}
+        return
+    leg.outputs = [list(output.token_ids) for output in command.outputs]
+    leg.open = {index for index, output in enumerate(command.outputs) if not output.is_over}

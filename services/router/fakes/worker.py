@@ -1,0 +1,95 @@
+"""What both fake roles share: an address, a life, a status. One asyncio loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import grpc.aio
+from google.protobuf import json_format
+
+from process import incarnation, serving
+from protos import common_pb2
+from services.router.fakes.model import FakeModel
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class FakeWorker:
+    """What both roles share: an address, a life, a status."""
+
+    role = ""
+
+    def __init__(self, worker_id: str, model: FakeModel) -> None:
+        self.worker_id = worker_id
+        self.model = model
+        self.incarnation = incarnation.new().hex()
+        self.address = ""
+        self.is_draining = False
+        self.store_node_id = ""
+        self.adapters: dict[str, str] = {}
+        """Digest of each adapter that it says to have, by name."""
+        self.links: Sequence[Mapping[str, Any]] = ()
+        """Fields of the LinkStatus of each store that it says to have met."""
+        self._server: grpc.aio.Server | None = None
+
+    async def start(self) -> None:
+        """Listen on a free port of loopback."""
+        self._server, self.address = await serving.listen("127.0.0.1:0", [self._add_to])
+
+    async def stop(self) -> None:
+        """Vanish at once, as a killed process does."""
+        if self._server is not None:
+            await self._server.stop(None)
+            self._server = None
+
+    def status(self) -> common_pb2.WorkerStatus:
+        """What a real worker's heartbeat says."""
+        model = self.model
+        return common_pb2.WorkerStatus(
+            worker_id=self.worker_id,
+            role=self.role,
+            address=self.address,
+            incarnation=self.incarnation,
+            model=model.name,
+            model_fingerprint=model.fingerprint,
+            tokenizer_digest=model.tokenizer_digest,
+            dtype="float32",
+            block_size=model.block_size,
+            block_bytes=1024,
+            num_blocks=1000,
+            num_free_blocks=1000,
+            context_window=model.context_window,
+            vocab_size=model.vocab_size,
+            store_node_id=self.store_node_id,
+            draining=self.is_draining,
+            adapters=[
+                common_pb2.AdapterStatus(name=name, digest=digest)
+                for name, digest in self.adapters.items()
+            ],
+            links=[common_pb2.LinkStatus(**link) for link in self.links],
+        )
+
+    async def register(self, client: Any, *, ttl_ms: int = 60_000) -> None:
+        """Write entry and heartbeat with a Redis `client`, once."""
+        entry = json_format.MessageToJson(self.status(), indent=None)
+        await client.hset("baton:workers", self.worker_id, entry)
+        await client.set(f"baton:worker:{self.worker_id}:beat", self.incarnation, px=ttl_ms)
+
+    def leg(self, num_tokens: int, *, is_computed: bool) -> common_pb2.KvLeg:
+        """An account: all computed here, or all from the store."""
+        leg = common_pb2.KvLeg(
+            role=self.role,
+            worker_id=self.worker_id,
+            incarnation=self.incarnation,
+            transport="shm",
+            dtype="float32",
+        )
+        if is_computed:
+            leg.num_tokens_computed = num_tokens
+        else:
+            leg.from_store.add(tier=common_pb2.TIER_HOST, node_id="fake", num_tokens=num_tokens)
+        return leg
+
+    def _add_to(self, server: grpc.aio.Server) -> None:
+        raise NotImplementedError

@@ -1,0 +1,174 @@
+"""Links: what this worker measured of its ways to stores, and says of them.
+
+Each client is measured in the background, right after it attached, and again every AGAIN_S while
+its link is degraded: a bad moment shall not mark it for good. One at a time, so that measurements
+do not slow one another. The engine lends free blocks for it, and gets each back when
+nothing can touch it any more, whatever became of the measurement.
+
+Knows no requests. Belongs to the loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from kvstore.client import StoreClient
+from kvstore.errors import Quarantine, TransferFailed, TransferTimeout, quarantine_of
+from kvstore.link import Link, Rates, Verdict, judge
+from kvstore.link_meter import num_blocks_wanted
+from process import logs
+from process.deadline import Deadline
+from process.errors import BatonError, DeadlineExceeded, Unavailable
+from process.tasks import end_tasks, start_task
+from services.worker.engine_thread import EngineThread
+
+logger = logging.getLogger(__name__)
+
+BUDGET_S = 0.5
+"""Time of one measurement."""
+
+PATIENT_BUDGET_S = 2.0
+"""Of the second one, after a first that was late: the first transfer also makes connections, and a
+starting machine is busy."""
+
+LEND_BUDGET_S = 5.0
+"""For the engine to lend blocks: longer than a step should take."""
+
+AGAIN_S = 60.0
+
+MAX_LINKS = 64
+"""Remembered; the one measured longest ago is forgotten first."""
+
+
+class Links:
+    """See the module."""
+
+    def __init__(
+        self,
+        thread: EngineThread,
+        block_bytes: int,
+        floor_bytes_per_s: float,
+        *,
+        on_room: Callable[[], None] = lambda: None,
+    ) -> None:
+        """floor_bytes_per_s: the operator's, 0: none. on_room: told when the engine has its blocks
+        back."""
+        self._thread = thread
+        self._num_blocks = num_blocks_wanted(block_bytes)
+        self._floor_bytes_per_s = floor_bytes_per_s
+        self._on_room = on_room
+        self._links: dict[tuple[str, str], Link] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._turn = asyncio.Lock()
+        self._is_stopped = False
+        self._again: dict[tuple[str, str], asyncio.TimerHandle] = {}
+
+    def measure_later(self, client: StoreClient) -> None:
+        """In the background, after those that wait already."""
+        if self._is_stopped:
+            return
+        task = start_task(self._measure(client), "link measurement")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    @property
+    def links(self) -> list[tuple[Link, Verdict]]:
+        """As last measured, oldest first."""
+        return [(link, judge(link, self._floor_bytes_per_s)) for link in self._links.values()]
+
+    async def settle(self) -> None:
+        """Wait for the measurements that there are now (each bounded)."""
+        if self._tasks:
+            await asyncio.wait(set(self._tasks))
+
+    async def stop(self) -> None:
+        """End those under way, and begin no more."""
+        self._is_stopped = True
+        for timer in self._again.values():
+            timer.cancel()
+        await end_tasks(self._tasks)
+
+    # ---- inside
+
+    async def _measure(self, client: StoreClient) -> None:
+        async with self._turn:
+            rates, problem, is_fault = None, "", False
+            for budget_s in (BUDGET_S, PATIENT_BUDGET_S):
+                try:
+                    rates, problem, is_fault = await self._rates(client, budget_s), "", False
+                except (DeadlineExceeded, TransferTimeout) as error:
+                    problem, is_fault = f"not measured within {budget_s:g} s: {error}", True
+                    continue
+                except BatonError as error:
+                    problem, is_fault = str(error), isinstance(error, TransferFailed)
+                break
+        link = Link(
+            client.node_id,
+            client.address,
+            client.transport_name,
+            time.time_ns() // 1_000_000,
+            rates,
+            problem,
+            is_fault,
+        )
+        if self._note(link) and client.broken is None and not self._is_stopped:
+            timer = asyncio.get_running_loop().call_later(AGAIN_S, self.measure_later, client)
+            self._again[link.node_id, link.transport] = timer
+
+    async def _rates(self, client: StoreClient, budget_s: float) -> Rates:
+        lent: list[int] = []
+        held: Quarantine | None = None
+        try:
+            try:
+                async with asyncio.timeout(LEND_BUDGET_S):
+                    await self._thread.call(
+                        lambda engine: lent.extend(engine.lend_blocks(self._num_blocks))
+                    )
+            except TimeoutError:
+                raise Unavailable("the engine lent no blocks in time") from None
+            return await client.measure(lent, Deadline.after(budget_s))
+        except BaseException as error:
+            held = quarantine_of(error)
+            if held is not None and isinstance(error, asyncio.CancelledError):
+                # A plain one: asyncio.timeout of this Python recognises no subclass.
+                raise asyncio.CancelledError(str(error)) from error
+            raise
+        finally:
+            # After the job that lends, even one that its caller did not wait for.
+            if held is None:
+                self._give_back(lent)
+            else:
+                held.settled.add_done_callback(lambda _: self._give_back(lent))
+
+    def _give_back(self, lent: list[int]) -> None:
+        self._thread.post(lambda engine: engine.return_blocks(lent), self._on_room)
+
+    def _note(self, link: Link) -> bool:
+        """Remember and tell. Returns: whether it is degraded."""
+        key = (link.node_id, link.transport)
+        timer = self._again.pop(key, None)
+        if timer is not None:
+            timer.cancel()  # its client's, or a former one's
+        self._links.pop(key, None)
+        self._links[key] = link
+        while len(self._links) > MAX_LINKS:
+            del self._links[next(iter(self._links))]
+        rates, verdict = link.rates, judge(link, self._floor_bytes_per_s)
+        logs.event(
+            logger,
+            "link_measured",
+            level=logging.WARNING if verdict.degraded else logging.INFO,
+            node_id=link.node_id,
+            address=link.address,
+            transport=link.transport,
+            write_bytes_per_s=round(rates.write_bytes_per_s) if rates else 0,
+            read_bytes_per_s=round(rates.read_bytes_per_s) if rates else 0,
+            latency_s=round(rates.latency_s, 6) if rates else 0.0,
+            floor_bytes_per_s=round(verdict.floor_bytes_per_s),
+            degraded=verdict.degraded,
+            problem=link.problem,
+        )
+        return verdict.degraded

@@ -1,0 +1,232 @@
+"""RemotePeer: one worker's way to one store of another node: attached when asked for, looked at
+when in doubt, given up when it fails, tried again by one.
+
+Life: unknown -> attaching (one attempt, for all who ask) -> attached -> dropped, or failed. While a
+failure's back-off lasts everybody is refused at once; then ONE caller tries (half-open), and the
+others are refused until it is known what came of that. Nothing is refused for ever.
+
+Knows nothing of other peers, of rooms or of leases. Belongs to the loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from engine.errors import IntegrityError
+from kvstore.client import StoreClient
+from kvstore.errors import INCARNATION, STORE_UNAVAILABLE, TRANSPORT, TransferTimeout
+from process import logs
+from process.deadline import Clock, Deadline
+from process.errors import BatonError, DeadlineExceeded, FailedPrecondition, Unavailable
+from process.tasks import start_task
+from services.worker.breaker import Breaker
+from services.worker.provenance import FINGERPRINT
+
+logger = logging.getLogger(__name__)
+
+PING_BUDGET_S = 1.0
+
+CLOSE_BUDGET_S = 5.0
+
+Attach = Callable[[], Awaitable[StoreClient]]
+Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
+
+
+class StoreUnusable(Unavailable):
+    """A store that cannot be used for this request. `reason` is one of the words under which blocks
+    are counted that were computed instead."""
+
+    def __init__(self, message: str, reason: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.reason = reason
+
+
+class RemotePeer:
+    """See the module.
+
+    Attributes:
+        client: the attached one; nobody else's while `attaching` is set.
+        is_stalled: a call was not answered in time; nobody is given the client until it answers a
+            ping.
+    """
+
+    def __init__(self, node_id: str, address: str, clock: Clock, spawn: Spawn) -> None:
+        """clock: seconds, for the back-off. spawn: runs bounded work that nobody waits for."""
+        self.node_id = node_id
+        self.address = address
+        self.client: StoreClient | None = None
+        self.attaching: asyncio.Task[None] | None = None
+        self.looking: asyncio.Task[None] | None = None
+        self.is_stalled = False
+        self._used_at_s = clock()
+        self._num_uses = 0
+        self._breaker = Breaker()
+        self._problem = ""
+        self._reason = STORE_UNAVAILABLE
+        self._clock = clock
+        self._spawn = spawn
+
+    @property
+    def is_open(self) -> bool:
+        """Attached or attaching: it takes a place."""
+        return self.client is not None or self.attaching is not None
+
+    def touch(self) -> None:
+        """Somebody asks for it now."""
+        self._used_at_s = self._clock()
+
+    def idle_s(self) -> float:
+        """Seconds since somebody asked for it or, as seen by this call, used its client: who holds
+        a lease renews it with the client in hand."""
+        client = self.client
+        if client is not None and (client.is_busy or client.num_uses != self._num_uses):
+            self._num_uses = client.num_uses
+            self.touch()
+        return self._clock() - self._used_at_s
+
+    def may_begin(self) -> bool:
+        """Whether who asks now is to begin an attachment; else there is one, made or in the making.
+
+        Raises: StoreUnusable: refused, or somebody else tries.
+        """
+        now_s = self._clock()
+        if self.client is not None and self.client.broken is not None:
+            self.drop()  # gone while nobody asked: met again at once
+        if not self.is_open:
+            if self._breaker.refuses(now_s):
+                raise self.refusal()
+            return True
+        if self.is_stalled or self._breaker.is_half_open(now_s):
+            raise self.refusal()
+        return False
+
+    def begin(self, attach: Attach, on_attached: Callable[[StoreClient], None]) -> None:
+        """Attach for all who ask; it goes on when they leave. `attach` must be bounded."""
+        self.attaching = start_task(self._attach(attach, on_attached), f"attach {self.address}")
+
+    async def attached(self) -> StoreClient:
+        """Wait for what was begun; the caller bounds it. Raises: StoreUnusable."""
+        if self.attaching is not None:
+            await asyncio.wait([self.attaching])
+        if self.client is None:
+            raise self.refusal()
+        return self.client
+
+    async def look(self) -> None:
+        """Ask the store who it is. A client whose store is another life, or does not answer, is
+        over then. Who is cancelled only stops waiting."""
+        self._begin_look()
+        if self.looking is not None:
+            await asyncio.wait([self.looking])
+
+    def suspect(self, error: BatonError) -> None:
+        """A call of the client failed. See RemoteStores.suspect."""
+        is_broken = self.client is not None and self.client.broken is not None
+        if is_broken or isinstance(error, TransferTimeout | Unavailable):
+            self._lose(str(error))
+        elif isinstance(error, DeadlineExceeded):
+            self.is_stalled, self._problem = True, "not answering"
+            self._begin_look()
+
+    def drop(self) -> None:
+        """Close the client, if there is one. No failure."""
+        client, self.client = self.client, None
+        if client is not None:
+            self._spawn(close(client))
+
+    def refusal(self) -> StoreUnusable:
+        """What to tell who cannot be served."""
+        return StoreUnusable(
+            f"store {self.address} of node {self.node_id}: {self._problem or 'being tried'}",
+            self._reason,
+            retry_after_s=max(0.0, self._breaker.retry_at_s - self._clock()),
+        )
+
+    def check_integrity(self) -> None:
+        """Raises: IntegrityError."""
+        if self.client is not None and self.attaching is not None:
+            raise IntegrityError(f"{self.node_id} is attached and attaching")
+        if self.client is not None and not self._breaker.is_closed:
+            raise IntegrityError(f"{self.node_id} failed and kept its client")
+
+    # ---- inside
+
+    async def _attach(self, attach: Attach, on_attached: Callable[[StoreClient], None]) -> None:
+        try:
+            client = await attach()
+        except (BatonError, OSError) as error:
+            self._fail(str(error), _why_not(error))
+            return
+        finally:
+            self.attaching = None
+        if client.node_id != self.node_id:
+            self._spawn(close(client))
+            self._fail(f"node {client.node_id} answers there", INCARNATION)
+            return
+        self.client, self._breaker = client, self._breaker.succeeded()
+        self._num_uses = client.num_uses
+        self._problem, self._reason = "", STORE_UNAVAILABLE
+        logs.event(
+            logger,
+            "remote_store_attached",
+            node_id=self.node_id,
+            address=self.address,
+            incarnation=client.incarnation.hex(),
+        )
+        on_attached(client)
+
+    def _begin_look(self) -> None:
+        if self.client is not None and self.looking is None:
+            self.looking = self._spawn(self._ping(self.client))
+
+    async def _ping(self, client: StoreClient) -> None:
+        try:
+            status = await client.status(deadline=Deadline.after(PING_BUDGET_S))
+        except BatonError as error:
+            if self.client is client:
+                self._lose(str(error))
+            return
+        finally:
+            self.looking, self.is_stalled = None, False
+        if self.client is client and status.incarnation != client.incarnation:
+            self.drop()  # no failure: the new life may be met at once
+
+    def _lose(self, problem: str) -> None:
+        """The client is of no use any more, and that is the store's failure."""
+        self.drop()
+        self.is_stalled = False
+        self._fail(problem, STORE_UNAVAILABLE)
+
+    def _fail(self, problem: str, reason: str) -> None:
+        now_s = self._clock()
+        self._breaker = self._breaker.failed(now_s, random.uniform(0.5, 1.0))
+        self._problem, self._reason = problem, reason
+        logs.event(
+            logger,
+            "remote_store_failed",
+            level=logging.WARNING,
+            node_id=self.node_id,
+            address=self.address,
+            why=problem,
+            retry_in_s=round(self._breaker.retry_at_s - now_s, 3),
+        )
+
+
+def _why_not(error: BatonError | OSError) -> str:
+    """The word for why a store could not be attached to."""
+    if isinstance(error, FailedPrecondition):
+        return TRANSPORT if str(error).startswith("transport") else FINGERPRINT
+    return STORE_UNAVAILABLE
+
+
+async def close(client: StoreClient) -> None:
+    """Say goodbye to the store; bounded."""
+    try:
+        async with asyncio.timeout(CLOSE_BUDGET_S):
+            await client.close()
+    except (BatonError, TimeoutError) as error:
+        logs.event(logger, "store_not_closed", level=logging.WARNING, why=str(error))

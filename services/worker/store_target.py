@@ -1,0 +1,37 @@
+"""StoreTarget: which store a worker wants, as whom, of which memory, over which transport. A value;
+`attach` is the one place where it becomes a client.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvstore.client import StoreClient
+from kvstore.transport.base import BlockMemory
+
+
+@dataclass(frozen=True)
+class StoreTarget:
+    """Which store, as whom, over which transport."""
+
+    address: str
+    worker_id: str
+    worker_incarnation: bytes
+    fingerprint: str
+    memory: BlockMemory
+    transport: str
+    nixl_net_devices: str = "lo"
+
+
+async def attach(target: StoreTarget, timeout_s: float) -> StoreClient:
+    """Introduce this life of the worker to the store. Raises: what StoreClient.attach raises."""
+    return await StoreClient.attach(
+        target.address,
+        worker_id=target.worker_id,
+        worker_incarnation=target.worker_incarnation,
+        fingerprint=target.fingerprint,
+        memory=target.memory,
+        transport=target.transport,
+        timeout_s=timeout_s,
+        nixl_net_devices=target.nixl_net_devices,
+    )

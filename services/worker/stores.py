@@ -1,0 +1,238 @@
+"""RemoteStores: a worker's ways to the stores of other nodes, made when they are first needed.
+
+Each store is a RemotePeer (services/worker/remote_peer.py): attached once for all who ask, refused
+for a back-off when it failed, then tried by one. Here: who gets one of the few places, and which
+life of a store is meant.
+
+Fencing: who asks names the life of the store that it means. A client of another life is looked at:
+if its store really is that other life, the asker is refused with the reason `incarnation`; if the
+store has restarted, the client is closed and the new life attached. No bytes move before that.
+
+Invariant: at most `max_stores` peers are attached or attaching (`check_integrity`), and a client
+that moves bytes is not closed to make room. Clients that are closing are no peers' any more.
+
+Knows no handles, no requests, no engine. Belongs to the loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from engine.errors import IntegrityError
+from kvstore.client import StoreClient
+from kvstore.errors import DEADLINE, INCARNATION, STORE_UNAVAILABLE
+from process import logs
+from process.deadline import Clock, Deadline
+from process.errors import BatonError, DeadlineExceeded
+from process.tasks import end_tasks, start_task
+from services.worker.remote_peer import RemotePeer, close
+from services.worker.remote_peer import StoreUnusable as StoreUnusable
+from services.worker.store_target import StoreTarget, attach
+
+logger = logging.getLogger(__name__)
+
+IDLE_S = 60.0
+"""A client that nobody used for so long is closed. Guessed: a conversation's pause."""
+
+MIN_IDLE_S = 15.0
+"""A client that was used so lately is not closed to make room: somebody has it in hand. Longer than
+between two renewals of a lease."""
+
+SWEEP_S = 5.0
+
+RELEASE_BUDGET_S = 5.0
+"""Time for giving a lease back; after it the lease lapses by itself."""
+
+
+class RemoteStores:
+    """See the module. `target` None: this worker has no store, and so no others either; its
+    `address` is not used."""
+
+    def __init__(
+        self,
+        target: StoreTarget | None,
+        *,
+        max_stores: int,
+        attach_budget_s: float,
+        on_attached: Callable[[StoreClient], None] = lambda client: None,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            target: as whom, over which transport; an empty transport: blocks are never pulled from
+                other nodes.
+            on_attached: told of every new client; must not raise.
+            clock: seconds, for back-off and idleness.
+        """
+        self._target = target
+        self._max_stores = max_stores
+        self._attach_budget_s = attach_budget_s
+        self._on_attached = on_attached
+        self._clock = clock
+        self._peers: dict[tuple[str, str], RemotePeer] = {}
+        self._background: set[asyncio.Task[None]] = set()
+        self._sweeper: asyncio.Task[None] | None = None
+        self._is_stopped = False
+        self.num_attached = 0
+        self.refused: Counter[str] = Counter()
+        """How often a store could not be used, by reason."""
+
+    # ---- what requests ask
+
+    async def client(
+        self, node_id: str, address: str, incarnation: bytes, deadline: Deadline
+    ) -> StoreClient:
+        """The way to that life of that store, attached if need be.
+
+        Raises: StoreUnusable (its `reason` says how to count it); DeadlineExceeded.
+        """
+        try:
+            return await self._client(node_id, address, incarnation, deadline)
+        except StoreUnusable as error:
+            self.refused[error.reason] += 1
+            raise
+        except DeadlineExceeded:
+            self.refused[DEADLINE] += 1
+            raise
+
+    def release_later(self, client: StoreClient | None, lease_ids: Iterable[str]) -> None:
+        """Give leases back in the background. One that cannot be given back lapses by itself."""
+        lease_ids = [lease_id for lease_id in lease_ids if lease_id]
+        if client is not None and lease_ids and client.broken is None:
+            self._spawn(self._release(client, lease_ids))
+
+    def suspect(self, client: StoreClient, error: BatonError) -> None:
+        """A call of this client failed.
+
+        A transfer that was not over in time, or a connection that is gone, ends the client: the
+        next one is made afresh, after the back-off. After a call that was not answered in time the
+        peer is refused until it answers a ping.
+        """
+        for peer in self._peers.values():
+            if peer.client is client:
+                peer.suspect(error)
+                return
+
+    # ---- life
+
+    async def settle(self) -> None:
+        """Wait for the background work that there is now (each piece has its own bound)."""
+        if self._background:
+            await asyncio.wait(set(self._background))
+
+    async def stop(self, *, timeout_s: float) -> None:
+        """End: pending releases first, then every attachment."""
+        self._is_stopped = True
+        await end_tasks([self._sweeper])
+        if self._background:
+            await asyncio.wait(set(self._background), timeout=timeout_s)
+        attempts = [peer.attaching for peer in self._peers.values()]
+        await end_tasks([*attempts, *self._background])
+        clients = self.clients
+        self._peers.clear()
+        await asyncio.gather(*(close(client) for client in clients))
+
+    @property
+    def clients(self) -> list[StoreClient]:
+        """Those that are attached now."""
+        return [peer.client for peer in self._peers.values() if peer.client is not None]
+
+    def check_integrity(self) -> None:
+        """Raises: IntegrityError when a law of the module does not hold."""
+        num_open = sum(peer.is_open for peer in self._peers.values())
+        if num_open > self._max_stores:
+            raise IntegrityError(f"{num_open} remote stores are open, {self._max_stores} may be")
+        for peer in self._peers.values():
+            peer.check_integrity()
+
+    # ---- inside
+
+    async def _client(
+        self, node_id: str, address: str, incarnation: bytes, deadline: Deadline
+    ) -> StoreClient:
+        if self._target is None or not self._target.transport or self._is_stopped:
+            raise StoreUnusable(
+                "remote_transport: this worker pulls no blocks from other nodes' stores",
+                STORE_UNAVAILABLE,
+            )
+        peer = self._peers.get((node_id, address))
+        if peer is None:
+            peer = RemotePeer(node_id, address, self._clock, self._spawn)
+            self._peers[node_id, address] = peer
+        peer.touch()
+        target = replace(self._target, address=address)
+        async with deadline.timeout(f"attaching to store {address}"):
+            client = await self._attached(peer, target)
+            if client.incarnation != incarnation:
+                # Who asks means another life than the client knows. One of them is old.
+                await peer.look()
+                client = await self._attached(peer, target)
+        if client.incarnation != incarnation:
+            raise StoreUnusable(
+                f"store {address} is in its life {client.incarnation.hex()[:8]}, not "
+                f"{incarnation.hex()[:8]}",
+                INCARNATION,
+            )
+        return client
+
+    async def _attached(self, peer: RemotePeer, target: StoreTarget) -> StoreClient:
+        """A client of whatever life is there. The caller bounds the wait."""
+        if peer.may_begin():
+            if self._is_stopped:
+                raise peer.refusal()
+            self._make_room()
+            if self._sweeper is None:
+                self._sweeper = start_task(self._sweep(), "remote stores")
+            peer.begin(partial(attach, target, self._attach_budget_s), self._note)
+        return await peer.attached()
+
+    def _note(self, client: StoreClient) -> None:
+        self.num_attached += 1
+        self._on_attached(client)
+
+    def _make_room(self) -> None:
+        """Raises: StoreUnusable when all are in use."""
+        peers = [peer for peer in self._peers.values() if peer.is_open]
+        if len(peers) < self._max_stores:
+            return
+        idle_s = {peer: peer.idle_s() for peer in peers if peer.client is not None}
+        idlest = max(idle_s, key=lambda peer: idle_s[peer], default=None)
+        if idlest is None or idle_s[idlest] < MIN_IDLE_S:
+            raise StoreUnusable(
+                f"max_remote_stores: all {self._max_stores} are in use", STORE_UNAVAILABLE
+            )
+        idlest.drop()
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            self.sweep()
+
+    def sweep(self) -> None:
+        """Close what nobody asks for, and forget the peers that nobody asks for."""
+        for key, peer in list(self._peers.items()):
+            idle_s = peer.idle_s()
+            if idle_s >= IDLE_S:
+                peer.drop()
+            if idle_s >= 2 * IDLE_S and not peer.is_open and peer.looking is None:
+                del self._peers[key]
+
+    async def _release(self, client: StoreClient, lease_ids: list[str]) -> None:
+        try:
+            await client.release(lease_ids, deadline=Deadline.after(RELEASE_BUDGET_S))
+        except BatonError as error:
+            self.suspect(client, error)
+            logs.event(logger, "lease_not_released", level=logging.WARNING, why=str(error))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = start_task(work, "remote store background")
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        return task

@@ -1,0 +1,290 @@
+"""WriteBack: stores the full blocks that a decode worker fills, so that the next turn of a
+conversation finds them in the store, whichever worker it meets.
+
+Life of a chain (one sample's prompt and answer): `add` as its blocks are filled -> stored in
+batches while the request runs -> `end` -> the rest, at most `put_budget_s` later -> forgotten. The
+first trouble ends it, counted by its reason: what is missing is computed again by somebody.
+
+Blocks are found by their chain hash in the engine's prefix cache and held there (quarantined) while
+a put reads them, never by a number that was true before: so it does not matter whether their
+request is live, preempted or over, and what was evicted or never trusted is not stored. A put is at
+most MAX_PUT_BLOCKS and there is one at a time, so that is all that is ever held.
+
+Presence in the store stays closed under prefixes: a put names the block before its first. The
+prompt is taken to be there; where it is not, the store says so and the chain is put from its
+beginning (blocks that are present cost nothing).
+
+It has the lowest priority: requests' loads go first (`standing_back`), tokens never wait for it.
+Nothing is read of a cache whose blocks are not whole: the prefix cache has full blocks only, of a
+quantized cache frozen ones. A beam search's answers are not in it, so they are not stored.
+
+Knows no request and no stub. Belongs to the loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from engine.request import FilledBlock
+from kvstore.client import StoreClient
+from kvstore.errors import DEADLINE, MISSING, STORE_UNAVAILABLE
+from kvstore.putting import PutResult
+from process.deadline import Deadline
+from process.errors import BatonError, FailedPrecondition
+from services.worker.block_writer import NO_ROOM
+from services.worker.config import WorkerLimits
+from services.worker.connector import StoreConnector, reason_of
+from services.worker.engine_thread import EngineThread
+from services.worker.provenance import Leg, WorkerCounts
+
+BATCH_BLOCKS = 4
+"""A running request's blocks are stored so many at a time: each put is three calls. Guessed."""
+
+MAX_PUT_BLOCKS = 32
+"""Most blocks of one put, so that a load does not wait long behind it. Guessed."""
+
+MAX_CHAINS = 1024
+"""Chains that wait for their turn; more are given up."""
+
+MAX_RESTARTS = 2
+"""How often a chain is put from its beginning: the store evicted what it follows."""
+
+
+@dataclass(eq=False)
+class AnswerChain:
+    """One sample's chain. `hashes`: of its full blocks so far, from block 0. `num_stored`: leading
+    blocks that are in the store, or are taken to be."""
+
+    tenant: str
+    hashes: list[bytes]
+    num_prompt_blocks: int
+    """Full blocks of the prompt; those behind them are the answer's."""
+    leg: Leg
+    num_stored: int = 0
+    num_restarts: int = 0
+    problem: str = ""
+    ends_by: Deadline | None = None
+    """Set when no further block will come."""
+    num_reached: int = field(init=False)
+    """The most that `num_stored` ever was."""
+
+    def __post_init__(self) -> None:
+        self.num_stored = self.num_reached = len(self.hashes)
+
+    @property
+    def num_left(self) -> int:
+        return len(self.hashes) - self.num_stored
+
+    @property
+    def is_due(self) -> bool:
+        """A put would be worth its price."""
+        if self.problem:
+            return False
+        return self.num_left >= (BATCH_BLOCKS if self.ends_by is None else 1)
+
+
+class WriteBack:
+    """See the module."""
+
+    def __init__(
+        self,
+        connector: StoreConnector,
+        thread: EngineThread,
+        limits: WorkerLimits,
+        counts: WorkerCounts,
+        *,
+        block_size: int,
+        on_room: Callable[[], None],
+    ) -> None:
+        self._connector = connector
+        self._thread = thread
+        self._limits = limits
+        self._counts = counts
+        self._block_size = block_size
+        self._on_room = on_room
+        self._queue: dict[AnswerChain, None] = {}  # in the order of their turns
+        self._num_loads = 0
+        self._quiet = asyncio.Event()
+        self._quiet.set()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def is_on(self) -> bool:
+        """There is a store, and it is wanted."""
+        return self._limits.write_back and bool(self._connector.address)
+
+    # ---- what requests say
+
+    def begin(
+        self, tenant: str, hashes: Sequence[bytes], num_prompt_blocks: int, leg: Leg
+    ) -> AnswerChain:
+        """A sample begins to decode. hashes: of the leading full blocks that were not filled here:
+        they are taken to be in the store."""
+        return AnswerChain(tenant, list(hashes), num_prompt_blocks, leg)
+
+    def add(self, chain: AnswerChain, blocks: Iterable[FilledBlock]) -> None:
+        """Blocks were filled, in order."""
+        for block in blocks:
+            if block.index != len(chain.hashes):
+                continue  # there before, or behind one that nobody was told of
+            chain.hashes.append(block.chain_hash)
+            if chain.problem:
+                self._count_lost(chain, chain.problem, 1)
+        self._put_in_line(chain)
+
+    def end(self, chain: AnswerChain) -> None:
+        """No block comes any more. Idempotent."""
+        if chain.ends_by is None:
+            chain.ends_by = Deadline.after(self._limits.put_budget_s)
+            self._put_in_line(chain)
+
+    @contextmanager
+    def standing_back(self) -> Iterator[None]:
+        """A request's load is under way."""
+        self._num_loads += 1
+        self._quiet.clear()
+        try:
+            yield
+        finally:
+            self._num_loads -= 1
+            if self._num_loads == 0:
+                self._quiet.set()
+
+    # ---- one after another
+
+    def _put_in_line(self, chain: AnswerChain) -> None:
+        if not chain.is_due or chain in self._queue:
+            return
+        if len(self._queue) >= MAX_CHAINS:
+            self._give_up(chain, NO_ROOM)
+            return
+        self._queue[chain] = None
+        if self._task is None or self._task.done():
+            self._task = self._connector.spawn(self._drain())
+
+    async def _drain(self) -> None:
+        while self._queue:
+            await self._wait_for_quiet()
+            chain = next(iter(self._queue))
+            del self._queue[chain]
+            if await self._store(chain):
+                self._put_in_line(chain)
+            elif chain.ends_by is not None and not chain.problem:
+                self._give_up(chain, MISSING)  # the engine has it no more
+
+    async def _wait_for_quiet(self) -> None:
+        """Let loads go first, for a while: they might never end."""
+        try:
+            async with asyncio.timeout(self._limits.put_budget_s / 2):
+                await self._quiet.wait()
+        except TimeoutError:
+            return
+
+    async def _store(self, chain: AnswerChain) -> bool:
+        """One put of a chain's next blocks. Returns: whether it got further."""
+        client = self._connector.client
+        if client is None:
+            self._give_up(chain, STORE_UNAVAILABLE)
+            return False
+        if chain.ends_by is not None and chain.ends_by.expired:
+            self._give_up(chain, DEADLINE)
+            return False
+        first = chain.num_stored
+        hashes = tuple(chain.hashes[: first + MAX_PUT_BLOCKS])
+        held: list[int] = []
+        try:
+            if not await self._hold(chain, hashes, first, held):
+                return False
+            result = await self._put(client, chain, hashes, first, held)
+        finally:
+            # Behind the hold, even where that has not run yet: it fills `held` on its own thread.
+            self._thread.post(lambda engine: engine.unquarantine(tuple(held)), self._on_room)
+        if result is None:
+            return not chain.problem
+        self._connector.release_later(client, [result.lease_id])
+        return self._book(chain, hashes[first:], len(held), result, client.frame_bytes)
+
+    async def _hold(
+        self, chain: AnswerChain, hashes: tuple[bytes, ...], first: int, held: list[int]
+    ) -> bool:
+        """Returns: whether there is anything to put."""
+        try:
+            async with Deadline.after(self._limits.put_budget_s).timeout("holding blocks"):
+                await self._thread.call(
+                    lambda engine: held.extend(engine.hold_cached(hashes, first))
+                )
+        except BatonError as error:  # the engine is gone, or in a very long step
+            self._give_up(chain, reason_of(error))
+            return False
+        return bool(held)
+
+    async def _put(
+        self,
+        client: StoreClient,
+        chain: AnswerChain,
+        hashes: tuple[bytes, ...],
+        first: int,
+        held: list[int],
+    ) -> PutResult | None:
+        """Returns: None when it came to nothing; the chain begins anew or has a problem."""
+        try:
+            return await client.put_blocks(
+                None,
+                hashes[first - 1] if first else b"",
+                list(zip(hashes[first:], held, strict=False)),
+                None,
+                self._limits.lease_ttl_s,
+                Deadline.after(self._limits.put_budget_s),
+                num_tokens=self._block_size,
+                tenant=chain.tenant,
+            )
+        except FailedPrecondition:  # what it follows is not there (any more)
+            if first == 0 or chain.num_restarts == MAX_RESTARTS:
+                self._give_up(chain, MISSING)
+            chain.num_restarts += 1
+            chain.num_stored = 0
+        except BatonError as error:
+            self._connector.suspect(client, error)
+            self._give_up(chain, reason_of(error))
+        return None
+
+    def _book(
+        self,
+        chain: AnswerChain,
+        asked: tuple[bytes, ...],
+        num_held: int,
+        result: PutResult,
+        frame_bytes: int,
+    ) -> bool:
+        """Count what is stored now. Returns: whether the chain got further."""
+        num_stored = 0
+        for ref, chain_hash in zip(result.refs, asked, strict=False):
+            if ref.chain_hash != chain_hash:  # fail closed: it names another block
+                break
+            num_stored += 1
+        first, end = chain.num_stored, chain.num_stored + num_stored
+        chain.num_stored = end
+        # Of the blocks that are there now, those present before come first and cost no bytes.
+        num_of_answer = max(0, end - max(first, chain.num_prompt_blocks))
+        num_written = min(result.num_bytes // frame_bytes, num_of_answer)
+        chain.num_reached = max(chain.num_reached, end)
+        chain.leg.num_blocks_written_back += num_written
+        self._counts.num_blocks_written_back += num_written
+        if num_stored < min(num_held, len(asked)):
+            self._give_up(chain, NO_ROOM)
+        return num_stored > 0
+
+    def _give_up(self, chain: AnswerChain, reason: str) -> None:
+        if chain.problem:
+            return
+        chain.problem = reason
+        num_done = max(chain.num_reached, chain.num_prompt_blocks)
+        self._count_lost(chain, reason, len(chain.hashes) - num_done)
+
+    def _count_lost(self, chain: AnswerChain, reason: str, num_blocks: int) -> None:
+        if num_blocks > 0:
+            chain.leg.not_stored[reason] += num_blocks
+            self._counts.not_written_back[reason] += num_blocks

@@ -1,0 +1,184 @@
+"""Handles taken from a prefill worker and handed to a decode worker by somebody who is no router:
+changed on their way, or handed over twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+
+from process import serving
+from protos import (
+    common_pb2,
+    decode_pb2,
+    decode_pb2_grpc,
+    inference_pb2,
+    prefill_pb2,
+    prefill_pb2_grpc,
+)
+from tests.wire.prefill_decode_pair import Answer, RouterStream, sampling_params
+
+MAX_TOKENS = 8
+CALL_S = 30.0
+TENANT = "somebody"
+SALT = bytes(range(32))
+
+Forgery = Callable[[common_pb2.KvHandle], None]
+
+
+def _other_signature(handle: common_pb2.KvHandle) -> None:
+    handle.signature = secrets.token_bytes(len(handle.signature))
+
+
+def _no_signature(handle: common_pb2.KvHandle) -> None:
+    handle.signature = b""
+
+
+def _unknown_key(handle: common_pb2.KvHandle) -> None:
+    handle.key_id = f"{handle.key_id}x"
+
+
+def _other_checksum(handle: common_pb2.KvHandle) -> None:
+    handle.runs[0].blocks[0].checksum ^= 1
+
+
+def _other_frame(handle: common_pb2.KvHandle) -> None:
+    handle.runs[0].blocks[0].frame += 1
+
+
+def _other_store(handle: common_pb2.KvHandle) -> None:
+    handle.runs[0].store_address = "127.0.0.1:1"
+
+
+def _other_lease(handle: common_pb2.KvHandle) -> None:
+    handle.runs[0].lease_id = secrets.token_hex(16)
+
+
+def _longer_life(handle: common_pb2.KvHandle) -> None:
+    handle.deadline_unix_ms += 3_600_000
+
+
+def _another_nonce(handle: common_pb2.KvHandle) -> None:
+    handle.nonce = secrets.token_bytes(len(handle.nonce))
+
+
+def _shorter(handle: common_pb2.KvHandle) -> None:
+    handle.num_tokens -= 1
+
+
+FORGERIES: dict[str, Forgery] = {
+    "other signature": _other_signature,
+    "no signature": _no_signature,
+    "unknown key": _unknown_key,
+    "other checksum": _other_checksum,
+    "other frame": _other_frame,
+    "other store": _other_store,
+    "other lease": _other_lease,
+    "longer life": _longer_life,
+    "another nonce": _another_nonce,
+    "shorter": _shorter,
+}
+
+
+@dataclass(frozen=True)
+class Workers:
+    """Whom to speak to, and which model they have."""
+
+    prefill_address: str
+    decode_address: str
+    fingerprint: str
+
+
+def workers_of(status: inference_pb2.GetClusterStatusReply) -> Workers:
+    """One of each role."""
+    by_role = {worker.role: worker for worker in status.workers}
+    return Workers(
+        by_role["prefill"].address,
+        by_role["decode"].address,
+        by_role["prefill"].model_fingerprint,
+    )
+
+
+async def forged(workers: Workers, prompt: Sequence[int], forgery: str) -> Answer:
+    """One request whose handle was changed on its way."""
+    name = f"forged-{secrets.token_hex(8)}"
+    async with _decode_stream(workers) as stream:
+        key = await _reserve(stream, workers, prompt, name)
+        account, tokens = await _prefill(workers, prompt, name)
+        FORGERIES[forgery](account.handle)
+        return await _generate(stream, key, account.handle, tokens)
+
+
+async def replayed(workers: Workers, prompt: Sequence[int]) -> tuple[Answer, Answer]:
+    """One request, and then the same again with the handle of the first."""
+    name = f"replayed-{secrets.token_hex(8)}"
+    async with _decode_stream(workers) as stream:
+        key = await _reserve(stream, workers, prompt, name)
+        account, tokens = await _prefill(workers, prompt, name)
+        first = await _generate(stream, key, account.handle, tokens)
+        key = await _reserve(stream, workers, prompt, name)
+        return first, await _generate(stream, key, account.handle, tokens)
+
+
+@contextlib.asynccontextmanager
+async def _decode_stream(workers: Workers) -> AsyncIterator[RouterStream]:
+    async with serving.channel(workers.decode_address) as channel:
+        stream = RouterStream(decode_pb2_grpc.DecodeStub(channel).Stream())
+        try:
+            yield stream
+        finally:
+            await stream.close()
+
+
+async def _reserve(stream: RouterStream, workers: Workers, prompt: Sequence[int], name: str) -> int:
+    key = await stream.reserve(
+        decode_pb2.ReserveDecode(
+            request_id=name,
+            tenant=TENANT,
+            tenant_salt=SALT,
+            prompt_token_ids=prompt,
+            sampling=sampling_params(max_tokens=MAX_TOKENS),
+            model_fingerprint=workers.fingerprint,
+            budget_ms=int(CALL_S * 1000),
+        )
+    )
+    event = await stream.next(key)
+    assert event.WhichOneof("event") == "reserved", event
+    return key
+
+
+async def _prefill(
+    workers: Workers, prompt: Sequence[int], name: str
+) -> tuple[prefill_pb2.PrefillReply, list[int]]:
+    """Returns: the message with the whole handle, and the first token."""
+    request = prefill_pb2.PrefillRequest(
+        request_id=name,
+        tenant=TENANT,
+        tenant_salt=SALT,
+        prompt_token_ids=prompt,
+        sampling=sampling_params(max_tokens=MAX_TOKENS),
+        model_fingerprint=workers.fingerprint,
+        wants_handle=True,
+    )
+    tokens: list[int] = []
+    account = prefill_pb2.PrefillReply()
+    async with serving.channel(workers.prefill_address) as channel:
+        stub = prefill_pb2_grpc.PrefillStub(channel)
+        async for reply in stub.Prefill(request, timeout=CALL_S):
+            tokens += reply.token_ids
+            if reply.HasField("handle") and not reply.handle.is_partial:
+                account = reply
+    assert account.handle.runs, "prefill handed nothing over"
+    return account, tokens
+
+
+async def _generate(
+    stream: RouterStream, key: int, handle: common_pb2.KvHandle, tokens: Sequence[int]
+) -> Answer:
+    command = decode_pb2.GenerateFromHandle(handle=handle, output_token_ids=tokens)
+    await stream.generate_from(key, command)
+    answer = await stream.collect(key)
+    answer.token_ids[:0] = tokens
+    return answer

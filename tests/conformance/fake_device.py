@@ -1,0 +1,134 @@
+"""A device in plain memory behind kvstore.transport.device.Device, as strict as a real one: copies
+happen later, on a thread of its own, in order; host memory that was not registered is refused; and
+a copy that was given cannot be taken back."""
+
+from __future__ import annotations
+
+import ctypes
+import queue
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.errors import TransferFailed
+from kvstore.transport.device import Copies
+from process.errors import FailedPrecondition
+
+
+class FakeMark:
+    def __init__(self) -> None:
+        self.over = threading.Event()
+
+    def is_over(self) -> bool:
+        return self.over.is_set()
+
+
+class FakeQueue:
+    def __init__(self, device: FakeDevice) -> None:
+        self._device = device
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="fake-dma", daemon=True)
+        self._thread.start()
+
+    def to_host(self, copies: Copies) -> None:
+        self._give([(host, device, n) for device, host, n in copies.tolist()], copies)
+
+    def to_device(self, copies: Copies) -> None:
+        self._give([(device, host, n) for device, host, n in copies.tolist()], copies)
+
+    def mark(self) -> FakeMark:
+        mark = FakeMark()
+        self._jobs.put(mark.over.set)
+        return mark
+
+    def close(self) -> None:
+        self._jobs.put(None)
+        self._thread.join(10)
+        assert not self._thread.is_alive(), "closed while something was under way"
+
+    def _give(self, moves: list[tuple[int, int, int]], copies: Copies) -> None:
+        if self._device.problem:
+            raise TransferFailed(self._device.problem)
+        for device, host, num_bytes in copies.tolist():
+            self._device.check(device, host, num_bytes)
+        for target, source, num_bytes in moves:
+            self._jobs.put(lambda t=target, s=source, n=num_bytes: self._device.move(t, s, n))
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            self._device.engine_runs.wait()
+            job()
+
+
+class FakeDevice:
+    """memory: DRAM, so that NIXL can be told of it on a machine without GPUs.
+
+    Attributes:
+        engine_runs: cleared: copies that were given stay under way.
+        computes: set while kernels run.
+        problem: what the next copies fail with.
+        refusal: what registering fails with.
+        on_move: called before each copy with (target, source, bytes).
+    """
+
+    device_id = 0
+    memory = "DRAM"
+
+    def __init__(self) -> None:
+        self.engine_runs = threading.Event()
+        self.engine_runs.set()
+        self.computes = False
+        self.problem = ""
+        self.refusal = ""
+        self.on_move: Callable[[int, int, int], None] = lambda *_: None
+        self.registered: dict[int, int] = {}
+        self.blocks: list[npt.NDArray[np.uint8]] = []
+        self.num_moved_bytes = 0
+
+    def holding(self, view: npt.NDArray[np.uint8]) -> int:
+        """Let an array be this device's memory. Returns: its address."""
+        self.blocks.append(view)
+        return int(view.ctypes.data)
+
+    def register(self, address: int, num_bytes: int) -> None:
+        if self.refusal:
+            raise FailedPrecondition(self.refusal)
+        assert address % 4096 == 0 and address not in self.registered
+        self.registered[address] = num_bytes
+
+    def unregister(self, address: int) -> None:
+        del self.registered[address]
+
+    def compute_mark(self) -> FakeMark:
+        device = self
+
+        class ComputeMark(FakeMark):
+            def is_over(self) -> bool:
+                return not device.computes
+
+        return ComputeMark()
+
+    def new_queue(self) -> FakeQueue:
+        return FakeQueue(self)
+
+    def use_in_this_thread(self) -> None:
+        return
+
+    def check(self, device: int, host: int, num_bytes: int) -> None:
+        blocks = [(block.ctypes.data, block.nbytes) for block in self.blocks]
+        assert _lies_in(device, num_bytes, blocks), "a copy beside the device's memory"
+        registered = list(self.registered.items())
+        assert _lies_in(host, num_bytes, registered), "a copy of host memory that is not locked"
+
+    def move(self, target: int, source: int, num_bytes: int) -> None:
+        self.on_move(target, source, num_bytes)
+        ctypes.memmove(target, source, num_bytes)
+        self.num_moved_bytes += num_bytes
+
+
+def _lies_in(address: int, num_bytes: int, ranges: list[tuple[int, int]]) -> bool:
+    return any(
+        start <= address and address + num_bytes <= start + length for start, length in ranges
+    )

@@ -1,0 +1,181 @@
+"""A link is measured through the real transport, and leaves nothing behind, whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore import serve
+from kvstore.config import KvStoreSettings
+from kvstore.errors import TransferFailed, quarantine_of
+from kvstore.link_meter import MAX_BLOCKS, MAX_SHARE, num_blocks_wanted
+from kvstore.transport.base import GetItem, GetResult, PutItem
+from process.deadline import Deadline
+from process.errors import BatonError, DeadlineExceeded, NoCapacity, Unavailable
+from tests.conformance.conftest import BLOCK_BYTES
+
+Chain = Callable[[str, int], list[bytes]]
+NewWorker = Callable[..., Any]
+
+
+def within(seconds: float = 20.0) -> Deadline:
+    return Deadline.after(seconds)
+
+
+async def assert_clean(store: serve.RunningStore, client: Any) -> None:
+    """No lease, no reservation, no private frame; nothing was told to the index."""
+    await client.settle()
+    truth = store.node.store
+    assert truth is not None
+    async with asyncio.timeout(10):
+        while len(truth.quarantined):  # settled, and told in the background
+            await asyncio.sleep(0.005)
+    assert store.node.check_integrity() == ""
+    assert (len(truth.leases), truth.num_tails, truth.num_pinned()) == (0, 0, 0)
+    status = await client.status(deadline=within())
+    assert (status.num_writing, status.num_quarantined, status.num_committed) == (0, 0, 0)
+
+
+async def test_every_transport_is_measured_and_leaves_nothing(
+    store: serve.RunningStore, new_worker: NewWorker, transport: str
+) -> None:
+    worker = await new_worker(store.address, transport)
+    num_blocks = int(worker.client.num_frames * MAX_SHARE)
+    untouched = worker.view[2 * num_blocks :].copy()
+    rates = await worker.client.measure(range(24), within())
+    assert rates.num_bytes == num_blocks * BLOCK_BYTES, "a small store: few of its frames"
+    for rate in (rates.write_bytes_per_s, rates.read_bytes_per_s, rates.copy_bytes_per_s):
+        assert 0 < rate < float("inf")
+    assert rates.latency_s > 0
+    assert np.array_equal(worker.view[2 * num_blocks :], untouched), (
+        "only what was lent is written into"
+    )
+    assert len({bytes(row) for row in worker.view[: 2 * num_blocks]}) == 1, (
+        "real bytes went there and back"
+    )
+    await assert_clean(store, worker.client)
+
+
+@pytest.mark.parametrize("num_lent", [0, 1])
+async def test_without_blocks_it_says_so(
+    store: serve.RunningStore, new_worker: NewWorker, num_lent: int
+) -> None:
+    worker = await new_worker(store.address, "grpc")
+    with pytest.raises(NoCapacity, match="free blocks"):
+        await worker.client.measure(range(num_lent), within())
+    await assert_clean(store, worker.client)
+
+
+@pytest.mark.parametrize("num_free", [0, 1, 3])
+async def test_a_full_store_is_not_made_emptier(
+    store: serve.RunningStore, new_worker: NewWorker, chain: Chain, num_free: int
+) -> None:
+    """Every frame is pinned but a few: no measurement, and none of them is lost."""
+    worker = await new_worker(store.address, "grpc")
+    num_pinned = worker.client.num_frames - num_free
+    put = await worker.put(chain("full", num_pinned), [i % 48 for i in range(num_pinned)])
+    with pytest.raises(NoCapacity, match="frame"):
+        await worker.client.measure(range(24), within())
+    await worker.client.settle()
+    status = await worker.status()
+    assert (status.num_writing, status.num_leases) == (0, 1)
+    assert status.num_committed == num_pinned and status.num_free == num_free
+    await worker.client.release([put.lease_id], deadline=within())
+
+
+@pytest.mark.parametrize("stage", range(1, 40, 6))
+async def test_cancelled_anywhere_it_leaves_nothing(
+    store: serve.RunningStore, new_worker: NewWorker, transport: str, stage: int
+) -> None:
+    worker = await new_worker(store.address, transport)
+    measuring = asyncio.create_task(worker.client.measure(range(16), within()))
+    for _ in range(stage * 3):
+        await asyncio.sleep(0)
+    await asyncio.sleep(0.0005 * stage)
+    measuring.cancel()
+    try:
+        await measuring
+    except asyncio.CancelledError as error:
+        held = quarantine_of(error)
+        if held is not None:
+            await asyncio.wait([held.settled], timeout=10)
+    await assert_clean(store, worker.client)
+
+
+@pytest.mark.parametrize("budget_s", [0.0, 0.001, 0.003, 0.01])
+async def test_out_of_time_it_leaves_nothing(
+    store: serve.RunningStore, new_worker: NewWorker, transport: str, budget_s: float
+) -> None:
+    worker = await new_worker(store.address, transport)
+    try:
+        await worker.client.measure(range(24), within(budget_s))
+    except BatonError as error:
+        held = quarantine_of(error)
+        if held is not None:
+            await asyncio.wait([held.settled], timeout=10)
+    assert worker.client.broken is None
+    await assert_clean(store, worker.client)
+
+
+async def test_bytes_that_come_back_wrong_are_a_fault(
+    store: serve.RunningStore, new_worker: NewWorker
+) -> None:
+    """A transport that is fast and moves the wrong bytes is not a fast one."""
+    worker = await new_worker(store.address, "shm")
+    transport = worker.client._transport
+    real = transport.get
+
+    async def wrong(lease_id: str, items: Sequence[GetItem], deadline: Deadline) -> GetResult:
+        got: GetResult = await real(lease_id, items, deadline)
+        if len(items) == 4:  # the measured transfer itself
+            worker.view[items[2].block_id][17] ^= 1
+            got = dataclasses.replace(got, checksums=None)
+        return got
+
+    transport.get = wrong
+    with pytest.raises(TransferFailed, match="not what was sent"):
+        await worker.client.measure(range(16), within())
+    transport.get = real
+    await assert_clean(store, worker.client)
+
+
+async def test_a_put_that_fails_at_its_measured_part_gives_everything_back(
+    store: serve.RunningStore, new_worker: NewWorker
+) -> None:
+    worker = await new_worker(store.address, "shm")
+    transport = worker.client._transport
+    real = transport.put
+
+    async def failing(lease_id: str, items: Sequence[PutItem], deadline: Deadline) -> Any:
+        if len(items) == 4:
+            raise TransferFailed("the test says so")
+        return await real(lease_id, items, deadline)
+
+    transport.put = failing
+    with pytest.raises(TransferFailed, match="the test says so"):
+        await worker.client.measure(range(16), within())
+    transport.put = real
+    await assert_clean(store, worker.client)
+
+
+async def test_a_stalled_store_ends_the_measurement_in_time(
+    new_store: Callable[..., Any], new_worker: NewWorker, store_settings: KvStoreSettings
+) -> None:
+    process = await new_store(store_settings)
+    worker = await new_worker(process.address, "grpc")
+    await process.pause()
+    async with asyncio.timeout(10):
+        with pytest.raises((DeadlineExceeded, Unavailable)):
+            await worker.client.measure(range(16), within(0.2))
+    process.wake()
+
+
+def test_large_blocks_are_measured_by_few() -> None:
+    assert num_blocks_wanted(64 * 1024) == 2 * MAX_BLOCKS
+    assert num_blocks_wanted(2 * 2**20) == 4
+    assert num_blocks_wanted(64 * 2**20) == 2

@@ -1,0 +1,353 @@
+"""Transports of a worker whose blocks lie on a device, beyond what every transport must do: no byte
+is copied twice, nothing slow is used in silence, and a device that does not answer costs blocks,
+not correctness. A fake device, as strict as a real one; the real one where there is CUDA."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import gc
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore import errors, serve
+from kvstore.rpc import Attached
+from kvstore.slab import Slab, SlabLayout
+from kvstore.transport import registered_slab, staging
+from kvstore.transport.base import BlockMemory
+from kvstore.transport.connect import connect
+from kvstore.transport.device_shm import DeviceShmTransport
+from kvstore.transport.staged import StagedTransport
+from process.deadline import Deadline
+from process.errors import BatonError, DeadlineExceeded, FailedPrecondition
+from tests.conformance.conftest import OnDevice, Worker
+from tests.conformance.fake_device import FakeDevice
+
+Chain = Callable[[str, int], list[bytes]]
+NewWorker = Callable[..., Any]
+SHM, GRPC = OnDevice("shm"), OnDevice("grpc")
+
+
+def within(seconds: float = 10.0) -> Deadline:
+    return Deadline.after(seconds)
+
+
+async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("name", [SHM, GRPC])
+async def test_every_byte_is_copied_once_each_way(
+    store: serve.RunningStore, new_worker: NewWorker, chain: Chain, name: str
+) -> None:
+    """Also the checksums of both directions come without another copy from the device."""
+    worker = await new_worker(store.address, name)
+    expected = DeviceShmTransport if name == "shm" else StagedTransport
+    assert type(worker.client._transport) is expected
+    put = await worker.put(chain("a", 20), range(20))
+    assert worker.device.num_moved_bytes == 20 * worker.view.shape[1]
+    assert await worker.get(put.lease_id, put.refs, range(20, 40)) == {}
+    assert worker.device.num_moved_bytes == 40 * worker.view.shape[1]
+    assert np.array_equal(worker.view[20:40], worker.view[:20])
+
+
+@pytest.mark.parametrize("name", [SHM, GRPC])
+async def test_host_memory_is_given_back(
+    store: serve.RunningStore, chain: Chain, name: str, seed: int
+) -> None:
+    worker = Worker(name, 5000, 48, seed)
+    await worker.attach(store.address)
+    put = await worker.put(chain("a", 3), range(3))
+    assert worker.device.registered
+    await worker.client.release([put.lease_id], deadline=within())
+    await worker.client.close()
+    await until(lambda: not worker.device.registered)
+
+
+@pytest.mark.parametrize("name", [SHM, GRPC])
+async def test_memory_that_cannot_be_locked_is_refused_not_copied_slowly(
+    store: serve.RunningStore, new_worker: NewWorker, name: str, seed: int
+) -> None:
+    worker = Worker(name, 5000, 48, seed)
+    worker.device.refusal = "cuMemHostRegister_v2: CUDA_ERROR_OUT_OF_MEMORY (2)"
+    with pytest.raises(FailedPrecondition, match="CUDA_ERROR_OUT_OF_MEMORY") as caught:
+        await worker.attach(store.address)
+    if name == "shm":
+        assert "cannot be page-locked" in str(caught.value)
+        assert "capacity_bytes" in str(caught.value)
+    other = await new_worker(store.address, "shm")
+    assert (await other.status()).num_attachments == 1  # the refused one said goodbye
+
+
+async def test_locking_that_outlasts_an_attempt_is_not_begun_again(
+    store: serve.RunningStore, chain: Chain, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = Worker(SHM, 5000, 48, seed)
+    may_go_on, begun = threading.Event(), []
+    register = worker.device.register
+
+    def slow(address: int, num_bytes: int) -> None:
+        begun.append(address)
+        assert may_go_on.wait(20)
+        register(address, num_bytes)
+
+    worker.device.register = slow  # type: ignore[method-assign]
+    monkeypatch.setattr("tests.conformance.conftest.START_S", 0.3)
+    for _ in range(2):
+        with pytest.raises(DeadlineExceeded):
+            await worker.attach(store.address)
+    may_go_on.set()
+    monkeypatch.setattr("tests.conformance.conftest.START_S", 20.0)
+    await worker.attach(store.address)
+    assert len(begun) == 1
+    assert (await worker.put(chain("a", 2), range(2))).not_stored == 0
+    await worker.client.close()
+
+
+async def test_locked_memory_that_nobody_takes_is_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registered_slab, "KEEP_S", 0.05)
+    slab = Slab.create(tmp_path, "n", bytes(16), SlabLayout(4096, 4))
+    device = FakeDevice()
+    task = asyncio.create_task(registered_slab.open_registered(device, slab.path, bytes(16)))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await until(lambda: not registered_slab._opening)
+    await until(lambda: not device.registered)
+    slab.close()
+
+
+async def test_a_copy_torn_by_a_writer_is_detected(
+    store: serve.RunningStore, new_worker: NewWorker, chain: Chain
+) -> None:
+    """The generation changes while the device copies."""
+    worker = await new_worker(store.address, SHM)
+    put = await worker.put(chain("a", 3), range(3))
+    slab = store.node.slab
+    assert slab is not None
+
+    def torn(*_: int) -> None:
+        slab.publish(put.refs[1].frame, put.refs[1].generation + 1)
+
+    worker.device.on_move = torn
+    assert await worker.get(put.lease_id, put.refs, [10, 11, 12]) == {1: errors.GENERATION}
+
+
+async def test_a_failing_device_is_a_reason_and_leaves_nothing(
+    store: serve.RunningStore, new_worker: NewWorker, chain: Chain
+) -> None:
+    for name in (SHM, GRPC):
+        worker = await new_worker(store.address, name)
+        put = await worker.put(chain(f"kept {name}", 3), range(3))
+        worker.device.problem = "cuMemcpy: CUDA_ERROR_ILLEGAL_ADDRESS (700)"
+        failed = await worker.get(put.lease_id, put.refs, [10, 11, 12])
+        assert failed == dict.fromkeys(range(3), errors.TRANSPORT)
+        with pytest.raises(errors.TransferFailed, match="ILLEGAL_ADDRESS"):
+            await worker.put(chain(f"b {name}", 3), range(3))
+        worker.device.problem = ""
+        assert await worker.get(put.lease_id, put.refs, [10, 11, 12]) == {}
+        await worker.client.release([put.lease_id], deadline=within())
+        truth = store.node.store
+        assert truth is not None
+        await until(lambda truth=truth: len(truth.leases) == 0)
+
+
+@pytest.mark.parametrize("cancelled", [False, True], ids=["late", "cancelled"])
+@pytest.mark.parametrize("name", [SHM, GRPC])
+async def test_blocks_that_a_stalled_device_may_still_write_are_quarantined(
+    store: serve.RunningStore, new_worker: NewWorker, chain: Chain, name: str, cancelled: bool
+) -> None:
+    worker = await new_worker(store.address, name)
+    put = await worker.put(chain("a", 3), range(3))
+    worker.device.engine_runs.clear()
+    items = list(zip(put.refs, range(10, 13), strict=True))
+    before = worker.view[10:13].copy()
+    task = asyncio.create_task(
+        worker.client.get_blocks(put.lease_id, items, within(30 if cancelled else 0.3))
+    )
+    await asyncio.wait([task], timeout=0.2)
+    if cancelled:
+        task.cancel()
+    expected = errors.TransferCancelled if cancelled else errors.TransferTimeout
+    with pytest.raises(expected) as caught:
+        await task
+    quarantine = errors.quarantine_of(caught.value)
+    assert quarantine is not None and quarantine.block_ids == (10, 11, 12)
+    assert not quarantine.settled.done() and np.array_equal(worker.view[10:13], before)
+    worker.device.engine_runs.set()
+    async with asyncio.timeout(10):
+        await quarantine.settled
+    worker.view[10:13] = 1
+    assert await worker.get(put.lease_id, put.refs, [20, 21, 22]) == {}  # it goes on
+    assert (worker.view[10:13] == 1).all()
+
+
+async def test_frames_that_a_stalled_device_may_still_write_are_quarantined(
+    store: serve.RunningStore, new_worker: NewWorker, chain: Chain
+) -> None:
+    worker = await new_worker(store.address, SHM)
+    truth = store.node.store
+    await worker.client.match([], ttl_s=1, deadline=within())
+    worker.device.engine_runs.clear()
+    with pytest.raises(DeadlineExceeded):
+        await worker.put(chain("a", 4), range(4), deadline=within(0.2))
+    truth = store.node.store
+    assert truth is not None
+    await until(lambda: len(truth.quarantined) == 4)
+    worker.device.engine_runs.set()
+    await until(lambda: len(truth.quarantined) == 0 and len(truth.leases) == 0)
+    assert (await worker.put(chain("a", 4), range(4))).not_stored == 0
+
+
+async def test_a_stalled_device_costs_a_staged_put_only_time(
+    store: serve.RunningStore, new_worker: NewWorker, chain: Chain
+) -> None:
+    """It fills rows of ours, no frame; the rows stay taken until it is done."""
+    worker = await new_worker(store.address, GRPC)
+    worker.device.engine_runs.clear()
+    with pytest.raises(DeadlineExceeded):
+        await worker.put(chain("a", 4), range(4), deadline=within(0.2))
+    with pytest.raises(DeadlineExceeded, match="turn"):
+        await worker.client._transport.put("", [], within(0.1))
+    worker.device.engine_runs.set()
+    assert (await worker.put(chain("a", 4), range(4))).not_stored == 0
+
+
+def test_checksums_on_a_device_are_those_of_the_bytes(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More blocks than staging rows."""
+    monkeypatch.setattr(staging, "STAGING_BYTES", 3 * 5000)
+    view = np.random.default_rng(seed).integers(0, 256, (20, 5000), dtype=np.uint8)
+    device = FakeDevice()
+    memory = BlockMemory.on_device(device, device.holding(view), 5000, 20)
+    ids = [3, 19, 0, 7, 7, 8, 9, 1]
+    assert memory.checksums(ids) == BlockMemory.of(view).checksums(ids)
+    assert memory.staging is not None and memory.staging.num_rows == 3
+
+
+def test_staging_memory_is_unlocked_before_it_is_freed() -> None:
+    device = FakeDevice()
+    view = np.zeros((4, 4096), dtype=np.uint8)
+    memory = BlockMemory.on_device(device, device.holding(view), 4096, 4)
+    memory.checksums([0])
+    assert len(device.registered) == 1
+    del memory
+    gc.collect()
+    assert device.registered == {}
+
+
+def test_staging_that_a_stalled_device_may_still_fill_is_never_used_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(staging, "STALL_S", 0.1)
+    device = FakeDevice()
+    view = np.zeros((4, 4096), dtype=np.uint8)
+    memory = BlockMemory.on_device(device, device.holding(view), 4096, 4)
+    device.engine_runs.clear()
+    with pytest.raises(errors.TransferFailed, match="did not copy"):
+        memory.checksums([0])
+    device.engine_runs.set()
+    with pytest.raises(errors.TransferFailed, match="out of use"):
+        memory.checksums([0])
+
+
+async def test_nixl_from_a_gpu_to_a_store_of_this_host_is_refused(tmp_path: Path) -> None:
+    """It would run 100 times below the bus."""
+    slab = Slab.create(tmp_path, "n", bytes(16), SlabLayout(4096, 4))
+    device = FakeDevice()
+    device.memory = "VRAM"
+    memory = BlockMemory.on_device(device, 4096, 4096, 4)
+    here = Attached("ab" * 8, "n", bytes(16), 4096, 4, str(slab.path), b"", 0)
+    agent: Any = _Agent()
+    rpc: Any = None
+    with pytest.raises(FailedPrecondition, match="set transport to shm"):
+        await connect("nixl", memory, rpc, agent, here)
+    assert agent.num_peers == 0
+    elsewhere = dataclasses.replace(here, slab_path=str(tmp_path / "not here"))
+    await connect("nixl", memory, rpc, agent, elsewhere)
+    assert agent.num_peers == 1
+    slab.close()
+
+
+class _Agent:
+    num_peers = 0
+
+    async def add_peer(self, _: bytes) -> str:
+        self.num_peers += 1
+        return "peer"
+
+
+def _cuda_missing() -> str:
+    """Why the tests of a real device cannot run; empty: they can."""
+    try:
+        import torch
+    except ImportError as error:
+        return str(error)
+    return "" if torch.cuda.is_available() else "torch finds no CUDA device"
+
+
+needs_cuda = pytest.mark.skipif(bool(_cuda_missing()), reason=f"NO GPU TEST: {_cuda_missing()}")
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("transport", ["shm", "grpc"])
+@pytest.mark.parametrize("block_bytes", [5000, 8192, 200_000])
+async def test_a_real_device(
+    store_settings: Any, chain: Chain, seed: int, transport: str, block_bytes: int
+) -> None:
+    """Scattered blocks there and back, a corrupt frame, and nothing else touched."""
+    import torch
+
+    from kvstore.transport.cuda_device import CudaDevice
+
+    settings = dataclasses.replace(store_settings, capacity_bytes=64 * 2**20)
+    generator = torch.Generator("cuda:0").manual_seed(seed)
+    cache = torch.randint(
+        0, 256, (48, block_bytes), dtype=torch.uint8, device="cuda:0", generator=generator
+    )
+    torch.cuda.synchronize()
+    device = CudaDevice.open(0)
+    assert device.compute_mark().is_over()
+    async with serve.running(settings) as running:
+        worker = Worker(transport, block_bytes, 48, seed)
+        worker.device = device  # type: ignore[assignment]
+        worker.memory = BlockMemory.on_device(device, cache.data_ptr(), block_bytes, 48)
+        await worker.attach(running.address)
+        sources, targets = [1, 2, 3, 9, 5, 30], [40, 41, 11, 12, 7, 47]
+        put = await worker.put(chain("a", 6), sources)
+        before = cache.clone()
+        assert await worker.get(put.lease_id, put.refs, targets) == {}
+        before[targets] = before[sources]
+        assert torch.equal(cache, before)
+        found = worker.memory.checksums(sources)
+        assert found == BlockMemory.of(cache.cpu().numpy()).checksums(sources)
+        assert found == [ref.checksum for ref in put.refs]
+        slab = running.node.slab
+        assert slab is not None
+        slab.block(put.refs[3].frame)[-1] ^= 1
+        failed = await worker.get(put.lease_id, put.refs, targets)
+        assert failed == {3: errors.CHECKSUM}
+        await worker.client.close()
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_a_real_device_refuses_what_is_no_memory() -> None:
+    from kvstore.transport.cuda_device import CudaDevice
+
+    with pytest.raises(BatonError, match="CUDA_ERROR"):
+        CudaDevice.open(0).register(4096, 4096)
+    with pytest.raises(FailedPrecondition, match="CUDA_ERROR_INVALID_DEVICE"):
+        CudaDevice.open(1000)

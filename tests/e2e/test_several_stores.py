@@ -1,0 +1,154 @@
+"""Several nodes on one machine, each with a store of its own: what one node computed is pulled by
+the other, and the keys that sign what travels between them are rotated under load.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from baton.client import Client, SyncClient
+from baton.local_cluster import ClusterConfig, LocalCluster
+from baton.messages import Completion, KvLeg
+from process import keys
+from tests.e2e.conftest import assert_idle
+from tests.e2e.oracle import BLOCK_SIZE, Oracle, oracle, prompts
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+MODEL = ClusterConfig().model
+MAX_TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def reference() -> Oracle:
+    return oracle(MODEL)
+
+
+@pytest.fixture(scope="module")
+def log_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("logs")
+
+
+@pytest.fixture(scope="module")
+def nodes(log_dir: Path) -> Iterator[LocalCluster]:
+    """Two nodes, each with a store and a prefill worker; the first has the decode worker, too."""
+    config = ClusterConfig(
+        port=0,
+        num_prefill=2,
+        num_decode=1,
+        num_stores=2,
+        # Else decode brings the prompt to its own node, and nobody needs the other's.
+        overrides=("decode.limits.write_back=false",),
+        log_dir=str(log_dir),
+    )
+    with LocalCluster(config) as running:
+        yield running
+        running.wait_ready()
+        assert_idle(running)
+        key_file = running.handle_keys_file
+    assert not key_file.exists()
+
+
+def leg(completion: Completion, role: str) -> KvLeg:
+    (found,) = (leg for leg in completion.provenance.legs if leg.role == role)
+    return found
+
+
+def answer(cluster: LocalCluster, prompt: list[int]) -> Completion:
+    with SyncClient(cluster.address) as client:
+        return client.complete(prompt, max_tokens=MAX_TOKENS, temperature=0.0, timeout_s=60)
+
+
+def home_of(cluster: LocalCluster, worker_id: str) -> str:
+    """The node id of a worker's store, as it says itself."""
+    with SyncClient(cluster.address) as client:
+        status = client.status()
+    return next(w.store_node_id for w in status.workers if w.worker_id == worker_id)
+
+
+def a_prompt(reference: Oracle, seed: int) -> list[int]:
+    """Two hundred tokens, so twelve full blocks and a tail."""
+    return next(p for p in prompts(reference, random.Random(seed), 60) if len(p) >= 200)[:200]
+
+
+def test_each_node_has_its_store_and_the_router_sees_all(nodes: LocalCluster) -> None:
+    assert list(nodes.store_addresses) == ["store-0", "store-1"]
+    homes = {name: home_of(nodes, name) for name in ("prefill-0", "prefill-1", "decode-0")}
+    assert homes == {"prefill-0": "store-0", "prefill-1": "store-1", "decode-0": "store-0"}
+    with SyncClient(nodes.address) as client:
+        stores = {store.node_id: store for store in client.status().stores}
+    assert {name: store.address for name, store in stores.items()} == nodes.store_addresses
+    assert all(store.reachable for store in stores.values())
+
+
+def test_the_second_nodes_hit_comes_from_the_first_nodes_store(
+    nodes: LocalCluster, reference: Oracle, seed: int
+) -> None:
+    """Who computed the prompt is taken away; the other node's prefill worker computes no full block
+    of it again, and decode computes nothing."""
+    prompt = a_prompt(reference, seed)
+    expected = reference.greedy(prompt, MAX_TOKENS)
+    first = answer(nodes, prompt)
+    assert list(first.token_ids) == expected
+    assert leg(first, "prefill").num_tokens_computed == len(prompt)
+    name = leg(first, "prefill").worker_id
+    nodes.kill(name, restart=False)
+    try:
+        second = answer(nodes, prompt)
+    finally:
+        nodes.restart(name)
+        nodes.wait_ready()
+    assert list(second.token_ids) == expected
+    other = leg(second, "prefill")
+    assert other.worker_id != name
+    assert {count.node_id for count in other.from_store} == {home_of(nodes, name)}
+    assert other.num_tokens_from_store == len(prompt) // BLOCK_SIZE * BLOCK_SIZE
+    assert not other.recomputed
+    assert leg(second, "decode").num_tokens_computed == 0
+    assert not leg(second, "decode").recomputed
+
+
+async def test_keys_are_rotated_while_requests_run(
+    nodes: LocalCluster, reference: Oracle, seed: int
+) -> None:
+    """No answer changes, and not one block is computed again for its signature."""
+    wanted = prompts(reference, random.Random(seed + 1), 24)
+    expected = [reference.greedy(prompt, MAX_TOKENS) for prompt in wanted]
+    before = keys.load(nodes.handle_keys_file)
+    gate = asyncio.Semaphore(4)
+    done: list[int] = []
+
+    async with Client(nodes.address) as client:
+
+        async def one(index: int) -> Completion:
+            async with gate:
+                completion = await client.complete(
+                    list(wanted[index]), max_tokens=MAX_TOKENS, temperature=0.0, timeout_s=60
+                )
+            done.append(index)
+            if len(done) % 8 == 0:
+                keys.rotate(nodes.handle_keys_file)
+            return completion
+
+        completions = await asyncio.gather(*(one(index) for index in range(len(wanted))))
+    assert not set(before) & set(keys.load(nodes.handle_keys_file))
+    for completion, tokens in zip(completions, expected, strict=True):
+        assert list(completion.token_ids) == tokens
+        for part in completion.provenance.legs:
+            assert "signature" not in part.recomputed, part
+
+
+def test_keys_are_for_nobody_else(nodes: LocalCluster, log_dir: Path) -> None:
+    path = nodes.handle_keys_file
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    logs = "".join(log.read_text() for log in log_dir.glob("*.log"))
+    assert '"ready"' in logs
+    for key in keys.load(path):
+        assert key.secret.hex() not in logs

@@ -1,0 +1,191 @@
+"""`baton audit`: the judgement over two looks, and a real store beside a real Redis that lost or
+made up entries."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+import redis.asyncio
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton import audit, cli, cluster_state
+from baton.audit import Look, StoreAudit, compare
+from kvstore import index, serve
+from kvstore.config import KvStoreSettings
+from process import redis_client
+from process.deadline import Deadline
+from protos import inference_pb2
+from tests.conformance.conftest import Worker
+from tests.unit.kvstore.conftest import RedisServer
+
+STORE = inference_pb2.StoreStatus(node_id="n", address="a:1", incarnation="ab", reachable=True)
+NUM_BLOCKS = 40
+
+hashes = st.frozensets(st.integers(0, 15).map(lambda n: bytes([n]) * 16))
+looks = st.builds(Look, hashes, hashes, st.integers(0, 9), st.integers(0, 9))
+
+
+@given(looks, looks)
+def test_only_what_differs_in_both_looks_has_drifted(first: Look, second: Look) -> None:
+    settled = compare(STORE, first, second, staleness_s=0.1)
+    missing = {h for h in second.present if h in first.present} - first.indexed - second.indexed
+    false = {h for h in second.indexed if h in first.indexed} - first.present - second.present
+    assert (settled.num_missing, settled.num_false) == (len(missing), len(false))
+    differing = len(second.present ^ second.indexed)
+    assert settled.num_missing + settled.num_false + settled.num_in_flight == differing
+    assert settled.has_drifted == bool(missing or false)
+    assert audit.found_fault([settled]) == settled.has_drifted
+    unsettled = compare(STORE, first, second, staleness_s=None)
+    assert not unsettled.has_drifted and unsettled.num_in_flight == differing
+
+
+@given(looks)
+def test_precision_and_recall_are_shares(look: Look) -> None:
+    found = compare(STORE, look, look, staleness_s=0.0)
+    assert 0.0 <= found.precision <= 1.0 and 0.0 <= found.recall <= 1.0
+    assert (found.precision == found.recall == 1.0) == (look.present == look.indexed)
+    assert found.sequence_lag == max(0, look.store_sequence - look.index_sequence)
+
+
+def test_a_store_that_lives_and_cannot_be_compared_is_a_fault() -> None:
+    assert audit.found_fault([StoreAudit("n", "a", "ab", problem="does not answer")])
+    assert not audit.found_fault([StoreAudit("n", "a", "ab", is_void=True, problem="dead")])
+
+
+@pytest.fixture
+def redis_server() -> Iterator[RedisServer]:
+    server = RedisServer()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+async def client(redis_server: RedisServer) -> AsyncIterator[redis.asyncio.Redis]:
+    made = redis_client.connect(redis_server.url, 1.0)
+    yield made
+    await made.aclose()
+
+
+@pytest.fixture
+async def store(redis_server: RedisServer) -> AsyncIterator[serve.RunningStore]:
+    """With NUM_BLOCKS blocks in it."""
+    settings = KvStoreSettings(
+        node_id="node-a",
+        capacity_bytes=64 * 4096,
+        redis_url=redis_server.url,
+        heartbeat_s=0.1,
+        heartbeat_ttl_s=5.0,
+    )
+    async with serve.running(settings) as running:
+        worker = Worker("grpc", 4096, NUM_BLOCKS, seed=1)
+        await worker.attach(running.address)
+        chain = [bytes([1 + n]) * 16 for n in range(NUM_BLOCKS)]
+        put = await worker.put(chain, range(NUM_BLOCKS))
+        await worker.client.release([put.lease_id], deadline=Deadline.after(10.0))
+        yield running
+        await worker.client.close()
+
+
+async def _audited(server: RedisServer) -> StoreAudit:
+    (found,) = await audit.audit(server.url, settle_s=10.0, timeout_s=10.0)
+    return found
+
+
+async def test_a_true_index_is_found_true(
+    store: serve.RunningStore, redis_server: RedisServer
+) -> None:
+    found = await _audited(redis_server)
+    assert (found.num_present, found.num_indexed) == (NUM_BLOCKS, NUM_BLOCKS)
+    assert found.precision == found.recall == 1.0
+    assert found.is_settled and not found.has_drifted and found.problem == ""
+    assert found.incarnation == store.node.incarnation.hex()
+
+
+async def test_lost_and_made_up_entries_are_counted(
+    store: serve.RunningStore,
+    redis_server: RedisServer,
+    client: redis.asyncio.Redis,
+    seed: int,
+) -> None:
+    """Single fields are what no sequence number shows: only an audit finds them."""
+    await _audited(redis_server)  # everything is published
+    rng = random.Random(seed)
+    key = index.index_key("node-a", store.node.incarnation.hex())
+    lost = rng.sample([n for n in await client.hkeys(key) if len(n) == 16], rng.randint(1, 20))
+    made_up = [rng.randbytes(16) for _ in range(rng.randint(1, 20))]
+    await client.hdel(key, *lost)
+    await client.hset(key, mapping=dict.fromkeys(made_up, 1))
+    await client.set(index.index_key("node-a", "dead"), 1)
+    found = await _audited(redis_server)
+    assert (found.num_missing, found.num_false) == (len(lost), len(made_up))
+    assert found.num_right == NUM_BLOCKS - len(lost)
+    assert found.num_indexed == NUM_BLOCKS - len(lost) + len(made_up)
+    assert found.num_dead_lives == 1
+
+
+async def test_a_lost_index_is_stale_until_it_is_published_again(
+    store: serve.RunningStore, redis_server: RedisServer, client: redis.asyncio.Redis
+) -> None:
+    await _audited(redis_server)
+    await client.delete(index.index_key("node-a", store.node.incarnation.hex()))
+    found = await _audited(redis_server)
+    # Either the first look met the gap, or the store's next heartbeat was faster than it.
+    assert not found.has_drifted and found.is_settled
+    assert found.recall == 1.0
+
+
+async def test_a_silent_store_is_no_drift(
+    redis_server: RedisServer, client: redis.asyncio.Redis
+) -> None:
+    await client.hset(index.STORES_KEY, "gone", '{"nodeId": "gone", "incarnation": "ab"}')
+    found = await _audited(redis_server)
+    assert found.is_void and not audit.found_fault([found])
+    await client.set(index.beat_key("gone"), "ab")
+    await client.hset(
+        index.STORES_KEY,
+        "gone",
+        '{"nodeId": "gone", "incarnation": "ab", "address": "127.0.0.1:1"}',
+    )
+    found = await _audited(redis_server)
+    assert found.problem and audit.found_fault([found])
+
+
+def test_the_command_finds_the_local_cluster_and_says_what_it_found(
+    redis_server: RedisServer,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: object,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert cli.main(["audit"]) == 1
+    assert "baton up" in capsys.readouterr().err
+    cluster_state.announce("127.0.0.1:1", "tiny", redis_server.url)
+    assert cli.main(["audit"]) == 0
+    assert "no store is registered" in capsys.readouterr().out
+    found = [
+        StoreAudit("good", "a:1", "ab", 10, 10, 10),
+        StoreAudit("bad", "a:2", "cd", 10, 9, 8, num_missing=2, num_false=1, sequence_lag=3),
+    ]
+
+    async def audited(url: str, *, settle_s: float, timeout_s: float) -> list[StoreAudit]:
+        assert (url, settle_s) == (redis_server.url, 2.5)
+        return found
+
+    monkeypatch.setattr(audit, "audit", audited)
+    assert cli.main(["audit", "--settle", "2.5"]) == 1
+    shown = capsys.readouterr().out
+    assert "DRIFTED" in shown and "80.00 %" in shown and "88.89 %" in shown
+    assert cli.main(["audit", "--settle", "2.5", "--json"]) == 1
+    value = json.loads(capsys.readouterr().out)
+    assert value["found_fault"] and value["stores"][1]["recall"] == 0.8
+    found.pop()
+    assert cli.main(["audit", "--settle", "2.5"]) == 0
+
+
+def test_a_redis_that_is_away_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["audit", "--redis", "unix:///nowhere/redis.sock"]) == 1
+    assert "registry" in capsys.readouterr().err

@@ -1,0 +1,134 @@
+"""What may not happen to a block while it is on its way between a frame and a page."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore.answers import StoreLimits, Written
+from kvstore.catalog import Entry
+from kvstore.store import Store
+
+
+def _hash(prompt: int, index: int) -> bytes:
+    return bytes([prompt, index]).rjust(16, b"h")
+
+
+class _Bench:
+    """A store over a file tier, whose bytes nobody moves."""
+
+    def __init__(self, num_frames: int = 4, num_pages: int = 4) -> None:
+        self.store = Store(num_frames, 100, StoreLimits())
+        self.store.places.open_pages(num_pages, [])
+        self.worker = self.store.attach("w", b"1", "grpc", False, 0.0).attachment_id
+
+    def put(self, prompt: int, length: int) -> list[Entry]:
+        hashes = [_hash(prompt, i) for i in range(length)]
+        lease_id, answers, _ = self.store.writes.reserve(
+            self.worker, b"", hashes, ttl_s=9.0, now_s=0.0
+        )
+        written = [Written(a.frame, a.generation, 7, 16) for a in answers if a.frame >= 0]
+        self.store.writes.commit(self.worker, lease_id, written, 0.0)
+        self.store.release([lease_id], now_s=0.0)
+        self.store.check_integrity()
+        return self.store.catalog.longest_prefix(hashes)
+
+    def demote_all(self) -> None:
+        while (demotion := self.store.moves.begin_demotion(8)) is not None:
+            self.store.moves.end_demotion(demotion, [True] * len(demotion.writes))
+            self.store.check_integrity()
+
+    def in_page_only(self, prompt: int, length: int) -> list[Entry]:
+        entries = self.put(prompt, length)
+        self.demote_all()
+        for entry in entries:
+            assert entry.is_clean
+        self.put(99, 4)  # takes their frames; nothing of it can be demoted below
+        assert all(entry.block is None for entry in entries)
+        return entries
+
+
+def test_a_block_dropped_while_it_is_written_gets_no_page() -> None:
+    bench = _Bench()
+    above, below = bench.put(0, 2)
+    demotion = bench.store.moves.begin_demotion(8)
+    assert demotion is not None and [w.entry for w in demotion.writes] == [above, below]
+    assert above.block is not None
+    bench.store.drop([above.block])
+    bench.store.check_integrity()
+    bench.store.moves.end_demotion(demotion, [True, True])
+    bench.store.check_integrity()
+    assert above.page is None and bench.store.places.pages.num_used == 0
+
+
+def test_a_child_gets_no_page_when_its_parents_write_failed() -> None:
+    bench = _Bench()
+    above, below = bench.put(0, 2)
+    demotion = bench.store.moves.begin_demotion(8)
+    assert demotion is not None
+    bench.store.moves.end_demotion(demotion, [False, True])
+    bench.store.check_integrity()
+    assert (above.page, below.page) == (None, None)
+
+
+def test_the_prefix_of_a_block_does_not_give_way_to_it() -> None:
+    """One page, which the parent has: the child stays in memory."""
+    bench = _Bench(num_pages=1)
+    above, below = bench.put(0, 2)
+    bench.demote_all()
+    assert above.page is not None and below.page is None
+    bench.store.catalog.touch([below])
+    assert bench.store.moves.begin_demotion(8) is None
+    assert above.page is not None and above.num_page_uses == 0
+    bench.store.check_integrity()
+
+
+def test_a_pinned_block_in_a_page_only_does_not_give_way() -> None:
+    bench = _Bench(num_pages=1)
+    (entry,) = bench.in_page_only(0, 1)
+    lease = bench.store.match([_hash(0, 0)], pin=True, ttl_s=9.0, now_s=0.0).lease_id
+    assert bench.store.moves.begin_demotion(8) is None
+    assert entry.page is not None and bench.store.catalog.is_present(entry)
+    bench.store.release([lease], now_s=0.0)
+    bench.store.catalog.touch(bench.store.catalog.longest_prefix([_hash(99, 0)]))
+    demotion = bench.store.moves.begin_demotion(8)
+    assert demotion is not None and not bench.store.catalog.is_present(entry)
+    bench.store.moves.end_demotion(demotion, [True])
+    bench.store.check_integrity()
+
+
+@pytest.mark.parametrize("is_good", [True, False])
+def test_a_block_dropped_while_it_is_read_leaves_its_frame_free(is_good: bool) -> None:
+    bench = _Bench()
+    above, below = bench.in_page_only(0, 2)
+    promotion = bench.store.moves.begin_promotion(below)
+    assert promotion is not None
+    bench.store.places.lose([above])
+    bench.store.check_integrity()
+    assert bench.store.moves.end_promotion(promotion, is_good) == 0
+    bench.store.check_integrity()
+    assert below.block is None and bench.store.moves.num_promoted == 0
+    assert bench.store.moves.num_pages_bad == 0  # its page was somebody else's by then
+
+
+def test_whoever_stores_a_block_while_it_is_read_wins() -> None:
+    bench = _Bench()
+    (entry,) = bench.in_page_only(0, 1)
+    promotion = bench.store.moves.begin_promotion(entry)
+    assert promotion is not None
+    bench.put(0, 1)
+    block = entry.block
+    assert block is not None and block.frame != promotion.frame
+    assert bench.store.moves.end_promotion(promotion, True) == 0
+    bench.store.check_integrity()
+    assert entry.block is block
+
+
+def test_a_bad_page_takes_all_below_along() -> None:
+    bench = _Bench()
+    above, below = bench.in_page_only(0, 2)
+    promotion = bench.store.moves.begin_promotion(above)
+    assert promotion is not None
+    assert bench.store.moves.end_promotion(promotion, False) == 2
+    bench.store.check_integrity()
+    assert bench.store.moves.num_pages_bad == 1
+    assert not bench.store.catalog.is_present(below)

@@ -1,0 +1,143 @@
+"""Pins: a lease is renewed while it is kept, and in the end it is somebody's or given back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from kvstore.errors import LeaseLapsed
+from process.deadline import Deadline
+from process.errors import BatonError, Unavailable
+from services.prefill.pins import Pin, Pins
+from services.worker.config import WorkerLimits
+from services.worker.connector import StoreConnector
+from tests.unit.worker.builders import fake_engine, running
+
+
+class FakeStore:
+    """Renews and takes back leases."""
+
+    def __init__(self) -> None:
+        self.broken: str | None = None
+        self.renewed: list[str] = []
+        self.released: list[str] = []
+        self.error: BatonError | None = None
+        self.was_renewed = asyncio.Event()
+
+    async def renew(self, lease_id: str, *, ttl_s: float, deadline: Deadline) -> None:
+        self.renewed.append(lease_id)
+        self.was_renewed.set()
+        if self.error is not None:
+            raise self.error
+
+    def release_later(self, client: Any, lease_ids: Iterable[str]) -> None:
+        assert client is self
+        self.released += [lease_id for lease_id in lease_ids if lease_id]
+
+
+def pin(store: FakeStore, lease_id: str) -> Pin:
+    client: Any = store
+    return Pin(client, lease_id, (), store.release_later)
+
+
+@asynccontextmanager
+async def pinning(ttl_s: float = 5.0) -> AsyncIterator[tuple[Pins, StoreConnector]]:
+    async with running(fake_engine(num_blocks=64)) as thread:
+        connector = StoreConnector(None, thread, WorkerLimits())
+        pins = Pins(
+            connector, ttl_s=lambda: ttl_s, renew_budget_s=5.0, deadline=Deadline.after(5.0)
+        )
+        yield pins, connector
+        pins.release()
+        await connector.settle()
+        await connector.stop(timeout_s=1)
+
+
+async def test_what_is_not_kept_is_given_back_at_once() -> None:
+    store = FakeStore()
+    async with pinning() as (pins, _):
+        kept, taken, other = (pin(store, name) for name in ("kept", "taken", "other"))
+        for each in (kept, taken, other):
+            pins.add(each)
+        assert pins.take(taken) is taken
+        pins.keep([kept])
+        assert store.released == ["other"]
+        assert pins.held == (kept,)
+    assert sorted(store.released) == ["kept", "other"]
+
+
+async def test_what_is_kept_is_renewed_until_it_is_handed_over() -> None:
+    store = FakeStore()
+    async with pinning(ttl_s=0.03) as (pins, connector):
+        named, unnamed = pin(store, "named"), pin(store, "unnamed")
+        for each in (named, unnamed):
+            pins.add(each)
+        pins.start_renewing()
+        pins.start_renewing()
+        async with asyncio.timeout(5):
+            while store.renewed.count("named") < 3:
+                store.was_renewed.clear()
+                await store.was_renewed.wait()
+        assert pins.hand_over({"named"}) == (named,)
+        await connector.settle()
+        assert store.released == ["unnamed"]
+        num_renewed = len(store.renewed)
+        await asyncio.sleep(0.05)
+        assert len(store.renewed) == num_renewed
+    assert store.released == ["unnamed"]
+
+
+@pytest.mark.parametrize("error", [LeaseLapsed("gone"), Unavailable("away")])
+async def test_one_that_cannot_be_renewed_is_nobody_s_any_more(error: BatonError) -> None:
+    good, bad = FakeStore(), FakeStore()
+    bad.error = error
+    async with pinning() as (pins, _):
+        lasting = pin(good, "a")
+        pins.add(lasting)
+        pins.add(pin(bad, "b"))
+        pins.add(pin(good, ""))  # nothing was pinned: nothing to renew
+        await pins.renew()
+        assert lasting in pins.held
+        assert not [each for each in pins.held if each.lease_id == "b"]
+        assert good.renewed == ["a"]
+    assert good.released == ["a"]
+    assert bad.released == ["b"]
+
+
+async def test_a_client_that_is_gone_is_not_asked() -> None:
+    store = FakeStore()
+    store.broken = "killed"
+    async with pinning() as (pins, _):
+        pins.add(pin(store, "a"))
+        await pins.renew()
+        assert (pins.held, store.renewed) == ((), [])
+
+
+async def test_the_end_comes_in_the_middle_of_a_renewal() -> None:
+    """A release waits for the renewal to end, and comes once."""
+    store = FakeStore()
+    entered, left = asyncio.Event(), asyncio.Event()
+
+    async def stuck(lease_id: str, *, ttl_s: float, deadline: Deadline) -> None:
+        entered.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            assert not store.released
+            left.set()
+
+    store.renew = stuck  # type: ignore[method-assign]
+    async with pinning(ttl_s=0.003) as (pins, connector):
+        pins.add(pin(store, "a"))
+        pins.start_renewing()
+        async with asyncio.timeout(5):
+            await entered.wait()
+        pins.release()
+        pins.release()
+        await connector.settle()
+        assert left.is_set()
+    assert store.released == ["a"]

@@ -1,0 +1,169 @@
+"""The key file: made for nobody else's eyes, read strictly, rotated without a gap."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from process import keys
+from process.settings import SettingsError
+
+DIGITS = "ab" * 32
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_a_new_file_is_for_its_owner_only_whatever_the_umask(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    before = os.umask(0)
+    try:
+        made = keys.create(path)
+    finally:
+        os.umask(before)
+    assert mode_of(path) == 0o600
+    assert keys.load(path) == (made,)
+    assert made.secret.hex() not in repr(made)
+
+
+def test_a_file_that_is_there_is_never_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    made = keys.create(path)
+    with pytest.raises(SettingsError, match="is there already; `baton keys rotate"):
+        keys.create(path)
+    assert keys.load(path) == (made,)
+    with pytest.raises(SettingsError, match="No such file"):
+        keys.create(tmp_path / "none" / "keys")
+
+
+@pytest.mark.parametrize("mode", [0o604, 0o602, 0o601, 0o644, 0o666, 0o620, 0o610, 0o777])
+def test_a_file_that_others_can_get_at_is_refused_with_the_fix(tmp_path: Path, mode: int) -> None:
+    path = tmp_path / "keys"
+    keys.create(path)
+    path.chmod(mode)
+    with pytest.raises(SettingsError, match=f"run `chmod 600 {path}`"):
+        keys.load(path)
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o400, 0o440, 0o640])
+def test_the_owner_and_a_group_that_reads_are_allowed(tmp_path: Path, mode: int) -> None:
+    path = tmp_path / "keys"
+    made = keys.create(path)
+    path.chmod(mode)
+    assert keys.load(path) == (made,)
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("", "holds no key"),
+        ("# nothing\n\n", "holds no key"),
+        (f"a:{DIGITS}\nb:{DIGITS[:-2]}\n", "line 2"),
+        (f"a {DIGITS}", "line 1"),
+        (f":{DIGITS}", "line 1"),
+        (f"a b:{DIGITS}", "line 1"),
+        (f"{'a' * 65}:{DIGITS}", "line 1"),
+        (f"a:{DIGITS[:-1]}g", "line 1"),
+        (f"a:{DIGITS}\na:{'cd' * 32}", "the same key id twice"),
+        (f"a:{DIGITS}\nb:{DIGITS.upper()}", "the same key under two ids"),
+        ("".join(f"k{i}:{i:064x}\n" for i in range(5)), "5 keys, at most 4"),
+    ],
+)
+def test_what_is_wrong_is_named_and_no_key_is_shown(tmp_path: Path, text: str, what: str) -> None:
+    path = tmp_path / "keys"
+    path.write_text(text)
+    path.chmod(0o600)
+    with pytest.raises(SettingsError) as caught:
+        keys.load(path)
+    assert what in str(caught.value) and str(path) in str(caught.value)
+    assert DIGITS[:8] not in str(caught.value)
+
+
+def test_what_is_no_key_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=f"`baton keys new {tmp_path / 'none'}`"):
+        keys.load(tmp_path / "none")
+    with pytest.raises(SettingsError, match="Is a directory"):
+        keys.load(tmp_path)
+    path = tmp_path / "keys"
+    path.write_bytes(bytes(range(256)))
+    path.chmod(0o600)
+    with pytest.raises(SettingsError, match="no text"):
+        keys.load(path)
+    path.write_bytes(b"#" * (keys.MAX_FILE_BYTES + 1))
+    with pytest.raises(SettingsError, match="longer than"):
+        keys.load(path)
+
+
+def test_comments_and_spaces_are_no_part_of_a_key() -> None:
+    (key,) = keys.parse(f"# top\n\n  a : {DIGITS}  # why\n", where="text")
+    assert (key.key_id, key.secret.hex()) == ("a", DIGITS)
+
+
+@given(st.text(max_size=200))
+def test_any_text_is_keys_or_refused(text: str) -> None:
+    try:
+        found = keys.parse(text, where="text")
+    except SettingsError:
+        return
+    assert 1 <= len(found) <= keys.MAX_KEYS
+
+
+def test_a_rotation_keeps_the_key_before_and_drops_older_ones(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    first = keys.create(path)
+    second = keys.rotate(path)
+    assert keys.load(path) == (second, first)
+    third = keys.rotate(path)
+    assert keys.load(path) == (third, second)
+    assert mode_of(path) == 0o600
+    assert [entry.name for entry in tmp_path.iterdir()] == ["keys"]
+
+
+def test_in_three_steps_nobody_meets_a_key_that_is_not_known(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    old = keys.create(path)
+    with pytest.raises(SettingsError, match="add the next one first"):
+        keys.use_next(path)
+    new = keys.add_next(path)
+    versions = [(old,), keys.load(path)]
+    assert keys.use_next(path) == new
+    versions.append(keys.load(path))
+    assert keys.drop_old(path) == new
+    versions.append(keys.load(path))
+    assert versions == [(old,), (old, new), (new, old), (new,)]
+    # A process may be one step behind another, either way: what one signs the other verifies.
+    for one, other in itertools.pairwise(versions):
+        assert one[0] in other and other[0] in one
+
+
+def test_more_keys_than_may_be_are_refused_and_nothing_is_changed(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    keys.create(path)
+    for _ in range(keys.MAX_KEYS - 1):
+        keys.add_next(path)
+    before = path.read_text()
+    with pytest.raises(SettingsError, match="at most 4"):
+        keys.add_next(path)
+    assert path.read_text() == before
+
+
+@pytest.mark.parametrize("change", [keys.rotate, keys.add_next, keys.use_next, keys.drop_old])
+def test_a_change_goes_through_a_link_and_keeps_the_mode(
+    tmp_path: Path, change: Callable[[Path], keys.Key]
+) -> None:
+    path, link = tmp_path / "keys", tmp_path / "link"
+    keys.create(path)
+    keys.add_next(path)
+    path.chmod(0o640)
+    link.symlink_to(path)
+    change(link)
+    assert link.is_symlink() and mode_of(path) == 0o640
+    keys.load(path)

@@ -1,0 +1,102 @@
+"""A worker's keys: what was signed verifies, a changed file is taken up, a bad one changes
+nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from process import keys as key_files
+from process.settings import SettingsError
+from services.worker.handle_keys import MAC_BYTES, HandleKeys
+
+KEYS = HandleKeys([key_files.new_key(), key_files.new_key()])
+
+
+@given(st.binary(max_size=64), st.integers(0, MAC_BYTES * 8 - 1))
+def test_only_the_exact_signature_of_the_exact_content_verifies(content: bytes, bit: int) -> None:
+    for key_id in KEYS.key_ids:
+        mac = KEYS.mac(key_id, content)
+        assert KEYS.is_signed(key_id, content, mac)
+        assert not KEYS.is_signed(key_id, content + b"x", mac)
+        flipped = bytearray(mac)
+        flipped[bit // 8] ^= 1 << bit % 8
+        assert not KEYS.is_signed(key_id, content, bytes(flipped))
+        assert not KEYS.is_signed(key_id, content, mac[:-1])
+        assert not KEYS.is_signed(key_id, content, b"")
+    one, other = KEYS.key_ids
+    assert not KEYS.is_signed(one, content, KEYS.mac(other, content))
+    assert not KEYS.is_signed("", content, KEYS.mac(one, content))
+
+
+def test_a_mac_for_anything_else_is_none_for_a_handle() -> None:
+    """The same key over the same bytes without our personal string."""
+    key = key_files.new_key()
+    keys = HandleKeys([key])
+    plain = hashlib.blake2b(b"content", digest_size=MAC_BYTES, key=key.secret).digest()
+    assert not keys.is_signed(key.key_id, b"content", plain)
+
+
+def test_a_changed_file_is_taken_up_by_signer_and_verifier(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    old = key_files.create(path)
+    signer, verifier = HandleKeys.load(path), HandleKeys.load(path)
+    before = signer.mac(signer.signing_key_id(), b"x")
+    new = key_files.rotate(path)
+    assert signer.signing_key_id() == new.key_id
+    assert verifier.key_ids == (old.key_id,)
+    assert verifier.is_signed(new.key_id, b"x", signer.mac(new.key_id, b"x"))
+    assert verifier.key_ids == (new.key_id, old.key_id)
+    assert verifier.is_signed(old.key_id, b"x", before)
+    assert signer.num_reloads == verifier.num_reloads == 1
+    key_files.drop_old(path)
+    assert verifier.signing_key_id() == new.key_id
+    assert not verifier.is_signed(old.key_id, b"x", before)
+
+
+def test_an_unknown_key_reads_the_file_once_per_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forged handles do not make a worker read files."""
+    path = tmp_path / "keys"
+    key_files.create(path)
+    keys = HandleKeys.load(path)
+    reads = []
+    monkeypatch.setattr(key_files, "load", reads.append)
+    for _ in range(100):
+        assert not keys.is_signed("forged", b"x", bytes(MAC_BYTES))
+    assert not reads
+
+
+@pytest.mark.parametrize("spoil", ["gone", "mode", "content"])
+def test_a_file_that_went_bad_changes_nothing_and_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, spoil: str
+) -> None:
+    path = tmp_path / "keys"
+    key = key_files.create(path)
+    keys = HandleKeys.load(path)
+    if spoil == "gone":
+        path.unlink()
+    elif spoil == "mode":
+        path.chmod(0o644)
+        os.utime(path, ns=(1, 1))  # a change of mode alone is none of content
+    else:
+        path.write_text("nothing")
+    for _ in range(3):
+        assert keys.signing_key_id() == key.key_id
+    assert keys.is_signed(key.key_id, b"x", keys.mac(key.key_id, b"x"))
+    assert [record.message for record in caplog.records] == ["handle_keys_not_reloaded"]
+    with pytest.raises(SettingsError):
+        HandleKeys.load(path)
+
+
+def test_no_file_is_no_keys() -> None:
+    keys = HandleKeys.of("")
+    assert keys.key_ids == ()
+    assert not keys.is_signed("", b"", b"")

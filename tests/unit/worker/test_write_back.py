@@ -1,0 +1,494 @@
+"""WriteBack: what decode fills reaches the store parents first and as it is, whatever becomes of
+its request; loads go first; trouble ends one chain, is counted, and holds nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from engine.fake import FakeModel
+from engine.loop import Engine
+from engine.request import RequestEvent, StepOutput
+from kvstore import block_hash
+from kvstore.block import Block
+from kvstore.errors import TransferFailed
+from kvstore.putting import PutResult
+from process.deadline import Deadline
+from process.errors import BatonError, DeadlineExceeded, FailedPrecondition, Unavailable
+from process.tasks import end_tasks
+from services.worker import write_back
+from services.worker.config import WorkerLimits
+from services.worker.connector import StoreConnector
+from services.worker.engine_thread import EngineThread
+from services.worker.provenance import Leg, WorkerCounts
+from services.worker.write_back import AnswerChain, WriteBack
+from tests.unit.worker.builders import BLOCK_SIZE, SALT, fake_engine, prompt_of, request, running
+
+FRAME_BYTES = 64
+
+
+class FakeStore:
+    """Takes what follows something that it has, with room for so many blocks. `stored`: chain hash
+    -> the bytes that its put read."""
+
+    frame_bytes = FRAME_BYTES
+    broken: str | None = None
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.room = 1000
+        self.stored: dict[bytes, bytes] = {}
+        self.num_puts: list[int] = []
+        self.error: BatonError | None = None
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.entered = asyncio.Event()
+
+    async def put_blocks(
+        self,
+        lease_id: str | None,
+        parent: bytes,
+        blocks: Sequence[tuple[bytes, int]],
+        tail: None,
+        ttl_s: float,
+        deadline: Deadline,
+        *,
+        num_tokens: int,
+        tenant: str,
+    ) -> PutResult:
+        assert lease_id is None and tail is None and tenant == "t"
+        self.entered.set()
+        if self.error is not None:
+            raise self.error
+        if parent and parent not in self.stored:
+            raise FailedPrecondition("the parent is not there")
+        await self.gate.wait()
+        refs, num_written = [], 0
+        for chain_hash, block_id in blocks:
+            if chain_hash not in self.stored:
+                if len(self.stored) >= self.room:
+                    break
+                self.stored[chain_hash] = self.engine.kv.host_view[block_id].tobytes()
+                num_written += 1
+            refs.append(Block(chain_hash, 7, 2, 0, num_tokens))
+        self.num_puts.append(num_written)
+        lost = len(blocks) - len(refs)
+        return PutResult("lease", tuple(refs), None, FRAME_BYTES * num_written, lost)
+
+
+class FakeConnector:
+    """What WriteBack needs of a connector."""
+
+    address = "store:1"
+
+    def __init__(self, store: FakeStore) -> None:
+        self.client: FakeStore | None = store
+        self.released: list[str] = []
+        self.suspected: list[BatonError] = []
+        self.tasks: list[asyncio.Task[None]] = []
+
+    def release_later(self, client: FakeStore, lease_ids: Iterable[str]) -> None:
+        self.released += lease_ids
+
+    def suspect(self, client: FakeStore, error: BatonError) -> None:
+        self.suspected.append(error)
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        self.tasks.append(asyncio.create_task(work))
+        return self.tasks[-1]
+
+
+class Bench:
+    """An engine on its thread, and a WriteBack to a fake store."""
+
+    def __init__(self, engine: Engine, limits: WorkerLimits) -> None:
+        self.engine = engine
+        self.limits = limits
+        self.store = FakeStore(engine)
+        self.connector = FakeConnector(self.store)
+        self.counts = WorkerCounts()
+        self.thread: EngineThread
+        self.events: list[RequestEvent] = []
+        self.done = asyncio.Event()
+        self.root = block_hash.root_key(SALT, engine.model_info.fingerprint)
+        self.writes: WriteBack
+
+    def on_step(self, output: StepOutput) -> None:
+        self.events += output.events
+        if any(event.is_request_over for event in output.events):
+            self.done.set()
+
+    async def generate(self, prompt: tuple[int, ...], num_tokens: int) -> list[RequestEvent]:
+        """A whole request. Returns: its events."""
+        self.events, self.done = [], asyncio.Event()
+        asked = request(self.engine, prompt, max_tokens=num_tokens)
+        await self.thread.call(lambda engine: engine.reserve(asked))
+        await self.thread.call(lambda engine: engine.start("r"))
+        async with asyncio.timeout(10):
+            await self.done.wait()
+        return self.events
+
+    def tokens(self, prompt: tuple[int, ...], num_tokens: int) -> list[int]:
+        """Prompt and answer, as far as their KV is computed."""
+        model = cast(Any, self.engine)._model
+        return [*prompt, *model.generate(prompt, num_tokens)][:-1]
+
+    def hashes(self, tokens: Sequence[int]) -> list[bytes]:
+        return block_hash.chain(self.root, tuple(tokens), BLOCK_SIZE)
+
+    def begin(self, prompt: tuple[int, ...], *, num_known: int | None = None) -> AnswerChain:
+        hashes = self.hashes(prompt)
+        leg = Leg(len(prompt))
+        return self.writes.begin("t", hashes[:num_known], len(hashes), leg)
+
+    async def settle(self) -> None:
+        async with asyncio.timeout(10):
+            while any(not task.done() for task in self.connector.tasks):
+                await asyncio.wait(self.connector.tasks)
+        for task in self.connector.tasks:
+            task.result()
+        await self.thread.call(lambda engine: engine.check_integrity())
+        assert self.thread.stats.num_quarantined_blocks == 0
+
+    def assert_stored(self, tokens: Sequence[int], num_blocks: int) -> None:
+        """Exactly the leading `num_blocks` of this chain lie in the store, with the right bytes."""
+        hashes = self.hashes(tokens)
+        assert [each in self.store.stored for each in hashes] == [
+            index < num_blocks for index in range(len(hashes))
+        ]
+        view = self.engine.kv.host_view
+        for index, chain_hash in enumerate(hashes[:num_blocks]):
+            data = self.store.stored[chain_hash]
+            part = list(tokens[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE])
+            places = range(index * BLOCK_SIZE, (index + 1) * BLOCK_SIZE)
+            assert len(data) == view.shape[1]
+            assert data == expected_bytes(part, places)
+
+
+def expected_bytes(tokens: Sequence[int], places: Iterable[int]) -> bytes:
+    """What the fake model keeps of a block's tokens: ids, then positions."""
+
+    return np.array([list(tokens), list(places)], dtype=np.float32).tobytes()
+
+
+@asynccontextmanager
+async def bench(*, num_blocks: int = 64, put_budget_s: float = 5.0) -> AsyncIterator[Bench]:
+    window = min(256, num_blocks * BLOCK_SIZE)
+    engine = fake_engine(
+        num_blocks=num_blocks, model=FakeModel(block_size=BLOCK_SIZE, context_window=window)
+    )
+    limits = WorkerLimits(put_budget_s=put_budget_s)
+    made = Bench(engine, limits)
+    async with running(engine, on_step=made.on_step) as thread:
+        made.thread = thread
+        made.writes = WriteBack(
+            cast(StoreConnector, made.connector),
+            thread,
+            limits,
+            made.counts,
+            block_size=BLOCK_SIZE,
+            on_room=lambda: None,
+        )
+        try:
+            yield made
+        finally:
+            made.store.gate.set()
+            await end_tasks(made.connector.tasks)
+
+
+PROMPT = prompt_of(18, start=3)  # four full blocks, and a half
+
+
+async def answered(b: Bench, chain: AnswerChain, num_tokens: int = 31) -> list[int]:
+    """A request whose events all reach the chain. Returns: its computed tokens."""
+    for event in await b.generate(PROMPT, num_tokens):
+        b.writes.add(chain, event.filled)
+    return b.tokens(PROMPT, num_tokens)
+
+
+async def test_answers_are_stored_behind_their_prompt_with_the_right_bytes() -> None:
+    async with bench() as b:
+        b.store.stored = dict.fromkeys(b.hashes(PROMPT), b"")
+        chain = b.begin(PROMPT)
+        tokens = await answered(b, chain)  # 18 + 30: twelve blocks, eight of them the answer's
+        b.writes.end(chain)
+        b.writes.end(chain)
+        await b.settle()
+        assert sum(b.store.num_puts) == 8
+        assert chain.leg.num_blocks_written_back == b.counts.num_blocks_written_back == 8
+        assert len(b.connector.released) == len(b.store.num_puts)
+        b.store.stored = {k: v for k, v in b.store.stored.items() if v}
+        assert list(b.store.stored) == b.hashes(tokens)[4:]
+        parts = [tokens[i : i + BLOCK_SIZE] for i in range(16, 48, BLOCK_SIZE)]
+        places = [range(i, i + BLOCK_SIZE) for i in range(16, 48, BLOCK_SIZE)]
+        assert list(b.store.stored.values()) == list(map(expected_bytes, parts, places))
+        assert not b.counts.not_written_back
+
+
+async def test_few_blocks_of_a_running_request_wait_for_more() -> None:
+    async with bench() as b:
+        b.store.stored = dict.fromkeys(b.hashes(PROMPT), b"")
+        chain = b.begin(PROMPT)
+        await answered(b, chain, num_tokens=15)  # 18 + 14: four blocks of the answer
+        assert len(b.connector.tasks) == 1, "a whole batch is not left to wait"
+        other = b.begin(prompt_of(18, start=9))
+        for event in await b.generate(prompt_of(18, start=9), 7):
+            b.writes.add(other, event.filled)
+        await b.settle()
+        assert other.num_left == 2 and not b.store.stored.keys() & set(other.hashes[4:])
+        b.writes.end(other)
+        await b.settle()
+        assert other.leg.num_blocks_written_back == 2
+        b.assert_stored(b.tokens(prompt_of(18, start=9), 7), 6)
+
+
+async def test_a_prompt_that_is_not_there_is_stored_first() -> None:
+    """Here it lay in another node's store, say; and it counts for nothing."""
+    async with bench() as b:
+        chain = b.begin(PROMPT)
+        tokens = await answered(b, chain)
+        b.writes.end(chain)
+        await b.settle()
+        b.assert_stored(tokens, 12)
+        assert chain.num_restarts == 1 and chain.leg.num_blocks_written_back == 8
+
+
+async def test_what_decode_computed_of_a_prompt_is_stored_too() -> None:
+    async with bench() as b:
+        chain = b.begin(PROMPT, num_known=0)
+        tokens = await answered(b, chain)
+        b.writes.end(chain)
+        await b.settle()
+        b.assert_stored(tokens, 12)
+        assert chain.num_restarts == 0 and chain.leg.num_blocks_written_back == 8
+
+
+async def test_long_chains_go_in_several_puts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write_back, "MAX_PUT_BLOCKS", 3)
+    async with bench() as b:
+        chain = b.begin(PROMPT)
+        tokens = await answered(b, chain)
+        b.writes.end(chain)
+        await b.settle()
+        b.assert_stored(tokens, 12)
+        assert max(b.store.num_puts) == 3
+
+
+async def test_a_put_that_is_slow_reads_what_nobody_overwrites() -> None:
+    """The request is over, and others need every block that there is."""
+    async with bench(num_blocks=16) as b:
+        b.store.stored = dict.fromkeys(b.hashes(PROMPT), b"")
+        b.store.gate.clear()
+        chain = b.begin(PROMPT)
+        tokens = await answered(b, chain)
+        b.writes.end(chain)
+        await b.store.entered.wait()
+        num_held = len(chain.hashes) - 4
+        await b.thread.call(lambda engine: engine.check_integrity())
+        assert b.thread.stats.num_quarantined_blocks == num_held == 8
+        for start in (20, 21, 22):  # 4 blocks are all that they have
+            await b.generate(prompt_of(9, start=start), 7)
+        b.store.gate.set()
+        await b.settle()
+        b.store.stored.update(
+            zip(
+                b.hashes(PROMPT),
+                (
+                    expected_bytes(PROMPT[i : i + BLOCK_SIZE], range(i, i + BLOCK_SIZE))
+                    for i in range(0, 16, BLOCK_SIZE)
+                ),
+                strict=True,
+            )
+        )
+        b.assert_stored(tokens, 12)
+
+
+async def test_what_was_evicted_before_its_turn_is_not_stored() -> None:
+    async with bench(num_blocks=16) as b:
+        b.store.stored = dict.fromkeys(b.hashes(PROMPT), b"")
+        chain = b.begin(PROMPT)
+        events = await b.generate(PROMPT, 31)
+        for start in (20, 21):
+            await b.generate(prompt_of(30, start=start), 31)
+        for event in events:
+            b.writes.add(chain, event.filled)
+        b.writes.end(chain)
+        await b.settle()
+        assert b.store.num_puts == []
+        assert chain.problem == "missing" and b.counts.not_written_back == Counter(missing=8)
+
+
+async def test_a_store_that_forgets_all_the_time_is_given_up() -> None:
+    async with bench() as b:
+        chain = b.begin(PROMPT)
+        real = b.store.put_blocks
+
+        async def forgetful(lease_id: None, parent: bytes, *rest: Any, **options: Any) -> PutResult:
+            result = await real(lease_id, parent, *rest, **options)
+            b.store.stored.clear()
+            return result
+
+        b.store.put_blocks = forgetful  # type: ignore[method-assign]
+        for turn in range(1, 8):
+            for event in await b.generate(PROMPT, 16 * turn):
+                b.writes.add(chain, event.filled)
+            await b.settle()
+        assert chain.problem == "missing" and chain.num_restarts == write_back.MAX_RESTARTS + 1
+        assert b.counts.not_written_back["missing"] > 0
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (Unavailable("gone"), "store_unavailable"),
+        (DeadlineExceeded("slow"), "deadline"),
+        (TransferFailed("broken"), "transport"),
+    ],
+)
+async def test_trouble_ends_one_chain_and_is_counted(error: BatonError, reason: str) -> None:
+    async with bench() as b:
+        b.store.stored = dict.fromkeys(b.hashes(PROMPT), b"")
+        b.store.error = error
+        chain = b.begin(PROMPT)
+        await answered(b, chain)
+        await b.settle()
+        b.writes.end(chain)
+        await b.settle()
+        assert chain.problem == reason and b.connector.suspected == [error]
+        assert chain.leg.not_stored == b.counts.not_written_back == Counter({reason: 8})
+        b.store.error = None
+        other = b.begin(PROMPT)
+        await answered(b, other)
+        b.writes.end(other)
+        await b.settle()
+        assert other.leg.num_blocks_written_back == 8
+
+
+async def test_no_store_and_no_room() -> None:
+    async with bench() as b:
+        b.connector.client = None
+        chain = b.begin(PROMPT)
+        await answered(b, chain)
+        b.writes.end(chain)
+        await b.settle()
+        assert b.counts.not_written_back == Counter(store_unavailable=8)
+        b.connector.client = b.store
+        b.store.room = 7
+        chain = b.begin(PROMPT)
+        tokens = await answered(b, chain)
+        b.writes.end(chain)
+        await b.settle()
+        b.assert_stored(tokens, 7)
+        assert chain.leg.num_blocks_written_back == 3 and chain.leg.not_stored == Counter(no_room=5)
+
+
+async def test_more_chains_than_may_wait_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write_back, "MAX_CHAINS", 1)
+    async with bench() as b:
+        b.store.gate.clear()
+        chains = [b.begin(PROMPT) for _ in range(4)]
+        events = await b.generate(PROMPT, 31)
+        for index, chain in enumerate(chains):
+            for event in events:
+                b.writes.add(chain, event.filled)
+            b.writes.end(chain)
+            if index == 0:
+                await b.store.entered.wait()
+        assert [chain.problem for chain in chains] == ["", "", "no_room", "no_room"]
+        b.store.gate.set()
+        await b.settle()
+        assert [chain.problem for chain in chains[:2]] == ["", ""]
+        assert b.counts.num_blocks_written_back == 8
+
+
+async def test_loads_go_first_but_not_for_ever() -> None:
+    async with bench(put_budget_s=0.4) as b:
+        b.store.stored = dict.fromkeys(b.hashes(PROMPT), b"")
+        chain = b.begin(PROMPT)
+        with b.writes.standing_back():
+            with b.writes.standing_back():
+                await answered(b, chain)
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert b.store.num_puts == []
+        await b.settle()
+        assert sum(b.store.num_puts) >= 4
+        other = b.begin(prompt_of(16, start=8), num_known=0)
+        with b.writes.standing_back():  # a load that does not end
+            for event in await b.generate(prompt_of(16, start=8), 17):
+                b.writes.add(other, event.filled)
+            await b.settle()
+        assert other.num_stored >= 4
+
+
+async def test_an_ended_chain_has_so_much_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with bench(put_budget_s=0.05) as b:
+        b.store.stored = dict.fromkeys(b.hashes(PROMPT), b"")
+        chain = b.begin(PROMPT)
+        await answered(b, chain, num_tokens=8)  # less than a batch
+        chain.ends_by = Deadline.after(0.0)
+        b.writes.end(chain)
+        b.writes._put_in_line(chain)
+        await b.settle()
+        assert chain.problem == "deadline" and b.counts.not_written_back == Counter(deadline=2)
+
+
+async def test_a_cancelled_put_holds_nothing() -> None:
+    async with bench() as b:
+        b.store.gate.clear()
+        chain = b.begin(PROMPT, num_known=0)
+        await answered(b, chain)
+        await b.store.entered.wait()
+        await end_tasks(b.connector.tasks)
+        await b.thread.call(lambda engine: engine.check_integrity())
+        assert b.thread.stats.num_quarantined_blocks == 0
+
+
+async def test_any_order_of_turns_stores_prefixes_with_the_right_bytes(
+    seed: int, scale: Callable[[int], int]
+) -> None:
+    """200 conversations of several turns on a small cache, over a store that forgets."""
+    async with bench(num_blocks=40) as b:
+        for index in range(scale(200)):
+            rng = random.Random(f"write back {seed} {index}")
+            prompt = prompt_of(rng.randint(1, 30), start=rng.randint(1, 3))
+            chains = []
+            for _ in range(rng.randint(1, 3)):
+                num_tokens = rng.randint(1, 40)
+                hashes = b.hashes(prompt)
+                num_known = rng.choice([None, 0]) if len(prompt) > 40 else None
+                chain = b.writes.begin("t", hashes[:num_known], len(hashes), Leg(len(prompt)))
+                chains.append(chain)
+                for event in await b.generate(prompt, num_tokens):
+                    b.writes.add(chain, event.filled)
+                if rng.random() < 0.9:
+                    b.writes.end(chain)
+                tokens = b.tokens(prompt, num_tokens)
+                if rng.random() < 0.5:
+                    await b.settle()
+                    assert_prefix(b, tokens)
+                if rng.random() < 0.2:
+                    b.store.room = rng.choice([5, 1000])
+                prompt = (*tokens, *prompt_of(rng.randint(1, 5), start=rng.randint(1, 9)))
+                if len(prompt) > 110:
+                    break
+            await b.settle()
+            for chain in chains:
+                num_there = [each in b.store.stored for each in chain.hashes]
+                assert num_there == sorted(num_there, reverse=True), "presence has a gap"
+            if rng.random() < 0.3:
+                b.store.stored.clear()
+        assert b.counts.num_blocks_written_back > 0
+
+
+def assert_prefix(b: Bench, tokens: Sequence[int]) -> None:
+    hashes = b.hashes(tokens)
+    b.assert_stored(tokens, sum(each in b.store.stored for each in hashes))

@@ -1,0 +1,175 @@
+"""A prefill request that takes its prefix from another node's store is cancelled, out of time, or
+loses that store, in each state: nothing stays held at any node, and the next one is served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from kvstore.errors import Quarantine, TransferCancelled
+from process import serving
+from process.errors import DeadlineExceeded
+from services.prefill.job import PrefillState
+from services.worker import stores
+from tests.unit.worker.builders import prompt_of
+from tests.wire.prefill_decode_pair import WAIT_S, Gate, until, whole
+from tests.wire.prefill_nodes import Nodes, nodes, remote_client
+
+PROMPT = prompt_of(42, start=3)
+NUM_FILLED = 7
+
+NAMES = {
+    "attaching": PrefillState.FETCHING,
+    "matching": PrefillState.FETCHING,
+    "copying": PrefillState.FETCHING,
+    "computing": PrefillState.COMPUTING,
+    "storing": PrefillState.STORING,
+}
+STATES = list(NAMES)
+
+
+@contextlib.asynccontextmanager
+async def held_in(n: Nodes, state: str, *, timeout_s: float | None = WAIT_S) -> AsyncIterator[Any]:
+    """A call at node 1 whose prefix comes from node 0, and that stays in `state` there. `storing`
+    and `computing` come with the policy that leaves the prefix where it is.
+    """
+    await n.run(n[0], PROMPT[: NUM_FILLED * 4], name="fill", wants_handle=False)
+    gates: list[Gate] = []
+    if state == "attaching":
+        gates.append(Gate(stores, "attach"))
+    else:
+        client = await remote_client(n[1], n[0])
+        if state == "computing":
+            n[1].model.hold()
+        else:
+            method = {"matching": "match", "copying": "get_blocks", "storing": "put_blocks"}[state]
+            gates.append(Gate(client, method))
+    hints = [n[0].hint(0, NUM_FILLED)]
+    call = n[1].stub.Prefill(n.request(PROMPT, hints), timeout=timeout_s)
+    try:
+        for gate in gates:
+            await gate.wait_entered()
+        await until(lambda: NAMES[state] in n[1].prefills.states.values())
+        yield call
+    finally:
+        n[1].model.release()
+        for gate in gates:
+            gate.open()
+        call.cancel()
+
+
+def policy_of(state: str) -> dict[str, int]:
+    return {"replicate_after_hits": 100 if state in ("computing", "storing") else 0}
+
+
+async def assert_served(n: Nodes) -> None:
+    """Both nodes are as good as new."""
+    for number, node in enumerate(n.all):
+        reply = await n.run(node, prompt_of(35, start=8 + number), name="after")
+        await n.release(reply.handle)
+    await n.check()
+
+
+@pytest.mark.parametrize("state", STATES)
+async def test_cancel_in_each_state_leaves_nothing(tmp_path: Path, state: str) -> None:
+    async with nodes(tmp_path, **policy_of(state)) as n:
+        async with held_in(n, state) as call:
+            call.cancel()
+            assert await call.code() is grpc.StatusCode.CANCELLED
+            if state != "computing":  # there the abort comes after the step that is held
+                await until(lambda: not n[1].prefills.states)
+        await n.check()
+        await assert_served(n)
+
+
+@pytest.mark.parametrize("state", STATES)
+async def test_the_deadline_ends_it_in_each_state(tmp_path: Path, state: str) -> None:
+    async with nodes(tmp_path, **policy_of(state)) as n:
+        async with held_in(n, state, timeout_s=0.5) as call:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await whole(call)
+            assert isinstance(serving.error_from_rpc(caught.value), DeadlineExceeded)
+        await n.check()
+        await assert_served(n)
+
+
+@pytest.mark.parametrize("state", STATES)
+async def test_the_other_node_s_store_dies_in_each_state_and_the_answer_still_comes(
+    tmp_path: Path, state: str
+) -> None:
+    async with nodes(tmp_path, **policy_of(state)) as n:
+        async with held_in(n, state) as call:
+            await n[0].kill_store()
+            n[1].model.release()
+            for gate in list(Gate.closed):
+                gate.open()
+            reply = await whole(call)
+        assert list(reply.token_ids) == n.model.generate(PROMPT, 1)
+        leg = reply.leg
+        num_from_store = sum(count.num_tokens for count in leg.from_store)
+        assert leg.num_tokens_computed + leg.num_tokens_local + num_from_store == len(PROMPT)
+        reasons = {count.reason for count in (*leg.recomputed, *leg.not_stored)}
+        assert reasons <= {"store_unavailable", "transport"}
+        assert reasons, "it was counted"
+        await n.release(reply.handle)
+        await n.check()
+        await n[0].start_store()
+        await assert_served(n)
+
+
+async def test_a_silent_store_costs_its_budget_and_not_the_request(tmp_path: Path) -> None:
+    async with nodes(tmp_path, transfer_budget_s=0.3) as n:
+        await n.run(n[0], PROMPT, name="fill", wants_handle=False)
+        client = await remote_client(n[1], n[0])
+
+        async def silent(method: Any, request: Any, deadline: Any, **options: Any) -> Any:
+            async with deadline.timeout("the store"):
+                await asyncio.Event().wait()
+
+        client._rpc.call = silent  # type: ignore[method-assign]
+        reply = await n.run(n[1], PROMPT, [n[0].hint(0, 10)])
+        assert {count.reason: count.num_blocks for count in reply.leg.recomputed} == {
+            "deadline": 10
+        }
+        await n.release(reply.handle)
+        await n.check()
+
+
+async def test_a_cancel_while_bytes_come_keeps_their_blocks_out_of_use_until_none_can_come(
+    tmp_path: Path,
+) -> None:
+    """A transfer of another node's store that cannot be called back."""
+    async with nodes(tmp_path) as n:
+        await n.run(n[0], PROMPT, name="fill", wants_handle=False)
+        client = await remote_client(n[1], n[0])
+        entered = asyncio.Event()
+        settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        async def uncallable(lease_id: str, items: Any, deadline: Any, **options: Any) -> Any:
+            entered.set()
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError as error:
+                block_ids = tuple(block_id for _, block_id in items)
+                raise TransferCancelled("under way", Quarantine(block_ids, settled)) from error
+
+        client.get_blocks = uncallable  # type: ignore[method-assign]
+        call = n[1].stub.Prefill(n.request(PROMPT, [n[0].hint(0, 10)]), timeout=WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            await entered.wait()
+        call.cancel()
+        await until(lambda: not n[1].prefills.states)
+        await until(lambda: n[1].core.thread.stats.num_quarantined_blocks == 10)
+        await until(lambda: n[1].core.thread.stats.num_referenced_blocks == 0)
+        await n[1].core.thread.call(lambda engine: engine.check_integrity())
+        settled.set_result(None)
+        await until(lambda: n[1].core.thread.stats.num_quarantined_blocks == 0)
+        await n.check()

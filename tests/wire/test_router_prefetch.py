@@ -1,0 +1,213 @@
+"""Partial handles: from prefill to the decode leg while prefill runs, and to nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from process import serving
+from process.errors import Unavailable
+from protos import kvstore_pb2, kvstore_pb2_grpc
+from services.router.fakes.prefill import FakePrefill
+from tests.unit.router.bench import Bench, expected_ids, request, rest_of, running, until
+
+PROMPT = list(range(5, 105))
+FIELDS = {"token_ids": {"ids": PROMPT}, "sampling": {"max_tokens": 4, "seed": 3}}
+
+
+def _partials(bench: Bench) -> list[int]:
+    """Tokens that each partial handle covered, in the order in which they came."""
+    return [handle.num_tokens for _, handle in bench.decode.prefetched]
+
+
+async def test_decode_hears_of_what_is_stored_while_prefill_still_runs() -> None:
+    async with running() as bench:
+        bench.prefill.num_partials = 3
+        bench.prefill.gate.close()
+        call = bench.stub.Generate(request(**FIELDS), timeout=10)
+        await until(lambda: len(bench.decode.prefetched) == 3)
+        assert bench.prefill.num_active == 1 and not bench.decode.generated
+        assert _partials(bench) == [16, 32, 48]
+        (reserved,) = {request_id for request_id, _ in bench.decode.prefetched}
+        assert reserved == bench.prefill.requests[0].request_id
+        assert all(handle.is_partial for _, handle in bench.decode.prefetched)
+        bench.prefill.gate.open()
+        await rest_of(call)
+        (told,) = bench.decode.generated
+        assert told.HasField("handle") and not told.handle.is_partial
+
+
+async def test_the_client_sees_the_same_with_and_without_them() -> None:
+    async with running() as bench:
+        plain = await bench.generate(request(request_id="a", **FIELDS))
+        bench.prefill.num_partials = bench.prefill.num_late_partials = 2
+        early = await bench.generate(request(request_id="a", **FIELDS))
+        assert len(bench.decode.prefetched) == 4
+        assert [m.token_ids for m in early if m.token_ids] == [
+            m.token_ids for m in plain if m.token_ids
+        ]
+        assert len(early) == len(plain)
+        assert [i for m in early for i in m.token_ids] == expected_ids(bench, PROMPT, 3, 4)
+
+
+async def test_what_is_stored_behind_the_first_tokens_is_passed_on_too() -> None:
+    async with running() as bench:
+        bench.prefill.num_late_partials = 2
+        bench.prefill.account_gate.close()
+        call = bench.stub.Generate(request(**FIELDS), timeout=10)
+        assert (await call.read()).token_ids
+        await until(lambda: _partials(bench) == [16, 32])
+        bench.prefill.account_gate.open()
+        await rest_of(call)
+
+
+async def test_many_samples_have_one_prompt() -> None:
+    async with running() as bench:
+        bench.prefill.num_partials = 2
+        await bench.generate(request(token_ids={"ids": PROMPT}, sampling={"max_tokens": 3, "n": 3}))
+        assert _partials(bench) == [16, 32]
+
+
+class _Talkative(FakePrefill):
+    """Sends partial handles that nobody wants."""
+
+    def _partials(self, request: Any, first: int, count: int) -> Any:
+        return [self._partial(request, index) for index in range(first, first + count)]
+
+
+async def test_without_a_decode_leg_nobody_is_told() -> None:
+    async with running(num_prefill=0) as bench:
+        worker = _Talkative("p0", bench.model)
+        worker.num_partials, worker.num_late_partials = 2, 1
+        await bench.add(worker)
+        messages = await bench.generate(request(sampling={"max_tokens": 1}))
+        assert sum(len(m.token_ids) for m in messages) == 1
+        assert not bench.decode.prefetched
+
+
+async def test_an_answer_that_ended_with_its_first_token_fetches_no_more() -> None:
+    """The decode leg has its cancel; what prefill stores after that is not for it."""
+    async with running() as bench:
+        (stop,) = expected_ids(bench, PROMPT, 3, 1)
+        bench.prefill.num_partials, bench.prefill.num_late_partials = 1, 3
+        options = {"max_tokens": 4, "seed": 3, "stop_token_ids": [stop]}
+        await bench.generate(request(token_ids={"ids": PROMPT}, sampling=options))
+        await until(lambda: bench.decode.num_cancelled == 1)
+        assert _partials(bench) == [16]
+        # `running` also checks that none came behind the cancel.
+
+
+async def test_a_cancelled_request_fetches_no_more() -> None:
+    async with running() as bench:
+        bench.prefill.num_partials = 1
+        bench.prefill.gate.close()
+        call = bench.stub.Generate(request(**FIELDS), timeout=10)
+        await until(lambda: bench.decode.prefetched)
+        call.cancel()
+        await until(lambda: bench.decode.num_open == 0 and bench.prefill.num_active == 0)
+
+
+async def test_both_tries_of_a_prefill_are_passed_on() -> None:
+    """The first worker's blocks are in its store, whoever computes the rest."""
+    async with running(num_prefill=2) as bench:
+        for worker in bench.prefills:
+            worker.num_partials = 2
+            worker.gate.close()
+        call = bench.stub.Generate(request(**FIELDS), timeout=10)
+        await until(lambda: len(bench.decode.prefetched) == 2)
+        victim = next(worker for worker in bench.prefills if worker.num_active)
+        other = next(worker for worker in bench.prefills if worker is not victim)
+        other.gate.open()
+        await victim.stop()
+        messages = await rest_of(call)
+        assert [i for m in messages for i in m.token_ids] == expected_ids(bench, PROMPT, 3, 4)
+        assert _partials(bench) == [16, 32, 16, 32]
+
+
+async def test_a_decode_worker_that_died_is_told_nothing_and_the_error_is_its() -> None:
+    async with running() as bench:
+        bench.prefill.num_partials, bench.prefill.num_late_partials = 1, 2
+        bench.prefill.gate.close()
+        call = bench.stub.Generate(request(**FIELDS), timeout=10)
+        await until(lambda: bench.decode.prefetched)
+        await bench.decode.stop()
+        await until(lambda: not bench.router._streams.is_up("d0"))
+        bench.prefill.gate.open()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await rest_of(call)
+        error = serving.error_from_rpc(caught.value)
+        assert isinstance(error, Unavailable) and "decode worker d0" in str(error)
+
+
+class _Store(kvstore_pb2_grpc.KvStoreServicer):
+    """Only hears which leases are given back."""
+
+    def __init__(self) -> None:
+        self.released: list[str] = []
+
+    async def Release(self, request: Any, context: Any) -> Any:
+        self.released += request.lease_ids
+        return kvstore_pb2.ReleaseReply(num_released=len(request.lease_ids))
+
+
+async def test_a_partial_handle_s_lease_is_never_given_back() -> None:
+    """It is the prefill worker's, which may still be writing under it."""
+    store = _Store()
+    server, address = await serving.listen(
+        "127.0.0.1:0", [lambda s: kvstore_pb2_grpc.add_KvStoreServicer_to_server(store, s)]
+    )
+    try:
+        async with running() as bench:
+            bench.prefill.store_address = address
+            bench.prefill.num_partials = 2
+            bench.prefill.gate.close()
+            call = bench.stub.Generate(request(**FIELDS), timeout=10)
+            await until(lambda: len(bench.decode.prefetched) == 2)
+            call.cancel()
+            await until(bench.is_idle)
+        assert not store.released
+    finally:
+        await server.stop(None)
+
+
+class _HalfHandle(FakePrefill):
+    """Ends with a handle that is still partial."""
+
+    def _last(self, request: Any, *, is_over: bool) -> Any:
+        reply = super()._last(request, is_over=is_over)
+        reply.handle.is_partial = True
+        return reply
+
+
+class _NoFirst(FakePrefill):
+    """A whole handle where a first token should be."""
+
+    def _partial(self, request: Any, index: int) -> Any:
+        reply = super()._partial(request, index)
+        reply.handle.is_partial = False
+        return reply
+
+
+async def test_an_account_with_a_partial_handle_is_no_account() -> None:
+    """It would hand over leases that are not the worker's to give; decode computes the prompt."""
+    async with running(num_prefill=0) as bench:
+        await bench.add(_HalfHandle("p0", bench.model))
+        messages = await bench.generate(request(**FIELDS))
+        assert [i for m in messages for i in m.token_ids] == expected_ids(bench, PROMPT, 3, 4)
+        (told,) = bench.decode.generated
+        assert not told.HasField("handle")
+
+
+async def test_a_handle_that_is_not_partial_is_no_first_token() -> None:
+    async with running(num_prefill=0) as bench:
+        worker = _NoFirst("p0", bench.model)
+        worker.num_partials = 1
+        await bench.add(worker)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await bench.generate(request(**FIELDS))
+        assert caught.value.code() is grpc.StatusCode.INTERNAL
+        assert not bench.decode.prefetched
+        await asyncio.wait_for(bench.decode.idle.wait(), 5)
