@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import logging
+import math
 import queue
 import signal
 import threading
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 STOP_TIMEOUT_S = 5.0
+_FAILURE_LOOK_S = 0.1
 """From SIGTERM to SIGKILL."""
 _COMMAND_TIMEOUT_S = 30.0
 _FIRST_BACKOFF_S = 0.2
@@ -161,9 +163,12 @@ class Supervisor:
 
         Raises: ClusterError, the failure.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: self._failure is not None, timeout_s)
-            self.check_failure()
+        # Without a lock: Ctrl-C ends this wait, and an interrupt that meets the taking of a lock
+        # can leave it taken for ever; the supervisor's thread would then wait for it.
+        end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while self._failure is None and time.monotonic() < end_s:
+            time.sleep(_FAILURE_LOOK_S)
+        self.check_failure()
 
     def keep_up(self) -> None:
         """From now on parts that die are started again."""

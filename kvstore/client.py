@@ -34,6 +34,7 @@ from kvstore.putting import PutResult, Putter
 from kvstore.rpc import Attached, StoreRpc
 from kvstore.transport.base import BlockMemory, GetResult, Transport
 from process.deadline import Deadline
+from process.errors import Unavailable
 from protos import kvstore_pb2
 
 _CLOSE_S = 2.0
@@ -72,6 +73,8 @@ class StoreClient:
             attached, memory, transport, self._leases, self._putter, self._getter, self._background
         )
         self._num_moving = 0
+        self._still = asyncio.Event()
+        self._still.set()
         self.num_uses = 0
         """Calls about blocks and leases since it was attached; heartbeats and looks are none."""
         self._heartbeat = asyncio.create_task(attaching.beat(rpc, attached))
@@ -267,19 +270,29 @@ class StoreClient:
 
     @contextmanager
     def _moving(self) -> Iterator[None]:
+        if self._closing is not None:
+            raise Unavailable(f"store {self.address}: this client is closed")
         self._num_moving += 1
+        self._still.clear()
         self.num_uses += 1
         try:
             yield
         finally:
             self._num_moving -= 1
+            if self._num_moving == 0:
+                self._still.set()
 
     async def _close(self) -> None:
         await asyncio.wait([self._heartbeat])
+        # What copies must be over before the store may think that this worker is gone: it would
+        # give the frames to somebody else. Every copy has a deadline of its own.
+        await self._still.wait()
         await self._background.settle()
-        await self._transport.close()
-        await attaching.say_goodbye(self._rpc, self._attachment_id)
-        await self._rpc.close()
+        try:
+            await self._transport.close()
+        finally:
+            await attaching.say_goodbye(self._rpc, self._attachment_id)
+            await self._rpc.close()
 
 
 _closing: set[asyncio.Task[None]] = set()  # keeps what outlives its client from being collected

@@ -147,6 +147,8 @@ async def _next(
     """The call's next message that is no partial handle, or EOF."""
     while True:
         message: Any = await call.read()
+        if message is None:  # what cannot be parsed comes as None
+            raise Unavailable("a message of the prefill worker cannot be read")
         if message is grpc.aio.EOF or not _is_partial(message):
             return message
         listener.prefetch(message.handle)

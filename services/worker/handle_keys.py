@@ -4,10 +4,10 @@ A MAC is keyed BLAKE2b with 32 bytes of key and of output, personalised so that 
 anything else is none for a handle (RFC 7693, sections 2.5 and 2.8). Which bytes are signed is
 `handle`'s business.
 
-The file is read again when it has changed: looked at before each signature and when a key id is
-not known, so that a rotated secret is taken up without a restart. A file that cannot be read then
-changes nothing but the log: the keys that were valid stay so. Belongs to the loop's thread; a look
-is one `stat`.
+The file is read again when it has changed: looked at before each signature and each check of one,
+so that a rotated secret is taken up, and a dropped one is of no use any more, without a restart. A
+file that cannot be read then changes nothing but the log, and is tried again: the keys that were
+valid stay so. Belongs to the loop's thread; a look is one `stat`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
@@ -30,7 +31,10 @@ logger = logging.getLogger(__name__)
 MAC_BYTES = 32
 PERSON = b"baton-handle-1"
 
-_Look = tuple[int, int, int, int]
+_Look = tuple[int, int, int, int, int, int]
+
+RETRY_S = 1.0
+"""How soon a changed file that could not be read is tried again."""
 
 
 class HandleKeys:
@@ -46,6 +50,7 @@ class HandleKeys:
         self._look = _look(path)
         self._take(keys)
         self.num_reloads = 0
+        self._retry_at_s = 0.0
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -81,8 +86,7 @@ class HandleKeys:
         """Whether `signature` is of `content` under a valid key; compared in constant time."""
         if len(signature) != MAC_BYTES:
             return False
-        if key_id not in self._secrets:
-            self._reload()
+        self._reload()
         if key_id not in self._secrets:
             return False
         return hmac.compare_digest(self.mac(key_id, content), signature)
@@ -92,16 +96,17 @@ class HandleKeys:
 
     def _reload(self) -> None:
         look = _look(self._path)
-        if self._path is None or look == self._look:
+        if self._path is None or look == self._look or time.monotonic() < self._retry_at_s:
             return
-        self._look = look  # one try, and one line in the log, per change
         try:
             self._take(key_files.load(self._path))
         except SettingsError as error:
+            self._retry_at_s = time.monotonic() + RETRY_S
             logs.event(
                 logger, "handle_keys_not_reloaded", level=logging.WARNING, problem=str(error)
             )
             return
+        self._look = look  # of before the read: a change in between is seen by the next look
         self.num_reloads += 1
         logs.event(logger, "handle_keys_reloaded", key_ids=self.key_ids)
 
@@ -114,4 +119,12 @@ def _look(path: Path | None) -> _Look | None:
         found = path.stat()
     except OSError:
         return None
-    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
+    # Of a change of mode or owner only ctime tells, and it may be the fix that was asked for.
+    return (
+        found.st_dev,
+        found.st_ino,
+        found.st_mtime_ns,
+        found.st_ctime_ns,
+        found.st_mode,
+        found.st_size,
+    )

@@ -29,6 +29,7 @@ class HandleLedger:
     def __init__(self, max_entries: int = MAX_ENTRIES) -> None:
         self._max_entries = max_entries
         self._nonces: set[bytes] = set()
+        self._newest_over_ms = 0
         self._ends: list[tuple[int, bytes]] = []
         """(deadline_unix_ms, nonce), the next to end first."""
 
@@ -41,7 +42,9 @@ class HandleLedger:
         Raises: HandleRefused with "replayed" for one that was taken before, "deadline" for one that
         is too old, "ledger_full" when no more can be remembered.
         """
-        newest_over_ms = int((now_s - CLOCK_SLACK_S) * 1000)
+        # Never back: a clock that is set back must not let in again what was forgotten.
+        newest_over_ms = max(self._newest_over_ms, int((now_s - CLOCK_SLACK_S) * 1000))
+        self._newest_over_ms = newest_over_ms
         self._forget(newest_over_ms)
         if handle.nonce in self._nonces:
             raise HandleRefused(REPLAYED, "the handle was used before")

@@ -96,6 +96,36 @@ def test_a_file_that_went_bad_changes_nothing_and_is_logged(
         HandleKeys.load(path)
 
 
+def test_a_dropped_key_is_dropped_where_nothing_is_ever_signed(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    key_files.create(path)
+    signer, verifier = HandleKeys.load(path), HandleKeys.load(path)
+    old = signer.signing_key_id()
+    mac = signer.mac(old, b"x")
+    assert verifier.is_signed(old, b"x", mac)
+    key_files.create(tmp_path / "other")
+    (tmp_path / "other").replace(path)
+    assert not verifier.is_signed(old, b"x", mac)
+    new = signer.signing_key_id()
+    assert verifier.is_signed(new, b"x", signer.mac(new, b"x"))
+
+
+def test_the_fix_that_the_log_asks_for_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.worker.handle_keys.RETRY_S", 0.0)
+    path = tmp_path / "keys"
+    key_files.create(path)
+    keys = HandleKeys.load(path)
+    old = keys.signing_key_id()
+    key_files.create(tmp_path / "other")
+    (tmp_path / "other").chmod(0o644)
+    (tmp_path / "other").replace(path)
+    assert keys.signing_key_id() == old
+    path.chmod(0o600)
+    assert keys.signing_key_id() != old
+
+
 def test_no_file_is_no_keys() -> None:
     keys = HandleKeys.of("")
     assert keys.key_ids == ()

@@ -102,3 +102,10 @@ def test_a_broken_ledger_is_found() -> None:
     ledger._nonces.clear()
     with pytest.raises(Exception, match="differ"):
         ledger.check_integrity()
+
+
+def test_a_clock_that_is_set_back_lets_nothing_in_again() -> None:
+    ledger, handle = HandleLedger(), handle_of(1, deadline_s=1030.0)
+    assert refused(ledger, handle, 1000.0) == ""
+    assert refused(ledger, handle_of(2, deadline_s=2000.0), 1040.0) == ""
+    assert refused(ledger, handle, 1000.0) != ""
