@@ -57,7 +57,8 @@ protos: $(PROTOS_READY)
 	$(PROTOS_VENV)/bin/python tools/gen_protos.py
 
 bench: $(READY)
-	for benchmark in serve engine_cpu engine_step radix logits grammar lora kv_quantization bfloat16_drift; do \
+	for benchmark in serve engine_cpu engine_step radix logits grammar lora kv_quantization bfloat16_drift \
+			kv_transfer prefix_index prefix_hit; do \
 		$(BIN)/python -m "benchmarks.$$benchmark"; done
 
 clean:
