@@ -17,6 +17,7 @@ from engine.request import Sampling
 from kvstore import block_hash
 from kvstore.index import PrefixIndex
 from process import redis_client
+from protos import inference_pb2
 from services.router.config import RouterSettings
 from services.router.identity import tenant_salt
 from tests.e2e.conftest import assert_idle
@@ -123,18 +124,37 @@ async def test_sampled_equals_one_engine_whatever_the_batch_around(
         assert_moved(answer)
 
 
+def _settled(cluster: LocalCluster) -> inference_pb2.StoreStatus:
+    """The store, idle and no longer counting: blocks of earlier answers are written back late."""
+    deadline = time.monotonic() + 40
+    now = assert_idle(cluster).stores[0]
+    while True:
+        before = now
+        time.sleep(0.5)
+        now = assert_idle(cluster).stores[0]
+        if (now.num_bytes_written, now.num_bytes_read) == (
+            before.num_bytes_written,
+            before.num_bytes_read,
+        ):
+            return now
+        assert time.monotonic() < deadline, "the store goes on counting"
+
+
 def test_the_stores_own_counters_saw_the_bytes(
     cluster: LocalCluster, client: SyncClient, reference: Oracle, seed: int
 ) -> None:
     rng = random.Random(seed + 2)
     for length in (5, 16, 33, 90):
         prompt = [rng.randrange(100, 2000) for _ in range(length)]
-        before = client.status().stores[0]
+        before = _settled(cluster)
         answer = client.complete(prompt, max_tokens=4, temperature=0.0, ignore_eos=True)
-        after = assert_idle(cluster).stores[0]
+        after = _settled(cluster)
         num_blocks = -(-length // BLOCK_SIZE)  # a tail block travels like a full one
         assert after.num_bytes_written - before.num_bytes_written == num_blocks * after.frame_bytes
-        assert after.num_bytes_read - before.num_bytes_read == num_blocks * after.frame_bytes
+        # A worker tells of its reads with its next renewal or release: some may be older.
+        num_bytes_read = after.num_bytes_read - before.num_bytes_read
+        assert num_bytes_read >= num_blocks * after.frame_bytes
+        assert num_bytes_read % after.frame_bytes == 0
         assert leg(answer, "decode").num_bytes_read == num_blocks * after.frame_bytes
         assert leg(answer, "prefill").num_bytes_written == num_blocks * after.frame_bytes
         assert answer.provenance.legs[0].transport == cluster.config.transport

@@ -73,8 +73,12 @@ def home_of(cluster: LocalCluster, worker_id: str) -> str:
 
 
 def a_prompt(reference: Oracle, seed: int) -> list[int]:
-    """Two hundred tokens, so twelve full blocks and a tail."""
-    return next(p for p in prompts(reference, random.Random(seed), 60) if len(p) >= 200)[:200]
+    """Two hundred tokens, so twelve full blocks and a tail; the answer does not end at once, or
+    there were no decode leg."""
+    for found in prompts(reference, random.Random(seed), 60):
+        if len(found) >= 200 and len(reference.greedy(found[:200], 2)) > 1:
+            return found[:200]
+    raise AssertionError("no prompt of 60 is long enough")
 
 
 def test_each_node_has_its_store_and_the_router_sees_all(nodes: LocalCluster) -> None:
