@@ -45,7 +45,7 @@ class AttachRequest(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., worker_incarnation: _Optional[bytes] = ..., model_fingerprint: _Optional[bytes] = ..., block_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., nixl_agent: _Optional[str] = ..., nixl_metadata: _Optional[bytes] = ..., region_address: _Optional[int] = ..., region_num_blocks: _Optional[int] = ..., region_device_id: _Optional[int] = ..., region_memory: _Optional[str] = ...) -> None: ...
 
 class AttachReply(_message.Message):
-    __slots__ = ("node_id", "incarnation", "frame_bytes", "num_frames", "slab_path", "slab_bytes", "frames_offset", "generations_offset", "nixl_agent", "nixl_metadata", "region_address", "attachment_id")
+    __slots__ = ("node_id", "incarnation", "frame_bytes", "num_frames", "slab_path", "slab_bytes", "frames_offset", "generations_offset", "nixl_agent", "nixl_metadata", "region_address", "attachment_id", "probe", "probe_lease_id")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     FRAME_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -58,6 +58,8 @@ class AttachReply(_message.Message):
     NIXL_METADATA_FIELD_NUMBER: _ClassVar[int]
     REGION_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    PROBE_FIELD_NUMBER: _ClassVar[int]
+    PROBE_LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     incarnation: bytes
     frame_bytes: int
@@ -70,7 +72,9 @@ class AttachReply(_message.Message):
     nixl_metadata: bytes
     region_address: int
     attachment_id: str
-    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., frame_bytes: _Optional[int] = ..., num_frames: _Optional[int] = ..., slab_path: _Optional[str] = ..., slab_bytes: _Optional[int] = ..., frames_offset: _Optional[int] = ..., generations_offset: _Optional[int] = ..., nixl_agent: _Optional[str] = ..., nixl_metadata: _Optional[bytes] = ..., region_address: _Optional[int] = ..., attachment_id: _Optional[str] = ...) -> None: ...
+    probe: _containers.RepeatedCompositeFieldContainer[_common_pb2.BlockRef]
+    probe_lease_id: str
+    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., frame_bytes: _Optional[int] = ..., num_frames: _Optional[int] = ..., slab_path: _Optional[str] = ..., slab_bytes: _Optional[int] = ..., frames_offset: _Optional[int] = ..., generations_offset: _Optional[int] = ..., nixl_agent: _Optional[str] = ..., nixl_metadata: _Optional[bytes] = ..., region_address: _Optional[int] = ..., attachment_id: _Optional[str] = ..., probe: _Optional[_Iterable[_Union[_common_pb2.BlockRef, _Mapping]]] = ..., probe_lease_id: _Optional[str] = ...) -> None: ...
 
 class DetachRequest(_message.Message):
     __slots__ = ("attachment_id",)

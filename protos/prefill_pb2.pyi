@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("request_id", "tenant", "tenant_salt", "prompt_token_ids", "sampling", "sample_index", "model_fingerprint", "adapter", "priority", "wants_handle", "hints", "output_token_ids", "adapter_digest")
+    __slots__ = ("request_id", "tenant", "tenant_salt", "prompt_token_ids", "sampling", "sample_index", "model_fingerprint", "adapter", "priority", "wants_handle", "hints", "output_token_ids", "adapter_digest", "handover")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     TENANT_SALT_FIELD_NUMBER: _ClassVar[int]
@@ -21,6 +21,7 @@ class PrefillRequest(_message.Message):
     HINTS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    HANDOVER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     tenant: str
     tenant_salt: bytes
@@ -34,7 +35,8 @@ class PrefillRequest(_message.Message):
     hints: _containers.RepeatedCompositeFieldContainer[_common_pb2.PrefixRun]
     output_token_ids: _containers.RepeatedScalarFieldContainer[int]
     adapter_digest: str
-    def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., tenant_salt: _Optional[bytes] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., sample_index: _Optional[int] = ..., model_fingerprint: _Optional[str] = ..., adapter: _Optional[str] = ..., priority: _Optional[int] = ..., wants_handle: bool = ..., hints: _Optional[_Iterable[_Union[_common_pb2.PrefixRun, _Mapping]]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., adapter_digest: _Optional[str] = ...) -> None: ...
+    handover: _common_pb2.HandoverPath
+    def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., tenant_salt: _Optional[bytes] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., sample_index: _Optional[int] = ..., model_fingerprint: _Optional[str] = ..., adapter: _Optional[str] = ..., priority: _Optional[int] = ..., wants_handle: bool = ..., hints: _Optional[_Iterable[_Union[_common_pb2.PrefixRun, _Mapping]]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., adapter_digest: _Optional[str] = ..., handover: _Optional[_Union[_common_pb2.HandoverPath, str]] = ...) -> None: ...
 
 class PrefillReply(_message.Message):
     __slots__ = ("token_ids", "logprobs", "finish_reason", "stop_token_id", "handle", "leg", "times", "sample_index", "traces", "beam_start")
