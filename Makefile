@@ -58,7 +58,7 @@ protos: $(PROTOS_READY)
 
 bench: $(READY)
 	for benchmark in serve engine_cpu engine_step radix logits grammar lora kv_quantization bfloat16_drift \
-			kv_transfer prefix_index prefix_hit; do \
+			kv_transfer prefix_index prefix_hit handover; do \
 		$(BIN)/python -m "benchmarks.$$benchmark"; done
 
 clean:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ DEFAULT_PORT = 8500
 DRAIN_S = 3
 """How long a stopping part lets requests finish: less than the supervisor waits for it."""
 TRANSPORTS = ("shm", "nixl", "grpc")
+HANDOVERS = ("auto", "store", "direct")
+_DEVICE = re.compile(r"cpu|cuda(:\d{1,4})?")
 _OF_ONE_STORE = ("store.node_id", "store.listen", "store.advertise")
 # Who a `--set` goes to, by the first part of its key.
 _GROUPS = {
@@ -42,6 +45,12 @@ class ClusterConfig:
     """Decode workers."""
     transport: str = "shm"
     """How KV blocks travel between workers and store: shm, nixl or grpc."""
+    device: str = "cpu"
+    """Where the workers compute and keep their KV: cpu, cuda (the first GPU) or cuda:N; several
+    with commas are dealt to the workers in turn, prefill workers first."""
+    handover: str = "auto"
+    """How a prompt's KV gets from prefill to decode: store, direct (out of the prefill worker's own
+    cache) or auto, whichever costs less."""
     num_stores: int = 1
     """KV stores; workers are dealt to them in turn, as if each were a machine of its own."""
     port: int = DEFAULT_PORT
@@ -68,6 +77,19 @@ class ClusterConfig:
             raise ClusterError(
                 f"--transport {self.transport}: choose one of {', '.join(TRANSPORTS)}"
             )
+        if self.handover not in HANDOVERS:
+            raise ClusterError(f"--handover {self.handover}: choose one of {', '.join(HANDOVERS)}")
+        for device in self.devices:
+            if not _DEVICE.fullmatch(device):
+                raise ClusterError(
+                    f"--device {self.device}: {device!r} is none of cpu, cuda, cuda:N; several are "
+                    "separated by commas"
+                )
+        if self.transport == "nixl" and set(self.devices) != {"cpu"}:
+            raise ClusterError(
+                f"--transport nixl: between a GPU ({self.device}) and a store on this machine it "
+                "moves blocks 100 times below the bus; use shm"
+            )
         if self.num_stores > self.num_prefill + self.num_decode:
             raise ClusterError(
                 f"--stores {self.num_stores}: at most one for each worker, which are "
@@ -75,10 +97,15 @@ class ClusterConfig:
             )
         for override in self.overrides:
             _check_override(override)
-            if self.num_stores > 1 and override.partition("=")[0] in _OF_ONE_STORE:
+            if self.num_stores > 1 and override.partition("=")[0].strip() in _OF_ONE_STORE:
                 raise ClusterError(
                     f"--set {override}: {self.num_stores} stores cannot share it; use --stores 1"
                 )
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The names in `device`."""
+        return tuple(name.strip() for name in self.device.split(","))
 
 
 @dataclass(frozen=True)
@@ -145,8 +172,8 @@ def workers(
     store_addresses: Sequence[str],
     handle_keys_file: str,
 ) -> list[ProcessSpec]:
-    """All prefill and decode workers, dealt to the stores in turn. They share the cores: one thread
-    each when there are few.
+    """All prefill and decode workers, dealt to the stores and devices in turn. They share the
+    cores: one thread each when there are few.
     """
     num_workers = config.num_prefill + config.num_decode
     num_threads = max(1, len(os.sched_getaffinity(0)) // num_workers)
@@ -167,8 +194,7 @@ def workers(
                 "remote_transport": "nixl" if config.transport == "nixl" else "grpc",
                 "handle_keys_file": handle_keys_file,
                 "engine.model": config.model,
-                # This version moves KV between host memories; a GPU that is there stays unused.
-                "engine.device": "cpu",
+                "engine.device": config.devices[place % len(config.devices)],
                 "limits.drain_s": str(DRAIN_S),
                 "engine.num_threads": str(num_threads),
             },
@@ -188,6 +214,7 @@ def router(config: ClusterConfig, *, redis_url: str, listen: str) -> ProcessSpec
             "listen": listen,
             "redis_url": redis_url,
             "model": config.model,
+            "handover": config.handover,
             "times.drain_s": str(DRAIN_S),
         },
     )

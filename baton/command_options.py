@@ -156,6 +156,20 @@ def add_cluster(parser: argparse.ArgumentParser, *, default_port: int) -> None:
         help="how KV blocks travel between workers and store; default: shm",
     )
     parser.add_argument(
+        "--device",
+        default=defaults.device,
+        metavar="DEVICE[,...]",
+        help="where workers compute: cpu, cuda or cuda:N; several are dealt to the workers in "
+        f"turn; default: {defaults.device}",
+    )
+    parser.add_argument(
+        "--handover",
+        choices=cluster_plan.HANDOVERS,
+        default=defaults.handover,
+        help="how a prompt's KV gets from prefill to decode: through the store, directly out of "
+        "the prefill worker's cache, or the cheaper way; default: auto",
+    )
+    parser.add_argument(
         "--port",
         type=int,
         default=default_port,
@@ -182,6 +196,8 @@ def cluster_of(parsed: argparse.Namespace) -> ClusterConfig:
         num_decode=parsed.decode,
         num_stores=parsed.stores,
         transport=parsed.transport,
+        handover=parsed.handover,
+        device=parsed.device,
         port=parsed.port,
         redis_url=parsed.redis,
         overrides=tuple(parsed.set),

@@ -92,9 +92,11 @@ def _signals(cluster: LocalCluster) -> Iterator[None]:
 def _ready_lines(cluster: LocalCluster) -> str:
     config = cluster.config
     several = f", {config.num_stores} stores" if config.num_stores > 1 else ""
+    handover = f", handover {config.handover}" if config.handover != "auto" else ""
     return (
         f"ready at {cluster.address}: {config.model}, {config.num_prefill} prefill, "
-        f"{config.num_decode} decode{several}, KV over {config.transport}\n"
+        f"{config.num_decode} decode{several} on {config.device}, "
+        f"KV over {config.transport}{handover}\n"
         "In another terminal:\n"
         '  baton generate "Once upon a time"\n'
         "  baton chat\n"

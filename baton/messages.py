@@ -29,10 +29,10 @@ class Usage:
 
 @dataclass(frozen=True)
 class TierCount:
-    """What one tier of one store gave."""
+    """What one tier of one store gave, or a worker that lends its own blocks."""
 
     tier: str
-    """host, file or object."""
+    """device, host, file or object."""
     node_id: str
     num_tokens: int
     num_bytes: int
@@ -60,6 +60,12 @@ class KvLeg:
     """Of those from the store: fetched while prefill still ran."""
     num_blocks_written_back: int = 0
     """Full blocks of the answer that were stored for the next turn."""
+    handover: str = ""
+    """Of a prefill worker, which way its handle went: store or direct."""
+    num_tokens_direct: int = 0
+    """Of those from the store: read out of the prefill worker's own cache."""
+    num_blocks_behind: int = 0
+    """Of a direct handover: blocks that were not in the store yet when the handle went out."""
 
     @property
     def num_tokens_from_store(self) -> int:
@@ -302,6 +308,11 @@ def _leg(leg: common_pb2.KvLeg) -> KvLeg:
         not_stored={count.reason: count.num_blocks for count in leg.not_stored},
         num_tokens_early=leg.num_tokens_early,
         num_blocks_written_back=leg.num_blocks_written_back,
+        handover=(
+            _short(common_pb2.HandoverPath, leg.handover, "HANDOVER_PATH_") if leg.handover else ""
+        ),
+        num_tokens_direct=leg.num_tokens_direct,
+        num_blocks_behind=leg.num_blocks_behind,
     )
 
 

@@ -72,7 +72,7 @@ def _legs(completion: Completion) -> Table:
     table.add_column("worker")
     for name in ("computed", "local", "from store", "read", "written"):
         table.add_column(name, justify="right")
-    for name in ("transport", "dtype"):
+    for name in ("transport", "dtype", "handover"):
         table.add_column(name)
     legs = completion.provenance.legs
     # Only shown when there is something to show.
@@ -80,6 +80,8 @@ def _legs(completion: Completion) -> Table:
         (name, [str(getattr(leg, field)) for leg in legs])
         for name, field in (
             ("early", "num_tokens_early"),
+            ("direct", "num_tokens_direct"),
+            ("blocks behind", "num_blocks_behind"),
             ("blocks written back", "num_blocks_written_back"),
         )
         if any(getattr(leg, field) for leg in legs)
@@ -103,6 +105,7 @@ def _legs(completion: Completion) -> Table:
             format_bytes(leg.num_bytes_written),
             leg.transport or "-",
             leg.dtype,
+            leg.handover or "-",
             *(counts[index] for _, counts in extras),
             *(reasons[index] for _, reasons in troubles),
         )

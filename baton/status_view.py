@@ -15,7 +15,7 @@ from baton import store_tables
 from baton.tables import percent, table
 from protos import common_pb2, inference_pb2
 
-_BLOCK_COLUMNS = ("all", "free", "cached", "in use", "quarantined", "waiting", "running")
+_BLOCK_COLUMNS = ("all", "free", "cached", "in use", "quarantined", "lent", "waiting", "running")
 
 
 def status_tables(status: inference_pb2.GetClusterStatusReply) -> RenderableType:
@@ -62,7 +62,10 @@ def _plain(value: Any) -> Any:
 
 
 def _workers(workers: Sequence[common_pb2.WorkerStatus]) -> Table:
-    made = table("worker", "role", "model", "dtype", "device", "store", "transport", "state")
+    made = table(
+        *("worker", "role", "model", "dtype", "device", "store", "transport", "reads elsewhere by"),
+        *("lends as", "state"),
+    )
     for worker in workers:
         made.add_row(
             worker.worker_id,
@@ -72,6 +75,8 @@ def _workers(workers: Sequence[common_pb2.WorkerStatus]) -> Table:
             worker.device,
             _store_of(worker),
             worker.transport,
+            worker.remote_transport or "-",
+            worker.lender_node_id or "-",
             _state(worker),
         )
     return made
@@ -92,6 +97,7 @@ def _blocks(workers: Sequence[common_pb2.WorkerStatus]) -> Table:
             worker.num_cached_blocks,
             in_use,
             worker.num_quarantined_blocks,
+            worker.num_lent_blocks,
             worker.num_waiting,
             worker.num_running,
         )

@@ -52,7 +52,7 @@ class Timed:
 
     async def put(
         self, lease_id: str, items: Sequence[PutItem], deadline: Deadline
-    ) -> Sequence[int] | None:
+    ) -> Sequence[int]:
         """See Transport."""
         began = time.monotonic()
         checksums = await self._inner.put(lease_id, items, deadline)

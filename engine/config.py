@@ -3,13 +3,15 @@ model is `ModelInfo`."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from engine.grammar.config import GrammarLimits
 from engine.lora.config import LoraLimits
 from process.settings import SettingsError
 
-DEVICES = ("auto", "cpu", "cuda")
+DEVICES = ("auto", "cpu", "cuda", "cuda:N")
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,4})?")
 DTYPES = ("auto", "float32", "bfloat16")
 KV_DTYPES = (*DTYPES, "int8", "fp8_e4m3")
 KV_SCALES = ("tensor", "block", "token_head")
@@ -26,7 +28,7 @@ class EngineConfig:
     checkpoints.resolve."""
 
     device: str = "auto"
-    """"cpu", "cuda", or "auto": cuda where there is one."""
+    """"cpu", "cuda" (the first one), "cuda:N", or "auto": cuda where there is one."""
 
     dtype: str = "auto"
     """"float32", "bfloat16", or "auto": the dtype that the checkpoint's config names, float32 where
@@ -103,7 +105,7 @@ class EngineConfig:
     """Bounds on LoRA adapters: how many, how large."""
 
     def __post_init__(self) -> None:
-        if self.device not in DEVICES:
+        if not _DEVICE.fullmatch(self.device):
             raise SettingsError(f"device: {self.device!r} is none of {', '.join(DEVICES)}")
         if self.dtype not in DTYPES:
             raise SettingsError(f"dtype: {self.dtype!r} is none of {', '.join(DTYPES)}")

@@ -12,6 +12,7 @@ referenced once for it, and by nobody else (engine/accounts.py recomputes that).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence as Values
 
 from engine.errors import NoBlocks, WrongState
@@ -100,8 +101,8 @@ class Holdings:
         for sample in group.samples.values():
             if not is_reserved:
                 own.update(dict.fromkeys(sample.block_ids, 0))
-        for block_id in block_ids:
-            if block_id == HOLE or block_id not in own or block_ids.count(block_id) > 1:
+        for block_id, num_named in Counter(block_ids).items():
+            if block_id == HOLE or block_id not in own or num_named > 1:
                 name = group.request.request_id
                 raise WrongState(f"block {block_id} is not {name}'s own, or was named twice")
         self.pool.hold(block_ids)

@@ -1,8 +1,12 @@
-"""What the store is told and what it answers, as values. No I/O, any thread."""
+"""What the store is told and what it answers, as values. No I/O, any thread.
+
+What is made for each block of a put is a tuple: it takes a third of a frozen dataclass' time.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvstore.block import Block, Tier
 from kvstore.catalog import Entry
@@ -31,8 +35,7 @@ class StoreCounters:
     num_leases_lapsed: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Reserved:
+class Reserved(NamedTuple):
     """What became of one block asked for. `block` is set when it was PRESENT; frame and generation
     when it was RESERVED; none of them when there was NO ROOM."""
 
@@ -48,8 +51,7 @@ class Reserved:
 NO_ROOM = Reserved()
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
+class Written(NamedTuple):
     """A frame whose bytes are complete, at the odd generation that it was reserved at."""
 
     frame: int

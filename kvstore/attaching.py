@@ -10,6 +10,7 @@ import logging
 import secrets
 from dataclasses import dataclass
 
+from kvstore import answer_checks, wire
 from kvstore.nixl_agent import NixlAgent
 from kvstore.rpc import Attached, StoreRpc
 from kvstore.transport.base import TRANSPORTS, BlockMemory, Transport
@@ -65,7 +66,11 @@ async def meet(rpc: StoreRpc, who: Introduction, deadline: Deadline) -> tuple[At
                 name = f"worker-{secrets.token_hex(16)}"
                 agent = await NixlAgent.start(name, who.nixl_net_devices, deadline)
                 await _describe_region(request, agent, who.memory)
-            attached = Attached.of(await rpc.call(rpc.stub.Attach, request, deadline))
+            request.checksum = wire.checksum_of(request)
+            reply = await rpc.call(rpc.stub.Attach, request, deadline)
+            with rpc.reading():
+                answer_checks.check_attached(reply, request)
+            attached = Attached.of(reply)
             return attached, await connect(who.transport, who.memory, rpc, agent, attached)
     except BaseException:
         if agent is not None:

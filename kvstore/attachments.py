@@ -1,8 +1,10 @@
 """Who is attached to the store, and which frames a stalled one may still write into.
 
-An attachment is one life of one worker on one transport. It is gone when it detaches, when a new
-life of the same worker attaches, or when it has been silent too long. Frames quarantined on its
-account come free by its own word (a second Abort), or a grace period after it is gone.
+An attachment is one piece of memory of one life of a worker, on one transport; one life may have
+several (its cache, the memory it parks in), and an earlier one that it has no use for any more is
+only told apart by its silence. It is gone when it detaches, when a new life of the same worker
+attaches, or when it has been silent too long. Frames quarantined on its account come free by its
+own word (a second Abort), or a grace period after it is gone.
 
 Times are seconds on the caller's clock. Plain synchronous values, one thread.
 """

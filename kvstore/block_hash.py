@@ -72,6 +72,24 @@ def checksum(view: bytes | bytearray | memoryview | npt.NDArray[np.uint8]) -> in
     return xxhash.xxh3_64_intdigest(view.data if isinstance(view, np.ndarray) else view)
 
 
+class RunningChecksum:
+    """`checksum` of a buffer that comes in pieces, in order. One thread at a time."""
+
+    __slots__ = ("_state",)
+
+    def __init__(self) -> None:
+        self._state = xxhash.xxh3_64()
+
+    def update(self, piece: bytes | bytearray | memoryview | npt.NDArray[np.uint8]) -> None:
+        """The next bytes, contiguous."""
+        self._state.update(piece.data if isinstance(piece, np.ndarray) else piece)
+
+    @property
+    def value(self) -> int:
+        """Of all pieces so far."""
+        return self._state.intdigest()
+
+
 def _token_bytes(token_ids: Sequence[int]) -> bytes:
     if isinstance(token_ids, np.ndarray):
         token_ids = token_ids.tolist()  # numpy would wrap an id out of range instead of raising

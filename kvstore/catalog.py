@@ -179,7 +179,6 @@ class Catalog:
         if entry.parent is not None:
             entry.parent.num_children -= 1
             self.changed(entry.parent)
-        self.changed(entry)
         if self._on_change is not None:
             self._on_change(False, entry.chain_hash)
 

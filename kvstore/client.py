@@ -12,7 +12,7 @@ What is guaranteed: no block is used whose checksum was not compared; a put that
 is cancelled leaves no reservation behind; blocks that a transfer may still write into are named by
 the error (`kvstore.errors.quarantine_of`).
 
-One asyncio loop; copies and checksums run on threads.
+One asyncio loop; what copies much runs on threads, and checksums with it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from kvstore import attaching, wire
+from kvstore import answer_checks, attaching, wire
 from kvstore.attaching import Introduction
 from kvstore.block import Block
 from kvstore.finishing import Background
@@ -67,16 +67,24 @@ class StoreClient:
         self._transport = transport
         self._background = Background()
         self._leases = LeaseCalls(rpc)
-        parts = (rpc, attached, memory, transport, self._leases, self._background)
+        parts = (rpc, attached, transport, self._leases, self._background)
         self._putter, self._getter = Putter(*parts), Getter(*parts)
         self._meter = LinkMeter(
-            attached, memory, transport, self._leases, self._putter, self._getter, self._background
+            attached,
+            memory,
+            transport,
+            self._leases,
+            self._putter,
+            self._getter,
+            self._background,
+            self.match,
         )
         self._num_moving = 0
         self._still = asyncio.Event()
         self._still.set()
         self.num_uses = 0
-        """Calls about blocks and leases since it was attached; heartbeats and looks are none."""
+        """Calls about blocks and leases since it was attached; heartbeats, looks and measurements
+        are none."""
         self._heartbeat = asyncio.create_task(attaching.beat(rpc, attached))
         self._closing: asyncio.Task[None] | None = None
 
@@ -146,6 +154,8 @@ class StoreClient:
             ttl_ms=wire.ttl_ms(ttl_s),
         )
         reply = await self._rpc.call(self._rpc.stub.Match, request, deadline)
+        with self._rpc.reading():
+            answer_checks.check_matched(reply, request, self.num_frames)
         blocks = tuple(wire.blocks_from_proto(reply.blocks))
         return Matched(blocks, reply.lease_id, reply.num_hits)
 
@@ -161,6 +171,8 @@ class StoreClient:
             ttl_ms=wire.ttl_ms(ttl_s),
         )
         reply = await self._rpc.call(self._rpc.stub.Pin, request, deadline)
+        with self._rpc.reading():
+            answer_checks.check_pinned(reply, request)
         return reply.lease_id, reply.num_pinned
 
     async def renew(self, lease_id: str, *, ttl_s: float, deadline: Deadline) -> None:
@@ -248,7 +260,7 @@ class StoreClient:
         Raises: NoCapacity (no frames, no blocks), DeadlineExceeded, Unavailable, TransferFailed;
             TransferTimeout, TransferCancelled: no block may be used until it is settled.
         """
-        with self._moving():
+        with self._moving(is_use=False):
             return await self._meter.measure(block_ids, deadline)
 
     # -- the end
@@ -269,12 +281,12 @@ class StoreClient:
         await asyncio.wait([self._closing], timeout=_CLOSE_S)
 
     @contextmanager
-    def _moving(self) -> Iterator[None]:
+    def _moving(self, *, is_use: bool = True) -> Iterator[None]:
         if self._closing is not None:
             raise Unavailable(f"store {self.address}: this client is closed")
         self._num_moving += 1
         self._still.clear()
-        self.num_uses += 1
+        self.num_uses += is_use
         try:
             yield
         finally:

@@ -32,6 +32,10 @@ class FrameState(enum.Enum):
     COMMITTED = "committed"
     QUARANTINED = "quarantined"
 
+    # A member is itself and nothing else. Enum's own hash is Python code, called several times for
+    # each frame that moves.
+    __hash__ = object.__hash__
+
 
 ALLOWED: dict[FrameState, frozenset[FrameState]] = {
     FrameState.FREE: frozenset({FrameState.WRITING}),
@@ -85,6 +89,7 @@ class FramePool:
 
     def commit(self, frame: int) -> int:
         """WRITING -> COMMITTED. Returns: the (even) generation that readers must see."""
+        self._check(frame)
         self._move(frame, FrameState.COMMITTED, 1)
         return self._generation[frame]
 
@@ -127,7 +132,6 @@ class FramePool:
             raise IndexError(f"frame {frame}: there are {self.num_frames}")
 
     def _move(self, frame: int, to: FrameState, generation_step: int) -> None:
-        self._check(frame)
         state = self._state[frame]
         if to not in ALLOWED[state]:
             raise IntegrityError(f"frame {frame}: {state.value} -> {to.value} is not allowed")

@@ -1,14 +1,14 @@
 """Getter: blocks out of one store into the worker's own, each verified: generation before and after
-by the transport, checksum here and nowhere else.
+by the transport; the checksum, which the transport computed over the worker's bytes as they came,
+here and nowhere else.
 
 What fails is a reason for the block, not an exception. Blocks whose checksum failed are told to the
 store in the background: it looks at its own bytes and drops what is bad, so that nobody meets the
-same bad block for ever. One asyncio loop; checksums run on a thread.
+same bad block for ever. One asyncio loop.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -29,7 +29,7 @@ from kvstore.errors import (
 from kvstore.finishing import Background
 from kvstore.lease_calls import LeaseCalls
 from kvstore.rpc import Attached, StoreRpc
-from kvstore.transport.base import BlockMemory, GetItem, GetResult, Transport
+from kvstore.transport.base import GetItem, GetResult, Transport
 from process import logs
 from process.deadline import Deadline
 from process.errors import BatonError, DeadlineExceeded, Unavailable
@@ -47,14 +47,12 @@ class Getter:
         self,
         rpc: StoreRpc,
         attached: Attached,
-        memory: BlockMemory,
         transport: Transport,
         leases: LeaseCalls,
         background: Background,
     ) -> None:
         self._rpc = rpc
         self._attached = attached
-        self._memory = memory
         self._transport = transport
         self._leases = leases
         self._background = background
@@ -85,7 +83,7 @@ class Getter:
         if self._transport.counts_own_reads:
             self._leases.num_bytes_untold += got.num_bytes
         failed = await self._explain(lease_id, got.failed, deadline)
-        failed |= await self._verify(wanted, got, failed)
+        failed |= self._verify(wanted, got, failed)
         return GetResult((len(items) - len(failed)) * self._attached.frame_bytes, failed)
 
     async def _explain(
@@ -102,18 +100,16 @@ class Getter:
             return dict(failed)  # the first reason stands
         return dict(failed)
 
-    async def _verify(
+    def _verify(
         self, wanted: Sequence[GetItem], got: GetResult, failed: dict[int, str]
     ) -> dict[int, str]:
-        """Checksums of what arrived: the transport's own, or over the worker's memory."""
-        arrived = [index for index in range(len(wanted)) if index not in failed]
-        checksums = dict(got.checksums or {})
-        unknown = [index for index in arrived if index not in checksums]
-        if unknown:
-            block_ids = [wanted[index].block_id for index in unknown]
-            computed = await asyncio.to_thread(self._memory.checksums, block_ids)
-            checksums |= zip(unknown, computed, strict=True)
-        bad = [index for index in arrived if checksums[index] != wanted[index].ref.checksum]
+        """Compare the checksums of what arrived."""
+        found = got.checksums
+        bad = [
+            index
+            for index, item in enumerate(wanted)
+            if index not in failed and found.get(index) != item.ref.checksum
+        ]
         self._report_later([wanted[index].ref for index in bad])
         return dict.fromkeys(bad, CHECKSUM)
 

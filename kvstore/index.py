@@ -3,7 +3,7 @@
     baton:stores                          HASH node id -> StoreStatus as JSON
     baton:store:{node}:beat               the incarnation (hex), expiring: that life is alive
     baton:index:{node}:{incarnation hex}  HASH 16-byte chain hash -> sequence; `sequence` -> the
-    last one
+    last one; `loading` -> that of the full publication under way
 
 Index entries are hints: a store checks under its own lease. One HASH per (node, incarnation), so
 that a dead life goes by one UNLINK and is never asked; presence is prefix-closed, so that the
@@ -16,15 +16,19 @@ This module is the reading side and the keys; `index_publisher` writes. One asyn
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import redis.asyncio
 from google.protobuf import json_format
 
+from process import logs
 from process.errors import Unavailable
 from process.redis_client import FAILURES
 from protos import inference_pb2
+
+logger = logging.getLogger(__name__)
 
 STORES_KEY = "baton:stores"
 SEQUENCE_FIELD = b"sequence"  # 8 bytes: never a chain hash
@@ -99,7 +103,8 @@ class PrefixIndex:
         return [{node_id: int(next(found)) for node_id in nodes} for _ in chains]
 
     async def stores(self) -> list[inference_pb2.StoreStatus]:
-        """The registered stores; `reachable` says whether that very life has a fresh heartbeat.
+        """The registered stores; `reachable` says whether that very life has a fresh heartbeat. A
+        row that cannot be read is passed over, and the log says so.
 
         Raises: Unavailable.
         """
@@ -112,15 +117,27 @@ class PrefixIndex:
         except FAILURES as error:
             raise Unavailable(f"registry: {_describe(error)}") from error
         stores: list[inference_pb2.StoreStatus] = []
-        for row, beat in zip(rows.values(), beats, strict=True):
-            status = json_format.Parse(row, inference_pb2.StoreStatus(), ignore_unknown_fields=True)
+        for (node, row), beat in zip(rows.items(), beats, strict=True):
+            try:
+                status = json_format.Parse(
+                    row, inference_pb2.StoreStatus(), ignore_unknown_fields=True
+                )
+            except (json_format.ParseError, UnicodeDecodeError) as error:
+                logs.event(
+                    logger,
+                    "registry_row_unreadable",
+                    level=logging.WARNING,
+                    node_id=_text(node),
+                    error=str(error),
+                )
+                continue
             status.reachable = beat is not None and _text(beat) == status.incarnation
             stores.append(status)
         return stores
 
 
 def _text(answer: bytes | str) -> str:
-    return answer.decode() if isinstance(answer, bytes) else answer
+    return answer.decode(errors="replace") if isinstance(answer, bytes) else answer
 
 
 def _describe(error: BaseException) -> str:

@@ -15,10 +15,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import redis.asyncio
 from google.protobuf import json_format
+from redis.commands.core import AsyncScript
+from redis.exceptions import RedisError
 
 from kvstore import index
 from process import logs
@@ -35,6 +37,8 @@ MAX_PENDING = 200_000
 _BACKOFF_S, _BACKOFF_MAX_S = 0.1, 5.0
 _INDEX_TTL_S = 60.0  # of the index itself, renewed by each heartbeat: a dead store leaves nothing
 _GOODBYE_S = 1.0
+_SCAN_KEYS = 10_000
+"""Keys looked at in one step: some milliseconds of Redis."""
 
 # 1: applied (or applied before, and its answer was lost); 0: the predecessor is not there.
 _APPLY = """
@@ -49,11 +53,29 @@ redis.call('HSET', KEYS[1], 'sequence', ARGV[2])
 redis.call('PEXPIRE', KEYS[1], ARGV[5])
 return 1
 """
+# A full publication: begin, load in pieces, finish. `loading` names the one under way (by its
+# sequence, which no other ever has), so that pieces of an earlier one that arrive late, and those
+# on top of a Redis that was emptied meanwhile, are refused. A beginning that arrives late takes the
+# sequence away, which the next heartbeat sees.
+_BEGIN = """
+redis.call('UNLINK', KEYS[1])
+redis.call('HSET', KEYS[1], 'loading', ARGV[1])
+redis.call('PEXPIRE', KEYS[1], ARGV[2])
+return 1
+"""
 _LOAD = """
+if redis.call('HGET', KEYS[1], 'loading') ~= ARGV[2] then return 0 end
 for at = 1, #ARGV[1], 16 do
   redis.call('HSET', KEYS[1], string.sub(ARGV[1], at, at + 15), ARGV[2])
 end
 redis.call('PEXPIRE', KEYS[1], ARGV[3])
+return 1
+"""
+_FINISH = """
+if redis.call('HGET', KEYS[1], 'loading') ~= ARGV[1] then return 0 end
+redis.call('HSET', KEYS[1], 'sequence', ARGV[1])
+redis.call('HDEL', KEYS[1], 'loading')
+redis.call('PEXPIRE', KEYS[1], ARGV[2])
 return 1
 """
 # Only our own life may be taken out: another one may have registered since.
@@ -94,13 +116,16 @@ class PrefixIndexPublisher:
         self._heartbeat_ttl_s = heartbeat_ttl_s
         self._timeout_s = timeout_s
         self._apply = client.register_script(_APPLY)
+        self._begin = client.register_script(_BEGIN)
         self._load = client.register_script(_LOAD)
+        self._finish = client.register_script(_FINISH)
         self._goodbye = client.register_script(_GOODBYE)
         self._pending: list[tuple[bool, bytes]] = []
         self._batch: list[tuple[bool, bytes]] = []  # taken from pending, not confirmed yet
         self._needs_full = True
         self._is_first = True
         self._reached = False  # the last talk with Redis went well
+        self._next_beat_s = 0.0  # on the loop's clock
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self.sequence = 0
@@ -140,12 +165,9 @@ class PrefixIndexPublisher:
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
         pause_s = _BACKOFF_S
-        next_beat = loop.time()
         while True:
             try:
-                if loop.time() >= next_beat:
-                    next_beat = loop.time() + self._heartbeat_s
-                    await self._bounded(self._beat())
+                await self._beat_if_due()
                 if self._needs_full:
                     await self._publish_all()
                 elif self._batch or self._pending:
@@ -154,7 +176,7 @@ class PrefixIndexPublisher:
                 pause_s = _BACKOFF_S
             except FAILURES as error:
                 self._note(False, error)
-                next_beat = loop.time()
+                self._next_beat_s = loop.time()
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _BACKOFF_MAX_S)
                 continue
@@ -162,7 +184,7 @@ class PrefixIndexPublisher:
                 continue
             self._wake.clear()
             try:
-                async with asyncio.timeout(max(0.0, next_beat - loop.time())):
+                async with asyncio.timeout(max(0.0, self._next_beat_s - loop.time())):
                     await self._wake.wait()
             except TimeoutError:
                 continue
@@ -178,7 +200,21 @@ class PrefixIndexPublisher:
         async with asyncio.timeout(self._timeout_s):
             return await call
 
-    async def _beat(self) -> None:
+    async def _beat_if_due(self, *, is_publishing: bool = False) -> None:
+        """Say that the store lives, and see whether Redis still has what it was told; a publication
+        under way sees that by itself."""
+        now_s = asyncio.get_running_loop().time()
+        if now_s < self._next_beat_s:
+            return
+        self._next_beat_s = now_s + self._heartbeat_s
+        stored = await self._bounded(self._beat())
+        expected = (b"%d" % self.sequence, b"%d" % (self.sequence + 1))
+        # With a batch unconfirmed either may be right; its script decides.
+        if not is_publishing and stored not in (expected if self._batch else expected[:1]):
+            self._needs_full = True
+
+    async def _beat(self) -> bytes | None:
+        """Returns: the sequence that Redis has."""
         status = json_format.MessageToJson(
             self._status(), preserving_proto_field_name=True, indent=None
         )
@@ -192,16 +228,15 @@ class PrefixIndexPublisher:
             pipe.pexpire(self._key, int(_INDEX_TTL_S * 1000))
             pipe.hget(self._key, index.SEQUENCE_FIELD)
             *_, stored = await pipe.execute()
-        expected = (b"%d" % self.sequence, b"%d" % (self.sequence + 1))
-        # With a batch unconfirmed either may be right; its script decides.
-        if stored not in (expected if self._batch else expected[:1]):
-            self._needs_full = True
+        return cast(bytes | None, stored)
 
     async def _publish_all(self) -> None:
         """Drop what is there, then everything, parents first, so that it is prefix-closed at each
-        moment; the sequence comes last, so that half a publication is not taken for a whole one."""
+        moment; the sequence comes last, so that half a publication is not taken for a whole one.
+
+        Raises: what the calls raise; RedisError when Redis lost what came before."""
         if self._is_first:
-            await self._bounded(self._drop_earlier_lives())
+            await self._drop_earlier_lives()
             self._is_first = False
         hashes = list(self._present())
         self._pending.clear()
@@ -210,17 +245,14 @@ class PrefixIndexPublisher:
         self.sequence += 1
         done = False
         try:
-            await self._bounded(self._client.unlink(self._key))
             ttl_ms = int(_INDEX_TTL_S * 1000)
+            await self._step(self._begin, self.sequence, ttl_ms)
             for at in range(0, len(hashes), BATCH):
-                chunk = b"".join(hashes[at : at + BATCH])
-                await self._bounded(
-                    self._load(keys=[self._key], args=[chunk, self.sequence, ttl_ms])
+                await self._beat_if_due(is_publishing=True)
+                await self._step(
+                    self._load, b"".join(hashes[at : at + BATCH]), self.sequence, ttl_ms
                 )
-            async with self._client.pipeline(transaction=True) as pipe:
-                pipe.hset(self._key, index.SEQUENCE_FIELD, self.sequence)
-                pipe.pexpire(self._key, ttl_ms)
-                await self._bounded(pipe.execute())
+            await self._step(self._finish, self.sequence, ttl_ms)
             done = True
         finally:
             self._needs_full = self._needs_full or not done
@@ -242,10 +274,25 @@ class PrefixIndexPublisher:
         self.sequence += 1
         self._batch = []
 
+    async def _step(self, script: AsyncScript, *args: bytes | int) -> None:
+        """Raises: RedisError when what came before it is not there any more."""
+        if await self._bounded(script(keys=[self._key], args=args)) != 1:
+            raise RedisError("what was published so far is gone")
+
     async def _drop_earlier_lives(self) -> None:
-        async for key in self._client.scan_iter(match=index.index_key(self._node_id, "*")):
-            if key.decode() != self._key:
-                await self._client.unlink(key)
+        """Redis may be full of others' keys: many at once, and each step has its own time."""
+        pattern = index.index_key(self._node_id, "*")
+        cursor = 0
+        while True:
+            await self._beat_if_due(is_publishing=True)
+            cursor, found = await self._bounded(
+                self._client.scan(cursor, match=pattern, count=_SCAN_KEYS)
+            )
+            earlier = [key for key in found if key.decode() != self._key]
+            if earlier:
+                await self._bounded(self._client.unlink(*earlier))
+            if cursor == 0:
+                return
 
     def _note(self, reached: bool, error: BaseException | None = None) -> None:
         if reached != self._reached:

@@ -16,13 +16,13 @@ import math
 import secrets
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvstore.catalog import Catalog, Entry
 from kvstore.errors import IntegrityError, LeaseLapsed
 
 
-@dataclass(frozen=True, slots=True)
-class Reservation:
+class Reservation(NamedTuple):
     """One frame being written at (odd) `generation`. chain_hash is empty for a tail block, whose
     label is `tail_name`; `parent` is empty at the start of a prompt."""
 
@@ -48,10 +48,12 @@ class Lease:
 
     def pin_all(self, catalog: Catalog, entries: Iterable[Entry]) -> list[Entry]:
         """Returns: those that this lease did not pin yet."""
-        newly = [entry for entry in dict.fromkeys(entries) if entry not in self.pins]
-        for entry in newly:
-            self.pins[entry] = None
-            catalog.pin(entry)
+        newly: list[Entry] = []
+        for entry in entries:
+            if entry not in self.pins:
+                self.pins[entry] = None
+                catalog.pin(entry)
+                newly.append(entry)
         return newly
 
     def add_reservation(self, reservation: Reservation) -> None:

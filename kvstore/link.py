@@ -19,7 +19,10 @@ SHM_FLOOR_SHARE = 1 / 50
 class Rates:
     """Bytes/s of one transfer of `num_bytes`, best of a few. latency_s: of one block, there and
     back, control and checksum included. copy_bytes_per_s: of a plain copy of as many bytes on a
-    thread of this process."""
+    thread of this process.
+
+    A lender takes no writes: there write_bytes_per_s is 0, and latency_s is of one block read.
+    """
 
     num_bytes: int
     write_bytes_per_s: float
@@ -44,7 +47,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Verdict:
-    """floor_bytes_per_s: what was demanded of both directions; 0: nothing."""
+    """floor_bytes_per_s: what was demanded of each direction that is used; 0: nothing."""
 
     floor_bytes_per_s: float
     degraded: bool
@@ -61,4 +64,5 @@ def judge(link: Link, floor_bytes_per_s: float) -> Verdict:
     floor = floor_bytes_per_s
     if link.transport == "shm":
         floor = max(floor, rates.copy_bytes_per_s * SHM_FLOOR_SHARE)
-    return Verdict(floor, min(rates.write_bytes_per_s, rates.read_bytes_per_s) < floor)
+    slowest = min(rates.write_bytes_per_s or rates.read_bytes_per_s, rates.read_bytes_per_s)
+    return Verdict(floor, slowest < floor)

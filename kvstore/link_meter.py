@@ -1,6 +1,7 @@
 """LinkMeter: measures a client's own transport with real bytes: private frames at the store, blocks
 that the worker lends for it. What it writes is nobody's: no chain hash, no index, and the frames
-are free again when its lease ends.
+are free again when its lease ends. A lender takes no writes: it is asked for a few of its free
+blocks, and they are read.
 
 At most MAX_BYTES go each way. The caller's deadline bounds it; blocks that a transfer may still
 touch are named by the error, as everywhere (`kvstore.errors`). One asyncio loop.
@@ -12,6 +13,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -20,6 +22,7 @@ from kvstore.errors import Quarantine, TransferCancelled, TransferFailed, Transf
 from kvstore.finishing import Background
 from kvstore.getting import Getter
 from kvstore.lease_calls import LeaseCalls
+from kvstore.lending import PROBE_HASH, is_lender
 from kvstore.link import Rates
 from kvstore.putting import Putter, Wanted
 from kvstore.rpc import Attached
@@ -43,6 +46,23 @@ def num_blocks_wanted(block_bytes: int) -> int:
     return 2 * max(1, min(MAX_BLOCKS, MAX_BYTES // (2 * MAX_ROUNDS * block_bytes)))
 
 
+class Probe(Protocol):
+    """What a lender lends to be measured with."""
+
+    @property
+    def blocks(self) -> tuple[Block, ...]: ...
+    @property
+    def lease_id(self) -> str: ...
+
+
+class Match(Protocol):
+    """StoreClient.match."""
+
+    def __call__(
+        self, chain_hashes: Sequence[bytes], *, ttl_s: float, deadline: Deadline
+    ) -> Awaitable[Probe]: ...
+
+
 class LinkMeter:
     """See the module."""
 
@@ -55,8 +75,12 @@ class LinkMeter:
         putter: Putter,
         getter: Getter,
         background: Background,
+        match: Match,
     ) -> None:
+        """match: of the client that this is a part of."""
         self._max_blocks = max(1, int(attached.num_frames * MAX_SHARE))
+        self._is_lender = is_lender(attached.node_id)
+        self._match = match
         self._memory = memory
         self._transport = transport
         self._leases = leases
@@ -66,6 +90,8 @@ class LinkMeter:
 
     async def measure(self, block_ids: Sequence[int], deadline: Deadline) -> Rates:
         """See StoreClient.measure."""
+        if self._is_lender:
+            return await self._measure_lender(block_ids, deadline)
         half = min(len(block_ids) // 2, self._max_blocks)
         if half < 1:
             raise NoCapacity("the engine has no free blocks to measure with")
@@ -90,6 +116,30 @@ class LinkMeter:
         return Rates(
             num_bytes, num_bytes / write_s, num_bytes / read_s, latency_s, num_bytes / copy_s
         )
+
+    async def _measure_lender(self, block_ids: Sequence[int], deadline: Deadline) -> Rates:
+        """Reading only, of what it lends for that."""
+        if not block_ids:
+            raise NoCapacity("the engine has no free blocks to measure with")
+        asked = [PROBE_HASH] * min(len(block_ids), num_blocks_wanted(self._memory.block_bytes) // 2)
+        probe = await self._match(asked, ttl_s=_TTL_S, deadline=deadline)
+        lease_id, blocks = probe.lease_id, probe.blocks
+        if not blocks:
+            raise NoCapacity("the lender has no free blocks to measure with")
+        num_blocks = len(blocks)
+        try:
+            targets = list(block_ids[:num_blocks])
+            await self._fetch(lease_id, list(zip(blocks, targets, strict=True)), deadline)
+            began = time.perf_counter()
+            await self._fetch(lease_id, [(blocks[0], targets[0])], deadline)
+            latency_s = time.perf_counter() - began
+            read_s = await self._read(lease_id, blocks, targets, deadline)
+        finally:
+            releasing = self._release_later(lease_id)
+        await asyncio.wait([releasing])
+        num_bytes = num_blocks * self._memory.block_bytes
+        copy_s = await _copy(num_bytes, deadline)
+        return Rates(num_bytes, 0.0, num_bytes / read_s, latency_s, num_bytes / copy_s)
 
     def _release_later(self, lease_id: str) -> asyncio.Task[int]:
         """With all that was written under it. If nobody hears it, it lapses by itself."""

@@ -96,6 +96,12 @@ class Memory:
         """Why the file tier that was asked for is not used; empty: it is, or none was asked for."""
         return self.tier.problem if self.tier is not None else self._tier_problem
 
+    def look_for_room(self) -> None:
+        """Something was stored, or time went by: see whether older blocks should go to the file
+        tier. Never waits."""
+        if self.tier is not None:
+            self.tier.kick()
+
     def touch_ahead(self) -> None:
         """Keep memory ready for the next frames: free ones are taken lowest first."""
         ahead = TOUCH_AHEAD_BYTES // self.slab.layout.stride_bytes

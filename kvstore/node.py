@@ -1,9 +1,8 @@
-"""One life of a store: its slab, its truth, its NIXL agent, and what is looked after in the
-background.
+"""One life of a store: its slab, its truth, the workers that it reaches, and the watch over them.
 
 Life: made at start with nothing taken -> the first `attach` tells how large a block is and takes
-the memory -> `stop` unlinks the slab. A background task ends lapsed leases, notices workers that
-are gone and recomputes the conservation laws when nothing is under way.
+the memory; with it come the peers (push_peers.py) and the watch (watch.py) -> `stop` unlinks the
+slab.
 
 Knows no stubs (server.py) and no Redis (index.py). One asyncio loop.
 """
@@ -12,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
@@ -28,42 +26,41 @@ from kvstore.config import KvStoreSettings
 from kvstore.errors import (
     GENERATION,
     LEASE_LAPSED,
-    IntegrityError,
     LeaseLapsed,
     UnknownAttachment,
 )
 from kvstore.finishing import finish
 from kvstore.memory import Memory
-from kvstore.nixl_agent import NixlAgent, Region
-from kvstore.pushes import PushOutcome, PushTable, Target
+from kvstore.nixl_agent import Region
+from kvstore.push_peers import PeerBlocks, PushPeers
+from kvstore.pushes import Frames, PushOutcome, Target
 from kvstore.slab import Slab, check_room, remove_stale
 from kvstore.store import Store
 from kvstore.tiers.file_tier import FileTier
 from kvstore.transport.base import TRANSPORTS
+from kvstore.watch import StoreWatch
 from process import incarnation, logs
 from process.deadline import Clock, Deadline
-from process.errors import FailedPrecondition, Internal, InvalidArgument, NoCapacity
-from process.tasks import end_tasks
+from process.errors import FailedPrecondition, Internal, InvalidArgument, NoCapacity, Unavailable
 
 logger = logging.getLogger(__name__)
 
-NIXL_START_S = 30.0
 MAX_CHUNK_BYTES = 16 * 1024 * 1024
 _QUIET_S = 1.0
+_ATTACHING_S = 30.0
+"""For memory that is being taken while the store stops."""
 
 
 @dataclass(frozen=True)
 class Newcomer:
-    """What a worker says about itself. The NIXL fields are empty for other transports."""
+    """What a worker says about itself. peer: of transport nixl."""
 
     worker_id: str
     worker_incarnation: bytes
     model_fingerprint: bytes
     block_bytes: int
     transport: str
-    nixl_metadata: bytes = b""
-    region: Region | None = None
-    num_blocks: int = 0
+    peer: PeerBlocks | None = None
 
 
 class StoreNode:
@@ -81,22 +78,16 @@ class StoreNode:
         self.settings = settings
         self.node_id = node_id
         self.incarnation = incarnation.new()
-        self.integrity_error = ""
         self.memory: Memory | None = None
-        self.pushes: PushTable | None = None
-        self.nixl: NixlAgent | None = None
-        self.nixl_metadata = b""
+        self.peers: PushPeers | None = None
+        self.watch: StoreWatch | None = None
         self._on_change = on_change
         self._clock = clock
-        self._targets: dict[str, Target] = {}  # attachment -> its blocks, of NIXL workers
         self._attaching = asyncio.Lock()
-        self._sweeper: asyncio.Task[None] | None = None
-        self._forgetting: set[asyncio.Task[None]] = set()
-        self._num_calls = 0
-        self._checked_at = (0, -1.0)  # (num_calls, time) of the last integrity check
+        self._is_stopping = False
 
     def start(self) -> None:
-        """Clean up after dead stores, see that there is room, begin the background work.
+        """Clean up after dead stores, and see that there is room.
 
         Raises: NoCapacity naming the settings.
         """
@@ -107,14 +98,20 @@ class StoreNode:
         check_room(folder, self.settings.capacity_bytes)
         if self.settings.file_tier_dir and not Path(self.settings.file_tier_dir).is_dir():
             raise NoCapacity(f"file_tier_dir: {self.settings.file_tier_dir} is not a folder")
-        self._sweeper = asyncio.create_task(self._sweep_for_ever())
 
     async def stop(self) -> None:
         """End the background work and take the slab's name away. Its memory stays mapped: peers may
         hold its address until this process is gone."""
-        await end_tasks([self._sweeper])
-        if self.nixl is not None:
-            await self.nixl.close(Deadline.after(_QUIET_S))
+        self._is_stopping = True
+        try:
+            async with asyncio.timeout(_ATTACHING_S), self._attaching:
+                pass  # nobody takes memory from here on
+        except TimeoutError:
+            logs.event(logger, "attaching_not_ended", level=logging.ERROR)
+        if self.watch is not None:
+            await self.watch.stop()
+        if self.peers is not None:
+            await self.peers.close(_QUIET_S)
         if self.memory is not None:
             await self.memory.close()
 
@@ -133,8 +130,14 @@ class StoreNode:
 
     def now_s(self) -> float:
         """The store's clock, for one call."""
-        self._num_calls += 1
+        if self.watch is not None:
+            self.watch.heard_call()
         return self._clock()
+
+    @property
+    def integrity_error(self) -> str:
+        """See StoreWatch."""
+        return self.watch.integrity_error if self.watch is not None else ""
 
     # -- workers come and go
 
@@ -147,8 +150,10 @@ class StoreNode:
         if newcomer.block_bytes < 1:
             raise InvalidArgument("block_bytes", "must be positive")
         async with self._attaching:
+            if self._is_stopping:
+                raise Unavailable("the store is stopping")
             taken = await self._take_memory(newcomer.block_bytes)
-            store, slab = taken.store, taken.slab
+            store = taken.store
             if newcomer.block_bytes != store.frame_bytes:
                 raise FailedPrecondition(
                     f"block_bytes: this store's frames have {store.frame_bytes} bytes, the "
@@ -156,7 +161,9 @@ class StoreNode:
                 )
             target: Target | None = None
             if newcomer.transport == "nixl":
-                target = await self._meet(newcomer, store, slab)
+                if newcomer.peer is None or self.peers is None:
+                    raise InvalidArgument("region_address", "must be given for transport nixl")
+                target = await self.peers.meet(newcomer.peer)
         one_sided = newcomer.transport != "grpc"
         attachment = store.attach(
             newcomer.worker_id,
@@ -165,9 +172,9 @@ class StoreNode:
             one_sided,
             self.now_s(),
         )
-        if target is not None:
-            self._targets[attachment.attachment_id] = target
-        self._forget_gone(store)
+        if target is not None and self.peers is not None:
+            self.peers.add(attachment.attachment_id, target)
+        self._forget_gone()
         logs.event(
             logger,
             "attached",
@@ -181,7 +188,7 @@ class StoreNode:
         """The worker says goodbye: nothing of it is under way any more."""
         if self.store is not None:
             self.store.detach(attachment_id, self.now_s(), grace_s=0.0)
-            self._forget_gone(self.store)
+            self._forget_gone()
 
     def present(self) -> list[bytes]:
         """Every chain hash that is there now, parents before children."""
@@ -209,7 +216,7 @@ class StoreNode:
 
         Raises: UnknownAttachment, LeaseLapsed.
         """
-        store, now_s = self.seen(attachment_id)
+        store, now_s = self.seen(attachment_id, is_beat=not chain_hashes)
         match = store.match(chain_hashes, pin=pin, lease_id=lease_id, ttl_s=ttl_s, now_s=now_s)
         if not (pin and match.in_file):
             return match
@@ -225,14 +232,18 @@ class StoreNode:
                 match.lease_id = ""
         return match
 
-    def seen(self, attachment_id: str) -> tuple[Store, float]:
+    def seen(self, attachment_id: str, *, is_beat: bool = False) -> tuple[Store, float]:
         """The store and the time of this call, for a worker that is attached.
 
         Raises: UnknownAttachment.
         """
-        now_s = self.now_s()
-        if self.store is None:
+        if self.store is None or self.watch is None:
             raise UnknownAttachment(f"attachment {attachment_id}: nobody is attached; attach again")
+        if is_beat:
+            self.watch.heard_beat()
+        else:
+            self.watch.heard_call()
+        now_s = self._clock()
         self.store.attachments.get(attachment_id, now_s)
         return self.store, now_s
 
@@ -292,12 +303,11 @@ class StoreNode:
     ) -> PushOutcome:
         """Write blocks into the worker's own (NIXL transport)."""
         store, _ = self.seen(attachment_id)
-        target = self._targets.get(attachment_id)
-        if target is None or self.pushes is None:
-            raise FailedPrecondition("push: this worker is not attached with transport nixl")
         self._need_lease(store, lease_id)
-        return await self.pushes.push(
-            push_id, target, blocks, destinations, Deadline.after(budget_s)
+        if self.peers is None:
+            raise Internal("there are attachments and no memory")
+        return await self.peers.push(
+            attachment_id, push_id, blocks, destinations, Deadline.after(budget_s)
         )
 
     async def report(self, attachment_id: str, blocks: Sequence[Block]) -> int:
@@ -309,72 +319,45 @@ class StoreNode:
         return await reports.drop_bad(store, self.slab, blocks) if self.slab else 0
 
     def is_push_terminal(self, push_id: str) -> bool:
-        """See PushTable; a store without NIXL moves nothing."""
-        return self.pushes is None or self.pushes.is_terminal(push_id)
+        """See PushPeers; a store without memory moves nothing."""
+        return self.peers is None or self.peers.is_terminal(push_id)
 
     def look_for_room(self) -> None:
-        """Something was stored: see whether older blocks should go to the file tier. Never
-        waits."""
-        if self.tier is not None:
-            self.tier.kick()
+        """See Memory."""
+        if self.memory is not None:
+            self.memory.look_for_room()
 
     def check_integrity(self) -> str:
-        """Recompute every law. Returns: what failed, empty when all held."""
-        if self.store is None:
-            return ""
-        try:
-            self.store.lapse(self._clock())
-            self.store.check_integrity()
-            self.integrity_error = ""
-        except IntegrityError as error:
-            self.integrity_error = str(error)
-            logs.event(logger, "integrity_error", level=logging.ERROR, error=str(error))
-        return self.integrity_error
+        """See StoreWatch."""
+        return self.watch.check_integrity() if self.watch is not None else ""
 
     # -- inside
 
     async def _take_memory(self, block_bytes: int) -> Memory:
         if self.memory is None:
-            making = asyncio.ensure_future(
-                asyncio.to_thread(
-                    memory.make, self.settings, self.node_id, self.incarnation, block_bytes
-                )
-            )
-            try:
-                await finish(making)
-            finally:
-                # A worker that left meanwhile does not take the memory along: the next one needs
-                # it.
-                if making.done() and making.exception() is None:
-                    self.memory = Memory(self.settings, *making.result(), self._on_change)
+            # A worker that leaves meanwhile does not take the memory along: the next one needs it.
+            making = asyncio.ensure_future(self._make_memory(block_bytes))
+            making.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen
+            await finish(making)
             making.result()
         if self.memory is None:
             raise Internal("the memory was made and is not there")
         return self.memory
 
-    async def _meet(self, newcomer: Newcomer, store: Store, slab: Slab) -> Target:
-        """Bring the two NIXL agents together; the store's is made for the first such worker."""
-        if newcomer.region is None:
-            raise InvalidArgument("region_address", "must be given for transport nixl")
-        if newcomer.region.num_bytes < newcomer.num_blocks * newcomer.block_bytes:
-            raise InvalidArgument("region_num_blocks", "more blocks than the region holds")
-        if self.nixl is None:
-            starting = asyncio.ensure_future(self._start_nixl(store, slab))
-            await finish(starting)
-            starting.result()
-        if self.nixl is None:
-            raise Internal("NIXL was started and is not there")
-        peer = await self.nixl.add_peer(newcomer.nixl_metadata)
-        return Target(peer, newcomer.region, newcomer.num_blocks)
-
-    async def _start_nixl(self, store: Store, slab: Slab) -> None:
-        name = f"store-{secrets.token_hex(16)}"
-        deadline = Deadline.after(NIXL_START_S)
-        nixl = await NixlAgent.start(name, self.settings.nixl_net_devices, deadline)
-        region = Region(slab.frames_address, slab.frames.nbytes)
-        self.nixl_metadata = await nixl.register(region)
-        self.pushes = PushTable(store, slab, nixl)
-        self.nixl = nixl
+    async def _make_memory(self, block_bytes: int) -> None:
+        made = await asyncio.to_thread(
+            memory.make, self.settings, self.node_id, self.incarnation, block_bytes
+        )
+        self.memory = Memory(self.settings, *made, self._on_change)
+        slab = self.memory.slab
+        self.peers = PushPeers(
+            self.memory.store,
+            Frames(Region(slab.frames_address, slab.frames.nbytes), slab.layout.stride_bytes),
+            self.settings.nixl_net_devices,
+            name="store",
+        )
+        self.watch = StoreWatch(self.memory, self.settings, self._clock, self._forget_gone)
+        self.watch.start()
 
     def _need_lease(self, store: Store, lease_id: str) -> None:
         try:
@@ -384,51 +367,7 @@ class StoreNode:
             store.refused[LEASE_LAPSED] += 1
             raise
 
-    def _forget_gone(self, store: Store) -> None:
-        """Take the NIXL peers of attachments that are gone out, once nothing moves to them."""
-        for attachment_id in list(self._targets):
-            if store.attachments.find(attachment_id) is None:
-                task = asyncio.create_task(self._forget(self._targets.pop(attachment_id).peer))
-                self._forgetting.add(task)
-                task.add_done_callback(self._forgetting.discard)
-
-    async def _forget(self, peer: str) -> None:
-        if self.pushes is not None and self.nixl is not None:
-            await self.pushes.quiet(peer)
-            await self.nixl.remove_peer(peer)
-
-    async def _sweep_for_ever(self) -> None:
-        num_calls = 0
-        while True:
-            await asyncio.sleep(self.settings.sweep_interval_s)
-            if self.memory is None:
-                continue
-            now_s = self._clock()
-            self.memory.store.lapse(now_s)
-            self._notice_gone(self.memory.store, self.memory.slab, now_s)
-            self.look_for_room()
-            self.memory.touch_ahead()
-            is_idle, num_calls = num_calls == self._num_calls, self._num_calls
-            checked_calls, checked_s = self._checked_at
-            due = now_s - checked_s >= self.settings.integrity_interval_s
-            if is_idle and due and checked_calls != num_calls:
-                self.check_integrity()
-                self._checked_at = (num_calls, now_s)
-
-    def _notice_gone(self, store: Store, slab: Slab, now_s: float) -> None:
-        """Detach workers that are dead (their lock is gone) or silent for too long."""
-        for attachment in list(store.attachments):
-            # Before its first call the worker may not have taken its lock yet.
-            has_called = attachment.last_seen_s > attachment.attached_at_s
-            silent_s = now_s - attachment.last_seen_s
-            is_silent = silent_s >= self.settings.attachment_ttl_s
-            if attachment.transport == "shm":
-                if (has_called or is_silent) and not slab.is_locked(attachment.attachment_id):
-                    self._gone(store, attachment, 0.0, "its process ended")
-            elif is_silent:
-                self._gone(store, attachment, None, f"silent for {silent_s:.0f} s")
-        self._forget_gone(store)
-
-    def _gone(self, store: Store, attachment: Attachment, grace_s: float | None, why: str) -> None:
-        logs.event(logger, "worker_gone", worker_id=attachment.worker_id, why=why)
-        store.detach(attachment.attachment_id, self._clock(), grace_s)
+    def _forget_gone(self) -> None:
+        """Attachments may be gone: so are their peers."""
+        if self.store is not None and self.peers is not None:
+            self.peers.keep([each.attachment_id for each in self.store.attachments])

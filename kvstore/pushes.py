@@ -1,5 +1,5 @@
-"""Pushes: the store WRITEs frames into a worker's blocks, and knows for each push whether it is
-over.
+"""Pushes: whoever has frames to be read, a store or a lender, WRITEs them into a worker's blocks,
+and knows for each push whether it is over.
 
 States of a push: unknown -> moving -> terminal. Asking about an unknown one makes it terminal, so
 that a request which is still on its way is refused when it comes: after a "terminal" nothing moves.
@@ -11,15 +11,14 @@ One asyncio loop.
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from kvstore.block import Block
 from kvstore.errors import GENERATION, TransferFailed
 from kvstore.nixl_agent import NixlAgent, Region, Transfer, merge_runs
-from kvstore.slab import Slab
-from kvstore.store import Store
 from process.deadline import Deadline
 from process.errors import AlreadyExists, InvalidArgument
 
@@ -37,6 +36,36 @@ class Target:
 
 
 @dataclass(frozen=True)
+class Frames:
+    """Our own frames as NIXL reaches them; `stride_bytes` from one to the next."""
+
+    region: Region
+    stride_bytes: int
+
+
+class ReadCounters(Protocol):
+    """Where bytes that went out are counted."""
+
+    num_bytes_read: int
+
+
+class Readable(Protocol):
+    """What a push needs of the truth about frames; a Store fits it, and a LoanTable."""
+
+    @property
+    def frame_bytes(self) -> int: ...
+    @property
+    def refused(self) -> Counter[str]: ...
+    @property
+    def counters(self) -> ReadCounters: ...
+    def hold(self, blocks: Sequence[Block]) -> tuple[str, list[bool]]:
+        """Keep frames as they are. Returns: an id for `unhold`, and for each block whether it still
+        is what it says."""
+
+    def unhold(self, hold_id: str) -> None: ...
+
+
+@dataclass(frozen=True)
 class PushOutcome:
     """terminal: all bytes of all blocks but the `stale` ones have arrived."""
 
@@ -48,11 +77,10 @@ class PushOutcome:
 class PushTable:
     """See the module."""
 
-    def __init__(self, store: Store, slab: Slab, agent: NixlAgent) -> None:
-        self._store = store
-        self._slab = slab
+    def __init__(self, source: Readable, frames: Frames, agent: NixlAgent) -> None:
+        self._source = source
+        self._frames = frames
         self._agent = agent
-        self._own = Region(slab.frames_address, slab.frames.nbytes)
         self._moving: dict[str, tuple[str, Transfer]] = {}  # push -> (peer, transfer)
         self._terminal: OrderedDict[str, None] = OrderedDict()
 
@@ -83,7 +111,8 @@ class PushTable:
         """Write blocks into the worker's blocks of the same index in `destinations`.
 
         Raises: InvalidArgument; AlreadyExists for an id that was used; TransferFailed when it ended
-            with an error. Cancelled or late, it goes on until its pieces under way are over.
+            with an error or could not begin. Cancelled or late, it goes on until its pieces under
+            way are over.
         """
         if not push_id:
             raise InvalidArgument("push_id", "must be given")
@@ -93,16 +122,20 @@ class PushTable:
             raise InvalidArgument("destinations", f"the region has {target.num_blocks} blocks")
         if push_id in self._moving or push_id in self._terminal:
             raise AlreadyExists(f"push {push_id} was there already")
-        hold_id, held = self._store.hold(blocks)
+        hold_id, held = self._source.hold(blocks)
         stale = [index for index, holds in enumerate(held) if not holds]
-        self._store.refused[GENERATION] += len(stale)
-        transfer = self._start(push_id, target, blocks, destinations, held, deadline)
+        self._source.refused[GENERATION] += len(stale)
+        try:
+            transfer = self._start(target, blocks, destinations, held, deadline)
+        except BaseException:  # the agent is closed: nothing moves
+            self._source.unhold(hold_id)
+            raise
         self._moving[push_id] = (target.peer, transfer)
 
         def over(_: asyncio.Future[None]) -> None:
             del self._moving[push_id]
             self._end(push_id)
-            self._store.unhold(hold_id)
+            self._source.unhold(hold_id)
 
         transfer.settled.add_done_callback(over)
         try:
@@ -115,24 +148,24 @@ class PushTable:
         await asyncio.wait([transfer.settled])  # the hold is let go before the answer is out
         if error is not None:
             raise error
-        num_bytes = (len(blocks) - len(stale)) * self._store.frame_bytes
-        self._store.counters.num_bytes_read += num_bytes
+        num_bytes = (len(blocks) - len(stale)) * self._source.frame_bytes
+        self._source.counters.num_bytes_read += num_bytes
         return PushOutcome(terminal=True, num_bytes=num_bytes, stale=stale)
 
     def _start(
         self,
-        push_id: str,
         target: Target,
         blocks: Sequence[Block],
         destinations: Sequence[int],
         held: Sequence[bool],
         deadline: Deadline,
     ) -> Transfer:
-        frame_bytes, stride = self._store.frame_bytes, self._slab.layout.stride_bytes
+        own, stride = self._frames.region, self._frames.stride_bytes
+        frame_bytes = self._source.frame_bytes
         runs = merge_runs(
             (
                 (
-                    self._own.address + block.frame * stride,
+                    own.address + block.frame * stride,
                     target.region.address + destination * frame_bytes,
                 )
                 for block, destination, holds in zip(blocks, destinations, held, strict=True)
@@ -140,7 +173,7 @@ class PushTable:
             ),
             frame_bytes,
         )
-        return self._agent.write(target.peer, runs, deadline, local=self._own, remote=target.region)
+        return self._agent.write(target.peer, runs, deadline, local=own, remote=target.region)
 
     def _end(self, push_id: str) -> None:
         self._terminal[push_id] = None

@@ -2,7 +2,7 @@
 
 A put that fails, is late or is cancelled leaves no reservation behind: what it reserved is given
 back in the background, and frames that its transfer may still write into first go out of use at the
-store. One asyncio loop; checksums run in the loop's default executor.
+store. Checksums are the transport's, over the worker's memory. One asyncio loop.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvstore import wire
+from kvstore import answer_checks, wire
 from kvstore.block import Block
 from kvstore.finishing import Background
 from kvstore.lease_calls import LeaseCalls
 from kvstore.rpc import Attached, StoreRpc
-from kvstore.transport.base import BlockMemory, PutItem, PutUnsettled, Transport
+from kvstore.transport.base import PutItem, PutUnsettled, Transport
 from process.deadline import Deadline
 from process.errors import BatonError, DeadlineExceeded
 from protos import kvstore_pb2
@@ -40,12 +40,14 @@ class PutResult:
 
 @dataclass(frozen=True)
 class Wanted:
-    """One reserved frame to write: which block, how many filled slots."""
+    """One reserved frame to write: which block, how many filled slots, under which name (none for a
+    tail)."""
 
     block_id: int
     num_tokens: int
     frame: int
     generation: int
+    chain_hash: bytes = b""
 
 
 class Putter:
@@ -55,7 +57,6 @@ class Putter:
         self,
         rpc: StoreRpc,
         attached: Attached,
-        memory: BlockMemory,
         transport: Transport,
         leases: LeaseCalls,
         background: Background,
@@ -63,7 +64,7 @@ class Putter:
         self._rpc = rpc
         self._attachment_id = attached.attachment_id
         self._frame_bytes = attached.frame_bytes
-        self._memory = memory
+        self._num_frames = attached.num_frames
         self._transport = transport
         self._leases = leases
         self._background = background
@@ -143,6 +144,9 @@ class Putter:
             ],
         )
         reply = await self._rpc.call(self._rpc.stub.Commit, request, deadline)
+        with self._rpc.reading():
+            chain_hashes = [each.chain_hash for each in wanted]
+            answer_checks.check_written(reply, request, chain_hashes, self._num_frames)
         blocks = wire.blocks_from_proto(reply.blocks)
         return {each.frame: block for each, block in zip(wanted, blocks, strict=True)}
 
@@ -166,9 +170,7 @@ class Putter:
         self._rpc.check()
         if deadline.expired:
             raise DeadlineExceeded("put: no time is left")
-        call = self._background.spawn(
-            self._rpc.call(self._rpc.stub.Reserve, request, Deadline.after(_RESERVE_TIMEOUT_S))
-        )
+        call = self._background.spawn(self._reserved(request, Deadline.after(_RESERVE_TIMEOUT_S)))
         try:
             await asyncio.wait([call], timeout=deadline.left_s())
         except asyncio.CancelledError:
@@ -178,6 +180,16 @@ class Putter:
             self._background.spawn(self._undo_reserve(call, owns_lease))
             raise DeadlineExceeded("reserve: the time for it ran out")
         reply: kvstore_pb2.ReserveReply = call.result()
+        return reply
+
+    async def _reserved(
+        self, request: kvstore_pb2.ReserveRequest, deadline: Deadline
+    ) -> kvstore_pb2.ReserveReply:
+        reply: kvstore_pb2.ReserveReply = await self._rpc.call(
+            self._rpc.stub.Reserve, request, deadline
+        )
+        with self._rpc.reading():
+            answer_checks.check_reserved(reply, request, self._num_frames)
         return reply
 
     async def _undo_reserve(
@@ -201,16 +213,7 @@ class Putter:
         if not wanted:
             return {}
         items = [PutItem(each.block_id, each.frame, each.generation) for each in wanted]
-        block_ids = [each.block_id for each in wanted]
-        loop = asyncio.get_running_loop()
-        hashing: asyncio.Future[list[int]] | None = None
-        if self._memory.device is None:  # from a device they would be copied twice
-            hashing = loop.run_in_executor(None, self._memory.checksums, block_ids)
         checksums = await self._transport.put(lease_id, items, deadline)
-        if checksums is None:
-            checksums = await (
-                hashing or loop.run_in_executor(None, self._memory.checksums, block_ids)
-            )
         return await self.commit(lease_id, wanted, checksums, deadline)
 
     async def _undo(
@@ -269,7 +272,13 @@ def _wanted(
     if len(sources) < len(answers):
         sources = [(0, 0)] * len(answers)  # only the frames matter: they are given back
     reserved = [
-        Wanted(block_id, filled, answer.block.frame, answer.block.generation)
+        Wanted(
+            block_id,
+            filled,
+            answer.block.frame,
+            answer.block.generation,
+            answer.block.chain_hash,
+        )
         for answer, (block_id, filled) in zip(answers, sources, strict=True)
         if answer.state == kvstore_pb2.RESERVE_STATE_RESERVED
     ]

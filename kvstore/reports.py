@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 from kvstore import block_hash
 from kvstore.block import Block
-from kvstore.errors import CHECKSUM
 from kvstore.slab import Slab
 from kvstore.store import Store
 from process import logs
@@ -24,7 +23,7 @@ async def drop_bad(store: Store, slab: Slab, blocks: Sequence[Block]) -> int:
     """Recompute the checksums of those frames that still are what they say, and drop what is bad
     with all below.
 
-    Returns: how many blocks went.
+    Returns: how many blocks went; 0 when somebody else dropped them meanwhile.
     """
     hold_id, _ = store.hold(blocks)
     try:
@@ -36,8 +35,7 @@ async def drop_bad(store: Store, slab: Slab, blocks: Sequence[Block]) -> int:
         num_dropped = store.drop(bad)
     finally:
         store.unhold(hold_id)
-    if bad:
-        store.refused[CHECKSUM] += len(bad)
+    if num_dropped:
         logs.event(
             logger,
             "blocks_damaged",

@@ -148,14 +148,21 @@ class Residency:
         return num_lost
 
     def take_page(self, entry: Entry) -> int | None:
-        """A page to write `entry` into (WRITING); None when nothing older or beyond its tenant's
-        share can give way."""
+        """A page to write `entry` into (WRITING); None when nobody can give way.
+
+        Others beyond their share give way to a tenant below its own whatever their age; otherwise
+        only what is older does, so that two who are beyond do not take pages from each other for
+        ever.
+        """
         page = self.pages.take()
         own = self.shares.group(entry.tenant)
         if page is None:
+            is_entitled = self.page_account.is_below_share(own)
             for group in self.page_account.giving_way(entry.tenant):
                 victim = self._page_order[group].first()
-                if victim is None or (group == own and victim.last_used >= entry.last_used):
+                if victim is None:
+                    continue
+                if victim.last_used >= entry.last_used and (group == own or not is_entitled):
                     continue
                 self._give_page_away(victim)
                 page = self.pages.take()
@@ -277,15 +284,16 @@ class Residency:
 
     def _offer(self, entry: Entry) -> None:
         """Let the orders find the entry where it is a candidate now. Called very often."""
-        group = self.shares.group(entry.tenant)
         if entry.page is None:
             self._clean.discard(entry)
             if entry.may_be_demoted:
+                group = self.shares.group(entry.tenant)
                 if entry.num_children == 0:
                     self._last_order[group].offer(entry)
                 if self.pages.num_pages:
                     self._demotion_order[group].offer(entry)
             return
+        group = self.shares.group(entry.tenant)
         if entry.is_clean:
             self._clean.add(entry)
             self._clean_order[group].offer(entry)

@@ -14,6 +14,7 @@ from typing import Any
 
 import grpc.aio
 
+from kvstore.answer_checks import SpoiledAnswer
 from kvstore.errors import LeaseLapsed
 from process import serving
 from process.deadline import Deadline
@@ -80,10 +81,23 @@ class StoreRpc:
                 reply = await method(request, timeout=deadline.left_s())
             except grpc.aio.AioRpcError as error:
                 raise self.translate(error) from error
-        if reply is None:  # what gRPC makes of a message that is none
-            self.mark_broken("an answer came that cannot be read")
-            self.check()
+        with self.reading():
+            if reply is None:  # what gRPC makes of a message that is none
+                raise SpoiledAnswer("it cannot be read")
         return reply
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Looking at an answer: one that is spoiled breaks the connection. Nobody knows what the
+        store has done for it, and the store cleans up after an attachment that is over.
+
+        Raises: Unavailable for a SpoiledAnswer.
+        """
+        try:
+            yield
+        except SpoiledAnswer as error:
+            self.mark_broken(f"an answer came that cannot be right: {error}")
+            raise Unavailable(f"store {self.address}: {error}", retry_after_s=0.0) from error
 
     @contextlib.contextmanager
     def closing_is_unavailable(self) -> Iterator[None]:

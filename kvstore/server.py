@@ -13,6 +13,7 @@ from kvstore.errors import LeaseLapsed
 from kvstore.frames import FrameState
 from kvstore.nixl_agent import Region
 from kvstore.node import Newcomer, StoreNode
+from kvstore.push_peers import PeerBlocks
 from kvstore.store import Store
 from process import serving
 from process.errors import InvalidArgument
@@ -25,6 +26,8 @@ MATCH_S = 30.0
 MATCH_PART = 0.8
 """Of the time that the caller gives, so that the answer still arrives."""
 MAX_TENANTS_TOLD = 64
+MAX_BYTES_READ = 1 << 44
+"""That one call may say were read: 16 TB, minutes of the fastest link."""
 LIST_CHUNK = 16_384
 """Chain hashes in one message: 300 kB, far below gRPC's limit of 4 MB."""
 
@@ -48,11 +51,18 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
     async def Attach(
         self, request: kvstore_pb2.AttachRequest, context: Context
     ) -> kvstore_pb2.AttachReply:
-        region = Region(
-            request.region_address,
-            request.region_num_blocks * request.block_bytes,
-            request.region_memory or "DRAM",
-            request.region_device_id,
+        if not wire.is_whole(request):
+            raise InvalidArgument("checksum", "the message was spoiled on its way")
+        peer = PeerBlocks(
+            request.nixl_metadata,
+            Region(
+                request.region_address,
+                request.region_num_blocks * request.block_bytes,
+                request.region_memory or "DRAM",
+                request.region_device_id,
+            ),
+            request.region_num_blocks,
+            request.block_bytes,
         )
         attachment = await self._node.attach(
             Newcomer(
@@ -61,9 +71,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
                 model_fingerprint=request.model_fingerprint,
                 block_bytes=request.block_bytes,
                 transport=request.transport,
-                nixl_metadata=request.nixl_metadata,
-                region=region,
-                num_blocks=request.region_num_blocks,
+                peer=peer,
             )
         )
         reply = kvstore_pb2.AttachReply(
@@ -79,10 +87,11 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
             reply.slab_bytes = slab.layout.total_bytes
             reply.frames_offset = slab.layout.frames_offset
             reply.generations_offset = slab.layout.generations_offset
-            if request.transport == "nixl" and self._node.nixl is not None:
-                reply.nixl_agent = self._node.nixl.name
-                reply.nixl_metadata = self._node.nixl_metadata
+            if request.transport == "nixl" and self._node.peers is not None:
+                reply.nixl_agent = self._node.peers.name
+                reply.nixl_metadata = self._node.peers.metadata
                 reply.region_address = slab.frames_address
+        reply.checksum = wire.checksum_of(reply)
         return reply
 
     @serving.unary
@@ -96,6 +105,8 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
     async def Match(
         self, request: kvstore_pb2.MatchRequest, context: Context
     ) -> kvstore_pb2.MatchReply:
+        if request.pin and not request.lease_id:
+            _check_ttl(request.ttl_ms)
         left_s = context.time_remaining()
         match = await self._node.match(
             request.attachment_id,
@@ -135,6 +146,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
         )
         if tail is not None:
             reply.tail.CopyFrom(_reserved(b"", tail))
+        reply.checksum = wire.checksum_of(reply)
         return reply
 
     @serving.unary
@@ -177,6 +189,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
     async def Renew(
         self, request: kvstore_pb2.RenewRequest, context: Context
     ) -> kvstore_pb2.RenewReply:
+        _check_num_bytes_read(request.num_bytes_read)
         if self._node.store is None:
             raise LeaseLapsed(f"lease {request.lease_id}: nobody is attached")
         self._node.store.renew(
@@ -191,6 +204,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
     async def Release(
         self, request: kvstore_pb2.ReleaseRequest, context: Context
     ) -> kvstore_pb2.ReleaseReply:
+        _check_num_bytes_read(request.num_bytes_read)
         if self._node.store is None:
             return kvstore_pb2.ReleaseReply()
         num_released = self._node.store.release(
@@ -202,6 +216,8 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
     async def Push(
         self, request: kvstore_pb2.PushRequest, context: Context
     ) -> kvstore_pb2.PushReply:
+        if not wire.is_whole(request):
+            raise InvalidArgument("checksum", "the message was spoiled on its way")
         outcome = await self._node.push(
             request.attachment_id,
             request.lease_id,
@@ -361,6 +377,12 @@ def tenants(store: Store) -> list[common_pb2.TenantUsage]:
         )
         for each in usage[:MAX_TENANTS_TOLD]
     ]
+
+
+def _check_num_bytes_read(num_bytes: int) -> None:
+    """The sum of what is told must always fit into the status."""
+    if num_bytes > MAX_BYTES_READ:
+        raise InvalidArgument("num_bytes_read", f"at most {MAX_BYTES_READ} at once")
 
 
 def _check_ttl(ttl_ms: int) -> None:

@@ -24,6 +24,7 @@ from kvstore.answers import Match, StoreCounters, StoreLimits
 from kvstore.attachments import Attachment, AttachmentTable, QuarantineList
 from kvstore.block import Block
 from kvstore.catalog import Entry
+from kvstore.errors import CHECKSUM
 from kvstore.leases import Lease, LeaseTable
 from kvstore.residency import Residency
 from kvstore.tiers.moves import TierMoves
@@ -197,12 +198,15 @@ class Store:
 
     def drop(self, bad: Sequence[Block]) -> int:
         """Take blocks whose bytes are bad out, with all below them. A bad one's generation changes
-        at once; frames that leases still pin come free when the last of these ends.
+        at once; frames that leases still pin come free when the last of these ends. Each is counted
+        as refused once, whoever finds it bad, and however often.
 
         Returns: how many blocks went.
         """
-        entries = [entry for block in bad if (entry := self._entry_of(block)) is not None]
-        num_tails = len({entry for entry in entries if not entry.chain_hash})
+        found = dict.fromkeys(self._entry_of(block) for block in bad)
+        entries = [entry for entry in found if entry is not None]
+        self.refused[CHECKSUM] += len(entries)
+        num_tails = sum(1 for entry in entries if not entry.chain_hash)
         num_lost = self.places.lose(entries)
         for entry in entries:
             self.places.condemn(entry)

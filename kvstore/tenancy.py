@@ -77,6 +77,8 @@ def giving_way(used: Mapping[str, int], guaranteed: Mapping[str, int], asking: s
         for group, num in used.items()
         if num > 0 and (group == asking or num > guaranteed.get(group, 0))
     ]
+    if len(able) < 2:
+        return able
     return sorted(able, key=lambda group: (-beyond(group), group == asking, group))
 
 
@@ -127,8 +129,9 @@ class PlaceAccount:
 
     def charge_to(self, place: int, tenant: str) -> None:
         """The place turns out to be another tenant's: who was first to store the block."""
-        self.give_back(place)
-        self.take(place, tenant)
+        if self._tenants[place] != tenant:
+            self.give_back(place)
+            self.take(place, tenant)
 
     def tenant_of(self, place: int) -> str:
         return self._tenants[place]
@@ -140,6 +143,10 @@ class PlaceAccount:
     def giving_way(self, tenant: str) -> list[str]:
         """The groups that may lose a place to `tenant`, first to be tried first."""
         return giving_way(self._used_by_group, self.guaranteed, self._shares.group(tenant))
+
+    def is_below_share(self, group: str) -> bool:
+        """Whether the group holds less than it is guaranteed."""
+        return self._used_by_group[group] < self.guaranteed[group]
 
     def check_integrity(self, taken: Collection[int]) -> None:
         """`taken`: the places that are not free. Raises: IntegrityError."""
@@ -156,6 +163,8 @@ class PlaceAccount:
     def _count(self, tenant: str, by: int) -> None:
         group = self._shares.group(tenant)
         for counter, key in ((self._used, tenant), (self._used_by_group, group)):
-            counter[key] += by
-            if counter[key] == 0:
+            num = counter[key] + by
+            if num:
+                counter[key] = num
+            else:
                 del counter[key]

@@ -6,8 +6,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from kvstore import block_hash
 from kvstore.block import Block, Tier
-from protos import common_pb2
+from protos import common_pb2, kvstore_pb2
+
+Checked = (
+    kvstore_pb2.AttachRequest
+    | kvstore_pb2.AttachReply
+    | kvstore_pb2.ReserveReply
+    | kvstore_pb2.PushRequest
+)
+"""Messages that say where to write: they carry a checksum of themselves."""
+
+_TIER_NAMES = {tier: common_pb2.Tier.Name(tier.value) for tier in Tier}
+_TIERS = {tier.value: tier for tier in Tier}
 
 
 def block_to_proto(block: Block) -> common_pb2.BlockRef:
@@ -17,21 +29,19 @@ def block_to_proto(block: Block) -> common_pb2.BlockRef:
         generation=block.generation,
         checksum=block.checksum,
         num_tokens=block.num_tokens,
-        tier=common_pb2.Tier.Name(block.tier.value),
+        tier=_TIER_NAMES[block.tier],
     )
 
 
 def block_from_proto(message: common_pb2.BlockRef) -> Block:
     """A tier that this version does not know becomes UNSPECIFIED."""
-    number = int(message.tier)
-    known = number in {int(tier) for tier in Tier}
     return Block(
         chain_hash=message.chain_hash,
         frame=message.frame,
         generation=message.generation,
         checksum=message.checksum,
         num_tokens=message.num_tokens,
-        tier=Tier(number) if known else Tier.UNSPECIFIED,
+        tier=_TIERS.get(message.tier, Tier.UNSPECIFIED),
     )
 
 
@@ -42,3 +52,20 @@ def blocks_from_proto(messages: Iterable[common_pb2.BlockRef]) -> list[Block]:
 def ttl_ms(ttl_s: float) -> int:
     """Milliseconds for the wire, rounded up so that a short time never becomes 'none'."""
     return max(0, math.ceil(ttl_s * 1000))
+
+
+def checksum_of(message: Checked) -> int:
+    """Of everything in the message but its own field `checksum`, which is unset when this returns.
+
+    It is carried by the messages that say where to write: NIXL's writes ask nobody, and one that
+    went elsewhere would be found by whoever reads there next, or never. And NIXL ends a process
+    that gives it spoiled metadata (seen: SIGSEGV for one turned bit in a hundred).
+    """
+    message.ClearField("checksum")
+    return block_hash.checksum(message.SerializeToString(deterministic=True))
+
+
+def is_whole(message: Checked) -> bool:
+    """Whether the message's checksum is its own; the field is unset when this returns."""
+    told = message.checksum
+    return checksum_of(message) == told

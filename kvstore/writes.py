@@ -99,12 +99,7 @@ class Writes:
         UnknownAttachment."""
         self._lapse(now_s)
         self._attachments.get(attachment_id, now_s)
-        reservation = self._leases.get(lease_id).reservations.get(frame)
-        if reservation is None or (reservation.generation, reservation.attachment_id) != (
-            generation,
-            attachment_id,
-        ):
-            raise LeaseLapsed(f"frame {frame}: not reserved at generation {generation}")
+        _reservation(self._leases.get(lease_id), attachment_id, frame, generation)
 
     def commit(
         self, attachment_id: str, lease_id: str, written: Sequence[Written], now_s: float
@@ -115,17 +110,17 @@ class Writes:
         Raises: LeaseLapsed; UnknownAttachment; FailedPrecondition when a parent is not present.
         """
         self._lapse(now_s)
+        self._attachments.get(attachment_id, now_s)
+        lease = self._leases.get(lease_id)
         coming: set[bytes] = set()
         for each in written:
-            self.check_reservation(attachment_id, lease_id, each.frame, each.generation, now_s)
-            reservation = self._leases.get(lease_id).reservations[each.frame]
+            reservation = _reservation(lease, attachment_id, each.frame, each.generation)
             parent = reservation.parent
             if parent and parent not in coming and self._catalog.find(parent) is None:
                 raise FailedPrecondition(f"frame {each.frame}: its parent was never committed")
             coming.add(reservation.chain_hash)
         if len({each.frame for each in written}) != len(written):
             raise InvalidArgument("blocks", "a frame is named twice")
-        lease = self._leases.get(lease_id)
         return [self._commit_one(lease, each) for each in written]
 
     def abort(
@@ -230,6 +225,18 @@ class Writes:
         if entry.block is None:
             raise IntegrityError(f"frame {written.frame}: committed and empty")
         return entry.block
+
+
+def _reservation(lease: Lease, attachment_id: str, frame: int, generation: int) -> Reservation:
+    """The frame's, if it is the caller's. Raises: LeaseLapsed."""
+    reservation = lease.reservations.get(frame)
+    if (
+        reservation is None
+        or reservation.generation != generation
+        or reservation.attachment_id != attachment_id
+    ):
+        raise LeaseLapsed(f"frame {frame}: not reserved at generation {generation}")
+    return reservation
 
 
 def _check_hashes(parent: bytes, chain_hashes: Sequence[bytes]) -> None:

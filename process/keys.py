@@ -63,7 +63,7 @@ def load(path: Path) -> tuple[Key, ...]:
     Raises: SettingsError naming the file, the line and the fix. A key is never part of a message.
     """
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=_open_at_once) as file:
             # Of the open file: nobody can put another one in its place between check and read.
             _check_mode(path, os.fstat(file.fileno()))
             content = file.read(MAX_FILE_BYTES + 1)
@@ -114,15 +114,20 @@ def create(path: Path) -> Key:
     """
     key = new_key()
     try:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        with os.fdopen(os.open(path, flags, 0o600), "w", encoding="ascii") as file:
-            file.write(_text([key]))
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
         raise SettingsError(
             f"key file {path}: is there already; `baton keys rotate {path}` adds a key to it"
         ) from None
     except OSError as error:
         raise SettingsError(f"key file {path}: {error.strerror}") from error
+    try:
+        _write(handle, [key])
+    except BaseException as error:
+        path.unlink(missing_ok=True)  # half of it, and ours: it was not there before
+        if isinstance(error, OSError):
+            raise SettingsError(f"key file {path}: {error.strerror}") from error
+        raise
     return key
 
 
@@ -161,22 +166,42 @@ def drop_old(path: Path) -> Key:
 
 
 def _replace(path: Path, keys: Sequence[Key]) -> None:
-    """Readers see the old file or the new one, and its mode is never wider."""
+    """Readers see the old file or the new one; it stays its owner's, and its mode is never
+    wider."""
     path = path.resolve()  # a link stays one
-    scratch: str | None = None
+    scratch: Path | None = None
     try:
-        mode = stat.S_IMODE(path.stat().st_mode)
-        handle, scratch = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # 0600
-        with os.fdopen(handle, "w", encoding="ascii") as file:
-            file.write(_text(keys))
-            file.flush()
-            os.fchmod(file.fileno(), mode)
-            os.fsync(file.fileno())
+        found = path.stat()
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # 0600
+        scratch = Path(name)
+        _write(handle, keys, like=found)
         os.replace(scratch, path)
+        scratch = None
+    except PermissionError as error:
+        raise SettingsError(
+            f"key file {path}: {error.strerror}; change it as its owner, or as root"
+        ) from error
     except OSError as error:
-        if scratch is not None:
-            Path(scratch).unlink(missing_ok=True)
         raise SettingsError(f"key file {path}: {error.strerror}") from error
+    finally:
+        if scratch is not None:
+            scratch.unlink(missing_ok=True)
+
+
+def _write(handle: int, keys: Sequence[Key], *, like: os.stat_result | None = None) -> None:
+    """Fill a new file, which is owned and may be used like another one, and close it."""
+    with os.fdopen(handle, "w", encoding="ascii") as file:
+        file.write(_text(keys))
+        file.flush()
+        if like is not None:
+            os.fchown(file.fileno(), like.st_uid, like.st_gid)
+            os.fchmod(file.fileno(), stat.S_IMODE(like.st_mode))  # behind it: owners lose bits
+        os.fsync(file.fileno())
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """A pipe is not waited for, but found to be none."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _text(keys: Sequence[Key]) -> str:

@@ -9,6 +9,7 @@ This is the only module that knows status codes. A servicer wraps its methods in
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
@@ -17,6 +18,7 @@ from typing import Any, NoReturn, TypeVar
 import grpc
 import grpc.aio
 from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
@@ -29,6 +31,9 @@ Reply = TypeVar("Reply")
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """Between our own processes; the router's client port has a smaller bound of its own."""
+
+MAX_RETRY_AFTER_S = 3600.0
+"""Longest pause that anybody here asks for; a message that says more was spoiled."""
 
 # Most specific first: the first that matches decides.
 _CODES: tuple[tuple[type[BaseException], grpc.StatusCode], ...] = (
@@ -82,15 +87,18 @@ def error_of_code(
 
 
 def error_from_rpc(error: grpc.aio.AioRpcError) -> errors.BatonError:
-    """The error that the server raised, or what the failed connection means."""
+    """The error that the server raised, or what the failed connection means. Details that cannot
+    be read, or cannot be right, are passed over: the status itself says what is wrong."""
     field: str | None = None
     retry_after_s: float | None = None
-    for detail in _details(error):
-        bad_request, retry = error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
-        if detail.Unpack(bad_request) and bad_request.field_violations:
-            field = bad_request.field_violations[0].field
-        elif detail.Unpack(retry):
-            retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
+    bad_request, retry = error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
+    with contextlib.suppress(DecodeError):
+        for detail in _details(error):
+            if detail.Unpack(bad_request) and bad_request.field_violations:
+                field = bad_request.field_violations[0].field
+            elif detail.Unpack(retry):
+                told_s = retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9
+                retry_after_s = told_s if 0 <= told_s <= MAX_RETRY_AFTER_S else None
     return _error(error.code(), error.details() or "", retry_after_s, field)
 
 
@@ -127,6 +135,7 @@ def unary(handler: Unary[Request, Reply]) -> Unary[Request, Reply]:
         self: Any, request: Request, context: grpc.aio.ServicerContext[Any, Any]
     ) -> Reply:
         try:
+            grpc_server.check_readable(request)
             return await handler(self, request, context)
         except (asyncio.CancelledError, grpc.aio.AbortError):
             raise
@@ -144,6 +153,7 @@ def streaming(handler: Streaming[Request, Reply]) -> Streaming[Request, Reply]:
         self: Any, request: Request, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[Reply]:
         try:
+            grpc_server.check_readable(request)
             async for reply in handler(self, request, context):
                 yield reply
         except (asyncio.CancelledError, GeneratorExit, grpc.aio.AbortError):
@@ -169,7 +179,9 @@ def channel(address: str, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc
             # A peer that restarts is met again within a second instead of gRPC's default of up to
             # two minutes.
             ("grpc.initial_reconnect_backoff_ms", 100),
-            ("grpc.min_reconnect_backoff_ms", 100),
+            # This one is the least time that a handshake gets: a busy peer takes its while, and a
+            # call would fail for it. One that is away refuses at once.
+            ("grpc.min_reconnect_backoff_ms", 1_000),
             ("grpc.max_reconnect_backoff_ms", 1_000),
         ],
     )

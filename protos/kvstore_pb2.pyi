@@ -19,7 +19,7 @@ RESERVE_STATE_PRESENT: ReserveState
 RESERVE_STATE_NO_ROOM: ReserveState
 
 class AttachRequest(_message.Message):
-    __slots__ = ("worker_id", "worker_incarnation", "model_fingerprint", "block_bytes", "transport", "nixl_agent", "nixl_metadata", "region_address", "region_num_blocks", "region_device_id", "region_memory")
+    __slots__ = ("worker_id", "worker_incarnation", "model_fingerprint", "block_bytes", "transport", "nixl_agent", "nixl_metadata", "region_address", "region_num_blocks", "region_device_id", "region_memory", "checksum")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     WORKER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -31,6 +31,7 @@ class AttachRequest(_message.Message):
     REGION_NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     REGION_DEVICE_ID_FIELD_NUMBER: _ClassVar[int]
     REGION_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     worker_incarnation: bytes
     model_fingerprint: bytes
@@ -42,10 +43,11 @@ class AttachRequest(_message.Message):
     region_num_blocks: int
     region_device_id: int
     region_memory: str
-    def __init__(self, worker_id: _Optional[str] = ..., worker_incarnation: _Optional[bytes] = ..., model_fingerprint: _Optional[bytes] = ..., block_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., nixl_agent: _Optional[str] = ..., nixl_metadata: _Optional[bytes] = ..., region_address: _Optional[int] = ..., region_num_blocks: _Optional[int] = ..., region_device_id: _Optional[int] = ..., region_memory: _Optional[str] = ...) -> None: ...
+    checksum: int
+    def __init__(self, worker_id: _Optional[str] = ..., worker_incarnation: _Optional[bytes] = ..., model_fingerprint: _Optional[bytes] = ..., block_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., nixl_agent: _Optional[str] = ..., nixl_metadata: _Optional[bytes] = ..., region_address: _Optional[int] = ..., region_num_blocks: _Optional[int] = ..., region_device_id: _Optional[int] = ..., region_memory: _Optional[str] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class AttachReply(_message.Message):
-    __slots__ = ("node_id", "incarnation", "frame_bytes", "num_frames", "slab_path", "slab_bytes", "frames_offset", "generations_offset", "nixl_agent", "nixl_metadata", "region_address", "attachment_id", "probe", "probe_lease_id")
+    __slots__ = ("node_id", "incarnation", "frame_bytes", "num_frames", "slab_path", "slab_bytes", "frames_offset", "generations_offset", "nixl_agent", "nixl_metadata", "region_address", "attachment_id", "checksum")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     FRAME_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -58,8 +60,7 @@ class AttachReply(_message.Message):
     NIXL_METADATA_FIELD_NUMBER: _ClassVar[int]
     REGION_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
-    PROBE_FIELD_NUMBER: _ClassVar[int]
-    PROBE_LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     incarnation: bytes
     frame_bytes: int
@@ -72,9 +73,8 @@ class AttachReply(_message.Message):
     nixl_metadata: bytes
     region_address: int
     attachment_id: str
-    probe: _containers.RepeatedCompositeFieldContainer[_common_pb2.BlockRef]
-    probe_lease_id: str
-    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., frame_bytes: _Optional[int] = ..., num_frames: _Optional[int] = ..., slab_path: _Optional[str] = ..., slab_bytes: _Optional[int] = ..., frames_offset: _Optional[int] = ..., generations_offset: _Optional[int] = ..., nixl_agent: _Optional[str] = ..., nixl_metadata: _Optional[bytes] = ..., region_address: _Optional[int] = ..., attachment_id: _Optional[str] = ..., probe: _Optional[_Iterable[_Union[_common_pb2.BlockRef, _Mapping]]] = ..., probe_lease_id: _Optional[str] = ...) -> None: ...
+    checksum: int
+    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., frame_bytes: _Optional[int] = ..., num_frames: _Optional[int] = ..., slab_path: _Optional[str] = ..., slab_bytes: _Optional[int] = ..., frames_offset: _Optional[int] = ..., generations_offset: _Optional[int] = ..., nixl_agent: _Optional[str] = ..., nixl_metadata: _Optional[bytes] = ..., region_address: _Optional[int] = ..., attachment_id: _Optional[str] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class DetachRequest(_message.Message):
     __slots__ = ("attachment_id",)
@@ -139,16 +139,18 @@ class ReservedBlock(_message.Message):
     def __init__(self, state: _Optional[_Union[ReserveState, str]] = ..., block: _Optional[_Union[_common_pb2.BlockRef, _Mapping]] = ...) -> None: ...
 
 class ReserveReply(_message.Message):
-    __slots__ = ("lease_id", "blocks", "tail", "incarnation")
+    __slots__ = ("lease_id", "blocks", "tail", "incarnation", "checksum")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TAIL_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     lease_id: str
     blocks: _containers.RepeatedCompositeFieldContainer[ReservedBlock]
     tail: ReservedBlock
     incarnation: bytes
-    def __init__(self, lease_id: _Optional[str] = ..., blocks: _Optional[_Iterable[_Union[ReservedBlock, _Mapping]]] = ..., tail: _Optional[_Union[ReservedBlock, _Mapping]] = ..., incarnation: _Optional[bytes] = ...) -> None: ...
+    checksum: int
+    def __init__(self, lease_id: _Optional[str] = ..., blocks: _Optional[_Iterable[_Union[ReservedBlock, _Mapping]]] = ..., tail: _Optional[_Union[ReservedBlock, _Mapping]] = ..., incarnation: _Optional[bytes] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class CommitBlock(_message.Message):
     __slots__ = ("frame", "generation", "checksum", "num_tokens")
@@ -241,20 +243,22 @@ class ReleaseReply(_message.Message):
     def __init__(self, num_released: _Optional[int] = ...) -> None: ...
 
 class PushRequest(_message.Message):
-    __slots__ = ("attachment_id", "lease_id", "blocks", "destinations", "budget_ms", "push_id")
+    __slots__ = ("attachment_id", "lease_id", "blocks", "destinations", "budget_ms", "push_id", "checksum")
     ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     DESTINATIONS_FIELD_NUMBER: _ClassVar[int]
     BUDGET_MS_FIELD_NUMBER: _ClassVar[int]
     PUSH_ID_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     attachment_id: str
     lease_id: str
     blocks: _containers.RepeatedCompositeFieldContainer[_common_pb2.BlockRef]
     destinations: _containers.RepeatedScalarFieldContainer[int]
     budget_ms: int
     push_id: str
-    def __init__(self, attachment_id: _Optional[str] = ..., lease_id: _Optional[str] = ..., blocks: _Optional[_Iterable[_Union[_common_pb2.BlockRef, _Mapping]]] = ..., destinations: _Optional[_Iterable[int]] = ..., budget_ms: _Optional[int] = ..., push_id: _Optional[str] = ...) -> None: ...
+    checksum: int
+    def __init__(self, attachment_id: _Optional[str] = ..., lease_id: _Optional[str] = ..., blocks: _Optional[_Iterable[_Union[_common_pb2.BlockRef, _Mapping]]] = ..., destinations: _Optional[_Iterable[int]] = ..., budget_ms: _Optional[int] = ..., push_id: _Optional[str] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class PushReply(_message.Message):
     __slots__ = ("push_id", "terminal", "num_bytes", "stale")

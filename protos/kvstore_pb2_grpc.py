@@ -133,7 +133,8 @@ class KvStoreServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Match(self, request, context):
-        """Longest prefix present, pinned under a lease if asked.
+        """Longest prefix present, pinned under a lease if asked. Of a lender, which is no store: nothing, but for a few free blocks
+        to measure the way with, asked for by a name of their own (kvstore/lending).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -24,7 +24,7 @@ tail with no search. Called from the engine's thread only.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -214,8 +214,8 @@ class BlockPool:
         """End one hold of each. Raises: WrongState naming a block that is not held; nothing was
         done."""
         block_ids = tuple(block_ids)
-        for block_id in block_ids:
-            if self._num_holds.get(block_id, 0) < block_ids.count(block_id):
+        for block_id, num_ended in Counter(block_ids).items():
+            if self._num_holds.get(block_id, 0) < num_ended:
                 raise WrongState(f"block {block_id} is not quarantined")
         for block_id in block_ids:
             self._num_holds[block_id] -= 1

@@ -112,14 +112,22 @@ def check_supported(config: Mapping[str, Any], name: str) -> None:
 
 
 def choose_device(device: str) -> str:
-    """Raises: LoadError when CUDA is asked for and absent."""
+    """The device by kind and number. Raises: LoadError when CUDA, or that one, is asked for and
+    absent."""
     if device == "auto":
         return "cuda:0" if torch.cuda.is_available() else "cpu"
-    if device == "cuda":
-        if not torch.cuda.is_available():
-            raise LoadError("device: cuda was asked for, but torch finds none; use device=cpu")
-        return "cuda:0"
-    return device
+    kind, _, number = device.partition(":")
+    if kind != "cuda":
+        return device
+    if not torch.cuda.is_available():
+        raise LoadError(f"device: {device} was asked for, but torch finds none; use device=cpu")
+    index, num_devices = int(number or 0), torch.cuda.device_count()
+    if index >= num_devices:
+        raise LoadError(
+            f"device: {device} was asked for, but torch finds {num_devices}; the last one is "
+            f"cuda:{num_devices - 1}"
+        )
+    return f"cuda:{index}"
 
 
 def choose_dtype(dtype: str, config: Mapping[str, Any]) -> str:

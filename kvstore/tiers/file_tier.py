@@ -24,7 +24,6 @@ from pathlib import Path
 
 from kvstore import block_hash
 from kvstore.catalog import Entry
-from kvstore.errors import CHECKSUM
 from kvstore.finishing import finish
 from kvstore.residency import StoredPage
 from kvstore.slab import Slab
@@ -187,7 +186,6 @@ class FileTier:
         ]
         if bad:
             num_dropped = self._store.drop(bad)
-            self._store.refused[CHECKSUM] += len(bad)
             logs.event(
                 logger,
                 "blocks_damaged",

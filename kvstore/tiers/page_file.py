@@ -108,6 +108,7 @@ class PageFile:
             why = _why_not(found, layout, os.fstat(fd).st_size)
             if why is None:
                 return cls(path, fd, layout, _FILE.unpack(found[: _FILE.size])[2])
+            _check_room(fd, path, layout)
             if found:
                 told(why)
             return cls(path, fd, layout, _make(fd, path, layout))
@@ -197,9 +198,6 @@ class PageFile:
 def _make(fd: int, path: Path, layout: PageLayout) -> bytes:
     """Take the room, all zeros, then write the file's header: without it the file is no tier."""
     os.ftruncate(fd, 0)
-    free = os.statvfs(path.parent)
-    if free.f_bavail * free.f_frsize < layout.total_bytes:
-        raise NoCapacity(_no_room(path, layout))
     try:
         os.posix_fallocate(fd, 0, layout.total_bytes)
     except OSError as error:
@@ -209,6 +207,13 @@ def _make(fd: int, path: Path, layout: PageLayout) -> bytes:
     header = _pack_file(layout, file_id)
     _write(fd, memoryview(header), 0)
     return file_id
+
+
+def _check_room(fd: int, path: Path, layout: PageLayout) -> None:
+    """Before anything is cleared, whose room counts as free. Raises: NoCapacity."""
+    free = os.statvfs(path.parent)
+    if free.f_bavail * free.f_frsize + os.fstat(fd).st_blocks * 512 < layout.total_bytes:
+        raise NoCapacity(_no_room(path, layout))
 
 
 def _pack_file(layout: PageLayout, file_id: bytes) -> bytes:

@@ -118,12 +118,12 @@ class GetItem:
 @dataclass(frozen=True)
 class GetResult:
     """num_bytes: bytes that came and may be used. failed: index into the items -> reason
-    (kvstore.errors.REASONS). checksums: index into the items -> checksum that the transport itself
-    computed over what it moved; None: whoever verifies computes them over the worker's memory."""
+    (kvstore.errors.REASONS). checksums: index into the items -> checksum of what came, over the
+    bytes as the worker has them (a device's: as they lie in host memory); one without is bad."""
 
     num_bytes: int
     failed: dict[int, str] = field(default_factory=dict)
-    checksums: Mapping[int, int] | None = None
+    checksums: Mapping[int, int] = field(default_factory=dict)
 
 
 class PutUnsettled(Exception):
@@ -150,17 +150,18 @@ class Transport(Protocol):
 
     async def put(
         self, lease_id: str, items: Sequence[PutItem], deadline: Deadline
-    ) -> Sequence[int] | None:
+    ) -> Sequence[int]:
         """Write blocks into reserved frames. They must not change until this is over.
 
-        Returns: the items' checksums, in order, where the transport computed them over what it
-            wrote; None: the client computes them over the worker's memory.
+        Returns: the items' checksums, in order, of the bytes as the worker has them (a device's: as
+            they lie in host memory): what is lost between there and the frame is found by whoever
+            reads the frame.
         Raises: LeaseLapsed, DeadlineExceeded, Unavailable, TransferFailed; PutUnsettled as the
             module says.
         """
 
     async def get(self, lease_id: str, items: Sequence[GetItem], deadline: Deadline) -> GetResult:
-        """Copy committed blocks into the worker's blocks. Checksums are not looked at here.
+        """Copy committed blocks into the worker's blocks. Checksums are not compared here.
 
         Raises: LeaseLapsed, DeadlineExceeded, Unavailable, TransferFailed; TransferTimeout,
             TransferCancelled.

@@ -50,7 +50,9 @@ async def connect(
 
 async def _refuse_store_of_this_host(attached: Attached) -> None:
     """Between a device and another process' host memory NIXL falls to under 1 GB/s, without a word
-    (measured)."""
+    (measured). A lender has no slab, and its blocks lie on a device as a rule."""
+    if not attached.slab_path:
+        return
     try:
         slab = await asyncio.to_thread(Slab.open, Path(attached.slab_path), attached.incarnation)
     except FailedPrecondition:

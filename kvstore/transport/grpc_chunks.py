@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Sequence
 import grpc.aio
 import numpy as np
 
-from kvstore import wire
+from kvstore import block_hash, wire
 from kvstore.errors import GENERATION, TRANSPORT, TransferFailed
 from kvstore.rpc import Attached, StoreRpc
 from kvstore.transport.base import BlockMemory, GetItem, GetResult, PutItem
@@ -35,10 +35,16 @@ class GrpcTransport:
         self._rpc = rpc
         self._attachment_id = attached.attachment_id
 
-    async def put(self, lease_id: str, items: Sequence[PutItem], deadline: Deadline) -> None:
+    async def put(
+        self, lease_id: str, items: Sequence[PutItem], deadline: Deadline
+    ) -> Sequence[int]:
+        checksums: list[int] = []
         if items:
-            chunks = self._chunks(lease_id, items)
+            chunks = self._chunks(lease_id, items, checksums)
             await self._rpc.call(self._rpc.stub.Write, chunks, deadline)
+        if len(checksums) < len(items):
+            raise TransferFailed("the store did not wait for all blocks")
+        return checksums
 
     async def get(self, lease_id: str, items: Sequence[GetItem], deadline: Deadline) -> GetResult:
         if not items:
@@ -50,7 +56,7 @@ class GrpcTransport:
             blocks=[wire.block_to_proto(item.ref) for item in items],
             chunk_bytes=CHUNK_BYTES,
         )
-        received = [0] * len(items)
+        received = [_Received() for _ in items]
         failed: dict[int, str] = {}
         call = self._rpc.stub.Read(request, timeout=deadline.left_s())
         try:
@@ -71,37 +77,63 @@ class GrpcTransport:
         except asyncio.CancelledError:
             call.cancel()
             raise
-        for index, num_bytes in enumerate(received):
-            if num_bytes != self._memory.block_bytes:
+        for index, block in enumerate(received):
+            if block.num_bytes != self._memory.block_bytes:
                 failed.setdefault(index, TRANSPORT)
-        return GetResult((len(items) - len(failed)) * self._memory.block_bytes, failed)
+        checksums = {
+            index: block.running.value
+            for index, block in enumerate(received)
+            if index not in failed
+        }
+        return GetResult(len(checksums) * self._memory.block_bytes, failed, checksums)
 
     async def close(self) -> None:
         return
 
     async def _chunks(
-        self, lease_id: str, items: Sequence[PutItem]
+        self, lease_id: str, items: Sequence[PutItem], checksums: list[int]
     ) -> AsyncIterator[kvstore_pb2.WriteChunk]:
+        """The blocks in pieces. `checksums` gets each block's when its last piece is made: a piece
+        that was just hashed is copied out of the cache."""
         for item in items:
             block = self._memory.view[item.block_id]
+            running = block_hash.RunningChecksum()
             for offset in range(0, self._memory.block_bytes, CHUNK_BYTES):
+                piece = block[offset : offset + CHUNK_BYTES]
+                running.update(piece)
+                if offset + CHUNK_BYTES >= self._memory.block_bytes:
+                    checksums.append(running.value)
                 yield kvstore_pb2.WriteChunk(
                     attachment_id=self._attachment_id,
                     lease_id=lease_id,
                     frame=item.frame,
                     generation=item.generation,
                     offset=offset,
-                    data=block[offset : offset + CHUNK_BYTES].tobytes(),
+                    data=piece.tobytes(),
                 )
 
     def _take(
-        self, chunk: kvstore_pb2.ReadChunk, items: Sequence[GetItem], received: list[int]
+        self, chunk: kvstore_pb2.ReadChunk, items: Sequence[GetItem], received: list[_Received]
     ) -> bool:
-        """Copy one chunk where it belongs. Returns: False when it is not the one expected next."""
-        end = chunk.offset + len(chunk.data)
-        if end > self._memory.block_bytes or chunk.offset != received[chunk.index]:
-            return False
+        """Copy one chunk where it belongs, and hash it there. Returns: False when it is not the one
+        expected next."""
+        block = received[chunk.index]
         data = np.frombuffer(chunk.data, dtype=np.uint8)
-        np.copyto(self._memory.view[items[chunk.index].block_id, chunk.offset : end], data)
-        received[chunk.index] = end
+        end = chunk.offset + len(data)
+        if end > self._memory.block_bytes or chunk.offset != block.num_bytes:
+            return False
+        target = self._memory.view[items[chunk.index].block_id, chunk.offset : end]
+        np.copyto(target, data)
+        block.running.update(target)
+        block.num_bytes = end
         return True
+
+
+class _Received:
+    """What has come of one block."""
+
+    __slots__ = ("num_bytes", "running")
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self.running = block_hash.RunningChecksum()

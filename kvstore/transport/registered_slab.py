@@ -28,20 +28,22 @@ async def open_registered(device: Device, path: Path, incarnation: bytes) -> Sla
     Raises: FailedPrecondition when it cannot be mapped here, or the device cannot use it.
     """
     key = (id(asyncio.get_running_loop()), device.device_id, str(path), incarnation)
-    task = _opening.get(key)
-    if task is None:
-        task = asyncio.create_task(asyncio.to_thread(_open, device, path, incarnation))
-        _opening[key] = task
-        task.add_done_callback(lambda _: _expire(key, device))
-    try:
-        slab = await asyncio.shield(task)
-    except BaseException:
-        if task.done() and not task.cancelled() and task.exception() is not None:
-            _opening.pop(key, None)
-        raise
-    if _opening.pop(key, None) is None:  # two waited: the other one has it
-        return await asyncio.to_thread(_open, device, path, incarnation)
-    return slab
+    while True:
+        task = _opening.get(key)
+        if task is None:
+            task = asyncio.create_task(asyncio.to_thread(_open, device, path, incarnation))
+            _opening[key] = task
+            task.add_done_callback(lambda done: _expire(key, done, device))
+        try:
+            slab = await asyncio.shield(task)
+        except BaseException:
+            if task.done() and not task.cancelled() and task.exception() is not None:
+                _forget(key, task)
+            raise
+        if _forget(key, task):
+            return slab
+        # Several waited for this one and another has it: on to one of our own, by the same way, so
+        # that it is kept, or given back, if we do not live to take it.
 
 
 def close_registered(device: Device, slab: Slab) -> None:
@@ -69,15 +71,19 @@ def _open(device: Device, path: Path, incarnation: bytes) -> Slab:
     return slab
 
 
-def _expire(key: _Key, device: Device) -> None:
-    task = _opening.get(key)
-    if task is not None:
+def _forget(key: _Key, task: asyncio.Task[Slab]) -> bool:
+    """Whether the task's result was still there to take; it is not from now on."""
+    if _opening.get(key) is not task:
+        return False
+    del _opening[key]
+    return True
+
+
+def _expire(key: _Key, task: asyncio.Task[Slab], device: Device) -> None:
+    if _opening.get(key) is task:
         task.get_loop().call_later(KEEP_S, _drop, key, task, device)
 
 
 def _drop(key: _Key, task: asyncio.Task[Slab], device: Device) -> None:
-    if _opening.get(key) is not task:
-        return
-    del _opening[key]
-    if not task.cancelled() and task.exception() is None:
+    if _forget(key, task) and not task.cancelled() and task.exception() is None:
         task.get_loop().run_in_executor(None, close_registered, device, task.result())

@@ -2,7 +2,7 @@
 rows of this process, a batch of rows at a time.
 
 Only for transports without one-sided writes (grpc): when a call of the inner one is over, nothing
-moves into the rows any more. Checksums of what came are computed over the rows. Puts take turns,
+moves into the rows any more. Checksums are the inner transport's, over the rows. Puts take turns,
 and so do gets: each direction has one set of rows. One asyncio loop.
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from kvstore import block_hash
 from kvstore.transport.base import BlockMemory, GetItem, GetResult, PutItem, Transport
 from kvstore.transport.copy_job import IsStopped, Unsettled, run_copy
 from kvstore.transport.staging import PinnedStaging
@@ -73,14 +72,13 @@ class StagedTransport:
             for start in range(0, len(items), staging.num_rows):
                 batch = items[start : start + staging.num_rows]
 
-                def fetch(is_stopped: IsStopped, batch: Sequence[PutItem] = batch) -> list[int]:
+                def fetch(is_stopped: IsStopped, batch: Sequence[PutItem] = batch) -> None:
                     _stop_here(is_stopped)
                     staging.fetch([item.block_id for item in batch])
-                    return [block_hash.checksum(row) for row in staging.rows[: len(batch)]]
 
-                checksums += await run_copy(fetch, deadline)
+                await run_copy(fetch, deadline)
                 rows = [PutItem(row, item.frame, item.generation) for row, item in enumerate(batch)]
-                await self._put_inner.put(lease_id, rows, deadline)
+                checksums += await self._put_inner.put(lease_id, rows, deadline)
         except Unsettled as error:
             # The device writes into our rows, not into frames: nothing to quarantine at the store.
             settled = error.settled
@@ -130,15 +128,13 @@ class StagedTransport:
         failed |= {start + row: why for row, why in got.failed.items()}
         came = [row for row in range(len(batch)) if row not in got.failed]
 
-        def store(is_stopped: IsStopped) -> list[int]:
-            found = [block_hash.checksum(staging.rows[row]) for row in came]
+        def store(is_stopped: IsStopped) -> None:
             _stop_here(is_stopped)
             staging.store(came, [batch[row].block_id for row in came])
-            return found
 
         if came:
-            found = await run_copy(store, deadline)
-            checksums |= {start + row: value for row, value in zip(came, found, strict=True)}
+            await run_copy(store, deadline)
+            checksums |= {start + row: got.checksums[row] for row in came}
 
 
 def _stop_here(is_stopped: IsStopped) -> None:

@@ -152,6 +152,11 @@ class DecodeRequest:
         self._is_cancelled_early = False
         self.task: asyncio.Task[None] | None = None
 
+    @property
+    def owner(self) -> tuple[str, str]:
+        """Request id and tenant."""
+        return self._ask.request_id, self._ask.tenant
+
     # ---- what the stream says
 
     def hand_over(self, handover: Handover) -> None:

@@ -1,6 +1,10 @@
 """One router's stream: its keys, the requests behind them, and the end of all of them when it
 breaks.
 
+A handle's leases are given back by whom it was made for. One that comes for a request that is over
+by then was; what comes under a key that this stream never knew, or for another request, may be
+somebody else's, whose leases are left to lapse.
+
 Knows no stubs. Belongs to the loop's thread.
 """
 
@@ -11,10 +15,14 @@ import asyncio
 from process.deadline import Deadline
 from process.errors import AlreadyExists, BatonError, NotFound
 from services.decode.intake import Handover
-from services.decode.leases import give_back
+from services.decode.leases import give_back, is_for
 from services.decode.request import DecodeAsk, DecodeRequest, EventSink, Load
 from services.decode.worker import DecodeWorker
 from services.worker.handle import Handle
+
+_MAX_PAST = 256
+"""Requests whose end a router may not have heard of when it hands over; guessed, far above what it
+has under way at one worker."""
 
 
 class StreamSession:
@@ -24,6 +32,7 @@ class StreamSession:
         self._worker = worker
         self._sink = sink
         self._requests: dict[int, DecodeRequest] = {}
+        self._past: dict[int, tuple[str, str]] = {}  # request id and tenant by key, oldest first
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -40,15 +49,17 @@ class StreamSession:
     def generate(self, key: int, handover: Handover) -> None:
         """Hand the KV over.
 
-        An unknown key (refused, ended) is answered so, and the handle's leases are given back.
+        An unknown key (refused, ended) is answered so; the handle's leases are given back if they
+        are of that key's request.
         """
         request = self._requests.get(key)
+        owner = request.owner if request is not None else self._past.get(key)
         try:
             if request is None:
                 raise NotFound(f"no request {key} on this stream (any more)")
             request.hand_over(handover)
         except BatonError as error:
-            if handover.handle is not None:
+            if handover.handle is not None and owner and is_for(handover.handle, *owner):
                 give_back(self._worker.core, handover.handle)
             self.refuse(key, error)
 
@@ -87,5 +98,8 @@ class StreamSession:
 
     def _over(self, request: DecodeRequest) -> None:
         del self._requests[request.key]
+        self._past[request.key] = request.owner
+        if len(self._past) > _MAX_PAST:
+            del self._past[next(iter(self._past))]
         if not self._requests:
             self._idle.set()

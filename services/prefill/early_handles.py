@@ -1,5 +1,5 @@
-"""When a partial handle is due: prefill still runs, and there is more in the store than decode was
-told of. Pure state, no I/O; belongs to the loop's thread.
+"""When a partial handle is due: prefill still runs, and there is more in the store, or to be lent,
+than decode was told of. Pure state, no I/O; belongs to the loop's thread.
 
 Laws: at most one per engine step, beside the first; and each names more than a sixteenth more than
 the one before. A handle names all that is stored so far, so without the second law a prompt of n

@@ -6,47 +6,12 @@ Pure but for the nonce and the wall clock that a handle needs. Knows no request 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from kvstore.block import Block
-from kvstore.client import StoreClient
 from services.prefill.job import PrefillAsk
+from services.prefill.parts import Part, runs_of
 from services.worker import handle as handles
 from services.worker.core import WorkerCore
-
-
-@dataclass(frozen=True)
-class Part:
-    """Blocks 0.. of the prompt in one store, pinned by one lease."""
-
-    client: StoreClient
-    lease_id: str
-    refs: Sequence[Block]
-
-    def run(self, first_block: int, blocks: Sequence[Block]) -> handles.Run:
-        """Some blocks of this store, as a handle names them."""
-        client = self.client
-        return handles.Run(
-            client.node_id,
-            client.address,
-            client.incarnation,
-            self.lease_id,
-            first_block,
-            tuple(blocks),
-        )
-
-
-def runs_of(parts: Iterable[Part]) -> tuple[handles.Run, ...]:
-    """Runs without a gap from block 0 on. Of two stores that have a block the first one gives it;
-    one that adds nothing is not named.
-    """
-    runs: list[handles.Run] = []
-    num_covered = 0
-    for part in parts:
-        if len(part.refs) > num_covered:
-            runs.append(part.run(num_covered, part.refs[num_covered:]))
-            num_covered = len(part.refs)
-    return tuple(runs)
 
 
 class HandleMaker:
@@ -57,13 +22,13 @@ class HandleMaker:
         self._ask = ask
 
     def partial(self, parts: Iterable[Part], ttl_s: float) -> handles.Handle | None:
-        """Of the full blocks stored so far; None if there are none. Its leases stay ours."""
+        """Of the full blocks kept so far; None if there are none. Its leases stay ours."""
         return self._make(runs_of(parts), None, ttl_s, is_partial=True)
 
     def whole(
         self, parts: Sequence[Part], tail: Block | None, ttl_s: float
     ) -> handles.Handle | None:
-        """Of all that is stored; None if nothing is.
+        """Of all that is kept; None if nothing is.
 
         Args: parts: the last is where the tail lies.
         tail: the unfilled block behind all full ones of the prompt. It is left out where full

@@ -15,10 +15,11 @@ from engine.request import Beam, RequestEvent, Sampling
 from process.deadline import Deadline
 from process.errors import Internal
 from services.prefill.early_handles import EarlyHandles
+from services.prefill.lent_prompt import LentPrompt
 from services.prefill.pins import Pins
 from services.worker.block_writer import BlockWriter
 from services.worker.core import Chain
-from services.worker.provenance import Leg, StageClock
+from services.worker.provenance import HandoverPath, Leg, StageClock
 
 
 class PrefillState(enum.Enum):
@@ -73,6 +74,7 @@ class PrefillAsk:
     chain: Chain
     priority: int
     wants_handle: bool
+    handover: HandoverPath = HandoverPath.UNSPECIFIED
     num_samples: int = 1
     beam: Beam | None = None
     prefix_runs: tuple[PrefixRun, ...] = ()
@@ -113,6 +115,8 @@ class PrefillJob:
     clock: StageClock = field(default_factory=StageClock)
     state: PrefillState = PrefillState.QUEUED
     writer: BlockWriter | None = None
+    lent: LentPrompt | None = None
+    """Where the way to decode is the direct one."""
     handed_over: frozenset[str] = frozenset()
     """Leases that are the handle's; it counts once the request is DONE."""
 

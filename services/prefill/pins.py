@@ -130,10 +130,11 @@ class Pins:
             self._lose(pin)
             return
         deadline = self._deadline.sooner(self._renew_budget_s)
+        had_s = deadline.left_s()
         try:
             await pin.client.renew(pin.lease_id, ttl_s=self._ttl_s(), deadline=deadline)
         except BatonError as error:
-            self._connector.suspect(pin.client, error)
+            self._connector.suspect(pin.client, error, had_s=had_s)
             self._lose(pin)
 
     def _lose(self, pin: Pin) -> None:

@@ -86,13 +86,16 @@ class PrefixFetch:
         self._count_lost()
         return self._choose_place(home, pulled)
 
-    def missing_at(self, place: Pin) -> list[FilledBlock]:
-        """Blocks that are here and not where the next ones go: to be stored before them."""
+    def here(self) -> list[FilledBlock]:
+        """The leading blocks that are here."""
         block_ids, hashes = self._ask.reservation.block_ids, self._ask.chain_hashes
         return [
-            FilledBlock(index, block_ids[index], hashes[index])
-            for index in range(len(place.refs), self.num_blocks)
+            FilledBlock(index, block_ids[index], hashes[index]) for index in range(self.num_blocks)
         ]
+
+    def missing_at(self, place: Pin) -> list[FilledBlock]:
+        """Blocks that are here and not where the next ones go: to be stored before them."""
+        return self.here()[len(place.refs) :]
 
     # ---- from one store
 
@@ -149,10 +152,11 @@ class PrefixFetch:
         """Pin what a store has of the prompt. Where it does not answer, blocks up to `end_block`
         are lost."""
         hashes = self._ask.chain_hashes
+        had_s = deadline.left_s()
         try:
             matched = await client.match(hashes, ttl_s=self._ask.ttl_s, deadline=deadline)
         except BatonError as error:
-            self._core.connector.suspect(client, error)
+            self._core.connector.suspect(client, error, had_s=had_s)
             self._lose(end_block, reason_of(error))
             return None
         refs = _as_far_as_ours(matched.blocks, hashes, self._size)

@@ -16,15 +16,20 @@ class PrefillRole:
     def __init__(self, core: WorkerCore) -> None:
         self.worker = PrefillWorker(core)
         self._servicer = PrefillServicer(core, self.worker)
+        self._lender = core.lender
 
     def start(self) -> None:
-        """Begin to run the engine."""
+        """Begin to run the engine, and to end what was lent when its time is over."""
         self.worker.start()
+        if self._lender is not None:
+            self._lender.start()
 
     def add_service(self, server: grpc.aio.Server) -> None:
         """Register with a server that is not started yet."""
         prefill_pb2_grpc.add_PrefillServicer_to_server(self._servicer, server)
+        if self._lender is not None:
+            self._lender.add_service(server)
 
     async def stop(self) -> None:
-        """Refuse who still waits for room."""
+        """Refuse who still waits for room; puts behind end, or their time does."""
         await self.worker.stop()

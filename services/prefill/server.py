@@ -15,11 +15,13 @@ from engine.request import RequestEvent
 from process import serving
 from process.errors import InvalidArgument
 from protos import common_pb2, prefill_pb2, prefill_pb2_grpc
+from services.prefill.handover import PrefillAnswer
 from services.prefill.job import Firsts, PrefillAsk, PrefixRun
-from services.prefill.worker import PrefillAnswer, PrefillWorker
+from services.prefill.worker import PrefillWorker
 from services.worker import handle as handles
 from services.worker.adapters import info_to_proto
 from services.worker.core import WorkerCore
+from services.worker.provenance import HandoverPath
 from services.worker.sampling import beam_from_proto, num_samples_of, sampling_from_proto
 from services.worker.status import (
     FINISH_REASONS,
@@ -84,6 +86,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             chain=self._core.chain(request.tenant_salt, request.adapter),
             priority=request.priority,
             wants_handle=request.wants_handle,
+            handover=_handover(request.handover),
             num_samples=num_samples,
             beam=beam_from_proto(request.sampling),
             prefix_runs=_prefix_runs(request.hints),
@@ -112,6 +115,12 @@ class _Caller:
     async def show_partial(self, handle: handles.Handle) -> None:
         message = handles.to_proto(handle, self._core.handle_keys)
         await self._context.write(prefill_pb2.PrefillReply(handle=message))
+
+
+def _handover(number: int) -> HandoverPath:
+    """A way that this version does not know is none that was asked for."""
+    known = number in {int(path) for path in HandoverPath}
+    return HandoverPath(number) if known else HandoverPath.UNSPECIFIED
 
 
 def _prefix_runs(hints: Iterable[common_pb2.PrefixRun]) -> tuple[PrefixRun, ...]:

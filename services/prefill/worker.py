@@ -12,16 +12,20 @@ Life of a request (a cancel or the deadline may end it in any state):
    deleted with the lease
 5. DONE       answered; the leases belong to the handle    | CANCELLED | FAILED
 
+Asked for the direct way, it lends its own blocks instead (services/prefill/lent_prompt.py): partial
+handles and the last one name this worker, STORING does not wait for the puts, and these go on
+behind the answer (services/prefill/puts_behind.py). Where that cannot be, it goes through the
+store, and the account says so.
+
 The store's absence only makes the handle shorter. Belongs to the loop's thread; speaks values, not
-stubs. Where the prefix comes from: services/prefill/prefix_fetch.py; what a handle says:
-services/prefill/handle_maker.py.
+stubs. Where the prefix comes from: services/prefill/prefix_fetch.py; which way a handle goes:
+services/prefill/handover.py.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from engine.request import FilledBlock, Request, Reservation, StepOutput
@@ -29,14 +33,16 @@ from kvstore.errors import STORE_UNAVAILABLE
 from process.deadline import Deadline
 from process.errors import Internal
 from services.prefill.early_handles import EarlyHandles
-from services.prefill.handle_maker import HandleMaker, Part
+from services.prefill.handover import Handover, PrefillAnswer
 from services.prefill.job import Firsts, PrefillAsk, PrefillJob, PrefillState
 from services.prefill.pins import Pin, Pins
 from services.prefill.prefix_fetch import FetchAsk, PrefixFetch
+from services.prefill.puts_behind import PutsBehind
 from services.worker import handle as handles
 from services.worker.admission import Admission
-from services.worker.block_writer import BlockWriter, TailSource, Written
+from services.worker.block_writer import BlockWriter, TailSource
 from services.worker.core import WorkerCore
+from services.worker.engine_port import WorkerEngine
 from services.worker.provenance import Leg
 from services.worker.sampling import named_on_wire
 
@@ -51,22 +57,6 @@ class Audience(Protocol):
         """What can be fetched while prefill still runs; before the first tokens."""
 
 
-@dataclass(frozen=True)
-class PrefillAnswer:
-    """Where the prompt's KV lies, and what it took."""
-
-    handle: handles.Handle | None
-    leg: Leg
-    seconds: dict[str, float]
-    leases: tuple[Pin, ...]
-    """What goes with the handle."""
-
-    def take_back(self) -> None:
-        """The handle was not delivered: give back what it would have handed over."""
-        for lease in self.leases:
-            lease.release()
-
-
 class PrefillWorker:
     """See the module."""
 
@@ -74,6 +64,9 @@ class PrefillWorker:
         self._core = core
         self._jobs: dict[str, PrefillJob] = {}
         self._admission = Admission(core.thread, max_waiting=core.limits.max_waiting_requests)
+        self._handover = Handover(core)
+        self.behind = PutsBehind(core.limits.put_budget_s)
+        """Of requests that are over."""
         core.on_room = self._admission.room_may_have_come
 
     def start(self) -> None:
@@ -81,8 +74,10 @@ class PrefillWorker:
         self._core.thread.start(self._on_step, self._on_failure)
 
     async def stop(self) -> None:
-        """Refuse those who still wait for room."""
+        """Refuse those who still wait for room, and see the puts behind to their end, which is
+        bounded."""
         await self._admission.stop()
+        await self.behind.stop()
 
     @property
     def states(self) -> dict[str, PrefillState]:
@@ -124,7 +119,7 @@ class PrefillWorker:
             Leg(len(ask.prompt_token_ids), transport=core.connector.transport),
             Pins(
                 core.connector,
-                ttl_s=lambda: self._ttl_s(deadline),
+                ttl_s=lambda: self._handover.ttl_s(deadline),
                 renew_budget_s=core.limits.put_budget_s,
                 deadline=deadline,
             ),
@@ -159,13 +154,7 @@ class PrefillWorker:
         num_loaded = await self._fetch(job, reservation)
         job.move(PrefillState.COMPUTING)
         job.clock.enter("prefill_compute")
-        await self._core.thread.call(
-            lambda engine: engine.start(
-                job.engine_id,
-                num_loaded_tokens=num_loaded,
-                outputs=[ask.output_token_ids],
-            )
-        )
+        await self._core.thread.call(lambda engine: _start(engine, job, num_loaded))
         firsts = await self._wait_for_firsts(job, audience)
         job.move(PrefillState.STORING)
         job.clock.enter("prefill_store")
@@ -185,15 +174,18 @@ class PrefillWorker:
             chain_hashes=self._hashes(job, reservation),
             num_context_tokens=job.ask.num_context_tokens,
             prefix_runs=job.ask.prefix_runs,
-            ttl_s=self._ttl_s(job.deadline),
+            ttl_s=self._handover.ttl_s(job.deadline),
             deadline=job.deadline,
         )
         fetch = PrefixFetch(self._core, ask, job.leg, job.pins)
         place = await fetch.run()
+        job.lent = self._handover.open_lent(job)
+        if job.lent is not None:
+            job.lent.add(fetch.here())
         if place is not None:
             job.writer = self._open_writer(job, place)
-            self._write(job, fetch.missing_at(place))
-            self._on_stored(job)
+            job.writer.add(fetch.missing_at(place))
+        self._on_more(job)
         return fetch.num_tokens
 
     async def _wait_for_firsts(self, job: PrefillJob, audience: Audience) -> Firsts:
@@ -203,7 +195,7 @@ class PrefillWorker:
             await job.early.news.wait()
             job.early.news.clear()
             if job.early.is_due and not job.first.done():
-                handle = self._partial_handle(job)
+                handle = await self._handover.partial(job)
                 if handle is not None:
                     await audience.show_partial(handle)
         return await job.first
@@ -211,24 +203,28 @@ class PrefillWorker:
     async def _store(
         self, job: PrefillJob, firsts: Firsts, reservation: Reservation
     ) -> PrefillAnswer:
-        """Wait for the puts; the tail goes last.
+        """Lend the prompt, or wait for the puts; the tail goes last.
 
         Returns: with the handle, if one is wanted and there is something to hand.
         """
         goes_on = any(event.finish_reason is None for event in firsts)
         wants_handle = job.ask.wants_handle and goes_on
         num_full_blocks, num_rest = divmod(job.ask.num_context_tokens, self._core.model.block_size)
-        if job.writer is None:
-            if wants_handle:
-                num_blocks = num_full_blocks + (num_rest > 0)
-                job.leg.not_stored[STORE_UNAVAILABLE] += num_blocks
-            return PrefillAnswer(None, job.leg, job.clock.seconds, ())
         tail = None
         # An unfilled block of a quantized cache has no bytes of its own: decode computes it again.
         if wants_handle and num_rest and not self._core.layout.is_quantized:
             name = f"{job.engine_id}@{self._core.identity.incarnation.hex()}"
             tail = TailSource(name, reservation.block_ids[num_full_blocks], num_rest)
         self._write(job, [block for event in firsts for block in event.filled])
+        if wants_handle and job.lent is not None:
+            answer = await self._handover.direct(job, job.lent, tail)
+            if answer is not None:
+                return answer
+        if job.writer is None:
+            if wants_handle:
+                num_blocks = num_full_blocks + (num_rest > 0)
+                job.leg.not_stored[STORE_UNAVAILABLE] += num_blocks
+            return PrefillAnswer(None, job.leg, job.clock.seconds, ())
         written, _ = await asyncio.gather(job.writer.finish(tail), job.pins.renew())
         job.leg.num_bytes_written = written.num_bytes
         if written.problem is not None:
@@ -237,33 +233,7 @@ class PrefillWorker:
             job.leg.not_stored[written.problem] += num_wanted - num_stored
         if not wants_handle:
             return PrefillAnswer(None, job.leg, job.clock.seconds, ())
-        return self._hand_over(job, job.writer, written)
-
-    def _hand_over(self, job: PrefillJob, writer: BlockWriter, written: Written) -> PrefillAnswer:
-        """The answer, with a handle that takes the leases along."""
-        handle = self._handle(job, writer, written)
-        if handle is None:
-            return PrefillAnswer(None, job.leg, job.clock.seconds, ())
-        job.handed_over = frozenset(handle.lease_ids)
-        own = Pin(writer.client, written.lease_id, written.refs, writer.release_later)
-        leases = [pin for pin in (*job.pins.held, own) if pin.lease_id in job.handed_over]
-        return PrefillAnswer(handle, job.leg, job.clock.seconds, tuple(leases))
-
-    def _handle(
-        self, job: PrefillJob, writer: BlockWriter, written: Written
-    ) -> handles.Handle | None:
-        parts = [*_held(job), Part(writer.client, written.lease_id, written.refs)]
-        return HandleMaker(self._core, job.ask).whole(
-            parts, written.tail, self._ttl_s(job.deadline)
-        )
-
-    def _partial_handle(self, job: PrefillJob) -> handles.Handle | None:
-        """Of what is stored by now. Its leases stay ours."""
-        parts = _held(job)
-        if job.writer is not None:
-            parts.append(Part(job.writer.client, job.writer.lease_id, job.writer.refs))
-        job.early.told(max((len(part.refs) for part in parts), default=0))
-        return HandleMaker(self._core, job.ask).partial(parts, self._ttl_s(job.deadline))
+        return self._handover.from_store(job, job.writer, written)
 
     # ---- ends
 
@@ -278,8 +248,14 @@ class PrefillWorker:
         """Give back what the request holds; after DONE some leases are the handle's."""
         del self._jobs[job.engine_id]
         handed_over = job.handed_over if job.state is PrefillState.DONE else frozenset()
-        if job.writer is not None and job.writer.lease_id not in handed_over:
-            job.writer.cancel()
+        lent, writer = job.lent, job.writer
+        is_lent = lent is not None and lent.lease_id in handed_over
+        if lent is not None:
+            lent.close(is_handed_over=is_lent)
+        if lent is not None and writer is not None and is_lent:
+            self.behind.follow(writer, lent.refs, lent.lender)
+        elif writer is not None and writer.lease_id not in handed_over:
+            writer.cancel()
         job.pins.hand_over(handed_over)
         if job.first.done() and not job.first.cancelled():
             job.first.exception()  # seen, even if nobody waited any more
@@ -316,10 +292,6 @@ class PrefillWorker:
             return job.ask.chain.hashes(job.ask.context)
         return reservation.chain_hashes
 
-    def _ttl_s(self, deadline: Deadline) -> float:
-        """A lease lives as long as the request may, within our bound."""
-        return min(deadline.left_s(), self._core.limits.lease_ttl_s)
-
     def _open_writer(self, job: PrefillJob, place: Pin) -> BlockWriter:
         return BlockWriter(
             self._core.connector,
@@ -327,25 +299,37 @@ class PrefillWorker:
             lease_id=place.lease_id,
             refs=place.refs,
             block_size=self._core.model.block_size,
-            ttl_s=self._ttl_s(job.deadline),
+            ttl_s=self._handover.ttl_s(job.deadline),
             put_budget_s=self._core.limits.put_budget_s,
             deadline=job.deadline,
             tenant=job.ask.tenant,
-            on_stored=lambda: self._on_stored(job),
+            on_stored=lambda: self._on_more(job),
             release_later=place.release_later,
         )
 
-    def _on_stored(self, job: PrefillJob) -> None:
-        """More of the prompt can be fetched than before."""
+    def _on_more(self, job: PrefillJob) -> None:
+        """More of the prompt may be fetched than before."""
         num_blocks = [len(pin.refs) for pin in job.pins.held]
+        if job.lent is not None:
+            num_blocks.append(job.lent.num_filled)
         if job.writer is not None:
             num_blocks.append(job.writer.num_stored)
         job.early.stored(max(num_blocks, default=0))
 
     def _write(self, job: PrefillJob, blocks: Sequence[FilledBlock]) -> None:
+        if job.lent is not None and blocks:
+            job.lent.add(blocks)
+            self._on_more(job)
         if job.writer is not None and blocks:
             job.writer.add(blocks)
 
 
-def _held(job: PrefillJob) -> list[Part]:
-    return [Part(pin.client, pin.lease_id, pin.refs) for pin in job.pins.held]
+def _start(engine: WorkerEngine, job: PrefillJob, num_loaded_tokens: int) -> None:
+    """On the engine's thread. What shall be lent is kept in place from the start."""
+    engine.start(
+        job.engine_id,
+        num_loaded_tokens=num_loaded_tokens,
+        outputs=[job.ask.output_token_ids],
+    )
+    if job.lent is not None:
+        job.lent.hold(engine)

@@ -195,6 +195,7 @@ class Router:
             costs=settings.costs,
             times=settings.times,
             model=model.name,
+            handover=settings.handover,
         )
         status = ClusterStatus(
             self._registry,

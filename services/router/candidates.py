@@ -141,20 +141,28 @@ class Candidates:
         self, excluded: Collection[str] = (), adapter: Adapter = NO_ADAPTER
     ) -> Sequence[WorkerLoad]:
         """Decode workers to choose from."""
-        loads = []
-        for worker in self.usable(DECODE):
-            if worker.worker_id in excluded or not adapter.is_on(worker):
-                continue
-            # An idle worker sends no news, and the last may be from before a cancel took effect:
-            # then its heartbeat knows better.
-            num_legs = self._streams.num_legs(worker.worker_id)
-            step = self._streams.load(worker.worker_id) if num_legs else None
-            num_free = step.num_free_blocks if step else worker.num_free_blocks
-            num_requests = step.num_requests if step else worker.num_requests
-            # Our own legs are known before any account of them can arrive.
-            num_requests = max(num_requests, num_legs)
-            loads.append(self._load(worker, num_free, num_requests))
-        return loads
+        return [
+            self._decode_load(worker)
+            for worker in self.usable(DECODE)
+            if worker.worker_id not in excluded and adapter.is_on(worker)
+        ]
+
+    def decode_now(self, worker_id: str) -> WorkerLoad:
+        """A decode worker that is chosen already, whether or not it takes new requests.
+
+        Raises: Unavailable when it is gone.
+        """
+        return self._decode_load(self.get(worker_id))
+
+    def _decode_load(self, worker: WorkerView) -> WorkerLoad:
+        # An idle worker sends no news, and the last may be from before a cancel took effect: then
+        # its heartbeat knows better.
+        num_legs = self._streams.num_legs(worker.worker_id)
+        step = self._streams.load(worker.worker_id) if num_legs else None
+        num_free = step.num_free_blocks if step else worker.num_free_blocks
+        num_requests = step.num_requests if step else worker.num_requests
+        # Our own legs are known before any account of them can arrive.
+        return self._load(worker, num_free, max(num_requests, num_legs))
 
     def _load(self, worker: WorkerView, num_free_blocks: int, num_requests: int) -> WorkerLoad:
         is_down = worker.role == DECODE and not self._streams.is_up(worker.worker_id)
@@ -168,6 +176,9 @@ class Candidates:
             num_requests=num_requests,
             num_queued_tokens=self._prefills.num_queued_tokens(worker.worker_id),
             store_node_id=worker.store_node_id,
+            transport=worker.transport,
+            remote_transport=worker.remote_transport,
+            lender_node_id=worker.lender_node_id,
             links=worker.links,
             is_suspect=is_down or self._suspect_until.get(worker.worker_id, 0.0) > self._clock(),
         )

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields
+from typing import Literal
 
 from process.metrics import check_listen
 from process.settings import SettingsError
 from services.router.tenants import parse_scopes
 
 MIB = 1024 * 1024
+
+HandoverMode = Literal["auto", "store", "direct"]
+"""Which way a prompt's KV goes from prefill to decode; "auto": the cheaper one of each pair."""
 
 MAX_SAMPLES = 128
 """Samples that a worker's engine takes of one prompt."""
@@ -131,6 +135,11 @@ class RouterCosts:
     decode_request_s: float = 0.02
     """What each request on a decode worker adds to the wait of the next. Guessed."""
 
+    exposed_put_tokens: int = 512
+    """Most tokens of a prompt whose way into the store nothing hides: those of its last chunk.
+    As many as a worker's step takes by default.
+    """
+
     def __post_init__(self) -> None:
         _check_positive(self)
 
@@ -163,6 +172,12 @@ class RouterSettings:
     """Tenants that share what is cached, each as "tenant=scope": those of one scope find each
     other's prefixes, and can tell by the time to the first token what others have asked. Equal on
     every router. Empty: nobody shares with anybody.
+    """
+
+    handover: HandoverMode = "auto"
+    """How decode gets a prompt's KV: "store": out of the store, which prefill writes; "direct": out
+    of the prefill worker's own cache where that worker lends it and the decode worker can read
+    elsewhere, with the store written behind; "auto": whichever costs less.
     """
 
     limits: RouterLimits = field(default_factory=RouterLimits)

@@ -4,7 +4,8 @@ not taken yet, sample by sample.
 States: RESERVING -> RESERVED -> GENERATING -> OVER. `cancel` leads from each of the first three to
 CANCELLING, and the worker's last word from there to OVER; a broken stream leads to OVER from
 everywhere. Nothing here waits on the network: commands are queued on the stream, events come from
-its reader. One asyncio loop.
+its reader. Of partial handles that wait on the stream only the newest is kept: a worker that does
+not read holds one of each request, however much is computed meanwhile. One asyncio loop.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from process import serving
 from process.deadline import Deadline
 from process.errors import BatonError, Internal, Unavailable
 from protos import common_pb2, decode_pb2
+from services.router.sealed_handle import Command, SealedHandle
 
 
 class LegState(Enum):
@@ -73,9 +75,7 @@ class _Inbox:
 class DecodeLeg:
     """One key of one stream."""
 
-    def __init__(
-        self, key: int, worker_id: str, send: Callable[[decode_pb2.DecodeCommand], None]
-    ) -> None:
+    def __init__(self, key: int, worker_id: str, send: Callable[[Command], None]) -> None:
         self.key = key
         self.worker_id = worker_id
         self.state = LegState.RESERVING
@@ -83,6 +83,7 @@ class DecodeLeg:
         """Prompt tokens whose KV the worker holds already; known once reserved."""
         self._send = send
         self._inbox = _Inbox()
+        self._early: Command | None = None  # the last partial handle that was sent
 
     @property
     def is_over(self) -> bool:
@@ -106,37 +107,46 @@ class DecodeLeg:
         if self.state is not LegState.RESERVED:
             raise Internal(f"decode worker {self.worker_id} ended a reservation without a reason")
 
-    def prefetch(self, handle: common_pb2.KvHandle) -> None:
+    def prefetch(self, handle: SealedHandle) -> None:
         """Have the worker fetch what a partial handle names while prefill goes on. Only a
         reservation that waits can use it: nothing in any other state, never after the end.
         """
-        if self.state is LegState.RESERVED:
-            command = decode_pb2.PrefetchDecode(handle=handle)
-            self._send(decode_pb2.DecodeCommand(key=self.key, prefetch=command))
+        if self.state is not LegState.RESERVED:
+            return
+        if self._early is not None and not self._early.is_written:
+            self._early.handle = handle  # it names all that the older one did
+            return
+        command = decode_pb2.DecodeCommand(key=self.key, prefetch=decode_pb2.PrefetchDecode())
+        self._early = Command(command, handle)
+        self._send(self._early)
 
-    def generate(self, command: decode_pb2.GenerateFromHandle) -> None:
-        """Start decoding from a handle (absent: the worker computes the prompt itself) after the
-        tokens drawn already.
+    def generate(
+        self, command: decode_pb2.GenerateFromHandle, handle: SealedHandle | None = None
+    ) -> None:
+        """Start decoding from a handle (None: the worker computes the prompt itself) after the
+        tokens drawn already, which `command` holds.
 
         Raises: what broke the stream meanwhile.
         """
         if self.state is LegState.OVER:
             raise self._inbox.error or Internal("the reservation is over")
         self._move(LegState.GENERATING)
-        self._send(decode_pb2.DecodeCommand(key=self.key, generate=command))
+        message = decode_pb2.DecodeCommand(key=self.key, generate=command)
+        self._send(Command(message, handle))
 
     def cancel_sample(self, sample_index: int) -> None:
         """Ask for the end of one sample; the others go on. Nothing when the request is over."""
         if self.state is LegState.GENERATING:
             command = decode_pb2.CancelSample(sample_index=sample_index)
-            self._send(decode_pb2.DecodeCommand(key=self.key, cancel_sample=command))
+            self._send(Command(decode_pb2.DecodeCommand(key=self.key, cancel_sample=command)))
 
     def cancel(self) -> None:
         """Ask for the end; any state, idempotent, never waits."""
         if self.state in (LegState.CANCELLING, LegState.OVER):
             return
         self._move(LegState.CANCELLING)
-        self._send(decode_pb2.DecodeCommand(key=self.key, cancel=decode_pb2.CancelDecode()))
+        command = decode_pb2.DecodeCommand(key=self.key, cancel=decode_pb2.CancelDecode())
+        self._send(Command(command))
 
     async def take(self) -> Arrival:
         """Wait until something came, and take all of it as one. The caller bounds the wait."""

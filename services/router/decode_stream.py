@@ -24,11 +24,15 @@ from process import logs, serving
 from process.deadline import Deadline
 from process.errors import BatonError, Internal, Unavailable
 from process.tasks import end_tasks
-from protos import decode_pb2, decode_pb2_grpc
+from protos import decode_pb2
 from services.router.decode_leg import DecodeLeg
+from services.router.sealed_handle import Command
 from services.router.views import WorkerView
 
 logger = logging.getLogger(__name__)
+
+_METHOD = "/baton.v1.Decode/Stream"
+"""Called by name: the generated stub would read the handles that are only passed on."""
 
 _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 1.0
@@ -57,7 +61,7 @@ class DecodeStream:
         self._on_progress = on_progress
         self._legs: dict[int, DecodeLeg] = {}
         self._last_key = 0
-        self._outgoing: asyncio.Queue[decode_pb2.DecodeCommand] = asyncio.Queue()
+        self._outgoing: asyncio.Queue[Command] = asyncio.Queue()
         self._is_up = asyncio.Event()
         self._is_closed = False
         self._failure = Unavailable(f"decode worker {self.worker_id} is not reached yet")
@@ -87,7 +91,7 @@ class DecodeStream:
         self._last_key += 1
         leg = DecodeLeg(self._last_key, self.worker_id, self._outgoing.put_nowait)
         self._legs[leg.key] = leg
-        self._outgoing.put_nowait(decode_pb2.DecodeCommand(key=leg.key, reserve=reserve))
+        self._outgoing.put_nowait(Command(decode_pb2.DecodeCommand(key=leg.key, reserve=reserve)))
         return leg
 
     async def close(self, why: str) -> None:
@@ -130,7 +134,11 @@ class DecodeStream:
             except TimeoutError:
                 self._failure = Unavailable(f"decode worker {self.worker_id} is not reached")
                 return False
-            call = decode_pb2_grpc.DecodeStub(channel).Stream()
+            call = channel.stream_stream(
+                _METHOD,
+                request_serializer=Command.write,
+                response_deserializer=decode_pb2.DecodeEvents.FromString,
+            )()
             self._outgoing = asyncio.Queue()
             self._is_up.set()
             logs.event(logger, "decode_stream_up", worker_id=self.worker_id, address=self.address)
@@ -151,8 +159,8 @@ class DecodeStream:
 
     async def _write(
         self,
-        call: grpc.aio.StreamStreamCall[decode_pb2.DecodeCommand, decode_pb2.DecodeEvents],
-        outgoing: asyncio.Queue[decode_pb2.DecodeCommand],
+        call: grpc.aio.StreamStreamCall[Command, decode_pb2.DecodeEvents],
+        outgoing: asyncio.Queue[Command],
     ) -> None:
         # The reader sees the end of a broken call, too, and deals with it.
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
@@ -160,7 +168,7 @@ class DecodeStream:
                 await call.write(await outgoing.get())
 
     async def _read(
-        self, call: grpc.aio.StreamStreamCall[decode_pb2.DecodeCommand, decode_pb2.DecodeEvents]
+        self, call: grpc.aio.StreamStreamCall[Command, decode_pb2.DecodeEvents]
     ) -> None:
         while True:
             message = await call.read()

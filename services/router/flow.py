@@ -31,6 +31,7 @@ from services.router.job import Cluster, Job
 from services.router.policy import Ask, Choice, choose
 from services.router.prefill_leg import TRY_ANOTHER, PrefillLeg
 from services.router.samples import Samples
+from services.router.sealed_handle import SealedHandle
 from services.router.times import StageTimes
 from services.router.views import WorkerView
 
@@ -75,7 +76,7 @@ class RequestFlow:
         self._send = send
         self._leg: DecodeLeg | None = None
         # Ours until the decode worker is told of it.
-        self._handle: common_pb2.KvHandle | None = None
+        self._handle: SealedHandle | None = None
         self._kv_legs: list[common_pb2.KvLeg] = []
         self._fingerprint = ""
 
@@ -127,7 +128,8 @@ class RequestFlow:
                 refused.clear()
                 decode = candidates.decode((), self._job.adapter)
             prefill = candidates.prefill((), self._job.adapter)
-            choice = choose(prefill, decode, ask, self._cluster.costs)
+            cluster = self._cluster
+            choice = choose(prefill, decode, ask, cluster.costs, cluster.handover)
             self._times.mark("choose")
             self._log_choice(choice)
             if choice.decode_id is None:
@@ -183,9 +185,9 @@ class RequestFlow:
         if account is None:
             self._times.mark("prefill_compute")
             return
-        self._handle = account.handle if account.HasField("handle") else None
-        self._kv_legs.append(account.leg)
-        self._times.mark_split(_seconds(account.times), rest="handover")
+        self._handle = account.handle
+        self._kv_legs.append(account.reply.leg)
+        self._times.mark_split(_seconds(account.reply.times), rest="handover")
 
     async def _show_first(self, first: prefill_pb2.PrefillReply) -> None:
         """A sample's first token is there. If it ends the answer, the decode worker is told right
@@ -208,7 +210,7 @@ class RequestFlow:
             if self._leg is None:
                 raise Internal("the prefill worker did not end an answer of one token")
             self.state = State.DECODING
-            self._leg.generate(self._samples.handover(self._handle))
+            self._leg.generate(self._samples.handover(), self._handle)
             self._handle = None
         self._times.mark("handover")
         for answer in ended:
@@ -324,6 +326,7 @@ class RequestFlow:
             why=dict(choice.why),
             num_pairs=choice.num_pairs,
             runs=[(run.node_id, run.num_blocks) for run in choice.runs],
+            handover=choice.path.value,
         )
 
 

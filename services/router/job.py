@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from protos import common_pb2
 from services.router.candidates import NO_ADAPTER, Adapter, Candidates
-from services.router.config import RouterCosts, RouterTimes
+from services.router.config import HandoverMode, RouterCosts, RouterTimes
 from services.router.decode_streams import DecodeStreams
 from services.router.lease_release import LeaseRelease
 from services.router.lookup import PrefixLookup
@@ -52,6 +52,7 @@ class Cluster:
     costs: RouterCosts
     times: RouterTimes
     model: str
+    handover: HandoverMode = "auto"
 
     async def find_prefixes(self, job: Job) -> Prefixes:
         """Where the job's prefix lies, by the index; nothing when the index does not answer."""

@@ -12,9 +12,11 @@ import asyncio
 import logging
 
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from process import logs, serving
-from protos import common_pb2, kvstore_pb2, kvstore_pb2_grpc
+from protos import kvstore_pb2, kvstore_pb2_grpc
+from services.router.sealed_handle import SealedHandle
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +33,13 @@ class LeaseRelease:
         """Stores being told."""
         return len(self._tasks)
 
-    def release(self, handle: common_pb2.KvHandle) -> None:
-        """Tell every store that `handle` names; never waits."""
+    def release(self, sealed: SealedHandle) -> None:
+        """Tell every store and lender that the handle names; never waits."""
+        try:
+            handle = sealed.opened()
+        except DecodeError as error:
+            logs.event(logger, "handle_unreadable", level=logging.WARNING, why=str(error))
+            return
         leases: dict[str, set[str]] = {}
         for run in (*handle.runs, handle.tail):
             if run.lease_id and run.store_address:

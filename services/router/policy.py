@@ -2,10 +2,10 @@
 values.
 
 The cost of a pair is an estimate in seconds: waiting behind other prompts at P, fetching what the
-stores hold of the prefix, computing the rest, moving KV to D, and the load D has. Ties go by
-rendezvous hash of the request's affinity, so that equal conversations meet the same workers. Every
-choice carries why. Nothing in it is another tenant's: hits are the asker's own, since hashes are
-keyed by tenant. Knows no RPC and no clock.
+stores hold of the prefix, computing the rest, moving KV to D the cheaper way, and the load D has.
+Ties go by rendezvous hash of the request's affinity, so that equal conversations meet the same
+workers. Every choice carries why. Nothing in it is another tenant's: hits are the asker's own,
+since hashes are keyed by tenant. Knows no RPC and no clock.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from process.errors import Unavailable
-from services.router.config import RouterCosts
+from services.router import handover
+from services.router.config import HandoverMode, RouterCosts
 from services.router.link_costs import LinkCosts
 from services.router.prefix_runs import NO_PREFIXES, Layout, Prefixes, Run, plan_runs
 from services.router.views import Link
@@ -46,8 +47,14 @@ class WorkerLoad:
     """Prompt tokens that this router has sent there and that are not answered."""
     store_node_id: str
     """Its own store; empty: none."""
+    transport: str = ""
+    """How it reaches its own store."""
+    remote_transport: str = ""
+    """How it reads what lies elsewhere; empty: never."""
+    lender_node_id: str = ""
+    """Where decode workers read its own cache; empty: nowhere."""
     links: Mapping[str, Link] = field(default_factory=dict)
-    """What it measured, by store node."""
+    """What it measured, by node."""
     is_suspect: bool = False
 
     @property
@@ -76,12 +83,18 @@ class Choice:
     num_pairs: int
     runs: tuple[Run, ...] = ()
     """Where the prefill worker finds the prefix."""
+    path: handover.Path = handover.Path.STORE
+    """Which way the prompt's KV goes to the decode worker."""
 
 
 def choose(
-    prefill: Sequence[WorkerLoad], decode: Sequence[WorkerLoad], ask: Ask, costs: RouterCosts
+    prefill: Sequence[WorkerLoad],
+    decode: Sequence[WorkerLoad],
+    ask: Ask,
+    costs: RouterCosts,
+    mode: HandoverMode = "auto",
 ) -> Choice:
-    """The cheapest pair that can exchange KV.
+    """The cheapest pair of equal layout, and the way between the two.
 
     Raises: Unavailable naming the role that is missing, or saying that no two workers fit.
     """
@@ -96,14 +109,16 @@ def choose(
         terms = _prefill_terms(p, runs, ask, costs, links)
         for d in _partners(p, decode, ask):
             num_pairs += 1
-            why = {**terms, **_decode_terms(p, d, ask, costs, links)} if d else terms
+            why, path = terms, handover.Path.STORE
+            if d is not None:
+                way = handover.plan(p, d, ask.num_prompt_tokens, mode, costs, links)
+                why, path = {**terms, **_decode_terms(d, way, ask, costs)}, way.path
             rank = (sum(why.values()), _tie_break(ask.affinity, p, d))
             if best is None or rank < best[0]:
-                best = (rank, Choice(p.worker_id, d.worker_id if d else None, why, 0, runs))
+                best = (rank, Choice(p.worker_id, d.worker_id if d else None, why, 0, runs, path))
     if best is None:
         raise Unavailable("no prefill and decode worker hold the same model")
-    choice = best[1]
-    return Choice(choice.prefill_id, choice.decode_id, choice.why, num_pairs, choice.runs)
+    return replace(best[1], num_pairs=num_pairs)
 
 
 def blocks_needed(num_prompt_tokens: int, max_tokens: int, block_size: int) -> int:
@@ -127,6 +142,8 @@ def _runs(p: WorkerLoad, ask: Ask, costs: RouterCosts, links: LinkCosts) -> tupl
     compute_s = p.block_size / costs.prefill_tokens_per_s
 
     def distance(node_id: str) -> float:
+        if not handover.can_read(p, node_id):
+            return math.inf
         link, block_s = p.links.get(node_id), links.move_s(p, node_id, p.block_bytes)
         # Only a link known to be bad is left out: the rate of computing is a guess.
         if link is not None and link.is_degraded:
@@ -146,7 +163,7 @@ def _prefill_terms(
     for run in runs:
         num_tokens = min(left, run.num_blocks * p.block_size)
         left -= num_tokens
-        seconds = links.move_s(p, run.node_id, _bytes_of(num_tokens, p))
+        seconds = links.move_s(p, run.node_id, handover.num_bytes_of(num_tokens, p))
         if run.node_id == p.store_node_id:
             link_s += seconds
         else:
@@ -162,21 +179,18 @@ def _prefill_terms(
 
 
 def _decode_terms(
-    p: WorkerLoad, d: WorkerLoad, ask: Ask, costs: RouterCosts, links: LinkCosts
+    d: WorkerLoad, way: handover.Handover, ask: Ask, costs: RouterCosts
 ) -> dict[str, float]:
-    moved = _bytes_of(ask.num_prompt_tokens, d)
     needed = blocks_needed(ask.num_prompt_tokens, ask.max_tokens, d.block_size)
     has_room = needed <= d.num_free_blocks
     return {
-        "decode_link": links.move_s(d, p.store_node_id, moved),
+        "handover_put": way.put_s,
+        "decode_link": way.link_s,
+        "decode_compute": way.compute_s,
         "decode_load": d.num_requests * costs.decode_request_s,
         "decode_full": 0.0 if has_room else _LAST_CHOICE_S / 2,
         "decode_suspect": _LAST_CHOICE_S if d.is_suspect else 0.0,
     }
-
-
-def _bytes_of(num_tokens: int, worker: WorkerLoad) -> float:
-    return num_tokens * worker.block_bytes / worker.block_size
 
 
 def _tie_break(affinity: bytes, p: WorkerLoad, d: WorkerLoad | None) -> bytes:

@@ -18,11 +18,15 @@ import grpc.aio
 from process import serving
 from process.deadline import Deadline
 from process.errors import Cancelled, Internal, Unavailable
-from protos import common_pb2, prefill_pb2, prefill_pb2_grpc
+from protos import common_pb2, prefill_pb2
+from services.router.sealed_handle import PrefillNews, SealedHandle
 from services.router.views import WorkerView
 
 _END_WAIT_S = 1.0
 """For the end of a call behind its last message; guessed, far above what it takes."""
+
+_METHOD = "/baton.v1.Prefill/Prefill"
+"""Called by name: the generated stub would read the handles that are only passed on."""
 
 Life = tuple[str, str]
 """Address and incarnation: one life of one worker."""
@@ -35,7 +39,7 @@ class Listener(Protocol):
         """A sample's first token, as soon as it comes."""
         ...
 
-    def prefetch(self, partial: common_pb2.KvHandle) -> None:
+    def prefetch(self, partial: SealedHandle) -> None:
         """What the worker has stored so far. Its leases stay the worker's."""
         ...
 
@@ -79,7 +83,7 @@ class PrefillClient:
         request: prefill_pb2.PrefillRequest,
         deadline: Deadline,
         listener: Listener,
-    ) -> prefill_pb2.PrefillReply:
+    ) -> PrefillNews:
         """One prompt in; the first token of each of its samples goes to `listener` as it comes, and
         so does each partial handle.
 
@@ -90,19 +94,24 @@ class PrefillClient:
         life = (worker.address, worker.incarnation)
         if life not in self._channels:
             self._channels[life] = serving.channel(worker.address)
-        stub = prefill_pb2_grpc.PrefillStub(self._channels[life])
+        method = self._channels[life].unary_stream(
+            _METHOD,
+            request_serializer=prefill_pb2.PrefillRequest.SerializeToString,
+            response_deserializer=PrefillNews.parse,
+        )
         self._queued_tokens[worker.worker_id] += num_tokens
         self._num_calls[life] += 1
-        call = stub.Prefill(request, timeout=deadline.left_s())
+        call = method(request, timeout=deadline.left_s())
         try:
             for _ in range(num_first_messages(request.sampling)):
                 first = await _next(call, listener)
-                if first is grpc.aio.EOF or not (first.token_ids or first.beam_start):
+                if first is None or not (first.reply.token_ids or first.reply.beam_start):
                     raise Internal(f"prefill worker {worker.worker_id} answered without a token")
-                await listener.show(first)
+                await listener.show(first.reply)
             async with listener.account_deadline().timeout("the prefill worker's account"):
                 last = await _next(call, listener)
-            if last is grpc.aio.EOF or not last.HasField("leg") or last.handle.is_partial:
+            is_partial = last is not None and last.handle is not None and last.handle.is_partial
+            if last is None or not last.reply.HasField("leg") or is_partial:
                 raise Internal(f"prefill worker {worker.worker_id} gave no account")
             # The call's end follows at once. A worker that was cancelled before it would take its
             # handle for lost and release the leases. How the call ends says nothing more.
@@ -119,8 +128,7 @@ class PrefillClient:
             call.cancel()  # and with it the work; nothing once it is over
             self._queued_tokens[worker.worker_id] -= num_tokens
             self._num_calls[life] -= 1
-        reply: prefill_pb2.PrefillReply = last
-        return reply
+        return last
 
     async def close(self) -> None:
         """Close every channel; the router's requests are over by then."""
@@ -141,23 +149,19 @@ class PrefillClient:
 
 
 async def _next(
-    call: grpc.aio.UnaryStreamCall[prefill_pb2.PrefillRequest, prefill_pb2.PrefillReply],
-    listener: Listener,
-) -> Any:
-    """The call's next message that is no partial handle, or EOF."""
+    call: grpc.aio.UnaryStreamCall[Any, PrefillNews], listener: Listener
+) -> PrefillNews | None:
+    """The call's next message that is no partial handle; None: it has no more."""
     while True:
         message: Any = await call.read()
         if message is None:  # what cannot be parsed comes as None
             raise Unavailable("a message of the prefill worker cannot be read")
-        if message is grpc.aio.EOF or not _is_partial(message):
-            return message
-        listener.prefetch(message.handle)
-
-
-def _is_partial(message: prefill_pb2.PrefillReply) -> bool:
-    """Whether it brings only a handle, of a prompt that is still being computed."""
-    says_more = message.token_ids or message.beam_start or message.HasField("leg")
-    return message.handle.is_partial and not says_more
+        if message is grpc.aio.EOF:
+            return None
+        news: PrefillNews = message
+        if news.handle is None or not news.is_only_partial:
+            return news
+        listener.prefetch(news.handle)
 
 
 def num_first_messages(sampling: common_pb2.SamplingParams) -> int:

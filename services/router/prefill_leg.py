@@ -28,13 +28,20 @@ from process.errors import (
 )
 from protos import common_pb2, prefill_pb2
 from services.router.decode_leg import DecodeLeg
+from services.router.handover import Path
 from services.router.job import Cluster, Job
 from services.router.policy import Ask, Choice, choose
 from services.router.prefix_runs import to_hints
 from services.router.samples import Samples
+from services.router.sealed_handle import PrefillNews, SealedHandle
 from services.router.views import WorkerView
 
 logger = logging.getLogger(__name__)
+
+_PATHS = {
+    Path.STORE: common_pb2.HANDOVER_PATH_STORE,
+    Path.DIRECT: common_pb2.HANDOVER_PATH_DIRECT,
+}
 
 TRY_ANOTHER = (Unavailable, NoCapacity, FailedPrecondition)
 """What another worker may be able to do although this one cannot."""
@@ -47,7 +54,7 @@ class Prefilled:
     """All first tokens are drawn and shown."""
 
     fingerprint: str
-    account: prefill_pb2.PrefillReply | None
+    account: PrefillNews | None
     """The worker's last message, which holds the handle; None: it was lost."""
 
 
@@ -84,7 +91,7 @@ class PrefillLeg:
             try:
                 worker = self._cluster.candidates.get(choice.prefill_id)
                 hints = to_hints(choice.runs, ask.prefixes.stores)
-                account = await self._call(worker, hints)
+                account = await self._call(worker, hints, choice.path)
                 return Prefilled(worker.fingerprint, account)
             except BatonError as error:
                 if isinstance(error, Unavailable):
@@ -105,7 +112,7 @@ class PrefillLeg:
         """A sample's first token is there."""
         await self._show_first(first)
 
-    def prefetch(self, partial: common_pb2.KvHandle) -> None:
+    def prefetch(self, partial: SealedHandle) -> None:
         """Pass on what is stored so far; nothing when the decode leg cannot use it any more."""
         if self._decode is not None:
             self._decode.prefetch(partial)
@@ -117,8 +124,8 @@ class PrefillLeg:
         return self._deadline.sooner(self._cluster.times.finish_wait_s)
 
     async def _call(
-        self, worker: WorkerView, hints: Sequence[common_pb2.PrefixRun]
-    ) -> prefill_pb2.PrefillReply:
+        self, worker: WorkerView, hints: Sequence[common_pb2.PrefixRun], path: Path
+    ) -> PrefillNews:
         job = self._job
         request = prefill_pb2.PrefillRequest(
             request_id=job.leg_id,
@@ -132,6 +139,7 @@ class PrefillLeg:
             priority=job.priority,
             wants_handle=job.needs_decode,
             hints=hints,
+            handover=_PATHS[path],
         )
         return await self._cluster.prefills.prefill(worker, request, self._deadline, self)
 
@@ -143,16 +151,16 @@ class PrefillLeg:
         """
         candidates = self._cluster.candidates
         others = candidates.prefill({failed_id}, self._job.adapter)
+        decode = []
         if self._decode is not None:
-            decode = candidates.get(self._decode.worker_id)
-            fits = (decode.fingerprint, decode.block_size)
-            others = [load for load in others if load.layout == fits]
+            decode = [candidates.decode_now(self._decode.worker_id)]
+            others = [load for load in others if load.layout == decode[0].layout]
         if not others:
             raise error
         self._log("prefill_retried", failed_id, error)
         prefixes = await self._cluster.find_prefixes(self._job)
-        alone = replace(ask, max_tokens=1, prefixes=prefixes, needs_decode=False)
-        return choose(others, (), alone, self._cluster.costs), alone
+        ask = replace(ask, prefixes=prefixes, needs_decode=bool(decode))
+        return choose(others, decode, ask, self._cluster.costs, self._cluster.handover), ask
 
     def _log(self, event: str, worker_id: str, error: BatonError) -> None:
         logs.event(

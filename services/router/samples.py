@@ -64,9 +64,9 @@ class Samples:
             stop_token_id=first.stop_token_id if first.HasField("stop_token_id") else None,
         )
 
-    def handover(self, handle: common_pb2.KvHandle | None) -> decode_pb2.GenerateFromHandle:
-        """What the decode worker goes on from."""
-        command = decode_pb2.GenerateFromHandle(handle=handle)
+    def handover(self) -> decode_pb2.GenerateFromHandle:
+        """What the decode worker goes on from, but for the handle."""
+        command = decode_pb2.GenerateFromHandle()
         firsts = [self._firsts[index] for index in sorted(self._firsts)]
         if self._sampling.HasField("beam"):
             command.beam_start.extend(firsts[0].beam_start)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 
 import grpc.aio
 
+from kvstore.lending import is_lender
 from process import serving
 from protos import (
     common_pb2,
@@ -148,12 +149,14 @@ _STORE_FIELDS = (
 
 
 def link_problems(status: common_pb2.WorkerStatus) -> list[str]:
-    """What is wrong with a worker's ways to stores, a line each: slower than they should be, or not
-    measured.
+    """What is wrong with a worker's ways to stores and lenders, a line each: slower than they
+    should be, or not measured.
     """
     problems = []
     for link in status.links:
-        name = f"link of {status.worker_id} to store {link.node_id}"
+        is_read_only = is_lender(link.node_id)
+        kind = "lender" if is_read_only else "store"
+        name = f"link of {status.worker_id} to {kind} {link.node_id}"
         way = f"{name} over {link.transport}" if link.transport else name
         if link.problem:
             state = "is degraded" if link.degraded else "was not measured"
@@ -161,10 +164,9 @@ def link_problems(status: common_pb2.WorkerStatus) -> list[str]:
         elif link.degraded:
             floor = link.floor_bytes_per_s
             limit = f", its floor is {_rate(floor)}" if floor else ""
-            problems.append(
-                f"{way} is degraded: it writes {_rate(link.write_bytes_per_s)} and reads "
-                f"{_rate(link.read_bytes_per_s)}{limit}"
-            )
+            writes = "" if is_read_only else f"writes {_rate(link.write_bytes_per_s)} and "
+            reads = f"reads {_rate(link.read_bytes_per_s)}"
+            problems.append(f"{way} is degraded: it {writes}{reads}{limit}")
     return problems
 
 

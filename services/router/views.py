@@ -13,7 +13,7 @@ from protos import common_pb2
 
 @dataclass(frozen=True)
 class Link:
-    """A worker's way to one store, as it was measured when the two met."""
+    """A worker's way to one store or lender, as it was measured when the two met."""
 
     read_bytes_per_s: float
     """Towards the worker; 0: it failed the measurement, by its own fault."""
@@ -39,12 +39,18 @@ class WorkerView:
     context_window: int
     vocab_size: int
     store_node_id: str
+    transport: str
+    """How its own store is reached."""
+    remote_transport: str
+    """How it reads what lies elsewhere; empty: never."""
+    lender_node_id: str
+    """Node id under which it lends its own blocks; empty: it lends none."""
     is_draining: bool
     dtype: str
     adapters: Mapping[str, str] = field(default_factory=dict)
     """Digest of each loaded adapter, by name."""
     links: Mapping[str, Link] = field(default_factory=dict)
-    """The measured ones, by store node."""
+    """The measured ones, by node."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +101,9 @@ def worker_view(status: common_pb2.WorkerStatus) -> WorkerView:
         context_window=status.context_window,
         vocab_size=status.vocab_size,
         store_node_id=status.store_node_id,
+        transport=status.transport,
+        remote_transport=status.remote_transport,
+        lender_node_id=status.lender_node_id,
         is_draining=status.draining,
         dtype=status.dtype,
         adapters={adapter.name: adapter.digest for adapter in status.adapters},

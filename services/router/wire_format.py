@@ -6,6 +6,7 @@ handler takes raw bytes and asks here. Pure; any thread.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from typing import Any
 
@@ -16,8 +17,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from process.errors import InvalidArgument
 from protos import inference_pb2
-
-_VARINT, _FIXED_64, _LENGTH, _FIXED_32 = 0, 1, 2, 5
+from services.router.wire_fields import LENGTH, fields_of
 
 
 def parse_request(data: bytes, *, max_bytes: int) -> inference_pb2.GenerateRequest:
@@ -61,18 +61,17 @@ def find_broken_text(kind: Message, data: bytes, path: str = "") -> str | None:
     """Path of the first string field of an encoded `kind` that is not UTF-8; None if there is none
     or the bytes are damaged.
     """
+    with contextlib.suppress(ValueError):
+        return _find_broken_text(kind, data, path)
+    return None
+
+
+def _find_broken_text(kind: Message, data: bytes, path: str) -> str | None:
+    """Raises: ValueError where the bytes are damaged."""
     seen: Counter[int] = Counter()
-    position = 0
-    while position < len(data):
-        try:
-            tag, position = _varint(data, position)
-            number, wire_type = tag >> 3, tag & 7
-            begin, end = _extent(data, position, wire_type)
-        except ValueError:
-            return None
-        position = end
+    for number, wire_type, _, begin, end in fields_of(data):
         field = kind.DESCRIPTOR.fields_by_number.get(number)
-        if field is None or wire_type != _LENGTH:
+        if field is None or wire_type != LENGTH:
             continue
         is_single = isinstance(getattr(kind, field.name), str | bytes | Message)
         name = path + field.name + ("" if is_single else f"[{seen[number]}]")
@@ -90,32 +89,6 @@ def find_broken_text(kind: Message, data: bytes, path: str = "") -> str | None:
 def _empty(kind: Any) -> Message:
     # Any: the stubs call a descriptor by two names.
     return message_factory.GetMessageClass(kind)()
-
-
-def _extent(data: bytes, position: int, wire_type: int) -> tuple[int, int]:
-    """Where a field's value lies, after its tag. Raises: ValueError when it does not fit."""
-    if wire_type == _VARINT:
-        return position, _varint(data, position)[1]
-    if wire_type == _LENGTH:
-        size, position = _varint(data, position)
-    elif wire_type in (_FIXED_64, _FIXED_32):
-        size = 8 if wire_type == _FIXED_64 else 4
-    else:
-        raise ValueError("groups are not used here")
-    if position + size > len(data):
-        raise ValueError("beyond the end")
-    return position, position + size
-
-
-def _varint(data: bytes, position: int) -> tuple[int, int]:
-    value = shift = 0
-    while position < len(data) and shift < 64:
-        byte = data[position]
-        value |= (byte & 0x7F) << shift
-        position, shift = position + 1, shift + 7
-        if byte < 0x80:
-            return value, position
-    raise ValueError("no varint")
 
 
 def _is_utf8(data: bytes) -> bool:

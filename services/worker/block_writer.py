@@ -117,6 +117,16 @@ class BlockWriter:
         """Of `refs`, without a copy."""
         return len(self._refs)
 
+    @property
+    def num_bytes(self) -> int:
+        """Written by now."""
+        return self._num_bytes
+
+    @property
+    def problem(self) -> str | None:
+        """What has ended it by now; nothing comes behind that."""
+        return self._problem
+
     def add(self, blocks: Iterable[FilledBlock]) -> None:
         """Take blocks in the order of the prompt; those that are stored already are passed over."""
         for block in blocks:
@@ -179,14 +189,17 @@ class BlockWriter:
     async def _renew(self) -> None:
         if not self.lease_id:
             return
+        deadline = self._deadline.sooner(self._put_budget_s)
+        had_s = deadline.left_s()
         try:
-            deadline = self._deadline.sooner(self._put_budget_s)
             await self.client.renew(self.lease_id, ttl_s=self._ttl_s, deadline=deadline)
         except BatonError as error:
             self._problem = reason_of(error)
-            self._connector.suspect(self.client, error)
+            self._connector.suspect(self.client, error, had_s=had_s)
 
     async def _put(self, blocks: list[FilledBlock], tail: TailSource | None) -> None:
+        deadline = self._deadline.sooner(self._put_budget_s)
+        had_s = deadline.left_s()
         try:
             result = await self.client.put_blocks(
                 self.lease_id or None,
@@ -194,13 +207,13 @@ class BlockWriter:
                 [(block.chain_hash, block.block_id) for block in blocks],
                 (tail.name, tail.block_id, tail.num_tokens) if tail is not None else None,
                 self._ttl_s,
-                self._deadline.sooner(self._put_budget_s),
+                deadline,
                 num_tokens=self._block_size,
                 tenant=self._tenant,
             )
         except BatonError as error:
             self._problem = reason_of(error)
-            self._connector.suspect(self.client, error)
+            self._connector.suspect(self.client, error, had_s=had_s)
             return
         self.lease_id = result.lease_id
         num_stored = 0

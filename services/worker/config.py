@@ -59,6 +59,11 @@ class WorkerLimits:
     home store too. 0: always copied.
     """
 
+    lend_blocks: bool = True
+    """Whether a prefill worker lends its own blocks to decode workers, where a request's handover
+    is direct. False, or where the engine preempts: it hands over through the store, and says so.
+    """
+
     max_remote_stores: int = 16
     """Other nodes' stores that a worker keeps attached at once; the idlest one makes room."""
 

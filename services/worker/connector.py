@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
+import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -59,7 +61,15 @@ RELEASE_BUDGET_S = 5.0
 
 PING_BUDGET_S = 1.0
 
+FAIR_S = PING_BUDGET_S
+"""A call that had less time than a ping gets says nothing about the store when it was late."""
+
+MIN_BACKOFF_S = 0.1
+
 MAX_BACKOFF_S = 2.0
+
+STEADY_S = 5.0
+"""A client that was of use for so long is no part of a row of failures. Guessed."""
 
 
 @dataclass(frozen=True)
@@ -141,8 +151,7 @@ class StoreConnector:
     async def stop(self, *, timeout_s: float) -> None:
         """End: pending releases first, then the attachment."""
         await end_tasks([self._keeper])
-        if self._background:
-            await asyncio.wait(self._background, timeout=timeout_s)
+        await self.finish(Deadline.after(timeout_s))
         await end_tasks(self._background)
         if self._client is not None:
             await self._close(self._client)
@@ -192,26 +201,23 @@ class StoreConnector:
         """
         if not items:
             return Loaded(0, 0)
+        deadline = deadline.sooner(self._limits.transfer_budget_s)
+        had_s = deadline.left_s()
         try:
-            result = await client.get_blocks(
-                lease_id,
-                items,
-                deadline.sooner(self._limits.transfer_budget_s),
-                incarnation=incarnation,
-            )
+            result = await client.get_blocks(lease_id, items, deadline, incarnation=incarnation)
         except TransferCancelled as error:
             self._quarantine(engine_id, error.quarantine)
             # A plain one: asyncio.timeout of this Python recognises no subclass.
             raise asyncio.CancelledError(str(error)) from error
         except TransferTimeout as error:
             self._quarantine(engine_id, error.quarantine)
-            self.suspect(client, error)
+            self.suspect(client, error, had_s=had_s)
             return Loaded(0, 0, Counter({DEADLINE: len(items)}))
         except BatonError as error:
-            self.suspect(client, error)
+            self.suspect(client, error, had_s=had_s)
             return Loaded(0, 0, Counter({reason_of(error): len(items)}))
         if DEADLINE in result.failed.values():
-            self.suspect(client, DeadlineExceeded("a transfer"))
+            self.suspect(client, DeadlineExceeded("a transfer"), had_s=had_s)
         first_failed = min(result.failed, default=len(items))
         # What lies behind a failed block cannot be used without it: the same reason, unless it has
         # its own.
@@ -221,16 +227,23 @@ class StoreConnector:
         )
         return Loaded(first_failed, result.num_bytes, not_usable)
 
-    def suspect(self, client: StoreClient, error: BatonError) -> None:
+    def suspect(self, client: StoreClient, error: BatonError, *, had_s: float = math.inf) -> None:
         """A call failed: look at the attachment now rather than at the next tick.
 
         After a call that was not answered in time, nobody else waits for this store until it
-        answers a ping.
+        answers a ping. A request that had hardly any time left takes the store from nobody.
+
+        Args: had_s: time that the call had when it began, where a request's own may be short.
         """
+        is_late = isinstance(error, DeadlineExceeded | TransferTimeout)
+        limits = self._limits
+        fair_s = min(FAIR_S, limits.transfer_budget_s, limits.put_budget_s)
+        if is_late and had_s < fair_s and client.broken is None:
+            return
         if client is not self._client:
             self.on_other_suspect(client, error)
             return
-        if isinstance(error, DeadlineExceeded | TransferTimeout):
+        if is_late:
             self._is_stalled = True
             self._suspect.set()
         elif isinstance(error, Unavailable):
@@ -265,11 +278,16 @@ class StoreConnector:
         return task
 
     async def settle(self) -> None:
-        """Wait for the background work that there is now (bounded: each piece has its own
-        deadline).
+        """Wait for the background work, and for what it makes more of (bounded: each piece has its
+        own deadline).
         """
         while self._background:
             await asyncio.wait(set(self._background))
+
+    async def finish(self, deadline: Deadline) -> None:
+        """`settle`, for so long at most."""
+        while self._background and not deadline.expired:
+            await asyncio.wait(set(self._background), timeout=deadline.left_s())
 
     async def _release(self, client: StoreClient, lease_ids: list[str]) -> None:
         self._to_release.setdefault(client, []).extend(lease_ids)
@@ -286,31 +304,37 @@ class StoreConnector:
     # ---- the keeper
 
     async def _keep_attached(self, target: StoreTarget) -> None:
-        backoff_s = 0.1
+        backoff_s = MIN_BACKOFF_S
         while True:
             client = await self._try_attach(target)
-            if client is None:
-                await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
-                backoff_s = min(MAX_BACKOFF_S, backoff_s * 2)
-                continue
-            backoff_s = 0.1
-            self._client, self._is_stalled, self._last_problem = client, False, ""
-            self.num_attached += 1
-            self._on_attached(client)
-            self._attached.set()
-            logs.event(
-                logger,
-                "store_attached",
-                address=target.address,
-                node_id=client.node_id,
-                transport=target.transport,
-                incarnation=client.incarnation.hex(),
-            )
-            why = await self._watch(client)
-            self._client = None
-            self._attached.clear()
-            logs.event(logger, "store_lost", level=logging.WARNING, why=why)
-            self.spawn(self._close(client))
+            if client is not None:
+                attached_at_s = time.monotonic()
+                await self._use(client)
+                if time.monotonic() - attached_at_s >= STEADY_S:
+                    backoff_s = MIN_BACKOFF_S
+                    continue
+            await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
+            backoff_s = min(MAX_BACKOFF_S, backoff_s * 2)
+
+    async def _use(self, client: StoreClient) -> None:
+        """Everybody's from here on, until it is of no use any more."""
+        self._client, self._is_stalled, self._last_problem = client, False, ""
+        self.num_attached += 1
+        self._on_attached(client)
+        self._attached.set()
+        logs.event(
+            logger,
+            "store_attached",
+            address=self.address,
+            node_id=client.node_id,
+            transport=self.transport,
+            incarnation=client.incarnation.hex(),
+        )
+        why = await self._watch(client)
+        self._client = None
+        self._attached.clear()
+        logs.event(logger, "store_lost", level=logging.WARNING, why=why)
+        self.spawn(self._close(client))
 
     async def _try_attach(self, target: StoreTarget) -> StoreClient | None:
         try:

@@ -34,6 +34,7 @@ from services.worker.engine_port import WorkerEngine
 from services.worker.engine_thread import EngineThread
 from services.worker.handle_keys import HandleKeys
 from services.worker.handle_ledger import HandleLedger
+from services.worker.lender import WorkerLender
 from services.worker.links import Links
 from services.worker.parking import StoreParking
 from services.worker.provenance import Leg, WorkerCounts
@@ -101,10 +102,13 @@ class WorkerCore:
             None if target is None else replace(target, transport=settings.remote_transport),
             max_stores=settings.limits.max_remote_stores,
             attach_budget_s=settings.limits.attach_budget_s,
+            lease_ttl_s=settings.limits.lease_ttl_s,
             on_attached=self.links.measure_later,
         )
         """The ways to other nodes' stores."""
         self.connector.on_other_suspect = self.remote_stores.suspect
+        self.lender = self._make_lender(target)
+        """Who lends this worker's blocks to others; None: it lends none."""
         self.parking = self._store_parking(engine)
         """Where preempted requests' blocks go, with a store; None: where the engine says."""
         self.adapters = WorkerAdapters(self.thread, engine.adapters())
@@ -121,6 +125,20 @@ class WorkerCore:
         self._idle = asyncio.Event()
         self._idle.set()
         self._numbers = itertools.count(1)
+
+    def _make_lender(self, target: StoreTarget | None) -> WorkerLender | None:
+        """Only prefill workers lend, and only where the engine takes no blocks away: those of a
+        preempted request, kept in place for readers, might be what it waits for."""
+        is_wanted = self.limits.lend_blocks and self.identity.role == "prefill"
+        if target is None or not is_wanted or self.settings.engine.preemption != "never":
+            return None
+        return WorkerLender(
+            target,
+            self.thread,
+            self.limits.lease_ttl_s,
+            address=lambda: self.address,
+            on_room=lambda: self.on_room(),
+        )
 
     def _store_parking(self, engine: WorkerEngine) -> StoreParking | None:
         target = _store_target(engine, self.settings, self.identity)
@@ -231,11 +249,14 @@ class WorkerCore:
         await self.links.settle()
 
     async def drain(self, timeout_s: float) -> bool:
-        """Take no new request and wait for the live ones. Returns: whether all ended in time."""
+        """Take no new request and wait for the live ones, and then for whoever reads what they
+        lent. Returns: whether all ended in time."""
         self.draining = True
         try:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
+                if self.lender is not None:
+                    await self.lender.quiet()
         except TimeoutError:
             return False
         return True
@@ -248,8 +269,12 @@ class WorkerCore:
         if self.parking is not None:
             await self.parking.stop(timeout_s=timeout_s)
         await self.links.stop()
+        # Whoever still gives back what lies elsewhere needs the ways there.
+        await self.connector.finish(Deadline.after(timeout_s))
         await self.remote_stores.stop(timeout_s=timeout_s)
         await self.connector.stop(timeout_s=timeout_s)
+        if self.lender is not None:
+            await self.lender.stop(timeout_s=timeout_s)
         await self.thread.stop(timeout_s)
 
     # ---- our own account
@@ -293,6 +318,9 @@ class WorkerCore:
             adapters=self.adapters.to_proto(),
             metrics_address=self.metrics_address,
             links=status.links_to_proto(self.links.links),
+            remote_transport=self.settings.remote_transport if self.settings.store_address else "",
+            lender_node_id=self.lender.node_id if self.lender is not None else "",
+            num_lent_blocks=self.lender.num_lent_blocks if self.lender is not None else 0,
         )
 
     async def checked_status(self) -> common_pb2.WorkerStatus:
@@ -303,6 +331,8 @@ class WorkerCore:
             async with Deadline.after(INTEGRITY_BUDGET_S).timeout("checking integrity"):
                 await self.thread.call(lambda engine: engine.check_integrity())
                 self.remote_stores.check_integrity()
+                if self.lender is not None:
+                    self.lender.check_integrity()
                 metrics = await self.thread.call(lambda engine: engine.metrics())
                 self.handle_ledger.check_integrity()
         except BatonError as error:

@@ -1,9 +1,10 @@
 """Links: what this worker measured of its ways to stores, and says of them.
 
 Each client is measured in the background, right after it attached, and again every AGAIN_S while
-its link is degraded: a bad moment shall not mark it for good. One at a time, so that measurements
-do not slow one another. The engine lends free blocks for it, and gets each back when
-nothing can touch it any more, whatever became of the measurement.
+its link is degraded: a bad moment shall not mark it for good. What says nothing of the link (no
+free blocks just now, here or there; the client's end) changes nothing of what is known. One at a
+time, so that measurements do not slow one another. The engine lends free blocks for it, and gets
+each back when nothing can touch it any more, whatever became of the measurement.
 
 Knows no requests. Belongs to the loop's thread.
 """
@@ -93,6 +94,11 @@ class Links:
 
     # ---- inside
 
+    def _measure_again(self, client: StoreClient) -> None:
+        self._again.pop((client.node_id, client.transport_name), None)
+        if client.broken is None:
+            self.measure_later(client)
+
     async def _measure(self, client: StoreClient) -> None:
         async with self._turn:
             rates, problem, is_fault = None, "", False
@@ -115,7 +121,7 @@ class Links:
             is_fault,
         )
         if self._note(link) and client.broken is None and not self._is_stopped:
-            timer = asyncio.get_running_loop().call_later(AGAIN_S, self.measure_later, client)
+            timer = asyncio.get_running_loop().call_later(AGAIN_S, self._measure_again, client)
             self._again[link.node_id, link.transport] = timer
 
     async def _rates(self, client: StoreClient, budget_s: float) -> Rates:
@@ -152,7 +158,7 @@ class Links:
         timer = self._again.pop(key, None)
         if timer is not None:
             timer.cancel()  # its client's, or a former one's
-        self._links.pop(key, None)
+        link = _newest_known(self._links.pop(key, None), link)
         self._links[key] = link
         while len(self._links) > MAX_LINKS:
             del self._links[next(iter(self._links))]
@@ -172,3 +178,12 @@ class Links:
             problem=link.problem,
         )
         return verdict.degraded
+
+
+def _newest_known(before: Link | None, link: Link) -> Link:
+    """Whichever says more of the way there."""
+    says_nothing = link.rates is None and not link.is_fault
+    if before is not None and before.address == link.address and says_nothing:
+        is_known = before.rates is not None or before.is_fault
+        return before if is_known else link
+    return link

@@ -103,6 +103,20 @@ def _of_worker(core: WorkerCore, names: Sequence[str], values: Sequence[str]) ->
         [(None, counts.num_prompt_tokens_early)],
     )
     yield _counters(
+        "baton_kv_direct_tokens",
+        "Prompt tokens whose KV was read out of a prefill worker's own cache.",
+        names,
+        values,
+        [(None, counts.num_prompt_tokens_direct)],
+    )
+    yield _counters(
+        "baton_kv_handovers",
+        "Prompts handed over to decode, by the way that the KV went.",
+        (*names, "path"),
+        values,
+        sorted((path.name.lower(), count) for path, count in counts.handovers.items()),
+    )
+    yield _counters(
         "baton_kv_early_pulls_failed",
         "Pulls while prefill ran that did not bring all; the final handle tried again; by reason.",
         (*names, "reason"),
@@ -133,6 +147,9 @@ def _of_worker(core: WorkerCore, names: Sequence[str], values: Sequence[str]) ->
         for name, level in levels.items():
             family.add_metric((*values, name), level)
         yield family
+    if core.lender is not None:
+        lent = core.lender.num_lent_blocks
+        yield _gauge("baton_kv_lent_blocks", "Blocks that others may read.", names, values, lent)
 
 
 def _of_links(core: WorkerCore, names: Sequence[str], values: Sequence[str]) -> Iterator[Metric]:

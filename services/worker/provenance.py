@@ -7,6 +7,7 @@ tokens.
 
 from __future__ import annotations
 
+import enum
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -14,14 +15,23 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvstore.block import Block, Tier
+from kvstore.lending import is_lender
 from process.deadline import Clock
 
 FINGERPRINT = "fingerprint"
 """Beside those of `kvstore.errors`: the handle is of another model, tenant or prompt."""
 
 
+class HandoverPath(enum.IntEnum):
+    """How decode gets a prompt's KV. Numbers are those of the wire."""
+
+    UNSPECIFIED = 0
+    STORE = 1
+    DIRECT = 2
+
+
 class Place(NamedTuple):
-    """A tier of one node's store."""
+    """A tier of one node's store, or of a worker that lends its blocks."""
 
     node_id: str
     tier: Tier
@@ -48,6 +58,12 @@ class Leg:
     """Blocks of a handover that did not get into the store, by reason."""
     num_blocks_written_back: int = 0
     """Full blocks of the answer that decode had stored when the request ended."""
+    handover: HandoverPath = HandoverPath.UNSPECIFIED
+    """Prefill: which way its handle went."""
+    num_tokens_direct: int = 0
+    """Decode, of those from stores: read out of a prefill worker's own cache, which lent them."""
+    num_blocks_behind: int = 0
+    """Prefill, direct path: blocks that were not in the store yet when the handle went out."""
 
     @property
     def num_tokens_from_store(self) -> int:
@@ -67,8 +83,8 @@ class Leg:
         node_id: str | None = None,
         is_early: bool = False,
     ) -> None:
-        """These blocks came out of the store of `node_id` and were verified; of theirs, prompt
-        tokens [first, end) are used.
+        """These blocks came out of the store of `node_id`, or from who lends as that, and were
+        verified; of theirs, prompt tokens [first, end) are used.
         """
         if node_id is None:
             node_id = self.store_node_id
@@ -79,6 +95,7 @@ class Leg:
             self.tokens_by_place[place] += num_tokens
             self.bytes_by_place[place] += block_bytes
             self.num_tokens_early += num_tokens if is_early else 0
+            self.num_tokens_direct += num_tokens if is_lender(node_id) else 0
             first_token += block.num_tokens
 
 
@@ -108,6 +125,9 @@ class WorkerCounts:
     num_prompt_tokens_from_store: int = 0
     num_output_tokens: int = 0
     num_prompt_tokens_early: int = 0
+    num_prompt_tokens_direct: int = 0
+    handovers: Counter[HandoverPath] = field(default_factory=Counter)
+    """Handles that went out, by their way."""
     num_blocks_written_back: int = 0
     """Also those that were stored after their request's end."""
     not_written_back: Counter[str] = field(default_factory=Counter)
@@ -123,4 +143,7 @@ class WorkerCounts:
         self.num_prompt_tokens_local += leg.num_tokens_local
         self.num_prompt_tokens_from_store += leg.num_tokens_from_store
         self.num_prompt_tokens_early += leg.num_tokens_early
+        self.num_prompt_tokens_direct += leg.num_tokens_direct
+        if leg.handover:
+            self.handovers[leg.handover] += 1
         self.recomputed.update(leg.recomputed)

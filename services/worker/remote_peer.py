@@ -94,8 +94,7 @@ class RemotePeer:
         Raises: StoreUnusable: refused, or somebody else tries.
         """
         now_s = self._clock()
-        if self.client is not None and self.client.broken is not None:
-            self.drop()  # gone while nobody asked: met again at once
+        self.drop_if_gone()
         if not self.is_open:
             if self._breaker.refuses(now_s):
                 raise self.refusal()
@@ -137,6 +136,11 @@ class RemotePeer:
         client, self.client = self.client, None
         if client is not None:
             self._spawn(close(client))
+
+    def drop_if_gone(self) -> None:
+        """Drop a client that broke while nobody asked; its store may be met again at once."""
+        if self.client is not None and self.client.broken is not None:
+            self.drop()
 
     def refusal(self) -> StoreUnusable:
         """What to tell who cannot be served."""

@@ -86,6 +86,9 @@ def leg_to_proto(
         not_stored=recomputed_to_proto(leg.not_stored),
         num_tokens_early=leg.num_tokens_early,
         num_blocks_written_back=leg.num_blocks_written_back,
+        handover=common_pb2.HandoverPath.Name(leg.handover.value),
+        num_tokens_direct=leg.num_tokens_direct,
+        num_blocks_behind=leg.num_blocks_behind,
     )
 
 

@@ -42,8 +42,11 @@ IDLE_S = 60.0
 """A client that nobody used for so long is closed. Guessed: a conversation's pause."""
 
 MIN_IDLE_S = 15.0
-"""A client that was used so lately is not closed to make room: somebody has it in hand. Longer than
-between two renewals of a lease."""
+"""A client that was used so lately is not closed to make room: somebody has it in hand."""
+
+LEASE_SHARE = 1 / 2
+"""Of a lease's time: nor is one before that is over, for whoever holds a lease renews it thrice a
+time with the client in hand."""
 
 SWEEP_S = 5.0
 
@@ -61,6 +64,7 @@ class RemoteStores:
         *,
         max_stores: int,
         attach_budget_s: float,
+        lease_ttl_s: float,
         on_attached: Callable[[StoreClient], None] = lambda client: None,
         clock: Clock = time.monotonic,
     ) -> None:
@@ -68,12 +72,15 @@ class RemoteStores:
         Args:
             target: as whom, over which transport; an empty transport: blocks are never pulled from
                 other nodes.
+            lease_ttl_s: of the leases that are held at those stores.
             on_attached: told of every new client; must not raise.
             clock: seconds, for back-off and idleness.
         """
         self._target = target
         self._max_stores = max_stores
         self._attach_budget_s = attach_budget_s
+        self._min_idle_s = max(MIN_IDLE_S, lease_ttl_s * LEASE_SHARE)
+        self._idle_s = max(IDLE_S, lease_ttl_s * LEASE_SHARE)
         self._on_attached = on_attached
         self._clock = clock
         self._peers: dict[tuple[str, str], RemotePeer] = {}
@@ -131,8 +138,9 @@ class RemoteStores:
         """End: pending releases first, then every attachment."""
         self._is_stopped = True
         await end_tasks([self._sweeper])
-        if self._background:
-            await asyncio.wait(set(self._background), timeout=timeout_s)
+        patience = Deadline.after(timeout_s)
+        while self._background and not patience.expired:
+            await asyncio.wait(set(self._background), timeout=patience.left_s())
         attempts = [peer.attaching for peer in self._peers.values()]
         await end_tasks([*attempts, *self._background])
         clients = self.clients
@@ -199,12 +207,14 @@ class RemoteStores:
 
     def _make_room(self) -> None:
         """Raises: StoreUnusable when all are in use."""
+        for peer in self._peers.values():
+            peer.drop_if_gone()
         peers = [peer for peer in self._peers.values() if peer.is_open]
         if len(peers) < self._max_stores:
             return
         idle_s = {peer: peer.idle_s() for peer in peers if peer.client is not None}
         idlest = max(idle_s, key=lambda peer: idle_s[peer], default=None)
-        if idlest is None or idle_s[idlest] < MIN_IDLE_S:
+        if idlest is None or idle_s[idlest] < self._min_idle_s:
             raise StoreUnusable(
                 f"max_remote_stores: all {self._max_stores} are in use", STORE_UNAVAILABLE
             )
@@ -219,9 +229,9 @@ class RemoteStores:
         """Close what nobody asks for, and forget the peers that nobody asks for."""
         for key, peer in list(self._peers.items()):
             idle_s = peer.idle_s()
-            if idle_s >= IDLE_S:
+            if idle_s >= self._idle_s:
                 peer.drop()
-            if idle_s >= 2 * IDLE_S and not peer.is_open and peer.looking is None:
+            if idle_s >= 2 * self._idle_s and not peer.is_open and peer.looking is None:
                 del self._peers[key]
 
     async def _release(self, client: StoreClient, lease_ids: list[str]) -> None:

@@ -24,7 +24,7 @@ from baton import audit
 from kvstore import index
 from process import redis_client
 from tests.chaos import wire_handles
-from tests.chaos.arena import READY_S, Arena, Disturb, Round, committed_frames
+from tests.chaos.arena import READY_S, TIMING, Arena, Disturb, Round, committed_frames
 from tests.chaos.control_proxy import Mischief
 
 Seen = Callable[[Round], Coroutine[Any, Any, bool]]
@@ -326,7 +326,7 @@ def forge_handles(arena: Arena, rng: random.Random) -> Action:
             assert answer.recomputed.keys() == {"signature"}, (forgery, answer.recomputed)
             assert answer.token_ids == arena.right(prompt, wire_handles.MAX_TOKENS), forgery
         first, again = await wire_handles.replayed(workers, prompts[0])
-        assert not first.recomputed, first.recomputed
+        assert first.recomputed.keys() <= TIMING, first.recomputed
         assert again.recomputed.keys() == {"replayed"}, again.recomputed
         right = arena.right(prompts[0], wire_handles.MAX_TOKENS)
         assert first.token_ids == again.token_ids == right
@@ -359,9 +359,10 @@ def fill_disk(arena: Arena, rng: random.Random) -> Action:
     victim = rng.choice(arena.stores)
 
     async def disturb(made: Round) -> None:
-        process = psutil.Process(arena.cluster.processes[victim].pid)
-        _, hard = process.rlimit(psutil.RLIMIT_FSIZE)
-        process.rlimit(psutil.RLIMIT_FSIZE, (0, hard))
+        with contextlib.suppress(psutil.NoSuchProcess):  # somebody else has killed it
+            process = psutil.Process(arena.cluster.processes[victim].pid)
+            _, hard = process.rlimit(psutil.RLIMIT_FSIZE)
+            process.rlimit(psutil.RLIMIT_FSIZE, (0, hard))
 
     async def seen(made: Round) -> bool:
         assert made.after is not None
@@ -416,6 +417,8 @@ EVERYWHERE: tuple[Draw, ...] = (
     forge_handles,
 )
 WITH_FILES: tuple[Draw, ...] = (spoil_pages, fill_disk)
+ALONE: frozenset[Draw] = frozenset({forge_handles})
+"""What says exactly what must come of it, and so meets no other."""
 
 
 def for_shape(arena: Arena) -> tuple[Draw, ...]:

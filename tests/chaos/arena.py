@@ -78,6 +78,8 @@ class Shape:
     num_decode: int = 2
     num_stores: int = 1
     """2: prefill and decode workers have one each, so that every handover crosses nodes."""
+    handover: str = "auto"
+    """As in ClusterConfig."""
     file_tier_bytes: int = 0
     """Of a file tier under each store; 0: none."""
     overrides: tuple[str, ...] = ()
@@ -153,6 +155,8 @@ class Arena:
         self.past: list[tuple[int, ...]] = []
         """Prompts of earlier rounds: the prefixes that may be hit."""
         self.counted: Counter[str] = Counter()
+        self.num_tokens_direct = 0
+        """Read out of prefill workers' own caches."""
         self._slabs: dict[Path, Slab] = {}
         self._num_asked = 0
 
@@ -177,6 +181,7 @@ class Arena:
                 num_prefill=self.shape.num_prefill,
                 num_decode=self.shape.num_decode,
                 num_stores=self.shape.num_stores,
+                handover=self.shape.handover,
                 overrides=(
                     f'prefill.store_address="{self.links["prefill"].address}"',
                     f'decode.store_address="{self.links["decode"].address}"',
@@ -326,6 +331,8 @@ class Arena:
                     assert answer.retry_after_s is not None, repr(answer)
         assert may_fail or not made.failed, made.failed
         self.counted.update(made.reasons)
+        legs = [leg for answer in made.completed for leg in answer.provenance.legs]
+        self.num_tokens_direct += sum(leg.num_tokens_direct for leg in legs)
         strange = made.reasons.keys() - self.tolerated - may_cause
         assert not strange, f"{strange} cannot come of what was done"
 

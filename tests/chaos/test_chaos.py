@@ -46,6 +46,13 @@ SHAPES = (
         is_roomy=False,
     ),
     Shape("shm short leases", overrides=("worker.limits.lease_ttl_s=0.3",)),
+    Shape("direct", handover="direct"),
+    Shape(
+        "nixl direct small store",
+        overrides=(*_REMOTE_NIXL, *_SMALL),
+        handover="direct",
+        is_roomy=False,
+    ),
 )
 
 
@@ -72,6 +79,8 @@ def _schedule(arena: Arena, num_rounds: int) -> list[list[actions.Draw]]:
             if not deck:
                 deck = list(actions.for_shape(arena))
                 rng.shuffle(deck)
+            if together and not actions.ALONE.isdisjoint([*together, deck[-1]]):
+                break
             together.append(deck.pop())
         schedule.append(together)
     return schedule
@@ -108,10 +117,12 @@ async def _play(arena: Arena, made: Round, action: actions.Action) -> None:
 
 
 async def _check_that_the_shape_was_met(arena: Arena) -> None:
-    """A store too small must have evicted or refused, a file tier have been written: else the
-    cluster was not what it was meant to be."""
+    """A store too small must have evicted or refused, a file tier have been written, a direct
+    handover have gone directly: else the cluster was not what it was meant to be."""
     stores = [await arena.own_status(name) for name in arena.stores]
     if not arena.shape.is_roomy:
         assert arena.counted["no_room"] or sum(store.num_evictions for store in stores) > 0
+    if arena.shape.handover == "direct":
+        assert arena.num_tokens_direct > 0
     if arena.shape.file_tier_bytes:
         assert sum(store.num_pages_used for store in stores) > 0

@@ -4,6 +4,7 @@ changed on their way, or handed over twice.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -22,6 +23,7 @@ from tests.wire.prefill_decode_pair import Answer, RouterStream, sampling_params
 
 MAX_TOKENS = 8
 CALL_S = 30.0
+AGAIN_S = 0.2
 TENANT = "somebody"
 SALT = bytes(range(32))
 
@@ -103,23 +105,46 @@ def workers_of(status: inference_pb2.GetClusterStatusReply) -> Workers:
 
 async def forged(workers: Workers, prompt: Sequence[int], forgery: str) -> Answer:
     """One request whose handle was changed on its way."""
-    name = f"forged-{secrets.token_hex(8)}"
     async with _decode_stream(workers) as stream:
-        key = await _reserve(stream, workers, prompt, name)
-        account, tokens = await _prefill(workers, prompt, name)
-        FORGERIES[forgery](account.handle)
-        return await _generate(stream, key, account.handle, tokens)
+        handed = await _handed_over(stream, workers, prompt)
+        FORGERIES[forgery](handed.handle)
+        return await _generate(stream, handed.key, handed)
 
 
 async def replayed(workers: Workers, prompt: Sequence[int]) -> tuple[Answer, Answer]:
     """One request, and then the same again with the handle of the first."""
-    name = f"replayed-{secrets.token_hex(8)}"
     async with _decode_stream(workers) as stream:
-        key = await _reserve(stream, workers, prompt, name)
-        account, tokens = await _prefill(workers, prompt, name)
-        first = await _generate(stream, key, account.handle, tokens)
-        key = await _reserve(stream, workers, prompt, name)
-        return first, await _generate(stream, key, account.handle, tokens)
+        handed = await _handed_over(stream, workers, prompt)
+        first = await _generate(stream, handed.key, handed)
+        key = await _reserve(stream, workers, prompt, handed.name)
+        return first, await _generate(stream, key, handed)
+
+
+@dataclass(frozen=True)
+class _HandedOver:
+    """A reserved request, and what its prefill gave for it."""
+
+    name: str
+    key: int
+    handle: common_pb2.KvHandle
+    token_ids: list[int]
+
+
+async def _handed_over(
+    stream: RouterStream, workers: Workers, prompt: Sequence[int]
+) -> _HandedOver:
+    """One whose whole prompt was handed over. A small store may have no room for it now: then
+    another one, until those who have it leave."""
+    async with asyncio.timeout(CALL_S):
+        while True:
+            name = f"forged-{secrets.token_hex(8)}"
+            key = await _reserve(stream, workers, prompt, name)
+            account, tokens = await _prefill(workers, prompt, name)
+            if account.handle.runs and not account.leg.not_stored:
+                return _HandedOver(name, key, account.handle, tokens)
+            await stream.cancel(key)
+            await stream.collect(key)
+            await asyncio.sleep(AGAIN_S)
 
 
 @contextlib.asynccontextmanager
@@ -168,17 +193,14 @@ async def _prefill(
         stub = prefill_pb2_grpc.PrefillStub(channel)
         async for reply in stub.Prefill(request, timeout=CALL_S):
             tokens += reply.token_ids
-            if reply.HasField("handle") and not reply.handle.is_partial:
+            if reply.HasField("leg"):
                 account = reply
-    assert account.handle.runs, "prefill handed nothing over"
     return account, tokens
 
 
-async def _generate(
-    stream: RouterStream, key: int, handle: common_pb2.KvHandle, tokens: Sequence[int]
-) -> Answer:
-    command = decode_pb2.GenerateFromHandle(handle=handle, output_token_ids=tokens)
+async def _generate(stream: RouterStream, key: int, handed: _HandedOver) -> Answer:
+    command = decode_pb2.GenerateFromHandle(handle=handed.handle, output_token_ids=handed.token_ids)
     await stream.generate_from(key, command)
     answer = await stream.collect(key)
-    answer.token_ids[:0] = tokens
+    answer.token_ids[:0] = handed.token_ids
     return answer

@@ -69,9 +69,15 @@ def target_of(transport: str, view: np.ndarray[Any, Any] | None = None) -> Store
 
 @asynccontextmanager
 async def remote(
-    target: StoreTarget | None, clock: Clock, max_stores: int = 4
+    target: StoreTarget | None, clock: Clock, max_stores: int = 4, lease_ttl_s: float = 30.0
 ) -> AsyncIterator[RemoteStores]:
-    stores = RemoteStores(target, max_stores=max_stores, attach_budget_s=10.0, clock=clock)
+    stores = RemoteStores(
+        target,
+        max_stores=max_stores,
+        attach_budget_s=10.0,
+        lease_ttl_s=lease_ttl_s,
+        clock=clock,
+    )
     try:
         yield stores
         stores.check_integrity()
@@ -366,6 +372,51 @@ async def test_idle_ones_make_room_and_busy_ones_do_not(
         clock.now_s += module.IDLE_S
         stores.sweep()
         assert not stores._peers
+
+
+async def test_a_measurement_is_no_use(store: serve.RunningStore, clock: Clock) -> None:
+    """A degraded link is measured again and again: that alone keeps no place for its store."""
+    async with remote(target_of("grpc"), clock) as stores:
+        client = await stores.client(*await node_of(store), within())
+        stores.sweep()
+        clock.now_s += module.IDLE_S
+        await client.measure(range(2), within())
+        stores.sweep()
+        assert stores.clients == []
+
+
+async def test_long_leases_are_renewed_seldom_and_keep_their_client_all_the_same(
+    store_settings: KvStoreSettings, clock: Clock
+) -> None:
+    """Three renewals of 300 s: between two of them nobody else uses the client."""
+    async with (
+        serve.running(store_settings) as a,
+        serve.running(store_settings) as b,
+        remote(target_of("grpc"), clock, max_stores=1, lease_ttl_s=300.0) as stores,
+    ):
+        client_a = await stores.client(*await node_of(a), within())
+        clock.now_s += 100.0
+        stores.sweep()
+        with pytest.raises(StoreUnusable, match="max_remote_stores"):
+            await stores.client(*await node_of(b), within())
+        assert stores.clients == [client_a] and client_a.broken is None
+        clock.now_s += 50.0
+        stores.sweep()
+        assert stores.clients == []
+
+
+async def test_what_is_gone_makes_room_at_once(
+    store_settings: KvStoreSettings, clock: Clock
+) -> None:
+    async with (
+        serve.running(store_settings) as a,
+        serve.running(store_settings) as b,
+        remote(target_of("grpc"), clock, max_stores=1) as stores,
+    ):
+        client_a = await stores.client(*await node_of(a), within())
+        client_a._rpc.mark_broken("no heartbeat")
+        client_b = await stores.client(*await node_of(b), within())
+        assert stores.clients == [client_b]
 
 
 async def test_leases_go_back_and_what_cannot_hurts_nobody(

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore import errors, serve
+from kvstore import block_hash, errors, serve
 from kvstore.config import KvStoreSettings
 from kvstore.transport.shm import ShmTransport
 from process.deadline import Deadline
@@ -108,6 +108,21 @@ async def test_a_corrupt_copy_is_detected_by_the_readers_own_memory(
     put = await worker.put(chain("a", 2), range(2))
     wrong = dataclasses.replace(put.refs[1], checksum=put.refs[1].checksum ^ 1)
     assert await worker.get(put.lease_id, [put.refs[0], wrong], [8, 9]) == {1: errors.CHECKSUM}
+
+
+async def test_checksums_are_of_the_writers_own_bytes(
+    large_settings: KvStoreSettings, new_worker: NewWorker, chain: Chain, transport: str
+) -> None:
+    """Also of blocks that are hashed in several pieces while they move."""
+    block_bytes = 5 * 2**18 + 77
+    async with serve.running(large_settings) as store:
+        worker = await new_worker(store.address, transport, block_bytes=block_bytes, num_blocks=12)
+        ids = [7, 8, 2, 0]
+        put = await worker.put(chain("large", 3), ids[:3], tail=("tail", ids[3], 5))
+        assert put.tail is not None
+        told = [ref.checksum for ref in (*put.refs, put.tail)]
+        assert told == [block_hash.checksum(worker.view[block_id]) for block_id in ids]
+        await worker.client.close()
 
 
 async def test_a_stale_generation_is_detected(
@@ -224,11 +239,11 @@ async def test_a_cancelled_transfer_leaves_nothing_behind(
         await worker.client.match([], ttl_s=1, deadline=within())
         if operation == "get":
             assert (reader.view[:8] == 1).all()
-    assert num_cancelled > 5
+    assert num_cancelled > 3  # shared memory waits once only, for its thread
     status = await worker.status()
     assert (status.num_writing, status.num_quarantined, status.num_tails) == (0, 0, 0)
     assert (status.num_leases, status.num_pinned) == (1, 8)
-    assert store.node.pushes is None or store.node.pushes.num_moving == 0
+    assert store.node.peers is not None and store.node.peers.num_moving == 0
 
 
 async def test_a_copy_torn_by_a_writer_is_detected(
@@ -240,15 +255,16 @@ async def test_a_copy_torn_by_a_writer_is_detected(
     put = await worker.put(chain("a", 3), range(3))
     slab = store.node.slab
     assert slab is not None
-    original = ShmTransport._copy
+    original = ShmTransport._copy_in
 
-    def torn(self: ShmTransport, *args: Any) -> None:
-        original(self, *args)
-        frame, source_rows = put.refs[1].frame, args[3]
-        if frame in source_rows:  # after its copy, before the second look at its generation
+    def torn(self: ShmTransport, blocks: Any, frames: Any) -> list[int]:
+        checksums = original(self, blocks, frames)
+        frame = put.refs[1].frame
+        if frame in frames:  # after its copy, before the second look at its generation
             slab.publish(frame, put.refs[1].generation + 1)
+        return checksums
 
-    monkeypatch.setattr(ShmTransport, "_copy", torn)
+    monkeypatch.setattr(ShmTransport, "_copy_in", torn)
     failed = await worker.get(put.lease_id, put.refs, [10, 11, 12])
     assert failed == {1: errors.GENERATION}
 

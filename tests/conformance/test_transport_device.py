@@ -127,6 +127,63 @@ async def test_locked_memory_that_nobody_takes_is_given_back(
     slab.close()
 
 
+async def test_of_two_that_wait_each_gets_a_slab_of_its_own_or_none_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two clients of a process attach at once; the second is cancelled while its own is locked."""
+    monkeypatch.setattr(registered_slab, "KEEP_S", 0.05)
+    created = Slab.create(tmp_path, "n", bytes(16), SlabLayout(4096, 4))
+    device = FakeDevice()
+    register, num_begun, may_go_on = device.register, 0, threading.Event()
+
+    def second_is_slow(address: int, num_bytes: int) -> None:
+        nonlocal num_begun
+        num_begun += 1
+        if num_begun > 1:
+            assert may_go_on.wait(20)
+        register(address, num_bytes)
+
+    device.register = second_is_slow  # type: ignore[method-assign]
+    one, two = (
+        asyncio.create_task(registered_slab.open_registered(device, created.path, bytes(16)))
+        for _ in range(2)
+    )
+    slab = await one
+    await until(lambda: num_begun == 2)
+    two.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await two
+    may_go_on.set()
+    await until(lambda: len(device.registered) == 2)
+    await until(lambda: list(device.registered) == [slab.frames_address])
+    assert not registered_slab._opening
+    registered_slab.close_registered(device, slab)
+    assert not device.registered
+    created.close()
+
+
+async def test_who_hears_late_of_a_failure_takes_nothing_of_a_later_attempt(tmp_path: Path) -> None:
+    created = Slab.create(tmp_path, "n", bytes(16), SlabLayout(4096, 4))
+    device = FakeDevice()
+    device.refusal = "out of memory"
+
+    async def twice() -> Slab:
+        with pytest.raises(FailedPrecondition, match="out of memory"):
+            await registered_slab.open_registered(device, created.path, bytes(16))
+        device.refusal = ""
+        return await registered_slab.open_registered(device, created.path, bytes(16))
+
+    first = asyncio.create_task(twice())
+    await asyncio.sleep(0)  # it waits first, so it hears first and tries again before we hear
+    with pytest.raises(FailedPrecondition, match="out of memory"):
+        await registered_slab.open_registered(device, created.path, bytes(16))
+    slab = await first
+    assert list(device.registered) == [slab.frames_address]
+    assert not registered_slab._opening
+    registered_slab.close_registered(device, slab)
+    created.close()
+
+
 async def test_a_copy_torn_by_a_writer_is_detected(
     store: serve.RunningStore, new_worker: NewWorker, chain: Chain
 ) -> None:

@@ -309,7 +309,8 @@ async def test_frames_of_a_stalled_one_sided_writer_stay_out_of_use(
     await pause(worker.process)
     await until(lambda: len(truth.leases) == 0)
     assert len(truth.quarantined) == 4
-    await asyncio.wait([store.node._sweeper], timeout=0.5)  # type: ignore[list-item]
+    assert store.node.watch is not None and store.node.watch._task is not None
+    await asyncio.wait([store.node.watch._task], timeout=0.5)
     assert len(truth.quarantined) == 4
     assert store.node.check_integrity() == ""
     worker.process.kill()
@@ -330,7 +331,7 @@ async def test_frames_being_pushed_to_a_stalled_worker_are_held_until_it_is_over
     put = await writer.put(chain("a", 20), range(20))
     lone = await lone_worker(store.address, "nixl", "receive")
     node, truth = store.node, store.node.store
-    assert truth is not None and node.pushes is not None
+    assert truth is not None
     args = (lone.attachment_id, put.lease_id)
     outcome = await node.push(*args, "first", put.refs[:1], [0], 10.0)
     assert outcome.terminal

@@ -36,11 +36,12 @@ def _clusters() -> list[tuple[str, int]]:
     ],
 )
 def cluster(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
-    """One prefill, one decode worker; every transport in its turn."""
+    """One prefill, one decode worker, KV through the store; every transport in its turn."""
     transport, chunk = request.param
     config = ClusterConfig(
         port=0,
         transport=transport,
+        handover="store",  # the other way is in test_handover.py
         overrides=(
             f"worker.engine.max_num_tokens_per_step={chunk}",
             f"worker.engine.max_num_running={min(32, chunk)}",
@@ -86,6 +87,7 @@ def complaints(status: inference_pb2.GetClusterStatusReply) -> list[str]:
             "running": worker.num_running,
             "holding": worker.num_holding,
             "quarantined": worker.num_quarantined_blocks,
+            "lent": worker.num_lent_blocks,
         }
         found += [f"{worker.worker_id}: {count} {name}" for name, count in held.items() if count]
         if worker.num_free_blocks + worker.num_cached_blocks != worker.num_blocks:

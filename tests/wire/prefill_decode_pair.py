@@ -134,6 +134,7 @@ class Pair:
         name: str = "r",
         max_tokens: int = 8,
         wants_handle: bool = True,
+        handover: int = common_pb2.HANDOVER_PATH_UNSPECIFIED,
         **sampling: Any,
     ) -> prefill_pb2.PrefillRequest:
         return prefill_pb2.PrefillRequest(
@@ -144,6 +145,7 @@ class Pair:
             sampling=sampling_params(max_tokens=max_tokens, **sampling),
             model_fingerprint=self.model.info.fingerprint,
             wants_handle=wants_handle,
+            handover=handover,
         )
 
     async def run_prefill(

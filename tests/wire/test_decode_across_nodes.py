@@ -21,6 +21,7 @@ from kvstore.errors import Quarantine, TransferCancelled
 from process import incarnation, serving
 from process.deadline import Deadline
 from protos import common_pb2, decode_pb2_grpc, kvstore_pb2, kvstore_pb2_grpc, prefill_pb2
+from services.decode.leases import give_back
 from services.decode.role import DecodeRole
 from services.worker import handle as handles
 from services.worker import main
@@ -327,3 +328,15 @@ async def test_a_cancel_while_the_other_store_is_being_met(tmp_path: Path) -> No
             assert (await stream.collect(key)).finished is not None
         gate.open()
         await n.check()
+
+
+async def test_a_worker_that_stops_gives_back_what_others_lent_it(tmp_path: Path) -> None:
+    """Also where it has to meet the other store for it first."""
+    async with two_nodes(tmp_path) as n:
+        p = n.pair
+        reply = await p.run_prefill(PROMPT)
+        decode = p.decode.core
+        assert (await p.store_status()).num_leases == 1 and not decode.remote_stores.clients
+        give_back(decode, handles.from_proto(reply.handle, decode.handle_keys))
+        await p.decode.stop()
+        assert (await p.store_status()).num_leases == 0

@@ -346,6 +346,38 @@ async def test_outputs_that_do_not_fit_give_the_leases_back(
         await p.check()
 
 
+async def test_leases_are_given_back_for_the_request_that_they_were_made_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when it is over by then; whoever sends them under another key takes nobody's."""
+    async with pair(tmp_path) as p, p.stream() as stream:
+        connector = p.decode.core.connector
+        release_later, released = connector.release_later, set[str]()
+
+        def release(client: Any, lease_ids: Any) -> None:
+            released.update(lease_ids)
+            release_later(client, lease_ids)
+
+        monkeypatch.setattr(connector, "release_later", release)
+        key = await stream.reserve(p.reserve(PROMPT, name="own"))
+        await stream.next(key)
+        await stream.cancel(key)
+        await stream.collect(key)
+        replies = {}
+        for name, under in (("a", 7777), ("b", key), ("own", key)):
+            reply = replies[name] = await p.run_prefill(prompt_of(40), name=name)
+            await stream.generate(under, reply)
+            assert (await stream.next(under)).failed.code == grpc.StatusCode.NOT_FOUND.value[0]
+            assert bool(released) == (name == "own")
+        leases = {
+            name: {run.lease_id for run in (*reply.handle.runs, reply.handle.tail)} - {""}
+            for name, reply in replies.items()
+        }
+        assert leases["own"] and released == leases["own"]
+        release_later(connector.client, leases["a"] | leases["b"])
+        await p.check()
+
+
 async def test_a_router_that_only_stops_commanding_still_gets_its_tokens(tmp_path: Path) -> None:
     """Half-closed: the stream ends with its last request."""
     async with pair(tmp_path) as p, p.stream() as stream:

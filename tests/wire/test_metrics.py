@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import urllib.request
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from process.metrics import MetricsServer
+from protos import common_pb2
+from services.worker.main import Worker
 from services.worker.metrics import WorkerCollector
 from tests.unit.router.bench import request, running
 from tests.unit.worker.builders import BLOCK_SIZE, prompt_of
-from tests.wire.prefill_decode_pair import pair
+from tests.wire.prefill_decode_pair import pair, until
+
+STORE, DIRECT = common_pb2.HANDOVER_PATH_STORE, common_pb2.HANDOVER_PATH_DIRECT
 
 
 async def _scrape(address: str) -> dict[str, float]:
@@ -82,6 +88,47 @@ async def test_workers_say_what_they_did(tmp_path: Path) -> None:
         assert rates == {"write": link.write_bytes_per_s, "read": link.read_bytes_per_s}
         assert found[f"baton_link_latency_seconds,{labels}"] == link.latency_s
         assert found[f"baton_link_degraded,{labels}"] == link.degraded
+
+
+@asynccontextmanager
+async def _scraping(worker: Worker) -> AsyncIterator[Callable[[], Awaitable[dict[str, float]]]]:
+    server = MetricsServer(WorkerCollector(worker.core, asyncio.get_running_loop()))
+    server.start("127.0.0.1:0")
+    try:
+        yield lambda: _scrape(server.address)
+    finally:
+        await asyncio.to_thread(server.stop)
+
+
+async def test_workers_say_which_way_the_kv_went(tmp_path: Path) -> None:
+    """What is lent is shown while it is, and what came that way afterwards."""
+    async with (
+        pair(tmp_path) as p,
+        p.stream() as stream,
+        _scraping(p.prefill) as prefill,
+        _scraping(p.decode) as decode,
+    ):
+        for name, path in (("a", STORE), ("b", DIRECT)):
+            prompt = prompt_of(4 * BLOCK_SIZE + 1, start=path)
+            key = await stream.reserve(p.reserve(prompt, name=name, max_tokens=2))
+            await stream.next(key)
+            reply = await p.run_prefill(prompt, name=name, max_tokens=2, handover=path)
+            num_lent = (await prefill())["baton_kv_lent_blocks"]
+            assert num_lent == (5 if path == DIRECT else 0)  # the tail is one of them
+            await stream.generate(key, reply)
+            await stream.collect(key)
+        lender = p.prefill.core.lender
+        assert lender is not None
+        await p.decode.core.links.settle()  # which measures with blocks that are lent for it
+        await until(lambda: lender.num_lent_blocks == 0)
+        found = await prefill()
+        assert found["baton_kv_handovers_total,path=store"] == 1
+        assert found["baton_kv_handovers_total,path=direct"] == 1
+        assert found["baton_kv_lent_blocks"] == 0
+        found = await decode()
+        assert found["baton_kv_direct_tokens_total"] == len(prompt)
+        assert "baton_kv_lent_blocks" not in found  # it lends nothing
+        await p.check()
 
 
 async def test_a_router_says_what_it_did() -> None:

@@ -127,6 +127,37 @@ async def test_both_tries_of_a_prefill_are_passed_on() -> None:
         assert _partials(bench) == [16, 32, 16, 32]
 
 
+class _Long(FakePrefill):
+    """Partial handles of long prompts, told apart by the tokens they cover."""
+
+    def _partial(self, request: Any, index: int) -> Any:
+        reply = super()._partial(request, index)
+        reply.handle.num_tokens = index + 1
+        reply.handle.signature = bytes(400_000)
+        return reply
+
+
+async def test_a_decode_worker_that_stopped_reading_gets_the_newest_and_not_all() -> None:
+    """What waits for it here is one partial handle of each request, however many were made."""
+    async with running(num_prefill=0) as bench:
+        worker = _Long("p0", bench.model)
+        worker.num_partials = 100
+        worker.gate.close()
+        await bench.add(worker)
+        bench.decode.read_gate.close()
+        bench.decode.read_gate.let_pass(1)  # the reservation
+        call = bench.stub.Generate(request(**FIELDS), timeout=10)
+        await until(lambda: worker.gate.reached.is_set())
+        stream = bench.router._streams._streams["d0"]
+        await until(lambda: stream._outgoing.qsize() == 1)
+        bench.decode.read_gate.open()
+        await until(lambda: _partials(bench)[-1:] == [100])
+        assert len(_partials(bench)) < 50
+        worker.gate.open()
+        messages = await rest_of(call)
+        assert [i for m in messages for i in m.token_ids] == expected_ids(bench, PROMPT, 3, 4)
+
+
 async def test_a_decode_worker_that_died_is_told_nothing_and_the_error_is_its() -> None:
     async with running() as bench:
         bench.prefill.num_partials, bench.prefill.num_late_partials = 1, 2

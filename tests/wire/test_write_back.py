@@ -64,20 +64,22 @@ async def test_the_next_turn_fetches_prompt_and_answer(tmp_path: Path) -> None:
 
 async def test_the_leg_says_what_was_stored_while_the_request_ran(tmp_path: Path) -> None:
     async with pair(tmp_path) as p, p.stream() as stream:
-        key = await stream.reserve(p.reserve(PROMPT, max_tokens=60))
+        key = await stream.reserve(p.reserve(PROMPT, max_tokens=200))
         await stream.next(key)
-        reply = await p.run_prefill(PROMPT, max_tokens=60)
+        reply = await p.run_prefill(PROMPT, max_tokens=200)
+        p.decode_model.hold()
         await stream.generate(key, reply)
-        num_tokens = len(reply.token_ids)
-        while num_tokens < 50:
-            num_tokens += len((await stream.next(key)).tokens.token_ids)
-        p.decode_model.hold()  # as a long step does
-        await until(lambda: p.decode.core.counts.num_blocks_written_back >= 8)
+        while p.decode.core.counts.num_blocks_written_back < 8:
+            # Step by step: a fake model would be through before the store has heard of it.
+            await until(p.decode_model.is_held.is_set)
+            p.decode_model.release()
+            p.decode_model.hold()
+            await asyncio.sleep(0.01)
         p.decode_model.release()
         answer = await stream.collect(key)
         assert answer.leg.num_blocks_written_back >= 8
         await p.decode.core.connector.settle()
-        assert p.decode.core.counts.num_blocks_written_back == (30 + 59) // SIZE - 7
+        assert p.decode.core.counts.num_blocks_written_back == (30 + 199) // SIZE - 7
         await p.check()
 
 

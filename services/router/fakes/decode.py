@@ -35,6 +35,8 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
 
     def __init__(self, worker_id: str, model: FakeModel) -> None:
         super().__init__(worker_id, model)
+        self.read_gate = Gate()
+        """Before a command is taken off its stream."""
         self.reserve_gate = Gate()
         """Before a reservation is answered."""
         self.token_gate = Gate()
@@ -89,6 +91,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
     ) -> None:
         cancelled: set[int] = set()
         async for command in commands:
+            await self.read_gate.passed()
             key, kind = command.key, command.WhichOneof("command")
             if kind == "prefetch":
                 self._prefetch(command, legs.get(key), was_cancelled=key in cancelled)

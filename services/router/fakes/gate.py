@@ -12,6 +12,7 @@ class Gate:
         self.reached = asyncio.Event()
         self._open = asyncio.Event()
         self._open.set()
+        self._num_free = 0
 
     def close(self) -> None:
         """Hold whoever comes from now on."""
@@ -22,7 +23,14 @@ class Gate:
         """Let all pass."""
         self._open.set()
 
+    def let_pass(self, count: int) -> None:
+        """The next `count` go through although it is closed."""
+        self._num_free = count
+
     async def passed(self) -> None:
         """Arrive, and go on when the gate is open."""
         self.reached.set()
+        if self._num_free:
+            self._num_free -= 1
+            return
         await self._open.wait()

@@ -27,6 +27,9 @@ class FakeWorker:
         self.address = ""
         self.is_draining = False
         self.store_node_id = ""
+        self.transport = "shm"
+        self.remote_transport = "grpc"
+        self.lender_node_id = ""
         self.adapters: dict[str, str] = {}
         """Digest of each adapter that it says to have, by name."""
         self.links: Sequence[Mapping[str, Any]] = ()
@@ -62,6 +65,9 @@ class FakeWorker:
             context_window=model.context_window,
             vocab_size=model.vocab_size,
             store_node_id=self.store_node_id,
+            transport=self.transport,
+            remote_transport=self.remote_transport,
+            lender_node_id=self.lender_node_id,
             draining=self.is_draining,
             adapters=[
                 common_pb2.AdapterStatus(name=name, digest=digest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import pytest
@@ -67,7 +68,17 @@ def test_components_take_the_settings_we_give_them() -> None:
         assert isinstance(worker.engine, EngineConfig)
         assert worker.engine.model == config.model
         assert worker.engine.num_threads >= 1
-    assert settings.load(RouterSettings, overrides=_sets(specs["router"])).model == config.model
+    router = settings.load(RouterSettings, overrides=_sets(specs["router"]))
+    assert (router.model, router.handover) == (config.model, "auto")
+
+
+@pytest.mark.parametrize("handover", cluster_plan.HANDOVERS)
+def test_the_router_is_told_which_way_to_hand_over(handover: str) -> None:
+    parser = argparse.ArgumentParser()
+    command_options.add_cluster(parser, default_port=1)
+    config = command_options.cluster_of(parser.parse_args(["--handover", handover]))
+    router = settings.load(RouterSettings, overrides=_sets(_all(config)["router"]))
+    assert config.handover == router.handover == handover
 
 
 @pytest.mark.parametrize(
@@ -100,6 +111,46 @@ def test_workers_are_dealt_to_the_stores_in_turn(
     ]
     assert [worker.store_address for worker in workers] == [f"127.0.0.1:{i}" for i in homes]
     assert {worker.remote_transport for worker in workers} == {"grpc"}
+
+
+@pytest.mark.parametrize(
+    ("device", "taken"),
+    [
+        ("cpu", ["cpu"] * 4),
+        ("cuda", ["cuda"] * 4),
+        ("cuda:0,cuda:1", ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]),
+        ("cuda:2, cpu, cuda:0", ["cuda:2", "cpu", "cuda:0", "cuda:2"]),
+    ],
+)
+def test_workers_are_dealt_to_the_devices_in_turn(device: str, taken: list[str]) -> None:
+    specs = _all(ClusterConfig(num_prefill=1, num_decode=3, device=device))
+    loaded = [
+        settings.load(WorkerSettings, overrides=_sets(spec))
+        for spec in specs.values()
+        if spec.kind in ("prefill", "decode")
+    ]
+    assert [worker.worker_id for worker in loaded] == [
+        "prefill-0",
+        "decode-0",
+        "decode-1",
+        "decode-2",
+    ]
+    engines = [worker.engine for worker in loaded]
+    assert all(isinstance(engine, EngineConfig) for engine in engines)
+    assert [getattr(engine, "device", "") for engine in engines] == taken
+
+
+def test_a_workers_own_device_wins() -> None:
+    config = ClusterConfig(device="cuda", overrides=('decode.engine.device="cuda:1"',))
+    specs = _all(config)
+    prefill = settings.load(WorkerSettings, overrides=_sets(specs["prefill-0"]))
+    decode = settings.load(WorkerSettings, overrides=_sets(specs["decode-0"]))
+    assert (prefill.engine.device, decode.engine.device) == ("cuda", "cuda:1")
+
+
+def test_the_command_line_says_which_devices() -> None:
+    parsed = cli.build_parser().parse_args(["up", "--device", "cuda:0,cuda:1"])
+    assert command_options.cluster_of(parsed).devices == ("cuda:0", "cuda:1")
 
 
 def test_the_command_line_says_how_many_stores() -> None:
@@ -135,11 +186,18 @@ def test_overrides_reach_whom_they_name_and_win() -> None:
         ({"port": -1}, "--port -1"),
         ({"port": 65536}, "at most 65535"),
         ({"transport": "tcp"}, "shm, nixl, grpc"),
+        ({"device": "gpu"}, "--device gpu: 'gpu' is none of cpu, cuda, cuda:N"),
+        ({"device": "cuda:0,"}, "--device cuda:0,: '' is none of"),
+        ({"device": "cpu,cuda:1", "transport": "nixl"}, "--transport nixl: .* use shm"),
         ({"num_stores": 0}, "--stores 0"),
         ({"num_stores": 3}, "--stores 3: at most one for each worker, which are 2"),
-        (
-            {"num_stores": 2, "overrides": ("store.node_id=a",)},
-            "--set store.node_id=a: 2 stores cannot share it",
+        ({"handover": "fast"}, "--handover fast: choose one of auto, store, direct"),
+        *(
+            (
+                {"num_stores": 2, "overrides": (f"{key}=a",)},
+                f"--set {key}=a: 2 stores cannot share it",
+            )
+            for key in ("store.node_id", "store.node_id ", "store.listen", "store.advertise")
         ),
         ({"overrides": ("wroker.x=1",)}, "nearest is 'worker'"),
         ({"overrides": ("worker",)}, "write it as worker.key=value"),

@@ -19,7 +19,7 @@ from engine.loop import load_engine
 from engine.models import fuse as fuse_module
 from engine.models import load as load_module
 from engine.models import packed_linear
-from engine.models.load import load_model
+from engine.models.load import choose_device, load_model
 from process.settings import SettingsError
 from tests.parity.models import FAMILIES, save
 
@@ -138,6 +138,18 @@ def test_cuda_where_there_is_none_is_refused(llama: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(LoadError, match="device"):
         load_model(EngineConfig(model=str(llama), device="cuda"))
+
+
+def test_a_cuda_device_is_taken_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    chosen = {device: choose_device(device) for device in ("auto", "cpu", "cuda", "cuda:1")}
+    assert chosen == {"auto": "cuda:0", "cpu": "cpu", "cuda": "cuda:0", "cuda:1": "cuda:1"}
+    with pytest.raises(LoadError, match=r"cuda:2 was asked for, .* the last one is cuda:1"):
+        choose_device("cuda:2")
+    for wrong in ("gpu", "cuda:", "cuda:-1", "cuda:x", "cpu:0", ""):
+        with pytest.raises(SettingsError, match=r"device: .* is none of"):
+            EngineConfig(device=wrong)
 
 
 def test_progress_reaches_its_end_for_digest_weights_and_warm_up(llama: Path) -> None:

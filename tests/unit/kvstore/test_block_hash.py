@@ -86,3 +86,13 @@ def test_the_checksum_sees_one_bit() -> None:
     data[7777] = 1
     assert block_hash.checksum(data) != before
     assert block_hash.checksum(data) == block_hash.checksum(data.tobytes())
+
+
+@given(st.lists(st.binary(max_size=400), max_size=8))
+def test_a_checksum_in_pieces_is_that_of_the_whole(pieces: list[bytes]) -> None:
+    """Whatever the pieces, empty ones among them."""
+    running = block_hash.RunningChecksum()
+    for at, piece in enumerate(pieces):
+        running.update(np.frombuffer(piece, dtype=np.uint8) if at % 2 else piece)
+        running.update(memoryview(b""))
+    assert running.value == block_hash.checksum(b"".join(pieces))

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvstore import block_hash
 from kvstore.block import Block
 from kvstore.errors import GENERATION, TRANSPORT, TransferFailed
-from kvstore.transport.base import BlockMemory, GetItem
+from kvstore.transport.base import BlockMemory, GetItem, PutItem
 from kvstore.transport.grpc_chunks import GrpcTransport
 from process.deadline import Deadline
 from protos import kvstore_pb2
@@ -77,6 +78,33 @@ async def test_only_whole_blocks_arrive(
     for index, (row, text) in enumerate([(3, b"abcdefghij"), (1, b"0123456789")]):
         assert (view[row].tobytes() == text) or index in failed
     assert not view[[0, 2]].any()  # whatever came, the others are untouched
+    whole = {index: block_hash.checksum(view[row]) for index, row in ((0, 3), (1, 1))}
+    assert got.checksums == {i: each for i, each in whole.items() if i not in failed}
+
+
+async def test_a_write_that_ends_before_all_blocks_were_taken_is_none() -> None:
+    """Whoever answers so did not see them all."""
+    view = np.zeros((4, BLOCK_BYTES), dtype=np.uint8)
+    num_taken = 0
+
+    async def write(chunks: AsyncIterator[kvstore_pb2.WriteChunk]) -> None:
+        nonlocal num_taken
+        async for _ in chunks:
+            num_taken += 1
+            if num_taken == 1:
+                return
+
+    async def call(method: Any, chunks: AsyncIterator[Any], deadline: Deadline) -> None:
+        await method(chunks)
+
+    rpc: Any = SimpleNamespace(call=call, stub=SimpleNamespace(Write=write))
+    attached: Any = SimpleNamespace(attachment_id="a")
+    transport = GrpcTransport(BlockMemory.of(view), rpc, attached)
+    items = [PutItem(block_id, frame, 1) for frame, block_id in ((0, 3), (1, 1))]
+    with pytest.raises(TransferFailed, match="all blocks"):
+        await transport.put("lease", items, Deadline.after(5))
+    num_taken = 1
+    assert len(await transport.put("lease", items, Deadline.after(5))) == 2
 
 
 async def test_a_block_that_was_not_asked_for_ends_the_transfer() -> None:

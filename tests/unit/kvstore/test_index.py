@@ -4,13 +4,15 @@ was emptied, restarted or away."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import pytest
 import redis.asyncio
 
-from kvstore import index
+from kvstore import index, index_publisher
 from kvstore.index import PrefixIndex
 from kvstore.index_publisher import BATCH, PrefixIndexPublisher
 from process import redis_client
@@ -179,6 +181,92 @@ async def test_a_batch_on_top_of_nothing_is_refused(client: redis.asyncio.Redis)
     store.add(*_chain("b", 3))
     await _same(client, store)
     await store.publisher.stop()
+
+
+async def test_a_redis_that_is_emptied_during_a_full_publication_gets_all_of_it(
+    client: redis.asyncio.Redis, store: _Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a publication is never taken for a whole one, not even when its first half is lost."""
+    monkeypatch.setattr(index_publisher, "BATCH", 10)
+    load, num_loads = store.publisher._load, itertools.count()
+
+    async def emptied(**told: Any) -> Any:
+        if next(num_loads) == 2:
+            await client.flushall()
+        return await load(**told)
+
+    store.publisher._load = emptied  # type: ignore[assignment]
+    store.add(*_chain("a", 50))
+    store.publisher.start()
+    await _same(client, store)
+
+
+async def test_what_arrives_late_of_an_earlier_publication_is_refused(
+    client: redis.asyncio.Redis, store: _Store
+) -> None:
+    """A call that we gave up may still lie in a socket, and be read after all that came later."""
+    load, late = store.publisher._load, []
+
+    async def stuck(**told: Any) -> Any:
+        if not late:
+            late.append(told)
+            raise TimeoutError
+        return await load(**told)
+
+    store.publisher._load = stuck  # type: ignore[assignment]
+    chain = _chain("a", 20)
+    store.add(*chain)
+    store.publisher.start()
+    await _same(client, store)
+    store.drop(*reversed(chain[5:]))
+    await _same(client, store)
+    await load(**late[0])
+    await _same(client, store)
+
+
+async def test_a_store_stays_reachable_while_it_publishes_everything(
+    client: redis.asyncio.Redis, store: _Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Millions of blocks take longer than a heartbeat counts."""
+    monkeypatch.setattr(index_publisher, "BATCH", 10)
+    load, found = store.publisher._load, []
+
+    async def slow(**told: Any) -> Any:
+        found.append(await client.getdel(index.beat_key("n1")))
+        await asyncio.sleep(store.publisher._heartbeat_s)
+        return await load(**told)
+
+    store.publisher._load = slow  # type: ignore[assignment]
+    store.add(*_chain("a", 50))
+    store.publisher.start()
+    await _same(client, store)
+    assert found == [LIFE.hex().encode()] * 5
+
+
+async def test_other_keys_in_redis_do_not_keep_a_store_from_publishing(
+    client: redis.asyncio.Redis, store: _Store
+) -> None:
+    """Earlier lives are looked for in few round trips, each with its own time."""
+    for at in range(0, 20_000, 1000):
+        await client.mset({f"other:{i}": b"" for i in range(at, at + 1000)})
+    await client.config_resetstat()
+    store.publisher.start()
+    await _same(client, store)
+    stats = await client.info("commandstats")
+    assert 1 <= stats["cmdstat_scan"]["calls"] <= 20
+
+
+async def test_a_row_that_nobody_can_read_hides_no_other(
+    client: redis.asyncio.Redis, store: _Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.publisher.start()
+    await _same(client, store)
+    for name, row in (("no json", b"{"), ("other type", b'{"num_frames": "x"}'), ("raw", b"\xff")):
+        await client.hset(index.STORES_KEY, name, row)
+    (row,) = await PrefixIndex(client, 5.0).stores()
+    assert (row.node_id, row.reachable) == ("n1", True)
+    told = [r for r in caplog.records if r.getMessage() == "registry_row_unreadable"]
+    assert len(told) == 3
 
 
 async def test_a_new_life_drops_the_index_of_the_earlier_one(client: redis.asyncio.Redis) -> None:

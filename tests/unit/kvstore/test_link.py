@@ -29,6 +29,8 @@ def link(transport: str, write: float, read: float, copy: float = 8 * GB) -> Lin
         ("shm", 4 * GB, 0.1 * GB, 0.0, True),  # under a fiftieth of a plain copy
         ("shm", 0.2 * GB, 0.2 * GB, 0.0, False),
         ("shm", 0.2 * GB, 0.2 * GB, 1 * GB, True),
+        ("nixl", 0.0, 2 * GB, 1 * GB, False),  # a lender takes no writes
+        ("nixl", 0.0, 0.5 * GB, 1 * GB, True),
     ],
 )
 def test_degraded(transport: str, write: float, read: float, floor: float, degraded: bool) -> None:

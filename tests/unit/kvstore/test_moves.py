@@ -7,24 +7,27 @@ import pytest
 from kvstore.answers import StoreLimits, Written
 from kvstore.catalog import Entry
 from kvstore.store import Store
+from kvstore.tenancy import TenantShares
 
 
-def _hash(prompt: int, index: int) -> bytes:
-    return bytes([prompt, index]).rjust(16, b"h")
+def _hash(prompt: int, index: int, tenant: str = "") -> bytes:
+    return tenant.encode() + bytes([prompt, index]).rjust(16 - len(tenant), b"h")
 
 
 class _Bench:
     """A store over a file tier, whose bytes nobody moves."""
 
-    def __init__(self, num_frames: int = 4, num_pages: int = 4) -> None:
-        self.store = Store(num_frames, 100, StoreLimits())
+    def __init__(
+        self, num_frames: int = 4, num_pages: int = 4, shares: TenantShares | None = None
+    ) -> None:
+        self.store = Store(num_frames, 100, StoreLimits(shares=shares or TenantShares()))
         self.store.places.open_pages(num_pages, [])
         self.worker = self.store.attach("w", b"1", "grpc", False, 0.0).attachment_id
 
-    def put(self, prompt: int, length: int) -> list[Entry]:
-        hashes = [_hash(prompt, i) for i in range(length)]
+    def put(self, prompt: int, length: int, tenant: str = "") -> list[Entry]:
+        hashes = [_hash(prompt, i, tenant) for i in range(length)]
         lease_id, answers, _ = self.store.writes.reserve(
-            self.worker, b"", hashes, ttl_s=9.0, now_s=0.0
+            self.worker, b"", hashes, tenant=tenant, ttl_s=9.0, now_s=0.0
         )
         written = [Written(a.frame, a.generation, 7, 16) for a in answers if a.frame >= 0]
         self.store.writes.commit(self.worker, lease_id, written, 0.0)
@@ -132,3 +135,26 @@ def test_a_bad_page_takes_all_below_along() -> None:
     bench.store.check_integrity()
     assert bench.store.moves.num_pages_bad == 1
     assert not bench.store.catalog.is_present(below)
+
+
+def test_two_tenants_beyond_their_shares_do_not_take_pages_from_each_other_for_ever() -> None:
+    """A file tier smaller than what memory would have: once the newest lie in it, nothing moves."""
+    shares = TenantShares.parse(["a=0.3", "b=0.3", "c=0.4"])
+    bench = _Bench(num_frames=40, num_pages=10, shares=shares)
+    for prompt in range(15):
+        for tenant in ("a", "b"):
+            bench.put(prompt, 1, tenant)
+    num_writes = 0
+    while (demotion := bench.store.moves.begin_demotion(8)) is not None:
+        bench.store.moves.end_demotion(demotion, [True] * len(demotion.writes))
+        bench.store.check_integrity()
+        num_writes += len(demotion.writes)
+        assert num_writes <= 30  # each block once
+    used = bench.store.places.page_account.used()
+    assert min(used["a"], used["b"]) >= 3 and used["a"] + used["b"] == 10
+    bench.put(20, 4, "c")  # who is below its share takes pages from both, whatever is older
+    while (demotion := bench.store.moves.begin_demotion(8)) is not None:
+        bench.store.moves.end_demotion(demotion, [True] * len(demotion.writes))
+        num_writes += len(demotion.writes)
+        assert num_writes <= 70
+    assert bench.store.places.page_account.used() == {"a": 3, "b": 3, "c": 4}

@@ -187,6 +187,17 @@ def test_no_room_is_refused_by_the_settings_name(tmp_path: Path) -> None:
     assert path.stat().st_size == 0  # nothing stays taken
 
 
+def test_a_file_is_not_cleared_for_one_that_has_no_room(tmp_path: Path) -> None:
+    """A wrong setting, put right again, costs nothing; a larger file may use the old one's room."""
+    path = tmp_path / "a.baton-pages"
+    _filled(path)
+    with pytest.raises(NoCapacity, match="file_tier_bytes"):
+        PageFile.open(path, PageLayout(5000, 1 << 40), _quiet)
+    pages = PageFile.open(path, LAYOUT, _quiet)
+    assert len(pages.scan()[0]) == 4
+    pages.close()
+
+
 def test_as_many_pages_as_fit(seed: int) -> None:
     draw = random.Random(seed)
     for _ in range(200):

@@ -337,6 +337,21 @@ def test_quarantine_ends_when_the_writer_is_gone(by: str) -> None:
         bench.reserve(CHAIN[:1])
 
 
+def test_one_life_of_a_worker_may_be_attached_twice() -> None:
+    """A worker's cache and the memory it parks in are two; the second does not end the first."""
+    bench = _Bench()
+    bench.reserve(CHAIN[:2])
+    second = bench.attach("w1", one_sided=True)
+    assert bench.count(FrameState.WRITING) == 2
+    bench.reserve(CHAIN[2:3], who=second)
+    bench.attach("w1", one_sided=True, life=b"2")
+    assert bench.count(FrameState.QUARANTINED) == 3  # both were of the earlier life
+    for gone in (bench.worker, second):
+        with pytest.raises(UnknownAttachment):
+            bench.reserve(CHAIN[:1], who=gone)
+    bench.store.check_integrity()
+
+
 def test_what_a_gone_worker_pinned_lives_until_its_leases_end() -> None:
     """The handle of a prefill worker that is scaled down is still good."""
     bench = _Bench()

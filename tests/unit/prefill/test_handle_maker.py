@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from engine.request import Sampling
 from kvstore.block import Block
-from services.prefill.handle_maker import HandleMaker, Part, runs_of
+from services.prefill.handle_maker import HandleMaker
 from services.prefill.job import PrefillAsk
+from services.prefill.parts import Part, runs_of
 from services.worker.core import Chain
 
 SIZE = 4

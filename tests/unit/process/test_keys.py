@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
+import resource
 import stat
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -167,3 +169,72 @@ def test_a_change_goes_through_a_link_and_keeps_the_mode(
     change(link)
     assert link.is_symlink() and mode_of(path) == 0o640
     keys.load(path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to others")
+@pytest.mark.parametrize("change", [keys.rotate, keys.add_next, keys.use_next, keys.drop_old])
+def test_a_change_by_root_leaves_the_file_to_its_owner(
+    tmp_path: Path, change: Callable[[Path], keys.Key]
+) -> None:
+    path = tmp_path / "keys"
+    keys.create(path)
+    keys.add_next(path)
+    path.chmod(0o640)
+    os.chown(path, 12345, 23456)
+    change(path)
+    found = path.stat()
+    assert (found.st_uid, found.st_gid, mode_of(path)) == (12345, 23456, 0o640)
+
+
+def test_a_change_that_would_take_the_file_from_its_owner_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "keys"
+    made = keys.create(path)
+    path.chmod(0o640)
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "fchown", refuse)
+    with pytest.raises(SettingsError, match="not permitted; change it as its owner"):
+        keys.rotate(path)
+    assert keys.load(path) == (made,)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["keys"]
+
+
+def test_a_pipe_is_no_key_file_and_nobody_waits_for_its_writer(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    os.mkfifo(path, 0o600)
+    answers: list[str] = []
+
+    def look() -> None:
+        try:
+            keys.load(path)
+        except SettingsError as error:
+            answers.append(str(error))
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    thread.join(timeout=10)
+    assert answers == [f"key file {path}: is no file"]
+
+
+@pytest.mark.parametrize("change", [keys.create, keys.rotate])
+def test_a_full_disk_leaves_no_half_of_a_file(
+    tmp_path: Path, change: Callable[[Path], keys.Key]
+) -> None:
+    path = tmp_path / "keys"
+    before = () if change is keys.create else (keys.create(path),)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40, limits[1]))  # Python ignores its signal
+    try:
+        with pytest.raises(SettingsError, match="File too large"):
+            change(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["keys"][: len(before)]
+    if before:
+        assert keys.load(path) == before
+    else:
+        keys.create(path)

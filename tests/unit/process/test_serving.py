@@ -9,6 +9,8 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
 
 from process import errors, serving
 from protos import kvstore_pb2, kvstore_pb2_grpc
@@ -21,6 +23,13 @@ class _Raises(kvstore_pb2_grpc.KvStoreServicer):
     @serving.unary
     async def GetStatus(self, request: Any, context: Any) -> kvstore_pb2.GetStatusReply:
         raise self.error
+
+    @serving.unary
+    async def Write(self, request: Any, context: Any) -> kvstore_pb2.WriteReply:
+        num_bytes = 0
+        async for chunk in request:
+            num_bytes += len(chunk.data)
+        return kvstore_pb2.WriteReply(num_bytes=num_bytes)
 
     @serving.streaming
     async def Read(self, request: Any, context: Any) -> AsyncIterator[kvstore_pb2.ReadChunk]:
@@ -87,3 +96,86 @@ async def test_a_taken_port_is_one_clear_error() -> None:
     finally:
         await server.stop(0)
     await asyncio.sleep(0)
+
+
+# -- messages that were spoiled on their way
+
+_NO_MESSAGE = b"\x0a\x05ab"  # says five bytes, has two
+
+
+@pytest.mark.parametrize("method", ["GetStatus", "Write", "Read"])
+async def test_a_request_that_cannot_be_read_is_refused_and_ends_nothing(
+    method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    raises = _Raises(errors.NotFound("read all the same"))
+    server, address = await serving.listen(
+        "127.0.0.1:0",
+        [lambda s: kvstore_pb2_grpc.add_KvStoreServicer_to_server(raises, s)],
+    )
+    try:
+        async with serving.channel(address) as channel:
+            stub = kvstore_pb2_grpc.KvStoreStub(channel)
+            writing = stub.Write(timeout=5)
+            await writing.write(kvstore_pb2.WriteChunk(data=b"1234"))
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await _send_raw(channel, method, _NO_MESSAGE)
+            ours = serving.error_from_rpc(caught.value)
+            assert isinstance(ours, errors.InvalidArgument) and ours.field == "request"
+            await writing.write(kvstore_pb2.WriteChunk(data=b"56"))
+            await writing.done_writing()
+            assert (await writing).num_bytes == 6
+    finally:
+        await server.stop(0)
+    assert not caplog.records
+
+
+async def _send_raw(channel: grpc.aio.Channel, method: str, data: bytes) -> None:
+    path = f"/baton.v1.KvStore/{method}"
+    if method == "Write":
+        call = channel.stream_unary(path)(timeout=5)
+        await call.write(data)
+        await call.done_writing()
+        await call
+    elif method == "Read":
+        async for _ in channel.unary_stream(path)(data, timeout=5):
+            raise AssertionError("it was answered")
+    else:
+        await channel.unary_unary(path)(data, timeout=5)
+
+
+def _failed(details: bytes) -> grpc.aio.AioRpcError:
+    trailing = grpc.aio.Metadata(("grpc-status-details-bin", details))
+    return grpc.aio.AioRpcError(
+        grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), trailing, details="gone"
+    )
+
+
+def _packed(type_name: str, value: bytes) -> bytes:
+    detail = any_pb2.Any(type_url=f"type.googleapis.com/google.rpc.{type_name}", value=value)
+    return status_pb2.Status(code=14, message="gone", details=[detail]).SerializeToString()
+
+
+@pytest.mark.parametrize(
+    "details",
+    [
+        _NO_MESSAGE,
+        b"\x12\x01\xff",
+        _packed("RetryInfo", _NO_MESSAGE),
+        _packed("BadRequest", _NO_MESSAGE),
+        *(
+            _packed(
+                "RetryInfo",
+                error_details_pb2.RetryInfo(
+                    retry_delay=duration_pb2.Duration(seconds=seconds, nanos=nanos)
+                ).SerializeToString(),
+            )
+            for seconds, nanos in [(-1, 0), (0, -5), (10**9, 0), (2**62, 0)]
+        ),
+    ],
+    ids=str,
+)
+def test_details_that_cannot_be_are_none(details: bytes) -> None:
+    """The status itself still says what is wrong."""
+    ours = serving.error_from_rpc(_failed(details))
+    assert type(ours) is errors.Unavailable and str(ours) == "gone"
+    assert ours.retry_after_s == errors.Unavailable.retry_after_s

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from process.errors import Unavailable
 from services.router.config import RouterCosts
+from services.router.handover import Path
 from services.router.policy import Ask, WorkerLoad, blocks_needed, choose
 from services.router.prefix_runs import Prefixes, Run
 from services.router.views import Link
@@ -36,6 +37,8 @@ def _load(worker_id: str, **changes: object) -> WorkerLoad:
         num_requests=0,
         num_queued_tokens=0,
         store_node_id="s",
+        transport="shm",
+        remote_transport="grpc",
     )
     return replace(base, **changes)  # type: ignore[arg-type]
 
@@ -74,6 +77,39 @@ def test_what_the_union_holds_is_cached() -> None:
 def test_a_worker_without_a_store_has_no_prefix() -> None:
     choice = choose([_load("p0", store_node_id="")], [_load("d0")], _holding({"t": 7}), COSTS)
     assert choice.runs == () and choice.why["prefill_pull"] == 0
+
+
+def test_who_never_reads_elsewhere_is_told_of_its_own_store_only() -> None:
+    stays = _load("p0", remote_transport="")
+    choice = choose([stays], [_load("d0")], _holding({"s": 2, "t": 7}), COSTS)
+    assert choice.runs == (Run("s", 0, 2),)
+    assert choose([stays], [_load("d0")], _holding({"t": 7}), COSTS).runs == ()
+
+
+def test_a_decode_worker_that_cannot_read_the_prompt_costs_computing_it_again() -> None:
+    far = _load("far", store_node_id="t", remote_transport="")
+    choice = choose([_load("p0")], [far], ASK, COSTS)
+    assert choice.why["decode_compute"] == pytest.approx(0.16)
+    assert choice.why["decode_link"] == choice.why["handover_put"] == 0
+    assert choose([_load("p0")], [far, _load("d0", num_requests=1)], ASK, COSTS).decode_id == "d0"
+
+
+def test_the_choice_says_which_way_the_kv_goes() -> None:
+    p = _load("p0", transport="grpc", lender_node_id="p0/lent")
+    for mode, path in (("auto", Path.DIRECT), ("direct", Path.DIRECT), ("store", Path.STORE)):
+        choice = choose([p], [_load("d0")], ASK, COSTS, mode)
+        assert choice.path is path
+        assert (choice.why["handover_put"] > 0) == (path is Path.STORE)
+    alone = choose([p], [], replace(ASK, needs_decode=False), COSTS, "direct")
+    assert alone.path is Path.STORE  # nothing is handed over
+
+
+def test_of_two_equal_prefill_workers_the_one_that_lends() -> None:
+    lends = _load("p1", transport="grpc", lender_node_id="p1/lent")
+    for affinity in (b"a", b"b", b"c", b"d"):
+        ask = replace(ASK, affinity=affinity)
+        choice = choose([_load("p0", transport="grpc"), lends], [_load("d0")], ask, COSTS)
+        assert choice.prefill_id == "p1"
 
 
 def test_measured_links_count_instead_of_the_guess() -> None:
@@ -205,9 +241,11 @@ loads = st.builds(
     num_free_blocks=st.integers(0, 100),
     store_node_id=st.sampled_from(["s", "t"]),
     is_suspect=st.booleans(),
+    remote_transport=st.sampled_from(["", "grpc"]),
+    lender_node_id=st.sampled_from(["", "a/lent"]),
 )
 links = st.dictionaries(
-    st.sampled_from(["s", "t"]),
+    st.sampled_from(["s", "t", "a/lent"]),
     st.builds(Link, st.just(0.0) | st.floats(1e3, 1e9), st.booleans()),
 )
 

@@ -32,7 +32,7 @@ def test_one_sample_is_handed_over_by_its_tokens() -> None:
     message = samples.take_first(_first(0, A, B))
     assert message is not None and message.text == "ab"
     assert samples.has_all_firsts and not samples.is_over
-    command = samples.handover(None)
+    command = samples.handover()
     assert list(command.output_token_ids) == [A, B] and not command.outputs
 
 
@@ -41,9 +41,9 @@ def test_several_are_handed_over_in_their_order_with_who_is_over() -> None:
     samples.take_first(_first(1, B, finish_reason=common_pb2.FINISH_REASON_EOS, stop_token_id=B))
     assert not samples.has_all_firsts
     samples.take_first(_first(0, A))
-    command = samples.handover(common_pb2.KvHandle(request_id="r"))
+    command = samples.handover()
     assert [(list(o.token_ids), o.is_over) for o in command.outputs] == [([A], False), ([B], True)]
-    assert command.handle.request_id == "r" and not command.output_token_ids
+    assert not command.output_token_ids
     assert [answer.sample_index for answer in samples.ended()] == [1]
 
 
@@ -60,7 +60,7 @@ def test_a_beam_search_hands_its_candidates_over_and_shows_nothing() -> None:
     start = [common_pb2.BeamCandidate(token_id=A, logprob=-0.5)]
     assert samples.take_first(_first(0, beam_start=start)) is None
     assert samples.has_all_firsts
-    assert [c.token_id for c in samples.handover(None).beam_start] == [A]
+    assert [c.token_id for c in samples.handover().beam_start] == [A]
 
 
 def test_overshoot_and_samples_that_are_none() -> None:

@@ -92,7 +92,11 @@ class FakeStore:
 
 @asynccontextmanager
 async def writing(
-    store: FakeStore, refs: Sequence[Block] = (), ttl_s: float = 5, **options: Any
+    store: FakeStore,
+    refs: Sequence[Block] = (),
+    ttl_s: float = 5,
+    budget_s: float = 5,
+    **options: Any,
 ) -> AsyncIterator[tuple[BlockWriter, StoreConnector]]:
     async with running(fake_engine(num_blocks=64)) as thread:
         connector = StoreConnector(None, thread, WorkerLimits())
@@ -105,7 +109,7 @@ async def writing(
             block_size=SIZE,
             ttl_s=ttl_s,
             put_budget_s=5,
-            deadline=Deadline.after(5),
+            deadline=Deadline.after(budget_s),
             **options,
         )
         yield writer, connector
@@ -273,6 +277,27 @@ async def test_a_failing_store_is_a_reason_not_an_error(error: BatonError, probl
         writer.add(filled(1))
         written = await writer.finish(TailSource("tail", 99, 1))
     assert (len(written.refs), written.tail, written.problem) == (1, None, problem)
+
+
+@pytest.mark.parametrize("budget_s", [0.2, 5.0])
+@pytest.mark.parametrize("what", ["put", "renewal"])
+async def test_a_request_without_time_takes_the_store_from_nobody(
+    budget_s: float, what: str
+) -> None:
+    store = FakeStore()
+    store.error = store.renew_error = DeadlineExceeded("late")
+    refs = [Block(name_of(0), 7, 2, 0, SIZE)]
+    ttl_s = 5 if what == "put" else 0.03
+    async with writing(store, refs, ttl_s=ttl_s, budget_s=budget_s) as (writer, connector):
+        client: Any = store
+        connector._client = client
+        if what == "put":
+            writer.add(filled(1))
+            await writer.finish(None)
+        else:
+            await store.renewed.wait()
+        assert (connector.client is None) == (budget_s == 5.0), "held against it or not"
+        connector._client = None
 
 
 @pytest.mark.parametrize("when", ["idle", "putting", "finishing", "done"])

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 
 from engine.loop import Engine
@@ -20,13 +21,15 @@ from kvstore.errors import (
     TransferFailed,
     TransferTimeout,
 )
-from kvstore.transport.base import GetResult
+from kvstore.transport.base import BlockMemory, GetResult
 from process.deadline import Deadline
 from process.errors import BatonError, DeadlineExceeded, Unavailable
 from protos import kvstore_pb2
+from services.worker import connector as module
 from services.worker.config import WorkerLimits
 from services.worker.connector import StoreConnector
 from services.worker.engine_thread import EngineThread
+from services.worker.store_target import StoreTarget
 from tests.unit.worker.builders import fake_engine, prompt_of, request, running
 
 NUM_ITEMS = 6
@@ -38,9 +41,13 @@ class FakeClient:
     def __init__(self, outcome: GetResult | BaseException | None = None) -> None:
         self.outcome = outcome
         self.broken: str | None = None
+        self.incarnation = b"one"
+        self.node_id = "node"
         self.entered = asyncio.Event()
         self.released: list[list[str]] = []
         self.num_releasing = 0
+        self.num_turns = 1
+        """Of the loop, that a release takes."""
 
     async def get_blocks(
         self, lease_id: str, items: Any, deadline: Deadline, *, incarnation: bytes | None
@@ -56,10 +63,14 @@ class FakeClient:
     async def status(self, *, deadline: Deadline) -> Any:
         return kvstore_pb2.GetStatusReply(incarnation=b"one")
 
+    async def close(self) -> None:
+        self.broken = "closed"
+
     async def release(self, lease_ids: list[str], *, deadline: Deadline) -> int:
         self.num_releasing += 1
         assert self.num_releasing == 1, "one release at a time"
-        await asyncio.sleep(0)
+        for _ in range(self.num_turns):
+            await asyncio.sleep(0)
         self.num_releasing -= 1
         if isinstance(self.outcome, BatonError):
             raise self.outcome
@@ -212,3 +223,112 @@ async def test_a_worker_without_a_store_says_so() -> None:
     async with reserved() as (_, _, connector, _):
         assert await connector.start(wait_s=5) is False
         assert connector.client is None
+
+
+@pytest.mark.parametrize("had_s", [0.0, 0.2, 5.0])
+@pytest.mark.parametrize("how", ["answered late", "still moving"])
+@pytest.mark.parametrize("is_ours", [True, False])
+async def test_a_request_whose_own_time_ran_out_takes_the_store_from_nobody(
+    had_s: float, how: str, is_ours: bool
+) -> None:
+    """A store that had no fair chance to answer is not refused to all the others."""
+    async with reserved() as (_, thread, connector, reservation):
+        client: Any = FakeClient(GetResult(0, dict.fromkeys(range(NUM_ITEMS), "deadline")))
+        settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if how == "still moving":
+            held = Quarantine(reservation.block_ids[:NUM_ITEMS], settled)
+            client = FakeClient(TransferTimeout("late", held))
+        told: list[BatonError] = []
+        connector.on_other_suspect = lambda _, error: told.append(error)
+        if is_ours:
+            connector._client = client
+        loaded = await connector.load(
+            client, "r", "lease", items_of(reservation), Deadline.after(had_s)
+        )
+        assert loaded.not_usable == {"deadline": NUM_ITEMS}
+        is_to_blame = had_s == 5.0
+        assert (connector.client is None) == (is_to_blame or not is_ours)
+        assert bool(told) == (is_to_blame and not is_ours)
+        connector._client = None
+        settled.set_result(None)
+        await asyncio.sleep(0)
+        await thread.call(lambda engine: None)
+
+
+async def test_the_stop_waits_for_leases_that_are_given_back_meanwhile() -> None:
+    """A writer that was cancelled has its last put to wait for before it gives its lease back."""
+    async with reserved() as (_, _, connector, _):
+        client: Any = FakeClient()
+        client.num_turns = 10
+
+        async def end_of_a_writer() -> None:
+            await asyncio.sleep(0)
+            connector.release_later(client, ["lease"])
+
+        connector.spawn(end_of_a_writer())
+        await connector.stop(timeout_s=5)
+        assert client.released == [["lease"]]
+
+
+async def test_the_stop_waits_for_nobody_for_ever() -> None:
+    async with reserved() as (_, _, connector, _):
+        connector.spawn(forever())
+        async with asyncio.timeout(10):
+            await connector.stop(timeout_s=0.01)
+
+
+@pytest.mark.parametrize("how", ["breaks at once", "is not there"])
+async def test_a_store_that_greets_well_and_fails_at_work_is_not_met_without_end(
+    monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Each attachment costs agents, mappings and a measurement."""
+    num_attempts = 0
+
+    async def attach(target: StoreTarget, timeout_s: float) -> Any:
+        nonlocal num_attempts
+        num_attempts += 1
+        if how == "is not there":
+            raise Unavailable("gone")
+        client = FakeClient()
+        client.broken = "every transfer fails"
+        return client
+
+    monkeypatch.setattr(module, "attach", attach)
+    monkeypatch.setattr(module, "MIN_BACKOFF_S", 600.0)
+    monkeypatch.setattr(module, "MAX_BACKOFF_S", 600.0)
+    target = StoreTarget("a:1", "w", b"i" * 16, "ab", BlockMemory.of(np.zeros((1, 8), "u1")), "shm")
+    async with running(fake_engine(num_blocks=64)) as thread:
+        connector = StoreConnector(target, thread, WorkerLimits())
+        await connector.start(wait_s=0.05)
+        for _ in range(200):
+            assert connector.client is None
+            await asyncio.sleep(0)
+        await connector.stop(timeout_s=1)
+    assert num_attempts == 1
+
+
+async def test_a_store_that_was_good_for_long_is_met_again_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clients: list[FakeClient] = []
+
+    async def attach(target: StoreTarget, timeout_s: float) -> Any:
+        clients.append(FakeClient())
+        return clients[-1]
+
+    monkeypatch.setattr(module, "attach", attach)
+    monkeypatch.setattr(module, "MIN_BACKOFF_S", 600.0)
+    monkeypatch.setattr(module, "STEADY_S", 0.0)
+    target = StoreTarget("a:1", "w", b"i" * 16, "ab", BlockMemory.of(np.zeros((1, 8), "u1")), "shm")
+    async with running(fake_engine(num_blocks=64)) as thread:
+        connector = StoreConnector(target, thread, WorkerLimits())
+        assert await connector.start(wait_s=5)
+        clients[0].broken = "it died"
+        assert connector.client is None
+        await connector.wait_attached(Deadline.after(10))
+        assert connector.client is clients[1]
+        await connector.stop(timeout_s=1)
+
+
+async def forever() -> None:
+    await asyncio.Event().wait()

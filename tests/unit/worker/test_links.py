@@ -156,6 +156,42 @@ async def test_what_is_over_is_not_measured_again(
         assert len(client.outcomes) == 1
 
 
+async def test_what_was_measured_is_not_forgotten_for_a_client_that_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A degraded link stays one, whatever became of the client: its store is as far as before."""
+    monkeypatch.setattr(module, "AGAIN_S", 0.01)
+    async with measuring(floor=1e12) as (_, _, links, _):
+        client: Any = FakeClient(RATES, Unavailable("this client is closed"))
+        links.measure_later(client)
+        await links.settle()
+        client.broken = "closed"
+        await asyncio.sleep(0.05)
+        await links.settle()
+        ((link, verdict),) = links.links
+        assert (link.rates, link.problem, verdict.degraded) == (RATES, "", True)
+        assert not links._again, "nothing of a closed client is kept"
+
+
+async def test_a_busy_moment_makes_no_degraded_link_a_good_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No free blocks to measure with, here or there, say nothing of the link."""
+    monkeypatch.setattr(module, "AGAIN_S", 0.01)
+    async with measuring(floor=1e9) as (_, _, links, _):
+        slow = Rates(2**20, 1e6, 1e6, 0.001, 8e9)
+        client: Any = FakeClient(slow, NoCapacity("busy"), NoCapacity("busy"), RATES)
+        links.measure_later(client)
+        async with asyncio.timeout(10):
+            while client.outcomes:
+                for link, verdict in links.links:
+                    assert (link.rates, verdict.degraded) == (slow, True)
+                await asyncio.sleep(0.005)
+            while links.links[0][1].degraded:
+                await asyncio.sleep(0.005)
+        assert links.links[0][0].rates == RATES
+
+
 @pytest.mark.parametrize("how", ["late", "cancelled"])
 async def test_blocks_that_may_still_be_touched_stay_lent_until_they_are_settled(how: str) -> None:
     settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()

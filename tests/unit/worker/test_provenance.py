@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.block import Block, Tier
-from services.worker.provenance import Leg, StageClock, WorkerCounts
+from kvstore.lending import is_lender, lender_node_id
+from protos import common_pb2
+from services.worker.provenance import HandoverPath, Leg, StageClock, WorkerCounts
 from services.worker.status import leg_to_proto
 
 SIZE = 4
@@ -24,10 +26,11 @@ def test_the_parts_of_a_leg_sum_to_its_prompt(num_prompt_tokens: int, data: st.D
     loaded = [Block(b"", 0, 2, 0, min(SIZE, rest - i * SIZE), tier) for i, tier in enumerate(tiers)]
     end = data.draw(st.integers(num_prompt_tokens - 1, num_prompt_tokens + 5))
     num_early, num_home = (data.draw(st.integers(0, num_blocks)) for _ in range(2))
+    away = data.draw(st.sampled_from(["away", lender_node_id("away")]))
     leg.store_node_id = "home"
     first = num_local
     for index, block in enumerate(loaded):
-        node_id = None if index < num_home else "away"
+        node_id = None if index < num_home else away
         is_early = index < num_early
         leg.count_loaded(first, end, [block], block_bytes=32, node_id=node_id, is_early=is_early)
         first += block.num_tokens
@@ -41,13 +44,27 @@ def test_the_parts_of_a_leg_sum_to_its_prompt(num_prompt_tokens: int, data: st.D
     by_node = Counter[str]()
     for count in on_wire.from_store:
         by_node[count.node_id] += count.num_bytes
-    assert by_node["home"] == 32 * num_home and by_node["away"] == 32 * (num_blocks - num_home)
+    assert by_node["home"] == 32 * num_home and by_node[away] == 32 * (num_blocks - num_home)
     assert sum(count.num_tokens for count in on_wire.from_store) == leg.num_tokens_from_store
     assert on_wire.num_tokens_early == leg.num_tokens_early
+    lent = sum(count.num_tokens for count in on_wire.from_store if is_lender(count.node_id))
+    assert on_wire.num_tokens_direct == leg.num_tokens_direct == lent
+    assert on_wire.handover == common_pb2.HANDOVER_PATH_UNSPECIFIED
     counts = WorkerCounts()
     counts.add(leg)
     assert counts.num_prompt_tokens_from_store == leg.num_tokens_from_store
     assert counts.num_prompt_tokens_early == leg.num_tokens_early
+    assert counts.num_prompt_tokens_direct == lent and not counts.handovers
+
+
+def test_a_handover_is_counted_by_its_way() -> None:
+    counts = WorkerCounts()
+    for path in (HandoverPath.STORE, HandoverPath.DIRECT, HandoverPath.DIRECT):
+        leg = Leg(5, handover=path, num_blocks_behind=2)
+        on_wire = leg_to_proto(leg, role="prefill", worker_id="w", incarnation="", dtype="float32")
+        assert (on_wire.handover, on_wire.num_blocks_behind) == (int(path), 2)
+        counts.add(leg)
+    assert counts.handovers == {HandoverPath.STORE: 1, HandoverPath.DIRECT: 2}
 
 
 @given(st.lists(st.tuples(st.sampled_from(["a", "b", None]), st.integers(0, 100)), max_size=10))

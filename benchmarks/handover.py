@@ -1,0 +1,237 @@
+"""What of a prompt's KV on its way from prefill to decode is left to see: through the store, and
+directly out of the prefill worker's own cache.
+
+One local cluster for each transport, with two routers over the same workers: one hands over through
+the store, the other directly. The same number of fresh prompts goes through each, in turns, and
+through one engine in this process that does both roles: the ceiling, for which nothing moves.
+`exposed` is the time between the first and the second token beyond what later tokens take, so what
+of storing, handing over and loading did not hide behind the prefill; beside it, as what the bytes
+alone would cost, is a plain copy of as many in memory. Each answer's provenance is checked for the
+way that it went. The last line printed is one JSON object.
+
+    python -m benchmarks.handover --requests 5 --prompt-tokens 1024 8192
+
+With the shm transport the direct path goes over gRPC: no other process maps a worker's own cache;
+`--set 'worker.remote_transport="nixl"'` lets NIXL push it. With `--device cuda:0,cuda:1` the
+workers compute on GPUs, and so does the one engine, on the first.
+The bundled model's window is lengthened where it is shorter than the prompts, see
+benchmarks.prefix_hit. Nothing is written unless --out says where.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from baton import cluster_plan
+from baton.client import SyncClient
+from baton.local_cluster import ClusterConfig, LocalCluster
+from baton.supervisor import Supervisor
+from benchmarks.context import context
+from benchmarks.prefix_hit import ask, with_window
+from benchmarks.serve import Latencies, through_engine
+from engine.config import EngineConfig
+from engine.loop import Engine, load_engine
+
+TRANSPORTS = ("shm", "nixl", "grpc")
+PATHS = ("store", "direct")
+OUTPUT_TOKENS = 16
+_START_S = 60.0
+_SETTLE_S = 0.5
+_NUM_WARM_UPS = 2
+_NUM_COPIES = 5
+
+
+@dataclass
+class Series:
+    """One way's requests, in seconds, and the bytes that decode read of each."""
+
+    ttft_s: list[float] = field(default_factory=list)
+    exposed_s: list[float] = field(default_factory=list)
+    stages: list[Mapping[str, float]] = field(default_factory=list)
+    num_bytes: list[int] = field(default_factory=list)
+
+    def add(self, times_s: Sequence[float]) -> None:
+        """Of one request: when it began and each token came."""
+        gaps = [after - before for before, after in itertools.pairwise(times_s[1:])]
+        self.ttft_s.append(times_s[1] - times_s[0])
+        self.exposed_s.append(max(0.0, gaps[0] - statistics.median(gaps[1:])))
+
+    def figures(self) -> dict[str, Any]:
+        """Medians."""
+        ttft_s, exposed_s = statistics.median(self.ttft_s), statistics.median(self.exposed_s)
+        names = sorted({name for stages in self.stages for name in stages})
+        return {
+            "ttft_p50_ms": round(ttft_s * 1e3, 2),
+            "exposed_p50_ms": round(exposed_s * 1e3, 2),
+            "exposed_share_of_ttft": round(exposed_s / ttft_s, 4),
+            "stage_p50_ms": {
+                name: round(
+                    statistics.median(stages.get(name, 0.0) for stages in self.stages) * 1e3, 3
+                )
+                for name in names
+            },
+        }
+
+
+@contextlib.contextmanager
+def routers(cluster: LocalCluster) -> Iterator[dict[str, SyncClient]]:
+    """A client by path: of the cluster's own router, which hands over through the store, and of a
+    second one over the same workers, which hands over directly."""
+    config = replace(cluster.config, handover="direct")
+    spec = cluster_plan.router(config, redis_url=cluster.redis_url, listen="127.0.0.1:0")
+    with tempfile.TemporaryDirectory(prefix="baton-bench-") as logs:
+        supervisor = Supervisor(Path(logs), lambda event: None)
+        try:
+            supervisor.launch([spec])
+            supervisor.wait_ready([spec.name], time.monotonic() + _START_S)
+            address = supervisor.processes()[spec.name].address
+            with SyncClient(cluster.address) as store, SyncClient(address) as direct:
+                yield dict(zip(PATHS, (store, direct), strict=True))
+        finally:
+            supervisor.stop([["router"]])
+
+
+def through_cluster(client: SyncClient, path: str, prompt: list[int], into: Series) -> None:
+    """One request. Raises: RuntimeError when it went another way than meant."""
+    times_s, end = ask(client, prompt, OUTPUT_TOKENS)
+    assert end.provenance is not None
+    legs = {leg.role: leg for leg in end.provenance.legs}
+    num_direct = len(prompt) if path == "direct" else 0
+    if legs["prefill"].handover != path or legs["decode"].num_tokens_direct != num_direct:
+        raise RuntimeError(f"{path} was meant: {legs}")
+    into.add(times_s)
+    into.stages.append(end.times)
+    into.num_bytes.append(legs["decode"].num_bytes_read)
+
+
+def copy_s(num_bytes: int) -> float:
+    """Seconds that a plain copy of so many bytes takes, the median of a few."""
+    source, target = np.ones(num_bytes, np.uint8), np.zeros(num_bytes, np.uint8)
+    times = []
+    for _ in range(_NUM_COPIES):
+        began = time.perf_counter()
+        np.copyto(target, source)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def measured(
+    clients: Mapping[str, SyncClient],
+    engine: Engine,
+    rng: random.Random,
+    num_tokens: int,
+    count: int,
+    console: Console,
+) -> dict[str, Series]:
+    """`count` prompts of so many tokens each way, in turns; no two share a prefix."""
+    found = {name: Series() for name in ("engine", *PATHS)}
+    for index in track(range(-_NUM_WARM_UPS, count), f"{num_tokens} tokens", console=console):
+        for name, series in found.items():
+            prompt = [rng.randrange(100, 2000) for _ in range(num_tokens)]
+            into = series if index >= 0 else Series()
+            if name in clients:
+                through_cluster(clients[name], name, prompt, into)
+            else:
+                times = Latencies()
+                through_engine(engine, prompt, OUTPUT_TOKENS, times)
+                gaps = [times.ttft_s[0], *times.itl_s]
+                into.add([0.0, *itertools.accumulate(gaps)])
+            time.sleep(_SETTLE_S)  # what the last one stores and frees in the background
+    return found
+
+
+def figures_of(transport: str, num_tokens: int, found: Mapping[str, Series]) -> dict[str, Any]:
+    """All medians of one transport and length, and what the bytes alone cost."""
+    num_bytes = int(statistics.median(found["store"].num_bytes))
+    exposed = {path: statistics.median(found[path].exposed_s) for path in PATHS}
+    share = round(exposed["direct"] / exposed["store"], 3) if exposed["store"] else None
+    return {
+        "transport": transport,
+        "num_prompt_tokens": num_tokens,
+        "num_kv_bytes": num_bytes,
+        "copy_ms": round(copy_s(num_bytes) * 1e3, 3),
+        "exposed_direct_of_store": share,
+        **{name: series.figures() for name, series in found.items()},
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--requests", type=int, default=5, help="of each length and way")
+    parser.add_argument("--prompt-tokens", nargs="+", type=int, default=[1024, 8192])
+    parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=list(TRANSPORTS))
+    parser.add_argument("--model", default=ClusterConfig().model)
+    parser.add_argument("--device", default=ClusterConfig().device, help="as of `baton up`")
+    parser.add_argument("--set", action="append", default=[], help="as of `baton up`")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    console = Console(stderr=True)
+    rng = random.Random(arguments.seed)
+    figures = []
+    with with_window(arguments.model, max(arguments.prompt_tokens) + OUTPUT_TOKENS) as model:
+        first = arguments.device.split(",")[0]
+        engine = load_engine(EngineConfig(model=model, device=first, num_threads=1))
+        for transport in arguments.transports:
+            config = ClusterConfig(
+                model=model,
+                port=0,
+                transport=transport,
+                handover="store",
+                device=arguments.device,
+                overrides=tuple(arguments.set),
+            )
+            with LocalCluster(config) as cluster, routers(cluster) as clients:
+                for num_tokens in arguments.prompt_tokens:
+                    found = measured(clients, engine, rng, num_tokens, arguments.requests, console)
+                    figures.append(figures_of(transport, num_tokens, found))
+    table = Table("KV over", "prompt", "", "TTFT ms", "exposed ms", "of TTFT", "copy ms")
+    for figure in figures:
+        for name in ("engine", *PATHS):
+            row = figure[name]
+            table.add_row(
+                figure["transport"],
+                str(figure["num_prompt_tokens"]),
+                "engine (ceiling)" if name == "engine" else name,
+                f"{row['ttft_p50_ms']:.1f}",
+                f"{row['exposed_p50_ms']:.2f}",
+                f"{100 * row['exposed_share_of_ttft']:.1f} %",
+                f"{figure['copy_ms']:.2f}",
+            )
+    console.print(table)
+    result = {
+        "benchmark": "handover",
+        **context(),
+        "model": arguments.model,
+        "device": arguments.device,
+        "num_requests": arguments.requests,
+        "num_output_tokens": OUTPUT_TOKENS,
+        "figures": figures,
+    }
+    line = json.dumps(result)
+    if arguments.out:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(line + "\n", encoding="utf-8")
+    sys.stdout.write(line + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,350 @@
+"""Lender: one worker's blocks as others read them: who is attached, the bytes that go out, and
+blocks to measure the way with.
+
+Life: made with the worker -> `start` -> attachments come and go, reads and pushes run -> `stop`
+ends all leases and waits, a bounded time, for what still moves. Leases travel with handles, so they
+do not end with an attachment.
+
+A lender is read only: nothing here writes into a block. Knows no engine: whoever lends says which
+blocks, and hears of it when they are free (`LoanTable`). No stubs (server.py). One asyncio loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from kvstore.attachments import Attachment, AttachmentTable
+from kvstore.block import Block
+from kvstore.errors import CHECKSUM, GENERATION, LEASE_LAPSED, IntegrityError, LeaseLapsed
+from kvstore.lending import PROBE_HASH
+from kvstore.lending.loans import LoanTable, Offer
+from kvstore.lending.outlet import Outlet
+from kvstore.link_meter import num_blocks_wanted
+from kvstore.push_peers import PeerBlocks, PushPeers
+from kvstore.pushes import Frames, PushOutcome, Target
+from kvstore.transport.base import BlockMemory
+from kvstore.transport.nixl import region_of
+from process import logs
+from process.deadline import Clock, Deadline
+from process.errors import FailedPrecondition, InvalidArgument, NotFound
+from process.tasks import end_tasks, start_task
+
+logger = logging.getLogger(__name__)
+
+TRANSPORTS = ("grpc", "nixl")
+ATTACHMENT_TTL_S = 60.0
+"""A reader that was silent for so long is gone."""
+
+SWEEP_S = 0.25
+"""How late a lapsed lease may be noticed."""
+
+PROBE_TTL_S = 10.0
+"""A reader gives back what it measures with; one that does not has it no longer."""
+MAX_CHUNK_BYTES = 16 * 1024 * 1024
+
+FindFree = Callable[[int, float], Awaitable[Sequence[int]]]
+"""(at most so many, within so many seconds): blocks that nobody uses, kept in place until they are
+free again (`LoanTable`'s `on_free`); none where there is no room."""
+
+
+@dataclass(frozen=True)
+class LenderIdentity:
+    """Who lends. fingerprint: of the model, which a reader's must be."""
+
+    node_id: str
+    incarnation: bytes
+    fingerprint: bytes
+
+
+@dataclass(frozen=True)
+class Reader:
+    """What a worker says about itself. peer: of transport nixl."""
+
+    worker_id: str
+    worker_incarnation: bytes
+    fingerprint: bytes
+    block_bytes: int
+    transport: str
+    peer: PeerBlocks | None = None
+
+
+class Lender:
+    """See the module. `loans` is the truth about what is lent."""
+
+    def __init__(
+        self,
+        identity: LenderIdentity,
+        memory: BlockMemory,
+        loans: LoanTable,
+        find_free: FindFree,
+        *,
+        nixl_net_devices: str = "lo",
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self.identity = identity
+        self.memory = memory
+        self.loans = loans
+        self.attachments = AttachmentTable()
+        self._find_free = find_free
+        self._clock = clock
+        self._outlet = Outlet(memory)
+        device = memory.device
+        self.peers = PushPeers(
+            loans,
+            Frames(region_of(memory), memory.block_bytes),
+            nixl_net_devices,
+            name="lender",
+            before=device.use_in_this_thread if device is not None else lambda: None,
+        )
+        self._probe_leases: dict[str, str] = {}  # attachment -> what it may measure with
+        self._sweeper: asyncio.Task[None] | None = None
+        self._is_stopped = False
+        self._num_reading = 0
+        self._still = asyncio.Event()
+        self._still.set()
+
+    # -- life
+
+    def start(self) -> None:
+        """Begin to end what lapses."""
+        self._sweeper = start_task(self._sweep_for_ever(), "lender")
+
+    async def stop(self, timeout_s: float) -> None:
+        """Lend no more, and wait for what still moves. Blocks of a push that is not over by then
+        stay out of use."""
+        self._is_stopped = True
+        await end_tasks([self._sweeper])
+        self.loans.end_all()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._still.wait()
+            await self._outlet.close()
+        except TimeoutError:
+            logs.event(logger, "lender_still_read", level=logging.WARNING)
+        await self.peers.close(timeout_s)
+
+    async def quiet(self) -> None:
+        """Wait until nothing is lent any more; the caller bounds it."""
+        while self.loans.num_lent:
+            self.loans.lapse(self._clock())
+            await asyncio.sleep(SWEEP_S / 10)
+
+    def now_s(self) -> float:
+        """The lender's clock."""
+        return self._clock()
+
+    # -- lending
+
+    async def lend(
+        self, blocks: Sequence[tuple[int, bytes, int]], lease_id: str = ""
+    ) -> tuple[str, tuple[Block, ...]]:
+        """Lend blocks whose bytes are complete and do not change; see LoanTable.lend.
+
+        Args: blocks: (block id, chain hash or empty for a tail, filled slots).
+        Raises: LeaseLapsed, NotFound when the lender has stopped, TransferFailed of a device.
+            Nothing was lent then.
+        """
+        block_ids = [block_id for block_id, _, _ in blocks]
+        checksums = await asyncio.to_thread(self.memory.checksums, block_ids)
+        self._check_open()
+        offers = [
+            Offer(block_id, chain_hash, checksum, num_tokens)
+            for (block_id, chain_hash, num_tokens), checksum in zip(blocks, checksums, strict=True)
+        ]
+        return self.loans.lend(offers, lease_id)
+
+    # -- readers come and go
+
+    async def attach(self, reader: Reader) -> Attachment:
+        """Let a reader in. Raises: InvalidArgument, FailedPrecondition."""
+        self._check_open()
+        if not reader.worker_id:
+            raise InvalidArgument("worker_id", "must be given")
+        if reader.transport not in TRANSPORTS:
+            raise FailedPrecondition(
+                f"transport {reader.transport}: this node lends its blocks; they are read over "
+                f"{' or '.join(TRANSPORTS)}"
+            )
+        if reader.block_bytes != self.memory.block_bytes:
+            raise FailedPrecondition(
+                f"block_bytes: this worker's blocks have {self.memory.block_bytes} bytes, the "
+                f"reader's {reader.block_bytes}"
+            )
+        if reader.fingerprint != self.identity.fingerprint:
+            raise FailedPrecondition("model_fingerprint: this worker serves another model")
+        target: Target | None = None
+        if reader.transport == "nixl":
+            if reader.peer is None:
+                raise InvalidArgument("region_address", "must be given for transport nixl")
+            target = await self.peers.meet(reader.peer)
+        for earlier in self.attachments.earlier_lives(reader.worker_id, reader.worker_incarnation):
+            self.attachments.remove(earlier)
+        attachment = self.attachments.add(
+            reader.worker_id, reader.worker_incarnation, reader.transport, False, self._clock()
+        )
+        if target is not None:
+            self.peers.add(attachment.attachment_id, target)
+        self._forget_gone()
+        logs.event(logger, "reader_attached", worker_id=reader.worker_id)
+        return attachment
+
+    def detach(self, attachment_id: str) -> None:
+        """The reader says goodbye: it measures no more."""
+        self.attachments.remove(attachment_id)
+        self._forget_gone()
+
+    def seen(self, attachment_id: str) -> float:
+        """A call of a reader. Returns: the time of it. Raises: UnknownAttachment."""
+        now_s = self._clock()
+        self.attachments.get(attachment_id, now_s)
+        return now_s
+
+    async def lend_probe(
+        self, attachment_id: str, num_blocks: int, budget_s: float
+    ) -> tuple[str, tuple[Block, ...]]:
+        """Free blocks to measure the way with, if there are any; what the reader had for that
+        before is given back. Returns: their lease and they, or nothing."""
+        self.loans.release([self._probe_leases.pop(attachment_id, "")], self._clock())
+        num_blocks = min(num_blocks, num_blocks_wanted(self.memory.block_bytes) // 2)
+        block_ids = await self._find_free(num_blocks, budget_s)
+        if not block_ids:
+            return "", ()
+        try:
+            lease_id, blocks = await self.lend([(each, PROBE_HASH, 1) for each in block_ids])
+        except BaseException:
+            # What is lent is given back in one way only.
+            lease_id, _ = self.loans.lend(Offer(each, PROBE_HASH, 0, 1) for each in block_ids)
+            self.loans.release([lease_id], self._clock())
+            raise
+        self.loans.hand_over(lease_id, PROBE_TTL_S, self._clock())
+        former = self._probe_leases.get(attachment_id, "")  # of a call beside this one
+        self._probe_leases[attachment_id] = lease_id
+        self.loans.release([former], self._clock())
+        return lease_id, blocks
+
+    # -- bytes
+
+    async def copy_out(
+        self, attachment_id: str, lease_id: str, blocks: Sequence[Block], chunk_bytes: int
+    ) -> AsyncGenerator[tuple[int, int, bytes, bool], None]:
+        """Pieces of blocks (gRPC transport): (index, offset, bytes, is stale); a stale one has
+        none.
+
+        Raises: LeaseLapsed, UnknownAttachment, TransferFailed.
+        """
+        self._need_lease(lease_id, self.seen(attachment_id))
+        if not 0 < chunk_bytes <= MAX_CHUNK_BYTES:
+            raise InvalidArgument("chunk_bytes", f"between 1 and {MAX_CHUNK_BYTES}")
+        hold_id, held = self.loans.hold(blocks)
+        self._begin()
+        try:
+            for index, holds in enumerate(held):
+                if not holds:
+                    self.loans.refused[GENERATION] += 1
+                    yield index, 0, b"", True
+            indices = [index for index, holds in enumerate(held) if holds]
+            block_ids = [blocks[index].frame for index in indices]
+            at = iter(indices)
+            async for content in self._outlet.blocks(block_ids):
+                index = next(at)
+                for offset in range(0, self.memory.block_bytes, chunk_bytes):
+                    yield index, offset, bytes(content[offset : offset + chunk_bytes]), False
+                self.loans.counters.num_bytes_read += self.memory.block_bytes
+        finally:
+            self._end()
+            self.loans.unhold(hold_id)
+
+    async def push(
+        self,
+        attachment_id: str,
+        lease_id: str,
+        push_id: str,
+        blocks: Sequence[Block],
+        destinations: Sequence[int],
+        budget_s: float,
+    ) -> PushOutcome:
+        """Write blocks into the reader's own (NIXL transport)."""
+        self._need_lease(lease_id, self.seen(attachment_id))
+        return await self.peers.push(
+            attachment_id, push_id, blocks, destinations, Deadline.after(budget_s)
+        )
+
+    async def report(self, attachment_id: str, blocks: Sequence[Block]) -> int:
+        """Somebody read bad bytes out of these: look, and end the leases that name bytes which are
+        not there. Returns: how many blocks were bad."""
+        self.seen(attachment_id)
+        hold_id, _ = self.loans.hold(blocks)
+        self._begin()
+        try:
+            expected = self.loans.checksums_of(blocks)
+            wanted = [block.frame for block, known in zip(blocks, expected, strict=True) if known]
+            found = dict(
+                zip(wanted, await asyncio.to_thread(self.memory.checksums, wanted), strict=True)
+            )
+            bad = {
+                (block.frame, checksum)
+                for block, known in zip(blocks, expected, strict=True)
+                for checksum in known
+                if checksum != found[block.frame]
+            }
+            self.loans.drop(bad)
+        finally:
+            self._end()
+            self.loans.unhold(hold_id)
+        num_bad = len({block_id for block_id, _ in bad})
+        if num_bad:
+            self.loans.refused[CHECKSUM] += num_bad
+            logs.event(logger, "lent_blocks_damaged", level=logging.ERROR, num_blocks=num_bad)
+        return num_bad
+
+    def check_integrity(self) -> str:
+        """Recompute every law. Returns: what failed, empty when all held."""
+        try:
+            self.loans.lapse(self._clock())
+            self.loans.check_integrity()
+        except IntegrityError as error:
+            logs.event(logger, "integrity_error", level=logging.ERROR, error=str(error))
+            return str(error)
+        return ""
+
+    # -- inside
+
+    def _check_open(self) -> None:
+        if self._is_stopped:
+            raise NotFound("this worker is stopping: it lends no more")
+
+    def _need_lease(self, lease_id: str, now_s: float) -> None:
+        self._check_open()
+        try:
+            self.loans.check_lease(lease_id, now_s)
+        except LeaseLapsed:
+            self.loans.refused[LEASE_LAPSED] += 1
+            raise
+
+    def _begin(self) -> None:
+        self._num_reading += 1
+        self._still.clear()
+
+    def _end(self) -> None:
+        self._num_reading -= 1
+        if self._num_reading == 0:
+            self._still.set()
+
+    def _forget_gone(self) -> None:
+        attached = {attachment.attachment_id for attachment in self.attachments}
+        self.peers.keep(attached)
+        gone = self._probe_leases.keys() - attached
+        self.loans.release([self._probe_leases.pop(each) for each in gone], self._clock())
+
+    async def _sweep_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            now_s = self._clock()
+            self.loans.lapse(now_s)
+            for attachment_id in self.attachments.silent_since(now_s - ATTACHMENT_TTL_S):
+                self.attachments.remove(attachment_id)
+            self._forget_gone()

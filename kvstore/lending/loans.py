@@ -1,0 +1,292 @@
+"""LoanTable: which blocks of a worker's cache are lent, to whom, and until when. The truth of a
+lender, as `kvstore.store` is a store's.
+
+Life of a lent block: `lend` under a lease -> read, by whoever holds the lease, under holds -> its
+last lease and its last hold are over: it is given back, once (`on_free`), and its generation grows
+by two, so that no handle of before ever fits it again. In between its bytes do not change: whoever
+lends sees to that before it lends.
+
+A lease is kept by the request that lends until `hand_over`; then it lapses by its deadline unless
+whoever reads renews it, and ends at once when it is released. A hold is a copy under way, and keeps
+blocks beyond the end of their leases.
+
+Laws, recomputed by `check_integrity`: a block is lent as long as leases and holds name it and no
+longer, each counted once. Whoever lends sees to it that no lease is kept for nobody (`num_kept`).
+
+Knows no engine, no bytes and no clock: times are seconds on the caller's. Plain synchronous values,
+one thread.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from kvstore.block import Block, Tier
+from kvstore.errors import IntegrityError, LeaseLapsed
+
+FIRST_GENERATION = 2
+"""Even, as of every block that can be read, and not the 0 of a field that nobody set."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A block to be lent. chain_hash is empty for a tail block; num_tokens counts filled slots."""
+
+    block_id: int
+    chain_hash: bytes
+    checksum: int
+    num_tokens: int
+
+
+@dataclass
+class LoanCounters:
+    """Sums since the worker began."""
+
+    num_blocks_lent: int = 0
+    num_bytes_read: int = 0
+    num_leases_lapsed: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Lease:
+    expires_at_s: float
+    blocks: dict[int, Block] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Lent:
+    chain_hash: bytes
+    num_leases: int = 0
+    num_holds: int = 0
+
+
+class LoanTable:
+    """See the module."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        frame_bytes: int,
+        max_ttl_s: float,
+        on_free: Callable[[Sequence[int]], None],
+    ) -> None:
+        """on_free: told of blocks that are lent no more; each `lend` of one is answered by one."""
+        self.num_blocks = num_blocks
+        self.frame_bytes = frame_bytes
+        self.max_ttl_s = max_ttl_s
+        self.counters = LoanCounters()
+        self.refused: Counter[str] = Counter()
+        self._on_free = on_free
+        self._generations: dict[int, int] = {}  # of blocks that were lent before
+        self._lent: dict[int, _Lent] = {}
+        self._leases: dict[str, _Lease] = {}
+        self._holds: dict[str, tuple[int, ...]] = {}
+
+    @property
+    def num_lent(self) -> int:
+        return len(self._lent)
+
+    @property
+    def num_leases(self) -> int:
+        return len(self._leases)
+
+    @property
+    def num_kept(self) -> int:
+        """Leases that were not handed over: they have no end."""
+        return sum(math.isinf(lease.expires_at_s) for lease in self._leases.values())
+
+    # -- lending
+
+    def lend(self, offers: Iterable[Offer], lease_id: str = "") -> tuple[str, tuple[Block, ...]]:
+        """Lend blocks under a lease that the caller keeps; an empty `lease_id` makes one.
+
+        A block that is lent already, to others who share it, is one block: what the caller did to
+        keep this one in place is given back at once (`on_free`).
+        Returns: the lease, and the blocks as readers know them.
+        Raises: LeaseLapsed for a lease that is over; nothing was done.
+        """
+        lease = self._lease(lease_id) if lease_id else _Lease(math.inf)
+        if not lease_id:
+            lease_id = secrets.token_hex(16)
+            self._leases[lease_id] = lease
+        blocks: list[Block] = []
+        twice: list[int] = []
+        for offer in offers:
+            lent = self._lent.get(offer.block_id)
+            if lent is None:
+                lent = self._lent[offer.block_id] = _Lent(offer.chain_hash)
+                self.counters.num_blocks_lent += 1
+            elif lent.chain_hash != offer.chain_hash:
+                raise IntegrityError(f"block {offer.block_id} is lent with another content")
+            else:
+                twice.append(offer.block_id)
+            block = Block(
+                offer.chain_hash,
+                offer.block_id,
+                self._generation(offer.block_id),
+                offer.checksum,
+                offer.num_tokens,
+                Tier.DEVICE,
+            )
+            lent.num_leases += offer.block_id not in lease.blocks
+            lease.blocks[offer.block_id] = block
+            blocks.append(block)
+        if twice:
+            self._on_free(twice)
+        return lease_id, tuple(blocks)
+
+    def hand_over(self, lease_id: str, ttl_s: float, now_s: float) -> None:
+        """From here on the lease is whoever's that was told of it: it lapses. Raises:
+        LeaseLapsed."""
+        self._lease(lease_id).expires_at_s = now_s + min(ttl_s, self.max_ttl_s)
+
+    # -- leases
+
+    def renew(self, lease_id: str, ttl_s: float, now_s: float) -> None:
+        """Let a lease live `ttl_s` from now, within the bound; never shortens (0: leave its end as
+        it is). Raises: LeaseLapsed."""
+        self.lapse(now_s)
+        lease = self._lease(lease_id)
+        if ttl_s > 0:
+            expires_at_s = now_s + min(ttl_s, self.max_ttl_s)
+            lease.expires_at_s = max(lease.expires_at_s, expires_at_s)
+
+    def check_lease(self, lease_id: str, now_s: float) -> None:
+        """Raises: LeaseLapsed when it is not there (any more)."""
+        self.lapse(now_s)
+        self._lease(lease_id)
+
+    def release(self, lease_ids: Iterable[str], now_s: float) -> int:
+        """End leases; those that are over already are passed over. Returns: how many were ended."""
+        self.lapse(now_s)
+        return self._end(lease_ids)
+
+    def lapse(self, now_s: float) -> None:
+        """End the leases that are over by `now_s`."""
+        over = [name for name, lease in self._leases.items() if lease.expires_at_s <= now_s]
+        self.counters.num_leases_lapsed += self._end(over)
+
+    def end_all(self) -> None:
+        """The worker stops: end every lease. Copies under way keep their blocks."""
+        self._end(list(self._leases))
+
+    # -- reading
+
+    def hold(self, blocks: Sequence[Block]) -> tuple[str, list[bool]]:
+        """Keep blocks in place while they are copied.
+
+        Returns: an id for `unhold`, and for each block whether it still is what it says.
+        """
+        is_held = [self._is_lent(block) for block in blocks]
+        pairs = zip(blocks, is_held, strict=True)
+        block_ids = tuple(dict.fromkeys(block.frame for block, held in pairs if held))
+        hold_id = secrets.token_hex(16)
+        self._holds[hold_id] = block_ids
+        for block_id in block_ids:
+            self._lent[block_id].num_holds += 1
+        return hold_id, is_held
+
+    def unhold(self, hold_id: str) -> None:
+        """The copy is over. Idempotent."""
+        block_ids = self._holds.pop(hold_id, ())
+        for block_id in block_ids:
+            self._lent[block_id].num_holds -= 1
+        self._settle(block_ids)
+
+    # -- damage
+
+    def checksums_of(self, blocks: Sequence[Block]) -> list[set[int]]:
+        """For each block the checksums that it was lent with; none where it is not what it says."""
+        return [
+            {
+                lease.blocks[block.frame].checksum
+                for lease in self._leases.values()
+                if block.frame in lease.blocks
+            }
+            if self._is_lent(block)
+            else set()
+            for block in blocks
+        ]
+
+    def drop(self, bad: Collection[tuple[int, int]]) -> int:
+        """End every lease that names a (block id, checksum) of `bad`. Returns: how many."""
+        return self._end(
+            [
+                name
+                for name, lease in self._leases.items()
+                if any(
+                    (block_id, lease.blocks[block_id].checksum) == (block_id, checksum)
+                    for block_id, checksum in bad
+                    if block_id in lease.blocks
+                )
+            ]
+        )
+
+    # -- account
+
+    def check_integrity(self) -> None:
+        """Recompute the laws. Raises: IntegrityError naming the first that fails."""
+        leases: Counter[int] = Counter()
+        for name, lease in self._leases.items():
+            leases.update(lease.blocks.keys())
+            for block_id, block in lease.blocks.items():
+                if not self._is_lent(block) or block.frame != block_id:
+                    raise IntegrityError(f"lease {name}: block {block_id} is not lent as it says")
+        holds = Counter(block_id for held in self._holds.values() for block_id in held)
+        for block_id in self._lent.keys() | leases.keys() | holds.keys():
+            lent = self._lent.get(block_id)
+            if lent is None:
+                raise IntegrityError(f"block {block_id}: leased or held, and not lent")
+            if (lent.num_leases, lent.num_holds) != (leases[block_id], holds[block_id]):
+                raise IntegrityError(f"block {block_id}: its leases or holds are miscounted")
+            if lent.num_leases + lent.num_holds == 0:
+                raise IntegrityError(f"block {block_id}: lent to nobody")
+            if not 0 <= block_id < self.num_blocks:
+                raise IntegrityError(f"block {block_id} does not exist")
+        if any(generation % 2 for generation in self._generations.values()):
+            raise IntegrityError("a generation is odd")
+
+    # -- inside
+
+    def _lease(self, lease_id: str) -> _Lease:
+        lease = self._leases.get(lease_id)
+        if lease is None:
+            raise LeaseLapsed(f"lease {lease_id or '(empty)'}: released, lapsed or never made")
+        return lease
+
+    def _generation(self, block_id: int) -> int:
+        return self._generations.get(block_id, FIRST_GENERATION)
+
+    def _is_lent(self, block: Block) -> bool:
+        lent = self._lent.get(block.frame)
+        if lent is None or lent.chain_hash != block.chain_hash:
+            return False
+        return self._generation(block.frame) == block.generation
+
+    def _end(self, lease_ids: Iterable[str]) -> int:
+        num_ended = 0
+        for lease_id in lease_ids:
+            lease = self._leases.pop(lease_id, None)
+            if lease is None:
+                continue
+            num_ended += 1
+            for block_id in lease.blocks:
+                self._lent[block_id].num_leases -= 1
+            self._settle(lease.blocks)
+        return num_ended
+
+    def _settle(self, block_ids: Iterable[int]) -> None:
+        """Give back what nobody leases or holds any more."""
+        free: list[int] = []
+        for block_id in block_ids:
+            lent = self._lent[block_id]
+            if lent.num_leases == lent.num_holds == 0:
+                del self._lent[block_id]
+                self._generations[block_id] = self._generation(block_id) + 2
+                free.append(block_id)
+        if free:
+            self._on_free(free)

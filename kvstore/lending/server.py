@@ -1,0 +1,241 @@
+"""`baton.v1.KvStore` of a lender, over gRPC: what a store answers to readers, and every write
+refused by name. Stubs to values and back, nothing else. One asyncio loop."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any, NoReturn
+
+import grpc.aio
+
+from kvstore import wire
+from kvstore.lending import PROBE_HASH
+from kvstore.lending.lender import Lender, Reader
+from kvstore.nixl_agent import Region
+from kvstore.push_peers import PeerBlocks
+from process import serving
+from process.errors import FailedPrecondition, InvalidArgument
+from protos import kvstore_pb2, kvstore_pb2_grpc
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+MAX_PROBE_WAIT_S = 1.0
+"""For free blocks of an engine that is in a long step; at most half of the caller's time."""
+
+
+class LenderServicer(kvstore_pb2_grpc.KvStoreServicer):
+    """See the proto for what each call promises."""
+
+    def __init__(self, lender: Lender) -> None:
+        self._lender = lender
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        kvstore_pb2_grpc.add_KvStoreServicer_to_server(self, server)
+
+    # -- who reads
+
+    @serving.unary
+    async def Attach(
+        self, request: kvstore_pb2.AttachRequest, context: Context
+    ) -> kvstore_pb2.AttachReply:
+        _need_whole(request)
+        lender = self._lender
+        attachment = await lender.attach(_reader(request))
+        memory, identity = lender.memory, lender.identity
+        reply = kvstore_pb2.AttachReply(
+            node_id=identity.node_id,
+            incarnation=identity.incarnation,
+            frame_bytes=memory.block_bytes,
+            num_frames=memory.num_blocks,
+            attachment_id=attachment.attachment_id,
+        )
+        if request.transport == "nixl":
+            reply.nixl_agent = lender.peers.name
+            reply.nixl_metadata = lender.peers.metadata
+        reply.checksum = wire.checksum_of(reply)
+        return reply
+
+    @serving.unary
+    async def Detach(
+        self, request: kvstore_pb2.DetachRequest, context: Context
+    ) -> kvstore_pb2.DetachReply:
+        self._lender.detach(request.attachment_id)
+        return kvstore_pb2.DetachReply()
+
+    @serving.unary
+    async def Match(
+        self, request: kvstore_pb2.MatchRequest, context: Context
+    ) -> kvstore_pb2.MatchReply:
+        """A reader's sign of life: nothing is ever found here, for a lender is no store; but for
+        blocks to measure the way with."""
+        lender = self._lender
+        lender.seen(request.attachment_id)
+        reply = kvstore_pb2.MatchReply(incarnation=lender.identity.incarnation)
+        if request.pin and set(request.chain_hashes) == {PROBE_HASH}:
+            left_s = context.time_remaining()
+            lease_id, blocks = await lender.lend_probe(
+                request.attachment_id,
+                len(request.chain_hashes),
+                MAX_PROBE_WAIT_S if left_s is None else min(MAX_PROBE_WAIT_S, left_s / 2),
+            )
+            reply.lease_id = lease_id
+            reply.blocks.extend(wire.block_to_proto(block) for block in blocks)
+        return reply
+
+    # -- leases
+
+    @serving.unary
+    async def Renew(
+        self, request: kvstore_pb2.RenewRequest, context: Context
+    ) -> kvstore_pb2.RenewReply:
+        lender = self._lender
+        lender.loans.renew(request.lease_id, request.ttl_ms / 1000, lender.now_s())
+        return kvstore_pb2.RenewReply()
+
+    @serving.unary
+    async def Release(
+        self, request: kvstore_pb2.ReleaseRequest, context: Context
+    ) -> kvstore_pb2.ReleaseReply:
+        num_released = self._lender.loans.release(request.lease_ids, self._lender.now_s())
+        return kvstore_pb2.ReleaseReply(num_released=num_released)
+
+    # -- bytes
+
+    @serving.unary
+    async def Push(
+        self, request: kvstore_pb2.PushRequest, context: Context
+    ) -> kvstore_pb2.PushReply:
+        _need_whole(request)
+        outcome = await self._lender.push(
+            request.attachment_id,
+            request.lease_id,
+            request.push_id,
+            wire.blocks_from_proto(request.blocks),
+            request.destinations,
+            request.budget_ms / 1000,
+        )
+        return kvstore_pb2.PushReply(
+            push_id=request.push_id,
+            terminal=outcome.terminal,
+            num_bytes=outcome.num_bytes,
+            stale=outcome.stale,
+        )
+
+    @serving.unary
+    async def GetPush(
+        self, request: kvstore_pb2.GetPushRequest, context: Context
+    ) -> kvstore_pb2.GetPushReply:
+        return kvstore_pb2.GetPushReply(terminal=self._lender.peers.is_terminal(request.push_id))
+
+    @serving.streaming
+    async def Read(
+        self, request: kvstore_pb2.ReadRequest, context: Context
+    ) -> AsyncIterator[kvstore_pb2.ReadChunk]:
+        pieces = self._lender.copy_out(
+            request.attachment_id,
+            request.lease_id,
+            wire.blocks_from_proto(request.blocks),
+            request.chunk_bytes,
+        )
+        async with aclosing(pieces):
+            async for index, offset, data, stale in pieces:
+                yield kvstore_pb2.ReadChunk(index=index, offset=offset, data=data, stale=stale)
+
+    # -- accounts
+
+    @serving.unary
+    async def Report(
+        self, request: kvstore_pb2.ReportRequest, context: Context
+    ) -> kvstore_pb2.ReportReply:
+        blocks = wire.blocks_from_proto(request.blocks)
+        num_dropped = await self._lender.report(request.attachment_id, blocks)
+        return kvstore_pb2.ReportReply(num_dropped=num_dropped)
+
+    @serving.streaming
+    async def List(
+        self, request: kvstore_pb2.ListRequest, context: Context
+    ) -> AsyncIterator[kvstore_pb2.ListReply]:
+        yield kvstore_pb2.ListReply(incarnation=self._lender.identity.incarnation)
+
+    @serving.unary
+    async def GetStatus(
+        self, request: kvstore_pb2.GetStatusRequest, context: Context
+    ) -> kvstore_pb2.GetStatusReply:
+        lender, loans = self._lender, self._lender.loans
+        reply = kvstore_pb2.GetStatusReply(
+            node_id=lender.identity.node_id,
+            incarnation=lender.identity.incarnation,
+            frame_bytes=loans.frame_bytes,
+            num_frames=loans.num_blocks,
+            num_pinned=loans.num_lent,
+            num_leases=loans.num_leases,
+            num_attachments=len(lender.attachments),
+            num_bytes_read=loans.counters.num_bytes_read,
+            num_leases_lapsed=loans.counters.num_leases_lapsed,
+            integrity_error=lender.check_integrity() if request.check_integrity else "",
+        )
+        for reason, num_blocks in sorted(loans.refused.items()):
+            reply.refused.add(reason=reason, num_blocks=num_blocks)
+        return reply
+
+    # -- what a lender does not do
+
+    @serving.unary
+    async def Reserve(
+        self, request: kvstore_pb2.ReserveRequest, context: Context
+    ) -> kvstore_pb2.ReserveReply:
+        _refuse("reserves no frames")
+
+    @serving.unary
+    async def Commit(
+        self, request: kvstore_pb2.CommitRequest, context: Context
+    ) -> kvstore_pb2.CommitReply:
+        _refuse("commits nothing")
+
+    @serving.unary
+    async def Abort(
+        self, request: kvstore_pb2.AbortRequest, context: Context
+    ) -> kvstore_pb2.AbortReply:
+        _refuse("has no reservations to abort")
+
+    @serving.unary
+    async def Pin(self, request: kvstore_pb2.PinRequest, context: Context) -> kvstore_pb2.PinReply:
+        _refuse("pins nothing: its handles come with their leases")
+
+    @serving.unary
+    async def Write(
+        self, request: AsyncIterator[kvstore_pb2.WriteChunk], context: Context
+    ) -> kvstore_pb2.WriteReply:
+        _refuse("takes no bytes")
+
+
+def _need_whole(request: kvstore_pb2.AttachRequest | kvstore_pb2.PushRequest) -> None:
+    if not wire.is_whole(request):
+        raise InvalidArgument("checksum", "the message was spoiled on its way")
+
+
+def _refuse(what: str) -> NoReturn:
+    raise FailedPrecondition(f"this node lends its blocks for reading; it {what}")
+
+
+def _reader(request: kvstore_pb2.AttachRequest) -> Reader:
+    peer: PeerBlocks | None = None
+    if request.transport == "nixl":
+        region = Region(
+            request.region_address,
+            request.region_num_blocks * request.block_bytes,
+            request.region_memory or "DRAM",
+            request.region_device_id,
+        )
+        peer = PeerBlocks(
+            request.nixl_metadata, region, request.region_num_blocks, request.block_bytes
+        )
+    return Reader(
+        request.worker_id,
+        request.worker_incarnation,
+        request.model_fingerprint,
+        request.block_bytes,
+        request.transport,
+        peer,
+    )

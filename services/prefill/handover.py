@@ -1,0 +1,130 @@
+"""Handover: from the blocks of one request to the handle that decode gets. The direct way names
+this worker's own blocks, which it lends; the other one what lies in stores.
+
+Where the direct way is asked for and cannot be, it is the other one, and the request's account says
+which it was. Knows no wire and no engine states. Belongs to the loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kvstore.errors import STORE_UNAVAILABLE
+from process.deadline import Deadline
+from services.prefill.handle_maker import HandleMaker
+from services.prefill.job import PrefillJob
+from services.prefill.lent_prompt import LentPrompt
+from services.prefill.parts import Part
+from services.prefill.pins import Pin
+from services.worker import handle as handles
+from services.worker.block_writer import BlockWriter, TailSource, Written
+from services.worker.core import WorkerCore
+from services.worker.provenance import HandoverPath, Leg
+
+
+class HandedOver(Protocol):
+    """Leases that go with a handle."""
+
+    def release(self) -> None:
+        """Give them back: nobody has heard of the handle."""
+
+
+@dataclass(frozen=True)
+class PrefillAnswer:
+    """Where the prompt's KV lies, and what it took."""
+
+    handle: handles.Handle | None
+    leg: Leg
+    seconds: dict[str, float]
+    leases: tuple[HandedOver, ...]
+    """What goes with the handle."""
+
+    def take_back(self) -> None:
+        """The handle was not delivered: give back what it would have handed over."""
+        for lease in self.leases:
+            lease.release()
+
+
+class Handover:
+    """See the module."""
+
+    def __init__(self, core: WorkerCore) -> None:
+        self._core = core
+
+    def ttl_s(self, deadline: Deadline) -> float:
+        """A lease lives as long as the request may, within our bound."""
+        return min(deadline.left_s(), self._core.limits.lease_ttl_s)
+
+    def open_lent(self, job: PrefillJob) -> LentPrompt | None:
+        """Where the direct way is asked for, and this worker lends."""
+        lender, ask = self._core.lender, job.ask
+        if lender is None or not ask.wants_handle or ask.handover is not HandoverPath.DIRECT:
+            return None
+        return LentPrompt(
+            lender,
+            self._core.thread,
+            job.engine_id,
+            num_blocks=-(-ask.num_context_tokens // self._core.model.block_size),
+            block_size=self._core.model.block_size,
+        )
+
+    async def partial(self, job: PrefillJob) -> handles.Handle | None:
+        """Of what is lent or stored by now; its leases stay ours. None: there is nothing to tell,
+        or the first tokens came meanwhile: they wait for nothing."""
+        parts = held(job)
+        if job.writer is not None:
+            parts.append(Part(job.writer.client, job.writer.lease_id, job.writer.refs))
+        if job.lent is not None:
+            lending = job.lent.lend_later()
+            either: list[asyncio.Future[Any]] = [lending, job.first]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not lending.done():
+                return None
+            if job.lent.problem is None:
+                parts = [job.lent.part]
+        job.early.told(max((len(part.refs) for part in parts), default=0))
+        return HandleMaker(self._core, job.ask).partial(parts, self.ttl_s(job.deadline))
+
+    async def direct(
+        self, job: PrefillJob, lent: LentPrompt, tail: TailSource | None
+    ) -> PrefillAnswer | None:
+        """The answer, with a handle on our own blocks. None: they cannot be lent."""
+        ttl_s = self.ttl_s(job.deadline)
+        await lent.lend(tail)
+        handle = HandleMaker(self._core, job.ask).whole([lent.part], lent.tail, ttl_s)
+        if handle is None or not lent.hand_over(ttl_s):
+            return None
+        job.handed_over = frozenset(handle.lease_ids)
+        leg, num_blocks = job.leg, len(lent.refs)
+        leg.handover = HandoverPath.DIRECT
+        problem: str | None = STORE_UNAVAILABLE
+        if job.writer is not None:
+            problem = job.writer.problem
+            num_blocks -= job.writer.num_stored
+            leg.num_bytes_written = job.writer.num_bytes
+        if problem is None:
+            leg.num_blocks_behind = num_blocks
+        elif num_blocks:
+            leg.not_stored[problem] += num_blocks
+        return PrefillAnswer(handle, leg, job.clock.seconds, (lent,))
+
+    def from_store(self, job: PrefillJob, writer: BlockWriter, written: Written) -> PrefillAnswer:
+        """The answer, with a handle on what lies in stores, which takes the leases along."""
+        parts = [*held(job), Part(writer.client, written.lease_id, written.refs)]
+        handle = HandleMaker(self._core, job.ask).whole(
+            parts, written.tail, self.ttl_s(job.deadline)
+        )
+        if handle is None:
+            return PrefillAnswer(None, job.leg, job.clock.seconds, ())
+        job.handed_over = frozenset(handle.lease_ids)
+        job.leg.handover = HandoverPath.STORE
+        own = Pin(writer.client, written.lease_id, written.refs, writer.release_later)
+        leases = [pin for pin in (*job.pins.held, own) if pin.lease_id in job.handed_over]
+        return PrefillAnswer(handle, job.leg, job.clock.seconds, tuple(leases))
+
+
+def held(job: PrefillJob) -> list[Part]:
+    """What the request has pinned in stores beside its writer's lease."""
+    return [Part(pin.client, pin.lease_id, pin.refs) for pin in job.pins.held]

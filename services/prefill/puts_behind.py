@@ -1,0 +1,88 @@
+"""PutsBehind: the store is written after the handle went out, where a request hands over its own
+blocks.
+
+Life of one: `follow` a writer whose request is over -> its puts end, or `put_budget_s` is over,
+which cancels them -> its lease is given back, and the blocks that it read may go. What was not
+stored then is counted, and computed again by somebody some day.
+
+Invariant: blocks that a put reads are lent, by a hold of ours, until it is over. Belongs to the
+loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Sequence
+
+from kvstore.block import Block
+from kvstore.errors import DEADLINE, GENERATION
+from process import logs
+from process.tasks import end_tasks, start_task
+from services.worker.block_writer import BlockWriter
+from services.worker.lender import WorkerLender
+
+logger = logging.getLogger(__name__)
+
+
+class PutsBehind:
+    """See the module."""
+
+    def __init__(self, put_budget_s: float) -> None:
+        self._put_budget_s = put_budget_s
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.not_stored: Counter[str] = Counter()
+        """Blocks that did not get into the store after all, by reason."""
+
+    @property
+    def num_writers(self) -> int:
+        """Requests that are over and whose puts are not."""
+        return len(self._tasks)
+
+    def follow(self, writer: BlockWriter, blocks: Sequence[Block], lender: WorkerLender) -> None:
+        """See a writer to its end. blocks: all full blocks of its prompt, as they are lent now."""
+        left = blocks[writer.num_stored :]
+        hold_id, is_held = lender.loans.hold(left)
+        if not all(is_held):  # given back already: their bytes may be another's soon
+            lender.loans.unhold(hold_id)
+            self.not_stored[GENERATION] += len(left)
+            writer.cancel()
+            return
+        task = start_task(self._follow(writer, len(blocks), hold_id, lender), "put behind")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def settle(self) -> None:
+        """Wait for those that there are now (each bounded)."""
+        if self._tasks:
+            await asyncio.wait(set(self._tasks))
+
+    async def stop(self) -> None:
+        """Let them end, within the budget of a put."""
+        if self._tasks:
+            await asyncio.wait(set(self._tasks), timeout=self._put_budget_s)
+        await end_tasks(set(self._tasks))
+
+    async def _follow(
+        self, writer: BlockWriter, num_blocks: int, hold_id: str, lender: WorkerLender
+    ) -> None:
+        problem: str | None = DEADLINE
+        try:
+            async with asyncio.timeout(self._put_budget_s):
+                problem = (await writer.finish(None)).problem
+        except TimeoutError:
+            pass  # cancelled below
+        finally:
+            writer.cancel()  # gives its lease back, whatever it came to
+            lender.loans.unhold(hold_id)  # a cancelled put never commits
+            num_lost = num_blocks - writer.num_stored
+            if problem is not None and num_lost:
+                self.not_stored[problem] += num_lost
+                logs.event(
+                    logger,
+                    "not_stored_behind",
+                    level=logging.WARNING,
+                    num_blocks=num_lost,
+                    why=problem,
+                )

@@ -1,0 +1,112 @@
+"""SealedHandle: a KvHandle that is passed on as the bytes that came.
+
+A handle on a long prompt has thousands of entries, and the router needs none of them: to make a
+message of them, copy it and write it out again would hold every other request's tokens up. So the
+handle is cut out of the prefill worker's reply and set into the decode worker's command unread; who
+uses it looks at its signature first. Bytes that are no message are found here, not passed on.
+
+Knows no RPC and no request. Pure but for `Command`, which belongs to one asyncio loop.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from protos import common_pb2, decode_pb2, prefill_pb2
+from services.router.wire_fields import LENGTH, VARINT, Field, fields_of, nested, varint
+
+_HANDLE = prefill_pb2.PrefillReply.HANDLE_FIELD_NUMBER
+_IS_PARTIAL = common_pb2.KvHandle.IS_PARTIAL_FIELD_NUMBER
+
+_PLACES = {
+    "prefetch": (
+        decode_pb2.DecodeCommand.PREFETCH_FIELD_NUMBER,
+        decode_pb2.PrefetchDecode.HANDLE_FIELD_NUMBER,
+    ),
+    "generate": (
+        decode_pb2.DecodeCommand.GENERATE_FIELD_NUMBER,
+        decode_pb2.GenerateFromHandle.HANDLE_FIELD_NUMBER,
+    ),
+}
+"""Numbers of the command and of the handle in it, for those that carry one."""
+
+
+@dataclass(frozen=True)
+class SealedHandle:
+    """See the module."""
+
+    data: bytes
+    is_partial: bool
+
+    @classmethod
+    def seal(cls, data: bytes) -> SealedHandle:
+        """Raises: ValueError for what cannot be a handle."""
+        is_partial = False
+        for field in fields_of(data):
+            if field.number == _IS_PARTIAL:
+                _need(field, VARINT)
+                is_partial = bool(varint(data, field.begin)[0])
+        return cls(data, is_partial)
+
+    def opened(self) -> common_pb2.KvHandle:
+        """The handle, read. Raises: google.protobuf.message.DecodeError."""
+        return common_pb2.KvHandle.FromString(self.data)
+
+
+@dataclass(frozen=True)
+class PrefillNews:
+    """One message of a prefill worker: all but the handle, and the handle if there is one."""
+
+    reply: prefill_pb2.PrefillReply
+    handle: SealedHandle | None
+
+    @classmethod
+    def parse(cls, data: bytes) -> PrefillNews:
+        """Raises: ValueError or DecodeError for what is no reply."""
+        parts, rest, position = [], [], 0
+        for field in fields_of(data):
+            if field.number == _HANDLE:
+                _need(field, LENGTH)
+                parts.append(data[field.begin : field.end])
+                rest.append(data[position : field.start])
+                position = field.end
+        rest.append(data[position:])
+        # A message that comes in several parts is their joined bytes, by protobuf's own rule.
+        handle = SealedHandle.seal(b"".join(parts)) if parts else None
+        return cls(prefill_pb2.PrefillReply.FromString(b"".join(rest)), handle)
+
+    @property
+    def is_only_partial(self) -> bool:
+        """Whether it brings a partial handle and nothing else: prefill still runs."""
+        reply = self.reply
+        says_more = reply.token_ids or reply.beam_start or reply.HasField("leg")
+        return self.handle is not None and self.handle.is_partial and not says_more
+
+
+class Command:
+    """One command to a decode worker, and the handle that it carries if it does. Until it is
+    written its handle may be replaced by a newer one.
+    """
+
+    def __init__(
+        self, message: decode_pb2.DecodeCommand, handle: SealedHandle | None = None
+    ) -> None:
+        """`message` is complete but for the handle."""
+        self.message = message
+        self.handle = handle
+        self.is_written = False
+
+    def write(self) -> bytes:
+        """As it goes over the wire; from now on it cannot be changed."""
+        self.is_written = True
+        head = self.message.SerializeToString()
+        if self.handle is None:
+            return head
+        # What follows is merged into the command of the same kind, by protobuf's own rule.
+        kind, number = _PLACES[self.message.WhichOneof("command") or ""]
+        return head + nested(kind, nested(number, self.handle.data))
+
+
+def _need(field: Field, wire_type: int) -> None:
+    if field.wire_type != wire_type:
+        raise ValueError(f"field {field.number} is encoded as another type")

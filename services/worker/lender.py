@@ -1,0 +1,144 @@
+"""WorkerLender: a worker's blocks, lent to others: the lender of `kvstore.lending` on the engine's
+side.
+
+What is lent is kept in place at the engine: a request's blocks are quarantined before they are
+lent (whoever lends sees to that), those for measuring are the engine's own loans. Each is given
+back in its own way when nobody reads it any more.
+
+Knows no requests and no handles. Belongs to the loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import grpc.aio
+
+from kvstore.block import Block
+from kvstore.lending import lender_node_id
+from kvstore.lending.lender import Lender, LenderIdentity
+from kvstore.lending.loans import LoanTable
+from kvstore.lending.server import LenderServicer
+from process.errors import BatonError, Internal
+from services.worker.engine_thread import EngineThread
+from services.worker.store_target import StoreTarget
+
+
+class WorkerLender:
+    """See the module. `lender` is what readers meet."""
+
+    def __init__(
+        self,
+        target: StoreTarget,
+        thread: EngineThread,
+        max_ttl_s: float,
+        *,
+        address: Callable[[], str],
+        on_room: Callable[[], None],
+    ) -> None:
+        """
+        Args:
+            target: as whom, of which memory.
+            max_ttl_s: longest lease.
+            address: where readers find it, once the worker listens.
+            on_room: told when the engine has blocks back.
+        """
+        self.node_id = lender_node_id(target.worker_id)
+        self.incarnation = target.worker_incarnation
+        self.is_draining = False
+        self.open_prompts: set[object] = set()
+        """Of requests that are live; nobody else keeps a lease without an end."""
+        self._thread = thread
+        self._address = address
+        self._on_room = on_room
+        self._probe_ids: set[int] = set()
+        memory = target.memory
+        self.loans = LoanTable(memory.num_blocks, memory.block_bytes, max_ttl_s, self._on_free)
+        self.lender = Lender(
+            LenderIdentity(self.node_id, self.incarnation, bytes.fromhex(target.fingerprint)),
+            memory,
+            self.loans,
+            self._find_free,
+            nixl_net_devices=target.nixl_net_devices,
+        )
+
+    @property
+    def address(self) -> str:
+        return self._address()
+
+    @property
+    def num_lent_blocks(self) -> int:
+        return self.loans.num_lent
+
+    def add_service(self, server: grpc.aio.Server) -> None:
+        """Register with a server that is not started yet."""
+        LenderServicer(self.lender).add_to(server)
+
+    # -- lending
+
+    async def lend(
+        self, blocks: Sequence[tuple[int, bytes, int]], lease_id: str
+    ) -> tuple[str, tuple[Block, ...]]:
+        """Lend blocks that are quarantined once for it; see Lender.lend."""
+        return await self.lender.lend(blocks, lease_id)
+
+    def hand_over(self, lease_id: str, ttl_s: float) -> None:
+        """The lease is the handle's from here on. Raises: LeaseLapsed."""
+        self.loans.hand_over(lease_id, ttl_s, self.lender.now_s())
+
+    def release(self, lease_id: str) -> None:
+        """Give back what was lent under it; readers under way end first. Idempotent."""
+        self.loans.release([lease_id], self.lender.now_s())
+
+    # -- life
+
+    def start(self) -> None:
+        """Called once, on the loop."""
+        self.lender.start()
+
+    async def quiet(self) -> None:
+        """Lend nothing to measure with any more, and wait until all is back; the caller bounds
+        it."""
+        self.is_draining = True
+        await self.lender.quiet()
+
+    async def stop(self, *, timeout_s: float) -> None:
+        """All leases end now; the engine has its blocks back when nothing moves any more."""
+        self.is_draining = True
+        await self.lender.stop(timeout_s)
+
+    def check_integrity(self) -> None:
+        """Raises: Internal when a law does not hold."""
+        problem = self.lender.check_integrity()
+        if problem:
+            raise Internal(problem)
+        if self.loans.num_kept > len(self.open_prompts):
+            raise Internal("a lease without an end, and its request is over")
+
+    # -- inside
+
+    async def _find_free(self, num_blocks: int, budget_s: float) -> Sequence[int]:
+        if self.is_draining:
+            return ()
+        lent: list[int] = []
+        try:
+            async with asyncio.timeout(budget_s):
+                await self._thread.call(lambda engine: lent.extend(engine.lend_blocks(num_blocks)))
+        except BaseException as error:
+            # Behind the job that lends, which may still run.
+            self._thread.post(lambda engine: engine.return_blocks(lent), self._on_room)
+            if isinstance(error, TimeoutError | BatonError):
+                return ()
+            raise
+        self._probe_ids.update(lent)
+        return lent
+
+    def _on_free(self, block_ids: Sequence[int]) -> None:
+        probes = tuple(block_id for block_id in block_ids if block_id in self._probe_ids)
+        others = tuple(block_id for block_id in block_ids if block_id not in self._probe_ids)
+        self._probe_ids.difference_update(probes)
+        if probes:
+            self._thread.post(lambda engine: engine.return_blocks(probes), self._on_room)
+        if others:
+            self._thread.post(lambda engine: engine.unquarantine(others), self._on_room)

@@ -1,0 +1,200 @@
+"""What is lent, and until when: against a model that forgets nothing, step by step."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from kvstore.block import Block
+from kvstore.errors import IntegrityError, LeaseLapsed
+from kvstore.lending.loans import FIRST_GENERATION, LoanTable, Offer
+
+NUM_BLOCKS = 12
+TTL_S = 10.0
+
+
+def offer(block_id: int, content: int = 0) -> Offer:
+    return Offer(block_id, b"%d.%d" % (block_id, content), 7 * block_id + content, 16)
+
+
+class Model:
+    """Leases and holds as sets; every block's owner counts by hand."""
+
+    def __init__(self) -> None:
+        self.kept: Counter[int] = Counter()  # what a lender keeps in place, by block
+        self.table = LoanTable(NUM_BLOCKS, 64, TTL_S, self.on_free)
+        self.leases: dict[str, tuple[float, set[int]]] = {}
+        self.holds: dict[str, set[int]] = {}
+        self.content: Counter[int] = Counter()  # how often a block was given back
+        self.old: list[Block] = []
+        self.now_s = 0.0
+
+    def on_free(self, block_ids: list[int]) -> None:
+        self.kept.subtract(block_ids)
+
+    @property
+    def lent(self) -> set[int]:
+        return set().union(*(ids for _, ids in self.leases.values()), *self.holds.values())
+
+    def after(self, before: set[int]) -> None:
+        """Blocks that came free are told; a handle on them is old from now on."""
+        self.content.update(before - self.lent)
+
+    # -- steps
+
+    def lend(self, draw: random.Random) -> None:
+        block_ids = draw.sample(range(NUM_BLOCKS), draw.randint(0, 4))
+        known = draw.choice(["", *self.leases])
+        offers = [offer(each, self.content[each]) for each in block_ids]
+        self.kept.update(block_ids)
+        lease_id, blocks = self.table.lend(offers, known)
+        assert lease_id == known or not known
+        expires_s, ids = self.leases.get(lease_id, (math.inf, set()))
+        self.leases[lease_id] = (expires_s, ids | set(block_ids))
+        for block, given in zip(blocks, offers, strict=True):
+            assert (block.frame, block.chain_hash) == (given.block_id, given.chain_hash)
+            assert block.generation == FIRST_GENERATION + 2 * self.content[block.frame]
+        self.old += blocks
+
+    def hand_over(self, draw: random.Random) -> None:
+        if self.leases:
+            lease_id = draw.choice(list(self.leases))
+            ttl_s = draw.choice([1.0, 5.0, 1e9])
+            self.table.hand_over(lease_id, ttl_s, self.now_s)
+            self.leases[lease_id] = (self.now_s + min(ttl_s, TTL_S), self.leases[lease_id][1])
+
+    def renew(self, draw: random.Random) -> None:
+        lease_id = draw.choice([*self.leases, "none"])
+        ttl_s = draw.choice([0.0, 3.0, 1e9])
+        if lease_id == "none":
+            with pytest.raises(LeaseLapsed):
+                self.table.renew(lease_id, ttl_s, self.now_s)
+            return
+        self.table.renew(lease_id, ttl_s, self.now_s)
+        expires_s, ids = self.leases[lease_id]
+        if ttl_s:
+            expires_s = max(expires_s, self.now_s + min(ttl_s, TTL_S))
+        self.leases[lease_id] = (expires_s, ids)
+
+    def release(self, draw: random.Random) -> None:
+        lease_id = draw.choice([*self.leases, "none"])
+        before = self.lent
+        num = self.table.release([lease_id, lease_id], self.now_s)
+        assert num == (self.leases.pop(lease_id, None) is not None)
+        self.after(before)
+
+    def hold(self, draw: random.Random) -> None:
+        blocks = draw.sample(self.old, min(len(self.old), draw.randint(0, 4)))
+        hold_id, held = self.table.hold(blocks)
+        for block, is_held in zip(blocks, held, strict=True):
+            is_now = block.generation == FIRST_GENERATION + 2 * self.content[block.frame]
+            assert is_held == (block.frame in self.lent and is_now)
+        pairs = zip(blocks, held, strict=True)
+        self.holds[hold_id] = {block.frame for block, is_held in pairs if is_held}
+
+    def unhold(self, draw: random.Random) -> None:
+        hold_id = draw.choice([*self.holds, "none"])
+        before = self.lent
+        self.holds.pop(hold_id, None)
+        self.table.unhold(hold_id)
+        self.table.unhold(hold_id)
+        self.after(before)
+
+    def pass_time(self, draw: random.Random) -> None:
+        self.now_s += draw.choice([0.5, 2.0, 6.0])
+        before = self.lent
+        self.table.lapse(self.now_s)
+        self.leases = {k: v for k, v in self.leases.items() if v[0] > self.now_s}
+        self.after(before)
+
+    def check(self) -> None:
+        self.table.check_integrity()
+        assert self.table.num_lent == len(self.lent)
+        assert self.table.num_leases == len(self.leases)
+        assert {each for each, num in self.kept.items() if num} == self.lent
+        assert set(self.kept.values()) <= {0, 1}, "kept in place once for each that is lent"
+
+
+def test_any_order_of_things(seed: int, scale: Callable[[int], int]) -> None:
+    for round_number in range(scale(2000)):
+        draw = random.Random(seed + round_number)
+        model = Model()
+        steps = [
+            model.lend,
+            model.lend,
+            model.hand_over,
+            model.renew,
+            model.release,
+            model.hold,
+            model.unhold,
+            model.pass_time,
+        ]
+        for _ in range(30):
+            draw.choice(steps)(draw)
+            model.check()
+        model.table.end_all()
+        for hold_id in model.holds:
+            model.table.unhold(hold_id)
+        assert model.table.num_lent == 0 and not any(model.kept.values())
+        model.table.check_integrity()
+
+
+def test_a_kept_lease_does_not_lapse_and_a_handed_over_one_does() -> None:
+    given: list[int] = []
+    table = LoanTable(NUM_BLOCKS, 64, TTL_S, given.extend)
+    lease_id, _ = table.lend([offer(1), offer(2)])
+    table.lapse(1e12)
+    table.hand_over(lease_id, 1e9, 100.0)
+    table.lapse(100.0 + TTL_S - 0.1)
+    assert given == []
+    table.lapse(100.0 + TTL_S)
+    assert given == [1, 2] and table.counters.num_leases_lapsed == 1
+    with pytest.raises(LeaseLapsed):
+        table.hand_over(lease_id, 1.0, 100.0)
+    with pytest.raises(LeaseLapsed):
+        table.lend([offer(3)], lease_id)
+    assert table.num_lent == 0
+
+
+def test_another_content_under_a_lent_block_is_a_defect() -> None:
+    table = LoanTable(NUM_BLOCKS, 64, TTL_S, lambda block_ids: None)
+    table.lend([offer(1)])
+    with pytest.raises(IntegrityError, match="another content"):
+        table.lend([offer(1, content=1)])
+
+
+def test_bad_bytes_end_the_leases_that_name_them_and_no_other() -> None:
+    table = LoanTable(NUM_BLOCKS, 64, TTL_S, lambda block_ids: None)
+    first, (block,) = table.lend([offer(1)])
+    second, _ = table.lend([Offer(1, block.chain_hash, 999, 16), offer(2)])
+    assert table.checksums_of([block]) == [{block.checksum, 999}]
+    assert table.drop({(1, block.checksum)}) == 1
+    with pytest.raises(LeaseLapsed):
+        table.check_lease(first, 0.0)
+    table.check_lease(second, 0.0)
+    assert table.num_lent == 2
+
+
+@pytest.mark.parametrize(
+    ("spoil", "law"),
+    [
+        (lambda t: t._lent.pop(1), "not lent as it says"),
+        (lambda t: setattr(t._lent[1], "num_leases", 2), "miscounted"),
+        (lambda t: setattr(t._lent[1], "num_holds", 1), "miscounted"),
+        (lambda t: t._generations.update({1: 4}), "not lent as it says"),
+        (lambda t: t._generations.update({5: 3}), "odd"),
+        (lambda t: t._leases.clear(), "miscounted"),
+        (lambda t: t._holds.update({"x": (3,)}), "not lent"),
+    ],
+)
+def test_each_law_is_recomputed(spoil: Callable[[LoanTable], object], law: str) -> None:
+    table = LoanTable(NUM_BLOCKS, 64, TTL_S, lambda block_ids: None)
+    table.lend([offer(1), offer(2)])
+    table.check_integrity()
+    spoil(table)
+    with pytest.raises(IntegrityError, match=law):
+        table.check_integrity()

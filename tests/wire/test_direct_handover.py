@@ -1,0 +1,596 @@
+"""Decode reads the prefill worker's own cache: tokens exact, nothing of the prompt computed again,
+the store written behind; and all lent blocks come back, however it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import threading
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+import torch
+
+from engine.batch import Batch
+from engine.config import EngineConfig
+from kvstore import errors
+from kvstore.lending import lender_node_id
+from process import keys, serving
+from process.deadline import Deadline
+from protos import common_pb2, prefill_pb2_grpc
+from services.decode.states import DecodeState
+from services.prefill.job import Firsts, PrefillState
+from services.prefill.role import PrefillRole
+from services.worker import handle as handles
+from services.worker import main
+from services.worker.config import WorkerLimits, WorkerSettings
+from services.worker.core import Identity, WorkerCore
+from tests.unit.worker.builders import BLOCK_SIZE, fake_engine, prompt_of
+from tests.wire.partial_handles import prefetch
+from tests.wire.prefill_decode_pair import WAIT_S, Answer, Gate, Pair, handover, pair, until, whole
+
+DIRECT = common_pb2.HANDOVER_PATH_DIRECT
+STORE = common_pb2.HANDOVER_PATH_STORE
+PROMPT = prompt_of(30, start=3)
+FULL = len(PROMPT) // BLOCK_SIZE
+
+
+@contextlib.asynccontextmanager
+async def direct(folder: Path, **options: Any) -> AsyncIterator[Pair]:
+    """A pair that has met: what lends blocks to be measured with has them back."""
+    async with pair(folder, **options) as p:
+        yield p
+        await all_back(p)
+
+
+async def all_back(p: Pair) -> None:
+    """No block is lent or held, and every law holds."""
+    await until(lambda: p.prefill_role.worker.behind.num_writers == 0)
+    lender = p.prefill.core.lender
+    if lender is not None:
+        await until(lambda: lender.num_lent_blocks == lender.loans.num_leases == 0)
+    await p.check()
+
+
+async def generate(
+    p: Pair, prompt: Any, *, name: str = "r", handover: int = DIRECT, max_tokens: int = 8
+) -> Answer:
+    """As a router does it that has chosen the direct way."""
+    async with p.stream() as stream:
+        key = await stream.reserve(p.reserve(prompt, name=name, max_tokens=max_tokens))
+        assert (await stream.next(key)).WhichOneof("event") == "reserved"
+        reply = await p.run_prefill(prompt, name=name, handover=handover, max_tokens=max_tokens)
+        await stream.generate(key, reply)
+        answer = await stream.collect(key)
+    answer.prefill = reply
+    answer.token_ids[:0] = reply.token_ids
+    return answer
+
+
+@pytest.mark.parametrize("transport", ["grpc", "nixl"])
+async def test_decode_reads_the_prefill_workers_own_cache(tmp_path: Path, transport: str) -> None:
+    async with direct(tmp_path, remote_transport=transport) as p:
+        answer = await generate(p, PROMPT)
+        assert answer.token_ids == p.expected(PROMPT, 8)
+        reply = answer.prefill
+        assert reply is not None and reply.leg.handover == DIRECT
+        (run,) = reply.handle.runs
+        assert run.node_id == lender_node_id("prefill-0") == reply.handle.tail.node_id
+        assert run.store_address == p.prefill.address
+        assert len(run.blocks) == FULL and run.first_block == 0
+        leg = answer.leg
+        assert leg.num_tokens_computed == 0 and answer.recomputed == {}
+        (count,) = leg.from_store
+        assert (count.node_id, count.num_tokens) == (lender_node_id("prefill-0"), len(PROMPT))
+        assert count.tier == common_pb2.TIER_DEVICE
+        await p.decode.core.links.settle()
+        (link,) = [
+            link
+            for link in (await p.decode.core.checked_status()).links
+            if link.node_id == lender_node_id("prefill-0")
+        ]
+        assert (link.transport, link.problem, link.degraded) == (transport, "", False)
+        assert link.read_bytes_per_s > 0 == link.write_bytes_per_s
+
+
+async def test_every_sample_goes_on_from_one_lent_prompt(tmp_path: Path) -> None:
+    async with direct(tmp_path) as p:
+        options: dict[str, Any] = {"n": 3, "temperature": 1.0}
+        ask = p.prefill_request
+        p.prefill_request = lambda prompt, **more: ask(  # type: ignore[method-assign]
+            prompt, handover=DIRECT, **more
+        )
+        samples = await p.generate_samples(PROMPT, **options)
+        alone = p.alone(PROMPT, **options)
+        assert [samples[index].token_ids for index in range(3)] == [
+            each.token_ids for each in alone
+        ]
+        leg = samples[0].leg
+        assert leg is not None and leg.num_tokens_computed == 0
+        assert [count.node_id for count in leg.from_store] == [lender_node_id("prefill-0")]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 4, 9, 60])
+async def test_prompts_of_any_length(tmp_path: Path, num_tokens: int) -> None:
+    async with direct(tmp_path) as p:
+        prompt = prompt_of(num_tokens, start=5)
+        answer = await generate(p, prompt)
+        assert answer.token_ids == p.expected(prompt, 8) and answer.recomputed == {}
+        assert answer.prefill is not None and answer.prefill.leg.handover == DIRECT
+        again = await generate(p, prompt, name="again")
+        assert again.token_ids == answer.token_ids
+
+
+async def test_requests_that_share_a_prefix_lend_it_once(tmp_path: Path) -> None:
+    """One's end is not the other's."""
+    async with direct(tmp_path) as p:
+        other = (*PROMPT[:20], *prompt_of(9, start=40))
+        first = await p.run_prefill(PROMPT, name="a", handover=DIRECT)
+        second = await p.run_prefill(other, name="b", handover=DIRECT)
+        assert second.leg.num_tokens_local == 20
+        lender = p.prefill.core.lender
+        assert lender is not None
+        num_shared = 20 // BLOCK_SIZE
+        num_alone = -(-len(PROMPT) // BLOCK_SIZE) + -(-len(other) // BLOCK_SIZE)
+        assert lender.num_lent_blocks == num_alone - num_shared
+        lender.release(first.handle.runs[0].lease_id)
+        async with p.stream() as stream:
+            key = await stream.reserve(p.reserve(other, name="b"))
+            await stream.next(key)
+            await stream.generate(key, second)
+            answer = await stream.collect(key)
+        assert [*second.token_ids, *answer.token_ids] == p.expected(other, 8)
+        assert answer.leg.num_tokens_computed == 0
+
+
+async def test_what_is_computed_is_read_meanwhile(tmp_path: Path) -> None:
+    """Prefill's own partial handles, as the router forwards them; it stands still after two steps
+    until what they name is there. Nothing waits for the store: its puts are held."""
+    prompt = prompt_of(60, start=3)
+    async with direct(tmp_path) as p, p.stream() as stream:
+        gate = Gate(p.prefill.core.connector.client, "put_blocks")
+        steps = threading.Semaphore(2)
+        forward = p.prefill_model.forward
+
+        def in_turn(batch: Batch) -> torch.Tensor:
+            assert steps.acquire(timeout=20)
+            return forward(batch)
+
+        p.prefill_model.forward = in_turn  # type: ignore[method-assign]
+        key = await stream.reserve(p.reserve(prompt))
+        await stream.next(key)
+        ask = p.prefill_request(prompt, handover=DIRECT)
+        call = p.prefill_stub.Prefill(ask, timeout=WAIT_S)
+        rest = []
+        lender = p.prefill.core.lender
+        assert lender is not None
+        async for message in call:
+            if not message.handle.is_partial:
+                rest.append(message)
+                continue
+            num_bytes = lender.loans.counters.num_bytes_read
+            await prefetch(stream, key, message.handle)
+            await until(lambda n=num_bytes: lender.loans.counters.num_bytes_read > n)
+            await until(
+                lambda: list(p.decode_role.worker.states.values()) == [DecodeState.RESERVED]
+            )
+            steps.release(2)
+        *firsts, account = rest
+        await stream.generate_from(key, handover(account, firsts))
+        answer = await stream.collect(key)
+        tokens = [token for first in firsts for token in first.token_ids]
+        assert [*tokens, *answer.token_ids] == p.expected(prompt, 8)
+        assert answer.leg.num_tokens_early >= 16
+        assert answer.leg.num_tokens_computed == 0 and answer.recomputed == {}
+        assert {count.node_id for count in answer.leg.from_store} == {lender.node_id}
+        assert account.leg.num_blocks_behind == len(prompt) // BLOCK_SIZE
+        gate.open()
+
+
+async def test_the_first_token_does_not_wait_for_blocks_to_be_lent(tmp_path: Path) -> None:
+    """A long prefix that is here already is lent early, which reads all of it."""
+    async with direct(tmp_path) as p, p.stream() as stream:
+        key = await stream.reserve(p.reserve(PROMPT))
+        await stream.next(key)
+        gate = Gate(p.prefill.core.lender, "lend")
+        call = p.prefill_stub.Prefill(p.prefill_request(PROMPT, handover=DIRECT), timeout=WAIT_S)
+        messages = aiter(call)
+        async with asyncio.timeout(WAIT_S):
+            first = await anext(messages)
+        assert list(first.token_ids) == p.expected(PROMPT, 1) and gate.entered.is_set()
+        gate.open()
+        reply = await whole(messages)
+        assert reply.leg.handover == DIRECT
+        reply.MergeFrom(first)
+        await stream.generate(key, reply)
+        answer = await stream.collect(key)
+        assert [*reply.token_ids, *answer.token_ids] == p.expected(PROMPT, 8)
+        assert answer.leg.num_tokens_computed == 0
+
+
+# ---- the store behind
+
+
+def stored(p: Pair, reply: Any) -> list[bool]:
+    """Whether each full block of the handle lies in the store."""
+    hashes = [block.chain_hash for block in reply.handle.runs[0].blocks]
+    return [p.store.node.store.catalog.find(each) is not None for each in hashes]
+
+
+async def test_the_store_has_the_prompt_behind(tmp_path: Path) -> None:
+    """The handle goes out while the put is held, and its blocks stay although decode has read them
+    and given the lease back; then the put ends and the store has them."""
+    async with direct(tmp_path) as p:
+        client = p.prefill.core.connector.client
+        gate = Gate(client, "put_blocks")
+        answer = await generate(p, PROMPT)
+        assert answer.token_ids == p.expected(PROMPT, 8)
+        reply, lender = answer.prefill, p.prefill.core.lender
+        assert reply is not None and lender is not None
+        assert reply.leg.num_blocks_behind == FULL and not reply.leg.not_stored
+        await until(lambda: lender.loans.num_leases == 0)
+        assert lender.num_lent_blocks == FULL
+        assert p.prefill_role.worker.behind.num_writers == 1
+        gate.open()
+        await all_back(p)
+        assert stored(p, reply) == [True] * FULL
+        assert not p.prefill_role.worker.behind.not_stored
+
+
+async def test_a_put_behind_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
+    limits = WorkerLimits(store_wait_s=WAIT_S, attach_budget_s=5.0, drain_s=0.2, put_budget_s=0.3)
+    async with direct(tmp_path, limits=limits) as p:
+        gate = Gate(p.prefill.core.connector.client, "put_blocks")
+        answer = await generate(p, PROMPT)
+        assert answer.token_ids == p.expected(PROMPT, 8)
+        await all_back(p)
+        gate.open()
+        assert p.prefill_role.worker.behind.not_stored == {errors.DEADLINE: FULL}
+        assert (await generate(p, PROMPT, name="again")).token_ids == answer.token_ids
+
+
+async def test_a_store_that_is_away_costs_the_handover_nothing(tmp_path: Path) -> None:
+    async with direct(tmp_path) as p:
+        client = p.prefill.core.connector.client
+        assert client is not None
+        await p.kill_store()
+        await until(lambda: p.prefill.core.connector.client is None)
+        answer = await generate(p, PROMPT)
+        assert answer.token_ids == p.expected(PROMPT, 8)
+        assert answer.leg.num_tokens_computed == 0 and answer.recomputed == {}
+        assert answer.prefill is not None
+        (count,) = answer.prefill.leg.not_stored
+        assert (count.reason, count.num_blocks) == (errors.STORE_UNAVAILABLE, FULL)
+
+
+# ---- where it cannot be
+
+
+async def test_a_worker_that_does_not_lend_uses_the_store_and_says_so(tmp_path: Path) -> None:
+    limits = WorkerLimits(store_wait_s=WAIT_S, attach_budget_s=5.0, drain_s=0.2, lend_blocks=False)
+    async with direct(tmp_path, limits=limits) as p:
+        status = await p.prefill.core.checked_status()
+        assert status.lender_node_id == "" and status.remote_transport == "grpc"
+        answer = await generate(p, PROMPT)
+        assert answer.token_ids == p.expected(PROMPT, 8)
+        assert answer.prefill is not None and answer.prefill.leg.handover == STORE
+        assert [count.node_id for count in answer.leg.from_store] == [p.store.node.node_id]
+
+
+@pytest.mark.parametrize(
+    ("role", "has_store", "preemption", "lends"),
+    [
+        ("prefill", True, "never", True),
+        ("decode", True, "never", False),
+        ("prefill", False, "never", False),
+        ("prefill", True, "recompute", False),  # it might wait for blocks that it has lent
+    ],
+)
+def test_who_lends(
+    tmp_path: Path, role: str, has_store: bool, preemption: str, lends: bool
+) -> None:
+    key_file = tmp_path / "handle.keys"
+    keys.create(key_file)
+    settings = WorkerSettings(
+        store_address="127.0.0.1:1" if has_store else "",
+        handle_keys_file=str(key_file),
+        engine=EngineConfig(preemption=preemption),
+    )
+    core = WorkerCore(fake_engine(preemption=preemption), settings, Identity.new(role, "w"))
+    assert core.status().lender_node_id == (lender_node_id("w") if lends else "")
+
+
+@pytest.mark.parametrize("asked", [STORE, common_pb2.HANDOVER_PATH_UNSPECIFIED])
+async def test_who_is_not_asked_to_lend_does_not(tmp_path: Path, asked: int) -> None:
+    async with direct(tmp_path) as p:
+        assert p.prefill.core.status().lender_node_id == lender_node_id("prefill-0")
+        answer = await generate(p, PROMPT, handover=asked)
+        assert answer.token_ids == p.expected(PROMPT, 8)
+        assert answer.prefill is not None and answer.prefill.leg.handover == STORE
+        assert p.prefill.core.lender is not None
+        assert p.prefill.core.lender.loans.counters.num_bytes_read == 0
+
+
+@pytest.mark.parametrize("how", ["fails", "released by another"])
+async def test_trouble_with_lending_falls_to_the_store_and_is_told(
+    tmp_path: Path, how: str
+) -> None:
+    async with direct(tmp_path) as p:
+        lender = p.prefill.core.lender
+        assert lender is not None
+        real = lender.lend
+
+        async def troubled(blocks: Any, lease_id: str) -> Any:
+            if how == "fails":
+                raise errors.TransferFailed("the test says so")
+            lent = await real(blocks, lease_id)
+            lender.release(lent[0])
+            return lent
+
+        lender.lend = troubled  # type: ignore[method-assign]
+        answer = await generate(p, PROMPT)
+        assert answer.token_ids == p.expected(PROMPT, 8)
+        assert answer.leg.num_tokens_computed == 0
+        assert answer.prefill is not None and answer.prefill.leg.handover == STORE
+
+
+async def test_bytes_that_changed_are_computed_again(tmp_path: Path) -> None:
+    async with direct(tmp_path) as p, p.stream() as stream:
+        key = await stream.reserve(p.reserve(PROMPT))
+        await stream.next(key)
+        reply = await p.run_prefill(PROMPT, handover=DIRECT)
+        lender = p.prefill.core.lender
+        assert lender is not None
+        frame = reply.handle.runs[0].blocks[2].frame
+        lender.lender.memory.view[frame, 5] ^= 1
+        await stream.generate(key, reply)
+        answer = await stream.collect(key)
+        lender.lender.memory.view[frame, 5] ^= 1
+        assert [*reply.token_ids, *answer.token_ids] == p.expected(PROMPT, 8)
+        assert set(answer.recomputed) == {errors.CHECKSUM}
+
+
+# ---- however it ends
+
+STATES = {
+    "queued": PrefillState.QUEUED,
+    "matching": PrefillState.FETCHING,
+    "computing": PrefillState.COMPUTING,
+    "early": PrefillState.COMPUTING,
+    "lending": PrefillState.STORING,
+}
+
+
+@contextlib.asynccontextmanager
+async def held_in(p: Pair, state: str, timeout_s: float) -> AsyncIterator[Any]:
+    """A Prefill call on PROMPT that stays in `state`; the way is free again at the end."""
+    gate: Gate | None = None
+    filler: asyncio.Task[Any] | None = None
+    if state == "queued":
+        p.prefill_model.hold()
+        long = prompt_of(250, start=9)
+        filler = asyncio.create_task(p.run_prefill(long, name="filler", wants_handle=False))
+        await until(p.prefill_model.is_held.is_set)
+    elif state == "matching":
+        gate = Gate(p.prefill.core.connector.client, "match")
+    elif state == "computing":
+        p.prefill_model.hold()
+    else:
+        gate = Gate(p.prefill.core.lender, "lend")
+    steps = threading.Semaphore(1 if state == "early" else 1000)
+    forward = p.prefill_model.forward
+
+    def in_turn(batch: Batch) -> torch.Tensor:
+        assert steps.acquire(timeout=20)
+        return forward(batch)
+
+    p.prefill_model.forward = in_turn  # type: ignore[method-assign]
+    # One step: there is no partial handle.
+    prompt = PROMPT[:10] if state == "lending" else PROMPT
+    ask = p.prefill_request(prompt, handover=DIRECT)
+    call = p.prefill_stub.Prefill(ask, timeout=timeout_s)
+    try:
+        if gate is not None:
+            await gate.wait_entered()
+        await until(lambda: STATES[state] in p.prefill_role.worker.states.values())
+        yield call
+    finally:
+        p.prefill_model.release()
+        steps.release(1000)
+        if gate is not None:
+            gate.open()
+        if filler is not None:
+            await filler
+        call.cancel()
+
+
+async def assert_served(p: Pair) -> None:
+    """The worker is as good as new."""
+    prompt = prompt_of(35, start=8)
+    answer = await generate(p, prompt, name="after")
+    assert answer.token_ids == p.expected(prompt, 8)
+    assert answer.leg.num_tokens_computed == 0
+
+
+@pytest.mark.parametrize("how", ["cancel", "deadline"])
+@pytest.mark.parametrize("state", STATES)
+async def test_ended_in_each_state_nothing_stays_lent(tmp_path: Path, state: str, how: str) -> None:
+    async with direct(tmp_path, prefill_blocks=64) as p:
+        async with held_in(p, state, WAIT_S if how == "cancel" else 0.4) as call:
+            if how == "cancel":
+                call.cancel()
+            with pytest.raises((grpc.aio.AioRpcError, asyncio.CancelledError)):
+                await asyncio.wait_for(whole(call), WAIT_S)
+            expected = grpc.StatusCode.CANCELLED
+            if how == "deadline":
+                expected = grpc.StatusCode.DEADLINE_EXCEEDED
+            assert await call.code() is expected
+        await all_back(p)
+        await assert_served(p)
+
+
+@pytest.mark.parametrize("transport", ["grpc", "nixl"])
+async def test_many_at_once_with_little_room_and_some_that_leave(
+    tmp_path: Path, transport: str, seed: int, scale: Callable[[int], int]
+) -> None:
+    """Prompts that share prefixes, more of them than fit, and a third is cancelled or never taken
+    up: every answer is exact, and every block comes back."""
+    limits = WorkerLimits(store_wait_s=WAIT_S, attach_budget_s=5.0, drain_s=0.2, lease_ttl_s=1.0)
+    draw = random.Random(seed)
+    options: dict[str, Any] = {"prefill_blocks": 64, "remote_transport": transport}
+    async with direct(tmp_path, limits=limits, **options) as p:
+
+        async def one(number: int, num_shared: int, num_own: int, fate: float) -> None:
+            prompt = (*prompt_of(num_shared, start=2), *prompt_of(num_own, start=number))
+            name = f"r{number}"
+            if fate > 0.7:
+                answer = await generate(p, prompt, name=name)
+                assert answer.token_ids == p.expected(prompt, 8)
+                return
+            ask = p.prefill_request(prompt, name=name, handover=DIRECT)
+            call = p.prefill_stub.Prefill(ask, timeout=WAIT_S)
+            if fate > 0.5:
+                await whole(call)  # the lease lapses
+                return
+            await asyncio.sleep(fate / 20)
+            call.cancel()
+
+        for _ in range(scale(60)):
+            fates = [draw.choice([0.1, 0.3, 0.6, 0.8, 0.8, 0.8]) for _ in range(8)]
+            asked = [(draw.randint(0, 40), draw.randint(1, 60), fate) for fate in fates]
+            await asyncio.gather(*(one(number, *each) for number, each in enumerate(asked)))
+        lender = p.prefill.core.lender
+        assert lender is not None and lender.loans.counters.num_blocks_lent > 100
+
+
+async def test_a_handle_that_nobody_could_be_told_of_is_taken_back(tmp_path: Path) -> None:
+    class Deaf:
+        async def show_firsts(self, firsts: Firsts) -> None: ...
+        async def show_partial(self, handle: handles.Handle) -> None: ...
+
+    async with direct(tmp_path) as p:
+        servicer = p.prefill_role._servicer
+        ask = servicer._ask(p.prefill_request(PROMPT, handover=DIRECT))
+        answer = await p.prefill_role.worker.prefill(ask, Deadline.after(WAIT_S), Deaf())
+        lender = p.prefill.core.lender
+        assert lender is not None and lender.loans.num_leases == 1
+        answer.take_back()
+        answer.take_back()
+        assert lender.loans.num_leases == 0
+
+
+@pytest.mark.parametrize("how", ["never taken", "given up by decode"])
+async def test_a_dead_decode_workers_blocks_come_back(tmp_path: Path, how: str) -> None:
+    """Nobody releases the lease: it lapses. Somebody who was cancelled with the handle in hand
+    does."""
+    limits = WorkerLimits(store_wait_s=WAIT_S, attach_budget_s=5.0, drain_s=0.2, lease_ttl_s=0.5)
+    async with direct(tmp_path, limits=limits) as p, p.stream() as stream:
+        reply = await p.run_prefill(PROMPT, handover=DIRECT)
+        lender = p.prefill.core.lender
+        assert lender is not None and lender.num_lent_blocks == FULL + 1
+        if how == "given up by decode":
+            key = await stream.reserve(p.reserve(PROMPT))
+            await stream.next(key)
+            p.decode_model.hold()
+            await stream.generate(key, reply)
+            await stream.cancel(key)
+            await stream.collect(key)
+            p.decode_model.release()
+        await all_back(p)
+        await assert_served(p)
+
+
+async def test_a_prefill_worker_that_stops_has_all_blocks_back(tmp_path: Path) -> None:
+    """With a handle out that nobody took, and a put behind under way."""
+    async with pair(tmp_path) as p:
+        gate = Gate(p.prefill.core.connector.client, "put_blocks")
+        await p.run_prefill(PROMPT, handover=DIRECT)
+        lender = p.prefill.core.lender
+        assert lender is not None and lender.num_lent_blocks == FULL + 1
+        stopping = asyncio.create_task(p.prefill.stop())
+        await until(lambda: p.prefill.core.draining)
+        gate.open()
+        await stopping
+        assert lender.num_lent_blocks == lender.loans.num_leases == 0
+        engine = p.prefill.core.thread._engine
+        engine.check_integrity()
+        stats = engine.stats()
+        assert stats.num_quarantined_blocks == stats.num_referenced_blocks == 0
+
+
+async def test_a_prefill_worker_that_is_gone_costs_recomputation_only(tmp_path: Path) -> None:
+    """Between the handle and its use; and then a new life under the same name and address is met,
+    which an old handle never reads from."""
+    async with pair(tmp_path) as p, p.stream() as stream:
+        warm = await generate(p, prompt_of(20, start=50), name="warm")
+        assert warm.leg.num_tokens_computed == 0
+        replies = {}
+        for name in ("away", "another"):
+            replies[name] = await p.run_prefill(PROMPT, name=name, handover=DIRECT)
+        settings = p.prefill.core.settings
+        address = p.prefill.address
+        await p.prefill.stop()
+        await decoded(p, stream, "away", replies["away"], {errors.STORE_UNAVAILABLE})
+        again = await main.start(
+            fake_engine(),
+            type(settings)(**{**vars(settings), "listen": address}),
+            "prefill",
+            PrefillRole,
+        )
+        try:
+            async with serving.channel(again.address) as channel:
+                stub = prefill_pb2_grpc.PrefillStub(channel)
+                await decoded(
+                    p,
+                    stream,
+                    "another",
+                    replies["another"],
+                    {errors.INCARNATION, errors.STORE_UNAVAILABLE},
+                )
+                reply = await whole(
+                    stub.Prefill(
+                        p.prefill_request(PROMPT, name="new", handover=DIRECT), timeout=WAIT_S
+                    )
+                )
+                assert reply.leg.handover == DIRECT
+                await decoded(p, stream, "new", reply, set(), is_patient=True)
+        finally:
+            await again.stop()
+
+
+async def decoded(
+    p: Pair,
+    stream: Any,
+    name: str,
+    reply: Any,
+    reasons: set[str],
+    *,
+    is_patient: bool = False,
+) -> None:
+    """The answer is exact, whatever could not be read; that is counted under one of `reasons`."""
+    if is_patient:  # the way to the new life is tried again after a back-off
+        run = reply.handle.runs[0]
+
+        async def met() -> bool:
+            try:
+                await p.decode.core.remote_stores.client(
+                    run.node_id, run.store_address, run.store_incarnation, Deadline.after(2.0)
+                )
+            except Exception:
+                return False
+            return True
+
+        await until(met)
+    key = await stream.reserve(p.reserve(PROMPT, name=name))
+    await stream.next(key)
+    await stream.generate(key, reply)
+    answer = await stream.collect(key)
+    assert [*reply.token_ids, *answer.token_ids] == p.expected(PROMPT, 8)
+    assert set(answer.recomputed) <= reasons
+    assert bool(answer.recomputed) == bool(reasons)
