@@ -107,8 +107,14 @@ class LoanTable:
         A block that is lent already, to others who share it, is one block: what the caller did to
         keep this one in place is given back at once (`on_free`).
         Returns: the lease, and the blocks as readers know them.
-        Raises: LeaseLapsed for a lease that is over; nothing was done.
+        Raises: LeaseLapsed for a lease that is over, IntegrityError for a block that is lent with
+            another content; nothing was done.
         """
+        offers = list(offers)
+        for offer in offers:
+            known = self._lent.get(offer.block_id)
+            if known is not None and known.chain_hash != offer.chain_hash:
+                raise IntegrityError(f"block {offer.block_id} is lent with another content")
         lease = self._lease(lease_id) if lease_id else _Lease(math.inf)
         if not lease_id:
             lease_id = secrets.token_hex(16)
@@ -120,8 +126,6 @@ class LoanTable:
             if lent is None:
                 lent = self._lent[offer.block_id] = _Lent(offer.chain_hash)
                 self.counters.num_blocks_lent += 1
-            elif lent.chain_hash != offer.chain_hash:
-                raise IntegrityError(f"block {offer.block_id} is lent with another content")
             else:
                 twice.append(offer.block_id)
             block = Block(

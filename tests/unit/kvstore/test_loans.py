@@ -164,7 +164,8 @@ def test_another_content_under_a_lent_block_is_a_defect() -> None:
     table = LoanTable(NUM_BLOCKS, 64, TTL_S, lambda block_ids: None)
     table.lend([offer(1)])
     with pytest.raises(IntegrityError, match="another content"):
-        table.lend([offer(1, content=1)])
+        table.lend([offer(2), offer(1, content=1)])
+    assert (table.num_lent, table.num_leases) == (1, 1)
 
 
 def test_bad_bytes_end_the_leases_that_name_them_and_no_other() -> None:
