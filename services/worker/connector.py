@@ -64,6 +64,10 @@ PING_BUDGET_S = 1.0
 FAIR_S = PING_BUDGET_S
 """A call that had less time than a ping gets says nothing about the store when it was late."""
 
+FAIR_PART = 0.5
+"""Of the operator's budgets, where they are shorter: the whole of one is never left when a call
+begins."""
+
 MIN_BACKOFF_S = 0.1
 
 MAX_BACKOFF_S = 2.0
@@ -237,7 +241,8 @@ class StoreConnector:
         """
         is_late = isinstance(error, DeadlineExceeded | TransferTimeout)
         limits = self._limits
-        fair_s = min(FAIR_S, limits.transfer_budget_s, limits.put_budget_s)
+        budget_s = min(limits.transfer_budget_s, limits.put_budget_s)
+        fair_s = min(FAIR_S, FAIR_PART * budget_s)
         if is_late and had_s < fair_s and client.broken is None:
             return
         if client is not self._client:
