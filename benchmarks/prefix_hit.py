@@ -177,6 +177,7 @@ def main() -> int:
     parser.add_argument("--model", default=ClusterConfig().model)
     parser.add_argument("--transport", default="shm", choices=("shm", "nixl", "grpc"))
     parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--store-mib", type=int, default=2048, help="room for every prefix")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
@@ -188,7 +189,10 @@ def main() -> int:
             model=model,
             port=0,
             transport=arguments.transport,
-            overrides=(f"worker.engine.block_size={arguments.block_size}",),
+            overrides=(
+                f"worker.engine.block_size={arguments.block_size}",
+                f"store.capacity_bytes={arguments.store_mib * 1024 * 1024}",
+            ),
         )
         with LocalCluster(config) as cluster:
             for num_tokens in arguments.prompt_tokens:
