@@ -27,7 +27,13 @@ from kvstore.rpc import Attached, StoreRpc
 from kvstore.slab import SlabLayout
 from kvstore.transport.base import BlockMemory, GetItem, GetResult, PutItem, PutUnsettled
 from process.deadline import Deadline
-from process.errors import BatonError, DeadlineExceeded
+from process.errors import (
+    BatonError,
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+)
 from protos import kvstore_pb2
 
 SETTLE_AT_ONCE_S = 0.05
@@ -136,8 +142,12 @@ class NixlTransport:
                 answer_checks.check_pushed(reply, request, self._memory.block_bytes)
         except (BatonError, asyncio.CancelledError) as error:
             # Whatever came back, or nothing: the push may be under way. A refusal, too, may be an
-            # answer that was spoiled.
-            await self._give_up(push_id, items, error)
+            # answer that was spoiled; but as a rule it is one, and then what it says is the reason.
+            is_refusal = isinstance(error, NotFound | FailedPrecondition | InvalidArgument)
+            patience_s = SETTLE_AT_ONCE_S
+            if is_refusal:
+                patience_s = max(patience_s, min(deadline.left_s(), _POLL_TIMEOUT_S))
+            await self._give_up(push_id, items, error, patience_s)
             raise
         if not reply.terminal:
             late = DeadlineExceeded("push: the time for it ran out")
@@ -156,11 +166,18 @@ class NixlTransport:
         await self._agent.remove_peer(self._peer)
         await self._agent.close(Deadline.after(_CLOSE_AGENT_S))
 
-    async def _give_up(self, push_id: str, items: Sequence[GetItem], error: BaseException) -> None:
-        """Return when the push is over; raise `error` with a quarantine when it is not."""
+    async def _give_up(
+        self,
+        push_id: str,
+        items: Sequence[GetItem],
+        error: BaseException,
+        patience_s: float = SETTLE_AT_ONCE_S,
+    ) -> None:
+        """Return when the push is over within `patience_s`; raise `error` with a quarantine when it
+        is not."""
         settled = asyncio.ensure_future(self._settle(push_id))
         self._remember(settled)
-        if await _settles_at_once(settled):
+        if await _settles_at_once(settled, patience_s):
             return
         quarantine = Quarantine(tuple(item.block_id for item in items), settled)
         message = f"push {push_id} may still write: {error}"
@@ -215,10 +232,12 @@ def region_of(memory: BlockMemory) -> Region:
     return Region(memory.address, num_bytes, memory.device.memory, memory.device.device_id)
 
 
-async def _settles_at_once(settled: asyncio.Future[None]) -> bool:
-    """Whether it is over within SETTLE_AT_ONCE_S. A (second) cancellation only ends the waiting."""
+async def _settles_at_once(
+    settled: asyncio.Future[None], patience_s: float = SETTLE_AT_ONCE_S
+) -> bool:
+    """Whether it is over within `patience_s`. A (second) cancellation only ends the waiting."""
     try:
-        await asyncio.wait([settled], timeout=SETTLE_AT_ONCE_S)
+        await asyncio.wait([settled], timeout=patience_s)
     except asyncio.CancelledError:
         return settled.done()
     return settled.done()

@@ -18,7 +18,7 @@ from process.errors import FailedPrecondition
 KEEP_S = 60.0
 """A worker tries to attach every few seconds."""
 
-_Key = tuple[int, int, str, bytes]
+_Key = tuple[int, Device, str, bytes]
 _opening: dict[_Key, asyncio.Task[Slab]] = {}
 
 
@@ -27,7 +27,7 @@ async def open_registered(device: Device, path: Path, incarnation: bytes) -> Sla
 
     Raises: FailedPrecondition when it cannot be mapped here, or the device cannot use it.
     """
-    key = (id(asyncio.get_running_loop()), device.device_id, str(path), incarnation)
+    key = (id(asyncio.get_running_loop()), device, str(path), incarnation)
     while True:
         task = _opening.get(key)
         if task is None:

@@ -162,6 +162,24 @@ async def test_of_two_that_wait_each_gets_a_slab_of_its_own_or_none_is_left(
     created.close()
 
 
+async def test_a_slab_is_locked_for_the_device_that_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was locked for one device, and left, is of no use to another of the same number."""
+    monkeypatch.setattr(registered_slab, "KEEP_S", 0.05)
+    created = Slab.create(tmp_path, "n", bytes(16), SlabLayout(4096, 4))
+    left, device = FakeDevice(), FakeDevice()
+    attempt = asyncio.create_task(registered_slab.open_registered(left, created.path, bytes(16)))
+    await asyncio.sleep(0)
+    attempt.cancel()
+    slab = await registered_slab.open_registered(device, created.path, bytes(16))
+    assert list(device.registered) == [slab.frames_address]
+    registered_slab.close_registered(device, slab)
+    await until(lambda: not registered_slab._opening)
+    await until(lambda: not left.registered)
+    created.close()
+
+
 async def test_who_hears_late_of_a_failure_takes_nothing_of_a_later_attempt(tmp_path: Path) -> None:
     created = Slab.create(tmp_path, "n", bytes(16), SlabLayout(4096, 4))
     device = FakeDevice()

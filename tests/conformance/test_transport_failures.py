@@ -17,6 +17,7 @@ from kvstore import errors, serve
 from kvstore.client import StoreClient
 from kvstore.config import KvStoreSettings
 from kvstore.frames import FrameState
+from kvstore.transport import nixl
 from kvstore.transport.base import GetItem, PutUnsettled
 from process.deadline import Deadline
 from process.errors import DeadlineExceeded, Unavailable
@@ -363,6 +364,25 @@ async def test_a_push_that_nobody_knows_is_over_and_stays_so(
     assert np.array_equal(worker.view, before)
     got = await worker.client._transport.get(put.lease_id, [GetItem(put.refs[0], 10)], within())
     assert got.failed == {}
+
+
+async def test_a_refused_push_has_its_own_reason_however_busy_the_store_is(
+    store: serve.RunningStore, new_worker: NewWorker, chain: Chain
+) -> None:
+    """A lapsed lease is no stalled store: that would take the store from everybody."""
+    worker = await new_worker(store.address, "nixl")
+    put = await worker.put(chain("a", 1), [0])
+    await worker.client.release([put.lease_id], deadline=within())
+    rpc = worker.client._rpc
+    call = rpc.call
+
+    async def slow_to_say(method: Any, request: Any, deadline: Deadline, **options: Any) -> Any:
+        if method is rpc.stub.GetPush:
+            await asyncio.sleep(5 * nixl.SETTLE_AT_ONCE_S)
+        return await call(method, request, deadline, **options)
+
+    rpc.call = slow_to_say
+    assert await worker.get(put.lease_id, put.refs, [10]) == {0: errors.LEASE_LAPSED}
 
 
 async def test_the_slab_goes_with_its_store(new_store: NewStore, new_worker: NewWorker) -> None:
