@@ -7,11 +7,14 @@ counts; otherwise at least a twentieth of each.
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import math
 import os
 import secrets
 import signal
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Generator
 
 import hypothesis
 import pytest
@@ -50,6 +53,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="the full stated counts: make test-long"))
         if LONG and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(LONG_TIMEOUT_S))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """A test that hangs says which of its tasks waits where: threads show only that a loop waits."""
+    try:
+        return (yield)
+    except pytest.fail.Exception as failed:
+        if "Timeout" in str(failed):
+            for task in [each for each in gc.get_objects() if isinstance(each, asyncio.Task)]:
+                if not task.done():
+                    task.print_stack(file=sys.stderr)
+        raise
 
 
 @pytest.fixture
