@@ -57,7 +57,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """A test that hangs says which of its tasks waits where: threads show only that a loop waits."""
+    """A test that hangs says which of its tasks waits where: threads show only a loop."""
     try:
         return (yield)
     except pytest.fail.Exception as failed:
