@@ -11,10 +11,8 @@ where it must be all. The last line printed is one JSON object.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,7 +20,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.context import context
+from benchmarks.context import context, publish
 from checkpoints.resolve import resolve
 from engine.config import EngineConfig
 from engine.loop import Engine, load_engine
@@ -130,11 +128,7 @@ def main() -> int:
         if name.startswith(("share", "logprob")):
             table.add_row(name.replace("_", " "), str(value))
     console.print(table)
-    line = json.dumps(result)
-    if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(line + "\n", encoding="utf-8")
-    sys.stdout.write(line + "\n")
+    publish(result, arguments.out)
     return 0
 
 

@@ -1,13 +1,17 @@
-"""What a benchmark's figures belong to: the commit, the command that made them, the hardware."""
+"""What a benchmark's figures belong to: the commit, the command that made them, the hardware; and
+how they are handed over."""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 COMMIT = "BATON_BENCHMARK_COMMIT"
 """Environment variable: the commit of a tree that was copied here without its history, as `git
@@ -26,6 +30,15 @@ def context() -> dict[str, str]:
         "hardware": f"{os.cpu_count()} cores, {_processor()}",
         "python": platform.python_version(),
     }
+
+
+def publish(result: Mapping[str, Any], out: Path | None) -> None:
+    """The result as one line of JSON: the last that is printed, and into a file if one is named."""
+    line = json.dumps(result)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(line + "\n", encoding="utf-8")
+    sys.stdout.write(line + "\n")
 
 
 def _commit() -> str:

@@ -26,7 +26,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.context import context
+from benchmarks.context import context, publish
 from benchmarks.device_timeline import Bar, Lane, draw
 
 KIB, MIB, GB = 1024, 1024 * 1024, 1e9
@@ -346,15 +346,13 @@ def main() -> int:
         for child in (one, two):
             child.end()
     console.print(report(result))
-    line = json.dumps(result)
     if arguments.out:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(line + "\n", encoding="utf-8")
         arguments.out.with_suffix(".svg").write_text(
             draw(lanes, f"{hello['device']}: prefill in chunks, blocks travelling on"),
             encoding="utf-8",
         )
-    sys.stdout.write(line + "\n")
+    publish(result, arguments.out)
     return 0
 
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import gc
 import hashlib
-import json
 import os
 import statistics
 import sys
@@ -35,7 +34,7 @@ from rich.table import Table
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from benchmarks.context import context
+from benchmarks.context import context, publish
 from engine.config import EngineConfig
 from engine.loop import Engine, load_engine
 from engine.request import Request, Sampling
@@ -273,10 +272,7 @@ def main() -> None:
         f"step {step_ms:.1f} ms; reading the weights once takes {floor_ms:.1f} ms at "
         f"{bandwidth:.1f} GB/s: {floor_ms / step_ms:.0%} of the floor"
     )
-    line = json.dumps(result)
-    if arguments.out:
-        arguments.out.write_text(line + "\n")
-    sys.stdout.write(line + "\n")
+    publish(result, arguments.out)
 
 
 if __name__ == "__main__":

@@ -19,10 +19,8 @@ from __future__ import annotations
 import argparse
 import gc
 import hashlib
-import json
 import os
 import statistics
-import sys
 import time
 from array import array
 from collections.abc import Sequence
@@ -32,7 +30,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.context import context
+from benchmarks.context import context, publish
 from engine.batch import Batch
 from engine.config import EngineConfig
 from engine.fake import FakeModel
@@ -166,10 +164,7 @@ def main() -> None:
         **context(),
         "torch": torch.__version__,
     }
-    line = json.dumps(result)
-    if arguments.out:
-        arguments.out.write_text(line + "\n")
-    sys.stdout.write(line + "\n")
+    publish(result, arguments.out)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ import argparse
 import json
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +31,7 @@ import xgrammar
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.context import context
+from benchmarks.context import context, publish
 from engine.grammar.compile_server import compile_grammar, tokenizer_info
 from engine.grammar.config import GrammarLimits
 from engine.grammar.fill import Fill
@@ -239,10 +238,7 @@ def main() -> None:
         "torch": torch.__version__,
         "xgrammar": getattr(xgrammar, "__version__", "unknown"),
     }
-    line = json.dumps(result)
-    if arguments.out:
-        arguments.out.write_text(line + "\n")
-    sys.stdout.write(line + "\n")
+    publish(result, arguments.out)
 
 
 if __name__ == "__main__":

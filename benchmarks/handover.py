@@ -23,10 +23,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import json
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,7 +41,7 @@ from baton import cluster_plan
 from baton.client import SyncClient
 from baton.local_cluster import ClusterConfig, LocalCluster
 from baton.supervisor import Supervisor
-from benchmarks.context import context
+from benchmarks.context import context, publish
 from benchmarks.prefix_hit import ask, with_window
 from benchmarks.serve import Latencies, through_engine
 from engine.config import EngineConfig
@@ -225,11 +223,7 @@ def main() -> int:
         "num_output_tokens": OUTPUT_TOKENS,
         "figures": figures,
     }
-    line = json.dumps(result)
-    if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(line + "\n", encoding="utf-8")
-    sys.stdout.write(line + "\n")
+    publish(result, arguments.out)
     return 0
 
 

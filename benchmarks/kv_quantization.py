@@ -12,7 +12,6 @@ one JSON object.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from dataclasses import asdict, dataclass
@@ -23,7 +22,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.context import context
+from benchmarks.context import context, publish
 from checkpoints.resolve import resolve
 from engine.batch import Batch, Span
 from engine.config import EngineConfig
@@ -170,11 +169,7 @@ def main() -> int:
         "num_window_tokens": arguments.tokens,
         "choices": [asdict(cost) for cost in costs],
     }
-    line = json.dumps(result)
-    if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(line + "\n", encoding="utf-8")
-    sys.stdout.write(line + "\n")
+    publish(result, arguments.out)
     return 0
 
 

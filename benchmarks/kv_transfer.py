@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import secrets
 import statistics
@@ -35,7 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import store_process
-from benchmarks.context import context
+from benchmarks.context import context, publish
 from benchmarks.tcp_stream import TcpStream
 from kvstore import block_hash
 from kvstore.block import Block
@@ -309,11 +308,7 @@ def main() -> int:
         "rounds": arguments.rounds,
         "figures": figures,
     }
-    line = json.dumps(result)
-    if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(line + "\n", encoding="utf-8")
-    sys.stdout.write(line + "\n")
+    publish(result, arguments.out)
     return 0
 
 

@@ -20,7 +20,6 @@ Nothing is written unless --out says where.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -35,7 +34,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers.generation import logits_process as theirs
 
-from benchmarks.context import context
+from benchmarks.context import context, publish
 from engine.request import Sampling
 from engine.sampling.history import TokenHistory, needs_history
 from engine.sampling.pipeline import Draw, draw
@@ -296,7 +295,7 @@ def main() -> None:
             "" if other is None else f"{one['ratio']:.1f}x",
         )
     console.print(table)
-    line = json.dumps(
+    publish(
         {
             "benchmark": "logits",
             "dtype": "float32",
@@ -309,11 +308,9 @@ def main() -> None:
             **context(),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
-        }
+        },
+        arguments.out,
     )
-    if arguments.out:
-        arguments.out.write_text(line + "\n")
-    sys.stdout.write(line + "\n")
 
 
 if __name__ == "__main__":

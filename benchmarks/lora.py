@@ -18,7 +18,6 @@ import dataclasses
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -31,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file, save_file
 
-from benchmarks.context import context
+from benchmarks.context import context, publish
 from benchmarks.engine_cpu import SHAPES, save_random
 from engine.batch import Batch, Span
 from engine.config import EngineConfig
@@ -190,10 +189,7 @@ def _report(
     for name, way in ways.items():
         table.add_row(name, *(str(value) for value in way.values()))
     Console(stderr=True).print(table)
-    line = json.dumps(result)
-    if arguments.out:
-        arguments.out.write_text(line + "\n")
-    sys.stdout.write(line + "\n")
+    publish(result, arguments.out)
 
 
 def _ratio(reference: list[float], steps: list[float]) -> float:

@@ -21,7 +21,6 @@ import itertools
 import json
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -37,7 +36,7 @@ import checkpoints
 from baton.client import SyncClient
 from baton.local_cluster import ClusterConfig, LocalCluster
 from baton.messages import End
-from benchmarks.context import context
+from benchmarks.context import context, publish
 
 SHARES = (0.0, 0.5, 0.95)
 OUTPUT_TOKENS = 16
@@ -221,11 +220,7 @@ def main() -> int:
         "num_output_tokens": OUTPUT_TOKENS,
         "figures": figures,
     }
-    line = json.dumps(result)
-    if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(line + "\n", encoding="utf-8")
-    sys.stdout.write(line + "\n")
+    publish(result, arguments.out)
     return 0
 
 

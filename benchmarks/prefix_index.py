@@ -15,11 +15,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import random
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -33,7 +31,7 @@ from rich.progress import track
 from rich.table import Table
 
 from baton import redis_server
-from benchmarks.context import context
+from benchmarks.context import context, publish
 from kvstore import block_hash, index
 from kvstore.index import PrefixIndex
 from kvstore.index_publisher import PrefixIndexPublisher
@@ -252,11 +250,7 @@ def main() -> int:
             f"{row['p99_us']:.0f}",
         )
     Console(stderr=True).print(table)
-    line = json.dumps({"benchmark": "prefix_index", **context(), **figures})
-    if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(line + "\n", encoding="utf-8")
-    sys.stdout.write(line + "\n")
+    publish({"benchmark": "prefix_index", **context(), **figures}, arguments.out)
     return 0
 
 

@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +23,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.context import context
+from benchmarks.context import context, publish
 from engine.kv.block_pool import BlockPool
 from engine.kv.radix_tree import RadixTree
 
@@ -178,10 +176,7 @@ def main() -> None:
         "load_average": round(os.getloadavg()[0], 1),  # others' work on the same cores
         **context(),
     }
-    line = json.dumps(result)
-    if arguments.out:
-        arguments.out.write_text(line + "\n")
-    sys.stdout.write(line + "\n")
+    publish(result, arguments.out)
 
 
 if __name__ == "__main__":

@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import random
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,7 +25,7 @@ from rich.table import Table
 
 from baton.client import SyncClient
 from baton.local_cluster import ClusterConfig, LocalCluster
-from benchmarks.context import context
+from benchmarks.context import context, publish
 from engine.config import EngineConfig
 from engine.loop import Engine, load_engine
 from engine.request import Request, Sampling
@@ -145,11 +143,7 @@ def main() -> int:
     for name, value in one.items():
         table.add_row(name, f"{value:.2f}", f"{many[name]:.2f}", f"{many[name] - value:+.2f}")
     console.print(table)
-    line = json.dumps(result)
-    if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(line + "\n", encoding="utf-8")
-    sys.stdout.write(line + "\n")
+    publish(result, arguments.out)
     return 0
 
 

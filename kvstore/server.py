@@ -11,9 +11,7 @@ from kvstore import tenancy, wire
 from kvstore.answers import Reserved, Written
 from kvstore.errors import LeaseLapsed
 from kvstore.frames import FrameState
-from kvstore.nixl_agent import Region
 from kvstore.node import Newcomer, StoreNode
-from kvstore.push_peers import PeerBlocks
 from kvstore.store import Store
 from process import serving
 from process.errors import InvalidArgument
@@ -51,19 +49,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
     async def Attach(
         self, request: kvstore_pb2.AttachRequest, context: Context
     ) -> kvstore_pb2.AttachReply:
-        if not wire.is_whole(request):
-            raise InvalidArgument("checksum", "the message was spoiled on its way")
-        peer = PeerBlocks(
-            request.nixl_metadata,
-            Region(
-                request.region_address,
-                request.region_num_blocks * request.block_bytes,
-                request.region_memory or "DRAM",
-                request.region_device_id,
-            ),
-            request.region_num_blocks,
-            request.block_bytes,
-        )
+        wire.need_whole(request)
         attachment = await self._node.attach(
             Newcomer(
                 worker_id=request.worker_id,
@@ -71,7 +57,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
                 model_fingerprint=request.model_fingerprint,
                 block_bytes=request.block_bytes,
                 transport=request.transport,
-                peer=peer,
+                peer=wire.peer_from_proto(request),
             )
         )
         reply = kvstore_pb2.AttachReply(
@@ -216,8 +202,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
     async def Push(
         self, request: kvstore_pb2.PushRequest, context: Context
     ) -> kvstore_pb2.PushReply:
-        if not wire.is_whole(request):
-            raise InvalidArgument("checksum", "the message was spoiled on its way")
+        wire.need_whole(request)
         outcome = await self._node.push(
             request.attachment_id,
             request.lease_id,

@@ -8,6 +8,9 @@ from collections.abc import Iterable
 
 from kvstore import block_hash
 from kvstore.block import Block, Tier
+from kvstore.nixl_agent import Region
+from kvstore.push_peers import PeerBlocks
+from process.errors import InvalidArgument
 from protos import common_pb2, kvstore_pb2
 
 Checked = (
@@ -69,3 +72,25 @@ def is_whole(message: Checked) -> bool:
     """Whether the message's checksum is its own; the field is unset when this returns."""
     told = message.checksum
     return checksum_of(message) == told
+
+
+def need_whole(request: kvstore_pb2.AttachRequest | kvstore_pb2.PushRequest) -> None:
+    """Raises: InvalidArgument for a request with another checksum than its own."""
+    if not is_whole(request):
+        raise InvalidArgument("checksum", "the message was spoiled on its way")
+
+
+def peer_from_proto(request: kvstore_pb2.AttachRequest) -> PeerBlocks:
+    """What a worker of transport nixl says of its blocks."""
+    num_bytes = request.region_num_blocks * request.block_bytes
+    return PeerBlocks(
+        request.nixl_metadata,
+        Region(
+            request.region_address,
+            num_bytes,
+            request.region_memory or "DRAM",
+            request.region_device_id,
+        ),
+        request.region_num_blocks,
+        request.block_bytes,
+    )

@@ -12,10 +12,8 @@ import grpc.aio
 from kvstore import wire
 from kvstore.lending import PROBE_HASH
 from kvstore.lending.lender import Lender, Reader
-from kvstore.nixl_agent import Region
-from kvstore.push_peers import PeerBlocks
 from process import serving
-from process.errors import FailedPrecondition, InvalidArgument
+from process.errors import FailedPrecondition
 from protos import kvstore_pb2, kvstore_pb2_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -39,7 +37,7 @@ class LenderServicer(kvstore_pb2_grpc.KvStoreServicer):
     async def Attach(
         self, request: kvstore_pb2.AttachRequest, context: Context
     ) -> kvstore_pb2.AttachReply:
-        _need_whole(request)
+        wire.need_whole(request)
         lender = self._lender
         attachment = await lender.attach(_reader(request))
         memory, identity = lender.memory, lender.identity
@@ -106,7 +104,7 @@ class LenderServicer(kvstore_pb2_grpc.KvStoreServicer):
     async def Push(
         self, request: kvstore_pb2.PushRequest, context: Context
     ) -> kvstore_pb2.PushReply:
-        _need_whole(request)
+        wire.need_whole(request)
         outcome = await self._lender.push(
             request.attachment_id,
             request.lease_id,
@@ -210,27 +208,12 @@ class LenderServicer(kvstore_pb2_grpc.KvStoreServicer):
         _refuse("takes no bytes")
 
 
-def _need_whole(request: kvstore_pb2.AttachRequest | kvstore_pb2.PushRequest) -> None:
-    if not wire.is_whole(request):
-        raise InvalidArgument("checksum", "the message was spoiled on its way")
-
-
 def _refuse(what: str) -> NoReturn:
     raise FailedPrecondition(f"this node lends its blocks for reading; it {what}")
 
 
 def _reader(request: kvstore_pb2.AttachRequest) -> Reader:
-    peer: PeerBlocks | None = None
-    if request.transport == "nixl":
-        region = Region(
-            request.region_address,
-            request.region_num_blocks * request.block_bytes,
-            request.region_memory or "DRAM",
-            request.region_device_id,
-        )
-        peer = PeerBlocks(
-            request.nixl_metadata, region, request.region_num_blocks, request.block_bytes
-        )
+    peer = wire.peer_from_proto(request) if request.transport == "nixl" else None
     return Reader(
         request.worker_id,
         request.worker_incarnation,
