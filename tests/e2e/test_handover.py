@@ -16,12 +16,15 @@ import pytest
 from baton.client import Client
 from baton.local_cluster import ClusterConfig, LocalCluster
 from baton.messages import Completion, KvLeg
-from kvstore.errors import STORE_UNAVAILABLE
+from engine.config import EngineConfig
+from engine.loop import load_engine
+from engine.request import Sampling
+from kvstore.errors import MISSING, STORE_UNAVAILABLE
 from kvstore.lending import lender_node_id
 from process import serving
 from protos import common_pb2, prefill_pb2_grpc
 from tests.e2e.conftest import assert_idle
-from tests.e2e.oracle import BLOCK_SIZE, Oracle, oracle, prompts
+from tests.e2e.oracle import BLOCK_SIZE, Oracle, oracle, prompts, run_engine
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -133,6 +136,42 @@ async def test_a_prefill_worker_that_dies_with_what_it_lent_changes_no_answer(
         assert decode.num_tokens_computed == len(lost) - decode.num_tokens_direct
         again = leg(await _complete(client, stored), "prefill")
         assert again.num_tokens_from_store == num_blocks * BLOCK_SIZE
+
+
+async def test_quantized_blocks_are_lent_as_they_lie(seed: int) -> None:
+    """What decode reads is the blocks' bytes with their scales. The unfilled block at the end is
+    not lent: prefill keeps it in numbers of its own, and decode computes it again."""
+    engine = load_engine(EngineConfig(model=MODEL, device="cpu", num_threads=1, kv_dtype="int8"))
+    config = ClusterConfig(
+        port=0,
+        transport="grpc",
+        handover="direct",
+        overrides=('worker.engine.kv_dtype="int8"', "decode.limits.write_back=false"),
+    )
+    wanted = prompts(oracle(MODEL), random.Random(seed), 8)
+    sampling = Sampling(max_tokens=MAX_TOKENS, temperature=0.0)
+    with LocalCluster(config) as cluster:
+        cluster.wait_ready()
+        num_direct = 0
+        async with Client(cluster.address) as client:
+            for index, prompt in enumerate(wanted):
+                (expected,) = run_engine(engine, [(prompt, sampling)], prefix_cache=f"{index}")
+                completion = await _complete(client, prompt)
+                assert list(completion.token_ids) == expected
+                if len(expected) == 1:
+                    continue
+                prefill, decode = leg(completion, "prefill"), leg(completion, "decode")
+                assert prefill.handover == ("direct" if len(prompt) >= BLOCK_SIZE else "")
+                tail = {MISSING: 1} if len(prompt) % BLOCK_SIZE else {}
+                assert (prefill.recomputed, decode.recomputed) == ({}, tail)
+                num_full = len(prompt) // BLOCK_SIZE * BLOCK_SIZE
+                assert decode.num_tokens_direct + decode.num_tokens_local >= min(
+                    num_full, len(prompt) - 1
+                )
+                num_direct += decode.num_tokens_direct
+        assert num_direct > 0
+        assert_idle(cluster)
+    engine.close()
 
 
 async def _with_a_death(cluster: LocalCluster, client: Client, prompt: list[int]) -> Completion:
