@@ -11,6 +11,9 @@ at batch 64, under 1.5 ms at 256. The last line printed is one JSON object.
 
     OMP_NUM_THREADS=1 python -m benchmarks.engine_step --steps 400 --rounds 5
 
+With --ahead each step is launched before the one before was read, and the draws are there already:
+what the host does while a device computes, so no step can be shorter than that.
+
 Nothing is written unless --out says where.
 """
 
@@ -35,7 +38,10 @@ from engine.batch import Batch
 from engine.config import EngineConfig
 from engine.fake import FakeModel
 from engine.loop import Engine
+from engine.models.interface import DecodeRow, Launch, Progress
 from engine.request import Request, Sampling
+from engine.sampling.recipe import recipe_of
+from engine.sampling.row import Draw, Drawn
 
 VOCAB_SIZE = 4096
 NUM_PROMPT_TOKENS = 64
@@ -60,11 +66,37 @@ class ZeroCostModel(FakeModel):
         return self.rows[: len(batch.draw_indices)]
 
 
+class ZeroCostAhead:
+    """Launches whose draws are there already."""
+
+    max_rows = 1 << 16
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Nothing."""
+
+    def takes(self, draw: Draw) -> bool:
+        """Greedy ones: the look that a real one must take, too."""
+        return recipe_of(draw.sampling).is_plain
+
+    def launch(self, rows: Sequence[DecodeRow]) -> Launch:
+        """Any token will do."""
+        return [Drawn(1)] * len(rows)
+
+    def read(self, launch: Launch) -> list[Drawn]:
+        """What `launch` gave."""
+        if not isinstance(launch, list):
+            raise TypeError("not what launch gave")
+        return launch
+
+    def drain(self) -> None:
+        """Nothing is under way."""
+
+
 def _block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
     return hashlib.blake2b(array("I", token_ids).tobytes(), key=parent, digest_size=16).digest()
 
 
-def decoding_engine(batch: int, num_steps: int, preemption: str) -> Engine:
+def decoding_engine(batch: int, num_steps: int, preemption: str, is_ahead: bool) -> Engine:
     """An engine with `batch` requests that have all drawn, and room for `num_steps` more."""
     num_tokens = NUM_PROMPT_TOKENS + num_steps + 4
     config = EngineConfig(
@@ -74,7 +106,9 @@ def decoding_engine(batch: int, num_steps: int, preemption: str) -> Engine:
         preemption=preemption,
     )
     # No wider than the requests are long: the cache must hold one window.
-    engine = Engine(config, ZeroCostModel(batch, num_tokens))
+    model = ZeroCostModel(batch, num_tokens)
+    model.ahead = ZeroCostAhead() if is_ahead else None
+    engine = Engine(config, model)
     sampling = Sampling(max_tokens=num_steps + 3, ignore_eos=True)
     generator = torch.Generator().manual_seed(1)
     prompts = torch.randint(1, VOCAB_SIZE, (batch, NUM_PROMPT_TOKENS), generator=generator)
@@ -87,9 +121,9 @@ def decoding_engine(batch: int, num_steps: int, preemption: str) -> Engine:
     return engine
 
 
-def step_times(batch: int, num_steps: int, preemption: str) -> Times:
+def step_times(batch: int, num_steps: int, preemption: str, is_ahead: bool = False) -> Times:
     """Each of `num_steps` decode steps."""
-    engine = decoding_engine(batch, num_steps + batch, preemption)
+    engine = decoding_engine(batch, num_steps + batch, preemption, is_ahead)
     gc.collect()
     times: Times = []
     for _ in range(num_steps):
@@ -134,6 +168,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--preemption", default="never", choices=("never", "recompute"))
+    parser.add_argument("--ahead", action="store_true", help="launch each step before the last")
     parser.add_argument("--out", type=Path, help="also write the JSON line to this file")
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # what `num_threads` is where several engines share few cores
@@ -142,7 +177,9 @@ def main() -> None:
     picks: dict[int, list[float]] = {batch: [] for batch in arguments.batches}
     for _ in range(arguments.rounds):
         for batch in arguments.batches:
-            steps[batch] += step_times(batch, arguments.steps, arguments.preemption)
+            steps[batch] += step_times(
+                batch, arguments.steps, arguments.preemption, arguments.ahead
+            )
             picks[batch] += pick_times(batch, arguments.steps)
     figures = {batch: figures_of(batch, times, picks[batch]) for batch, times in steps.items()}
     table = Table(title=f"one step without the model, vocabulary {VOCAB_SIZE}")
@@ -155,6 +192,7 @@ def main() -> None:
         "benchmark": "engine_step",
         "vocab_size": VOCAB_SIZE,
         "preemption": arguments.preemption,
+        "ahead": arguments.ahead,
         "threads": 1,
         "steps": arguments.steps,
         "rounds": arguments.rounds,

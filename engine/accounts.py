@@ -44,7 +44,7 @@ def stats(
 ) -> EngineStats:
     """Levels now and counts since start, as one value."""
     states = Counter([group.state for group in groups.values()])
-    pool = holdings.pool
+    pool, num_idle_blocks = holdings.pool, holdings.in_flight.num_idle_blocks
     num_preempted = sum(
         any(sequence.state in _PREEMPTED for sequence in group.samples.values())
         for group in (groups.values() if num_preemptions else ())
@@ -55,10 +55,10 @@ def stats(
         num_running=states[State.PREFILLING] + states[State.RUNNING],
         num_holding=states[State.HOLDING],
         num_blocks=pool.num_blocks,
-        num_free_blocks=pool.num_free,
+        num_free_blocks=pool.num_free + num_idle_blocks,
         num_cached_blocks=pool.num_evictable,
         num_referenced_blocks=pool.num_referenced,
-        num_quarantined_blocks=pool.num_quarantined,
+        num_quarantined_blocks=pool.num_quarantined - num_idle_blocks,
         num_steps=totals.num_steps,
         num_computed_tokens=totals.num_computed_tokens,
         num_output_tokens=totals.num_output_tokens,
@@ -71,7 +71,7 @@ def stats(
 
 def check_integrity(groups: Mapping[str, Group], holdings: Holdings) -> None:
     """Recompute every block's class and reference count from the live requests, those that samples
-    share included, each group's spare blocks, and the lent ones.
+    share included, each group's spare blocks, and the lent ones; and what is in flight.
 
     Raises: IntegrityError naming the block or the request.
     """
@@ -83,6 +83,9 @@ def check_integrity(groups: Mapping[str, Group], holdings: Holdings) -> None:
             _check_sequence(sequence, holdings.block_size)
         _check_group(group, holdings)
     holdings.pool.check_integrity(references)
+    holdings.in_flight.check_integrity(
+        sequence for group in groups.values() for sequence in group.samples.values()
+    )
     holdings.tree.check_integrity()
 
 

@@ -16,7 +16,10 @@ DTYPES = ("auto", "float32", "bfloat16")
 KV_DTYPES = (*DTYPES, "int8", "fp8_e4m3")
 KV_SCALES = ("tensor", "block", "token_head")
 PREEMPTIONS = ("never", "recompute", "swap")
+MAX_RANK_TIMEOUT_S = 3600.0
 POLICIES = ("fcfs", "priority", "cache_aware")
+WEIGHT_DTYPES = ("auto", "fp8_e4m3")
+DECODERS = ("auto", "own", "transformers")
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,20 @@ class EngineConfig:
     dtype: str = "auto"
     """"float32", "bfloat16", or "auto": the dtype that the checkpoint's config names, float32 where
     it names none."""
+
+    decoder: str = "auto"
+    """Whose code computes the model: "own" (fused kernels; Llama, Mistral, Qwen2, Qwen3),
+    "transformers" (any supported model), or "auto": our own on CUDA where it does the model."""
+
+    exact: bool = False
+    """A request's tokens do not depend, to the last bit, on what else is in a step, on how its
+    prompt was cut, or on what was cached. Slower; on CUDA, our own decoder, and without adapters
+    only."""
+
+    weight_dtype: str = "auto"
+    """What the layers' matrices are kept in: "fp8_e4m3" (a scale per output channel; activations
+    are quantized per token), or "auto": the dtype computed in. Our own decoder only. Part of the
+    model fingerprint."""
 
     kv_dtype: str = "auto"
     """What the KV cache stores: "float32", "bfloat16", "int8", "fp8_e4m3", or "auto": the dtype
@@ -52,8 +69,12 @@ class EngineConfig:
     """Blocks of the KV cache; 0: as many as `kv_bytes` hold."""
 
     kv_bytes: int = 0
-    """Bytes of the KV cache; 0: four full context windows or 256 MiB, whichever is more, and at
-    most a quarter of the memory free at start."""
+    """Bytes of the KV cache; 0: on CUDA what `memory_share` leaves; on CPU four full context
+    windows or 256 MiB, whichever is more, and at most a quarter of the memory free at start."""
+
+    memory_share: float = 0.9
+    """Of a CUDA device's memory, what this engine may use: weights, its largest step (measured at
+    start), and the KV cache, which gets the rest. Of no account where that is sized otherwise."""
 
     max_num_tokens_per_step: int = 512
     """Token budget of one step: decodes first, prefill chunks in the remainder."""
@@ -88,6 +109,10 @@ class EngineConfig:
     """Host memory for swapped blocks, with a KV store for those on their way to it and back; 0: as
     much as the KV cache has. What does not fit is computed again, and counted."""
 
+    overlap: bool = True
+    """Launch a decode step before the tokens of the last one were read, where the model can: the
+    device does not wait for the host. No token depends on it."""
+
     jump_forward: bool = True
     """Take text that a grammar forces without running the model for it. Not done for requests with
     log probabilities or hard masks of their own."""
@@ -97,6 +122,17 @@ class EngineConfig:
 
     context_window: int = 0
     """Most tokens of one request, prompt and output together; 0: the model's own."""
+
+    tensor_parallel: int = 1
+    """Processes that share every layer's heads and columns. With `pipeline_parallel`, so many times
+    as many in all; on CUDA each has a device of its own, from `device` on."""
+
+    pipeline_parallel: int = 1
+    """Stages of consecutive layers, each computed by processes of its own."""
+
+    rank_timeout_s: float = 60.0
+    """Longest silence of one of several processes that compute a model together: loading, or in a
+    step. After it the engine fails."""
 
     num_threads: int = 0
     """torch's CPU threads; 0: leave torch's own. One each when several engines share few cores."""
@@ -114,12 +150,20 @@ class EngineConfig:
             ("policy", POLICIES),
             ("kv_dtype", KV_DTYPES),
             ("kv_scale", KV_SCALES),
+            ("decoder", DECODERS),
+            ("weight_dtype", WEIGHT_DTYPES),
         ):
             if getattr(self, name) not in known:
                 raise SettingsError(
                     f"{name}: {getattr(self, name)!r} is none of {', '.join(known)}"
                 )
-        for name in ("block_size", "max_num_tokens_per_step", "max_num_running"):
+        for name in (
+            "block_size",
+            "max_num_tokens_per_step",
+            "max_num_running",
+            "tensor_parallel",
+            "pipeline_parallel",
+        ):
             if getattr(self, name) < 1:
                 raise SettingsError(f"{name}: {getattr(self, name)} is below 1")
         for name in (
@@ -134,8 +178,19 @@ class EngineConfig:
         ):
             if getattr(self, name) < 0:
                 raise SettingsError(f"{name}: {getattr(self, name)} is negative")
+        if not 0 < self.memory_share <= 1:
+            raise SettingsError(f"memory_share: {self.memory_share:g} is not in (0, 1]")
+        if not 0 < self.rank_timeout_s <= MAX_RANK_TIMEOUT_S:
+            raise SettingsError(
+                f"rank_timeout_s: {self.rank_timeout_s:g} is not in (0, {MAX_RANK_TIMEOUT_S:g}]"
+            )
         if self.max_num_running > self.max_num_tokens_per_step:
             raise SettingsError(
                 f"max_num_running: {self.max_num_running} is above max_num_tokens_per_step "
                 f"({self.max_num_tokens_per_step}); each running request needs a token per step"
             )
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that compute one step together."""
+        return self.tensor_parallel * self.pipeline_parallel

@@ -14,6 +14,7 @@ EngineError(BatonError)
   LoadError                        the engine cannot start; one line: what, and how to fix it
     ModelNotSupported              ... this model type
     TooFewBlocks                   ... no room for one full context window
+  RankFailed(Unavailable)          a process with a part of the model is gone: the engine is over
   IntegrityError(Internal)         a conservation law is broken: our own mistake
 """
 
@@ -29,6 +30,7 @@ from process.errors import (
     InvalidArgument,
     NoCapacity,
     NotFound,
+    Unavailable,
 )
 
 
@@ -113,3 +115,8 @@ class TooFewBlocks(LoadError):
 
 class IntegrityError(EngineError, Internal):
     """A conservation law does not hold."""
+
+
+class RankFailed(EngineError, Unavailable):
+    """A process that computes a part of this engine's model is gone or too late: the engine is
+    over. One line: which, and how it ended."""

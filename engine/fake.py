@@ -21,11 +21,12 @@ from engine.batch import Batch, Span
 from engine.kv.layout import KvLayout
 from engine.kv.memory import KvMemory
 from engine.lora.registry import Adapters
+from engine.models.interface import DecodesAhead, InOneProcess
 from engine.noise import uniform, words
 from engine.request import ModelInfo
 
 
-class FakeModel:
+class FakeModel(InOneProcess):
     """See the module.
 
     Args:
@@ -46,6 +47,7 @@ class FakeModel:
         )
         self.adapters = Adapters.refused("the fake model has no linear layers")
         self.poison = poison
+        self.ahead: DecodesAhead | None = None
         self.num_forwards = 0
         identity = f"fake {vocab_size} {context_window} {self.layout.fingerprint_part}"
         self.info = ModelInfo(

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from engine.beam_search import BeamState, Candidates
 from engine.request import Request, State
+from engine.sampling.history import needs_history
 from engine.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -34,6 +35,19 @@ _BY_PROGRESS = (
     State.PREEMPTED,
     State.HOLDING,
 )
+
+
+def may_be_ahead(request: Request) -> bool:
+    """Its decode steps may be planned before their tokens are known: no token before has a say in
+    what is drawn, and nobody needs to look at it in between."""
+    sampling = request.sampling
+    return (
+        request.beam is None
+        and request.hold_after is None
+        and not request.adapter
+        and sampling.grammar is None
+        and not needs_history(sampling)
+    )
 
 
 def num_rows(request: Request) -> int:
@@ -59,6 +73,7 @@ class Group:
         self.is_whole = is_whole
         self.order = 0
         self.adapter_slot = 0
+        self.may_be_ahead = may_be_ahead(request)
         self.num_rows = num_rows(request)
         self.is_forked = self.num_rows == 1  # and so it stays
         self.num_own_blocks = 0

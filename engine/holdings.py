@@ -6,6 +6,9 @@ Copy-on-write: a block that is being filled belongs to one sequence, or to sever
 fork; the first that is about to write gets a copy, the last one the block itself. Full blocks are
 never written again.
 
+What a launch still writes into when its sequence gives it back is held until that is over
+(engine/in_flight.py): whoever takes more than is free without it waits for the launch.
+
 Engine thread only. Every block that a sequence or a group's spare list names, or that is lent, is
 referenced once for it, and by nobody else (engine/accounts.py recomputes that).
 """
@@ -17,6 +20,7 @@ from collections.abc import Sequence as Values
 
 from engine.errors import NoBlocks, WrongState
 from engine.group import Group
+from engine.in_flight import InFlight
 from engine.kv.memory import KvMemory
 from engine.kv.radix_tree import RadixTree
 from engine.parking import Blocks
@@ -27,15 +31,25 @@ from engine.sequence import HOLE, Sequence
 class Holdings:
     """See the module."""
 
-    def __init__(self, kv: KvMemory, tree: RadixTree) -> None:
+    def __init__(self, kv: KvMemory, tree: RadixTree, in_flight: InFlight) -> None:
         self.kv = kv
         self.tree = tree
         self.pool = tree.pool
+        self.in_flight = in_flight
         self.block_size = kv.layout.block_size
         self.lent: set[int] = set()
         """Blocks of somebody who is no request, referenced once each."""
         self.num_local_prefix_tokens = 0
         """Prompt tokens whose KV was cached when their request got its first blocks."""
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be taken."""
+        return self.pool.num_available + self.in_flight.num_idle_blocks
+
+    def _make_room(self, num_blocks: int) -> None:
+        if num_blocks > self.pool.num_available:
+            self.in_flight.settle()
 
     # -- first blocks
 
@@ -61,7 +75,7 @@ class Holdings:
         """
         size = self.block_size
         num_blocks = self.num_wanted(group, sequence)
-        block_ids, num_shared = self.tree.reserve(self._shareable(sequence), num_blocks)
+        block_ids, num_shared = self._reserve(self._shareable(sequence), num_blocks)
         num_kept = num_blocks
         if group.is_whole:
             num_kept = sequence.num_prompt_tokens // size + group.num_own_blocks
@@ -77,6 +91,14 @@ class Holdings:
             self.num_local_prefix_tokens += sequence.num_local_tokens
         sequence.is_tail_shared = False
 
+    def _reserve(self, chain_hashes: list[bytes], num_blocks: int) -> tuple[tuple[int, ...], int]:
+        try:
+            return self.tree.reserve(chain_hashes, num_blocks)
+        except NoBlocks:
+            if not self.in_flight.settle():
+                raise
+            return self.tree.reserve(chain_hashes, num_blocks)
+
     def _shareable(self, sequence: Sequence) -> list[bytes]:
         """Chain hashes of the full blocks before the last token."""
         num_shareable = (len(sequence.token_ids) - 1) // self.block_size
@@ -88,6 +110,7 @@ class Holdings:
         """New blocks in place of those quarantined. Raises: NoBlocks, and nothing was taken."""
         holes = [index for index, block_id in enumerate(sequence.block_ids) if block_id == HOLE]
         if holes:
+            self._make_room(len(holes))
             for index, block_id in zip(holes, self.tree.take(len(holes)), strict=True):
                 sequence.block_ids[index] = block_id
 
@@ -154,8 +177,10 @@ class Holdings:
         num_missing = self.num_missing(sequence, end)
         if num_missing == 0:
             return
-        if not group.is_whole and num_missing > self.pool.num_available:
-            raise NoBlocks(f"{num_missing} blocks wanted, {self.pool.num_available} are free")
+        if not group.is_whole:
+            self._make_room(num_missing)
+            if num_missing > self.pool.num_available:
+                raise NoBlocks(f"{num_missing} blocks wanted, {self.pool.num_available} are free")
         if sequence.is_tail_shared:
             num_missing -= 1
             self._own_tail(sequence)
@@ -244,6 +269,7 @@ class Holdings:
 
     def give_back(self, sequence: Sequence) -> None:
         """Its references end, the tail of the chain to be evicted first."""
+        self.in_flight.let_go(sequence)
         self.pool.put_back(reversed(sequence.held_block_ids))
         sequence.block_ids = []
         sequence.block_table = ()

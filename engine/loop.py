@@ -9,8 +9,9 @@ no text.
 
 What the parts do: engine/scheduler.py who computes next, engine/holdings.py whose blocks are which,
 engine/preemptor.py how blocks are taken away and brought back, engine/constraints.py grammars,
-engine/entrance.py from a request to the queue, engine/runner.py one forward pass and its draws,
-engine/booking.py what came of it.
+engine/entrance.py from a request to the queue, engine/steps.py one step after the other,
+engine/runner.py one forward pass and its draws, engine/booking.py what came of it,
+engine/in_flight.py steps that are computed before they are told.
 
 Threads: every method is called from one thread, the engine's. Other threads may read `kv` bytes of
 filled blocks, write those of reserved blocks that are not started, and read `model_info`. Where
@@ -34,10 +35,10 @@ import torch
 
 from checkpoints.resolve import resolve
 from engine import accounts, admission
-from engine.batch import warm_up
 from engine.booking import Booking
 from engine.config import EngineConfig
 from engine.constraints import Constraints, MakeService
+from engine.decode_rows import DecodeRows
 from engine.entrance import Entrance
 from engine.errors import (
     InvalidRequest,
@@ -48,6 +49,7 @@ from engine.errors import (
 from engine.grammar.service import GrammarService
 from engine.group import Group
 from engine.holdings import Holdings
+from engine.in_flight import InFlight
 from engine.kv.block_pool import BlockPool
 from engine.kv.memory import KvMemory
 from engine.kv.radix_tree import RadixTree
@@ -56,32 +58,24 @@ from engine.lora.config import LoraLimits
 from engine.lora.files import Adapter
 from engine.lora.registry import AdapterInfo
 from engine.metrics import EngineMetrics, MetricsSnapshot
-from engine.models.interface import LoadedModel
+from engine.models.interface import LoadedModel, Progress
 from engine.models.load import load_model
-from engine.parking import HostParking, Parking
+from engine.models.phases import Phases
+from engine.parking import Parking, choose_parking
 from engine.preemptor import Preemptor
 from engine.request import (
     EngineStats,
     ModelInfo,
     Request,
-    RequestEvent,
     Reservation,
     State,
     StepOutput,
     StopPolicy,
 )
 from engine.runner import Runner
-from engine.sampling import pipeline
 from engine.scheduler import Scheduler
-from process.settings import SettingsError
-
-Progress = Callable[[str, int, int], None]
-"""(what, done, total): bytes read for "weights" and "digest", steps for "warm-up"."""
-
-
-IDLE_WAIT_S = 0.002
-"""How long a step waits that has nothing to compute yet. Short beside a compilation, long beside a
-look at who waits; guessed."""
+from engine.steps import Steps
+from engine.warm_up import warm_up
 
 
 class Engine:
@@ -110,22 +104,29 @@ class Engine:
         self._model = model
         window = model.info.context_window
         num_blocks = choose_num_blocks(
-            config, model.layout, window, free_memory_bytes(model.info.device)
+            config,
+            model.layout,
+            window,
+            free_memory_bytes(model.info.device),
+            model.device_memory(),
+            model.kv_record,
         )
-        self.kv = KvMemory(model.layout, num_blocks, model.info.device)
+        self.kv: KvMemory = model.make_memory(num_blocks)
         self.model_info: ModelInfo = dataclasses.replace(model.info, num_blocks=num_blocks)
         model.attach(self.kv)
         self._pool = BlockPool(num_blocks)
         if self.kv.tails is not None:
-            self.kv.tails.is_live = self._pool.num_references
-        self._holdings = Holdings(self.kv, RadixTree(self._pool))
-        self._clock = clock
+            self.kv.tails.is_live = self._pool.is_used
+        # A stop policy looks at every token before the next is drawn.
+        self._ahead = model.ahead if config.overlap and stop_policy is None else None
+        self._in_flight = InFlight(self._ahead, self._pool, self.kv.layout.block_size)
+        self._holdings = Holdings(self.kv, RadixTree(self._pool), self._in_flight)
         self._metrics = EngineMetrics(clock, num_blocks)
-        self._preemptor = Preemptor(self._holdings, self._parking(parking), self._metrics)
+        parking = choose_parking(config, self.kv.device, self.park_bytes, parking)
+        self._preemptor = Preemptor(self._holdings, parking, self._metrics)
         self._scheduler = Scheduler(config, self._holdings, self._preemptor, self._metrics)
         eos_token_ids = frozenset(model.info.eos_token_ids)
         self._groups: dict[str, Group] = {}
-        self._untold: list[RequestEvent] = []  # of a step that the model's exception cut short
         self._totals = accounts.Totals()
         self._constraints = Constraints(
             make_grammars,
@@ -156,24 +157,27 @@ class Engine:
             metrics=self._metrics,
             has_stop_policy=stop_policy is not None,
         )
-        self._runner = Runner(
+        runner = Runner(
             model,
             self.kv,
             self._constraints,
             self._booking,
+            self._in_flight,
+            DecodeRows(self._ahead, self._holdings, eos_token_ids),
             eos_token_ids=eos_token_ids,
             clock=clock,
         )
-
-    def _parking(self, parking: Parking | None) -> Parking | None:
-        if self.config.preemption != "swap":
-            return None
-        if torch.device(self.model_info.device).type != "cpu":
-            raise SettingsError(
-                f"preemption: 'swap' is for KV on CPU, this engine's lies on "
-                f"{self.model_info.device}; use 'recompute'"
-            )
-        return parking or HostParking(self.park_bytes)
+        self._steps = Steps(
+            self._entrance,
+            self._scheduler,
+            runner,
+            self._constraints,
+            self._holdings,
+            self._metrics,
+            self._totals,
+            stats=self.stats,
+            clock=clock,
+        )
 
     @property
     def park_bytes(self) -> int:
@@ -194,13 +198,7 @@ class Engine:
     def warm_up(self, progress: Progress | None = None) -> None:
         """Run the model once per kind of batch, so that the first request does not pay for it.
         Writes no KV."""
-        sizes = (1, self.config.max_num_tokens_per_step)
-        for done, num_tokens in enumerate(sizes):
-            if progress is not None:
-                progress("warm-up", done, len(sizes))
-            pipeline.draw(self._model.forward(warm_up(num_tokens)), [pipeline.WARM_UP])
-        if progress is not None:
-            progress("warm-up", len(sizes), len(sizes))
+        warm_up(self._model, self._ahead, self.config.max_num_tokens_per_step, progress)
 
     # -- a request's life
 
@@ -414,48 +412,25 @@ class Engine:
     def has_work(self) -> bool:
         """Whether `step` would compute anything. False also where all blocks are others', which
         are reserved or held: a call must free some first."""
-        has_news = bool(self._untold)
-        return has_news or self._entrance.has_waiting or self._scheduler.has_work()
+        return self._steps.has_work()
+
+    @property
+    def is_device_behind(self) -> bool:
+        """The device may still write into blocks that an event named, or that nobody has any more:
+        a plain step gave it work, and no draw has waited for it. False while only launches are
+        under way: what they write into is kept until they were read."""
+        return self._steps.is_device_behind
 
     def step(self) -> StepOutput:
         """One forward pass over all scheduled samples, and one draw for each whose last token was
         in it.
 
-        With nothing to compute while somebody waits for a grammar or for bytes, it waits for that,
-        at most IDLE_WAIT_S. An exception of the model leaves every request as it was before.
+        Where the model can, the step after this one is begun, too (`EngineConfig.overlap`): no call
+        tells, but by the time it takes. With nothing to compute while somebody waits for a grammar
+        or for bytes, it waits for that, at most steps.IDLE_WAIT_S. An exception of the model leaves
+        every request as it was before.
         """
-        began = self._clock()
-        self._untold += self._entrance.let_in_ready(self._clock)
-        plan = self._scheduler.next_plan(is_admitting=not self._entrance.wants_places)
-        num_prefills = num_decodes = 0
-        if plan:
-            result = self._runner.run(plan, self._scheduler.running)
-            self._untold += result.events
-            num_prefills, num_decodes = result.num_prefill_tokens, result.num_decode_tokens
-        elif not self._untold:
-            self._idle()
-        events, self._untold = self._untold, []
-        self._totals.num_steps += 1
-        self._totals.num_computed_tokens += num_prefills + num_decodes
-        stats = self.stats()
-        if plan:
-            self._metrics.on_step(
-                num_prefills, num_decodes, self._clock() - began, stats.num_referenced_blocks
-            )
-        return StepOutput(
-            events=tuple(events),
-            num_scheduled_tokens=num_prefills + num_decodes,
-            num_free_blocks=self._pool.num_available,
-            num_running=stats.num_running,
-            num_waiting=stats.num_waiting,
-            step=self._totals.num_steps,
-        )
-
-    def _idle(self) -> None:
-        if self._constraints.has_waiting:
-            self._constraints.wait(IDLE_WAIT_S)
-        elif self._scheduler.running:  # bytes are on their way
-            time.sleep(IDLE_WAIT_S)
+        return self._steps.take()
 
     def _group(self, request_id: str, state: State | None = None) -> Group:
         group = self._groups.get(request_id)
@@ -466,8 +441,21 @@ class Engine:
         return group
 
     def close(self) -> None:
-        """End the threads and the process that grammars are compiled in. No step after it."""
+        """End the threads and the process that grammars are compiled in, what is in flight, and the
+        processes of other ranks. No step after it."""
+        self._in_flight.close()
         self._constraints.close()
+        self._model.close()
+
+    def check_alive(self) -> None:
+        """For when there is nothing to do; cheap. Raises: RankFailed when a process that computes a
+        part of the model has ended: no step will ever succeed."""
+        self._model.check_alive()
+
+    def watch(self, tell: Callable[[], None]) -> None:
+        """Have `tell` called, from another thread, when `check_alive` would raise from now on. It
+        must not block."""
+        self._model.watch(tell)
 
     # -- accounts
 
@@ -521,6 +509,15 @@ def load_engine(
     def make_grammars() -> GrammarService:
         return GrammarService.from_checkpoint(folder, model.info.vocab_size, config.grammar)
 
-    engine = Engine(config, model, stop_policy=stop_policy, make_grammars=make_grammars)
-    engine.warm_up(progress)
+    phases = Phases()
+    try:
+        with phases.timed("cache"):
+            engine = Engine(config, model, stop_policy=stop_policy, make_grammars=make_grammars)
+        with phases.timed("warm-up"):
+            engine.warm_up(progress)
+    except BaseException:
+        model.close()
+        raise
+    seconds = (*model.info.seconds, *phases.seconds)
+    engine.model_info = dataclasses.replace(engine.model_info, seconds=seconds)
     return engine

@@ -52,15 +52,23 @@ def _mix(word: int) -> int:
     return word ^ (word >> 31)
 
 
+def seed_key(seed: int, sample_index: int) -> int:
+    """The part of a row's key that stays from token to token, a signed 64-bit integer: `row_key` is
+    mix(seed_key ^ position). What a device is given once per sequence."""
+    return _signed(_seed_word(seed, sample_index))
+
+
+def _seed_word(seed: int, sample_index: int) -> int:
+    return _mix(_mix(seed & _MASK) ^ (sample_index & _MASK))
+
+
 def row_key(seed: int, sample_index: int, position: int) -> RowKey:
     """The key of one draw. `position` is the place that the drawn token will take: 0 is the
     prompt's first token.
 
     Only the low 64 bits of each argument count.
     """
-    return RowKey(
-        _signed(_mix(_mix(_mix(seed & _MASK) ^ (sample_index & _MASK)) ^ (position & _MASK)))
-    )
+    return RowKey(_signed(_mix(_seed_word(seed, sample_index) ^ (position & _MASK))))
 
 
 def row_keys(

@@ -16,7 +16,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from engine.config import EngineConfig
 from engine.errors import IntegrityError, ParkingRefused
+from process.settings import SettingsError
 
 Blocks = npt.NDArray[np.uint8]
 """[num_blocks, block_bytes]."""
@@ -111,3 +113,17 @@ class HostParking:
             raise IntegrityError(
                 f"{num_bytes} bytes are parked, {self.num_bytes} by count, {self.max_bytes} allowed"
             )
+
+
+def choose_parking(
+    config: EngineConfig, device: str, max_bytes: int, given: Parking | None
+) -> Parking | None:
+    """Where an engine whose KV lies on `device` parks: where it was told, or in this process; None
+    where nothing is ever parked. Raises: SettingsError for a swap that the device cannot do."""
+    if config.preemption != "swap":
+        return None
+    if device.partition(":")[0] != "cpu":
+        raise SettingsError(
+            f"preemption: 'swap' is for KV on CPU, this engine's lies on {device}; use 'recompute'"
+        )
+    return given or HostParking(max_bytes)

@@ -455,3 +455,13 @@ class ModelInfo:
 
     num_parameters: int
     weight_bytes: int
+
+    decoder: str = ""
+    """Whose code computes it: "own" (engine/decoder/), or "transformers" with the reason."""
+
+    step_bytes: int = 0
+    """What the largest step needs on the device beside weights and cache, as measured at start; 0:
+    not measured."""
+
+    seconds: tuple[tuple[str, float], ...] = ()
+    """(phase of the start, how long it took), up to ready."""

@@ -1,6 +1,12 @@
 """Runner: one planned step: the model's input, its forward pass, the draws, and the events that
 come of them. Masks of grammars are filled while the model runs. Schedules nothing, books nothing
 itself. Engine thread only.
+
+Where the model can (DecodesAhead), a step of decodes is launched, and the next one too, before the
+first is read: the device computes while the host books and plans. A step that was launched is the
+next one for those who are in it; who joins meanwhile takes part in the one after: in the next
+launch if it has a token and its cache, in a plain step if it has a prompt to compute. Each sample's
+events are those of plain steps.
 """
 
 from __future__ import annotations
@@ -13,7 +19,9 @@ import torch
 
 from engine.booking import Booking
 from engine.constraints import Constraints, masked
+from engine.decode_rows import DecodeRows
 from engine.errors import IntegrityError
+from engine.in_flight import InFlight
 from engine.kv.memory import KvMemory
 from engine.models.interface import LoadedModel
 from engine.request import RequestEvent, State
@@ -44,6 +52,8 @@ class Runner:
         kv: KvMemory,
         constraints: Constraints,
         booking: Booking,
+        in_flight: InFlight,
+        rows: DecodeRows,
         *,
         eos_token_ids: frozenset[int],
         clock: Callable[[], float],
@@ -52,17 +62,64 @@ class Runner:
         self._kv = kv
         self._constraints = constraints
         self._booking = booking
+        self._in_flight = in_flight
+        self._rows = rows
         self._eos_token_ids = eos_token_ids
         self._clock = clock
+        self.is_device_behind = False
+        """See engine/loop.py:Engine.is_device_behind."""
 
-    def run(self, plan: Mapping[Key, int], running: Mapping[Key, Sequence]) -> Result:
-        """Compute a plan that is not empty; its sequences have their blocks.
+    @property
+    def has_begun(self) -> bool:
+        """The next step was launched already."""
+        return self._in_flight.is_live
+
+    def run(
+        self,
+        plan: Mapping[Key, int],
+        running: Mapping[Key, Sequence],
+        *,
+        has_prompts: Callable[[], bool],
+    ) -> Result:
+        """Compute a plan that is not empty, or of it what `has_begun`; its sequences have their
+        blocks.
 
         An exception of the model leaves every sequence as it was.
+
+        Args:
+            has_prompts: whether somebody who is not in the plan waits with a prompt to compute.
         """
         planned = [(running[key], num_tokens) for key, num_tokens in plan.items()]
+        if not self._in_flight.is_live:
+            rows = self._rows.of_plan(planned)
+            if rows is None:
+                return self._compute(planned)
+            self._in_flight.launch(rows)
+        return self._land(planned, has_prompts=has_prompts)
+
+    def _land(
+        self, planned: list[tuple[Sequence, int]], *, has_prompts: Callable[[], bool]
+    ) -> Result:
+        """The step that is in flight, when the next one is, too."""
+        live = self._in_flight.live()
+        joining = [one for one in planned if one[0].key not in live]
+        following = self._rows.after(live, joining, has_prompts=has_prompts)
+        if following is not None:
+            self._in_flight.launch(following)
+        sequences, drawn = self._in_flight.take()
+        # All that was queued before this launch is over; blocks of who joins may just be copied.
+        self.is_device_behind = bool(joining) and following is None
+        num_decodes = sum(sequence.state is State.RUNNING for sequence in sequences)
+        events = self._book([(sequence, 1) for sequence in sequences], drawn)
+        return Result(events, len(sequences) - num_decodes, num_decodes)
+
+    def _compute(self, planned: list[tuple[Sequence, int]]) -> Result:
+        """A plain step."""
         step = build(planned, self._kv, self._eos_token_ids)
+        self.is_device_behind = True
         logits, drawn = self._draw(step)
+        self._in_flight.settle()  # rows that were left over: over by now, and nothing is booked yet
+        self.is_device_behind = not step.draws  # a draw waits for all that was queued before it
         num_decodes = step.num_decode_tokens
         events = self._book(planned, drawn)
         if step.has_beams:

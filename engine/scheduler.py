@@ -82,6 +82,12 @@ class Scheduler:
         """Somebody who lost its blocks waits for new ones."""
         return bool(self.preempted)
 
+    def has_prompts(self) -> bool:
+        """Somebody who has more than its last token to compute waits for a place or for blocks."""
+        if self.queued or self.preempted:
+            return True
+        return any(one.num_pending_tokens > 1 for one in self.waiting.values())
+
     def has_work(self) -> bool:
         """Whether `next_plan` would plan anything, or wait for bytes on their way. False where all
         blocks are others': a release or abort must come first."""
@@ -142,7 +148,7 @@ class Scheduler:
         for one in running:
             num_rows += one.group.num_places
             num_tokens -= 1 if one.state is State.RUNNING else one.num_pending_tokens
-        num_blocks = self._holdings.pool.num_available
+        num_blocks = self._holdings.num_available
         if self._is_preempting:
             # Each may need one more soon; else it would take it back. Never below none: who has its
             # blocks already takes none.
@@ -242,7 +248,7 @@ class Scheduler:
         if sequence.group.is_whole:
             return True
         num_missing = self._holdings.num_missing(sequence, end)
-        return num_missing <= self._holdings.pool.num_available
+        return num_missing <= self._holdings.num_available
 
     def _holders(self) -> Iterator[Holder]:
         """Whoever has blocks that may be taken."""

@@ -21,11 +21,11 @@ import time
 from typing import NoReturn, Protocol
 
 from engine.config import EngineConfig
-from engine.loop import Engine, Progress, load_engine
+from engine.loop import Engine, load_engine
+from engine.models.interface import Progress
 from engine_client.base import News
 from engine_client.core import EngineCore
 from engine_client.failure import Failure
-from engine_client.frames import MAX_FRAME_BYTES, FrameReader, FrameWriter
 from engine_client.messages import (
     VERSION,
     Batch,
@@ -48,6 +48,7 @@ from engine_client.messages import (
 )
 from process import entry, logs
 from process.errors import BatonError, FailedPrecondition, Internal, Unavailable
+from process.frames import MAX_FRAME_BYTES, FrameReader, FrameWriter
 
 START_S = 60.0
 """For the client's first message; it is sent before this process has begun."""
@@ -163,6 +164,7 @@ class _Child:
             try:
                 messages.append(self._inbox.get(timeout=IDLE_CHECK_S))
             except queue.Empty:
+                core.check_alive()
                 if not self._checked_idle:
                     core.check_when_idle()
                 self._checked_idle = True

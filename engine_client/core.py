@@ -212,6 +212,13 @@ class EngineCore:
         except Exception as error:  # the last line of defence
             self._fail_all(error)
 
+    def check_alive(self) -> None:
+        """Whether the engine can still compute; cheap, for when nothing is asked."""
+        try:
+            self._engine.check_alive()
+        except Exception as error:  # the last line of defence
+            self._fail_all(error)
+
     def close(self) -> None:
         """Let the engine's threads and processes go. Nothing may be called after it."""
         self._engine.close()

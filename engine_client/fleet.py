@@ -28,7 +28,6 @@ from engine_client.balancing import least_loaded, num_outstanding_tokens
 from engine_client.base import Ask, LoadedAdapter, News
 from engine_client.config import ClientLimits
 from engine_client.failure import Failure
-from engine_client.frames import MAX_FRAME_BYTES
 from engine_client.link import ChildLink, Progress
 from engine_client.messages import What, check_types
 from process.errors import (
@@ -39,6 +38,7 @@ from process.errors import (
     InvalidArgument,
     Unavailable,
 )
+from process.frames import MAX_FRAME_BYTES
 
 T = TypeVar("T")
 

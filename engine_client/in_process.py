@@ -11,8 +11,9 @@ from types import TracebackType
 from typing import Self
 
 from engine.config import EngineConfig
-from engine.loop import Engine, Progress, load_engine
+from engine.loop import Engine, load_engine
 from engine.metrics import MetricsSnapshot
+from engine.models.interface import Progress
 from engine.request import EngineStats, ModelInfo, StopPolicy
 from engine_client.base import Ask, LoadedAdapter, News
 from engine_client.core import EngineCore

@@ -35,7 +35,6 @@ from engine.request import ModelInfo
 from engine_client.base import Ask, News
 from engine_client.config import ClientLimits
 from engine_client.failure import Failure
-from engine_client.frames import FrameReader, FrameWriter, check_size
 from engine_client.messages import (
     VERSION,
     Batch,
@@ -56,6 +55,7 @@ from engine_client.messages import (
     read_from_engine,
 )
 from process.errors import BatonError, DeadlineExceeded, Unavailable
+from process.frames import FrameReader, FrameWriter, check_size
 
 Deliver = Callable[[int, tuple[News, ...]], None]
 """(rank, news)"""

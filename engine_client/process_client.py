@@ -183,4 +183,5 @@ def share_cores(config: EngineConfig, num_engines: int) -> EngineConfig:
     threads, each gets its share."""
     if num_engines < 2 or config.num_threads or "OMP_NUM_THREADS" in os.environ:
         return config
-    return replace(config, num_threads=max(1, (os.cpu_count() or 1) // num_engines))
+    num_processes = num_engines * config.num_ranks
+    return replace(config, num_threads=max(1, (os.cpu_count() or 1) // num_processes))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import importlib.util
 import math
 import os
 import secrets
@@ -24,6 +25,14 @@ LONG_TIMEOUT_S = 1800
 """Of one test at its full count; the short ones have pyproject's."""
 # Kept in the environment: a second copy of this module, or a process of the tests, sees it too.
 SESSION_SEED = int(os.environ.setdefault("BATON_TEST_SEED", str(secrets.randbelow(2**31))))
+
+# Triton decides when it is first imported (transformers does) whether it compiles or interprets:
+# without a GPU the kernels' tests run them through its interpreter.
+if importlib.util.find_spec("torch") is not None:
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Property tests say what holds, not how fast: a loaded machine must not fail them.
 hypothesis.settings.register_profile("untimed", deadline=None)

@@ -97,11 +97,18 @@ class BlockPool:
 
     def is_pinned(self, block_id: int) -> bool:
         """Nobody references or holds it, but a cached block after it is in use."""
-        is_busy = self._num_references[block_id] > 0 or block_id in self._num_holds
-        return self._num_busy_children[block_id] > 0 and not is_busy
+        return self._num_busy_children[block_id] > 0 and not self.is_used(block_id)
+
+    def is_used(self, block_id: int) -> bool:
+        """Somebody references or holds it."""
+        return self._num_references[block_id] > 0 or block_id in self._num_holds
 
     def is_held(self, block_id: int) -> bool:
         return block_id in self._num_holds
+
+    def num_holds(self, block_id: int) -> int:
+        """How often it is held."""
+        return self._num_holds.get(block_id, 0)
 
     def take(self, num_blocks: int) -> Taken:
         """Reference `num_blocks` blocks once each: free ones first, neighbours preferred, then the

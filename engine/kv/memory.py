@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -59,6 +59,24 @@ class LayerView:
     k_scales: torch.Tensor | None = None
     """[rows, scales] float32, a view, where quantized."""
     v_scales: torch.Tensor | None = None
+
+
+class Run(NamedTuple):
+    """Bytes that lie together in a whole block and in a rank's record of it."""
+
+    block_offset: int
+    record_offset: int
+    num_bytes: int
+
+
+class Part(NamedTuple):
+    """Where one rank's records of all blocks lie, as this process reaches them: block b's begins at
+    address + b * record_bytes."""
+
+    device_id: int
+    address: int
+    record_bytes: int
+    runs: tuple[Run, ...]
 
 
 class Tails:
@@ -129,24 +147,45 @@ class Tails:
 class KvMemory:
     """[num_blocks, *layout.block_shape], page-aligned on CPU, zero at start.
 
+    Args:
+        shared_file: CPU only: a file descriptor of zeros, of as many bytes, that several processes
+            map; theirs to close. None: memory of this process alone.
+        record: what of each block lies here; None: all of it.
     Attributes:
         layout, num_blocks: what it holds.
+        record: the layout of what lies here; `layout` itself, unless other ranks have the rest.
         cache: the tensor, the layout's dtype, on `device`.
         tails: where quantized, the unfilled blocks' numbers as the model computed them; else None.
-        address: of the first byte; block b begins at address + b * layout.block_bytes.
+        parts: where the ranks' records of blocks lie, if this is one rank's and all can be reached.
+        address: of the first byte; block b begins at address + b * record.block_bytes.
     """
 
-    def __init__(self, layout: KvLayout, num_blocks: int, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        layout: KvLayout,
+        num_blocks: int,
+        device: str = "cpu",
+        *,
+        shared_file: int | None = None,
+        record: KvLayout | None = None,
+    ) -> None:
         self.layout = layout
+        self.record = record = record or layout
+        self.parts: tuple[Part, ...] = ()
         self.num_blocks = num_blocks
         self.device = device
-        shape = (num_blocks, *layout.block_shape)
+        shape = (num_blocks, *record.block_shape)
         dtype = TORCH_DTYPES[layout.dtype]
         self._bytes: npt.NDArray[np.uint8] | None = None
         if torch.device(device).type == "cpu":
-            # Anonymous pages: zero, page-aligned, and committed only when first written.
+            # Zero pages, page-aligned, and committed only when first written.
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            if shared_file is not None:
+                flags = mmap.MAP_SHARED
             buffer = mmap.mmap(
-                -1, num_blocks * layout.block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+                -1 if shared_file is None else shared_file,
+                num_blocks * record.block_bytes,
+                flags=flags,
             )
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 with contextlib.suppress(OSError):  # a kernel without them: slower, nothing else
@@ -156,7 +195,12 @@ class KvMemory:
         else:
             self.cache = torch.zeros(shape, dtype=dtype, device=device)
         self.address: int = self.cache.data_ptr()
-        self.tails = Tails(layout.raw, device) if layout.is_quantized else None
+        self.tails = Tails(record.raw, device) if layout.is_quantized else None
+
+    @property
+    def is_whole(self) -> bool:
+        """All of each block lies here: nothing is other ranks'."""
+        return self.record is self.layout
 
     @property
     def host_view(self) -> npt.NDArray[np.uint8]:
@@ -167,6 +211,10 @@ class KvMemory:
                 f"the KV cache lies on {self.device}: it has an address, but no host view"
             )
         return self._bytes
+
+    def settle(self) -> None:
+        """Returns when `clear` and `copy` are done wherever blocks lie, but for what this process'
+        own device still has to do."""
 
     def clear(self, block_id: int) -> None:
         """Make every slot of a block zero."""
@@ -185,28 +233,39 @@ class KvMemory:
         if self.tails is not None:
             self.tails.check_integrity()
 
-    def layer_views(self) -> list[LayerView]:
-        """One per layer, sharing the cache's memory."""
-        return [self._layer_view(index) for index in range(self.layout.num_layers)]
+    def layer_views(
+        self, layers: Iterable[int] | None = None, share: int = 0, num_shares: int = 1
+    ) -> list[LayerView]:
+        """One per layer, sharing the cache's memory.
 
-    def _layer_view(self, index: int) -> LayerView:
-        layer = self.layout.layers[index]
-        unit = self.layout.row_elements
+        Args:
+            layers: which; None: all.
+            share: of each layer's heads, cut into `num_shares` runs of equally many: its number.
+        """
+        if layers is None:
+            layers = range(self.record.num_layers)
+        return [self._layer_view(index, share, num_shares) for index in layers]
+
+    def _layer_view(self, index: int, share: int, num_shares: int) -> LayerView:
+        layer = self.record.layers[index]
+        unit = self.record.row_elements
+        num_heads = layer.num_k_heads // num_shares
         heads = HeadRows(
-            layer.num_k_heads,
-            self.layout.num_elements // unit,
-            self.layout.section(index, 0).head_stride // unit,
+            num_heads,
+            self.record.num_elements // unit,
+            self.record.section(index, 0).head_stride // unit,
         )
-        key, value = self.layout.section(index, 0), None
+        first_head = share * num_heads
+        key, value = self.record.section(index, 0), None
         if not layer.is_latent:
-            value = self.layout.section(index, 1)
+            value = self.record.section(index, 1)
         return LayerView(
-            keys=self._rows(key, heads),
-            values=None if value is None else self._rows(value, heads),
+            keys=self._rows(key, heads, first_head),
+            values=None if value is None else self._rows(value, heads, first_head),
             v_head_dim=layer.v_head_dim,
             heads=heads,
-            k_scales=self._scale_rows(key, heads),
-            v_scales=None if value is None else self._scale_rows(value, heads),
+            k_scales=self._scale_rows(key, heads, first_head),
+            v_scales=None if value is None else self._scale_rows(value, heads, first_head),
         )
 
     def _num_rows(self, heads: HeadRows) -> int:
@@ -214,23 +273,27 @@ class KvMemory:
         num_rows = (self.num_blocks - 1) * heads.rows_per_block
         return num_rows + (heads.num_heads - 1) * heads.head_step + 1
 
-    def _rows(self, section: Section, heads: HeadRows) -> torch.Tensor:
+    def _rows(self, section: Section, heads: HeadRows, first_head: int) -> torch.Tensor:
         """[rows, block_size, dim]"""
+        offset = section.offset + first_head * section.head_stride
         return self.cache.as_strided(
-            (self._num_rows(heads), self.layout.block_size, section.dim),
-            (self.layout.row_elements, section.dim, 1),
-            self.cache.storage_offset() + section.offset,
+            (self._num_rows(heads), self.record.block_size, section.dim),
+            (self.record.row_elements, section.dim, 1),
+            self.cache.storage_offset() + offset,
         )
 
-    def _scale_rows(self, section: Section, heads: HeadRows) -> torch.Tensor | None:
+    def _scale_rows(
+        self, section: Section, heads: HeadRows, first_head: int
+    ) -> torch.Tensor | None:
         """[rows, scales] float32"""
-        if not self.layout.is_quantized:
+        if not self.record.is_quantized:
             return None
         numbers = self.cache.view(torch.float32)
+        offset = section.scale_offset + first_head * section.head_stride
         return numbers.as_strided(
-            (self._num_rows(heads), self.layout.num_scales),
-            (self.layout.row_elements // 4, 1),
-            numbers.storage_offset() + section.scale_offset // 4,
+            (self._num_rows(heads), self.record.num_scales),
+            (self.record.row_elements // 4, 1),
+            numbers.storage_offset() + offset // 4,
         )
 
     def block_array(self, block_id: int) -> npt.NDArray[Any]:

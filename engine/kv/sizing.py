@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,16 +21,50 @@ _MODEST_WINDOW = 8192
 """The window to suggest where the model's own is too large, if this one fits: enough for a chat."""
 
 
+_MAX_NUM_PROFILED = 1 << 18
+"""Most blocks that a device's free memory is turned into: more than requests of a small model fill,
+and books are kept of each."""
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """A CUDA device's memory once the weights lie in it."""
+
+    name: str
+    total_bytes: int
+    free_bytes: int
+    weight_bytes: int
+
+    step_bytes: int
+    """What the largest step needs."""
+
+    def room_bytes(self, share: float) -> int:
+        """What is left of this share of it for the KV cache; below 0: nothing, by so much."""
+        return (
+            int(self.total_bytes * share) - (self.total_bytes - self.free_bytes) - self.step_bytes
+        )
+
+
 def choose_num_blocks(
-    config: EngineConfig, layout: KvLayout, context_window: int, free_bytes: int
+    config: EngineConfig,
+    layout: KvLayout,
+    context_window: int,
+    free_bytes: int,
+    device: DeviceMemory | None = None,
+    record: KvLayout | None = None,
 ) -> int:
-    """Blocks of the KV cache: as configured, else at most a quarter of the free memory, or, where
-    one context window needs more than that, just that window in at most half of it.
+    """Blocks of the KV cache: as configured, else, of a device that was measured, all that is left;
+    else at most a quarter of the free memory, or, where one context window needs more than that,
+    just that window in at most half of it.
 
     Args:
-        free_bytes: memory free on the device now.
+        free_bytes: memory free now where the cache will be.
+        device: what was measured; None: nothing was.
+        record: what of a block lies on that device; None: all of it.
     Raises: TooFewBlocks when one request that fills the context window would not fit.
     """
+    if device is not None and not config.num_blocks and not config.kv_bytes:
+        return _profiled_num_blocks(config, record or layout, context_window, device)
     num_window_blocks = layout.num_blocks_for(context_window)
     window_bytes = num_window_blocks * layout.block_bytes
     if config.num_blocks:
@@ -56,6 +91,25 @@ def choose_num_blocks(
     return num_blocks
 
 
+def _profiled_num_blocks(
+    config: EngineConfig, layout: KvLayout, context_window: int, device: DeviceMemory
+) -> int:
+    room_bytes = device.room_bytes(config.memory_share) - _tail_bytes(config, layout)
+    num_blocks = min(max(0, room_bytes) // layout.block_bytes, _MAX_NUM_PROFILED)
+    num_window_blocks = layout.num_blocks_for(context_window)
+    if num_blocks < num_window_blocks:
+        others = device.total_bytes - device.free_bytes - device.weight_bytes
+        raise TooFewBlocks(
+            f"{device.name} has {device.total_bytes} bytes; memory_share={config.memory_share:g} "
+            f"of them less {device.weight_bytes} of weights, {device.step_bytes} of the largest "
+            f"step and {max(0, others)} in use otherwise is room for {num_blocks} KV blocks, but "
+            f"one request of {context_window} tokens (the context window) needs "
+            f"{num_window_blocks} blocks = {num_window_blocks * layout.block_bytes} bytes: "
+            + _way_out(num_blocks * layout.block_size, "memory_share")
+        )
+    return num_blocks
+
+
 def _tail_bytes(config: EngineConfig, layout: KvLayout) -> int:
     """What `memory.Tails` of a quantized cache may grow to beside it: one unfilled block, as
     computed, for each request that runs, and as much again while it grows."""
@@ -68,6 +122,21 @@ def _way_out(num_tokens: int, key: str) -> str:
         return f"raise worker.engine.{key}"
     window = min(num_tokens, _MODEST_WINDOW)
     return f"`--set worker.engine.context_window={window}` (or raise worker.engine.{key})"
+
+
+def device_memory(device: str, *, weight_bytes: int, step_bytes: int) -> DeviceMemory | None:
+    """What is known of a CUDA device whose largest step was measured; None of any other."""
+    if torch.device(device).type != "cuda" or not step_bytes:
+        return None
+    torch.cuda.empty_cache()
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    return DeviceMemory(
+        f"{torch.cuda.get_device_name(device)} ({device})",
+        total_bytes,
+        free_bytes,
+        weight_bytes,
+        step_bytes,
+    )
 
 
 def free_memory_bytes(device: str) -> int:

@@ -3,7 +3,7 @@ the greatest numbers of a fixed prompt. Load time only."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from baton_kernels.quantize import scale_for
@@ -11,7 +11,7 @@ from baton_kernels.quantize import scale_for
 from engine.batch import Batch, Span
 from engine.kv.layout import KvLayout
 from engine.kv.memory import KvMemory
-from engine.models.hugging_face import run
+from engine.models.attention_hook import Attend
 from engine.models.quantized_attention import Scales
 from engine.models.step_attention import StepAttention
 
@@ -49,17 +49,28 @@ class _Greatest:
 
 
 @torch.inference_mode()
-def find_scales(model: Any, layout: KvLayout, vocab_size: int, device: str) -> tuple[Scales, ...]:
+def find_scales(
+    forward: Callable[[Batch, Attend], object],
+    layout: KvLayout,
+    *,
+    vocab_size: int,
+    num_positions: int | None,
+    device: str,
+) -> tuple[Scales, ...]:
     """One pair per layer. The prompt is a function of the vocabulary's size and the number of
-    positions alone, so that every start of a model finds the same."""
-    limit = getattr(model.config, "max_position_embeddings", None) or _NUM_TOKENS
-    num_tokens = min(_NUM_TOKENS, int(limit))
+    positions alone, so that every start of a model finds the same.
+
+    Args:
+        forward: computes a batch with the model, attending as it is told.
+        num_positions: that the model was made for; None: any.
+    """
+    num_tokens = min(_NUM_TOKENS, num_positions or _NUM_TOKENS)
     token_ids = tuple((7919 * i + 17) % vocab_size for i in range(num_tokens))
     batch = Batch(token_ids, (Span(0, num_tokens, ()),), (num_tokens - 1,))
     memory = KvMemory(layout.raw, 1, device)  # of which nothing is used
     step = StepAttention(batch, memory.layer_views(), layout.block_size)
     greatest = _Greatest(step, layout.num_layers)
-    run(model, batch, greatest, torch.device(device))
+    forward(batch, greatest)
     return tuple(
         (
             float(scale_for(keys * _HEADROOM, layout.dtype)),

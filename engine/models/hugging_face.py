@@ -18,13 +18,14 @@ from engine.kv.memory import TORCH_DTYPES, KvMemory, LayerView
 from engine.lora.config import LoraLimits
 from engine.lora.registry import Adapters
 from engine.models.attention_hook import Attend
+from engine.models.interface import DecodesAhead, InOneProcess
 from engine.models.lora_sites import find_sites
 from engine.models.quantized_attention import QuantizedAttention, Scales
 from engine.models.step_attention import StepAttention
 from engine.request import ModelInfo
 
 
-class HuggingFaceModel:
+class HuggingFaceModel(InOneProcess):
     """A LoadedModel (models/interface.py). Built by models/load.py, which probed, fused and
     verified it."""
 
@@ -43,6 +44,7 @@ class HuggingFaceModel:
         self._fixed_scales = fixed_scales
         self._memory: KvMemory | None = None
         self._views: list[LayerView] = []
+        self.ahead: DecodesAhead | None = None
         is_cpu = self._device.type == "cpu"
         self.adapters = Adapters(
             lora or LoraLimits(),

@@ -1,21 +1,133 @@
-"""LoadedModel: what the engine needs of a model. One seam; the Hugging Face backend and
-engine/fake.py stand behind it."""
+"""LoadedModel: what the engine needs of a model; and DecodesAhead: what it needs of one whose
+decode steps may be launched before the tokens of the last one were read. One seam; the Hugging Face
+backend, engine/decoder/ and engine/fake.py stand behind it.
+
+Called from the engine's thread only.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 
 from engine.batch import Batch
 from engine.kv.layout import KvLayout
 from engine.kv.memory import KvMemory
+from engine.kv.sizing import DeviceMemory, device_memory
 from engine.lora.registry import Adapters
 from engine.request import ModelInfo
+from engine.sampling.row import Draw, Drawn
+from engine.schedule.order import Key
+
+DRAWN_BEFORE = -1
+"""Stands for a token that is not read yet."""
+
+Progress = Callable[[str, int, int], None]
+"""(what, done, total): bytes read for "weights" and "digest", steps for "warm-up"."""
+
+
+class DecodeRow(NamedTuple):
+    """One row of a launch: one token of one sample, whose KV is written and from whose logits the
+    next one is drawn."""
+
+    key: Key
+    """(request id, sample index). In a launch at most once; used again by others later."""
+
+    token_id: int
+    """The token to compute; DRAWN_BEFORE: what the row of this key drew in the launch just before
+    this one. If that was an error, this row's draw is never looked at, but must not disturb others,
+    and its KV is written where it belongs."""
+
+    position: int
+    """Of the token computed; 0 is the prompt's first. Those before it are in the cache, or written
+    by the launch just before."""
+
+    block_ids: tuple[int, ...]
+    """Blocks of tokens [0, position + 1), and maybe further ones of the same sample. The same
+    object as in the launch before if they are the same: `is` tells what must be sent."""
+
+    draw: Draw
+    """`draw.position` is position + 1. With DRAWN_BEFORE, `draw.history` is None."""
+
+
+class Launch(Protocol):
+    """What `launch` gives and `read` takes; whoever made it knows what is in it."""
+
+
+class DecodesAhead(Protocol):
+    """Decode steps with the draws in them, begun by one call and read by another.
+
+    Order on the device: what the engine queued before `launch` (forward passes, `KvMemory.clear`
+    and `copy`) is done before it, what it queues after, after it. Launches run in their order.
+    """
+
+    @property
+    def max_rows(self) -> int:
+        """Most rows of one launch."""
+        ...
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Compile and capture whatever `launch` needs; writes no KV. Once, after `attach`."""
+        ...
+
+    def takes(self, draw: Draw) -> bool:
+        """Whether a launch can make this draw: exactly as engine/sampling/pipeline.py would. Asked
+        for each row before each launch: quick. Draws that depend on tokens drawn before (`history`)
+        or on a grammar are never asked for."""
+        ...
+
+    def launch(self, rows: Sequence[DecodeRow]) -> Launch:
+        """Begin a step of 1 to `max_rows` rows. Does not wait for the device. At most two launches
+        are unread at any time. May raise: then nothing of it was begun, or `drain` ends it."""
+        ...
+
+    def read(self, launch: Launch) -> list[Drawn]:
+        """Wait for a launch: its draws, in the order of its rows; its KV is in the cache. In the
+        order of `launch`, each once."""
+        ...
+
+    def drain(self) -> None:
+        """After an exception: wait until nothing that was launched touches the cache any more, and
+        forget it. Nothing of it will be read, and no row says DRAWN_BEFORE in the next launch."""
+        ...
+
+
+class InOneProcess:
+    """What a LoadedModel does that is computed by this process alone."""
+
+    info: ModelInfo
+    layout: KvLayout
+
+    @property
+    def kv_record(self) -> KvLayout:
+        """See LoadedModel."""
+        return self.layout
+
+    def device_memory(self) -> DeviceMemory | None:
+        """See LoadedModel."""
+        info = self.info
+        return device_memory(
+            info.device, weight_bytes=info.weight_bytes, step_bytes=info.step_bytes
+        )
+
+    def make_memory(self, num_blocks: int) -> KvMemory:
+        """See LoadedModel."""
+        return KvMemory(self.layout, num_blocks, self.info.device)
+
+    def check_alive(self) -> None:
+        """See LoadedModel."""
+
+    def watch(self, tell: Callable[[], None]) -> None:
+        """See LoadedModel."""
+
+    def close(self) -> None:
+        """See LoadedModel."""
 
 
 class LoadedModel(Protocol):
-    """A model with its weights in place. Called from the engine's thread only."""
+    """A model with its weights in place."""
 
     @property
     def info(self) -> ModelInfo:
@@ -28,12 +140,33 @@ class LoadedModel(Protocol):
         ...
 
     @property
+    def kv_record(self) -> KvLayout:
+        """What of a block lies on one device: `layout`, unless several processes share the
+        blocks."""
+        ...
+
+    @property
     def adapters(self) -> Adapters:
         """Its LoRA adapters; one that refuses every load where the model takes none."""
         ...
 
+    @property
+    def ahead(self) -> DecodesAhead | None:
+        """Its decode steps that may be launched ahead; None where it has none. Asked for after
+        `attach`."""
+        ...
+
+    def device_memory(self) -> DeviceMemory | None:
+        """Of the device with the least room, where that is known; None where it is not."""
+        ...
+
+    def make_memory(self, num_blocks: int) -> KvMemory:
+        """A cache for `attach`."""
+        ...
+
     def attach(self, memory: KvMemory) -> None:
-        """Use this cache from now on. Called once, before `forward`."""
+        """Use this cache, which `make_memory` made, from now on; once for measuring and once for
+        good, before `forward`."""
         ...
 
     def forward(self, batch: Batch) -> torch.Tensor:
@@ -44,4 +177,18 @@ class LoadedModel(Protocol):
         batch-mates is never seen. A row's logits do not depend on what else is in the batch, beyond
         rounding.
         """
+        ...
+
+    def check_alive(self) -> None:
+        """Raises: RankFailed when a process that computes a part of it has ended; it never computes
+        again. Cheap; for when nothing is computed."""
+        ...
+
+    def watch(self, tell: Callable[[], None]) -> None:
+        """Have `tell` called when `check_alive` would raise from now on. From another thread, once;
+        it must not block."""
+        ...
+
+    def close(self) -> None:
+        """End the other processes. No call after it. Idempotent."""
         ...

@@ -1,16 +1,18 @@
 """load_model: from a checkpoint's name to a probed, fused and verified model. Everything that can
 be wrong is said in one line.
 
-    resolve the folder -> refuse by config.json (checkpoints/architectures.py) -> rehearse a small
-    random instance of the same config -> only now read weights -> build -> probe -> logits of the
-    plain model -> fuse -> logits again -> compare -> fingerprint
+    resolve the folder -> refuse by config.json (checkpoints/architectures.py) -> our own decoder or
+    transformers' code -> rehearse a small random instance of the same config -> only now read
+    weights -> build, and verify -> measure the largest step -> fingerprint
 
+To build transformers' code: probe -> logits of the plain model -> fuse -> logits again -> compare.
 Knows no requests and no blocks. Start-up only.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +27,11 @@ from checkpoints.files import read_config
 from checkpoints.resolve import resolve
 from engine.batch import Batch, Span
 from engine.config import EngineConfig
+from engine.decoder import load
+from engine.decoder.ahead import AheadDecoder, make_ahead
+from engine.decoder.decoder import Decoder
+from engine.decoder.model import DecoderModel, kv_layout
+from engine.decoder.shape import read_shape
 from engine.errors import LoadError, ModelNotSupported
 from engine.fingerprint import fingerprint
 from engine.kv.layout import DTYPE_BYTES, KvLayout, layout_of
@@ -33,13 +40,17 @@ from engine.models import attention_hook
 from engine.models.fixed_scales import find_scales
 from engine.models.fuse import fuse
 from engine.models.hugging_face import HuggingFaceModel, run
+from engine.models.largest_step import largest_step_bytes
 from engine.models.latent import cache_latents
 from engine.models.packed_linear import unavailable_reason
+from engine.models.phases import Phases
 from engine.models.probe import probe
 from engine.models.quantized_attention import Scales
 from engine.models.rehearsal import rehearse
 from engine.models.step_attention import StepAttention
 from engine.models.weights import read_weights
+from engine.parallel.load import check_parallel, load_parallel
+from engine.parallel.model import ParallelModel
 from engine.request import ModelInfo
 
 Progress = Callable[[str, int, int], None]
@@ -50,9 +61,16 @@ _MAX_RELATIVE_ERROR = {"float32": 1e-4, "bfloat16": 0.1}
 
 _NUM_VERIFY_TOKENS = 16
 
+Loaded = DecoderModel | HuggingFaceModel | ParallelModel
+_Make = Callable[
+    [EngineConfig, Path, Any, ModelInfo, Phases, Progress | None],
+    Loaded,
+]
 
-def load_model(config: EngineConfig, *, progress: Progress | None = None) -> HuggingFaceModel:
+
+def load_model(config: EngineConfig, *, progress: Progress | None = None) -> Loaded:
     """Load `config.model`. Raises: LoadError; the message is one line."""
+    phases = Phases()
     try:
         checkpoint = resolve(config.model, files="all", progress=progress)
         raw_config = read_config(checkpoint.path)
@@ -61,29 +79,20 @@ def load_model(config: EngineConfig, *, progress: Progress | None = None) -> Hug
         device = choose_device(config.device)
         dtype = choose_dtype(config.dtype, raw_config)
         window = choose_window(config.context_window, model_config, checkpoint.name)
-        rehearse(model_config, checkpoint.name)
-        tokenizer_digest = digests.tokenizer_digest(checkpoint.path)
-        weights_digest = digests.weights_digest(checkpoint.path, progress)
+        reason = load.why_not(config, model_config, device, checkpoint.name)
+        if config.num_ranks > 1:
+            check_parallel(config, model_config, device, checkpoint.name)
+        with phases.timed("rehearsal"):
+            rehearse(model_config, checkpoint.name, load.prepare if reason is None else None)
+        with phases.timed("digests"):
+            tokenizer_digest = digests.tokenizer_digest(checkpoint.path)
+            weights_digest = digests.weights_digest(checkpoint.path, progress)
     except CheckpointError as error:
         raise LoadError(str(error)) from error
-    built = build(
-        model_config,
-        lambda: read_weights(checkpoint.path, TORCH_DTYPES[dtype], progress),
-        device=device,
-        dtype=dtype,
-        block_size=config.block_size,
-        kv_dtype="" if config.kv_dtype == "auto" else config.kv_dtype,
-        kv_scale=config.kv_scale,
-    )
     info = ModelInfo(
         model=checkpoint.name,
         model_type=model_config.model_type,
-        fingerprint=fingerprint(
-            weights_digest=weights_digest,
-            config=raw_config,
-            tokenizer_digest=tokenizer_digest,
-            layout=built.layout.fingerprint_part,
-        ),
+        fingerprint="",
         tokenizer_digest=tokenizer_digest,
         dtype=dtype,
         context_window=window,
@@ -92,12 +101,147 @@ def load_model(config: EngineConfig, *, progress: Progress | None = None) -> Hug
         block_size=config.block_size,
         num_blocks=0,
         device=device,
+        linear="",
+        fused=(),
+        num_parameters=0,
+        weight_bytes=0,
+        decoder="own" if reason is None else f"transformers ({reason})",
+    )
+    make: _Make = _make_own if reason is None else _make_transformers
+    if config.num_ranks > 1:
+        make = _make_parallel
+    model = make(config, checkpoint.path, model_config, info, phases, progress)
+    with phases.timed("measure"):
+        step_bytes = _measure(model, config)
+    model.info = dataclasses.replace(
+        model.info,
+        fingerprint=fingerprint(
+            weights_digest=weights_digest,
+            config=raw_config | _weight_dtype(config),
+            tokenizer_digest=tokenizer_digest,
+            layout=model.layout.fingerprint_part,
+        ),
+        step_bytes=step_bytes,
+        seconds=phases.seconds,
+    )
+    return model
+
+
+def _measure(model: Loaded, config: EngineConfig) -> int:
+    """Bytes of the largest step. A model that cannot be measured is closed."""
+    try:
+        return largest_step_bytes(model, config)
+    except BaseException:
+        model.close()
+        raise
+
+
+def _make_own(
+    config: EngineConfig,
+    folder: Path,
+    model_config: Any,
+    info: ModelInfo,
+    phases: Phases,
+    progress: Progress | None,
+) -> DecoderModel:
+    """Our own decoder; `info` filled in with what it is."""
+    shape = read_shape(model_config)
+    layout = kv_layout(
+        shape,
+        block_size=config.block_size,
+        dtype=info.dtype,
+        kv_dtype="" if config.kv_dtype == "auto" else config.kv_dtype,
+        scale=config.kv_scale,
+    )
+    device = info.device
+    with phases.timed("weights"):
+        decoder = load.load_decoder(
+            folder,
+            shape,
+            device=device,
+            dtype=info.dtype,
+            num_positions=info.context_window,
+            is_exact=config.exact,
+            weight_dtype=config.weight_dtype,
+            progress=progress,
+        )
+    with phases.timed("verify"):
+        load.check_kernels(decoder, layout, device, info.dtype)
+        scales = load.fixed_scales(
+            decoder, layout, num_positions=info.context_window, device=device
+        )
+    info = dataclasses.replace(
+        info,
+        linear="fused kernels",
+        fused=(f"{shape.num_layers} of {shape.num_layers} decoder layers",),
+        num_parameters=shape.num_parameters,
+        weight_bytes=decoder.weights.num_bytes,
+    )
+
+    def ahead(decoder: Decoder, memory: KvMemory) -> AheadDecoder:
+        return make_ahead(
+            decoder,
+            memory,
+            max_rows=config.max_num_running,
+            max_tokens=config.max_num_tokens_per_step,
+            context_window=info.context_window,
+        )
+
+    return DecoderModel(
+        decoder,
+        info,
+        layout,
+        lora=config.lora,
+        fixed_scales=scales,
+        make_ahead=ahead if config.overlap else None,
+    )
+
+
+def _make_parallel(
+    config: EngineConfig,
+    folder: Path,
+    model_config: Any,
+    info: ModelInfo,
+    phases: Phases,
+    progress: Progress | None,
+) -> ParallelModel:
+    """Our own decoder over several processes; `info` filled in with what it is."""
+    with phases.timed("weights"):
+        return load_parallel(config, folder, model_config, info, progress=progress)
+
+
+def _make_transformers(
+    config: EngineConfig,
+    folder: Path,
+    model_config: Any,
+    info: ModelInfo,
+    phases: Phases,
+    progress: Progress | None,
+) -> HuggingFaceModel:
+    """The universal backend; `info` filled in with what it is."""
+    with phases.timed("weights"):
+        built = build(
+            model_config,
+            lambda: read_weights(folder, TORCH_DTYPES[info.dtype], progress),
+            device=info.device,
+            dtype=info.dtype,
+            block_size=config.block_size,
+            kv_dtype="" if config.kv_dtype == "auto" else config.kv_dtype,
+            kv_scale=config.kv_scale,
+        )
+    info = dataclasses.replace(
+        info,
         linear=built.linear,
         fused=built.fused,
         num_parameters=built.num_parameters,
-        weight_bytes=built.num_parameters * DTYPE_BYTES[dtype],
+        weight_bytes=built.num_parameters * DTYPE_BYTES[info.dtype],
     )
     return HuggingFaceModel(built.model, info, built.layout, config.lora, built.fixed_scales)
+
+
+def _weight_dtype(config: EngineConfig) -> dict[str, str]:
+    """For the fingerprint: quantized weights give other keys and values."""
+    return {} if config.weight_dtype == "auto" else {"baton_weight_dtype": config.weight_dtype}
 
 
 # -- what may be loaded
@@ -230,7 +374,13 @@ def build(
         cache_latents(model)
     fixed_scales: tuple[Scales, ...] = ()
     if layout.scale == "tensor":
-        fixed_scales = find_scales(model, layout, int(model_config.vocab_size), device)
+        fixed_scales = find_scales(
+            lambda batch, step: run(model, batch, step, torch.device(device)),
+            layout,
+            vocab_size=int(model_config.vocab_size),
+            num_positions=getattr(model_config, "max_position_embeddings", None),
+            device=device,
+        )
     return Built(model, layout, linear, fused, num_parameters, fixed_scales)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,7 +28,8 @@ from engine.models.probe import probe
 from engine.models.shrink import VOCAB_SIZE, shrink
 from engine.models.step_attention import StepAttention
 
-_BLOCK_SIZE = 4
+BLOCK_SIZE = 4
+"""Of the rehearsal's cache."""
 _SCRIPT = (
     ((0, 0, 13), (1, 0, 1), (2, 0, 6)),
     ((0, 13, 14), (1, 1, 2), (2, 6, 19), (3, 8, 9)),
@@ -45,12 +47,21 @@ _MAX_ERROR = 1e-3
 what is wrong is off by 1e-1 and more."""
 
 
-def rehearse(config: Any, name: str) -> None:
+Forward = Callable[[Batch], torch.Tensor]
+"""Computes a batch; logits [R, V]."""
+
+Prepare = Callable[[Any], tuple[KvLayout, Callable[[KvMemory], Forward]]]
+"""From a small transformers model, its own to change, to what its cache looks like, and how to run
+it on such a cache."""
+
+
+def rehearse(config: Any, name: str, prepare: Prepare | None = None) -> None:
     """Compare a small instance of `config` with transformers.
 
     Args:
         config: of transformers; not changed.
         name: of the checkpoint, for the message.
+        prepare: how it is run; None: transformers' code on our attention.
     Raises: ModelNotSupported in one line where the instance cannot be built, does not run on
         the paged cache, or gives other logits than transformers.
     """
@@ -58,7 +69,8 @@ def rehearse(config: Any, name: str) -> None:
         small = shrink(config)
         model = random_instance(small, seed=0)
         expected = _expected(model, _prompts())
-        actual = _paged(copy.deepcopy(model), _prompts())
+        layout, attach = (prepare or _transformers_code)(copy.deepcopy(model))
+        actual = _paged(layout, attach, _prompts())
     except ModelNotSupported as error:
         raise ModelNotSupported(f"{name}: {error}") from error
     except Exception as error:  # whatever the modelling code raises on our way of calling it
@@ -118,17 +130,33 @@ def _expected(model: Any, prompts: list[list[int]]) -> list[torch.Tensor]:
     ]
 
 
-@torch.inference_mode()
-def _paged(model: Any, prompts: list[list[int]]) -> list[torch.Tensor]:
-    """The same by our way: by the script, through the paged cache."""
+def _transformers_code(model: Any) -> tuple[KvLayout, Callable[[KvMemory], Forward]]:
+    """A Prepare."""
     model.set_attn_implementation(attention_hook.NAME)
     cache_latents(model)
     probed = probe(model, num_layers=int(model.config.num_hidden_layers), device="cpu")
-    layout = layout_of(probed.layers, block_size=_BLOCK_SIZE, dtype="float32")
+
+    def attach(memory: KvMemory) -> Forward:
+        views = memory.layer_views()
+
+        def forward(batch: Batch) -> torch.Tensor:
+            step = StepAttention(batch, views, BLOCK_SIZE)
+            return run(model, batch, step, torch.device("cpu"))
+
+        return forward
+
+    return layout_of(probed.layers, block_size=BLOCK_SIZE, dtype="float32"), attach
+
+
+@torch.inference_mode()
+def _paged(
+    layout: KvLayout, attach: Callable[[KvMemory], Forward], prompts: list[list[int]]
+) -> list[torch.Tensor]:
+    """The same by our way: by the script, through the paged cache."""
     tables, num_blocks = _tables(layout)
     memory = KvMemory(layout, num_blocks)
     memory.cache.fill_(1e3)  # a slot that is read before it was written must show
-    views = memory.layer_views()
+    forward = attach(memory)
     found: list[list[torch.Tensor]] = [[] for _ in prompts]
     for members in _SCRIPT:
         spans = tuple(
@@ -137,8 +165,7 @@ def _paged(model: Any, prompts: list[list[int]]) -> list[torch.Tensor]:
         )
         token_ids = [token for index, start, end in members for token in prompts[index][start:end]]
         batch = Batch(tuple(token_ids), spans, tuple(range(len(token_ids))))
-        step = StepAttention(batch, views, _BLOCK_SIZE)
-        logits = run(model, batch, step, torch.device("cpu"))
+        logits = forward(batch)
         first = 0
         for (index, _, _), span in zip(members, spans, strict=True):
             if index == len(prompts) - 1 and span.start == _SHARED:

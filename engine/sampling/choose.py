@@ -9,7 +9,7 @@ it could have at most is below a score that is already known, so, from cheap to 
 3. of the rest the random bits are made, but the logarithms only where these bits are high enough
    for what the token lacks.
 
-Knows no parameters. Pure.
+On CPU; a device draws by baton_kernels' draw_tokens (on_device.py). Knows no parameters. Pure.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ _MANY = 1 << 13
 _STRIDE = 32
 _CPU_BLOCK = 1 << 16
 """Candidates whose bits are made at once: they stay in cache."""
-_DEVICE_BLOCK = 1 << 24
-"""The same where a launch costs more than memory does."""
 _GRID_SHARE = 0.3
 """Share of all tokens that must be candidates for making the bits of all to be cheaper. Measured:
 4 ns a token against 11 a candidate."""
@@ -53,14 +51,13 @@ def choose(
         floors: [R] float32, at most 0: tokens below are out.
     """
     num_rows, num_tokens = scaled.shape
-    device = scaled.device
     # The most probable token is always in: its score bounds the winner's from below.
     reached = noise.gumbel(keys, first_ids)
     floors = torch.maximum(reached - noise.NOISE_MAX, floors)
     places = dense.at_least(scaled, floors)
     if len(places) > _MANY:
         reached = _sampled(scaled, keys, reached, floors)
-        if device.type == "cpu" and len(places) > _GRID_SHARE * scaled.numel():
+        if len(places) > _GRID_SHARE * scaled.numel():
             places = _able_of_all(scaled, keys, reached, floors)
         else:
             places = _able(scaled, keys, reached, places)
@@ -68,11 +65,11 @@ def choose(
     token_ids = places - rows * num_tokens
     scores = scaled.view(-1).index_select(0, places)
     scores += noise.gumbel(keys.index_select(0, rows), token_ids)
-    best = torch.full((num_rows,), -math.inf, device=device)
+    best = torch.full((num_rows,), -math.inf)
     best = best.scatter_reduce(0, rows, scores, reduce="amax")
-    # Equal scores are possible (noise has 2^23 values): the lowest token id wins, on every device.
+    # Equal scores are possible (noise has 2^23 values): the lowest token id wins.
     winners = torch.where(scores == best.index_select(0, rows), token_ids, num_tokens)
-    chosen = torch.full((num_rows,), num_tokens, dtype=torch.int64, device=device)
+    chosen = torch.full((num_rows,), num_tokens, dtype=torch.int64)
     picked: list[int] = chosen.scatter_reduce(0, rows, winners, reduce="amin").tolist()
     return picked
 
@@ -82,7 +79,7 @@ def _sampled(
 ) -> torch.Tensor:
     """[R] `reached`, raised to the best score among every 32nd token, of those that are in."""
     some = scaled[:, ::_STRIDE]
-    token_ids = torch.arange(0, scaled.shape[-1], _STRIDE, device=scaled.device)
+    token_ids = torch.arange(0, scaled.shape[-1], _STRIDE)
     scores = some + noise.gumbel(keys[:, None], token_ids[None])
     scores = torch.where(some >= floors[:, None], scores, -math.inf)
     return torch.maximum(reached, scores.amax(dim=-1))
@@ -93,14 +90,14 @@ def _able(
 ) -> torch.Tensor:
     """Those of the places whose noise may make up for what they lack. The winner is one of them."""
     num_rows, num_tokens = scaled.shape
-    needed = _needed_ranks(keys.device)
-    starts = torch.arange(num_rows + 1, device=places.device) * num_tokens
+    needed = _needed_ranks()
+    starts = torch.arange(num_rows + 1) * num_tokens
     counts = torch.searchsorted(places, starts).diff()
-    rows = torch.repeat_interleave(torch.arange(num_rows, device=places.device), counts)
+    rows = torch.repeat_interleave(torch.arange(num_rows), counts)
     found: list[torch.Tensor] = []
-    size = _CPU_BLOCK if keys.device.type == "cpu" else _DEVICE_BLOCK
-    for start in range(0, len(places), size):
-        place, row = places[start : start + size], rows[start : start + size]
+    for start in range(0, len(places), _CPU_BLOCK):
+        block = slice(start, start + _CPU_BLOCK)
+        place, row = places[block], rows[block]
         words = noise.words(keys.index_select(0, row), place - row * num_tokens)
         lack = reached.index_select(0, row) - scaled.view(-1).index_select(0, place)
         steps = lack.clamp_(_LEAST_LACK, _MOST_LACK).sub_(_LEAST_LACK).int()
@@ -111,9 +108,9 @@ def _able(
 def _able_of_all(
     scaled: torch.Tensor, keys: torch.Tensor, reached: torch.Tensor, floors: torch.Tensor
 ) -> torch.Tensor:
-    """What `_able` finds, by making the bits of every token of every row. On CPU."""
+    """What `_able` finds, by making the bits of every token of every row."""
     num_rows, num_tokens = scaled.shape
-    needed = _needed_ranks(keys.device).numpy().astype(np.uint64)
+    needed = _needed_ranks().numpy().astype(np.uint64)
     values, key, reach = scaled.numpy(), keys.numpy(), reached.numpy()[:, None]
     found = []
     size = max(1, _CPU_BLOCK // num_tokens)
@@ -131,7 +128,7 @@ def _able_of_all(
 
 
 @functools.lru_cache
-def _needed_ranks(device: torch.device) -> torch.Tensor:
+def _needed_ranks() -> torch.Tensor:
     """Entry i: the least rank with which a token could win that lacks _LEAST_LACK + i or more."""
     lacks = range(_LEAST_LACK, _MOST_LACK + 1)
-    return torch.tensor([noise.least_rank(lack - _SLACK) for lack in lacks], device=device)
+    return torch.tensor([noise.least_rank(lack - _SLACK) for lack in lacks])

@@ -16,6 +16,7 @@ import functools
 
 import numpy as np
 import torch
+from baton_kernels.logit_ops import apply_bitmask
 from numpy.typing import NDArray
 
 _CPU_PASS = 1 << 20
@@ -33,11 +34,7 @@ def rows_per_pass(logits: torch.Tensor) -> int:
 
 
 def best(logits: torch.Tensor) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """[R, V] -> each row's largest value and its lowest id, on the host. NaN is larger than all."""
-    if logits.device.type != "cpu":
-        values, ids = logits.max(dim=-1)
-        lowest = _lowest_of_equals(logits, values, ids)
-        return values.float().cpu().numpy(), lowest.cpu().numpy()
+    """[R, V] on CPU -> each row's largest value and its lowest id. NaN is larger than all."""
     if logits.dtype == torch.float32:
         return _best_on_cpu(logits)
     size = rows_per_pass(logits)
@@ -50,15 +47,6 @@ def _best_on_cpu(logits: torch.Tensor) -> tuple[NDArray[np.float32], NDArray[np.
     array = logits.numpy()
     ids = array.argmax(axis=1)
     return array[np.arange(len(array)), ids], ids
-
-
-def _lowest_of_equals(
-    logits: torch.Tensor, values: torch.Tensor, ids: torch.Tensor
-) -> torch.Tensor:
-    """CUDA's max may name any of equal ones."""
-    places = torch.arange(logits.shape[-1], device=logits.device)
-    lowest = torch.where(logits == values[:, None], places, logits.shape[-1]).amin(dim=-1)
-    return torch.where(lowest < logits.shape[-1], lowest, ids)  # a NaN equals nothing
 
 
 def largest(values: torch.Tensor, count: int) -> torch.Tensor:
@@ -99,18 +87,22 @@ def add_mask(logits: torch.Tensor, rows: list[int], words: NDArray[np.int32]) ->
         words: [G, ceil(V / 32)], bit i of word w is of token 32 * w + i.
     """
     device = logits.device
-    as_bytes = torch.from_numpy(words.view(np.uint8).reshape(-1)).to(device)
+    if device.type != "cpu":
+        index = torch.tensor(rows, dtype=torch.int32, device=device)
+        apply_bitmask(logits, torch.from_numpy(words).to(device), index)
+        return
+    as_bytes = torch.from_numpy(words.view(np.uint8).reshape(-1))
     # Eight scores per byte by table: several times faster than a select by a mask of bits.
-    scores = _scores_of_byte(device).index_select(0, as_bytes.int()).view(len(rows), -1)
+    scores = _scores_of_byte().index_select(0, as_bytes.int()).view(len(rows), -1)
     scores = scores[:, : logits.shape[-1]]
     if len(rows) == len(logits):
         logits.add_(scores)
     else:
-        logits.index_add_(0, torch.tensor(rows, device=device), scores)
+        logits.index_add_(0, torch.tensor(rows), scores)
 
 
 @functools.lru_cache
-def _scores_of_byte(device: torch.device) -> torch.Tensor:
+def _scores_of_byte() -> torch.Tensor:
     """[256, 8] float32: 0 where bit i of the byte is set, else -inf."""
     bits = (torch.arange(256)[:, None] >> torch.arange(8)) & 1
-    return torch.where(bits == 1, 0.0, -torch.inf).to(device)
+    return torch.where(bits == 1, 0.0, -torch.inf)

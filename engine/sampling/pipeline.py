@@ -31,45 +31,46 @@ before all processors. A trace's processed one is of the distribution that was d
 support what then could be drawn; for an argmax, which draws from none, both are of what steps 1 to
 9 left.
 
-Engine thread only.
+Logits on a device go the same way by kernels (on_device.py). Engine thread only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from engine import noise
-from engine.errors import EmptySupport, EngineError, InvalidLogits
-from engine.request import Sampling, StepTrace, TokenLogprobs
+from engine.errors import EngineError
+from engine.request import Sampling
 from engine.sampling import dense
 from engine.sampling.choose import choose
-from engine.sampling.logprobs import processed_logprobs, raw_logprobs
+from engine.sampling.logprobs import processed_logprobs
 from engine.sampling.masks import mask
+from engine.sampling.on_device import draw_on_device, warm_up_device
+from engine.sampling.outcome import NUM_TRACE_TOP as NUM_TRACE_TOP
+from engine.sampling.outcome import Outcome, argmaxes, report, rows_of, unsound
 from engine.sampling.penalties import penalise
-from engine.sampling.recipe import Row, masks_ends, recipe_of
+from engine.sampling.recipe import Row
 from engine.sampling.row import Draw as Draw
 from engine.sampling.row import Drawn as Drawn
 from engine.sampling.truncation import thresholds
 
-NUM_TRACE_TOP = 5
-"""Best tokens in a trace whose request asked for no log probabilities."""
-
 WARM_UP = Draw(Sampling(max_tokens=1, temperature=1.0, top_p=0.9), position=0)
 
 
-class _Outcome(NamedTuple):
-    """What came of a row that took more than an argmax of its raw logits."""
+def warm_up(logits: torch.Tensor) -> None:
+    """Draw once in every way that compiles something of its own.
 
-    token_id: int
-    error: EngineError | None = None
-    processed_logprob: float = 0.0
-    support_size: int = 0
-    rng_key: int | None = None
+    Args:
+        logits: [1, V], as the model gives them.
+    """
+    if logits.device.type == "cpu":
+        draw(logits, [WARM_UP])
+    else:
+        warm_up_device(logits)
 
 
 @torch.inference_mode()
@@ -80,17 +81,14 @@ def draw(logits: torch.Tensor, draws: Sequence[Draw]) -> list[Drawn]:
         logits: [R, V] in the model's dtype; read only.
         draws: R of them.
     """
+    if logits.device.type != "cpu":
+        return draw_on_device(logits, draws)
     values, best_ids = dense.best(logits)
-    drawn = [Drawn(token_id) for token_id in best_ids.tolist()]
-    is_valid = np.isfinite(values)
-    if not is_valid.all():
-        for place in np.flatnonzero(~is_valid).tolist():
-            message = f"the best logit for position {draws[place].position} is {values[place]}"
-            drawn[place] = Drawn(-1, error=InvalidLogits(message))
-    rows = _rows(draws, is_valid)
+    drawn, is_valid = argmaxes(draws, best_ids.tolist(), values)
+    rows = rows_of(draws, is_valid)
     if not rows:
         return drawn
-    outcomes: dict[int, _Outcome] = {}
+    outcomes: dict[int, Outcome] = {}
     needed = sorted((row for row in rows if _group(row) < _AS_IS), key=_group)
     size = dense.rows_per_pass(logits)
     for start in range(0, len(needed), size):
@@ -102,19 +100,8 @@ def draw(logits: torch.Tensor, draws: Sequence[Draw]) -> list[Drawn]:
         for row, outcome in zip(part, results, strict=True):
             outcomes[row.place] = outcome
             drawn[row.place] = Drawn(outcome.token_id, error=outcome.error)
-    _report(logits, rows, outcomes, drawn)
+    report(logits, rows, outcomes, drawn)
     return drawn
-
-
-def _rows(draws: Sequence[Draw], is_valid: NDArray[np.bool_]) -> list[Row]:
-    """The rows that take more than an argmax."""
-    rows: list[Row] = []
-    for place, one in enumerate(draws):
-        recipe = recipe_of(one.sampling)
-        if (not recipe.is_plain or one.bitmask is not None) and is_valid[place]:
-            adjusts = recipe.adjusts or one.bitmask is not None or masks_ends(one)
-            rows.append(Row(place, one, recipe, adjusts))
-    return rows
 
 
 # Rows are sorted by these, so that those of each step lie side by side.
@@ -134,7 +121,7 @@ def _process(
     rows: Sequence[Row],
     values: NDArray[np.float32],
     best_ids: NDArray[np.int64],
-) -> list[_Outcome]:
+) -> list[Outcome]:
     """Steps 1 to the draw.
 
     Args:
@@ -154,7 +141,7 @@ def _process(
         values[span], best_ids[span] = dense.best(logits[span])
         for local in np.flatnonzero(~np.isfinite(values[span])).tolist():
             at = first_adjusted + local
-            errors[at] = _unsound(rows[at], float(values[at]))
+            errors[at] = unsound(rows[at], float(values[at]))
             logits[at], values[at] = 0.0, 0.0  # what is drawn from it is thrown away
     token_ids = best_ids.tolist()
     floors = torch.full((len(rows),), -torch.inf, device=logits.device)
@@ -165,7 +152,7 @@ def _process(
             logits[span], rows[span], values[span], best_ids[span]
         )
     outcomes = [
-        _Outcome(token_id, rng_key=key) for token_id, key in zip(token_ids, keys, strict=True)
+        Outcome(token_id, rng_key=key) for token_id, key in zip(token_ids, keys, strict=True)
     ]
     traced = [at for at, row in enumerate(rows) if row.draw.sampling.trace]
     if traced:
@@ -174,20 +161,10 @@ def _process(
             logits.index_select(0, index), floors[index], [token_ids[at] for at in traced]
         )
         for at, logprob, size in zip(traced, logprobs, sizes, strict=True):
-            outcomes[at] = _Outcome(token_ids[at], None, logprob, size, keys[at])
+            outcomes[at] = Outcome(token_ids[at], None, logprob, size, keys[at])
     for at, error in errors.items():
-        outcomes[at] = _Outcome(-1, error)
+        outcomes[at] = Outcome(-1, error)
     return outcomes
-
-
-def _unsound(row: Row, value: float) -> EngineError:
-    """Why a row whose best logit was finite has none such after steps 1 to 9."""
-    names = row.adjusting_names
-    if value == -np.inf:
-        return EmptySupport(names, row.draw.position)
-    return InvalidLogits(
-        f"the best logit for position {row.draw.position} is {value} after {', '.join(names)}"
-    )
 
 
 def _sample(
@@ -217,45 +194,3 @@ def _sample(
         logits, torch.from_numpy(best_ids).to(device), torch.from_numpy(keys).to(device), floors
     )
     return token_ids, keys.tolist(), floors
-
-
-def _report(
-    logits: torch.Tensor,
-    rows: Sequence[Row],
-    outcomes: dict[int, _Outcome],
-    drawn: list[Drawn],
-) -> None:
-    """Put log probabilities and traces into `drawn` where they were asked for."""
-    asking = [
-        row
-        for row in rows
-        if (row.draw.sampling.logprobs is not None or row.draw.sampling.trace)
-        and drawn[row.place].error is None
-    ]
-    if not asking:
-        return
-    counts = [
-        max(row.draw.sampling.logprobs or 0, NUM_TRACE_TOP if row.draw.sampling.trace else 0)
-        for row in asking
-    ]
-    places = [row.place for row in asking]
-    raws = raw_logprobs(logits, places, [drawn[place].token_id for place in places], counts)
-    for row, raw in zip(asking, raws, strict=True):
-        sampling, token_id = row.draw.sampling, raw.token_id
-        trace = None
-        if sampling.trace:
-            outcome = outcomes[row.place]
-            trace = StepTrace(
-                position=row.draw.position,
-                token_id=token_id,
-                raw_logprob=raw.logprob,
-                processed_logprob=outcome.processed_logprob,
-                top=raw.top,
-                support_size=outcome.support_size,
-                processors=row.names,
-                rng_key=outcome.rng_key,
-            )
-        logprobs = None
-        if sampling.logprobs is not None:
-            logprobs = TokenLogprobs(token_id, raw.logprob, raw.top[: sampling.logprobs])
-        drawn[row.place] = Drawn(token_id, logprobs, trace)

@@ -12,7 +12,8 @@ Rows that ask for top-k or top-p share one partial sort; those that it was too s
 full one. The result is the same either way, to the last bit: masses are summed in float64 from the
 largest on, so the sums over a shortlist are the first of the sums over all.
 
-Pure; engine thread only for its memory.
+On CPU; baton_kernels' draw_tokens has the same definitions for a device. Pure; engine thread only
+for its memory.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def thresholds(scaled: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Ten
     for row, one in enumerate(samplings):
         if one.min_p > 0.0:
             found[row] = math.log(one.min_p)
-    result = torch.from_numpy(found).to(scaled.device)
+    result = torch.from_numpy(found)
     ranks = [one.top_k if 0 < one.top_k < num_tokens else num_tokens for one in samplings]
     short: dict[int, int] = {}
     """Row -> how many of its largest values to look at first."""
@@ -78,12 +79,12 @@ def _settle(
     Args:
         rows: ascending.
     """
-    num_tokens, device = scaled.shape[-1], scaled.device
-    index = torch.tensor(rows, device=device)
+    num_tokens = scaled.shape[-1]
+    index = torch.tensor(rows)
     own = scaled if len(rows) == len(scaled) else scaled.index_select(0, index)
     values = dense.largest(own, count)
-    rank = torch.tensor([ranks[row] for row in rows], device=device)
-    top_p = torch.tensor([samplings[row].top_p for row in rows], dtype=torch.float64, device=device)
+    rank = torch.tensor([ranks[row] for row in rows])
+    top_p = torch.tensor([samplings[row].top_p for row in rows], dtype=torch.float64)
     is_ranked, is_nucleus = rank < num_tokens, top_p < 1.0
     floor = values.gather(1, (rank - 1).clamp(max=count - 1)[:, None])[:, 0]
     floor = torch.where(is_ranked, floor, -torch.inf)
@@ -97,7 +98,7 @@ def _settle(
         total = mass.gather(1, (num_kept - 1).clamp(min=0)[:, None])[:, 0]
         unranked = [local for local in nucleus if ranks[rows[local]] == num_tokens]
         if unranked:
-            places = torch.tensor(unranked, device=device)
+            places = torch.tensor(unranked)
             total[places] = dense.row_sums(torch.exp(own.index_select(0, places)))
         num_below = (mass < (total * top_p)[:, None]).sum(dim=-1)
         is_known = (num_kept < count) | ~is_ranked

@@ -13,7 +13,8 @@ _GREATEST = {"int8": 127.0, "fp8_e4m3": 448.0}
 
 def scale_for(greatest: torch.Tensor, dtype: str) -> torch.Tensor:
     """The scale with which numbers up to `greatest` just fit; 1 where all of them are 0."""
-    scale = greatest.float() / _GREATEST[dtype]
+    # By a tensor: CUDA multiplies by the reciprocal of a plain number, and the bits would differ.
+    scale = greatest.float() / torch.full((), _GREATEST[dtype], device=greatest.device)
     return torch.where(scale == 0, torch.ones_like(scale), scale)
 
 

@@ -29,7 +29,7 @@ from services.worker import status
 from services.worker.adapters import WorkerAdapters
 from services.worker.config import WorkerSettings
 from services.worker.connector import StoreConnector
-from services.worker.device_memory import block_memory, kernel_wait
+from services.worker.device_memory import block_memory, check_transports, kernel_wait
 from services.worker.engine_port import WorkerEngine
 from services.worker.engine_thread import EngineThread
 from services.worker.handle_keys import HandleKeys
@@ -81,7 +81,9 @@ class WorkerCore:
         self.thread = EngineThread(
             engine,
             idle_check_s=idle_check_s,
-            wait_for_kernels=kernel_wait(None if target is None else target.memory),
+            wait_for_kernels=kernel_wait(
+                None if target is None else target.memory, engine.kv.settle
+            ),
         )
         self.on_room: Callable[[], None] = _nothing
         self.links = Links(
@@ -107,7 +109,7 @@ class WorkerCore:
         )
         """The ways to other nodes' stores."""
         self.connector.on_other_suspect = self.remote_stores.suspect
-        self.lender = self._make_lender(target)
+        self.lender = self._make_lender(target, engine.kv.is_whole)
         """Who lends this worker's blocks to others; None: it lends none."""
         self.parking = self._store_parking(engine)
         """Where preempted requests' blocks go, with a store; None: where the engine says."""
@@ -126,10 +128,11 @@ class WorkerCore:
         self._idle.set()
         self._numbers = itertools.count(1)
 
-    def _make_lender(self, target: StoreTarget | None) -> WorkerLender | None:
+    def _make_lender(self, target: StoreTarget | None, is_whole: bool) -> WorkerLender | None:
         """Only prefill workers lend, and only where the engine takes no blocks away: those of a
-        preempted request, kept in place for readers, might be what it waits for."""
-        is_wanted = self.limits.lend_blocks and self.identity.role == "prefill"
+        preempted request, kept in place for readers, might be what it waits for. Nor where blocks
+        are spread over several devices, which readers cannot be let into."""
+        is_wanted = self.limits.lend_blocks and self.identity.role == "prefill" and is_whole
         if target is None or not is_wanted or self.settings.engine.preemption != "never":
             return None
         return WorkerLender(
@@ -369,6 +372,7 @@ def _store_target(
 ) -> StoreTarget | None:
     if not settings.store_address:
         return None
+    check_transports(engine.kv, settings.transport, settings.remote_transport)
     return StoreTarget(
         address=settings.store_address,
         worker_id=identity.worker_id,

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from kvstore.transport.base import BlockMemory
 from kvstore.transport.cuda_device import CudaDevice
 from kvstore.transport.device import wait_for
+from kvstore.transport.spread_device import BASE, Part, Run, SpreadDevice
 from process.errors import FailedPrecondition
 from services.worker.engine_port import KvMemoryPort
 
@@ -23,19 +24,59 @@ def block_memory(kv: KvMemoryPort) -> BlockMemory:
             f"engine.device: KV on {kv.device} cannot be moved to a store; use cpu or cuda, or "
             "leave store_address empty"
         )
+    if not kv.is_whole:
+        return _spread(kv)
     device = CudaDevice.open(int(number or 0))
     return BlockMemory.on_device(device, kv.address, kv.layout.block_bytes, kv.num_blocks)
 
 
-def kernel_wait(memory: BlockMemory | None) -> Callable[[], None]:
+def _spread(kv: KvMemoryPort) -> BlockMemory:
+    """Of an engine of several ranks, each with its part of every block on a device of its own."""
+    if not kv.parts:
+        raise FailedPrecondition(
+            "engine.tensor_parallel, engine.pipeline_parallel: the other ranks' KV cannot be "
+            "reached from this process (CUDA IPC; the log says why): leave store_address empty"
+        )
+    parts = [
+        Part(
+            CudaDevice.open(part.device_id),
+            part.address,
+            part.record_bytes,
+            tuple(Run(*run) for run in part.runs),
+        )
+        for part in kv.parts
+    ]
+    block_bytes = kv.layout.block_bytes
+    device = SpreadDevice(parts, block_bytes)
+    return BlockMemory.on_device(device, BASE, block_bytes, kv.num_blocks)
+
+
+def check_transports(kv: KvMemoryPort, *transports: str) -> None:
+    """Raises: FailedPrecondition for NIXL, where blocks are spread over devices: it moves what lies
+    together."""
+    if not kv.is_whole and "nixl" in transports:
+        raise FailedPrecondition(
+            "transport nixl: each block of several ranks lies on several devices, where NIXL does "
+            "not reach; set transport to shm or grpc, and remote_transport to grpc"
+        )
+
+
+def kernel_wait(
+    memory: BlockMemory | None, settle: Callable[[], None] = lambda: None
+) -> Callable[[], None]:
     """Returns: what waits until all kernels that the engine started are over; nothing, where no
-    transport copies beside them."""
+    transport copies beside them.
+
+    Args:
+        settle: the same for what the engine asked other processes for.
+    """
     device = memory.device if memory is not None else None
     if device is None:
         return lambda: None
     compute_mark = device.compute_mark
 
     def wait() -> None:
+        settle()
         wait_for(compute_mark())  # as unbounded as a kernel: the engine itself waits like that
 
     return wait

@@ -5,8 +5,10 @@ the order it came; each step's output goes to the loop by one `call_soon_threads
 jobs nor work the thread blocks on its queue; after `idle_check_s` of that it checks the engine's
 conservation laws once.
 
-On a GPU a step returns before its kernels are over. Blocks are copied beside them (kvstore's
-transports), so with a store nobody hears of a step or a job until they are: `wait_for_kernels`.
+On a GPU a step may return before its kernels are over. Blocks are copied beside them (kvstore's
+transports), so with a store nobody hears of a step or a job until those are over which write into
+blocks that may be copied: `wait_for_kernels`. Not before a launch for the next step is over, which
+is the point of it (`Engine.is_device_behind`).
 
 The engine is closed when the thread ends.
 
@@ -78,6 +80,7 @@ class EngineThread:
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._on_step = on_step
         self._on_failure = on_failure
+        self._engine.watch(self._wake)
         self._thread.start()
 
     @property
@@ -135,6 +138,11 @@ class EngineThread:
         if self._closed:
             raise Unavailable("the worker is stopping")
 
+    def _wake(self) -> None:
+        """A process of the engine's has ended: look, also when there is nothing else to do. Any
+        thread."""
+        self._jobs.put(_Job(lambda engine: engine.check_alive(), None))
+
     # ---- the engine's thread
 
     def _run(self) -> None:
@@ -188,7 +196,7 @@ class EngineThread:
         result, problem = None, None
         try:
             result = job.run(self._engine)
-            self._wait_for_kernels()
+            self._wait_if_behind()
             self._stats = self._engine.stats()
         except Exception as error:  # handed to the caller, or the last line of defence
             problem = error
@@ -204,13 +212,17 @@ class EngineThread:
             if not self._engine.has_work():
                 return
             output = self._engine.step()
-            self._wait_for_kernels()
+            self._wait_if_behind()
             self._stats = self._engine.stats()
         except Exception as error:  # the last line of defence
             self._fail(error)
             return
         self.num_steps += 1
         self._deliver(self._on_step, output)
+
+    def _wait_if_behind(self) -> None:
+        if self._engine.is_device_behind:
+            self._wait_for_kernels()
 
     def _fail(self, error: Exception) -> None:
         if self._failure is not None:

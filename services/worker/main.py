@@ -140,6 +140,8 @@ async def run(
         incarnation=core.identity.incarnation.hex(),
         model=core.model.model,
         model_fingerprint=core.model.fingerprint,
+        decoder=core.model.decoder,
+        load_seconds=dict(core.model.seconds),
         store_attached=core.connector.client is not None,
         metrics=core.metrics_address,
     )

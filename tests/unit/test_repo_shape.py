@@ -30,7 +30,15 @@ TORCH_FREE = ("protos", "process", "tokens", "checkpoints", "kvstore", "baton", 
 _UNITS = re.compile(r"(_s|_ms|_bytes|_per_s|_chars|_tokens|_size|_requests|_ids|_hits|_window)$")
 _COUNTS = re.compile(r"^(num|max_num|max)_")
 # Numbers that are names or pure ratios, not measures.
-_UNITLESS = {"port", "max_logprobs", "max_stop_strings", "demote_below_free"}
+_UNITLESS = {
+    "port",
+    "max_logprobs",
+    "max_stop_strings",
+    "demote_below_free",
+    "memory_share",
+    "pipeline_parallel",
+    "tensor_parallel",
+}
 
 
 def _sources() -> Iterator[Path]:

@@ -1,5 +1,7 @@
 """Engines on a FakeModel: its next token is a function of what really lies in the KV blocks, so any
-mistake with blocks shows as a wrong token. Every engine made here is checked after its test."""
+mistake with blocks shows as a wrong token. Every engine made here is checked after its test, and
+every such test runs twice: with plain steps, and with launches ahead that are computed as late as
+may be, so that a block which was given away too early shows, too."""
 
 from __future__ import annotations
 
@@ -12,6 +14,8 @@ import pytest
 from engine.config import EngineConfig
 from engine.fake import FakeModel
 from engine.loop import Engine
+from engine.models.interface import LoadedModel
+from engine.plain_ahead import AheadModel
 from engine.request import Request, RequestEvent, Sampling
 
 
@@ -52,8 +56,8 @@ def make_request() -> Callable[..., Request]:
     return make
 
 
-@pytest.fixture
-def make_engine() -> Iterator[Callable[..., Engine]]:
+@pytest.fixture(params=["plain", "ahead"])
+def make_engine(request: pytest.FixtureRequest) -> Iterator[Callable[..., Engine]]:
     """`make_engine(num_blocks=..., budget=..., running=..., <FakeModel fields>)`."""
     made: list[Engine] = []
 
@@ -71,7 +75,10 @@ def make_engine() -> Iterator[Callable[..., Engine]]:
             max_num_running=running,
             preemption=preemption,
         )
-        engine = Engine(config, FakeModel(**({"context_window": num_blocks * 4} | model)))
+        fake: LoadedModel = FakeModel(**({"context_window": num_blocks * 4} | model))
+        if request.param == "ahead":
+            fake = AheadModel(fake, is_late=True)
+        engine = Engine(config, fake)
         made.append(engine)
         return engine
 

@@ -25,6 +25,8 @@ from engine.config import EngineConfig
 from engine.errors import NoBlocks, WrongState
 from engine.fake import FakeModel
 from engine.loop import Engine
+from engine.models.interface import LoadedModel
+from engine.plain_ahead import AheadModel
 from engine.request import Request, Reservation, Sampling, State
 from tests.unit.engine.conftest import hasher
 
@@ -50,7 +52,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.configure("never", "priority")
+        self.configure("never", "priority", None)
         self.live: dict[str, Known] = {}
         self.num_requests = 0
         self.in_transfer: list[int] = []
@@ -61,8 +63,10 @@ class EngineMachine(RuleBasedStateMachine):
     @initialize(
         preemption=st.sampled_from(["never", "recompute", "swap"]),
         policy=st.sampled_from(["fcfs", "priority", "cache_aware"]),
+        is_late=st.sampled_from([None, False, True]),
     )
-    def configure(self, preemption: str, policy: str) -> None:
+    def configure(self, preemption: str, policy: str, is_late: bool | None) -> None:
+        """is_late: None: plain steps; else launches ahead, computed late or at once."""
         config = EngineConfig(
             num_blocks=NUM_BLOCKS,
             max_num_tokens_per_step=7,
@@ -72,7 +76,10 @@ class EngineMachine(RuleBasedStateMachine):
             park_bytes=400,
         )
         self.model = FakeModel(context_window=WINDOW)
-        self.engine = Engine(config, self.model)
+        model: LoadedModel = self.model
+        if is_late is not None:
+            model = AheadModel(model, is_late=is_late)
+        self.engine = Engine(config, model)
 
     def pick(self, data: st.DataObject, *states: State) -> Known | None:
         names = [name for name, known in self.live.items() if known.state in states]

@@ -13,7 +13,7 @@ from engine.errors import ModelNotSupported, TooFewBlocks
 from engine.kv import sizing
 from engine.kv.layout import KvLayout, LayerKv, layout_of
 from engine.kv.memory import KvMemory
-from engine.kv.sizing import choose_num_blocks, free_memory_bytes
+from engine.kv.sizing import DeviceMemory, choose_num_blocks, free_memory_bytes
 
 LAYOUT = KvLayout.plain(num_layers=3, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")
 
@@ -172,6 +172,38 @@ def test_the_tails_of_a_quantized_cache_come_out_of_the_free_memory() -> None:
     assert choose_num_blocks(config, layout, 100, free_bytes - 4) == 49
     with pytest.raises(TooFewBlocks, match="0 KV blocks"):
         choose_num_blocks(config, layout, 100, 6 * layout.raw.block_bytes)
+
+
+def test_a_measured_device_gives_all_that_its_share_leaves() -> None:
+    """Weights and whatever else is there, and the largest step, come first."""
+    block = LAYOUT.block_bytes
+    device = DeviceMemory("a GPU", 1000 * block, 700 * block, 250 * block, 100 * block)
+    config = EngineConfig(memory_share=0.8)
+    assert choose_num_blocks(config, LAYOUT, 100, 0, device) == 400
+    assert choose_num_blocks(EngineConfig(num_blocks=30), LAYOUT, 100, 0, device) == 30
+    assert choose_num_blocks(EngineConfig(kv_bytes=block * 27), LAYOUT, 100, 0, device) == 27
+    with pytest.raises(TooFewBlocks) as caught:
+        choose_num_blocks(EngineConfig(memory_share=0.41), LAYOUT, 100, 0, device)
+    message = str(caught.value)
+    for part in (
+        f"a GPU has {1000 * block} bytes",
+        "memory_share=0.41",
+        f"{250 * block} of weights",
+        f"{100 * block} of the largest step",
+        f"{50 * block} in use otherwise",
+        "room for 10 KV blocks",
+        "needs 25 blocks",
+        "context_window=40",
+    ):
+        assert part in message, part
+    with pytest.raises(TooFewBlocks, match=r"room for 0 KV blocks.*raise worker"):
+        choose_num_blocks(EngineConfig(memory_share=0.2), LAYOUT, 100, 0, device)
+
+
+def test_books_are_kept_of_a_bounded_number_of_blocks() -> None:
+    total = LAYOUT.block_bytes << 24
+    device = DeviceMemory("a GPU", total, total, 0, 0)
+    assert choose_num_blocks(EngineConfig(), LAYOUT, 100, 0, device) == 1 << 18
 
 
 def test_one_window_may_take_half_of_the_free_memory() -> None:

@@ -19,6 +19,7 @@ from engine.loop import load_engine
 from engine.models import fuse as fuse_module
 from engine.models import load as load_module
 from engine.models import packed_linear
+from engine.models.hugging_face import HuggingFaceModel
 from engine.models.load import choose_device, load_model
 from process.settings import SettingsError
 from tests.parity.models import FAMILIES, save
@@ -295,3 +296,14 @@ def test_fixed_scales_of_a_model_with_few_positions(tmp_path: Path) -> None:
 def test_auto_dtype_is_the_checkpoints(broken: Checkpoint, llama: Path) -> None:
     assert _load(llama).info.dtype == "float32"
     assert _load(broken({"dtype": "bfloat16"})).info.dtype == "bfloat16"
+
+
+def test_an_engine_that_cannot_be_made_closes_its_model(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the processes of its other ranks would stay."""
+    closed: list[object] = []
+    monkeypatch.setattr(HuggingFaceModel, "close", lambda model: closed.append(model))
+    with pytest.raises(TooFewBlocks):
+        load_engine(EngineConfig(model=str(llama), device="cpu", num_blocks=43))
+    assert len(closed) == 1

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from engine import noise
+from engine.config import EngineConfig
 from engine.errors import (
     DuplicateRequest,
     InvalidRequest,
@@ -18,6 +19,7 @@ from engine.errors import (
     WrongState,
 )
 from engine.fake import FakeModel
+from engine.loop import Engine
 from engine.request import FinishReason, RequestEvent
 
 Make = Callable[..., Any]
@@ -439,9 +441,10 @@ def test_noise_is_that_of_the_place_which_the_token_takes(
         history.append(token_id)
 
 
-def test_step_without_work_is_empty(make_engine: Make) -> None:
-    engine = make_engine()
+def test_step_without_work_is_empty() -> None:
+    model = FakeModel(context_window=256)
+    engine = Engine(EngineConfig(num_blocks=64), model)
     assert not engine.has_work()
     output = engine.step()
     assert output.events == () and output.num_scheduled_tokens == 0
-    assert engine._model.num_forwards == 0
+    assert model.num_forwards == 0

@@ -52,6 +52,17 @@ def test_words_are_splitmix64_in_wrapping_64_bit_arithmetic(seed: int) -> None:
         assert word & mask == z ^ (z >> 31)
 
 
+def test_a_seed_key_is_what_a_row_key_is_made_of(seed: int) -> None:
+    """A device makes the row's key of each token from it."""
+    rng = random.Random(seed)
+    for _ in range(100):
+        draw = rng.randrange(2**64), rng.randrange(2**31), rng.randrange(2**31)
+        word = noise.seed_key(*draw[:2]) ^ draw[2]
+        assert -(2**63) <= word < 2**63
+        mixed = noise.words(torch.tensor([word]), torch.tensor([0])).item()
+        assert mixed == noise.row_key(*draw)
+
+
 def test_row_keys_are_row_key_of_each_row(seed: int) -> None:
     """numpy's wrapping arrays must do what Python's exact integers do."""
     rng = random.Random(seed)

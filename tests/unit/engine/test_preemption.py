@@ -14,10 +14,16 @@ from engine.config import EngineConfig
 from engine.errors import IntegrityError, NoBlocks, ParkingRefused, WrongState
 from engine.fake import FakeModel
 from engine.loop import Engine
-from engine.parking import Blocks, HostParking
+from engine.parking import Blocks, HostParking, choose_parking
 from engine.request import Request, RequestEvent, State
 from process.settings import SettingsError
-from tests.unit.engine.workloads import BadParking, disturbed, states, workload
+from tests.unit.engine.workloads import (
+    BadParking,
+    disturbed,
+    maybe_ahead,
+    states,
+    workload,
+)
 
 Make = Callable[..., Any]
 MODEL = FakeModel(context_window=256)
@@ -131,7 +137,7 @@ def test_no_livelock(seed: int, scale: Callable[[int], int]) -> None:
             policy=rng.choice(["fcfs", "priority", "cache_aware"]),
             preemption=rng.choice(["recompute", "swap"]),
         )
-        engine = Engine(config, FakeModel(context_window=48))
+        engine = Engine(config, maybe_ahead(FakeModel(context_window=48), rng))
         requests = workload(rng) + [
             _renamed(request, f"more {request.request_id}") for request in workload(rng)
         ]
@@ -225,9 +231,5 @@ def test_host_parking_keeps_its_bound_and_its_law() -> None:
 
 
 def test_kv_that_is_not_in_host_memory_cannot_be_swapped() -> None:
-    model = FakeModel()
-    engine = Engine(EngineConfig(num_blocks=64), model)
-    object.__setattr__(engine.model_info, "device", "cuda")
-    object.__setattr__(engine.config, "preemption", "swap")
     with pytest.raises(SettingsError, match="recompute"):
-        engine._parking(None)
+        choose_parking(EngineConfig(preemption="swap"), "cuda:0", 1 << 20, None)

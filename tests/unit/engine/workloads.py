@@ -16,6 +16,7 @@ from engine.grammar.service import GrammarService
 from engine.loop import Engine
 from engine.models.interface import LoadedModel
 from engine.parking import Blocks, HostParking, Parked, Parking
+from engine.plain_ahead import AheadModel
 from engine.request import FinishReason, GrammarSpec, Request, RequestEvent, Sampling, State
 from tests.unit.engine.conftest import hasher
 
@@ -40,8 +41,30 @@ class Bench:
     adapters: tuple[str, ...] = ("",)
     """Names that requests choose from; empty: none."""
 
-    def engine(self, config: EngineConfig, parking: Parking | None = None) -> Engine:
-        return Engine(config, self.make_model(), parking=parking, make_grammars=self.make_grammars)
+    def engine(
+        self,
+        config: EngineConfig,
+        parking: Parking | None = None,
+        rng: random.Random | None = None,
+    ) -> Engine:
+        """rng: for an engine that may launch ahead."""
+        model = self.make_model()
+        if rng is not None:
+            model = maybe_ahead(model, rng)
+        return Engine(config, model, parking=parking, make_grammars=self.make_grammars)
+
+
+def maybe_ahead(model: LoadedModel, rng: random.Random) -> LoadedModel:
+    """The same, as it is, or with launches that are computed at once or as late as may be, of few
+    rows or of many, and of all draws or but some."""
+    if rng.random() < 0.3:
+        return model
+    return AheadModel(
+        model,
+        is_late=rng.random() < 0.7,
+        max_rows=rng.choice([1, 3, 100, 100]),
+        takes=rng.choice([None, None, lambda draw: draw.position % 7 != 0]),
+    )
 
 
 PLAIN = Bench()
@@ -199,7 +222,7 @@ def small_engine(rng: random.Random, bench: Bench = PLAIN) -> Engine:
         park_bytes=rng.choice([0, 200]),
     )
     parking = BadParking(rng) if preemption == "swap" and rng.random() < 0.7 else None
-    return bench.engine(config, parking)
+    return bench.engine(config, parking, rng)
 
 
 NOTHING: Outcome = ((), None, None, "")

@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine.kv.memory import Part, Run
 from kvstore.transport import cuda_device
 from kvstore.transport.base import BlockMemory
+from kvstore.transport.cuda_device import CudaDevice
 from process.errors import FailedPrecondition
-from services.worker.device_memory import block_memory, kernel_wait
+from services.worker.device_memory import block_memory, check_transports, kernel_wait
 
 
 def _kv(device: str) -> Any:
@@ -22,6 +24,8 @@ def _kv(device: str) -> Any:
         address=int(view.ctypes.data),
         num_blocks=3,
         layout=SimpleNamespace(block_bytes=64),
+        is_whole=True,
+        parts=(),
     )
 
 
@@ -45,6 +49,45 @@ def test_cuda_without_a_driver_is_refused_by_name(monkeypatch: pytest.MonkeyPatc
         block_memory(_kv("cuda:0"))
 
 
+def _spread(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Blocks of 64 bytes, of which one rank has the first 40 and another one the rest."""
+    kv = _kv("cuda:2")
+    kv.is_whole = False
+    kv.parts = (Part(2, 4096, 40, (Run(0, 0, 40),)), Part(3, 8192, 24, (Run(40, 0, 24),)))
+    monkeypatch.setattr(CudaDevice, "open", lambda number: SimpleNamespace(device_id=number))
+    return kv
+
+
+def test_blocks_of_several_ranks_are_one_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = block_memory(_spread(monkeypatch))
+    assert (memory.block_bytes, memory.num_blocks) == (64, 3)
+    device: Any = memory.device
+    assert [part.device.device_id for part in device.parts] == [2, 3]
+    copies = np.array([(memory.address + 64 + 30, 1000, 20)], dtype=np.uint64)
+    assert [each.tolist() for each in device.deal(copies)] == [
+        [[4096 + 40 + 30, 1000, 10]],
+        [[8192 + 24, 1010, 10]],
+    ]
+
+
+def test_blocks_of_ranks_that_cannot_be_reached_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kv = _spread(monkeypatch)
+    kv.parts = ()
+    with pytest.raises(FailedPrecondition, match=r"engine\.tensor_parallel.*store_address empty"):
+        block_memory(kv)
+
+
+def test_nixl_is_refused_where_blocks_are_spread(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_transports(_kv("cuda:0"), "nixl", "nixl")
+    kv = _spread(monkeypatch)
+    check_transports(kv, "shm", "grpc")
+    for transports in (("nixl", "grpc"), ("shm", "nixl")):
+        with pytest.raises(FailedPrecondition, match="set transport to shm or grpc"):
+            check_transports(kv, *transports)
+
+
 class _Device:
     device_id, memory = 0, "VRAM"
 
@@ -60,9 +103,12 @@ class _Device:
 
 
 def test_kernels_are_waited_for() -> None:
+    """And before them, what other processes were asked for."""
     device: Any = _Device()
     memory = BlockMemory.on_device(device, 4096, 64, 3)
-    kernel_wait(memory)()
+    settled: list[int] = []
+    kernel_wait(memory, lambda: settled.append(device.looks_left))()
+    assert settled == [50]
     assert device.looks_left < 0
     with pytest.raises(TypeError, match="no host view"):
         memory.view.sum()

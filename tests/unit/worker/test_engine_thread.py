@@ -9,6 +9,7 @@ import threading
 
 import pytest
 
+from engine.errors import RankFailed
 from engine.request import StepOutput
 from process.errors import FailedPrecondition, Internal, Unavailable
 from services.worker.engine_thread import EngineThread
@@ -155,8 +156,9 @@ async def test_a_broken_law_is_a_failure(how: str) -> None:
 
 
 async def test_nobody_hears_of_a_step_or_a_job_before_its_kernels_are_over() -> None:
-    """Transports copy blocks beside the kernels, so whoever hears of blocks may copy them."""
-    engine = fake_engine()
+    """Transports copy blocks beside the kernels, so whoever hears of blocks may copy them. A
+    prompt's chunk draws nothing, so nothing else has waited."""
+    engine = fake_engine(chunk=4)
     are_over, waits = threading.Event(), []
 
     def wait_for_kernels() -> None:
@@ -166,17 +168,36 @@ async def test_nobody_hears_of_a_step_or_a_job_before_its_kernels_are_over() -> 
     heard: list[StepOutput] = []
     thread = EngineThread(engine, wait_for_kernels=wait_for_kernels)
     thread.start(heard.append, lambda failure: None)
-    job = asyncio.create_task(
-        thread.call(lambda e: (e.reserve(request(engine, prompt_of(9), name="r")), e.start("r")))
-    )
+    async with asyncio.timeout(5):
+        await thread.call(
+            lambda e: (e.reserve(request(engine, prompt_of(9), name="r")), e.start("r"))
+        )
+    job = asyncio.create_task(thread.call(lambda e: e.abort("r")))
     await asyncio.wait([job], timeout=0.1)
-    assert not job.done() and waits == ["engine"]
+    assert not job.done() and waits == ["engine"] and not heard
     are_over.set()
     async with asyncio.timeout(5):
         await job
         while not heard:
             await asyncio.sleep(0.001)
-    assert len(waits) >= 2
+    assert len(waits) >= 2  # after the chunk, and after the job that gives its blocks back
+    await thread.stop(5)
+
+
+async def test_a_draw_has_waited_for_the_kernels() -> None:
+    """So has whoever reads a launch: a second wait would be for the launch of the next step."""
+    engine, waits = fake_engine(), list[int]()
+    heard: list[StepOutput] = []
+    thread = EngineThread(engine, wait_for_kernels=lambda: waits.append(1))
+    thread.start(heard.append, lambda failure: None)
+    async with asyncio.timeout(5):
+        await thread.call(
+            lambda e: (e.reserve(request(engine, prompt_of(9), name="r")), e.start("r"))
+        )
+        while len(heard) < 4:
+            await asyncio.sleep(0.001)
+        await thread.call(lambda e: e.abort("r"))
+    assert waits == []
     await thread.stop(5)
 
 
@@ -225,3 +246,27 @@ def _raise(error: Exception) -> None:
 
 def _broken_forward(batch: object) -> object:
     raise RuntimeError("the device is on fire")
+
+
+async def test_an_idle_engine_that_lost_a_process_fails_at_once() -> None:
+    """A model of several processes tells from a thread of its own; nobody has to ask for a step."""
+    engine = fake_engine()
+    told: list[object] = []
+    engine._model.watch = told.append  # type: ignore[method-assign]
+    failures: list[Internal] = []
+    async with running(engine, on_failure=failures.append) as thread:
+        (tell,) = told
+        assert callable(tell)
+        await asyncio.to_thread(tell)  # a false alarm
+        await thread.call(lambda e: None)
+        assert thread.failure is None
+        engine._model.check_alive = _gone  # type: ignore[method-assign]
+        await asyncio.to_thread(tell)
+        async with asyncio.timeout(5):
+            while not failures:
+                await asyncio.sleep(0.01)
+        assert "rank 1 ended (signal 9)" in str(thread.failure)
+
+
+def _gone() -> None:
+    raise RankFailed("rank 1 ended (signal 9)")

@@ -9,8 +9,8 @@ import threading
 
 import pytest
 
-from engine_client import frames
-from engine_client.frames import FrameReader, FrameWriter
+from process import frames
+from process.frames import FrameReader, FrameWriter
 from process.errors import InvalidArgument, Unavailable
 
 

@@ -45,6 +45,10 @@ class FrameReader:
             self._buffer += data
         return frame
 
+    def fileno(self) -> int:
+        """What to wait on. Frames that have come already are not seen there."""
+        return self._socket.fileno()
+
     def close(self) -> None:
         """Let the socket go."""
         self._socket.close()

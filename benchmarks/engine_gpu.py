@@ -1,0 +1,301 @@
+"""The whole engine on one GPU: schedule, forward, draw, bookkeeping; beside what the device can do.
+
+Random weights of two shapes, greedy, bfloat16, the prefix cache without use (prompts differ). Per
+shape: milliseconds a decode step at batch 1, 8, 64 and 256 with 1,024 tokens of context, as (time
+of 129 tokens - time of 1) / 128; prompts of 1 x 2048, 1 x 8192 and 16 x 2048 tokens; 256 requests
+of (1024 in, 256 out). Ceilings of the same run: a device-to-device copy, a read, a large matrix
+product. The peer's figures (vLLM 0.24 on one H100 80GB HBM3, same definitions) stand beside ours;
+it cannot be brought into the run. `--profile` adds where a step's time goes, kernel by kernel.
+
+    python -m benchmarks.engine_gpu --shapes llama-8b qwen3-0.6b
+
+The last line printed is one JSON object. Needs one CUDA device with 80 GB; takes minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import hashlib
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from benchmarks.context import context, publish
+from engine.config import EngineConfig
+from engine.loop import Engine, load_engine
+from engine.request import Request, Sampling
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-8b": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 14336,
+        "vocab_size": 128_256,
+        "tie_word_embeddings": False,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500_000.0,
+        "max_position_embeddings": 8704,
+    },
+    "qwen3-0.6b": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 1024,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 3072,
+        "vocab_size": 151_936,
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1_000_000.0,
+        "max_position_embeddings": 8704,
+    },
+}
+COMMON = {"dtype": "bfloat16", "hidden_act": "silu", "eos_token_id": None, "pad_token_id": 0}
+
+BATCHES = (1, 8, 64, 256)
+PEER: dict[str, dict[str, Any]] = {
+    "llama-8b": {
+        "decode_ms": {1: 6.55, 8: 7.00, 64: 10.18, 256: 21.51},
+        "prefill_tokens_per_s": {"1x2048": 41_395, "1x8192": 39_296, "16x2048": 43_256},
+        "output_tokens_per_s": 5_641,
+    },
+    "qwen3-0.6b": {
+        "decode_ms": {1: 1.755, 8: 2.004, 64: 4.591, 256: 13.12},
+        "prefill_tokens_per_s": {"1x2048": 150_069, "1x8192": 255_428, "16x2048": 371_172},
+        "output_tokens_per_s": 16_020,
+    },
+}
+"""vLLM 0.24.0, torch 2.11.0+cu130, FlashAttention 3, CUDA graphs and torch.compile; one H100."""
+
+CONTEXT = 1024
+NUM_DECODED = 128
+
+
+def save_config(folder: Path, shape: str) -> None:
+    """A checkpoint folder without weights: config.json and a tokenizer."""
+    (folder / "config.json").write_text(json.dumps(SHAPES[shape] | COMMON), encoding="utf-8")
+    vocabulary = {str(token_id): token_id for token_id in range(SHAPES[shape]["vocab_size"])}
+    Tokenizer(WordLevel(vocabulary, unk_token="0")).save(str(folder / "tokenizer.json"))
+
+
+# -- ceilings
+
+
+def _seconds(work: Any, repeats: int) -> float:
+    """Median of `repeats`, by events."""
+    for _ in range(2):
+        work()
+    times: list[float] = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(times)
+
+
+def ceilings() -> dict[str, float]:
+    """copy_gb_per_s (bytes read and written), read_gb_per_s, matmul_tflop_per_s (bfloat16, random
+    numbers)."""
+    num_bytes = 2 << 30
+    source = torch.randn(num_bytes // 4, device="cuda")
+    target = torch.empty_like(source)
+    copy_s = _seconds(lambda: target.copy_(source), 10)
+    read_s = _seconds(lambda: source.max(), 10)
+    size = 8192
+    a = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
+    b = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
+    matmul_s = _seconds(lambda: a @ b, 10)
+    return {
+        "copy_gb_per_s": 2 * num_bytes / copy_s / 1e9,
+        "read_gb_per_s": num_bytes / read_s / 1e9,
+        "matmul_tflop_per_s": 2 * size**3 / matmul_s / 1e12,
+    }
+
+
+# -- the engine
+
+
+def _block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    data = b"".join(token.to_bytes(4, "little") for token in token_ids)
+    return hashlib.blake2b(parent + data, digest_size=16).digest()
+
+
+class Bench:
+    """One engine and requests that differ from all before, so that nothing is a prefix hit."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._num_requests = 0
+
+    def submit(self, num_requests: int, num_prompt: int, num_output: int) -> None:
+        vocab_size = self.engine.model_info.vocab_size
+        sampling = Sampling(max_tokens=num_output, ignore_eos=True)
+        for _ in range(num_requests):
+            self._num_requests += 1
+            token_ids = tuple(
+                (self._num_requests * 7919 + at * 104_729) % vocab_size for at in range(num_prompt)
+            )
+            self.engine.submit(Request(f"r{self._num_requests}", token_ids, sampling, _block_hash))
+
+    def run(self) -> tuple[float, float, list[float]]:
+        """Until nothing is left. Returns: seconds until everybody's first token, seconds in all,
+        milliseconds of each step after the first tokens."""
+        began = time.perf_counter()
+        live: set[str] = set()
+        first_s, steps = 0.0, []
+        num_wanted = self.engine.stats().num_waiting + self.engine.stats().num_running
+        while self.engine.has_work():
+            step_began = time.perf_counter()
+            output = self.engine.step()
+            now = time.perf_counter()
+            for event in output.events:
+                if event.token_ids:
+                    live.add(event.request_id)
+            if first_s:
+                steps.append((now - step_began) * 1e3)
+            elif len(live) >= num_wanted:
+                first_s = now - began
+        return first_s, time.perf_counter() - began, steps
+
+    def decode_ms(self, batch: int) -> dict[str, float]:
+        """One figure as the peer's is taken, and the median step."""
+        self.submit(batch, CONTEXT, NUM_DECODED + 1)
+        first_s, all_s, steps = self.run()
+        return {
+            "ms_per_step": (all_s - first_s) / NUM_DECODED * 1e3,
+            "median_step_ms": statistics.median(steps),
+        }
+
+    def prefill(self, num_prompts: int, num_tokens: int) -> dict[str, float]:
+        """Best of three."""
+        seconds = []
+        for _ in range(3):
+            self.submit(num_prompts, num_tokens, 1)
+            seconds.append(self.run()[1])
+        best = min(seconds)
+        return {"seconds": best, "tokens_per_s": num_prompts * num_tokens / best}
+
+    def throughput(self, num_requests: int, num_prompt: int, num_output: int) -> dict[str, float]:
+        self.submit(num_requests, num_prompt, num_output)
+        _, all_s, _ = self.run()
+        return {"seconds": all_s, "output_tokens_per_s": num_requests * num_output / all_s}
+
+    def profile(self, batch: int) -> str:
+        """Time by kernel of ten decode steps."""
+        self.submit(batch, CONTEXT, 40)
+        for _ in range(20):
+            self.engine.step()
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profile:
+            for _ in range(10):
+                self.engine.step()
+            torch.cuda.synchronize()
+        self.run()
+        table: str = profile.key_averages().table(sort_by="cuda_time_total", row_limit=16)
+        return table
+
+
+def measure(shape: str, console: Console, *, batches: Sequence[int], is_profiled: bool) -> Any:
+    """Every figure of one shape."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        save_config(folder, shape)
+        config = EngineConfig(
+            model=str(folder),
+            device="cuda",
+            max_num_tokens_per_step=8192,
+            max_num_running=max(batches),
+        )
+        began = time.perf_counter()
+        engine = load_engine(config, random_weights_seed=0)
+        ready_s = time.perf_counter() - began
+    bench = Bench(engine)
+    bench.decode_ms(1)  # whatever is made on the first use
+    result: dict[str, Any] = {
+        "time_to_ready_s": ready_s,
+        "decode": {batch: bench.decode_ms(batch) for batch in batches},
+        "prefill": {
+            f"{count}x{length}": bench.prefill(count, length)
+            for count, length in ((1, 2048), (1, 8192), (16, 2048))
+        },
+        "throughput_256x1024x256": bench.throughput(256, 1024, 256),
+        "peer": PEER[shape],
+    }
+    if is_profiled:
+        for batch in batches:
+            console.print(f"{shape}, batch {batch}, ten steps:\n{bench.profile(batch)}")
+    engine.check_integrity()
+    engine.close()
+    del engine, bench
+    gc.collect()
+    torch.cuda.empty_cache()
+    return result
+
+
+def _show(console: Console, shape: str, result: dict[str, Any]) -> None:
+    table = Table(title=shape)
+    for column in ("what", "ours", "vLLM 0.24", "ratio"):
+        table.add_column(column, justify="right")
+    peer = PEER[shape]
+    for batch, one in result["decode"].items():
+        ours, theirs = one["ms_per_step"], peer["decode_ms"][batch]
+        table.add_row(
+            f"decode ms, batch {batch}", f"{ours:.2f}", f"{theirs}", f"{ours / theirs:.2f}"
+        )
+    for name, one in result["prefill"].items():
+        ours, theirs = one["tokens_per_s"], peer["prefill_tokens_per_s"][name]
+        table.add_row(f"prefill tok/s, {name}", f"{ours:.0f}", f"{theirs}", f"{ours / theirs:.2f}")
+    ours = result["throughput_256x1024x256"]["output_tokens_per_s"]
+    theirs = peer["output_tokens_per_s"]
+    table.add_row("256 x (1024, 256) tok/s", f"{ours:.0f}", f"{theirs}", f"{ours / theirs:.2f}")
+    table.add_row("time to ready, s", f"{result['time_to_ready_s']:.1f}", "", "")
+    console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--batches", nargs="+", type=int, choices=BATCHES, default=list(BATCHES))
+    parser.add_argument("--profile", action="store_true", help="time by kernel, on stderr")
+    parser.add_argument("--out", type=Path, default=None)
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("benchmarks.engine_gpu: torch finds no CUDA device")
+    console = Console(stderr=True, width=200)
+    result: dict[str, Any] = {
+        **context(),
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "ceilings": ceilings(),
+    }
+    for shape in arguments.shapes:
+        one = measure(shape, console, batches=arguments.batches, is_profiled=arguments.profile)
+        result[shape] = one
+        _show(console, shape, one)
+    publish(result, arguments.out)
+
+
+if __name__ == "__main__":
+    main()

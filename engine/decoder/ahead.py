@@ -1,0 +1,265 @@
+"""AheadDecoder: decode steps of our own decoder that are launched before the one before was read
+(DecodesAhead, engine/models/interface.py).
+
+A launch is: the rows' image into pinned memory, one copy to the device, one graph, one copy of the
+drawn tokens back, one event. Nothing waits but `read`. Knows no scheduling: who takes part, and
+whose draw is thrown away, is the caller's. Invariant: at most two launches are not read, so two of
+each pinned buffer suffice: a launch that was read has done with its own. Engine thread only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.decoder.decoder import Decoder
+from engine.decoder.graph_set import GraphMemory
+from engine.decoder.graphs import Decode, DecodeGraphs, DecodeStep, DrawRows
+from engine.decoder.rows import Image, Placed, RowTable, aligned
+from engine.decoder.step_graphs import StepGraphs
+from engine.errors import InvalidLogits, LoadError, WrongState
+from engine.kv.memory import KvMemory
+from engine.models.interface import DecodeRow, Launch, Progress
+from engine.sampling.recipe import masks_ends, recipe_of
+from engine.sampling.row import Draw, Drawn
+
+MAX_OUTSTANDING = 2
+"""Launches that may not have been read."""
+
+_MAX_CHANGES = 1 << 14
+"""Entries of block tables that one image brings: 128 kB of pinned memory, of which a step copies
+what it uses. More at once (many long prompts) take a copy of their own."""
+
+
+@dataclass(frozen=True, eq=False)
+class RowLaunch:
+    """A launch that is under way."""
+
+    order: NDArray[np.intp]
+    """[rows]: the place of each."""
+
+    positions: tuple[int, ...]
+    """[rows]: of the tokens that are drawn; for errors."""
+
+    buffer: int
+    """Which of the pinned buffers is its own."""
+
+    done: torch.cuda.Event | None
+    """None: the device is the CPU, and all is there."""
+
+
+class AheadDecoder:
+    """See the module.
+
+    Args:
+        decode: the decoder's step; writes into the cache that the block ids are of.
+        max_rows: most rows of a launch.
+        context_window: most tokens of a row.
+        uses_graphs: False: launch kernel by kernel. As good as True where there is no CUDA.
+        steps: captured with the launches, in the same memory.
+        draw: where a rank of several does not draw by itself (engine/parallel/ahead.py).
+    """
+
+    def __init__(
+        self,
+        decode: Decode,
+        *,
+        max_rows: int,
+        context_window: int,
+        block_size: int,
+        vocab_size: int,
+        device: torch.device,
+        uses_graphs: bool = True,
+        steps: StepGraphs | None = None,
+        draw: DrawRows | None = None,
+    ) -> None:
+        self.max_rows = max_rows
+        self.steps = steps
+        self._device = device
+        is_cuda = device.type == "cuda"
+        image = Image(aligned(max_rows), _MAX_CHANGES)
+        width = aligned(-(-context_window // block_size))
+        self._table = RowTable(image, table_width=width, block_size=block_size)
+        self._step = DecodeStep(
+            decode, image, table_width=width, vocab_size=vocab_size, device=device, draw=draw
+        )
+        self._graphs = DecodeGraphs(
+            self._step,
+            max_rows=max_rows,
+            table_width=width,
+            block_size=block_size,
+            uses_graphs=uses_graphs and is_cuda,
+        )
+        self._inputs = _buffers((image.num_words,), is_pinned=is_cuda)
+        self._outputs = _buffers((2, image.max_rows), is_pinned=is_cuda)
+        self._outstanding: deque[RowLaunch] = deque()
+        self._next_buffer = 0
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Compile and capture everything that a launch, and a plain step of `steps`, will need.
+        Writes no KV; forgets all rows.
+
+        Raises: WrongState while a launch is under way; LoadError where the device has no memory for
+            it.
+        """
+        if self._outstanding:
+            raise WrongState("a launch is under way")
+        self._table.forget()
+        total = len(self._graphs.buckets) + (0 if self.steps is None else len(self.steps.shapes))
+        done = 0
+
+        def tell() -> None:
+            nonlocal done
+            done += 1
+            if progress is not None:
+                progress("graphs", done, total)
+
+        with self._on_device():
+            memory = GraphMemory() if self._device.type == "cuda" else None
+            try:
+                if self.steps is not None:  # which have the most rows
+                    self.steps.capture(memory=memory, on_captured=tell)
+                self._graphs.capture(memory=memory, on_captured=tell)
+            except torch.OutOfMemoryError as error:
+                raise LoadError(
+                    f"no memory on {self._device} for {total} CUDA graphs beside the KV cache: "
+                    "lower memory_share (or kv_bytes, num_blocks), or max_num_running"
+                ) from error
+
+    def takes(self, draw: Draw) -> bool:
+        """Whether the device can draw this: greedy or sampled, with temperature, top-k, top-p and
+        min-p; nothing that changes logits, and nothing that is told beside the token."""
+        sampling = draw.sampling
+        if draw.bitmask is not None or sampling.grammar is not None:
+            return False
+        recipe = recipe_of(sampling)
+        if recipe.is_plain:
+            return True
+        is_quiet = sampling.logprobs is None and not sampling.trace
+        return is_quiet and not recipe.adjusts and not masks_ends(draw)
+
+    @torch.inference_mode()
+    def launch(self, rows: Sequence[DecodeRow]) -> RowLaunch:
+        """Begin a step.
+
+        Args:
+            rows: at least one, at most `max_rows`. A token id of -1: what this row drew in the
+                launch before.
+        Raises: WrongState where two launches are not read; IntegrityError for rows that do not fit
+            (engine/decoder/rows.py); what the device raises. After an error the next launch's
+            tokens must all be given; before one, `drain` if it was the device's.
+        """
+        if len(self._outstanding) == MAX_OUTSTANDING:
+            raise WrongState(f"{MAX_OUTSTANDING} launches are not read yet")
+        if not 0 < len(rows) <= self.max_rows:
+            raise WrongState(f"a launch of {len(rows)} rows, not 1 to {self.max_rows}")
+        buffer = self._next_buffer
+        try:
+            placed = self._table.update(rows)
+            with self._on_device():
+                done = self._begin(placed, len(rows), buffer)
+        except BaseException:
+            self._table.forget()
+            raise
+        self._next_buffer = (buffer + 1) % MAX_OUTSTANDING
+        launch = RowLaunch(placed.order, tuple(row.draw.position for row in rows), buffer, done)
+        self._outstanding.append(launch)
+        return launch
+
+    def _begin(self, placed: Placed, num_rows: int, buffer: int) -> torch.cuda.Event | None:
+        """Queue it. Returns: what tells that it is done."""
+        host, host_words = self._inputs[buffer]
+        num_words = placed.num_words
+        host_words[:num_words] = self._table.words[:num_words]
+        if len(placed.overflow):
+            self._step.apply(placed.overflow)
+        self._step.words[:num_words].copy_(host[:num_words], non_blocking=True)
+        self._graphs.run(num_rows, placed.num_blocks, placed.needs)
+        self._outputs[buffer][0].copy_(self._step.drawn, non_blocking=True)
+        if self._device.type != "cuda":
+            return None
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record()
+        return done
+
+    def read(self, launch: Launch) -> list[Drawn]:
+        """Wait for a launch; what its rows drew, in their order. A row whose best logit is not
+        finite has an InvalidLogits of its own.
+
+        Raises: WrongState for a launch that is not the oldest one unread; what the device raised.
+        """
+        if not self._outstanding or self._outstanding[0] is not launch:
+            raise WrongState("launches are read once, in order")
+        oldest = self._outstanding.popleft()
+        if oldest.done is not None:
+            oldest.done.synchronize()
+        token_ids, bits = self._outputs[oldest.buffer][1]
+        drawn = [Drawn(token_id) for token_id in token_ids[oldest.order].tolist()]
+        values = bits.view(np.float32)[oldest.order]
+        is_valid = np.isfinite(values)
+        if not is_valid.all():
+            for at in np.flatnonzero(~is_valid).tolist():
+                message = f"the best logit for position {oldest.positions[at]} is {values[at]}"
+                drawn[at] = Drawn(-1, error=InvalidLogits(message))
+        return drawn
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        """Graphs and kernels are launched on the current device."""
+        is_cuda = self._device.type == "cuda"
+        return torch.cuda.device(self._device) if is_cuda else contextlib.nullcontext()
+
+    def drain(self) -> None:
+        """After an exception: wait for what is under way, and forget it and all rows."""
+        self._outstanding.clear()
+        self._table.forget()
+        if self._device.type == "cuda":
+            # A device that failed touches nothing any more, and says so again at the next call.
+            with contextlib.suppress(RuntimeError):
+                torch.cuda.synchronize(self._device)
+
+
+def _buffers(
+    shape: tuple[int, ...], *, is_pinned: bool
+) -> list[tuple[torch.Tensor, NDArray[np.int32]]]:
+    """One for each launch that may be under way, as a tensor and as the same memory in numpy."""
+    tensors = [
+        torch.zeros(shape, dtype=torch.int32, pin_memory=is_pinned) for _ in range(MAX_OUTSTANDING)
+    ]
+    return [(tensor, tensor.numpy()) for tensor in tensors]
+
+
+def make_ahead(
+    decoder: Decoder, memory: KvMemory, *, max_rows: int, max_tokens: int, context_window: int
+) -> AheadDecoder:
+    """For a decoder that is attached to `memory`, whose blocks store what is computed.
+
+    Args:
+        max_rows, max_tokens: most sequences and tokens of a step.
+    """
+    device, block_size = memory.cache.device, memory.layout.block_size
+    steps = None
+    if device.type == "cuda" and not decoder.is_exact:
+        steps = StepGraphs(
+            decoder.forward,
+            max_singles=max_rows,
+            max_tokens=max_tokens,
+            context_window=context_window,
+            block_size=block_size,
+            device=device,
+        )
+    return AheadDecoder(
+        decoder.decode,
+        max_rows=max_rows,
+        context_window=context_window,
+        block_size=block_size,
+        vocab_size=decoder.shape.vocab_size,
+        device=device,
+        steps=steps,
+    )

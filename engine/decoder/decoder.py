@@ -1,0 +1,356 @@
+"""Decoder: the forward pass of a Llama-shaped decoder over the paged cache, five or six launches a
+layer.
+
+Two ways in: `decode` takes one token of each sequence, fixed shapes, nothing read back: it can be
+captured in a CUDA graph. `forward` takes any step. Both are functional but for the KV that they
+write. Knows no requests, no states and no sampling. Invariant: a row sees the cached tokens of its
+own sequence and itself. Engine thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from baton_kernels.attention import decode_attention
+from baton_kernels.block_rows import BlockRows
+from baton_kernels.dispatch import Backend
+from baton_kernels.layer_ops import rotate_and_write
+from baton_kernels.prefill_attention import prefill_attention
+from baton_kernels.rotated_attention import rotate_and_attend
+from torch.nn.functional import embedding
+
+from engine.decoder.inputs import DecodeInputs, MixedInputs
+from engine.decoder.weights import DecoderWeights, LayerWeights
+
+if TYPE_CHECKING:  # which brings transformers along; ranks' processes need none
+    from engine.models.attention_hook import Attend
+
+_LEAST_SPARED_ROWS = 64
+"""The last layer computes only rows that are drawn from, where that spares so many. A guess: what
+two more small launches cost."""
+
+_AttendLayer = Callable[[int, LayerWeights, torch.Tensor], torch.Tensor]
+"""(index among this stage's layers, layer, qkv [T, (H + 2 K) D]) -> [T, H D]."""
+
+
+class Collective(Protocol):
+    """What ranks that share layers do together."""
+
+    @property
+    def rank(self) -> int: ...
+
+    def add_up(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' x; may be x, in place."""
+        ...
+
+    def join_columns(self, x: torch.Tensor) -> torch.Tensor:
+        """[M, V / ranks] of each rank -> [M, V]."""
+        ...
+
+
+class Decoder:
+    """See the module.
+
+    Args:
+        weights: of this rank.
+        rope: [positions, D] float32 (`shape.rope_table`): as many as the longest request has.
+        is_exact: a row's bits do not depend on the rows around it, nor on its step; slower.
+        backend: of every kernel.
+        collective: where several ranks share the layers.
+    """
+
+    def __init__(
+        self,
+        weights: DecoderWeights,
+        rope: torch.Tensor,
+        *,
+        is_exact: bool = False,
+        backend: Backend = "auto",
+        collective: Collective | None = None,
+    ) -> None:
+        self.weights = weights
+        self.shape = weights.shape
+        self.is_exact = is_exact
+        self.backend: Backend
+        self._rope = rope
+        self._collective = collective
+        self._adds_residual = collective is None or collective.rank == 0
+        self._rows: Sequence[BlockRows] = ()
+        first = weights.share.first_layer
+        self._windows = weights.shape.windows[first : first + len(weights.layers)]
+        for projection in weights.projections:
+            projection.is_exact = is_exact
+        self.use_backend(backend)
+
+    def use_backend(self, backend: Backend) -> None:
+        """Of every kernel, from now on."""
+        self.backend = backend
+        for projection in self.weights.projections:
+            projection.backend = backend
+
+    def attach(self, rows: Sequence[BlockRows]) -> None:
+        """Use this cache from now on.
+
+        Args:
+            rows: one for each of this stage's layers.
+        """
+        if len(rows) != len(self.weights.layers):
+            raise ValueError(f"rows: {len(rows)} for {len(self.weights.layers)} layers")
+        self._rows = rows
+
+    def decode(self, inputs: DecodeInputs, hidden: torch.Tensor | None = None) -> torch.Tensor:
+        """One token of each sequence.
+
+        Args:
+            hidden: [B, hidden] of the stage before, spoiled; None: this is the first.
+        Returns: logits [B, V]; of a stage that is not the last, hidden [B, hidden].
+        """
+        positions, block_tables = inputs.positions, inputs.block_tables
+
+        def attend(index: int, layer: LayerWeights, qkv: torch.Tensor) -> torch.Tensor:
+            return self._attend_each(index, layer, qkv, positions, block_tables)
+
+        x = self._embed(inputs.token_ids, hidden)
+        for index, layer in enumerate(self.weights.layers):
+            x = self._layer(index, layer, x, attend)
+        return self._logits(x)
+
+    def forward(self, inputs: MixedInputs, hidden: torch.Tensor | None = None) -> torch.Tensor:
+        """Any step.
+
+        Args:
+            hidden: [T, hidden] of the stage before, spoiled; None: this is the first.
+        Returns: logits [R, V] of the rows of `draw_indices`; of a stage that is not the last,
+            hidden [T, hidden].
+        """
+
+        def attend(index: int, layer: LayerWeights, qkv: torch.Tensor) -> torch.Tensor:
+            return self._attend_chunks(index, layer, qkv, inputs)
+
+        x = self._embed(inputs.token_ids, hidden)
+        last = len(self.weights.layers) - 1
+        for index, layer in enumerate(self.weights.layers):
+            if index == last and self._spares_rows(inputs):
+                return self._logits(self._last_layer(index, layer, x, inputs))
+            x = self._layer(index, layer, x, attend)
+        if self.weights.head is None:
+            return x
+        return self._logits(x.index_select(0, inputs.draw_indices))
+
+    def forward_attending(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        draw_indices: torch.Tensor,
+        step: Attend,
+    ) -> torch.Tensor:
+        """Any step over a cache that is not addressed by BlockRows alone: a quantized one.
+
+        Args:
+            token_ids, positions: [T] int32.
+            draw_indices: [R] int32.
+            step: writes and attends; whole models only, no stages.
+        Returns: logits [R, V].
+        """
+
+        def attend(index: int, layer: LayerWeights, qkv: torch.Tensor) -> torch.Tensor:
+            shape = self.shape
+            key = qkv.new_empty(qkv.shape[0], shape.num_kv_heads, shape.head_dim)
+            value = torch.empty_like(key)
+            query = self._rotated(index, layer, qkv, positions, None, None, (key, value))
+            attended = step.attend(
+                index,
+                query.transpose(0, 1),
+                key.transpose(0, 1),
+                value.transpose(0, 1),
+                shape.scaling,
+                self._windows[index],
+            )
+            return attended.reshape(qkv.shape[0], -1)
+
+        x = self._embed(token_ids, None)
+        for index, layer in enumerate(self.weights.layers):
+            x = self._layer(index, layer, x, attend)
+        return self._logits(x.index_select(0, draw_indices))
+
+    # -- parts
+
+    def _embed(self, token_ids: torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:
+        if hidden is not None:
+            return hidden
+        if self.weights.embedding is None:
+            raise ValueError("hidden: this stage has no embedding")
+        return embedding(token_ids, self.weights.embedding)
+
+    def _layer(
+        self, index: int, layer: LayerWeights, x: torch.Tensor, attend: _AttendLayer
+    ) -> torch.Tensor:
+        """[T, hidden] -> [T, hidden]."""
+        qkv = layer.qkv.forward(x, norm_weight=layer.norm, norm_eps=self.shape.norm_eps)
+        return self._finish_layer(layer, x, attend(index, layer, qkv))
+
+    def _finish_layer(
+        self, layer: LayerWeights, x: torch.Tensor, attended: torch.Tensor
+    ) -> torch.Tensor:
+        """What follows the attention: x [M, hidden], attended [M, H D] -> [M, hidden]."""
+        x = self._added(layer.o.forward(attended, residual=self._residual(x)))
+        inner = layer.gate_up.forward(x, norm_weight=layer.mlp_norm, norm_eps=self.shape.norm_eps)
+        return self._added(layer.down.forward(inner, residual=self._residual(x)))
+
+    def _last_layer(
+        self, index: int, layer: LayerWeights, x: torch.Tensor, inputs: MixedInputs
+    ) -> torch.Tensor:
+        """Rows that nothing is drawn from only leave their KV: [T, hidden] -> [R, hidden]."""
+        qkv = layer.qkv.forward(x, norm_weight=layer.norm, norm_eps=self.shape.norm_eps)
+        places = inputs.positions, inputs.block_tables, inputs.sequence_ids
+        query = self._rotated(index, layer, qkv, *places, None)
+        drawn = inputs.draw_indices
+        tables = inputs.block_tables.index_select(0, inputs.sequence_ids.index_select(0, drawn))
+        ends = inputs.positions.index_select(0, drawn) + 1
+        attended = self._attend_singles(index, query.index_select(0, drawn), tables, ends)
+        return self._finish_layer(layer, x.index_select(0, drawn), attended)
+
+    def _spares_rows(self, inputs: MixedInputs) -> bool:
+        is_head = self.weights.head is not None
+        has_adapters = any(one.deltas is not None for one in self.weights.layers[-1].projections)
+        spared = inputs.num_rows - inputs.num_draws
+        return (
+            is_head
+            and inputs.num_draws > 0
+            and not has_adapters  # whose rows are those of the whole step
+            and spared >= _LEAST_SPARED_ROWS
+        )
+
+    def _attend_chunks(
+        self, index: int, layer: LayerWeights, qkv: torch.Tensor, inputs: MixedInputs
+    ) -> torch.Tensor:
+        """Write, then attend: [T, (H + 2 K) D] -> [T, H D]."""
+        shape, num_singles = self.shape, inputs.num_singles
+        num_rows = qkv.shape[0]
+        places = inputs.positions, inputs.block_tables, inputs.sequence_ids
+        if num_singles == num_rows:
+            return self._attend_each(index, layer, qkv, inputs.positions, inputs.block_tables)
+        key = qkv.new_empty(num_rows, shape.num_kv_heads, shape.head_dim)
+        value = torch.empty_like(key)
+        query = self._rotated(index, layer, qkv, *places, (key, value))
+        out = None  # the library's own result is taken as it is, where it is all
+        if num_singles:
+            out = torch.empty_like(query)
+            self._attend_singles(
+                index,
+                query[:num_singles],
+                inputs.block_tables[:num_singles],
+                inputs.ends,
+                out[:num_singles],
+            )
+        attended = prefill_attention(
+            query[num_singles:],
+            key[num_singles:],
+            value[num_singles:],
+            self._rows[index],
+            inputs.block_tables[num_singles:],
+            inputs.query_starts,
+            inputs.starts,
+            max_query_len=inputs.max_query_len,
+            max_end=inputs.max_end,
+            spans=inputs.spans,
+            scaling=shape.scaling,
+            window=self._windows[index],
+            out=None if out is None else out[num_singles:],
+            backend=self.backend,
+            exact=self.is_exact,
+        )
+        return (attended if out is None else out).reshape(num_rows, -1)
+
+    def _attend_singles(
+        self,
+        index: int,
+        query: torch.Tensor,
+        block_tables: torch.Tensor,
+        ends: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """[B, H, D] -> [B, H D]."""
+        attended = decode_attention(
+            query,
+            self._rows[index],
+            block_tables,
+            ends,
+            scaling=self.shape.scaling,
+            window=self._windows[index],
+            out=out,
+            backend=self.backend,
+            exact=self.is_exact,
+        )
+        return attended.view(query.shape[0], -1)
+
+    def _attend_each(
+        self,
+        index: int,
+        layer: LayerWeights,
+        qkv: torch.Tensor,
+        positions: torch.Tensor,
+        block_tables: torch.Tensor,
+    ) -> torch.Tensor:
+        """Write, then attend, one token of each sequence: [B, (H + 2 K) D] -> [B, H D]."""
+        attended = rotate_and_attend(
+            qkv,
+            positions,
+            self._rope,
+            self._rows[index],
+            block_tables,
+            num_heads=self.shape.num_heads,
+            scaling=self.shape.scaling,
+            q_norm=layer.q_norm,
+            k_norm=layer.k_norm,
+            norm_eps=self.shape.norm_eps,
+            window=self._windows[index],
+            backend=self.backend,
+            exact=self.is_exact,
+        )
+        return attended.view(qkv.shape[0], -1)
+
+    def _rotated(
+        self,
+        index: int,
+        layer: LayerWeights,
+        qkv: torch.Tensor,
+        positions: torch.Tensor,
+        block_tables: torch.Tensor | None,
+        sequence_ids: torch.Tensor | None,
+        key_value: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> torch.Tensor:
+        """Queries [T, H, D]; keys and values go into the cache (where there are tables), and into
+        `key_value`."""
+        out_k, out_v = key_value if key_value is not None else (None, None)
+        return rotate_and_write(
+            qkv,
+            positions,
+            self._rope,
+            None if block_tables is None else self._rows[index],
+            block_tables,
+            sequence_ids,
+            num_heads=self.shape.num_heads,
+            q_norm=layer.q_norm,
+            k_norm=layer.k_norm,
+            norm_eps=self.shape.norm_eps,
+            out_k=out_k,
+            out_v=out_v,
+            backend=self.backend,
+        )
+
+    def _residual(self, x: torch.Tensor) -> torch.Tensor | None:
+        return x if self._adds_residual else None
+
+    def _added(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self._collective is None else self._collective.add_up(x)
+
+    def _logits(self, x: torch.Tensor) -> torch.Tensor:
+        """[R, hidden] -> [R, V], or x where the head is another stage's."""
+        head, norm = self.weights.head, self.weights.norm
+        if head is None or norm is None:
+            return x
+        logits: torch.Tensor = head.forward(x, norm_weight=norm, norm_eps=self.shape.norm_eps)
+        return logits if self._collective is None else self._collective.join_columns(logits)

@@ -1,0 +1,107 @@
+"""GraphSet: one computation, captured as a CUDA graph for each of the shapes that it is asked for
+in. Without CUDA it runs as it is.
+
+A graph replays its launches with the addresses that they were captured with: what the computation
+reads and leaves lies in tensors that are made once. Knows neither rows nor models. Invariant: what
+is captured is not computed (the run before it is: with inputs that change nothing). Engine thread
+only.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Hashable, Iterable
+from typing import Generic, TypeVar
+
+import torch
+
+from engine.errors import IntegrityError
+
+Shape = TypeVar("Shape", bound=Hashable)
+
+
+class GraphMemory:
+    """What graphs need between their first launch and their last, shared by all of them: no two run
+    at the same time. On the current device."""
+
+    def __init__(self) -> None:
+        self.pool = torch.cuda.graph_pool_handle()
+        # The allocator gives memory back to the stream that it was taken on.
+        self.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+
+class GraphSet(Generic[Shape]):
+    """See the module.
+
+    Args:
+        compute: launches everything for a shape; no data-dependent shapes, no waiting.
+        uses_graphs: False: `run` computes.
+    """
+
+    def __init__(self, compute: Callable[[Shape], None], *, uses_graphs: bool) -> None:
+        self._compute = compute
+        self._uses_graphs = uses_graphs
+        self._graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
+
+    @torch.inference_mode()
+    def capture(
+        self,
+        shapes: Iterable[Shape],
+        *,
+        memory: GraphMemory | None = None,
+        on_captured: Callable[[], None] | None = None,
+    ) -> None:
+        """Compile what is not compiled, and capture every shape.
+
+        Args:
+            shapes: the largest first: its capture takes as much memory as any needs, and the others
+                find theirs in it.
+            memory: shared with another set; None: of its own.
+            on_captured: called after each.
+        """
+        if not self._uses_graphs:
+            for shape in shapes:
+                self._compute(shape)
+                if on_captured is not None:
+                    on_captured()
+            return
+        memory = memory or GraphMemory()
+        torch.cuda.synchronize()
+        gc.collect()  # a tensor freed by the collector within a capture would spoil it
+        gc.disable()
+        try:
+            with torch.cuda.stream(memory.stream):
+                for shape in shapes:
+                    self._graphs[shape] = self._capture(shape, memory)
+                    if on_captured is not None:
+                        on_captured()
+        finally:
+            gc.enable()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # what the runs on that stream took, and nobody else gets
+
+    def _capture(self, shape: Shape, memory: GraphMemory) -> torch.cuda.CUDAGraph:
+        # Once as it is: a kernel's first launch compiles and loads it, which no capture may do.
+        self._compute(shape)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may use the device meanwhile; this one launches nothing else.
+        graph.capture_begin(pool=memory.pool, capture_error_mode="thread_local")
+        try:
+            self._compute(shape)
+        finally:
+            graph.capture_end()
+        return graph
+
+    @torch.inference_mode()
+    def run(self, shape: Shape) -> None:
+        """Compute a shape on the current stream.
+
+        Raises: IntegrityError where it was not captured: a capture now would compute it twice.
+        """
+        if not self._uses_graphs:
+            self._compute(shape)
+            return
+        graph = self._graphs.get(shape)
+        if graph is None:
+            raise IntegrityError(f"no graph of {shape} was captured")
+        graph.replay()

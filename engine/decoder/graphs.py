@@ -1,0 +1,213 @@
+"""DecodeStep: one decode step on the device, from the rows that the host brought to drawn tokens:
+take tokens, embed, layers, logits, draw. DecodeGraphs: the same, captured as CUDA graphs by number
+of rows, by width of the block tables and by kind of draw.
+
+All that a step reads and leaves lies in tensors that are made once. Knows no requests and no host
+tables. Invariant: a capture runs with no row (positions -1), so it writes no KV. Engine thread
+only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from baton_kernels.sampling import DrawnTokens, Needs, SamplingRows, draw_tokens
+from baton_kernels.step_rows import begin_step
+
+from engine.decoder.graph_set import GraphMemory, GraphSet
+from engine.decoder.inputs import DecodeInputs
+from engine.decoder.rows import Image, Words
+
+Decode = Callable[[DecodeInputs], torch.Tensor]
+"""Logits [B, V] of a step of one token a row; writes the tokens' KV."""
+
+DrawRows = Callable[[torch.Tensor, SamplingRows, Needs, DrawnTokens], None]
+"""(logits, rows, needs, out): leaves in `out` what rows draw; ranks without logits are told."""
+
+_FIRST_WIDTH_TOKENS = 4096
+_WIDTH_FACTOR = 8
+"""Tables are read up to 4096 tokens, 32768, and so on: the programs of a kernel beyond a row's end
+leave at once, so finer steps would buy next to nothing and cost a graph for each number of rows."""
+
+_NEEDS: tuple[Needs, ...] = ("truncated", "greedy")
+"""Draws that have graphs of their own: a launch that truncates nothing is nearly free beside one
+that draws."""
+
+
+class DecodeStep:
+    """See the module.
+
+    Attributes:
+        words: the image of this launch's rows (engine/decoder/rows.py), to be copied here.
+        drawn: [2, max_rows] int32: tokens drawn, and the bits of the best raw logits (float32).
+    """
+
+    def __init__(
+        self,
+        decode: Decode,
+        image: Image,
+        *,
+        table_width: int,
+        vocab_size: int,
+        device: torch.device,
+        draw: DrawRows | None = None,
+    ) -> None:
+        self._decode = decode
+        self._draw = draw or _draw
+        self._vocab_size = vocab_size
+        num_rows = image.max_rows
+        self.words = torch.zeros(image.num_words, dtype=torch.int32, device=device)
+        self.drawn = torch.zeros(2, num_rows, dtype=torch.int32, device=device)
+        self._drawn = DrawnTokens(self.drawn[0], self.drawn[1].view(torch.float32))
+        self._token_ids = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        self._block_tables = torch.zeros(num_rows, table_width, dtype=torch.int32, device=device)
+        self._changes = self.words[image.first_change :].view(-1, 2)
+        self._num_changes = self.words[:1]
+        self._positions = self._field(image, "positions")
+        self._given = self._field(image, "given")
+        self._sources = self._field(image, "sources")
+        self._sampling = SamplingRows(
+            temperature=self._field(image, "temperature"),
+            seed_keys=self._field(image, "seed_keys"),
+            positions=self._field(image, "draw_positions"),
+            top_k=self._field(image, "top_k"),
+            top_p=self._field(image, "top_p"),
+            min_p=self._field(image, "min_p"),
+        )
+        self.clear()
+
+    def _field(self, image: Image, name: str) -> torch.Tensor:
+        place, dtype = image.field(name)
+        return self.words[place].view(getattr(torch, dtype))
+
+    def clear(self) -> None:
+        """No rows and no changes: what a capture runs with."""
+        self.words.zero_()
+        for field in (self._positions, self._sources, self._sampling.positions):
+            field.fill_(-1)
+
+    def apply(self, changes: Words) -> None:
+        """Changes of the tables that an image has no room for: [C, 2]."""
+        brought = torch.from_numpy(changes).to(self.words.device)
+        self._block_tables.view(-1).index_copy_(0, brought[:, 0].long(), brought[:, 1].contiguous())
+
+    def compute(self, num_rows: int, num_blocks: int, needs: Needs) -> None:
+        """Compute the rows of `words` and leave their draws in `drawn`.
+
+        Args:
+            num_rows: of the fields that are read, those without a row included.
+            num_blocks: of the tables' width that is read.
+            needs: the most that a row's draw asks for.
+        """
+        token_ids = self._token_ids[:num_rows]
+        begin_step(
+            self._given[:num_rows],
+            self._sources[:num_rows],
+            self.drawn[0],
+            token_ids,
+            self._changes,
+            self._num_changes,
+            self._block_tables,
+            vocab_size=self._vocab_size,
+        )
+        logits = self._decode(
+            DecodeInputs(
+                token_ids, self._positions[:num_rows], self._block_tables[:num_rows, :num_blocks]
+            )
+        )
+        self._draw(
+            logits,
+            SamplingRows(*(field[:num_rows] for field in self._sampling)),
+            needs,
+            DrawnTokens(*(each[:num_rows] for each in self._drawn)),
+        )
+
+
+def _draw(logits: torch.Tensor, rows: SamplingRows, needs: Needs, out: DrawnTokens) -> None:
+    draw_tokens(logits, rows, needs=needs, out=out)
+
+
+def row_buckets(max_rows: int) -> list[int]:
+    """Numbers of rows that have a graph, ascending: 1, 2, 4, 8, then steps of about an eighth."""
+    buckets = [size for size in (1, 2, 4, 8) if size < max_rows]
+    size = 16
+    while size < max_rows:
+        buckets.append(size)
+        size += 8 if size < 64 else 16 if size < 256 else 32
+    return [*buckets, max_rows]
+
+
+def width_buckets(table_width: int, block_size: int) -> list[int]:
+    """Widths of the tables, in blocks, that have a graph, ascending."""
+    buckets: list[int] = []
+    width = -(-_FIRST_WIDTH_TOKENS // block_size)
+    while width < table_width:
+        buckets.append(width)
+        width *= _WIDTH_FACTOR
+    return [*buckets, table_width]
+
+
+class Bucket(NamedTuple):
+    """What one graph was captured for."""
+
+    num_rows: int
+    num_blocks: int
+    needs: Needs
+
+
+class DecodeGraphs:
+    """See the module.
+
+    Args:
+        uses_graphs: False: every step is launched kernel by kernel, as on CPU.
+    """
+
+    def __init__(
+        self,
+        step: DecodeStep,
+        *,
+        max_rows: int,
+        table_width: int,
+        block_size: int,
+        uses_graphs: bool,
+    ) -> None:
+        self._step = step
+        self._row_buckets = row_buckets(max_rows)
+        self._width_buckets = width_buckets(table_width, block_size)
+        self._graphs = GraphSet(self._compute, uses_graphs=uses_graphs)
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """Large to small."""
+        return [
+            Bucket(num_rows, width, needs)
+            for width in reversed(self._width_buckets)
+            for num_rows in reversed(self._row_buckets)
+            for needs in _NEEDS
+        ]
+
+    def _compute(self, bucket: Bucket) -> None:
+        self._step.compute(bucket.num_rows, bucket.num_blocks, bucket.needs)
+
+    @torch.inference_mode()
+    def capture(
+        self,
+        *,
+        memory: GraphMemory | None = None,
+        on_captured: Callable[[], None] | None = None,
+    ) -> None:
+        """Every bucket: see GraphSet. Writes no KV."""
+        self._step.clear()
+        self._graphs.capture(self.buckets, memory=memory, on_captured=on_captured)
+
+    def run(self, num_rows: int, num_blocks: int, needs: Needs) -> None:
+        """The step, on the current stream, for at least so many rows and so wide tables."""
+        self._graphs.run(
+            Bucket(
+                next(size for size in self._row_buckets if size >= num_rows),
+                next(width for width in self._width_buckets if width >= num_blocks),
+                "greedy" if needs == "greedy" else "truncated",
+            )
+        )

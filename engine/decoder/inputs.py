@@ -1,0 +1,182 @@
+"""DecodeInputs and MixedInputs: one forward pass's integers as tensors on the device. Made of a
+Batch by one packed copy.
+
+A row of a step is a token; a sequence is one request's part of the step. Knows no weights and no
+KV. Invariant: whatever a table says beyond a sequence's own blocks is a valid block id and is never
+followed; a position of -1 is a row that writes no KV. Engine thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.batch import Batch, Span
+
+_ALIGNMENT = 16
+"""Numbers (64 bytes): where each part of the packed copy begins, so that kernels compiled for
+aligned pointers serve every step."""
+_TABLE_STEP = 16
+"""Tables are padded to a multiple of this width: kernels compiled for one stride serve many."""
+
+
+@dataclass(frozen=True)
+class DecodeInputs:
+    """A step of one token for each sequence. Row i is sequence i's."""
+
+    token_ids: torch.Tensor
+    """[B] int32."""
+
+    positions: torch.Tensor
+    """[B] int32: of the token computed; -1: padding, which writes and reads no KV."""
+
+    block_tables: torch.Tensor
+    """[B, n] int32."""
+
+    @property
+    def num_rows(self) -> int:
+        return self.token_ids.shape[0]
+
+
+@dataclass(frozen=True)
+class MixedInputs:
+    """A step of any number of tokens for each sequence. Sequences of one token (singles) come
+    first, so that they are attended together; the others are chunks."""
+
+    token_ids: torch.Tensor
+    """[T] int32, sequence after sequence."""
+
+    positions: torch.Tensor
+    """[T] int32; -1: writes no KV (a warm-up)."""
+
+    sequence_ids: torch.Tensor
+    """[T] int32: whose row it is."""
+
+    block_tables: torch.Tensor
+    """[B, n] int32, of all sequences."""
+
+    ends: torch.Tensor
+    """[num_singles] int32: tokens of each single's sequence with this step's; 0: a warm-up's."""
+
+    query_starts: torch.Tensor
+    """[C + 1] int32: where each chunk's rows begin, counted from the first chunk's; the last is
+    T - num_singles."""
+
+    starts: torch.Tensor
+    """[C] int32: tokens of each chunk's sequence that are in the cache before this step."""
+
+    draw_indices: torch.Tensor
+    """[R] int32: rows whose logits are wanted, in the order they are wanted in."""
+
+    spans: tuple[tuple[int, int], ...] | None
+    """(start, number of tokens) of each chunk: its lengths, on the host. None: not known there."""
+
+    num_singles: int
+
+    max_query_len: int
+    """Most tokens of one chunk; 0 without chunks."""
+
+    max_end: int
+    """Most tokens of one chunk's sequence, at most; 0 without chunks."""
+
+    @property
+    def num_rows(self) -> int:
+        return self.token_ids.shape[0]
+
+    @property
+    def num_draws(self) -> int:
+        return self.draw_indices.shape[0]
+
+
+def singles_first(batch: Batch) -> Batch:
+    """The same step with its spans of one token before all others. `draw_indices` keep their order
+    (they may not be ascending then)."""
+    order = sorted(range(len(batch.spans)), key=lambda index: batch.spans[index].num_tokens > 1)
+    if order == list(range(len(order))):
+        return batch
+    firsts = [0]
+    for span in batch.spans:
+        firsts.append(firsts[-1] + span.num_tokens)
+    rows = [row for index in order for row in range(firsts[index], firsts[index + 1])]
+    places = {row: place for place, row in enumerate(rows)}
+    return Batch(
+        tuple(batch.token_ids[row] for row in rows),
+        tuple(batch.spans[index] for index in order),
+        tuple(places[row] for row in batch.draw_indices),
+    )
+
+
+def mixed_inputs(batch: Batch, device: torch.device) -> MixedInputs:
+    """The tensors of a step.
+
+    Args:
+        batch: spans of one token first (`singles_first`).
+    Raises: ValueError for a batch in another order.
+    """
+    spans = batch.spans
+    counts = _column(span.num_tokens for span in spans)
+    starts = _column(span.start for span in spans)
+    num_singles = int((counts == 1).sum())
+    if not (counts[:num_singles] == 1).all():
+        raise ValueError("batch: its spans of one token do not come first")
+    firsts = np.zeros(len(spans) + 1, dtype=np.int32)
+    np.cumsum(counts, out=firsts[1:])
+    sequence_ids = np.repeat(np.arange(len(spans), dtype=np.int32), counts)
+    positions = np.arange(len(sequence_ids), dtype=np.int32) + (starts - firsts[:-1])[sequence_ids]
+    is_warm_up = _column(not span.block_ids for span in spans).astype(bool)
+    positions[is_warm_up[sequence_ids]] = -1
+    parts = {
+        "token_ids": _column(batch.token_ids),
+        "positions": positions,
+        "sequence_ids": sequence_ids,
+        "block_tables": _table(spans),
+        "ends": positions[:num_singles] + 1,
+        "query_starts": firsts[num_singles:] - num_singles,
+        "starts": starts[num_singles:],
+        "draw_indices": _column(batch.draw_indices),
+    }
+    chunks = tuple((span.start, span.num_tokens) for span in spans[num_singles:])
+    return MixedInputs(
+        **_copy(parts, device),
+        spans=chunks,
+        num_singles=num_singles,
+        max_query_len=max((length for _, length in chunks), default=0),
+        max_end=max((start + length for start, length in chunks), default=0),
+    )
+
+
+def _column(values: Iterable[int]) -> npt.NDArray[np.int32]:
+    return np.fromiter(values, dtype=np.int32)
+
+
+def _table(spans: Sequence[Span]) -> npt.NDArray[np.int32]:
+    """[B, n] block ids, 0 where a span has no more."""
+    width = max((len(span.block_ids) for span in spans), default=0)
+    width = max(1, -(-width // _TABLE_STEP)) * _TABLE_STEP
+    table = np.zeros((len(spans), width), dtype=np.int32)
+    for row, span in zip(table, spans, strict=True):
+        row[: len(span.block_ids)] = span.block_ids
+    return table
+
+
+def _copy(parts: dict[str, npt.NDArray[np.int32]], device: torch.device) -> dict[str, torch.Tensor]:
+    """All parts on the device by one copy, from pinned memory where there is a device."""
+    firsts: dict[str, int] = {}
+    total = 0
+    for name, part in parts.items():
+        firsts[name] = total
+        total += -(-part.size // _ALIGNMENT) * _ALIGNMENT
+    is_cuda = device.type == "cuda"
+    host = torch.empty(total, dtype=torch.int32, pin_memory=is_cuda)
+    view = host.numpy()
+    for name, part in parts.items():
+        view[firsts[name] : firsts[name] + part.size] = part.reshape(-1)
+    packed = host.to(device, non_blocking=True) if is_cuda else host
+    return {
+        name: packed[firsts[name] : firsts[name] + part.size].view(part.shape)
+        for name, part in parts.items()
+    }

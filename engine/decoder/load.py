@@ -1,0 +1,196 @@
+"""What models/load.py needs to load our own decoder: whether it does a config, its rehearsal, its
+weights, and whether the kernels give what plain torch gives on this device. Start-up only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.batch import Batch, Span
+from engine.config import EngineConfig
+from engine.decoder.decoder import Decoder
+from engine.decoder.inputs import mixed_inputs, singles_first
+from engine.decoder.model import block_rows, kv_layout, on_device
+from engine.decoder.shape import DecoderShape, head_dim, read_shape, refusal, rope_table
+from engine.decoder.sources import Progress, read_weights, take_weights
+from engine.errors import LoadError, ModelNotSupported
+from engine.kv.layout import KvLayout
+from engine.kv.memory import TORCH_DTYPES, KvMemory
+from engine.models.fixed_scales import find_scales
+from engine.models.quantized_attention import Scales
+from engine.models.rehearsal import BLOCK_SIZE, Forward
+
+_MAX_RELATIVE_ERROR = {"float32": 1e-4, "bfloat16": 0.1}
+"""Of logits through the kernels against plain torch on the same weights (L2): rounding of another
+order. Measured on 32 layers: 0.01 to 0.07 in bfloat16; a wrong kernel is off by 0.5 and more."""
+
+MIN_HEAD_DIM = 16
+"""The least that one product of the matrix units takes."""
+
+_MAX_FP8_ERROR = 0.5
+"""The same where matrices are in fp8: numbers on its rounding edges fall to either side. Measured:
+0.18 on 32 layers of random numbers; what has nothing in common is off by 1.4."""
+
+_NUM_VERIFY_TOKENS = 40
+"""A chunk that is longer than a block and ends off its border, and one decode."""
+
+
+def why_not(config: EngineConfig, model_config: Any, device: str, name: str) -> str | None:
+    """Why transformers' code runs this model; None: our own decoder does.
+
+    Raises: ModelNotSupported, LoadError for settings that only our own decoder has, where it does
+        not do the model.
+    """
+    is_cuda = torch.device(device).type == "cuda"
+    reason = "decoder=transformers" if config.decoder == "transformers" else refusal(model_config)
+    if reason is None and is_cuda and head_dim(model_config) < MIN_HEAD_DIM:
+        reason = f"heads of {head_dim(model_config)} dimensions: kernels want {MIN_HEAD_DIM}"
+    if config.num_ranks > 1 and reason is not None:
+        raise LoadError(
+            f"tensor_parallel, pipeline_parallel: only our own decoder is computed by several "
+            f"processes, and it does not run {name} ({reason})"
+        )
+    if config.num_ranks > 1 and config.weight_dtype != "auto":
+        raise LoadError(f"weight_dtype={config.weight_dtype}: not for several processes yet")
+    if reason is None and config.decoder == "auto" and not is_cuda and config.num_ranks == 1:
+        reason = f"on {device}"
+    if reason is None:
+        return None
+    if config.decoder == "own":
+        raise ModelNotSupported(
+            f"{name}: decoder=own does not do it: {reason}; use decoder=transformers"
+        )
+    for setting, is_set in (
+        ("exact", config.exact),
+        (f"weight_dtype={config.weight_dtype}", config.weight_dtype != "auto"),
+    ):
+        if is_set:
+            raise LoadError(
+                f"{setting}: needs our own decoder, which does not run {name} ({reason}); "
+                "use decoder=own where that can be"
+            )
+    return reason
+
+
+def prepare(model: Any) -> tuple[KvLayout, Callable[[KvMemory], Forward]]:
+    """For models/rehearsal.py: our decoder with a small transformers model's weights, on CPU."""
+    shape, device = read_shape(model.config), torch.device("cpu")
+    weights = take_weights(model.state_dict(), shape, dtype=torch.float32, device=device)
+    positions = int(model.config.max_position_embeddings)
+    decoder = Decoder(weights, rope_table(shape, min(positions, 64), device))
+    layout = kv_layout(shape, block_size=BLOCK_SIZE, dtype="float32")
+    return layout, lambda memory: attached(decoder, memory)
+
+
+def attached(decoder: Decoder, memory: KvMemory) -> Forward:
+    """`decoder` on a cache that is not quantized, as a function of batches. Whole models only."""
+    decoder.attach([block_rows(view, memory.layout) for view in memory.layer_views()])
+    device = memory.cache.device
+
+    @torch.inference_mode()
+    def forward(batch: Batch) -> torch.Tensor:
+        with on_device(device):
+            return decoder.forward(mixed_inputs(singles_first(batch), device))
+
+    return forward
+
+
+def load_decoder(
+    folder: Path,
+    shape: DecoderShape,
+    *,
+    device: str,
+    dtype: str,
+    num_positions: int,
+    is_exact: bool,
+    weight_dtype: str,
+    progress: Progress | None,
+) -> Decoder:
+    """Weights from `folder`, on the device, ready to run.
+
+    Args:
+        num_positions: of the longest request.
+        weight_dtype: of EngineConfig.
+    Raises: LoadError, CheckpointError.
+    """
+    on = torch.device(device)
+    with on_device(on):
+        try:
+            weights = read_weights(
+                folder,
+                shape,
+                dtype=TORCH_DTYPES[dtype],
+                device=on,
+                weight_dtype="" if weight_dtype == "auto" else weight_dtype,
+                progress=progress,
+            )
+        except torch.cuda.OutOfMemoryError as error:
+            raise LoadError(
+                f"the weights need {shape.num_parameters * TORCH_DTYPES[dtype].itemsize} bytes, "
+                f"which {device} has not free ({str(error).splitlines()[0]})"
+            ) from error
+        return Decoder(weights, rope_table(shape, num_positions, on), is_exact=is_exact)
+
+
+def check_kernels(decoder: Decoder, layout: KvLayout, device: str, dtype: str) -> None:
+    """Compare logits through this device's kernels with those of plain torch, same weights. Nothing
+    to compare on CPU.
+
+    Raises: LoadError where they differ by more than rounding.
+    """
+    if torch.device(device).type != "cuda":
+        return
+    actual = _verify_logits(decoder, layout.raw, device)
+    decoder.use_backend("reference")
+    expected = _verify_logits(decoder, layout.raw, device)
+    decoder.use_backend("auto")
+    error = float((actual - expected).norm() / expected.norm())
+    max_error = _MAX_FP8_ERROR if decoder.weights.is_fp8 else _MAX_RELATIVE_ERROR[dtype]
+    if not error <= max_error:  # NaN is a difference, too
+        raise LoadError(
+            f"kernels: logits on {device} are {error:.2g} off those of plain torch: this device or "
+            "its libraries compute something else; use decoder=transformers"
+        )
+
+
+def _verify_logits(decoder: Decoder, layout: KvLayout, device: str) -> torch.Tensor:
+    """float32 logits [40, V] of a fixed prompt in a chunk and a decode, through the paged cache."""
+    memory = KvMemory(layout, layout.num_blocks_for(_NUM_VERIFY_TOKENS), device)
+    forward = attached(decoder, memory)
+    vocab_size = decoder.shape.vocab_size
+    token_ids = tuple((7919 * i + 17) % vocab_size for i in range(_NUM_VERIFY_TOKENS))
+    cut = _NUM_VERIFY_TOKENS - 1
+    parts: list[torch.Tensor] = []
+    for start, end in ((0, cut), (cut, _NUM_VERIFY_TOKENS)):
+        span = Span(start, end - start, tuple(range(layout.num_blocks_for(end))))
+        batch = Batch(token_ids[start:end], (span,), tuple(range(end - start)))
+        parts.append(forward(batch).float())
+    return torch.cat(parts)
+
+
+def fixed_scales(
+    decoder: Decoder, layout: KvLayout, *, num_positions: int, device: str
+) -> tuple[Scales, ...]:
+    """One pair per layer where the layout has such scales; else none."""
+    if layout.scale != "tensor":
+        return ()
+    on = torch.device(device)
+
+    def forward(batch: Batch, step: Any) -> torch.Tensor:
+        token_ids, positions, draw_indices = (
+            torch.tensor(values, dtype=torch.int32, device=on)
+            for values in (batch.token_ids, batch.positions, batch.draw_indices)
+        )
+        return decoder.forward_attending(token_ids, positions, draw_indices, step)
+
+    with on_device(on):
+        return find_scales(
+            forward,
+            layout,
+            vocab_size=decoder.shape.vocab_size,
+            num_positions=num_positions,
+            device=device,
+        )

@@ -1,0 +1,198 @@
+"""DecoderModel: our own decoder behind the engine's seam (models/interface.py). Built by
+engine/models/load.py, which rehearsed and verified it.
+
+It turns a Batch into tensors, and knows how the cache is laid out; it computes nothing itself. Over
+a cache that stores other numbers than are computed (quantized, or of another dtype) the attention
+is that of transformers' backend, models/step_attention.py and quantized_attention.py. A warm-up
+(spans without blocks) runs what a request runs, with nothing written; its logits mean nothing.
+Engine thread only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from baton_kernels.block_rows import BlockRows
+
+from engine.batch import Batch
+from engine.decoder.ahead import AheadDecoder
+from engine.decoder.decoder import Decoder
+from engine.decoder.inputs import mixed_inputs, singles_first
+from engine.decoder.shape import DecoderShape
+from engine.decoder.weights import DecoderWeights, Share
+from engine.kv.layout import KvLayout, LayerKv, layout_of
+from engine.kv.memory import TORCH_DTYPES, KvMemory, LayerView
+from engine.lora.config import LoraLimits
+from engine.lora.registry import Adapters
+from engine.lora.site import Site
+from engine.models.interface import DecodesAhead, InOneProcess
+from engine.models.quantized_attention import QuantizedAttention, Scales
+from engine.models.step_attention import StepAttention
+from engine.request import ModelInfo
+
+MakeAhead = Callable[[Decoder, KvMemory], AheadDecoder]
+"""Makes what launches decode steps, for a decoder on its cache."""
+
+_NO_ROWS = Batch((), (), ())
+
+
+class DecoderModel(InOneProcess):
+    """A LoadedModel. See the module.
+
+    Args:
+        fixed_scales: by layer, where the cache has one scale for all keys of a layer.
+        make_ahead: called when `ahead` is first asked for; None: no decode step is launched ahead.
+            Not used over a cache that stores other numbers than are computed.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        info: ModelInfo,
+        layout: KvLayout,
+        *,
+        lora: LoraLimits | None = None,
+        fixed_scales: Sequence[Scales] = (),
+        make_ahead: MakeAhead | None = None,
+    ) -> None:
+        self.info = info
+        self.layout = layout
+        self.decoder = decoder
+        self._make_ahead = make_ahead
+        self._ahead: AheadDecoder | None = None
+        self._device = torch.device(info.device)
+        self._fixed_scales = fixed_scales
+        self._memory: KvMemory | None = None
+        self._views: list[LayerView] = []
+        is_cpu = self._device.type == "cpu"
+        self.adapters = Adapters(
+            lora or LoraLimits(),
+            lambda: find_sites(decoder.weights),
+            dtype=torch.float32 if is_cpu else TORCH_DTYPES[info.dtype],
+            device=self._device,
+        )
+
+    def attach(self, memory: KvMemory) -> None:
+        """Use this cache from now on."""
+        share, layers = self.decoder.weights.share, self.decoder.weights.layers
+        indices = range(share.first_layer, share.first_layer + len(layers))
+        self._memory = memory
+        self._views = memory.layer_views(indices, share.rank, share.num_ranks)
+        self.decoder.attach([block_rows(view, memory.layout) for view in self._views])
+        self._ahead = None
+
+    @property
+    def ahead(self) -> DecodesAhead | None:
+        """Made when it is first asked for."""
+        if self._memory is None or self._make_ahead is None or not self._is_plain_cache:
+            return None
+        if self._ahead is None:
+            self._ahead = self._make_ahead(self.decoder, self._memory)
+        return self._ahead
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """See LoadedModel. Logits come in the model's dtype."""
+        with on_device(self._device):
+            if not self._is_plain_cache:
+                return self._forward_attending(batch)
+            ordered = singles_first(batch)
+            steps = None if self._ahead is None else self._ahead.steps
+            shape = None if steps is None else steps.shape_of(ordered)
+            if steps is not None and shape is not None:
+                return steps.run(shape, ordered)
+            with self._adapting(ordered):
+                return self.decoder.forward(mixed_inputs(ordered, self._device))
+
+    @contextlib.contextmanager
+    def _adapting(self, batch: Batch) -> Generator[None, None, None]:
+        """Rows of `batch` have their adapters meanwhile. Afterwards none has: steps that are
+        launched ahead have no adapters, and do not say so."""
+        self.adapters.begin(batch)
+        try:
+            yield
+        finally:
+            self.adapters.begin(_NO_ROWS)
+
+    @property
+    def _is_plain_cache(self) -> bool:
+        """It stores what is computed: kernels read it as it is."""
+        return self.layout.dtype == self.info.dtype
+
+    def _forward_attending(self, batch: Batch) -> torch.Tensor:
+        """Over a cache that stores other numbers than are computed."""
+        if self._memory is None:
+            raise ValueError("no cache is attached")
+        quantized = None
+        if self._memory.tails is not None:
+            quantized = QuantizedAttention(batch, self._memory, self._views, self._fixed_scales)
+        step = quantized or StepAttention(batch, self._views, self.layout.block_size)
+        token_ids, positions, draw_indices = (
+            torch.tensor(values, dtype=torch.int32, device=self._device)
+            for values in (batch.token_ids, batch.positions, batch.draw_indices)
+        )
+        with self._adapting(batch):
+            logits = self.decoder.forward_attending(token_ids, positions, draw_indices, step)
+        if quantized is not None:
+            quantized.finish()
+        return logits
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Kernels are launched on the current device, not on that of their tensors."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def kv_layout(
+    shape: DecoderShape, *, block_size: int, dtype: str, kv_dtype: str = "", scale: str = ""
+) -> KvLayout:
+    """What a whole model of this shape caches per block. See layout_of."""
+    layer = LayerKv(shape.num_kv_heads, shape.head_dim, shape.num_kv_heads, shape.head_dim)
+    return layout_of(
+        (layer,) * shape.num_layers,
+        block_size=block_size,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        scale=scale,
+    )
+
+
+def block_rows(view: LayerView, layout: KvLayout) -> BlockRows:
+    """One layer's part of the cache, as kernels take it."""
+    return BlockRows(
+        view.keys,
+        view.values,
+        view.v_head_dim,
+        view.heads.num_heads,
+        view.heads.rows_per_block,
+        view.heads.head_step,
+        view.k_scales,
+        view.v_scales,
+        layout.dtype if layout.is_quantized else "",
+    )
+
+
+def find_sites(weights: DecoderWeights) -> dict[str, Site]:
+    """The linear layers that adapters can add to, by their names in the checkpoint. Raises:
+    ValueError for a share of the layers: adapters are not cut."""
+    if weights.share != Share():
+        raise ValueError("adapters on a model that several ranks share")
+    shape = weights.shape
+    sites: dict[str, Site] = {}
+    query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    for index, layer in enumerate(weights.layers):
+        parts = {
+            "self_attn.q_proj": Site(layer.qkv, 0, hidden, query),
+            "self_attn.k_proj": Site(layer.qkv, query, hidden, key),
+            "self_attn.v_proj": Site(layer.qkv, query + key, hidden, key),
+            "self_attn.o_proj": Site(layer.o, 0, query, hidden),
+            "mlp.gate_proj": Site(layer.gate_up, 0, hidden, inner),
+            "mlp.up_proj": Site(layer.gate_up, inner, hidden, inner),
+            "mlp.down_proj": Site(layer.down, 0, inner, hidden),
+        }
+        sites |= {f"model.layers.{index}.{name}": site for name, site in parts.items()}
+    return sites

@@ -1,0 +1,126 @@
+"""Projection: one linear layer of our decoder, with what is fused before and behind its product,
+and what adapters add to it.
+
+Rows without an adapter come out of the same call as in a step without any, equal to the last bit;
+rows with one are multiplied a second time, unfused. Knows no attention. Engine thread only.
+"""
+
+from __future__ import annotations
+
+import torch
+from baton_kernels.dispatch import Backend
+from baton_kernels.fp8_linear import Fp8Weight, fp8_linear
+from baton_kernels.layer_ops import rms_norm, silu_mul
+from baton_kernels.linear import linear
+
+from engine.lora.site import AdaptedLinear
+
+
+class Projection(AdaptedLinear):
+    """x [M, K] -> [M, N], or [M, N / 2] where it is gated.
+
+    Args:
+        weight: [N, K], or the same in fp8: then the product is of fp8 numbers; gated: the gate's
+            rows, then the inner ones.
+        bias: [N].
+        is_gated: the result is SiLU of the first half of the columns times the second half.
+    """
+
+    def __init__(
+        self,
+        weight: torch.Tensor | Fp8Weight,
+        bias: torch.Tensor | None = None,
+        *,
+        is_gated: bool = False,
+    ) -> None:
+        super().__init__()
+        matrix = weight.values if isinstance(weight, Fp8Weight) else weight
+        self.out_features, self.in_features = matrix.shape
+        self.weight = weight
+        self.bias = bias
+        self.is_gated = is_gated
+        self.backend: Backend = "auto"
+        self.is_exact = False
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All that it holds."""
+        weight = self.weight
+        found = [weight.values, weight.scales] if isinstance(weight, Fp8Weight) else [weight]
+        return found if self.bias is None else [*found, self.bias]
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        *,
+        norm_weight: torch.Tensor | None = None,
+        norm_eps: float = 0.0,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The product of x, or of its RMSNorm where `norm_weight` [K] is given. It is added to
+        `residual` [M, N] in place, where that is given: the library's product would copy it
+        otherwise. An input without rows gives an output without rows."""
+        if x.shape[0] == 0:
+            return x.new_empty(0, self.out_features // (2 if self.is_gated else 1))
+        if self.deltas is None or not self.deltas.is_wanted:
+            return self._product(x, self.is_gated, norm_weight, norm_eps, residual)
+        return self._adapted(x, norm_weight, norm_eps, residual)
+
+    def _product(
+        self,
+        x: torch.Tensor,
+        is_gated: bool,
+        norm_weight: torch.Tensor | None = None,
+        norm_eps: float = 0.0,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        weight = self.weight
+        if isinstance(weight, Fp8Weight):
+            return fp8_linear(
+                x,
+                weight,
+                self.bias,
+                residual=residual,
+                out=residual,
+                norm_weight=norm_weight,
+                norm_eps=norm_eps,
+                activation="silu_mul" if is_gated else None,
+                backend=self.backend,
+                exact=self.is_exact,
+            )
+        return linear(
+            x,
+            weight,
+            self.bias,
+            residual=residual,
+            out=residual,
+            norm_weight=norm_weight,
+            norm_eps=norm_eps,
+            activation="silu_mul" if is_gated else None,
+            backend=self.backend,
+            exact=self.is_exact,
+        )
+
+    def _adapted(
+        self,
+        x: torch.Tensor,
+        norm_weight: torch.Tensor | None,
+        norm_eps: float,
+        residual: torch.Tensor | None,
+    ) -> torch.Tensor:
+        deltas = self.deltas
+        if deltas is None:
+            raise ValueError("no adapter is on this layer")
+        picked = deltas.pick(x)
+        if norm_weight is not None:
+            picked = rms_norm(picked, norm_weight, norm_eps, backend=self.backend)
+        inner = self._product(picked, is_gated=False) + deltas.delta(picked)
+        if self.is_gated:
+            inner = silu_mul(inner, backend=self.backend)
+        if residual is not None:
+            inner = inner + deltas.pick(residual)
+        if deltas.is_whole:
+            return inner
+        out = self._product(x, self.is_gated, norm_weight, norm_eps, residual)
+        deltas.put(out, inner)
+        return out

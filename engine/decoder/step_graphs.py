@@ -1,0 +1,250 @@
+"""StepGraphs: plain steps of few tokens as CUDA graphs: prompts in small chunks, decodes that no
+launch ahead takes, and both together. Launched kernel by kernel, such a step takes the host longer
+than the device.
+
+A step is padded to one of a few shapes: so many rows of one token, so many rows of chunks, always
+the same number of chunks. Padding has position -1: it writes no KV, and nothing reads it. A step
+that fits no shape is not taken. Knows no requests. Invariant: a capture writes no KV. Engine thread
+only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.batch import Batch, Span
+from engine.decoder.graph_set import GraphMemory, GraphSet
+from engine.decoder.inputs import MixedInputs
+from engine.decoder.rows import aligned
+from engine.errors import IntegrityError
+
+Forward = Callable[[MixedInputs], torch.Tensor]
+"""Logits [R, V] of a step; writes the tokens' KV."""
+
+Parts = dict[str, NDArray[np.int32]]
+
+_SINGLES = (0, 8, 32, 64, 128, 256, 512, 1024)
+_CHUNK_TOKENS = (0, 64, 128, 256, 384, 512, 768, 1024)
+"""Rows that there are shapes for. With longer chunks a step takes the device longer than the
+host, and attention has a faster kernel than those that a graph can have."""
+
+_MANY_TOKENS = 512
+"""Beside so many, some rows of padding cost little: above, every other number of singles."""
+
+_NUM_CHUNKS = 16
+"""Of every shape with chunks: few prompts share a small step, and one that is not there costs
+programs that leave at once."""
+
+_MAX_CONTEXT_TOKENS = 8192
+"""Tables are copied whole: with a longer sequence a step is not taken."""
+
+
+class StepShape(NamedTuple):
+    """What a graph is captured for."""
+
+    num_singles: int
+    num_chunk_tokens: int
+
+    @property
+    def num_chunks(self) -> int:
+        return _NUM_CHUNKS if self.num_chunk_tokens else 0
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_singles + self.num_chunk_tokens
+
+    @property
+    def num_sequences(self) -> int:
+        return self.num_singles + self.num_chunks
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Numbers of each part of MixedInputs but the tables."""
+        return {
+            "token_ids": self.num_rows,
+            "positions": self.num_rows,
+            "sequence_ids": self.num_rows,
+            "ends": self.num_singles,
+            "query_starts": self.num_chunks + 1,
+            "starts": self.num_chunks,
+            "draw_indices": self.num_sequences,
+        }
+
+
+class StepGraphs:
+    """See the module.
+
+    Args:
+        forward: the decoder's.
+        max_singles: most sequences of a step.
+        max_tokens: most tokens of a step.
+        uses_graphs: False: padded steps are launched kernel by kernel.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        *,
+        max_singles: int,
+        max_tokens: int,
+        context_window: int,
+        block_size: int,
+        device: torch.device,
+        uses_graphs: bool = True,
+    ) -> None:
+        self._forward = forward
+        self._is_cuda = device.type == "cuda"
+        self._table_width = aligned(-(-min(context_window, _MAX_CONTEXT_TOKENS) // block_size))
+        self._max_end = self._table_width * block_size
+        self.shapes = step_shapes(max_singles, max_tokens)
+        # Each part begins at the same word in every shape, so that nothing of one shape's step is
+        # taken for another part of another's.
+        self._firsts: dict[str, int] = {}
+        num_words = 0
+        for name in self.shapes[0].sizes:
+            self._firsts[name] = num_words
+            num_words += aligned(max(shape.sizes[name] for shape in self.shapes))
+        self._first_table = num_words
+        num_words += max(shape.num_sequences for shape in self.shapes) * self._table_width
+        self._words = torch.zeros(num_words, dtype=torch.int32, device=device)
+        self._graphs = GraphSet(self._compute, uses_graphs=uses_graphs and self._is_cuda)
+        self._logits: torch.Tensor | None = None  # of all shapes: kept apart they would be many
+
+    @torch.inference_mode()
+    def capture(
+        self,
+        *,
+        memory: GraphMemory | None = None,
+        on_captured: Callable[[], None] | None = None,
+    ) -> None:
+        """See GraphSet."""
+        self._words.zero_()
+        self._part(self._words, "positions", self.shapes[0]).fill_(-1)
+        self._graphs.capture(self.shapes, memory=memory, on_captured=on_captured)
+
+    def shape_of(self, batch: Batch) -> StepShape | None:
+        """The smallest shape that a step fits; None: it is not taken.
+
+        Args:
+            batch: spans of one token first (`singles_first`).
+        """
+        if self._logits is None:  # nothing is captured yet
+            return None
+        num_singles = sum(span.num_tokens == 1 for span in batch.spans)
+        num_chunk_tokens = len(batch.token_ids) - num_singles
+        num_chunks = len(batch.spans) - num_singles
+        for span in batch.spans:
+            if not 0 < len(span.block_ids) <= self._table_width or span.adapter:
+                return None
+        fitting = [
+            shape
+            for shape in self.shapes
+            if shape.num_singles >= num_singles
+            and shape.num_chunk_tokens >= num_chunk_tokens
+            and shape.num_chunks >= num_chunks
+        ]
+        return min(fitting, key=lambda shape: shape.num_rows, default=None)
+
+    @torch.inference_mode()
+    def run(self, shape: StepShape, batch: Batch) -> torch.Tensor:
+        """Logits [R, V] of the step's draws; they hold until the next step.
+
+        Args:
+            shape: `shape_of` the batch.
+        """
+        words = self._words_of(shape, batch)
+        self._words[: words.shape[0]].copy_(words, non_blocking=True)
+        self._graphs.run(shape)
+        if self._logits is None:
+            raise IntegrityError("a step that was not captured")
+        return self._logits[: len(batch.draw_indices)]
+
+    def _part(self, words: torch.Tensor, name: str, shape: StepShape) -> torch.Tensor:
+        first = self._firsts[name]
+        return words[first : first + shape.sizes[name]]
+
+    def _tables(self, words: torch.Tensor, shape: StepShape) -> torch.Tensor:
+        """[sequences, width]"""
+        end = self._first_table + shape.num_sequences * self._table_width
+        return words[self._first_table : end].view(shape.num_sequences, self._table_width)
+
+    def _words_of(self, shape: StepShape, batch: Batch) -> torch.Tensor:
+        """The padded step, in memory that the copy to the device may read late."""
+        num_words = self._first_table + shape.num_sequences * self._table_width
+        words = torch.zeros(num_words, dtype=torch.int32, pin_memory=self._is_cuda)
+        parts: Parts = {name: self._part(words, name, shape).numpy() for name in shape.sizes}
+        tables = self._tables(words, shape).numpy()
+        num_singles = sum(span.num_tokens == 1 for span in batch.spans)
+        singles, chunks = batch.spans[:num_singles], batch.spans[num_singles:]
+        parts["positions"][:] = -1
+        parts["token_ids"][:num_singles] = batch.token_ids[:num_singles]
+        _put_singles(parts, singles)
+        if shape.num_chunks:
+            _put_chunks(parts, chunks, batch.token_ids[num_singles:], shape.num_singles)
+        for first, spans in ((0, singles), (shape.num_singles, chunks)):
+            for row, span in enumerate(spans, first):
+                tables[row, : len(span.block_ids)] = span.block_ids
+        gap = shape.num_singles - num_singles
+        for at, row in enumerate(batch.draw_indices):
+            parts["draw_indices"][at] = row if row < num_singles else row + gap
+        return words
+
+    def _compute(self, shape: StepShape) -> None:
+        logits = self._forward(
+            MixedInputs(
+                **{name: self._part(self._words, name, shape) for name in shape.sizes},
+                block_tables=self._tables(self._words, shape),
+                spans=None,
+                num_singles=shape.num_singles,
+                max_query_len=shape.num_chunk_tokens,
+                max_end=self._max_end if shape.num_chunks else 0,
+            )
+        )
+        if self._logits is None:  # not within a capture: a run goes before it
+            most = max(shape.num_sequences for shape in self.shapes)
+            self._logits = logits.new_empty(most, logits.shape[1])
+        self._logits[: len(logits)].copy_(logits)
+
+
+def _put_singles(parts: Parts, singles: Sequence[Span]) -> None:
+    starts = [span.start for span in singles]
+    parts["positions"][: len(singles)] = starts
+    parts["sequence_ids"][: len(singles)] = range(len(singles))
+    parts["ends"][: len(singles)] = starts
+    parts["ends"][: len(singles)] += 1
+
+
+def _put_chunks(
+    parts: Parts, chunks: Sequence[Span], token_ids: Sequence[int], first_row: int
+) -> None:
+    """Their rows begin at `first_row`, and their sequences. Chunks that are not there begin, and
+    end, behind the last."""
+    parts["token_ids"][first_row : first_row + len(token_ids)] = token_ids
+    row = first_row
+    for index, span in enumerate(chunks):
+        end = row + span.num_tokens
+        parts["positions"][row:end] = range(span.start, span.end)
+        parts["sequence_ids"][row:end] = first_row + index
+        parts["starts"][index] = span.start
+        parts["query_starts"][index + 1] = end - first_row
+        row = end
+    parts["query_starts"][len(chunks) + 1 :] = len(token_ids)
+
+
+def step_shapes(max_singles: int, max_tokens: int) -> list[StepShape]:
+    """What is captured, the largest first."""
+    singles = sorted({min(count, max_singles) for count in _SINGLES})
+    tokens = sorted({min(count, max_tokens) for count in _CHUNK_TOKENS})
+    few = {*singles[::2], singles[-1]}
+    shapes = [
+        StepShape(count, num_tokens)
+        for count in singles
+        for num_tokens in tokens
+        if (count or num_tokens) and (num_tokens <= _MANY_TOKENS or count in few)
+    ]
+    return sorted(shapes, key=lambda shape: shape.num_rows, reverse=True)

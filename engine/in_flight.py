@@ -1,0 +1,198 @@
+"""InFlight: the launches whose draws are not booked yet (DecodesAhead, engine/models/interface.py),
+and what must not be touched because of them. Knows no scheduling and no events.
+
+A launched step is the engine's next step, computed early: until it is booked, every sequence is as
+if it had not begun. So a sequence may end, lose its blocks or go away while a launch still has a
+row of it. Then the row is left over: its draw is thrown away, and the block that it writes into is
+held (quarantined, engine/kv/block_pool.py) until the launch was read: nobody gets it, no transfer
+writes into it. Its other blocks are only read for a draw that nobody wants: they go back at once.
+
+The held ones count as free for whoever asks how many there are: `settle` makes them so, by waiting
+for the launch. Nothing else of the engine's state tells that something is in flight.
+
+Invariants: at most two launches are unread; every live row's sequence has exactly the row's token
+to compute; every block of a left-over row in an unread launch is held. Engine thread only.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+
+from engine.errors import IntegrityError
+from engine.kv.block_pool import BlockPool
+from engine.models.interface import DecodeRow, DecodesAhead, Launch
+from engine.sampling.row import Drawn
+from engine.schedule.order import Key
+from engine.sequence import Sequence
+
+Planned = tuple[Sequence, DecodeRow]
+
+
+class _Flight:
+    """One launch: its rows, those that are live, and once it was read their draws."""
+
+    __slots__ = ("drawn", "held", "launch", "live", "rows")
+
+    def __init__(self, launch: Launch, planned: Iterable[Planned]) -> None:
+        self.launch: Launch | None = launch  # None: it was read
+        self.live = {row.key: (sequence, row) for sequence, row in planned}
+        self.rows = tuple(row.key for _, row in self.live.values())
+        self.drawn: dict[Key, Drawn] = {}
+        self.held: list[int] = []
+
+
+class InFlight:
+    """See the module. Between two steps at most one launch is in it.
+
+    Args:
+        ahead: None: nothing is ever launched, and all of this is empty.
+    """
+
+    def __init__(self, ahead: DecodesAhead | None, pool: BlockPool, block_size: int) -> None:
+        self._ahead = ahead
+        self._pool = pool
+        self._block_size = block_size
+        self._flights: deque[_Flight] = deque()
+        self.num_left_over = 0
+        """Rows computed for nothing, since start."""
+
+    # -- the step
+
+    @property
+    def is_live(self) -> bool:
+        """The next step, or a part of it, was launched already."""
+        return any(flight.live for flight in self._flights)
+
+    def live(self) -> dict[Key, Planned]:
+        """Who takes part in it, in order; the row of each."""
+        return next((flight.live for flight in self._flights if flight.live), {})
+
+    def launch(self, planned: list[Planned]) -> None:
+        """Begin a step of these rows. One launch before it may be unread that has live rows; any
+        other is waited for. An exception leaves nothing in flight."""
+        if self._ahead is None:
+            raise IntegrityError("a launch for a model that cannot")
+        try:
+            launch = self._ahead.launch([row for _, row in planned])
+        except BaseException:
+            self.abandon()
+            raise
+        self._flights.append(_Flight(launch, planned))
+        self._drop_left_over()
+
+    def take(self) -> tuple[list[Sequence], list[Drawn]]:
+        """Wait for the oldest launch with live rows, and forget it: who drew what. An exception
+        leaves nothing in flight."""
+        self._drop_left_over()
+        flight = self._flights[0]
+        self._read(flight)
+        self._flights.popleft()
+        sequences = [sequence for sequence, _ in flight.live.values()]
+        return sequences, [flight.drawn[key] for key in flight.live]
+
+    def _drop_left_over(self) -> None:
+        """Wait for launches at the front of which no row is live, unless it is the only one."""
+        while len(self._flights) > 1 and not self._flights[0].live:
+            self._read(self._flights[0])
+            self._flights.popleft()
+
+    def settle(self) -> bool:
+        """Wait for all that is in flight; the draws of live rows stay for the next step. Returns:
+        whether blocks were held by it."""
+        has_held = any(flight.held for flight in self._flights)
+        for flight in tuple(self._flights):
+            self._read(flight)
+            if not flight.live:
+                self._flights.remove(flight)
+        return has_held
+
+    def _read(self, flight: _Flight) -> None:
+        if flight.launch is None or self._ahead is None:
+            return
+        try:
+            drawn = self._ahead.read(flight.launch)
+        except BaseException:
+            self.abandon()
+            raise
+        flight.launch = None
+        flight.drawn = dict(zip(flight.rows, drawn, strict=True))
+        self._unhold(flight)
+
+    def abandon(self) -> None:
+        """Wait for all that is in flight, and forget it as if it had never begun."""
+        if self._ahead is not None:
+            self._ahead.drain()
+        flights, self._flights = self._flights, deque()
+        for flight in flights:
+            self._unhold(flight)
+
+    def close(self) -> None:
+        """Wait for what is in flight; nothing is launched any more."""
+        if self._flights:
+            self.abandon()
+
+    # -- blocks
+
+    def let_go(self, sequence: Sequence) -> None:
+        """It is about to lose its blocks, or is over: whatever is in flight of it is left over.
+        Before its references end."""
+        for flight in self._flights:
+            sequence_there, row = flight.live.get(sequence.key, (None, None))
+            if row is None or sequence_there is not sequence:
+                continue
+            del flight.live[sequence.key]
+            self.num_left_over += 1
+            if flight.launch is not None:
+                block_id = row.block_ids[row.position // self._block_size]
+                self._pool.hold((block_id,))
+                flight.held.append(block_id)
+
+    def _unhold(self, flight: _Flight) -> None:
+        held, flight.held = flight.held, []
+        self._pool.unhold(held)
+
+    def _held(self) -> Counter[int]:
+        return Counter(block_id for flight in self._flights for block_id in flight.held)
+
+    @property
+    def num_idle_blocks(self) -> int:
+        """Blocks that `settle` would give back: nobody else uses or holds them."""
+        if not any(flight.held for flight in self._flights):
+            return 0
+        return sum(
+            not self._pool.num_references(block_id) and self._pool.num_holds(block_id) == num_held
+            for block_id, num_held in self._held().items()
+        )
+
+    # -- accounts
+
+    def check_integrity(self, sequences: Iterable[Sequence]) -> None:
+        """Between two steps.
+
+        Args:
+            sequences: all live ones.
+        Raises: IntegrityError.
+        """
+        if len(self._flights) > 1:
+            raise IntegrityError(f"{len(self._flights)} launches are in flight between steps")
+        known = {sequence.key: sequence for sequence in sequences}
+        for key, (sequence, row) in self._live_rows():
+            if known.get(key) is not sequence:
+                raise IntegrityError(f"{key} is in flight, and is no more")
+            position = sequence.num_computed_tokens
+            if row.position != position or len(sequence.token_ids) != position + 1:
+                raise IntegrityError(f"{key} is in flight at {row.position}, but at {position}")
+            index = position // self._block_size
+            if sequence.block_ids[index] != row.block_ids[index]:
+                raise IntegrityError(f"{key} is in flight in a block that it lost")
+        for flight in self._flights:
+            if flight.held and flight.launch is None:
+                raise IntegrityError("blocks are held for a launch that was read")
+        for block_id, num_held in self._held().items():
+            if self._pool.num_holds(block_id) < num_held:
+                raise IntegrityError(f"block {block_id} is written by a launch, but not held")
+
+    def _live_rows(self) -> Iterator[tuple[Key, Planned]]:
+        for flight in self._flights:
+            yield from flight.live.items()

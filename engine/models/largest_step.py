@@ -1,0 +1,58 @@
+"""What the largest step of an engine needs on the device beside weights and cache: measured once,
+before the cache is made, so that the cache can have the rest. Start-up only; knows no requests.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from engine.batch import Batch, Span
+from engine.config import EngineConfig
+from engine.errors import LoadError
+from engine.models.interface import LoadedModel
+from engine.sampling import pipeline
+
+
+def largest_step_bytes(model: LoadedModel, config: EngineConfig) -> int:
+    """Peak bytes of a step of `max_num_tokens_per_step` tokens with `max_num_running` draws; 0 on
+    CPU, where nobody needs it.
+
+    The model is attached to a cache of one block meanwhile, which nothing is written to.
+    Raises: LoadError where such a step does not fit beside the weights.
+    """
+    device = torch.device(model.info.device)
+    if device.type != "cuda":
+        return 0
+    memory = model.make_memory(1)
+    model.attach(memory)
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    try:
+        for num_long in (0, 1):  # many decodes; as many as leave room for a chunk
+            batch = _largest(config, model.info.context_window, num_long)
+            draws = [pipeline.WARM_UP] * len(batch.draw_indices)
+            pipeline.draw(model.forward(batch), draws)
+        torch.cuda.synchronize(device)
+    except torch.cuda.OutOfMemoryError as error:
+        raise LoadError(
+            f"a step of {config.max_num_tokens_per_step} tokens does not fit on {device} beside "
+            f"{model.info.weight_bytes} bytes of weights ({str(error).splitlines()[0]}); lower "
+            "max_num_tokens_per_step"
+        ) from error
+    peak = torch.cuda.max_memory_allocated(device) - before
+    torch.cuda.empty_cache()
+    return int(peak)
+
+
+def _largest(config: EngineConfig, context_window: int, num_long: int) -> Batch:
+    """As many single tokens as requests may run, and chunks of what is left of the budget."""
+    num_singles = config.max_num_running - num_long
+    lengths = [1] * num_singles
+    left = config.max_num_tokens_per_step - num_singles
+    while num_long and left > 0:
+        lengths.append(min(left, context_window))
+        left -= lengths[-1]
+    ends = [sum(lengths[: index + 1]) for index in range(len(lengths))]
+    spans = tuple(Span(0, length, ()) for length in lengths)
+    return Batch((0,) * ends[-1], spans, tuple(end - 1 for end in ends[: config.max_num_running]))

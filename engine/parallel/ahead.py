@@ -1,0 +1,118 @@
+"""Decode steps launched ahead (DecodesAhead, engine/models/interface.py) where several ranks
+compute them: ParallelAhead in rank 0, which sends each launch to the others as the words that it
+copies to its own device, and FollowingDecoder in the others.
+
+Every rank of the last stage draws by itself, from the same logits: the same tokens, by the same
+kernels. They go to the first stage, where the next launch begins. Nothing waits but `read`.
+Invariant: all ranks launch the same words in the same order. The thread that computes.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+import torch
+from baton_kernels.sampling import DrawnTokens, Needs, SamplingRows, draw_tokens
+
+from engine.decoder.ahead import MAX_OUTSTANDING, AheadDecoder
+from engine.decoder.rows import Placed
+from engine.kv.memory import KvMemory
+from engine.models.interface import Launch, Progress
+from engine.parallel.messages import LaunchWords, WarmUp
+from engine.parallel.processes import RankProcesses
+from engine.parallel.rank_model import RankModel
+from engine.parallel.ranks import Ranks
+from engine.sampling.row import Drawn
+
+Built = TypeVar("Built", bound=AheadDecoder)
+
+
+class ParallelAhead(AheadDecoder):
+    """Rank 0's. See the module; `build` makes it."""
+
+    def lead(self, processes: RankProcesses) -> None:
+        """Begin every launch at the other ranks, too. Called once, before any."""
+        self._processes = processes
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """See AheadDecoder. Ranks meet in every graph: each may take as long as a step."""
+
+        def show(what: str, done: int, total: int) -> None:
+            self._processes.begin_again()
+            if progress is not None:
+                progress(what, done, total)
+
+        with self._processes.step():
+            self._processes.tell(WarmUp())
+            super().warm_up(show)
+
+    def _begin(self, placed: Placed, num_rows: int, buffer: int) -> torch.cuda.Event | None:
+        words = self._table.words[: placed.num_words]
+        launch = LaunchWords(
+            words.tobytes(),
+            placed.overflow.tobytes(),
+            num_rows,
+            placed.num_blocks,
+            placed.needs,
+        )
+        with self._processes.step():
+            self._processes.tell(launch)
+            return super()._begin(placed, num_rows, buffer)
+
+    def read(self, launch: Launch) -> list[Drawn]:
+        """See AheadDecoder. Raises: RankFailed; what was drawn then is not looked at."""
+        with self._processes.step():
+            return super().read(launch)
+
+
+class FollowingDecoder(AheadDecoder):
+    """Another rank's: what rank 0 launches. See the module; `build` makes it."""
+
+    @torch.inference_mode()
+    def follow(self, launch: LaunchWords) -> None:
+        """Begin the same step. Two buffers suffice: rank 0 begins a third launch only when it has
+        read the first, which needed this rank's part of it."""
+        words = np.frombuffer(launch.words, dtype=np.int32)
+        self._table.words[: len(words)] = words
+        overflow = np.frombuffer(launch.overflow, dtype=np.int32).reshape(-1, 2).copy()
+        placed = Placed(
+            np.empty(0, dtype=np.intp), len(words), launch.num_blocks, launch.needs, overflow
+        )
+        with self._on_device():
+            self._begin(placed, launch.num_rows, self._next_buffer)
+        self._next_buffer = (self._next_buffer + 1) % MAX_OUTSTANDING
+
+
+def build(
+    kind: type[Built],
+    part: RankModel,
+    ranks: Ranks,
+    memory: KvMemory,
+    *,
+    max_rows: int,
+    context_window: int,
+) -> Built:
+    """This rank's. All ranks give the same sizes: words are laid out by them.
+
+    Args:
+        part: attached to `memory`.
+    """
+    return kind(
+        part.decode,
+        max_rows=max_rows,
+        context_window=context_window,
+        block_size=memory.layout.block_size,
+        vocab_size=part.vocab_size,
+        device=memory.cache.device,
+        draw=partial(_draw, ranks),
+    )
+
+
+def _draw(
+    ranks: Ranks, logits: torch.Tensor, rows: SamplingRows, needs: Needs, out: DrawnTokens
+) -> None:
+    if ranks.place.is_last:
+        draw_tokens(logits, rows, needs=needs, out=out)
+    ranks.pass_tokens(out.token_ids)

@@ -1,0 +1,223 @@
+"""A rank's process: one part of a model, computed together with the engine that started it.
+
+    python -m engine.parallel.child <socket> <meeting file> <cache file>   (inherited descriptors)
+
+Life: Start -> loading -> Ready -> Meet -> Attach -> Steps until Stop, or until the socket is
+closed. It ends with its parent, whatever happens to that (`process.entry.die_with_parent`). Exit
+codes: 0 told to stop, 1 it failed, 2 it could not load, 3 (processes.FOLLOWED) another rank is
+gone. Imports no transformers. One thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from engine.decoder.model import kv_layout
+from engine.errors import LoadError, RankFailed
+from engine.kv.layout import KvLayout
+from engine.kv.memory import KvMemory
+from engine.kv.sizing import free_memory_bytes
+from engine.parallel.ahead import FollowingDecoder, build
+from engine.parallel.memory import RankMemory
+from engine.parallel.messages import (
+    Attach,
+    Attached,
+    Change,
+    Failed,
+    FromRank,
+    LaunchWords,
+    Loading,
+    Meet,
+    Met,
+    Ready,
+    Refused,
+    Settle,
+    Settled,
+    Start,
+    Step,
+    Stop,
+    ToRank,
+    WarmUp,
+    encode,
+    read_to_rank,
+)
+from engine.parallel.place import Grid
+from engine.parallel.process_ranks import ProcessRanks
+from engine.parallel.processes import FOLLOWED
+from engine.parallel.rank_model import RankModel, load_rank
+from engine.parallel.shared_cache import SharedCache, share
+from process import entry, logs
+from process.errors import BatonError, FailedPrecondition, Unavailable
+from process.frames import FrameReader, FrameWriter
+
+_START_S = 60.0
+"""For the first message; it is sent before this process has begun."""
+_WRITE_S = 60.0
+"""For the engine's process to take a message; one of its threads does little else."""
+_READ_S = 3600.0
+"""Of nothing to do; then it waits again."""
+_SIGN_OF_LIFE_S = 0.5
+"""Loading's progress is told so often."""
+
+logger = logging.getLogger(__name__)
+
+
+def main() -> int:
+    """Serve on the descriptors that the arguments name. Returns: the exit code."""
+    logs.configure("rank", "warning")
+    try:
+        entry.die_with_parent()
+        socket_file, meeting_file, cache_file = map(int, sys.argv[1:4])
+        connection = socket.socket(fileno=socket_file)
+    except (Unavailable, OSError, ValueError) as error:
+        sys.stderr.write(f"engine.parallel.child: {error}\n")
+        return 2
+    with connection:
+        return _Child(connection, meeting_file, cache_file).run()
+
+
+class _Child:
+    def __init__(self, connection: socket.socket, meeting_file: int, cache_file: int) -> None:
+        self._reader = FrameReader(connection)
+        self._writer = FrameWriter(connection)
+        self._meeting_file = meeting_file
+        self._cache_file = cache_file
+        self._told_s = 0.0
+
+    def run(self) -> int:
+        try:
+            start = self._read()
+            if not isinstance(start, Start):
+                raise FailedPrecondition("the first message is no Start")
+            loaded = self._load(start)
+            return 2 if loaded is None else self._serve(start, *loaded)
+        except EOFError:
+            return 0  # the engine has gone
+        except RankFailed as error:
+            return self._fail(str(error), FOLLOWED)
+        except (
+            Exception
+        ) as error:  # the engine must hear of it; what is not ours is shown here, too
+            if not isinstance(error, BatonError):
+                logger.error("rank_failed", exc_info=error)
+            return self._fail(f"{type(error).__name__}: {error}".partition("\n")[0], 1)
+
+    def _fail(self, reason: str, code: int) -> int:
+        try:
+            self._write(Failed(reason))
+        except EOFError:
+            return 0
+        return code
+
+    def _load(self, start: Start) -> tuple[RankModel, ProcessRanks] | None:
+        config = start.config
+        if config.num_threads:
+            torch.set_num_threads(config.num_threads)
+        if torch.device(config.device).type == "cuda":
+            torch.cuda.set_device(config.device)
+        grid = Grid(config.tensor_parallel, config.pipeline_parallel)
+        ranks = ProcessRanks(grid, start.rank, config.device, config.rank_timeout_s)
+        try:
+            model = load_rank(config, Path(start.folder), start.shape, ranks, progress=self._show)
+        except BatonError as error:
+            self._write(Refused(str(error)))
+            return None
+        self._write(Ready())
+        return model, ranks
+
+    def _serve(self, start: Start, model: RankModel, ranks: ProcessRanks) -> int:
+        config = start.config
+        layout = kv_layout(start.shape, block_size=config.block_size, dtype=config.dtype)
+        memory: KvMemory | None = None
+        ahead: FollowingDecoder | None = None
+        while True:
+            match self._read():
+                case LaunchWords() as launch if ahead:
+                    ahead.follow(launch)
+                case Step(batch) if memory:
+                    model.forward(batch)
+                case Change(block_id, source) if memory:
+                    if source < 0:
+                        memory.clear(block_id)
+                    else:
+                        memory.copy(source, block_id)
+                case Settle():
+                    if torch.device(config.device).type == "cuda":
+                        torch.cuda.synchronize(config.device)
+                    self._write(Settled())
+                case Meet():
+                    ranks.form(self._meeting_file)
+                    self._write(Met(free_memory_bytes(config.device)))
+                case Attach(num_blocks):
+                    memory = self._memory(layout, ranks, num_blocks, config.device)
+                    model.attach(memory)
+                    if not memory.is_whole:
+                        self._write(Attached(_share(memory)))
+                    ahead = build(
+                        FollowingDecoder,
+                        model,
+                        ranks,
+                        memory,
+                        max_rows=config.max_num_running,
+                        context_window=config.context_window,
+                    )
+                case WarmUp() if ahead:
+                    ahead.warm_up()
+                case Stop():
+                    return 0
+                case message:
+                    raise FailedPrecondition(f"{type(message).__name__} does not belong here")
+
+    def _memory(
+        self, layout: KvLayout, ranks: ProcessRanks, num_blocks: int, device: str
+    ) -> KvMemory:
+        if torch.device(device).type == "cpu":
+            return KvMemory(layout, num_blocks, device, shared_file=self._cache_file)
+        return RankMemory(layout, ranks.place, num_blocks, device)
+
+    def _show(self, what: str, done: int, total: int) -> None:
+        now_s = time.monotonic()
+        if now_s - self._told_s > _SIGN_OF_LIFE_S:
+            self._told_s = now_s
+            self._write(Loading(what, done, total))
+
+    def _read(self) -> ToRank:
+        timeout_s = _READ_S if self._told_s else _START_S
+        while (frame := self._reader.read(timeout_s)) is None:
+            if not self._told_s:
+                raise EOFError("no first message")
+        self._told_s = self._told_s or time.monotonic()
+        return read_to_rank(frame)
+
+    def _write(self, message: FromRank) -> None:
+        self._writer.write(encode(message), _WRITE_S)
+
+
+def _share(memory: KvMemory) -> SharedCache:
+    device = memory.cache.device
+    try:
+        return share(device.index, memory.address)
+    except LoadError as error:  # whoever wants to move blocks is refused, with this in the log
+        logs.event(logger, "cache_not_shared", level=logging.WARNING, error=str(error))
+        return SharedCache(device.index, b"", 0)
+
+
+def run() -> NoReturn:
+    """`main`, and the end of this process: at once, since taking torch and its process groups down
+    in order can wait for ranks that are gone."""
+    code = main()
+    logging.shutdown()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    run()

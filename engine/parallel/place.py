@@ -1,0 +1,127 @@
+"""Grid and Place: which rank computes which part of a model. Pure values; know no torch and no
+process. Any thread.
+
+`num_stages` stages of consecutive layers, `num_shares` shares of each layer's heads and columns.
+Rank 0 is in the *last* stage: it is the engine's own process, and there the logits come out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.errors import LoadError
+from engine.kv.layout import KvLayout, LayerKv
+
+
+@dataclass(frozen=True)
+class Place:
+    """What one rank computes."""
+
+    stage: int
+    num_stages: int
+    share: int
+    num_shares: int
+
+    @property
+    def is_first(self) -> bool:
+        """Token ids come in here."""
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Logits come out here."""
+        return self.stage == self.num_stages - 1
+
+    def layers(self, num_layers: int) -> range:
+        """This stage's layers of the model's; the first stages have one more where they do not
+        divide: the last one has the logits to compute."""
+        size, rest = divmod(num_layers, self.num_stages)
+        first = self.stage * size + min(self.stage, rest)
+        return range(first, first + size + (self.stage < rest))
+
+    def part(self, count: int) -> range:
+        """This share's of `count` heads, columns or rows, which the degree divides."""
+        size = count // self.num_shares
+        return range(self.share * size, (self.share + 1) * size)
+
+    def layout(self, whole: KvLayout) -> KvLayout:
+        """What this rank alone caches of a block, as a record of its own."""
+        mine = (whole.layers[index] for index in self.layers(whole.num_layers))
+        layers = tuple(
+            LayerKv(
+                layer.num_k_heads // self.num_shares,
+                layer.k_head_dim,
+                layer.num_v_heads // self.num_shares,
+                layer.v_head_dim,
+            )
+            for layer in mine
+        )
+        return KvLayout(layers, whole.block_size, whole.dtype, whole.scale, whole.compute_dtype)
+
+
+SINGLE = Place(0, 1, 0, 1)
+"""One rank computes everything."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """All ranks of an engine."""
+
+    num_shares: int
+    """Tensor parallel: heads and columns of every layer are split over so many."""
+
+    num_stages: int
+    """Pipeline parallel: layers are split over so many."""
+
+    @property
+    def num_ranks(self) -> int:
+        return self.num_shares * self.num_stages
+
+    def place(self, rank: int) -> Place:
+        """Stages from the last to the first; shares of one stage side by side."""
+        stage = self.num_stages - 1 - rank // self.num_shares
+        return Place(stage, self.num_stages, rank % self.num_shares, self.num_shares)
+
+    def rank(self, stage: int, share: int) -> int:
+        """Whose `place` that is."""
+        return (self.num_stages - 1 - stage) * self.num_shares + share
+
+    def name(self, rank: int) -> str:
+        """For messages: the degrees' settings count from 0, too."""
+        place = self.place(rank)
+        return f"rank {rank} (stage {place.stage}, share {place.share})"
+
+
+def check_degrees(
+    grid: Grid,
+    *,
+    name: str,
+    num_layers: int,
+    num_heads: int,
+    num_kv_heads: int,
+    intermediate_size: int,
+    vocab_size: int,
+) -> None:
+    """Refuse degrees that this model cannot be split by.
+
+    Raises: LoadError naming the setting, the number that it does not divide, and those that would.
+    """
+    if grid.num_stages > num_layers:
+        raise LoadError(
+            f"pipeline_parallel: {grid.num_stages} stages, but {name} has {num_layers} layers; "
+            f"set it to at most {num_layers}"
+        )
+    counts = {
+        "attention heads": num_heads,
+        "key-value heads": num_kv_heads,
+        "columns of the MLP": intermediate_size,
+        "tokens in its vocabulary": vocab_size,
+    }
+    degree = grid.num_shares
+    for what, count in counts.items():
+        if count % degree:
+            good = [str(n) for n in range(1, degree) if not any(c % n for c in counts.values())]
+            raise LoadError(
+                f"tensor_parallel: {degree} does not divide the {count} {what} of {name}; "
+                f"set it to {' or '.join(good)}"
+            )

@@ -1,0 +1,197 @@
+"""ProcessRanks: `Ranks` over torch.distributed: gloo between CPU processes of one host, NCCL
+between GPUs. One of these in each rank's process.
+
+Two process groups a rank: the shares of its stage, and the stages of its share. They are objects of
+our own, not torch's default group, which belongs to whoever embeds the engine. Ranks meet in a file
+that only they have open (a descriptor their parent made), so nobody else can join and nothing is
+left on disk. gloo's own connections are on the loopback interface.
+
+Every wait has the deadline `timeout_s`: gloo raises, NCCL's kernels are ended by `abort`, which any
+thread may call; all else belongs to the thread that computes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+
+from engine.errors import RankFailed
+from engine.parallel.place import Grid
+
+_c10d: Any = torch.distributed
+"""Its process groups have no types, nor public names for all of their options."""
+
+_TAG = 1
+_NCCL_GRACE = timedelta(seconds=60.0)
+_FORM_S = 60.0
+"""For all ranks, which are loaded by then, to meet."""
+
+
+class ProcessRanks:
+    """See the module.
+
+    Args:
+        timeout_s: longest wait for another rank.
+    """
+
+    def __init__(self, grid: Grid, rank: int, device: str, timeout_s: float) -> None:
+        self.place = grid.place(rank)
+        self._device = torch.device(device)
+        self._timeout = timedelta(seconds=timeout_s)
+        self._shares: Any = None
+        self._stages: Any = None
+        self._is_aborted = False
+        self._meeting_file = -1
+
+    def form(self, meeting_file: int) -> None:
+        """Meet the other ranks, and pass one number along every way that will be used. All ranks
+        call it at the same time.
+
+        Args:
+            meeting_file: the descriptor of an empty file that all ranks have open.
+        Raises: RankFailed when they did not all come in time.
+        """
+        place = self.place
+        with self._telling():
+            num_ranks = place.num_shares * place.num_stages
+            # Ours until `close`: the store opens its file once more when it goes, and ends the
+            # process if it cannot.
+            self._meeting_file = os.dup(meeting_file)
+            store = _c10d.FileStore(f"/proc/self/fd/{self._meeting_file}", num_ranks)
+            store.set_timeout(timedelta(seconds=_FORM_S))
+            if place.num_shares > 1:
+                self._shares = self._group(
+                    f"stage{place.stage}", store, place.share, place.num_shares
+                )
+            if place.num_stages > 1:
+                self._stages = self._group(
+                    f"share{place.share}", store, place.stage, place.num_stages
+                )
+        number = torch.ones(1, place.num_shares, device=self._device)
+        if not place.is_first:
+            self.receive(number)
+        self.add_up(number)
+        if not place.is_last:
+            self.send(number)
+        self.pass_tokens(number)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _group(self, name: str, store: Any, rank: int, size: int) -> Any:
+        store = _c10d.PrefixStore(name, store)
+        if self._device.type == "cuda":
+            options = _c10d.ProcessGroupNCCL.Options()
+            # The second line of defence: it ends the process, so `abort` must come first.
+            options._timeout = self._timeout + _NCCL_GRACE  # noqa: SLF001
+            return _c10d.ProcessGroupNCCL(store, rank, size, options)
+        options = _c10d.ProcessGroupGloo._Options()  # noqa: SLF001
+        options._devices = [  # noqa: SLF001
+            _c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+        ]
+        options._threads = 1  # noqa: SLF001
+        options._timeout = self._timeout  # noqa: SLF001
+        return _c10d.ProcessGroupGloo(store, rank, size, options)
+
+    # -- Ranks
+
+    @property
+    def rank(self) -> int:
+        """See Ranks."""
+        return self.place.share
+
+    def add_up(self, partial: torch.Tensor) -> torch.Tensor:
+        """See Ranks."""
+        if self._shares is not None:
+            with self._telling():
+                _end(self._shares.allreduce([partial], _in_order(_c10d.AllreduceOptions())))
+        return partial
+
+    def join_columns(self, part: torch.Tensor) -> torch.Tensor:
+        """See Ranks. Also where nothing is drawn: when it is over, every share has written its
+        KV."""
+        if self._shares is None:
+            return part
+        num_rows, num_shares = part.shape[0], self.place.num_shares
+        if num_rows == 0:
+            self.add_up(part.new_zeros(1))
+            return part.new_empty(0, part.shape[1] * num_shares)
+        gathered = part.new_empty(num_shares * num_rows, part.shape[1])
+        with self._telling():
+            options = _in_order(_c10d.distributed_c10d.AllgatherOptions())
+            part = part.contiguous()
+            _end(self._shares._allgather_base(gathered, part, options))  # noqa: SLF001
+        by_row = gathered.view(num_shares, num_rows, -1).transpose(0, 1)
+        return by_row.reshape(num_rows, -1)
+
+    def receive(self, hidden: torch.Tensor) -> None:
+        """See Ranks."""
+        with self._telling():
+            _end(self._stages.recv([hidden], self.place.stage - 1, _TAG))
+
+    def send(self, hidden: torch.Tensor) -> None:
+        """See Ranks."""
+        with self._telling():
+            _end(self._stages.send([hidden], self.place.stage + 1, _TAG))
+
+    def pass_tokens(self, token_ids: torch.Tensor) -> None:
+        """See Ranks."""
+        place = self.place
+        if place.num_stages == 1:
+            return
+        with self._telling():
+            if place.is_last:
+                _end(self._stages.send([token_ids], 0, _TAG))
+            elif place.is_first:
+                _end(self._stages.recv([token_ids], place.num_stages - 1, _TAG))
+
+    def abort(self) -> None:
+        """End every wait for other ranks, here and on the device; none is possible after it. Any
+        thread."""
+        self._is_aborted = True
+        if self._device.type == "cuda":
+            for group in (self._shares, self._stages):
+                if group is not None:
+                    group.abort()
+
+    def close(self) -> None:
+        """Let the groups go. The thread that computes; idempotent."""
+        self.abort()
+        self._shares = self._stages = None
+        if self._meeting_file >= 0:
+            os.close(self._meeting_file)
+            self._meeting_file = -1
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        """torch's errors as ours: their text is long, and of addresses."""
+        if self._is_aborted:
+            raise RankFailed("the ranks of this engine have parted")
+        try:
+            yield
+        except RuntimeError as error:  # DistBackendError is one
+            raise RankFailed(f"another rank is gone or too late ({_first_line(error)})") from error
+
+
+def _end(work: Any) -> None:
+    """What follows on this stream (on CPU: in this thread) comes after it. NCCL gives no work where
+    that is so already."""
+    if work is not None:
+        work.wait()
+
+
+def _in_order(options: Any) -> Any:
+    """On the stream that computes, not on one beside it: no events, and CUDA graphs can hold it."""
+    options.asyncOp = False
+    return options
+
+
+def _first_line(error: Exception) -> str:
+    line = str(error).partition("\n")[0]
+    _, bracket, rest = line.partition("] ")  # gloo begins with its source's file and line
+    return (rest if bracket else line).partition(". ")[0]

@@ -1,0 +1,364 @@
+"""RankProcesses: the processes of ranks 1 and up, as the engine's process holds them: started,
+spoken to, watched, reaped.
+
+Life: `start` -> `wait_ready` -> `tell` and steps -> the end, which is `close`, or the failure of
+one of them: then all are killed, `on_failure` is called, and every later call says why in one line.
+Whichever comes, every process is reaped.
+
+A rank dies with this process by the kernel's hand (`process.entry.die_with_parent`). That signal is
+tied to the thread that started it, so the thread that watches starts them and lives as long as they
+do. All else may be called from any one thread at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from engine.errors import LoadError, RankFailed
+from engine.parallel.messages import (
+    Attached,
+    Failed,
+    Loading,
+    Met,
+    Ready,
+    Refused,
+    Settled,
+    Start,
+    Stop,
+    ToRank,
+    encode,
+    read_from_rank,
+)
+from engine.parallel.place import Grid
+from process.errors import Unavailable
+from process.frames import FrameReader, FrameWriter
+
+PROGRAM = (sys.executable, "-P", "-m", "engine.parallel.child")
+"""Run with the numbers of its socket and its two files as the last arguments."""
+
+Answer = TypeVar("Answer", Ready, Met, Attached, Settled)
+
+FOLLOWED = 3
+"""Exit code of a rank that ends because another one did."""
+
+_POLL_S = 0.1
+_READ_S = 0.001
+_STOP_S = 2.0
+"""For a rank that was told to end; it has nothing to save."""
+_KILL_S = 10.0
+"""For a killed process to be gone."""
+_BLAME_S = 2.0
+"""For the process that failed first to be seen, where one that followed it was seen before."""
+
+
+@dataclass
+class _Rank:
+    start: Start
+    name: str
+    process: subprocess.Popen[bytes]
+    reader: FrameReader
+    writer: FrameWriter
+    heard_s: float
+    is_ready: bool = False
+    answers: dict[type, object] = field(default_factory=dict)
+    last_words: str = ""
+    is_over: bool = False
+
+    @property
+    def whole_name(self) -> str:
+        return f"{self.name}, pid {self.process.pid},"
+
+
+@dataclass
+class _State:
+    """What the threads share; under `lock`."""
+
+    lock: threading.Condition = field(default_factory=threading.Condition)
+    ranks: list[_Rank] = field(default_factory=list)
+    is_started: bool = False
+    is_closing: bool = False
+    failure: str = ""
+    refusal: str = ""
+    tell: Callable[[], None] | None = None
+    began_s: float | None = None
+    """When the step in progress did."""
+
+
+class RankProcesses:
+    """See the module.
+
+    Args:
+        starts: of ranks 1, 2, ...
+        files: descriptors that they inherit, and are told the numbers of.
+        on_failure: ends what this process waits for; called once, from the watching thread.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        starts: Sequence[Start],
+        *,
+        timeout_s: float,
+        files: Sequence[int],
+        on_failure: Callable[[], None],
+        program: Sequence[str] = PROGRAM,
+    ) -> None:
+        self._grid = grid
+        self._starts = tuple(starts)
+        self._timeout_s = timeout_s
+        self._files = tuple(files)
+        self._on_failure = on_failure
+        self._program = tuple(program)
+        self._state = _State()
+        self._followed_s: float | None = None  # when a rank ended that only followed another
+        self._thread = threading.Thread(target=self._run, name="ranks", daemon=True)
+
+    # -- for the engine's thread
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Of ranks 1 and up."""
+        return tuple(rank.process.pid for rank in self._state.ranks)
+
+    def start(self) -> None:
+        """Start them; they begin to load. Raises: RankFailed where that cannot be done."""
+        self._thread.start()
+        with self._state.lock:
+            self._state.lock.wait_for(lambda: self._state.is_started)
+        self.check()
+
+    def wait_ready(self) -> None:
+        """Wait until all are loaded.
+
+        Raises: LoadError for what kept one from loading; RankFailed for one that ended, or was
+            silent for too long.
+        """
+        self.answers(Ready)
+
+    def answers(self, kind: type[Answer]) -> list[Answer]:
+        """Wait for one of each, by rank. Bounded by the watching thread: within `step`, or while
+        they load. Raises: RankFailed; as `wait_ready`."""
+        state = self._state
+        with state.lock:
+            state.lock.wait_for(
+                lambda: state.failure or all(kind in rank.answers for rank in state.ranks)
+            )
+            if state.refusal:
+                raise LoadError(state.refusal)
+            self.check()
+            found = [rank.answers.pop(kind) for rank in state.ranks]
+        return [answer for answer in found if isinstance(answer, kind)]
+
+    def tell(self, message: ToRank) -> None:
+        """Send to all. Raises: RankFailed."""
+        self.check()
+        frame = encode(message)
+        for rank in self._state.ranks:
+            try:
+                rank.writer.write(frame, self._timeout_s)
+            except (EOFError, OSError):  # it is gone, or was given up just now
+                raise self.why() from None
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Around what all ranks do together: it may take `timeout_s`."""
+        self.check()
+        self._state.began_s = time.monotonic()
+        try:
+            yield
+        except RankFailed:
+            raise self.why() from None
+        except BaseException as error:  # the others wait in the middle of something
+            line = f"{type(error).__name__}: {error}".partition("\n")[0]
+            self._fail(f"rank 0 failed in a step that others took part in ({line})")
+            raise
+        finally:
+            self._state.began_s = None
+        self.check()
+
+    def begin_again(self) -> None:
+        """Within `step`: it moves on, and may take `timeout_s` from here."""
+        self._state.began_s = time.monotonic()
+
+    def check(self) -> None:
+        """Raises: RankFailed when one of them has failed."""
+        if self._state.failure:
+            raise RankFailed(self._state.failure)
+
+    def watch(self, tell: Callable[[], None]) -> None:
+        """Have `tell` called from the watching thread when one of them fails; now, if one has."""
+        with self._state.lock:
+            self._state.tell = tell
+            has_failed = bool(self._state.failure)
+        if has_failed:
+            tell()
+
+    def why(self) -> RankFailed:
+        """The failure that another rank's absence is a sign of, once it is found."""
+        state = self._state
+        with state.lock:
+            state.lock.wait_for(lambda: state.failure, _BLAME_S + 1.0)
+        return RankFailed(state.failure or "another rank is gone or too late")
+
+    def close(self) -> None:
+        """End them all; bounded. Idempotent."""
+        state = self._state
+        with state.lock:
+            if state.is_closing or not self._thread.is_alive():
+                return
+            state.is_closing = True
+        if self._thread is not threading.current_thread():
+            self._thread.join(_STOP_S + _KILL_S + _POLL_S)
+
+    # -- the watching thread
+
+    def _run(self) -> None:
+        state = self._state
+        try:
+            try:
+                for number, start in enumerate(self._starts, 1):
+                    state.ranks.append(self._begin(number, start))
+            except OSError as error:
+                self._fail(f"a rank's process cannot be started: {error}")
+            with state.lock:
+                state.is_started = True
+                state.lock.notify_all()
+            self._watch()
+        except Exception as error:  # the last line of defence: a waiter must hear of it
+            self._fail(f"the ranks' watch ended: {type(error).__name__}: {error}")
+        finally:
+            self._reap()
+
+    def _begin(self, number: int, start: Start) -> _Rank:
+        """In a session of its own, so that Ctrl-C in the terminal reaches only us; with our import
+        path, as a fresh interpreter would not have it."""
+        environment = os.environ | {
+            "BATON_PARENT_PID": str(os.getpid()),
+            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+        }
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            files = (theirs.fileno(), *self._files)
+            process = subprocess.Popen(
+                [*self._program, *map(str, files)],
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # our standard output is the user's
+                env=environment,
+                pass_fds=files,
+                start_new_session=True,
+            )
+            name = self._grid.name(number)
+            reader, writer = FrameReader(ours), FrameWriter(ours)
+        rank = _Rank(start, name, process, reader, writer, time.monotonic())
+        with contextlib.suppress(EOFError):  # it has ended already: its reader says so
+            writer.write(encode(start), self._timeout_s)
+        return rank
+
+    def _watch(self) -> None:
+        """Until one has failed, or they are told to stop."""
+        with selectors.DefaultSelector() as selector:
+            for rank in self._state.ranks:
+                selector.register(rank.reader.fileno(), selectors.EVENT_READ, rank)
+            while not self._state.failure and not self._state.is_closing:
+                for key, _ in selector.select(_POLL_S):
+                    self._hear(key.data)
+                    if key.data.is_over:
+                        selector.unregister(key.fd)
+                self._look_at_time()
+
+    def _hear(self, rank: _Rank) -> None:
+        try:
+            while (frame := rank.reader.read(_READ_S)) is not None:
+                rank.heard_s = time.monotonic()
+                message = read_from_rank(frame)
+                match message:
+                    case Ready() | Met() | Attached() | Settled():
+                        with self._state.lock:
+                            rank.is_ready = True
+                            rank.answers[type(message)] = message
+                            self._state.lock.notify_all()
+                    case Refused(reason):
+                        self._state.refusal = f"{rank.name}: {reason}"
+                        self._fail(self._state.refusal)
+                    case Failed(reason):
+                        rank.last_words = reason
+                    case Loading():
+                        pass
+        except EOFError:
+            rank.is_over = True
+            if not self._state.is_closing:
+                self._judge(rank)
+        except Unavailable as error:
+            self._fail(f"{rank.name}: {error}")
+
+    def _judge(self, rank: _Rank) -> None:
+        """It has ended unasked. Who only followed another is not blamed at once."""
+        try:
+            exit_code = rank.process.wait(_KILL_S)
+        except subprocess.TimeoutExpired:
+            self._fail(f"{rank.whole_name} closed its socket and has not ended")
+            return
+        if exit_code == FOLLOWED and self._followed_s is None:
+            self._followed_s = time.monotonic()
+        if exit_code != FOLLOWED:
+            how = f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
+            words = f": {rank.last_words}" if rank.last_words else ""
+            self._fail(f"{rank.whole_name} ended ({how}){words}")
+
+    def _look_at_time(self) -> None:
+        now_s, state = time.monotonic(), self._state
+        if self._followed_s is not None and now_s - self._followed_s > _BLAME_S:
+            words = next(rank.last_words for rank in state.ranks if rank.is_over)
+            self._fail(f"a rank ended, since {words or 'another one was gone or too late'}")
+        for rank in state.ranks:
+            if not rank.is_ready and now_s - rank.heard_s > self._timeout_s:
+                self._fail(
+                    f"{rank.whole_name} said nothing for {self._timeout_s:g} s while it loaded"
+                )
+        began_s = state.began_s
+        if began_s is not None and now_s - began_s > self._timeout_s:
+            pids = ", ".join(map(str, self.pids))
+            self._fail(f"a step took more than {self._timeout_s:g} s (ranks' pids: {pids})")
+
+    def _fail(self, reason: str) -> None:
+        """Kill all, then tell."""
+        with self._state.lock:
+            if self._state.failure:
+                return
+            self._kill()
+            self._state.failure = reason
+            self._state.lock.notify_all()
+        self._on_failure()
+        if self._state.tell is not None:
+            self._state.tell()
+
+    def _kill(self) -> None:
+        for rank in self._state.ranks:
+            if rank.process.poll() is None:
+                rank.process.send_signal(signal.SIGKILL)
+
+    def _reap(self) -> None:
+        ends_s = time.monotonic() + (_STOP_S if self._state.is_closing else 0.0)
+        frame = encode(Stop())
+        for rank in self._state.ranks:
+            with contextlib.suppress(EOFError):
+                rank.writer.write(frame, _READ_S)
+            rank.writer.close()
+            rank.reader.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                rank.process.wait(max(0.0, ends_s - time.monotonic()))
+        self._kill()
+        for rank in self._state.ranks:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in the kernel
+                rank.process.wait(_KILL_S)

@@ -1,0 +1,137 @@
+"""RankModel: one rank's part of our decoder, run together with the other ranks. In rank 0 it is a
+part of ParallelModel (engine/parallel/model.py), in the others all that there is.
+
+Hidden states come in from the stage before and go to the stage after; within a stage the decoder
+itself adds up and joins. Knows no requests and no processes. Invariant: `forward` is called with
+equal batches in equal order at all ranks. The thread that computes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from engine.batch import Batch
+from engine.config import EngineConfig
+from engine.decoder.decoder import Decoder
+from engine.decoder.inputs import DecodeInputs, mixed_inputs, singles_first
+from engine.decoder.model import block_rows, on_device
+from engine.decoder.shape import DecoderShape, rope_table
+from engine.decoder.sources import read_weights
+from engine.decoder.weights import DecoderWeights, Share
+from engine.kv.memory import TORCH_DTYPES, KvMemory
+from engine.models.interface import Progress
+from engine.parallel.place import Place
+from engine.parallel.ranks import Ranks
+
+
+class RankModel:
+    """See the module.
+
+    Args:
+        weights: of this rank (`share_of`).
+        num_positions: as many as the longest request has.
+        is_exact: see Decoder.
+    """
+
+    def __init__(
+        self,
+        weights: DecoderWeights,
+        ranks: Ranks,
+        *,
+        num_positions: int,
+        device: str,
+        is_exact: bool = False,
+    ) -> None:
+        place = ranks.place
+        self._device = torch.device(device)
+        self._ranks = ranks
+        self._hidden_size, self.vocab_size = weights.shape.hidden_size, weights.shape.vocab_size
+        self._dtype = weights.layers[0].norm.dtype
+        self._decoder = Decoder(
+            weights,
+            rope_table(weights.shape, num_positions, self._device),
+            is_exact=is_exact,
+            collective=ranks if place.num_shares > 1 else None,
+        )
+
+    def attach(self, memory: KvMemory) -> None:
+        """Use this cache from now on: the whole model's, of which this rank touches its layers and
+        heads, or this rank's own (memory.RankMemory)."""
+        if memory.is_whole:
+            share = self._decoder.weights.share
+            layers = range(share.first_layer, share.first_layer + len(self._decoder.weights.layers))
+            views = memory.layer_views(layers, share.rank, share.num_ranks)
+        else:
+            views = memory.layer_views()
+        self._decoder.attach([block_rows(view, memory.layout) for view in views])
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Logits [R, V] in the last stage, [0, V] in others. Raises: RankFailed."""
+        with on_device(self._device):
+            inputs = mixed_inputs(singles_first(batch), self._device)
+            hidden = self._receive(inputs.num_rows)
+            return self._finish(self._decoder.forward(inputs, hidden))
+
+    @torch.inference_mode()
+    def decode(self, inputs: DecodeInputs) -> torch.Tensor:
+        """As Decoder.decode: logits [B, V] in the last stage, [0, V] in others. Can be captured in
+        a CUDA graph. Raises: RankFailed."""
+        hidden = self._receive(inputs.num_rows)
+        return self._finish(self._decoder.decode(inputs, hidden))
+
+    def _receive(self, num_rows: int) -> torch.Tensor | None:
+        """[T, hidden] of the stage before; None: this is the first."""
+        if self._ranks.place.is_first:
+            return None
+        hidden = torch.empty(num_rows, self._hidden_size, dtype=self._dtype, device=self._device)
+        self._ranks.receive(hidden)
+        return hidden
+
+    def _finish(self, computed: torch.Tensor) -> torch.Tensor:
+        if self._ranks.place.is_last:
+            return computed
+        self._ranks.send(computed)
+        return computed.new_empty(0, self.vocab_size)
+
+
+def share_of(place: Place, shape: DecoderShape) -> Share:
+    """A place as the decoder's weights know it."""
+    layers = place.layers(shape.num_layers)
+    return Share(place.share, place.num_shares, layers.start, len(layers))
+
+
+def load_rank(
+    config: EngineConfig,
+    folder: Path,
+    shape: DecoderShape,
+    ranks: Ranks,
+    *,
+    progress: Progress | None = None,
+) -> RankModel:
+    """Read this rank's part of a checkpoint to its device.
+
+    Args:
+        config: `device`, `dtype` and `context_window` are settled, not "auto" or 0.
+        shape: of the whole model.
+    Raises: LoadError, as engine.decoder.weights.read_weights.
+    """
+    device = torch.device(config.device)
+    with on_device(device):
+        weights = read_weights(
+            folder,
+            shape,
+            dtype=TORCH_DTYPES[config.dtype],
+            device=device,
+            share=share_of(ranks.place, shape),
+            progress=progress,
+        )
+        return RankModel(
+            weights,
+            ranks,
+            num_positions=config.context_window,
+            device=config.device,
+            is_exact=config.exact,
+        )

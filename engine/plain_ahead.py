@@ -1,0 +1,165 @@
+"""AheadModel: any LoadedModel with decode steps that can be launched ahead, by its own forward
+passes and engine/sampling/pipeline.py. It gains nothing: it is the truth that others are compared
+with, and shows an engine's mistakes. Ships with the package, as engine/fake.py does.
+
+What a device may do, it does at its worst: a launch is computed when it is launched, or as late as
+may be (`is_late`): when it is read, or when something must come after it. Then a block that was
+given away too early is written when it is another's, and a FakeModel's tokens show it.
+
+Invariants, each checked: at most two launches are unread, read in their order; DRAWN_BEFORE stands
+only for rows of the launch just before. Engine thread only.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+
+from engine.batch import Batch, Span
+from engine.errors import IntegrityError
+from engine.models.interface import (
+    DRAWN_BEFORE,
+    DecodeRow,
+    DecodesAhead,
+    Launch,
+    LoadedModel,
+    Progress,
+)
+from engine.sampling import pipeline
+from engine.sampling.row import Draw, Drawn
+from engine.schedule.order import Key
+
+MAX_UNREAD = 2
+
+
+class _Step:
+    """A launch. `drawn` once it was computed; `before` until then."""
+
+    def __init__(self, rows: tuple[DecodeRow, ...], before: _Step | None) -> None:
+        self.rows = rows
+        self.before = before
+        self.drawn: list[Drawn] | None = None
+        needed = {row.key for row in rows if row.token_id == DRAWN_BEFORE}
+        known = set() if before is None else {row.key for row in before.rows}
+        if not needed <= known:
+            raise IntegrityError(f"{needed - known} have no row in the launch before")
+
+    def tokens(self) -> dict[Key, int]:
+        """What each row drew; 0 for an error. Once it was computed."""
+        drawn = [max(0, one.token_id) for one in self.drawn or ()]
+        return {row.key: token_id for row, token_id in zip(self.rows, drawn, strict=True)}
+
+
+class AheadModel:
+    """See the module. Everything but `ahead` is the given model's.
+
+    Args:
+        is_late: compute a launch as late as may be.
+        takes: whether a draw may be launched; None: all of them.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        *,
+        is_late: bool = False,
+        max_rows: int = 1 << 20,
+        takes: Callable[[Draw], bool] | None = None,
+    ) -> None:
+        self._model = model
+        self.info = model.info
+        self.layout = model.layout
+        self.adapters = model.adapters
+        self.kv_record = model.kv_record
+        self.device_memory = model.device_memory
+        self.make_memory = model.make_memory
+        self.attach = model.attach
+        self.check_alive = model.check_alive
+        self.close = model.close
+        self.launches = PlainAhead(model, is_late=is_late, max_rows=max_rows, takes=takes)
+        self.ahead: DecodesAhead | None = self.launches
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """See LoadedModel. After whatever was launched."""
+        self.launches.compute_all()
+        return self._model.forward(batch)
+
+
+class PlainAhead:
+    """The launches of an AheadModel."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        *,
+        is_late: bool,
+        max_rows: int,
+        takes: Callable[[Draw], bool] | None,
+    ) -> None:
+        self.max_rows = max_rows
+        self.is_late = is_late
+        self.num_launches = 0
+        self._model = model
+        self._takes = takes
+        self._unread: deque[_Step] = deque()
+        self._newest: _Step | None = None
+        self._block_size = model.layout.block_size
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Nothing to compile."""
+
+    def takes(self, draw: Draw) -> bool:
+        """See DecodesAhead."""
+        if draw.history is not None or draw.bitmask is not None:
+            raise IntegrityError("asked for a draw that depends on what was drawn before")
+        return self._takes is None or self._takes(draw)
+
+    def launch(self, rows: Sequence[DecodeRow]) -> Launch:
+        """See DecodesAhead."""
+        if len(self._unread) >= MAX_UNREAD or not 0 < len(rows) <= self.max_rows:
+            raise IntegrityError(f"{len(rows)} rows, {len(self._unread)} launches unread")
+        step = _Step(tuple(rows), self._newest)
+        self.num_launches += 1
+        if not self.is_late:
+            self._compute(step)
+        self._unread.append(step)
+        self._newest = step
+        return step
+
+    def read(self, launch: Launch) -> list[Drawn]:
+        """See DecodesAhead."""
+        if not self._unread or launch is not self._unread[0]:
+            raise IntegrityError("launches are read in their order, each once")
+        step = self._unread[0]
+        self._compute(step)
+        self._unread.popleft()
+        return step.drawn or []
+
+    def drain(self) -> None:
+        """See DecodesAhead. What was not computed never is."""
+        self._unread.clear()
+        self._newest = None
+
+    def compute_all(self) -> None:
+        """Whatever comes next comes after the launches."""
+        for step in self._unread:
+            self._compute(step)
+
+    def _compute(self, step: _Step) -> None:
+        if step.drawn is not None:
+            return
+        if step.before is not None:
+            self._compute(step.before)
+        before = {} if step.before is None else step.before.tokens()
+        size = self._block_size
+        token_ids = tuple(
+            before[row.key] if row.token_id == DRAWN_BEFORE else row.token_id for row in step.rows
+        )
+        spans = tuple(
+            Span(row.position, 1, row.block_ids[: row.position // size + 1]) for row in step.rows
+        )
+        batch = Batch(token_ids, spans, tuple(range(len(spans))))
+        step.drawn = pipeline.draw(self._model.forward(batch), [row.draw for row in step.rows])
+        step.before = None

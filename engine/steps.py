@@ -1,0 +1,103 @@
+"""Steps: one after the other: who is let in, who computes what, and what came of it as one value.
+Events of a step that an exception cut short are told by the next. Engine thread only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from engine.accounts import Totals
+from engine.constraints import Constraints
+from engine.entrance import Entrance
+from engine.holdings import Holdings
+from engine.metrics import EngineMetrics
+from engine.request import EngineStats, RequestEvent, StepOutput
+from engine.runner import Runner
+from engine.scheduler import Scheduler
+
+IDLE_WAIT_S = 0.002
+"""How long a step waits that has nothing to compute yet. Short beside a compilation, long beside a
+look at who waits; guessed."""
+
+
+class Steps:
+    """See the module.
+
+    Args:
+        stats: the engine's, after a step.
+        clock: of the metrics.
+    """
+
+    def __init__(
+        self,
+        entrance: Entrance,
+        scheduler: Scheduler,
+        runner: Runner,
+        constraints: Constraints,
+        holdings: Holdings,
+        metrics: EngineMetrics,
+        totals: Totals,
+        *,
+        stats: Callable[[], EngineStats],
+        clock: Callable[[], float],
+    ) -> None:
+        self._entrance = entrance
+        self._scheduler = scheduler
+        self._runner = runner
+        self._constraints = constraints
+        self._holdings = holdings
+        self._metrics = metrics
+        self._totals = totals
+        self._stats = stats
+        self._clock = clock
+        self._untold: list[RequestEvent] = []
+
+    def has_work(self) -> bool:
+        """Whether `take` would compute or tell anything. What is in flight of live samples is work,
+        as they are; a launch that nobody waits for any more is none."""
+        has_news = bool(self._untold)
+        return has_news or self._entrance.has_waiting or self._scheduler.has_work()
+
+    @property
+    def is_device_behind(self) -> bool:
+        """See engine/loop.py:Engine.is_device_behind."""
+        return self._runner.is_device_behind
+
+    def take(self) -> StepOutput:
+        """The next one. See engine/loop.py:Engine.step."""
+        began = self._clock()
+        self._untold += self._entrance.let_in_ready(self._clock)
+        plan = self._scheduler.next_plan(is_admitting=not self._entrance.wants_places)
+        num_prefills = num_decodes = 0
+        is_computing = bool(plan) or self._runner.has_begun
+        if is_computing:
+            result = self._runner.run(
+                plan, self._scheduler.running, has_prompts=self._scheduler.has_prompts
+            )
+            self._untold += result.events
+            num_prefills, num_decodes = result.num_prefill_tokens, result.num_decode_tokens
+        elif not self._untold:
+            self._idle()
+        events, self._untold = self._untold, []
+        self._totals.num_steps += 1
+        self._totals.num_computed_tokens += num_prefills + num_decodes
+        stats = self._stats()
+        if is_computing:
+            self._metrics.on_step(
+                num_prefills, num_decodes, self._clock() - began, stats.num_referenced_blocks
+            )
+        return StepOutput(
+            events=tuple(events),
+            num_scheduled_tokens=num_prefills + num_decodes,
+            num_free_blocks=self._holdings.num_available,
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            step=self._totals.num_steps,
+        )
+
+    def _idle(self) -> None:
+        if self._constraints.has_waiting:
+            self._constraints.wait(IDLE_WAIT_S)
+        elif self._scheduler.running:  # bytes are on their way
+            time.sleep(IDLE_WAIT_S)

@@ -1,0 +1,357 @@
+"""Attention of few tokens per sequence over the paged cache: one (`decode_attention`), or the nodes
+of a token tree (`tree_attention`).
+
+Knows where numbers lie (BlockRows) and how many a sequence has; knows no model, no request and no
+step. Invariant: nothing is read through a block table's entry beyond a sequence's own positions,
+and nothing that is read there can reach the result. No state that a caller sees; any thread, one
+Workspace (gpu/attention.py) for launches that may overlap.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from baton_kernels import reference
+from baton_kernels.block_rows import BlockRows, Tails
+from baton_kernels.dispatch import Backend, runs_triton
+from baton_kernels.quantize import dequantize
+
+if TYPE_CHECKING:
+    from baton_kernels.gpu.attention import Config, Workspace
+
+
+def decode_attention(
+    query: torch.Tensor,
+    rows: BlockRows,
+    block_tables: torch.Tensor,
+    ends: torch.Tensor,
+    *,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    tails: Tails | None = None,
+    num_splits: int | None = None,
+    out: torch.Tensor | None = None,
+    backend: Backend = "auto",
+    exact: bool = False,
+    workspace: Workspace | None = None,
+    config: Config | None = None,
+) -> torch.Tensor:
+    """Attention of each sequence's newest token, whose own key and value are in the cache already.
+    Split over positions (Flash-Decoding: Dao et al., 2023), query heads of a kv head together.
+
+    Args:
+        query: [B, H, D], any strides but the last; H a multiple of rows.num_heads.
+        rows: where keys and values lie.
+        block_tables: [B, n] int32; entries beyond a sequence's own are never used.
+        ends: [B] int32: positions that are there, the newest included; 0: padding.
+        scaling: of the scores.
+        window: a token sees itself and window - 1 before it; None: all.
+        softcap: scores become softcap * tanh(score / softcap) (Gemma 2).
+        sinks: [H]: one more score per head that takes weight and gives no value (gpt-oss).
+        tails: of a quantized cache; the newest token's block is read there.
+        num_splits: at most; None: by shapes. Of no account where `exact`.
+        out: [B, H, Dv], query's dtype.
+        exact: a sequence's bits depend on nothing but its own positions: not on batch-mates, table
+            width or splits; and they equal those of the same token in a chunk
+            (prefill_attention, exact).
+        workspace: None: the calling thread's own.
+        config: for benchmarks; None: by shapes.
+    Returns: [B, H, Dv]; zeros for padding.
+    Raises: ValueError naming the argument that does not fit.
+    Bytes moved: sum(ends) * K * (D + Dv) numbers. FLOPs: 2 * sum(ends) * H * (D + Dv).
+    """
+    batch = query.shape[0]
+    _check_query(query, rows)
+    _check_ints("ends", ends, (batch,))
+    _check_tables(block_tables, batch)
+    _check_scores(query, window, softcap, sinks)
+    _check_tails(tails, rows, batch)
+    if num_splits is not None and num_splits < 1:
+        raise ValueError(f"num_splits {num_splits} is at least 1")
+    out = _output(out, query, rows)
+    if not runs_triton(backend, query):
+        found = decode_attention_reference(
+            query, rows, block_tables, ends,
+            scaling=scaling, window=window, softcap=softcap, sinks=sinks, tails=tails,
+        )  # fmt: skip
+        return out.copy_(found)
+    from baton_kernels.gpu import attention as gpu
+
+    gpu.launch(
+        query, rows, block_tables, ends, out,
+        scaling=scaling, window=window, softcap=softcap, sinks=sinks, tails=tails,
+        num_splits=num_splits, exact=exact, workspace=workspace, config=config,
+    )  # fmt: skip
+    return out
+
+
+def tree_attention(
+    query: torch.Tensor,
+    rows: BlockRows,
+    block_tables: torch.Tensor,
+    num_cached: torch.Tensor,
+    node_starts: torch.Tensor,
+    depths: torch.Tensor,
+    visible: torch.Tensor,
+    *,
+    max_num_nodes: int,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    num_splits: int | None = None,
+    out: torch.Tensor | None = None,
+    backend: Backend = "auto",
+    exact: bool = False,
+    workspace: Workspace | None = None,
+    config: Config | None = None,
+) -> torch.Tensor:
+    """Attention of token trees, many sequences at once: each node sees all cached positions of its
+    sequence and its own ancestors (SpecInfer's topology-aware mask, arXiv 2305.09781, section 4).
+
+    The nodes of a sequence are numbered depth first, its root is node 0, and node i's key and value
+    lie in slot num_cached + i of the sequence's block table (scratch slots: the accepted path is
+    moved to num_cached + depth afterwards). A sequence without a tree has one node: its next token.
+    A chain of nodes is a chunk: the result is that of causal attention.
+
+    Args:
+        query: [N, H, D]: the nodes of all sequences, one after the other.
+        rows, scaling, softcap, sinks, num_splits, exact, workspace, config: see decode_attention.
+            `rows` is not quantized: nodes are raw numbers.
+        block_tables: [B, n] int32; a sequence's own: those of cached positions and of its nodes.
+        num_cached: [B] int32: positions before the root.
+        node_starts: [B + 1] int32: sequence b's nodes are rows node_starts[b] to node_starts[b +
+            1]; none: padding. Rows from node_starts[B] on are padding, too, and not written.
+        depths: [N] int32: 0 for a root; a node's position is num_cached + depth.
+        visible: [N, W] bool, rows dense: which nodes of its own sequence a node sees, itself
+            included; W at least the number of nodes of any one.
+        max_num_nodes: no sequence has more (host-known; decides the grid).
+        window: by positions: ancestors and cached positions above position - window.
+        out: [N, H, Dv], query's dtype.
+    Returns: [N, H, Dv].
+    Raises: ValueError naming the argument that does not fit.
+    Bytes moved: as decode_attention, once per ceil(nodes * G / 64). FLOPs: times nodes.
+    """
+    batch, num_nodes = num_cached.shape[0], query.shape[0]
+    _check_query(query, rows)
+    if rows.dtype:
+        raise ValueError(
+            "rows: a quantized cache holds no tree: its blocks are quantized when full"
+        )
+    _check_ints("num_cached", num_cached, (batch,))
+    _check_tables(block_tables, batch)
+    _check_ints("node_starts", node_starts, (batch + 1,))
+    _check_ints("depths", depths, (num_nodes,))
+    if visible.dtype != torch.bool or visible.dim() != 2 or visible.stride(1) != 1:
+        raise ValueError(f"visible is [N, W] bool with dense rows, not {visible.dtype}")
+    if visible.shape[0] != num_nodes or not 0 < max_num_nodes <= visible.shape[1]:
+        raise ValueError(
+            f"visible {tuple(visible.shape)} of {num_nodes} nodes, max_num_nodes {max_num_nodes}"
+        )
+    _check_scores(query, window, softcap, sinks)
+    out = _output(out, query, rows)
+    if not runs_triton(backend, query):
+        found = tree_attention_reference(
+            query, rows, block_tables, num_cached, node_starts, depths, visible,
+            scaling=scaling, window=window, softcap=softcap, sinks=sinks,
+        )  # fmt: skip
+        return out.copy_(found)
+    from baton_kernels.gpu import attention as gpu
+
+    gpu.launch(
+        query, rows, block_tables, num_cached, out,
+        scaling=scaling, window=window, softcap=softcap, sinks=sinks,
+        tree=gpu.Tree(node_starts, depths, visible.view(torch.uint8)), max_num_nodes=max_num_nodes,
+        num_splits=num_splits, exact=exact, workspace=workspace, config=config,
+    )  # fmt: skip
+    return out
+
+
+# -- references
+
+
+def decode_attention_reference(
+    query: torch.Tensor,
+    rows: BlockRows,
+    block_tables: torch.Tensor,
+    ends: torch.Tensor,
+    *,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    tails: Tails | None = None,
+) -> torch.Tensor:
+    """`decode_attention` in plain torch."""
+    size = rows.block_size
+    positions = torch.arange(block_tables.shape[1] * size, device=query.device)
+    is_own = positions < ends[:, None]
+    keys, values = sequence_kv(rows, block_tables, is_own, query.dtype)
+    if tails is not None:
+        for numbers, matrices in zip((keys, values), _tail_matrices(tails, rows), strict=True):
+            _put_tails(numbers, matrices, tails.slots, ends, size)
+        keys.masked_fill_(~is_own[:, None, :, None], 0)
+        values.masked_fill_(~is_own[:, None, :, None], 0)
+    mask = reference.one_mask(ends, positions.shape[0], window, query.dtype)
+    is_padding = (ends <= 0)[:, None, None]
+    mask = mask.masked_fill(is_padding[..., None], 0)  # no row without a column: it would be NaN
+    out = reference.attend_one(query.contiguous(), keys, values, mask, scaling, softcap, sinks)
+    return out.masked_fill(is_padding, 0)
+
+
+def tree_attention_reference(
+    query: torch.Tensor,
+    rows: BlockRows,
+    block_tables: torch.Tensor,
+    num_cached: torch.Tensor,
+    node_starts: torch.Tensor,
+    depths: torch.Tensor,
+    visible: torch.Tensor,
+    *,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`tree_attention` in plain torch, one sequence after the other; waits for the device. Rows of
+    no sequence are zeros."""
+    out = query.new_zeros(*query.shape[:2], rows.v_head_dim)
+    starts = node_starts.tolist()
+    for index, cached in enumerate(num_cached.tolist()):
+        nodes = slice(starts[index], starts[index + 1])
+        num_nodes = nodes.stop - nodes.start
+        if num_nodes == 0:
+            continue
+        end = cached + num_nodes
+        num_blocks = -(-end // rows.block_size)
+        is_own = torch.arange(num_blocks * rows.block_size, device=query.device) < end
+        keys, values = sequence_kv(
+            rows, block_tables[index, None, :num_blocks], is_own[None], query.dtype
+        )
+        is_seen = torch.ones(num_nodes, end, dtype=torch.bool, device=query.device)
+        is_seen[:, cached:] = visible[nodes, :num_nodes]
+        if window is not None:
+            places = torch.cat((torch.arange(cached, device=query.device), cached + depths[nodes]))
+            is_seen &= places[None, :] > places[cached:, None] - window
+        out[nodes] = reference.attend_chunk(
+            query[nodes].transpose(0, 1),
+            keys[0, :, :end],
+            values[0, :, :end],
+            reference.as_bias(is_seen, query.dtype),
+            scaling,
+            softcap,
+            sinks,
+        )
+    return out
+
+
+def sequence_kv(
+    rows: BlockRows, block_tables: torch.Tensor, is_own: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys [B, K, n * P, D] and values of whole sequences as numbers, 0 where not `is_own` [B, n *
+    P]: what lies in others' slots may be anything, NaN too."""
+    found: list[torch.Tensor] = []
+    ids = rows.row_ids(block_tables)
+    for matrices, scales in ((rows.keys, rows.k_scales), (rows.values, rows.v_scales)):
+        if matrices is None:
+            found.append(found[0][..., : rows.v_head_dim])
+            continue
+        numbers = reference.gather(matrices, ids)
+        if scales is not None:
+            flat = scales.index_select(0, ids.view(-1))
+            numbers = numbers.view(flat.shape[0], rows.block_size, -1)
+            numbers = dequantize(numbers, flat, rows.dtype, dtype)
+            numbers = numbers.view(*ids.shape[:2], -1, numbers.shape[-1])
+        numbers = numbers.to(dtype).masked_fill(~is_own[:, None, :, None], 0)
+        found.append(numbers)
+    return found[0], found[1]
+
+
+def _tail_matrices(tails: Tails, rows: BlockRows) -> list[torch.Tensor]:
+    """[K, P, D] of each sequence's slot, keys and values: [B, K, P, D], [B, K, P, Dv]. Latents:
+    keys alone, whose columns the values are."""
+    ids = tails.rows.row_ids(tails.slots.clamp(min=0)[:, None])[:, :, 0]
+    keys = tails.rows.keys[ids]
+    values = keys[..., : rows.v_head_dim] if tails.rows.values is None else tails.rows.values[ids]
+    return [keys, values]
+
+
+def _put_tails(
+    numbers: torch.Tensor,
+    matrices: torch.Tensor,
+    slots: torch.Tensor,
+    ends: torch.Tensor,
+    size: int,
+) -> None:
+    """The last blocks of `numbers` [B, K, S, D] become `matrices` [B, K, P, D] where there is a
+    slot."""
+    for index in torch.nonzero((slots >= 0) & (ends > 0))[:, 0].tolist():
+        start = (int(ends[index]) - 1) // size * size
+        numbers[index, :, start : start + size] = matrices[index].to(numbers.dtype)
+
+
+# -- checks
+
+
+def _check_query(query: torch.Tensor, rows: BlockRows) -> None:
+    if query.dim() != 3 or query.stride(2) != 1:
+        raise ValueError(f"query is [B, H, D] with dense heads, not {tuple(query.shape)}")
+    if query.shape[2] != rows.k_head_dim:
+        raise ValueError(f"query has heads of {query.shape[2]}, rows of {rows.k_head_dim}")
+    if query.shape[1] % rows.num_heads:
+        raise ValueError(f"query has {query.shape[1]} heads, rows {rows.num_heads}")
+    if not rows.dtype and rows.keys.dtype != query.dtype:
+        raise ValueError(f"query is {query.dtype}, rows {rows.keys.dtype}")
+    if rows.keys.device != query.device:
+        raise ValueError(f"query is on {query.device}, rows on {rows.keys.device}")
+
+
+def _check_ints(name: str, ints: torch.Tensor, shape: tuple[int, ...]) -> None:
+    if ints.shape != shape or ints.dtype != torch.int32 or not ints.is_contiguous():
+        raise ValueError(f"{name} is {shape} int32, dense, not {tuple(ints.shape)} {ints.dtype}")
+
+
+def _check_tables(block_tables: torch.Tensor, batch: int) -> None:
+    if block_tables.dim() != 2 or block_tables.dtype != torch.int32:
+        raise ValueError("block_tables is [B, n] int32")
+    if block_tables.shape[0] != batch or block_tables.shape[1] < 1:
+        raise ValueError(f"block_tables is {tuple(block_tables.shape)} for {batch} sequences")
+    if block_tables.shape[1] > 1 and block_tables.stride(1) != 1:
+        raise ValueError("block_tables: rows are dense")
+
+
+def _check_scores(
+    query: torch.Tensor, window: int | None, softcap: float | None, sinks: torch.Tensor | None
+) -> None:
+    if window is not None and window < 1:
+        raise ValueError(f"window {window} is at least 1")
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"softcap {softcap} is above 0")
+    if sinks is not None and (sinks.shape != query.shape[1:2] or not sinks.is_contiguous()):
+        raise ValueError(f"sinks is [{query.shape[1]}], dense, not {tuple(sinks.shape)}")
+
+
+def _check_tails(tails: Tails | None, rows: BlockRows, batch: int) -> None:
+    if tails is None:
+        return
+    _check_ints("tails.slots", tails.slots, (batch,))
+    theirs = tails.rows
+    if theirs.dtype or (theirs.num_heads, theirs.block_size) != (rows.num_heads, rows.block_size):
+        raise ValueError("tails.rows: raw numbers, heads and block size of rows")
+    if (theirs.k_head_dim, theirs.v_head_dim) != (rows.k_head_dim, rows.v_head_dim):
+        raise ValueError("tails.rows: other head dims than rows")
+    if theirs.is_latent != rows.is_latent:
+        raise ValueError("tails.rows: latents exactly where rows are")
+
+
+def _output(out: torch.Tensor | None, query: torch.Tensor, rows: BlockRows) -> torch.Tensor:
+    shape = (*query.shape[:2], rows.v_head_dim)
+    if out is None:
+        return query.new_empty(shape)
+    if out.shape != shape or out.dtype != query.dtype or out.stride(2) != 1:
+        raise ValueError(f"out is {shape} {query.dtype} with dense heads, not {tuple(out.shape)}")
+    return out

@@ -1,0 +1,174 @@
+"""Merging the parts of a sequence's splits, as Triton functions; and how a sequence is cut into
+them, on the device.
+
+A part is three numbers of each row (attention_tiles.py) in a workspace: `norms` [parts, rows, 2]
+float32, the greatest score and the total of weights, and `parts` [parts, rows, Dv] float32. Knows
+no cache. Invariant: splits that a sequence does not use are never read.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from baton_kernels.gpu.attention_tiles import finish, merge_parts
+
+# Numbers and addresses that differ from step to step must not compile anew.
+_VARYING = ["num_m_blocks", "num_splits", "min_split", "window"]
+_ANYWHERE = ["ends", "node_starts"]
+
+
+@triton.jit
+def extent(
+    end, num_cached, num_splits, min_split, window,
+    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, TREE: tl.constexpr,
+    EXACT: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Of a sequence: its first tile's position, the positions of one split, its first split's
+    number, and how many it has."""
+    first = 0
+    if WINDOW:
+        seen_from = end - window
+        if TREE:  # by the root
+            seen_from = num_cached + 1 - window
+        first = tl.maximum(seen_from, 0) // BLOCK_N * BLOCK_N
+    if EXACT:
+        span = SPLIT
+        first_split = first // SPLIT
+        num_used = (end - 1) // SPLIT + 1 - first_split
+    else:
+        num_tiles = (end - first + BLOCK_N - 1) // BLOCK_N
+        span = tl.maximum((num_tiles + num_splits - 1) // num_splits * BLOCK_N, min_split)
+        first_split = 0
+        num_used = (end - first + span - 1) // span
+    return first, span, first_split, num_used
+
+
+@triton.jit
+def merge(
+    parts, norms, first, count, row, num_rows, pitch, sinks, v_cols,
+    DV: tl.constexpr, ROWS: tl.constexpr, BLOCK_S: tl.constexpr, SINKS: tl.constexpr,
+    EXACT: tl.constexpr,
+):  # fmt: skip
+    """[ROWS, columns]: rows row .. row + ROWS of parts first .. first + count.
+
+    Each part has room for `pitch` rows, of which num_rows were written. EXACT: one after the
+    other; else BLOCK_S at a time, whose loads wait together.
+    """
+    rows = row + tl.arange(0, ROWS)
+    is_row = rows < num_rows
+    is_col = v_cols < DV
+    greatest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    weighted = tl.zeros([ROWS, v_cols.shape[0]], tl.float32)
+    if EXACT:
+        for index in tl.range(0, count):
+            places = (first + index) * pitch + rows
+            its_greatest = tl.load(
+                norms + 2 * places,
+                mask=is_row,
+                other=float("-inf"),
+                cache_modifier=".cg",
+            )
+            its_total = tl.load(
+                norms + 2 * places + 1, mask=is_row, other=0.0, cache_modifier=".cg"
+            )
+            its_weighted = tl.load(
+                parts + places[:, None] * DV + v_cols[None, :],
+                mask=is_row[:, None] & is_col[None, :],
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            greatest, total, weighted = merge_parts(
+                greatest, total, weighted, its_greatest, its_total, its_weighted
+            )
+    else:
+        for begin in tl.range(0, count, BLOCK_S):
+            splits = begin + tl.arange(0, BLOCK_S)
+            places = (first + splits)[:, None] * pitch + rows[None, :]
+            is_part = (splits < count)[:, None] & is_row[None, :]
+            its_greatest = tl.load(
+                norms + 2 * places,
+                mask=is_part,
+                other=float("-inf"),
+                cache_modifier=".cg",
+            )
+            its_total = tl.load(
+                norms + 2 * places + 1, mask=is_part, other=0.0, cache_modifier=".cg"
+            )
+            its_weighted = tl.load(
+                parts + places[:, :, None] * DV + v_cols[None, None, :],
+                mask=is_part[:, :, None] & is_col[None, None, :],
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            reached = tl.max(its_greatest, 0)
+            base = tl.where(reached == float("-inf"), 0.0, reached)
+            shrink = tl.exp2(its_greatest - base[None, :])
+            its_total = tl.sum(its_total * shrink, 0)
+            its_weighted = tl.sum(its_weighted * shrink[:, :, None], 0)
+            greatest, total, weighted = merge_parts(
+                greatest, total, weighted, reached, its_total, its_weighted
+            )
+    return finish(greatest, total, weighted, sinks, SINKS)
+
+
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_ANYWHERE)
+def merge_splits(
+    out, ends, node_starts, sinks, parts, norms, out_row_stride, out_head_stride, window,
+    num_m_blocks, num_splits, min_split,
+    G: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_S: tl.constexpr, DV_WIDTH: tl.constexpr, PITCH: tl.constexpr, WINDOW: tl.constexpr,
+    SINKS: tl.constexpr, TREE: tl.constexpr, EXACT: tl.constexpr, SPLIT: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """What `attend` left in parts, where these are large: a program merges one row."""
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    sequence = tl.program_id(1)
+    row = tl.program_id(2)
+    head = tl.program_id(0) // num_m_blocks
+    its_row = tl.program_id(0) % num_m_blocks * BLOCK_M + row
+    num_cached = tl.load(ends + sequence)
+    end = num_cached
+    q_row = sequence
+    num_rows = G
+    if TREE:
+        first_node = tl.load(node_starts + sequence)
+        num_nodes = tl.load(node_starts + sequence + 1) - first_node
+        end = num_cached + num_nodes
+        q_row = first_node + its_row // G
+        num_rows = num_nodes * G
+    if its_row >= num_rows or end <= 0:
+        return
+    _, _, _, num_used = extent(
+        end,
+        num_cached,
+        num_splits,
+        min_split,
+        window,
+        BLOCK_N,
+        WINDOW,
+        TREE,
+        EXACT,
+        SPLIT,
+    )
+    if num_used == 1:
+        return
+    q_head = head * G + its_row % G
+    v_cols = tl.arange(0, DV_WIDTH)
+    its_sinks = tl.zeros([1], tl.float32)
+    if SINKS:
+        its_sinks += tl.load(sinks + q_head).to(tl.float32) * 1.4426950408889634
+    pair = (sequence * tl.num_programs(0) + tl.program_id(0)).to(tl.int64)
+    attention = merge(
+        parts, norms, pair * num_splits, num_used, row, PITCH, PITCH, its_sinks, v_cols,
+        DV, 1, BLOCK_S, SINKS, EXACT,
+    )  # fmt: skip
+    places = q_row.to(tl.int64) * out_row_stride + q_head * out_head_stride + v_cols
+    tl.store(
+        out + places[None, :],
+        attention.to(out.dtype.element_ty),
+        mask=(v_cols < DV)[None, :],
+    )

@@ -1,0 +1,233 @@
+"""How a launch of attention is cut into programs, and what it is given beside its numbers.
+
+By shapes alone: no measuring while running, or numbers would differ between workers and runs. The
+tables were measured on an H100 (benchmarks/kernels/attention.py). Knows no kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from dataclasses import dataclass
+
+import torch
+
+from baton_kernels.block_rows import BlockRows
+from baton_kernels.gpu.attention_tiles import (
+    EXACT_ROWS,
+    EXACT_WARPS,
+    SPLIT_POSITIONS,
+    TILE_POSITIONS,
+)
+
+LOG2_E = 1.4426950408889634
+
+MIN_SPLIT_POSITIONS = 64
+"""Of a split that is not exact: less would not pay for its merging."""
+
+MAX_PART_BYTES = 256 << 20
+"""Of a launch's parts: exact attention of many long sequences goes without them."""
+
+_MAX_FUSED_NUMBERS = 2048
+"""Of a part: one that is larger is merged by a kernel of its own."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a program is cut; decides speed, and the order of sums."""
+
+    block_m: int
+    """Query rows of a program."""
+    block_n: int
+    """Positions of a tile."""
+    num_warps: int
+    num_stages: int
+    """Tiles on their way at a time."""
+    prefetch_positions: int = 128
+    """What a program asks L2 for before it waits for the kernel ahead."""
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Where the query rows are nodes of token trees."""
+
+    node_starts: torch.Tensor
+    """[B + 1] int32: sequence b's nodes are query rows node_starts[b] to node_starts[b + 1]."""
+    depths: torch.Tensor
+    """[N] int32."""
+    visible: torch.Tensor
+    """[N, W] uint8, rows dense."""
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """What turns a fused projection into queries, keys and values; see layer_ops.rotate_and_write
+    for the shapes."""
+
+    cos_sin: torch.Tensor
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    norm_eps: float
+
+
+class Workspace:
+    """Counters that every launch finds at zero and leaves at zero. Launches that may run at the
+    same time (two streams) need one each; a graph keeps the one it was captured with."""
+
+    num_counters = 1 << 16
+
+    def __init__(self, device: torch.device) -> None:
+        self.counters = torch.zeros(self.num_counters, dtype=torch.int32, device=device)
+
+
+_workspaces: dict[tuple[int, torch.device], Workspace] = {}
+
+
+def own_workspace(device: torch.device) -> Workspace:
+    """The calling thread's. Never dropped: graphs hold its address."""
+    key = (threading.get_ident(), device)
+    if key not in _workspaces:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("attention: run it once, eagerly, on this thread before capturing")
+        _workspaces[key] = Workspace(device)
+    return _workspaces[key]
+
+
+@functools.cache
+def num_sms(device: torch.device) -> int:
+    """Streaming multiprocessors; 4 where an interpreter stands in for the device."""
+    if device.type != "cuda":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def config_for(rows: BlockRows, num_rows: int, dtype: torch.dtype, exact: bool) -> Config:
+    """By shapes alone, never by measuring: numbers must not differ between workers or runs.
+
+    Args:
+        num_rows: query rows of a kv head in one sequence: its group, times its nodes.
+    """
+    width = max(rows.k_head_dim, rows.v_head_dim) * dtype.itemsize // 2
+    if exact:
+        stages = 3 if width <= 128 else 2 if width <= 256 else 1
+        return Config(EXACT_ROWS, TILE_POSITIONS, EXACT_WARPS if width <= 256 else 8, stages)
+    if rows.dtype and width <= 128:
+        # Left operands of 64 rows come from shared memory: bytes are made numbers once, not by
+        # every thread that needs them.
+        return Config(64, 128, 4, 2)
+    block_m = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
+    if width <= 128:
+        return Config(block_m, 32, 2, 4) if block_m == 16 else Config(block_m, 64, block_m // 8, 3)
+    if width <= 256:
+        return Config(block_m, 32, 4, 3)
+    return Config(block_m, 32, 4 if block_m == 16 else 8, 3 if width <= 576 else 2)
+
+
+def plan_splits(num_pairs: int, max_positions: int, sms: int) -> tuple[int, int]:
+    """(splits at most, positions of one at least), for `num_pairs` programs without splitting: two
+    programs for each multiprocessor, and no more. One more than fit at a time would take a whole
+    turn of its own."""
+    wanted = max(1, round(2 * sms / num_pairs))
+    return min(wanted, -(-max_positions // MIN_SPLIT_POSITIONS)), MIN_SPLIT_POSITIONS
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One launch."""
+
+    config: Config
+    num_m_blocks: int
+    """Programs that share a kv head's query rows."""
+    num_pairs: int
+    """Programs without splitting."""
+    num_splits: int
+    """At most, of one sequence."""
+    min_split: int
+    """Positions of a split, at least."""
+    grid: tuple[int, int, int]
+    merges: int
+    """0: no splits; 1: in the same kernel; 2: in one of its own."""
+    pitch: int
+    """Rows of a part."""
+    num_merged_rows: int
+    """The same, or more, as a power of two."""
+    block_s: int
+    """Parts that are merged at a time."""
+    tail_n: int
+    """Positions of a tile of a tail."""
+    d0: int
+    """Columns of keys in their first tile, a power of two,"""
+    d1: int
+    """and in the second one, padded; 0: none."""
+    dv_width: int
+    """Columns of values, padded."""
+    part_bytes: int
+    """Of all parts."""
+    num_prefetched: int
+    """Blocks that a program asks L2 for, a power of two."""
+
+
+def plan_launch(
+    rows: BlockRows,
+    block_tables: torch.Tensor,
+    num_sequences: int,
+    group: int,
+    max_num_nodes: int,
+    dtype: torch.dtype,
+    *,
+    window: int | None,
+    exact: bool,
+    is_tree: bool,
+    config: Config | None,
+    num_splits: int | None,
+    min_split: int | None,
+) -> Plan:
+    """See gpu/attention.py's launch for the arguments; `group`: query heads of a kv head."""
+    config = config or config_for(rows, group * max_num_nodes, dtype, exact)
+    num_m_blocks = -(-group * max_num_nodes // config.block_m)
+    num_pairs = num_sequences * rows.num_heads * num_m_blocks
+    max_positions = block_tables.shape[1] * rows.block_size
+    if exact:
+        num_splits, min_split = -(-max_positions // SPLIT_POSITIONS), SPLIT_POSITIONS
+    else:
+        if window is not None:
+            max_positions = min(max_positions, window + max_num_nodes + config.block_n)
+        sms = num_sms(block_tables.device)
+        planned, its_min_split = plan_splits(num_pairs, max_positions, sms)
+        num_splits, min_split = num_splits or planned, min_split or its_min_split
+    d0, d1, dv_width = widths(rows)
+    pitch = config.block_m if is_tree else min(group, config.block_m)
+    num_merged_rows = 1 << (pitch - 1).bit_length()
+    is_large = num_merged_rows * dv_width > _MAX_FUSED_NUMBERS or num_pairs > Workspace.num_counters
+    return Plan(
+        config=config,
+        num_m_blocks=num_m_blocks,
+        num_pairs=num_pairs,
+        num_splits=num_splits,
+        min_split=min_split,
+        grid=(rows.num_heads * num_m_blocks, num_sequences, num_splits),
+        merges=0 if num_splits == 1 else 2 if is_large else 1,
+        pitch=pitch,
+        num_merged_rows=num_merged_rows,
+        block_s=max(1, min(16, 8192 // (num_merged_rows * dv_width))),
+        tail_n=min(config.block_n, max(16, 1 << (rows.block_size - 1).bit_length())),
+        d0=d0,
+        d1=d1,
+        dv_width=dv_width,
+        part_bytes=0 if num_splits == 1 else 4 * num_pairs * num_splits * pitch * rows.v_head_dim,
+        num_prefetched=1 << (max(1, config.prefetch_positions // rows.block_size) - 1).bit_length(),
+    )
+
+
+def widths(rows: BlockRows) -> tuple[int, int, int]:
+    """Columns of a tile of keys, of a second one for the rest (0: none), and of values."""
+    dim = rows.k_head_dim
+    d0 = max(16, 1 << (dim.bit_length() - 1))
+    d1 = max(16, 1 << (dim - d0 - 1).bit_length()) if dim > d0 else 0
+    return d0, d1, max(16, 1 << (rows.v_head_dim - 1).bit_length())
+
+
+def steps(matrices: torch.Tensor, rows: BlockRows) -> tuple[int, int]:
+    """Elements from one block's to the next one's, and from head to head."""
+    row_stride = matrices.stride(0)
+    return rows.rows_per_block * row_stride, rows.head_step * row_stride

@@ -1,0 +1,106 @@
+"""baton_kernels/noise.py for Triton: the same bits, as functions that kernels call.
+
+Whoever calls these must be compiled with `EXACT`: a multiply and an add that are contracted into
+one rounding change bits. Pure; device code.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from baton_kernels import noise
+
+EXACT: dict[str, Any] = {"enable_fp_fusion": False}
+"""Launch options of every kernel that uses this module."""
+
+_GOLDEN = tl.constexpr(noise.GOLDEN)
+_MIX_1 = tl.constexpr(noise.MIX_1)
+_MIX_2 = tl.constexpr(noise.MIX_2)
+_LOG_A, _LOG_B, _LOG_C, _LOG_D = (tl.constexpr(each) for each in noise.LOG_COEFFICIENTS)
+_EXP_A, _EXP_B, _EXP_C, _EXP_D, _EXP_E = (tl.constexpr(each) for each in noise.EXP_COEFFICIENTS)
+_LN2_LOW = tl.constexpr(noise.LN2_LOW)
+_LN2_HIGH = tl.constexpr(noise.LN2_HIGH)
+_LOG2_E = tl.constexpr(noise.LOG2_E)
+_MASS_END = tl.constexpr(noise.MASS_END)
+_MASS_BIAS = tl.constexpr(127 + noise.MASS_BITS)
+
+
+@triton.jit
+def mix(words):
+    """uint64 -> uint64: splitmix64's next()."""
+    words = words + _GOLDEN
+    words = (words ^ (words >> 30)) * _MIX_1
+    words = (words ^ (words >> 27)) * _MIX_2
+    return words ^ (words >> 31)
+
+
+@triton.jit
+def row_key(seed_key, position):
+    """int64, int32 -> uint64."""
+    return mix((seed_key ^ position.to(tl.int64)).to(tl.uint64, bitcast=True))
+
+
+@triton.jit
+def ranks(key, token_ids):
+    """uint64, int32 -> int32 below 2^23: which of its values, in ascending order, a token's noise
+    is."""
+    words = mix(key + token_ids.to(tl.uint64) * _GOLDEN)
+    return (words >> 41).to(tl.int32)
+
+
+@triton.jit
+def gumbel_of(rank):
+    """int32 of `ranks` -> float32 noise."""
+    uniform = (rank * 2 + 1).to(tl.float32) * 0.000000059604644775390625
+    return -log(-log(uniform))
+
+
+@triton.jit
+def may_reach(rank, lack):
+    """Whether the noise of a rank may be `lack` or more; cheap, and now and then true in vain.
+
+    With f = 1 + rank / 2^23, in [1, 2): 1 - u is 2 - f - 2^-24, and -log(-log(u)) is below
+    -log(1 - u). The slack is for the roundings, of this and of `lack`.
+    """
+    f = (rank | 0x3F800000).to(tl.float32, bitcast=True)
+    return f >= 1.9999997 - tl.exp2(lack * -1.4426950408889634) * 1.001
+
+
+@triton.jit
+def log(x):
+    """Of positive normal float32."""
+    bits = x.to(tl.int32, bitcast=True) + (0x3F800000 - 0x3F3504F3)
+    exponent = ((bits >> 23) - 127).to(tl.float32)
+    f = ((bits & 0x007FFFFF) + 0x3F3504F3).to(tl.float32, bitcast=True) - 1.0
+    s = tl.div_rn(f, f + 2.0)
+    z = s * s
+    w = z * z
+    t1 = (w * _LOG_A + _LOG_B) * w
+    t2 = (w * _LOG_C + _LOG_D) * z
+    half_square = f * 0.5 * f
+    inner = s * (half_square + (t2 + t1))
+    inner = inner + exponent * _LN2_LOW
+    inner = inner - half_square
+    inner = inner + f
+    return inner + exponent * _LN2_HIGH
+
+
+@triton.jit
+def masses(distances):
+    """float32, at least 0 -> int64."""
+    x = tl.minimum(distances, _MASS_END) * -1.0
+    n = tl.floor(x * _LOG2_E + 0.5)
+    r = x - n * _LN2_HIGH
+    r = r - n * _LN2_LOW
+    value = r * _EXP_A + _EXP_B
+    value = value * r + _EXP_C
+    value = value * r + _EXP_D
+    value = value * r + _EXP_E
+    value = value * r + 1.0
+    value = value * r + 1.0
+    scale = ((n.to(tl.int32) + _MASS_BIAS) << 23).to(tl.float32, bitcast=True)
+    found = (value * scale).to(tl.int64)
+    return tl.where(distances < _MASS_END, found, 0)

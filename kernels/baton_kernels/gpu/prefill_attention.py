@@ -1,0 +1,248 @@
+"""Triton kernel of `baton_kernels.prefill_attention`, and its launcher. Arguments were checked
+there.
+
+Flash attention (Dao, 2023) over the paged cache: a program holds the query heads that share a kv
+head, of some tokens of one sequence, and walks over the blocks that these may see. Knows no model.
+No state; any thread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from baton_kernels.block_rows import BlockRows
+from baton_kernels.prefill_attention import LIBRARY_MIN_TOKENS, LIBRARY_STEP_TOKENS
+
+_LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """How the kernel is cut."""
+
+    num_queries: int
+    """Rows of a tile: tokens times the query heads of a kv head."""
+
+    num_keys: int
+    """Positions of a tile."""
+
+    num_warps: int
+
+    num_stages: int
+    """Tiles of keys and values under way."""
+
+
+def tile_config(head_dim: int, dtype: torch.dtype) -> TileConfig:
+    """For heads of that width."""
+    if dtype == torch.float32 or head_dim > 256:
+        return TileConfig(16, 32, 4, 2)  # exact float32 products use no matrix unit: small tiles
+    if head_dim > 128:
+        return TileConfig(64, 64, 4, 2)
+    return TileConfig(64, 64, 4, 3)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _walk(  # type: ignore[no-untyped-def]
+    acc, row_max, row_sum, q, q_rest, low, high, end, row_position,
+    k_base, v_base, k_step, v_step, table, rows_per_block, score_scale, factor, window,
+    P: tl.constexpr, D: tl.constexpr, V_STRIDE: tl.constexpr, DV: tl.constexpr,
+    DV_BLOCK: tl.constexpr, MAIN: tl.constexpr, REST_BLOCK: tl.constexpr, N: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr, WIDENS: tl.constexpr,
+):  # fmt: skip
+    """Tiles of keys from position `low` (a multiple of N) to below `high`; those from `end` on are
+    nobody's. Not MASKED: every row sees all of them."""
+    dim = tl.arange(0, MAIN)[None, :]
+    v_dim = tl.arange(0, DV_BLOCK)[None, :]
+    for first in tl.range(low, high, N):
+        position = first + tl.arange(0, N)
+        slot = position % P
+        if MASKED:
+            inside = (position < end)[:, None]
+            block = tl.load(table + position // P, mask=position < end, other=0).to(tl.int64)
+        else:
+            block = tl.load(table + position // P).to(tl.int64)
+        row = block * rows_per_block
+        k_place = (k_base + row * k_step + slot * D)[:, None] + dim
+        if MASKED:
+            k = tl.load(k_place, mask=inside, other=0.0)
+        else:
+            k = tl.load(k_place)
+        if WIDENS:
+            k = k.to(tl.float32)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if MAIN < D:
+            rest_dim = MAIN + tl.arange(0, REST_BLOCK)[None, :]
+            rest_place = (k_base + row * k_step + slot * D)[:, None] + rest_dim
+            k_rest = tl.load(rest_place, mask=(rest_dim < D) & (position < end)[:, None], other=0.0)
+            if WIDENS:
+                k_rest = k_rest.to(tl.float32)
+            scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision=PRECISION)
+        if HAS_CAP:  # tanh, by a power that cannot overflow
+            power = tl.exp2(tl.abs(scores * score_scale) * -2.885390081777927)
+            tanh = (1.0 - power) / (1.0 + power)
+            scores = tl.where(scores < 0, -tanh, tanh)
+        if MASKED:
+            visible = position[None, :] <= row_position[:, None]
+            if HAS_WINDOW:
+                visible = visible & (position[None, :] > row_position[:, None] - window)
+            scores = tl.where(visible, scores, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
+        # A row that has seen nothing yet keeps -inf; 0 stands for it, or -inf - -inf were NaN.
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weights = tl.exp2(tl.fma(scores, factor, -shift[:, None]))
+        fade = tl.exp2(row_max - shift)
+        row_sum = row_sum * fade + tl.sum(weights, 1)
+        acc = acc * fade[:, None]
+        v_place = (v_base + row * v_step + slot * V_STRIDE)[:, None] + v_dim
+        if MASKED:
+            v = tl.load(v_place, mask=inside & (v_dim < DV), other=0.0)
+        elif DV < DV_BLOCK:
+            v = tl.load(v_place, mask=v_dim < DV, other=0.0)
+        else:
+            v = tl.load(v_place)
+        if WIDENS:
+            v = v.to(tl.float32)
+        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+        row_max = new_max
+    return acc, row_max, row_sum
+
+
+@triton.jit(
+    do_not_specialize=["table_stride", "window"],
+    do_not_specialize_on_alignment=["block_tables", "query_starts", "starts"],
+)  # type: ignore[untyped-decorator]
+def _prefill(  # type: ignore[no-untyped-def]
+    query, keys, values, out, sinks, block_tables, query_starts, starts,
+    query_stride, query_head_stride, out_stride, out_head_stride, k_step, v_step, table_stride,
+    rows_per_block, head_step, score_scale, factor, window,
+    G: tl.constexpr, P: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, V_STRIDE: tl.constexpr,
+    MAIN: tl.constexpr, REST_BLOCK: tl.constexpr, DV_BLOCK: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_CAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr, WIDENS: tl.constexpr,
+    SKIPS: tl.constexpr, LEAST: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    TOKENS: tl.constexpr = M // G
+    kv_head = tl.program_id(0)
+    # The last tile sees most keys: the longest programs begin first.
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    sequence = tl.program_id(2)
+    first_row = tl.load(query_starts + sequence)
+    num_tokens = tl.load(query_starts + sequence + 1) - first_row
+    start = tl.load(starts + sequence)
+    if SKIPS:  # what the library attends: see prefill_attention.library_share
+        share = tl.where((start == 0) & (num_tokens >= LEAST), num_tokens // STEP * STEP, 0)
+        first_row += share
+        num_tokens -= share
+        start += share
+    first = tile * TOKENS
+    if first >= num_tokens:
+        return
+    line = tl.arange(0, M)
+    token = first + line // G
+    head = kv_head * G + line % G
+    live = (line < TOKENS * G) & (token < num_tokens)
+    row_position = start + tl.minimum(token, num_tokens - 1)
+    end = start + tl.minimum(first + TOKENS, num_tokens)
+
+    row = (first_row + token).to(tl.int64)
+    dim = tl.arange(0, MAIN)[None, :]
+    place = (query + row * query_stride + head * query_head_stride)[:, None]
+    q = tl.load(place + dim, mask=live[:, None], other=0.0)
+    q_rest = q
+    if MAIN < D:
+        rest_dim = MAIN + tl.arange(0, REST_BLOCK)[None, :]
+        q_rest = tl.load(place + rest_dim, mask=live[:, None] & (rest_dim < D), other=0.0)
+    if WIDENS:
+        q = q.to(tl.float32)
+        q_rest = q_rest.to(tl.float32)
+    row_max = tl.full((M,), float("-inf"), tl.float32)
+    row_sum = tl.zeros((M,), tl.float32)
+    if HAS_SINKS:
+        row_max = tl.load(sinks + head, mask=live, other=0.0).to(tl.float32) * 1.4426950408889634
+        row_sum += 1.0
+    acc = tl.zeros((M, DV_BLOCK), tl.float32)
+
+    table = block_tables + sequence.to(tl.int64) * table_stride
+    k_base = keys + kv_head.to(tl.int64) * head_step * k_step
+    v_base = values + kv_head.to(tl.int64) * head_step * v_step
+    low = 0
+    seen_by_all = (start + first + 1) // N * N
+    if HAS_WINDOW:
+        low = tl.maximum(start + first - window + 1, 0) // N * N
+        seen_by_all = low  # at both ends some rows see less: masks throughout
+    acc, row_max, row_sum = _walk(
+        acc, row_max, row_sum, q, q_rest, low, seen_by_all, end, row_position,
+        k_base, v_base, k_step, v_step, table, rows_per_block, score_scale, factor, window,
+        P, D, V_STRIDE, DV, DV_BLOCK, MAIN, REST_BLOCK, N, HAS_CAP, HAS_WINDOW, False, PRECISION,
+        WIDENS,
+    )  # fmt: skip
+    acc, row_max, row_sum = _walk(
+        acc, row_max, row_sum, q, q_rest, seen_by_all, end, end, row_position,
+        k_base, v_base, k_step, v_step, table, rows_per_block, score_scale, factor, window,
+        P, D, V_STRIDE, DV, DV_BLOCK, MAIN, REST_BLOCK, N, HAS_CAP, HAS_WINDOW, True, PRECISION,
+        WIDENS,
+    )  # fmt: skip
+    v_dim = tl.arange(0, DV_BLOCK)[None, :]
+    target = (out + row * out_stride + head * out_head_stride)[:, None] + v_dim
+    result = (acc / row_sum[:, None]).to(out.dtype.element_ty)
+    tl.store(target, result, mask=live[:, None] & (v_dim < DV))
+
+
+def prefill_attention(
+    query: torch.Tensor,
+    rows: BlockRows,
+    block_tables: torch.Tensor,
+    query_starts: torch.Tensor,
+    starts: torch.Tensor,
+    max_query_len: int,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+    *,
+    skips_library_share: bool = False,
+    config: TileConfig | None = None,
+) -> None:
+    """See prefill_attention.prefill_attention.
+
+    Args:
+        max_query_len: without what is skipped.
+        skips_library_share: leave the rows of `library_share` as they are.
+        config: as tile_config gives; for measuring.
+    """
+    num_heads, head_dim = query.shape[1:]
+    num_sequences, group = starts.shape[0], num_heads // rows.num_heads
+    if num_sequences == 0 or max_query_len == 0:
+        return
+    config = config or tile_config(head_dim, query.dtype)
+    num_queries = max(config.num_queries, triton.next_power_of_2(group))
+    main = 1 << (head_dim.bit_length() - 1)
+    if main < 16:
+        main = head_dim  # too narrow for a matrix product in two parts
+    values = rows.keys if rows.values is None else rows.values
+    score_scale, factor = 1.0, scaling * _LOG2_E
+    if softcap is not None:
+        score_scale, factor = scaling / softcap, softcap * _LOG2_E
+    tiles = triton.cdiv(max_query_len, num_queries // group)
+    _prefill[(rows.num_heads, tiles, num_sequences)](
+        query, rows.keys, values, out, sinks if sinks is not None else query, block_tables,
+        query_starts, starts, query.stride(0), query.stride(1), out.stride(0), out.stride(1),
+        rows.keys.stride(0), values.stride(0), block_tables.stride(0), rows.rows_per_block,
+        rows.head_step, score_scale, factor, window or 0,
+        G=group, P=rows.block_size, D=head_dim, DV=rows.v_head_dim, V_STRIDE=values.shape[2],
+        MAIN=main, REST_BLOCK=max(16, triton.next_power_of_2(max(1, head_dim - main))),
+        DV_BLOCK=max(16, triton.next_power_of_2(rows.v_head_dim)), M=num_queries,
+        N=config.num_keys, HAS_SINKS=sinks is not None, HAS_CAP=softcap is not None,
+        HAS_WINDOW=window is not None,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        # The interpreter would multiply bfloat16 as the integers that it keeps them in.
+        WIDENS=triton.knobs.runtime.interpret and query.dtype == torch.bfloat16,
+        SKIPS=skips_library_share, LEAST=LIBRARY_MIN_TOKENS, STEP=LIBRARY_STEP_TOKENS,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip

@@ -1,0 +1,183 @@
+"""Linear layers with what surrounds them: RMSNorm before, bias, SwiGLU or residual after.
+
+For few rows (decoding) one Triton kernel streams the weight and does the rest beside it; for many,
+the library's product and the kernels of layer_ops. Knows no model. Invariant: equal inputs give
+equal bits, run after run; with `exact` a row's bits do not depend on the other rows either. Engine
+thread only, per device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch.nn.functional import linear as torch_linear
+from torch.nn.functional import silu
+
+from baton_kernels import layer_ops
+from baton_kernels.dispatch import Backend, runs_triton
+
+Activation = Literal["silu_mul"]
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What surrounds one product. Checked by `linear`."""
+
+    bias: torch.Tensor | None = None
+    """[rows of the weight]."""
+
+    residual: torch.Tensor | None = None
+    """[M, N], added at the end."""
+
+    norm_weight: torch.Tensor | None = None
+    """[K] of the RMSNorm that x goes through first."""
+
+    norm_eps: float = 1e-6
+
+    is_gated: bool = False
+    """The weight is [2N, K], gate rows then up rows; the result silu(gate) * up."""
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    residual: torch.Tensor | None = None,
+    norm_weight: torch.Tensor | None = None,
+    norm_eps: float = 1e-6,
+    activation: Activation | None = None,
+    out: torch.Tensor | None = None,
+    backend: Backend = "auto",
+    exact: bool = False,
+) -> torch.Tensor:
+    """act(rms_norm(x) @ weight.T + bias) + residual.
+
+    Args:
+        x: [M, K], bfloat16 or float32, rows dense.
+        weight: [N, K] of x's dtype, rows dense; [2N, K] with `activation`: gate rows, then up rows.
+        bias: one number per row of the weight.
+        residual: [M, N], rows dense; may be `out`.
+        norm_weight: [K]: x is normed first (its mean of squares in float32).
+        activation: "silu_mul": silu(gate) * up.
+        out: [M, N], rows dense; not x.
+        exact: a row's result has the same bits whatever M and whatever the other rows.
+    Returns: [M, N].
+    Raises: ValueError naming what does not fit.
+    """
+    if activation not in (None, "silu_mul"):
+        raise ValueError(f"activation {activation!r} is none of None, silu_mul")
+    extras = Extras(bias, residual, norm_weight, norm_eps, activation is not None)
+    width = check_extras(x, weight, extras)
+    if out is None:
+        out = x.new_empty(x.shape[0], width)
+    else:
+        check_rows("out", out, (x.shape[0], width), x)
+    if x.shape[0] == 0:
+        return out
+    if not runs_triton(backend, x):
+        return out.copy_(linear_reference(x, weight, extras, exact=exact))
+    from baton_kernels.gpu import linear as gpu
+
+    tile = gpu.choose_tile(x, weight, extras.is_gated, exact=exact, forced=backend == "triton")
+    if tile is None:
+        return _library(x, weight, extras, out)
+    if norm_weight is not None and not tile.takes_norm:
+        x = layer_ops.rms_norm(x, norm_weight, norm_eps, backend=backend)
+        norm_weight = None
+    return gpu.launch(
+        x,
+        weight,
+        out,
+        tile,
+        bias=bias,
+        residual=residual,
+        norm_weight=norm_weight,
+        norm_eps=norm_eps,
+        is_gated=extras.is_gated,
+    )
+
+
+def linear_reference(
+    x: torch.Tensor, weight: torch.Tensor, extras: Extras, *, exact: bool = False
+) -> torch.Tensor:
+    """See linear. In x's dtype, step by step, as the plain model computes it; float64 is taken,
+    too. With `exact` row by row: a library's product of many rows sums in an order of its own."""
+    if extras.norm_weight is not None:
+        wide = x if x.dtype == torch.float64 else x.float()
+        factor = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + extras.norm_eps)
+        x = (wide * factor * extras.norm_weight.to(wide.dtype)).to(x.dtype)
+    if exact:
+        rows = [torch_linear(row[None], weight, extras.bias) for row in x]
+        product = torch.cat(rows) if rows else torch_linear(x, weight, extras.bias)
+    else:
+        product = torch_linear(x, weight, extras.bias)
+    if extras.is_gated:
+        gate, up = product.chunk(2, dim=-1)
+        product = silu(gate) * up
+    return product if extras.residual is None else product + extras.residual
+
+
+def _library(
+    x: torch.Tensor, weight: torch.Tensor, extras: Extras, out: torch.Tensor
+) -> torch.Tensor:
+    """Many rows on CUDA: the library's product, which fuses one addend."""
+    if extras.norm_weight is not None:
+        x = layer_ops.rms_norm(x, extras.norm_weight, extras.norm_eps)
+    columns = weight.t()
+    if extras.is_gated:
+        product = torch_linear(x, weight, extras.bias)
+        if extras.residual is None:
+            return layer_ops.silu_mul(product, out=out)
+        return torch.add(layer_ops.silu_mul(product), extras.residual, out=out)
+    if extras.bias is not None and extras.residual is not None:
+        return torch.add(torch.addmm(extras.bias, x, columns), extras.residual, out=out)
+    addend = extras.residual if extras.bias is None else extras.bias
+    if addend is None:
+        return torch.mm(x, columns, out=out)
+    return torch.addmm(addend, x, columns, out=out)
+
+
+def check_extras(x: torch.Tensor, weight: torch.Tensor, extras: Extras) -> int:
+    """Checks all but the weight's dtype where it is one byte wide.
+
+    Returns: N.
+    Raises: ValueError naming what does not fit.
+    """
+    if x.dtype not in (torch.bfloat16, torch.float32, torch.float64):
+        raise ValueError(f"x is {x.dtype}: bfloat16 and float32 are computed")
+    if x.ndim != 2 or x.stride(1) != 1:
+        raise ValueError(f"x is {tuple(x.shape)}: [M, K] with dense rows expected")
+    height = weight.shape[0]
+    like = x if weight.element_size() > 1 else weight
+    check_rows("weight", weight, (height, x.shape[1]), like)
+    if extras.is_gated and height % 2 != 0:
+        raise ValueError(f"weight has {height} rows: as many gate rows as up rows expected")
+    width = height // 2 if extras.is_gated else height
+    if extras.bias is not None:
+        _check_vector("bias", extras.bias, height, x)
+    if extras.norm_weight is not None:
+        _check_vector("norm_weight", extras.norm_weight, x.shape[1], x)
+    if extras.residual is not None:
+        check_rows("residual", extras.residual, (x.shape[0], width), x)
+    return width
+
+
+def check_rows(name: str, tensor: torch.Tensor, shape: tuple[int, int], like: torch.Tensor) -> None:
+    if tuple(tensor.shape) != shape or tensor.stride(1) != 1:
+        raise ValueError(f"{name} is {tuple(tensor.shape)}: {shape} with dense rows expected")
+    if tensor.dtype != like.dtype or tensor.device != like.device:
+        raise ValueError(
+            f"{name} is {tensor.dtype} on {tensor.device}, x {like.dtype} on {like.device}"
+        )
+
+
+def _check_vector(name: str, tensor: torch.Tensor, length: int, like: torch.Tensor) -> None:
+    if tuple(tensor.shape) != (length,) or tensor.stride(0) != 1:
+        raise ValueError(f"{name} is {tuple(tensor.shape)}: ({length},), dense, expected")
+    if tensor.dtype != like.dtype or tensor.device != like.device:
+        raise ValueError(
+            f"{name} is {tensor.dtype} on {tensor.device}, x {like.dtype} on {like.device}"
+        )

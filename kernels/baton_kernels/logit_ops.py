@@ -1,0 +1,182 @@
+"""What changes a row's logits before a token is drawn: penalties, biases, and masks.
+
+Each touches only the tokens that it names, in place, in float32, each step rounded on its own: the
+engine's pipeline (engine/sampling/penalties.py) gets the same bits from plain torch. Lists of ids
+are padded with -1 to one length, so that a captured graph can have them.
+
+Knows no requests. Invariant: a row's result depends on its own arguments only. No state; any
+thread.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from baton_kernels.dispatch import Backend, runs_triton
+
+
+class Penalties(NamedTuple):
+    """Of R rows, each with N places for tokens."""
+
+    token_ids: torch.Tensor
+    """[R, N] int32, none twice in a row; negative: no token."""
+
+    counts: torch.Tensor
+    """[R, N] float32: how often the output has the token. 0: only `repetition` counts."""
+
+    repetition: torch.Tensor
+    """[R] float32: logits above 0 are divided by it, others multiplied. 1: off."""
+
+    presence: torch.Tensor
+    """[R] float32, taken from the logit of what the output has."""
+
+    frequency: torch.Tensor
+    """[R] float32, taken for each time that the output has it."""
+
+
+def penalise(logits: torch.Tensor, penalties: Penalties, *, backend: Backend = "auto") -> None:
+    """Repetition, then presence, then frequency, in place.
+
+    Args:
+        logits: [R, V] float32, rows dense.
+    Raises: ValueError naming what does not fit.
+    Bytes moved: about 72 for each token (two sectors of logits, id, count). Sources: Keskar et al.,
+        CTRL (2019), section 4.1; OpenAI's API reference.
+    """
+    _check_logits(logits, (torch.float32,))
+    ids = _checked("token_ids", penalties.token_ids, torch.int32, (len(logits), None), logits)
+    _checked("counts", penalties.counts, torch.float32, tuple(ids.shape), logits)
+    for name in ("repetition", "presence", "frequency"):
+        _checked(name, getattr(penalties, name), torch.float32, (len(logits),), logits)
+    if not ids.numel():
+        return
+    if runs_triton(backend, logits):
+        from baton_kernels.gpu import logit_ops as gpu
+
+        gpu.penalise(logits, penalties)
+        return
+    penalise_reference(logits, penalties)
+
+
+def penalise_reference(logits: torch.Tensor, penalties: Penalties) -> None:
+    """`penalise` in plain torch; waits for how many tokens there are."""
+    rows, places = (penalties.token_ids >= 0).nonzero(as_tuple=True)
+    ids = penalties.token_ids[rows, places].long()
+    counts = penalties.counts[rows, places]
+    repetition = penalties.repetition[rows]
+    values = logits[rows, ids]
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    less = values - penalties.presence[rows]
+    less = less - penalties.frequency[rows] * counts
+    logits[rows, ids] = torch.where(counts > 0, less, values)
+
+
+def add_bias(
+    logits: torch.Tensor,
+    token_ids: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    backend: Backend = "auto",
+) -> None:
+    """Add to the logits of single tokens, in place; -inf bans one.
+
+    Args:
+        logits: [R, V] float32, rows dense.
+        token_ids: [R, N] int32; negative: no token. A token that is named twice gets one of the
+            two, unless both are -inf.
+        values: [R, N] float32.
+    Raises: ValueError naming what does not fit.
+    """
+    _check_logits(logits, (torch.float32,))
+    _checked("token_ids", token_ids, torch.int32, (len(logits), None), logits)
+    _checked("values", values, torch.float32, tuple(token_ids.shape), logits)
+    if not token_ids.numel():
+        return
+    if runs_triton(backend, logits):
+        from baton_kernels.gpu import logit_ops as gpu
+
+        gpu.add_bias(logits, token_ids, values)
+        return
+    add_bias_reference(logits, token_ids, values)
+
+
+def add_bias_reference(logits: torch.Tensor, token_ids: torch.Tensor, values: torch.Tensor) -> None:
+    """`add_bias` in plain torch; waits for how many tokens there are."""
+    rows, places = (token_ids >= 0).nonzero(as_tuple=True)
+    ids = token_ids[rows, places].long()
+    logits[rows, ids] += values[rows, places]
+
+
+def apply_bitmask(
+    logits: torch.Tensor,
+    words: torch.Tensor,
+    rows: torch.Tensor | None = None,
+    *,
+    backend: Backend = "auto",
+) -> None:
+    """-inf where a token's bit is not set, in place.
+
+    Args:
+        logits: [R, V] float32 or bfloat16, rows dense.
+        words: [G, ceil(V / 32)] int32, bit i of word w is of token 32 * w + i.
+        rows: [G] int32: which of the logits' rows each is of, none twice; negative: of none. None:
+            G is R, in order.
+    Raises: ValueError naming what does not fit.
+    Bytes moved: G * V / 8, and the logits that are masked.
+    """
+    _check_logits(logits, (torch.float32, torch.bfloat16))
+    num_words = -(-logits.shape[1] // 32)
+    num_masks = len(logits) if rows is None else None
+    _checked("words", words, torch.int32, (num_masks, num_words), logits)
+    if rows is not None:
+        _checked("rows", rows, torch.int32, (len(words),), logits)
+    if not len(words):
+        return
+    if runs_triton(backend, logits):
+        from baton_kernels.gpu import logit_ops as gpu
+
+        gpu.apply_bitmask(logits, words, rows)
+        return
+    apply_bitmask_reference(logits, words, rows)
+
+
+def apply_bitmask_reference(
+    logits: torch.Tensor, words: torch.Tensor, rows: torch.Tensor | None = None
+) -> None:
+    """`apply_bitmask` in plain torch; waits for which rows there are."""
+    bits = (words[:, :, None] >> torch.arange(32, device=words.device, dtype=torch.int32)) & 1
+    is_out = bits.view(len(words), -1)[:, : logits.shape[1]] == 0
+    if rows is None:
+        logits.masked_fill_(is_out, -torch.inf)
+        return
+    used = (rows >= 0).nonzero()[:, 0]
+    index = rows[used].long()
+    logits[index] = logits[index].masked_fill(is_out[used], -torch.inf)
+
+
+def _check_logits(logits: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    if logits.dtype not in dtypes:
+        raise ValueError(f"logits: one of {dtypes}, not {logits.dtype}")
+    if logits.dim() != 2 or (logits.shape[1] > 1 and logits.stride(1) != 1):
+        raise ValueError(f"logits: [R, V], rows dense, not {logits.shape} {logits.stride()}")
+
+
+def _checked(
+    name: str,
+    tensor: torch.Tensor,
+    dtype: torch.dtype,
+    shape: tuple[int | None, ...],
+    logits: torch.Tensor,
+) -> torch.Tensor:
+    fits = tensor.dim() == len(shape) and all(
+        wanted in (None, size) for wanted, size in zip(shape, tensor.shape, strict=True)
+    )
+    if tensor.dtype != dtype or not fits or not tensor.is_contiguous():
+        raise ValueError(
+            f"{name}: contiguous {dtype} {shape}, not {tensor.dtype} {tuple(tensor.shape)}"
+        )
+    if tensor.device != logits.device:
+        raise ValueError(f"{name}: on {tensor.device}, logits on {logits.device}")
+    return tensor

@@ -1,0 +1,178 @@
+"""Linear layers with what surrounds them, against float64: odd shapes, poisoned outputs, strided
+rows."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from baton_kernels.linear import Extras, linear, linear_reference
+
+from tests.kernels.conftest import DEVICE
+
+# Triton's interpreter cuts bfloat16 off where the hardware rounds.
+TOLERANCE = {torch.bfloat16: 1e-2 if DEVICE == "cuda" else 2e-2, torch.float32: 1e-5}
+
+
+def error_of(result: torch.Tensor, truth: torch.Tensor) -> float:
+    assert not result.isnan().any(), "something was not written"
+    return float((result.double() - truth).norm() / truth.norm())
+
+
+def truth_of(x: torch.Tensor, weight: torch.Tensor, extras: dict[str, Any]) -> torch.Tensor:
+    wide = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in extras.items()}
+    return linear_reference(x.double(), weight.double(), Extras(**wide))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(
+    ("num_rows", "width", "depth", "backend"),
+    [
+        (1, 40, 128, "triton"),
+        (1, 24, 520, "triton"),
+        (3, 72, 1024, "triton"),
+        (8, 33, 70, "triton"),
+        (17, 65, 200, "triton"),
+        (50, 130, 256, "triton"),
+        (130, 72, 256, "auto"),  # where there is a GPU, the library
+    ],
+)
+def test_equals_float64(
+    num_rows: int,
+    width: int,
+    depth: int,
+    backend: Any,
+    dtype: torch.dtype,
+    randn: Callable[..., torch.Tensor],
+    poisoned: Callable[..., torch.Tensor],
+) -> None:
+    x = randn(num_rows, depth + 8, dtype=dtype)[:, :depth]  # rows have a stride of their own
+    plain = {
+        "bias": randn(width, dtype=dtype),
+        "residual": randn(num_rows, width + 4, dtype=dtype)[:, :width],
+    }
+    gated = {"norm_weight": randn(depth, dtype=dtype), "norm_eps": 1e-5, "is_gated": True}
+    normed = plain | {"norm_weight": randn(depth, dtype=dtype)}
+    for extras in (plain, gated, normed, normed | gated | {"bias": None}, {}):
+        is_gated = bool(extras.get("is_gated"))
+        weight = randn(width * (2 if is_gated else 1), depth, dtype=dtype) / depth**0.5
+        out = poisoned(num_rows, width + 3, dtype=dtype)
+        result = linear(
+            x,
+            weight,
+            extras.get("bias"),
+            residual=extras.get("residual"),
+            norm_weight=extras.get("norm_weight"),
+            norm_eps=extras.get("norm_eps", 1e-6),
+            activation="silu_mul" if is_gated else None,
+            out=out[:, :width],
+            backend=backend,
+        )
+        assert error_of(result, truth_of(x, weight, extras)) < TOLERANCE[dtype], extras.keys()
+        assert out[:, width:].isnan().all(), "written beside the output"
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize(
+    "cut",
+    [
+        {"split_k": 2},
+        {"split_k": 3},
+        {"split_k": 8},
+        {"split_k": 2, "splits_warps": True},
+        {"split_k": 2, "num_stages": 1},
+    ],
+)
+def test_split_sums_are_whole_and_leave_nothing_behind(
+    cut: dict[str, Any], is_gated: bool, randn: Callable[..., torch.Tensor]
+) -> None:
+    """Whoever comes last adds up the partial sums: twice the same bits with the same counters."""
+    from baton_kernels.gpu import linear as gpu
+
+    x = randn(5, 300)
+    weight = randn(48 if is_gated else 24, 300)
+    tile = gpu.Tile(**({"block_m": 8, "block_n": 16, "block_k": 64, "num_stages": 2} | cut))
+    results = []
+    for _ in range(2):
+        gpu._counters(x.device)._next = 0
+        results.append(
+            gpu.launch(
+                x,
+                weight,
+                torch.full_like(x[:, :24], torch.nan),
+                tile,
+                is_gated=is_gated,
+            )
+        )
+    assert error_of(results[0], truth_of(x, weight, {"is_gated": is_gated})) < 1e-5
+    assert torch.equal(*results)
+    assert not gpu._counters(x.device)._ring.any()
+
+
+def test_counters_go_round() -> None:
+    from baton_kernels.gpu import linear as gpu
+
+    ring = gpu._Counters(torch.device(DEVICE))
+    size = len(ring._ring)
+    first = ring.take(size - 7)
+    assert ring.take(3).data_ptr() == first.data_ptr() + 4 * (size - 4), "aligned to 16 bytes"
+    assert ring.take(1).data_ptr() == first.data_ptr(), "round again"
+    with pytest.raises(ValueError, match="tiles"):
+        ring.take(size + 1)
+
+
+@pytest.mark.parametrize("backend", ["reference"] if DEVICE == "cpu" else ["auto", "reference"])
+def test_exact_rows_do_not_depend_on_others(
+    backend: Any, randn: Callable[..., torch.Tensor]
+) -> None:
+    dtype = torch.bfloat16
+    for (width, depth), is_gated in itertools.product(((200, 384), (96, 1024)), (False, True)):
+        weight = randn(width * (2 if is_gated else 1), depth, dtype=dtype) / depth**0.5
+        x = randn(1100 if DEVICE == "cuda" else 70, depth, dtype=dtype)
+        kwargs: dict[str, Any] = {
+            "norm_weight": randn(depth, dtype=dtype),
+            "activation": "silu_mul" if is_gated else None,
+            "backend": backend,
+            "exact": True,
+        }
+        whole = linear(x, weight, **kwargs)
+        for num_rows in (1, 5, 16, 17, 64, 65, 300):
+            part = x[7 : 7 + num_rows]
+            assert torch.equal(linear(part, weight, **kwargs), whole[7 : 7 + len(part)]), num_rows
+
+
+def test_residual_may_be_the_output(randn: Callable[..., torch.Tensor]) -> None:
+    x, weight, stream = randn(3, 64), randn(32, 64), randn(3, 32)
+    truth = truth_of(x, weight, {"residual": stream.clone()})
+    assert linear(x, weight, residual=stream, out=stream, backend="triton") is stream
+    assert error_of(stream, truth) < 1e-5
+
+
+def test_no_rows() -> None:
+    empty = torch.empty(0, 64, device=DEVICE)
+    assert linear(empty, torch.ones(8, 64, device=DEVICE)).shape == (0, 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs"),
+    [
+        ("x", {"x": torch.ones(2, 8, dtype=torch.float16)}),
+        ("x", {"x": torch.ones(8, 2).t()}),
+        ("weight", {"weight": torch.ones(4, 9)}),
+        ("weight", {"weight": torch.ones(4, 8, dtype=torch.bfloat16)}),
+        ("weight", {"weight": torch.ones(3, 8), "activation": "silu_mul"}),
+        ("bias", {"bias": torch.ones(5)}),
+        ("residual", {"residual": torch.ones(2, 5)}),
+        ("norm_weight", {"norm_weight": torch.ones(4)}),
+        ("activation", {"activation": "gelu"}),
+        ("out", {"out": torch.ones(1, 4)}),
+        ("backend", {"backend": "fast"}),
+    ],
+)
+def test_what_does_not_fit_is_named(name: str, kwargs: dict[str, Any]) -> None:
+    given = {"x": torch.ones(2, 8), "weight": torch.ones(4, 8)} | kwargs
+    with pytest.raises(ValueError, match=name):
+        linear(**given)

@@ -1,0 +1,407 @@
+"""Prefill attention over a paged cache: the Triton kernel gives what attention written out in
+float64 gives, for ragged batches, prefixes, windows, caps and sinks; reads nothing that is not the
+sequence's; and a row does not depend on its chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from baton_kernels.block_rows import BlockRows
+from baton_kernels.prefill_attention import (
+    LIBRARY_MIN_TOKENS,
+    LIBRARY_STEP_TOKENS,
+    LibraryCall,
+    library_calls,
+    prefill_attention,
+    prefill_attention_reference,
+)
+
+Tensors = Callable[..., torch.Tensor]
+ROUNDS = torch.cuda.is_available()
+"""Triton's interpreter cuts numbers off where the machine rounds them to bfloat16."""
+TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 5e-3 if ROUNDS else 1.2e-2}
+"""Relative, against float64."""
+
+
+class Step:
+    """A step over a paged cache: sequences of random keys and values, of which the last `count` are
+    new. Slots of nobody hold NaN."""
+
+    def __init__(
+        self,
+        spans: list[tuple[int, int]],
+        randn: Tensors,
+        block_tables: Tensors,
+        *,
+        num_heads: int = 4,
+        num_kv_heads: int = 2,
+        dim: int = 32,
+        v_dim: int = 0,
+        is_latent: bool = False,
+        size: int = 4,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        v_dim = v_dim or dim
+        each = [-(-(start + count) // size) for start, count in spans]
+        num_blocks = sum(each) + 3
+        self.tables = block_tables(each, num_blocks)
+        device = self.tables.device
+        step = 3  # rows of a head in a block: one of keys, one of values, one of another layer
+        width = size * max(dim, v_dim)
+        flat = torch.full(
+            (num_blocks * num_kv_heads * step * width,), float("nan"), dtype=dtype, device=device
+        )
+        count = num_blocks * num_kv_heads * step - (step - 1)
+
+        def part(offset: int, columns: int) -> torch.Tensor:
+            return flat.as_strided((count, size, columns), (width, columns, 1), offset * width)
+
+        keys, values = part(0, dim), None if is_latent else part(1, v_dim)
+        self.rows = BlockRows(keys, values, v_dim, num_kv_heads, num_kv_heads * step, step)
+        self.spans = spans
+        counts = [count for _, count in spans]
+        self.firsts = [sum(counts[:index]) for index in range(len(counts) + 1)]
+        total = self.firsts[-1]
+        self.query = randn(total, num_heads, dim, dtype=dtype)
+        self.key = torch.empty(total, num_kv_heads, dim, dtype=dtype, device=device)
+        self.value = torch.empty(total, num_kv_heads, v_dim, dtype=dtype, device=device)
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+        for index, (start, number) in enumerate(spans):
+            k = randn(start + number, num_kv_heads, dim, dtype=dtype)
+            v = (
+                k[..., :v_dim]
+                if is_latent
+                else randn(start + number, num_kv_heads, v_dim, dtype=dtype)
+            )
+            for position in range(start + number):
+                rows = self.rows.row_ids(
+                    self.tables[index, position // size : position // size + 1]
+                )
+                keys[rows[:, 0], position % size] = k[position]
+                if values is not None:
+                    values[rows[:, 0], position % size] = v[position]
+            own = slice(self.firsts[index], self.firsts[index + 1])
+            self.key[own], self.value[own] = k[start:], v[start:]
+            self.keys.append(k.transpose(0, 1))
+            self.values.append(v.transpose(0, 1))
+
+    def run(self, out: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
+        int32 = {"dtype": torch.int32, "device": self.query.device}
+        given = {
+            "max_query_len": max(count for _, count in self.spans),
+            "max_end": max(start + count for start, count in self.spans),
+            "scaling": 0.2,
+            "backend": "triton",
+        } | options
+        return prefill_attention(
+            self.query, self.key, self.value, self.rows, self.tables,
+            torch.tensor(self.firsts, **int32),
+            torch.tensor([start for start, _ in self.spans], **int32), out=out, **given,
+        )  # fmt: skip
+
+    def truth(self, **options: Any) -> torch.Tensor:
+        """Float64."""
+        found = [
+            prefill_attention_reference(
+                self.query[self.firsts[index] : self.firsts[index + 1]].double(),
+                self.keys[index].double(),
+                self.values[index].double(),
+                start,
+                **({"scaling": 0.2} | options),
+            )
+            for index, (start, count) in enumerate(self.spans)
+            if count
+        ]
+        return torch.cat(found)
+
+
+def relative(out: torch.Tensor, truth: torch.Tensor) -> float:
+    assert out.isfinite().all()
+    return float((out.double() - truth.double()).norm() / truth.double().norm())
+
+
+RAGGED = [(0, 9), (30, 21), (64, 1), (5, 0)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [
+        (torch.float32, {}),
+        (torch.bfloat16, {"size": 16}),
+        (torch.bfloat16, {"num_heads": 7, "num_kv_heads": 1, "dim": 16, "size": 16}),
+        (torch.float32, {"num_heads": 3, "num_kv_heads": 3, "dim": 24, "size": 2}),
+        (torch.bfloat16, {"dim": 48, "v_dim": 20, "size": 3}),
+        (
+            torch.bfloat16,
+            {"num_heads": 5, "num_kv_heads": 1, "dim": 40, "v_dim": 32, "is_latent": True},
+        ),
+    ],
+    ids=["gqa", "gqa bfloat16", "mqa", "mha", "two widths", "latents"],
+)
+def test_ragged_batch(
+    shape: dict[str, Any],
+    dtype: torch.dtype,
+    randn: Tensors,
+    block_tables: Tensors,
+    poisoned: Tensors,
+) -> None:
+    """Fresh, after a prefix, one token, none: every row is written and right."""
+    step = Step(RAGGED, randn, block_tables, dtype=dtype, **shape)
+    out = poisoned(*step.query.shape[:2], step.rows.v_head_dim, dtype=dtype)
+    assert step.run(out) is out
+    assert relative(out, step.truth()) < TOLERANCE[dtype]
+    assert relative(step.run(backend="reference"), step.truth()) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(
+    ("options", "has_sinks"),
+    [
+        ({"window": 1}, True),
+        ({"window": 10}, False),
+        ({"window": 1000}, False),
+        ({"softcap": 3.0}, False),
+        ({}, True),
+        ({"window": 33, "softcap": 0.5}, True),
+    ],
+    ids=str,
+)
+def test_windows_caps_and_sinks(
+    options: dict[str, Any], has_sinks: bool, randn: Tensors, block_tables: Tensors
+) -> None:
+    step = Step([(30, 41), (0, 1)], randn, block_tables)
+    if has_sinks:
+        options = options | {"sinks": randn(4) * 3}
+    assert relative(step.run(**options), step.truth(**options)) < TOLERANCE[torch.float32]
+
+
+def test_scores_beyond_the_range_of_exp(randn: Tensors, block_tables: Tensors) -> None:
+    """Scores of some thousands: the softmax is of differences."""
+    step = Step([(3, 20)], randn, block_tables)
+    assert relative(step.run(scaling=300.0), step.truth(scaling=300.0)) < 1e-3
+    assert (
+        relative(step.run(scaling=300.0, softcap=9.0), step.truth(scaling=300.0, softcap=9.0))
+        < 1e-3
+    )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "window"), [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, 21)]
+)
+def test_a_row_does_not_depend_on_its_chunk(
+    dtype: torch.dtype, window: int | None, randn: Tensors, block_tables: Tensors
+) -> None:
+    """A prompt at once, in two chunks, and token by token beside another: the same bits."""
+    total = 50
+    step = Step([(0, total)], randn, block_tables, dtype=dtype, size=16)
+    whole = step.run(exact=True, window=window)
+    for chunks in ([(0, 26), (26, 24)], [(0, 1), (1, 48), (49, 1)]):
+        for start, count in chunks:
+            some = Step([(3, 5), (start, count)], randn, block_tables, dtype=dtype, size=16)
+            some.query[5:] = step.query[start : start + count]
+            some.rows, some.tables[1] = step.rows, 0
+            some.tables = torch.cat((step.tables, step.tables))
+            part = some.run(exact=True, window=window)[5:]
+            if ROUNDS:
+                assert torch.equal(part, whole[start : start + count])
+            else:  # numpy's products depend on where in a matrix a row stands
+                assert relative(part, whole[start : start + count]) < TOLERANCE[dtype]
+
+
+def test_strided_input_and_output(randn: Tensors, block_tables: Tensors, poisoned: Tensors) -> None:
+    """Queries and results as parts of wider rows."""
+    step = Step([(6, 11)], randn, block_tables)
+    truth = step.truth()
+    wide = poisoned(11, 9, 32, dtype=torch.float32)
+    wide[:, 2:6] = step.query
+    step.query = wide[:, 2:6]
+    out = poisoned(11, 6, 32, dtype=torch.float32)
+    step.run(out[:, 1:5])
+    assert relative(out[:, 1:5], truth) < TOLERANCE[torch.float32]
+    assert out[:, 0].isnan().all() and out[:, 5].isnan().all()
+
+
+def test_who_goes_to_the_library() -> None:
+    """Fresh and long: as many steps as fit; equal neighbours together, in few sizes."""
+    long = 2 * LIBRARY_STEP_TOKENS
+    assert long == LIBRARY_MIN_TOKENS
+    spans = [(0, long)] * 7 + [(0, long + 1)] * 2 + [(0, long - 1), (9, long), (0, 8 * long + 3)]
+    row = 7 * long
+    assert library_calls(spans) == [
+        LibraryCall(0, 4, long),
+        LibraryCall(4 * long, 2, long),
+        LibraryCall(6 * long, 1, long),
+        LibraryCall(row, 1, long),
+        LibraryCall(row + long + 1, 1, long),
+        LibraryCall(row + 4 * long + 1, 1, 8 * long),
+    ]
+    assert library_calls([(0, 4)]) == library_calls([]) == []
+
+
+def test_the_kernel_attends_what_the_library_leaves(
+    randn: Tensors, block_tables: Tensors, poisoned: Tensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a library that is the reference: every row is written once, and right."""
+    module = "baton_kernels.prefill_attention"
+    monkeypatch.setattr(f"{module}.LIBRARY_MIN_TOKENS", 8)
+    monkeypatch.setattr(f"{module}.LIBRARY_STEP_TOKENS", 8)
+    monkeypatch.setattr(f"{module}.LIBRARY_BATCHED_TOKENS", (8,))
+    monkeypatch.setattr("baton_kernels.gpu.prefill_attention.LIBRARY_MIN_TOKENS", 8)
+    monkeypatch.setattr("baton_kernels.gpu.prefill_attention.LIBRARY_STEP_TOKENS", 8)
+    seen = []
+
+    def attend(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        call: LibraryCall,
+        scaling: float,
+    ) -> torch.Tensor:
+        seen.append(call)
+        count = call.num_tokens
+        found = []
+        for index in range(call.num_sequences):
+            own = slice(call.first_row + index * count, call.first_row + (index + 1) * count)
+            keys, values = key[own].transpose(0, 1), value[own].transpose(0, 1)
+            found.append(prefill_attention_reference(query[own], keys, values, 0, scaling))
+        return torch.cat(found)
+
+    monkeypatch.setattr("baton_kernels.gpu.prefill_library.can_run", lambda *_: True)
+    monkeypatch.setattr("baton_kernels.gpu.prefill_library.attend_fresh", attend)
+    spans = [(0, 8), (0, 8), (0, 21), (0, 3), (9, 8), (8, 16), (0, 0)]
+    step = Step(spans, randn, block_tables)
+    out = poisoned(*step.query.shape, dtype=torch.float32)
+    step.run(out, spans=spans)
+    assert relative(out, step.truth()) < TOLERANCE[torch.float32]
+    assert seen == [LibraryCall(0, 2, 8), LibraryCall(16, 1, 16)]
+    alone = Step([(0, 16)], randn, block_tables)  # nothing is left: its result as it is
+    assert relative(alone.run(spans=[(0, 16)]), alone.truth()) < TOLERANCE[torch.float32]
+    capped = step.run(spans=spans, softcap=2.0)
+    assert relative(capped, step.truth(softcap=2.0)) < TOLERANCE[torch.float32]
+    assert len(seen) == 3, "the library knows no cap"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the library's kernel needs a GPU")
+def test_the_library_gives_the_same(
+    randn: Tensors, block_tables: Tensors, poisoned: Tensors
+) -> None:
+    spans = [(0, 1024), (0, 1024), (0, 1100), (0, 3), (40, 4)]
+    for num_heads, num_kv_heads, dim in ((8, 2, 128), (4, 4, 64)):
+        step = Step(
+            spans, randn, block_tables, num_heads=num_heads, num_kv_heads=num_kv_heads, dim=dim,
+            size=16, dtype=torch.bfloat16,
+        )  # fmt: skip
+        out = poisoned(*step.query.shape, dtype=torch.bfloat16)
+        step.run(out, spans=spans, backend="auto")
+        assert relative(out, step.truth()) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="its instructions are a Hopper GPU's")
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "dim", "size"),
+    [(8, 2, 128, 16), (14, 2, 64, 16), (4, 4, 128, 128), (6, 2, 64, 8)],
+)
+def test_hopper(
+    num_heads: int, num_kv_heads: int, dim: int, size: int, randn: Tensors, block_tables: Tensors,
+    poisoned: Tensors, device: str,
+) -> None:  # fmt: skip
+    """One token and many, fresh and after a prefix, tiles that end in a sequence's middle; slots of
+    nobody hold NaN."""
+    from baton_kernels.gpu import hopper_prefill
+
+    spans = [(0, 700), (300, 1), (1000, 260), (0, 128), (127, 129), (5, 0), (0, 3)]
+    step = Step(
+        spans, randn, block_tables, num_heads=num_heads, num_kv_heads=num_kv_heads, dim=dim,
+        size=size, dtype=torch.bfloat16,
+    )  # fmt: skip
+    if not hopper_prefill.can_run(step.query, step.rows):
+        pytest.skip("another GPU")
+    int32 = {"dtype": torch.int32, "device": device}
+    out = poisoned(*step.query.shape, dtype=torch.bfloat16)
+    hopper_prefill.prefill_attention(
+        step.query, step.rows, step.tables, torch.tensor(step.firsts, **int32),
+        torch.tensor([start for start, _ in spans], **int32), 700, 0.2, out,
+    )  # fmt: skip
+    assert relative(out, step.truth()) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="its instructions are a GPU's")
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "dim"), [(8, 2, 128), (14, 2, 64)])
+def test_dense_keys(
+    num_heads: int, num_kv_heads: int, dim: int, randn: Tensors, block_tables: Tensors,
+    poisoned: Tensors, device: str,
+) -> None:  # fmt: skip
+    """One token and many, fresh and after a prefix, tiles that end in a sequence's middle."""
+    from baton_kernels.gpu.dense_attention import attend_dense
+
+    spans = [(0, 700), (300, 1), (1000, 260), (0, 128), (127, 129), (5, 0), (0, 3)]
+    step = Step(
+        spans, randn, block_tables, num_heads=num_heads, num_kv_heads=num_kv_heads, dim=dim,
+        size=16, dtype=torch.bfloat16,
+    )  # fmt: skip
+    keys, values, firsts, row = [], [], [], 0
+    for k, v in zip(step.keys, step.values, strict=True):
+        firsts.append(row)
+        padding = (0, 0, 0, 0, 0, -k.shape[1] % 128)
+        keys.append(torch.nn.functional.pad(k.transpose(0, 1), padding))
+        values.append(torch.nn.functional.pad(v.transpose(0, 1), padding))
+        row += keys[-1].shape[0]
+    int32 = {"dtype": torch.int32, "device": device}
+    out = poisoned(*step.query.shape, dtype=torch.bfloat16)
+    attend_dense(
+        step.query, torch.cat(keys), torch.cat(values), torch.tensor(step.firsts, **int32),
+        torch.tensor([start for start, _ in spans], **int32), torch.tensor(firsts, **int32),
+        700, 0.2, out,
+    )  # fmt: skip
+    assert relative(out, step.truth()) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"query": torch.zeros(3, 4, 16)}, "query"),
+        ({"query": torch.zeros(3, 4, 32, dtype=torch.bfloat16)}, "cache"),
+        ({"query": torch.zeros(3, 3, 32)}, "heads"),
+        ({"key": torch.zeros(2, 2, 32)}, "key"),
+        ({"value": torch.zeros(3, 2, 16)}, "value"),
+        ({"block_tables": torch.zeros(2, 1, dtype=torch.int32)}, "block_tables"),
+        ({"block_tables": torch.zeros(1, 1)}, "block_tables"),
+        ({"starts": torch.zeros(1)}, "starts"),
+        ({"query_starts": torch.zeros(1, dtype=torch.int32)}, "query_starts"),
+        ({"spans": [(0, 1), (0, 2)]}, "spans"),
+        ({"sinks": torch.zeros(2)}, "sinks"),
+        ({"out": torch.zeros(3, 4, 16)}, "out"),
+        (
+            {
+                "rows": BlockRows(
+                    torch.zeros(4, 4, 32, dtype=torch.int8), None, 32, 2, 2, 1,
+                    torch.ones(4, 1), None, "int8",
+                )
+            },
+            "int8",
+        ),
+    ],
+)  # fmt: skip
+def test_refuses(changes: dict[str, Any], named: str) -> None:
+    rows = BlockRows(torch.zeros(4, 4, 32), torch.zeros(4, 4, 32), 32, 2, 2, 1)
+    given: dict[str, Any] = {
+        "query": torch.zeros(3, 4, 32),
+        "key": torch.zeros(3, 2, 32),
+        "value": torch.zeros(3, 2, 32),
+        "rows": rows,
+        "block_tables": torch.zeros(1, 1, dtype=torch.int32),
+        "query_starts": torch.tensor([0, 3], dtype=torch.int32),
+        "starts": torch.zeros(1, dtype=torch.int32),
+        "max_query_len": 3,
+        "max_end": 3,
+        "scaling": 1.0,
+    }
+    assert prefill_attention(**given).shape == (3, 4, 32)
+    with pytest.raises(ValueError, match=named):
+        prefill_attention(**given | changes)

@@ -1,0 +1,199 @@
+"""tree_attention's kernel: against plain torch, against a decode of every node's own path, and
+against causal attention where a tree is a chain."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from baton_kernels.attention import decode_attention, tree_attention, tree_attention_reference
+from baton_kernels.block_rows import BlockRows
+
+from tests.kernels.conftest import DEVICE, poisoned
+from tests.kernels.test_attention import SHAPES, Cache, Shape, close
+
+
+def random_tree(draw: random.Random, num_nodes: int) -> list[int]:
+    """Parents of nodes that are numbered depth first; -1: the root."""
+    parents, path = [-1], [0]
+    for node in range(1, num_nodes):
+        del path[draw.randint(1, len(path)) :]
+        parents.append(path[-1])
+        path.append(node)
+    return parents
+
+
+class Trees:
+    """Trees over cached positions: the scratch slots of a sequence follow its cached ones."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        num_cached: Sequence[int],
+        num_nodes: Sequence[int],
+        dtype: torch.dtype,
+        generator: torch.Generator,
+        draw: random.Random,
+    ) -> None:
+        ends = [a + b for a, b in zip(num_cached, num_nodes, strict=True)]
+        self.cache = Cache(shape, ends, dtype, generator)
+        self.num_cached = torch.tensor(num_cached, dtype=torch.int32, device=DEVICE)
+        starts = [sum(num_nodes[:index]) for index in range(len(num_nodes) + 1)]
+        self.node_starts = torch.tensor(starts, dtype=torch.int32, device=DEVICE)
+        total, self.width = starts[-1] + 2, max(num_nodes) + 1  # two rows of nobody
+        self.max_num_nodes = max(num_nodes)
+        self.paths: list[list[int]] = []
+        depths = torch.full((total,), 10**6, dtype=torch.int32)
+        # What no node of the sequence stands behind may be either.
+        visible = torch.rand(total, self.width) < 0.5
+        for first, count in zip(starts, num_nodes, strict=False):
+            parents = random_tree(draw, count) if count else []
+            paths: list[list[int]] = []
+            for node, parent in enumerate(parents):
+                path = [*(paths[parent] if parent >= 0 else []), node]
+                paths.append(path)
+                depths[first + node] = len(path) - 1
+                visible[first + node, :count] = False
+                visible[first + node, path] = True
+            self.paths += paths
+        self.depths, self.visible = depths.to(DEVICE), visible.to(DEVICE)
+        heads = torch.randn(
+            total, shape.num_heads, shape.head_dim, generator=generator, device=DEVICE
+        )
+        self.query = heads.to(dtype)
+
+    def arguments(self) -> tuple[torch.Tensor, ...]:
+        return self.cache.tables, self.num_cached, self.node_starts, self.depths, self.visible
+
+    def kernel(self, **options: Any) -> torch.Tensor:
+        shape = self.cache.shape
+        out = poisoned(len(self.query), shape.num_heads, shape.v_head_dim, dtype=self.query.dtype)
+        tree_attention(
+            self.query, self.cache.rows, *self.arguments(),
+            max_num_nodes=self.max_num_nodes, out=out, backend="triton", **options,
+        )  # fmt: skip
+        assert out[-2:].isnan().all(), "rows of nobody are not written"
+        return out[:-2]
+
+    def truth(self, **options: Any) -> torch.Tensor:
+        rows = self.cache.rows
+        values = None if rows.values is None else rows.values.double()
+        fields = (rows.v_head_dim, rows.num_heads, rows.rows_per_block, rows.head_step)
+        rows = BlockRows(rows.keys.double(), values, *fields)
+        return tree_attention_reference(self.query.double(), rows, *self.arguments(), **options)[
+            :-2
+        ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[1], SHAPES[4]], ids=str)
+def test_kernel_is_reference(
+    shape: Shape, dtype: torch.dtype, generator: torch.Generator, seed: int
+) -> None:
+    draw = random.Random(seed)
+    cached = [draw.randint(1, 150), 0, draw.randint(1, 20), 70]
+    trees = Trees(shape, cached, [draw.randint(2, 13), 5, 0, 1], dtype, generator, draw)
+    close(trees.kernel(scaling=0.3), trees.truth(scaling=0.3))
+
+
+@pytest.mark.parametrize(
+    "options", [{"window": 9}, {"softcap": 2.0, "sinks": True}, {"num_splits": 1}], ids=str
+)
+def test_options(options: dict[str, Any], generator: torch.Generator, seed: int) -> None:
+    draw = random.Random(seed)
+    trees = Trees(Shape(), [90, 6, 0], [7, 1, 12], torch.float32, generator, draw)
+    its: dict[str, Any] = {"scaling": 0.5} | options
+    if "sinks" in its:
+        its["sinks"] = trees.cache.sinks
+    truth = trees.truth(**{key: value for key, value in its.items() if key != "num_splits"})
+    close(trees.kernel(**its), truth)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_a_node_is_the_newest_token_of_its_path(
+    window: int | None, generator: torch.Generator, seed: int
+) -> None:
+    """Every node alone, its ancestors moved behind the cached positions: a decode."""
+    draw = random.Random(seed)
+    cached, size = 30, 4
+    trees = Trees(Shape(), [cached], [9], torch.float32, generator, draw)
+    out = trees.kernel(scaling=0.3, window=window)
+    rows, table = trees.cache.rows, trees.cache.tables[0]
+
+    def of_positions(matrices: torch.Tensor, positions: list[int]) -> torch.Tensor:
+        ids = rows.row_ids(table[torch.tensor(positions, device=DEVICE) // size][None])[0]  # [K, S]
+        slots = torch.tensor(positions, device=DEVICE) % size
+        return matrices[ids, slots].transpose(0, 1)  # [S, K, D]
+
+    assert rows.values is not None
+    for node, path in enumerate(trees.paths):
+        positions = [*range(cached), *(cached + ancestor for ancestor in path)]
+        keys = of_positions(rows.keys, positions).transpose(0, 1).contiguous()
+        values = of_positions(rows.values, positions).transpose(0, 1).contiguous()
+        alone = decode_attention(
+            trees.query[node][None],
+            BlockRows(keys, values, 16, 2, 2, 1),  # one block as long as the sequence
+            torch.zeros(1, 1, dtype=torch.int32, device=DEVICE),
+            torch.tensor([len(positions)], dtype=torch.int32, device=DEVICE),
+            scaling=0.3,
+            window=window,
+            backend="reference",
+        )
+        close(out[node][None], alone.double())
+
+
+def test_what_a_node_does_not_see_cannot_reach_it(generator: torch.Generator, seed: int) -> None:
+    """Other branches' keys and values change; a node's bits do not."""
+    trees = Trees(Shape(), [21], [11], torch.float32, generator, random.Random(seed))
+    before = trees.kernel(scaling=0.3)
+    rows, node = trees.cache.rows, 7
+    assert rows.values is not None
+    for other in set(range(11)) - set(trees.paths[node]):
+        block = trees.cache.tables[0, (21 + other) // 4][None]
+        ids = rows.row_ids(block)[:, 0]
+        rows.keys[ids, (21 + other) % 4] = 99.0
+        rows.values[ids, (21 + other) % 4] = -99.0
+    after = trees.kernel(scaling=0.3)
+    assert torch.equal(before[node], after[node])
+    assert not torch.equal(before, after)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"node_starts": torch.zeros(2, dtype=torch.int32)}, "node_starts"),
+        ({"depths": torch.zeros(5, dtype=torch.int32)}, "depths"),
+        ({"visible": torch.zeros(6, 4)}, "visible"),
+        ({"max_num_nodes": 5}, "max_num_nodes"),
+        ({"num_cached": torch.zeros(2)}, "num_cached"),
+    ],
+)
+def test_what_does_not_fit_is_named(change: dict[str, Any], named: str) -> None:
+    matrices = torch.zeros(4, 4, 16)
+    arguments: dict[str, Any] = {
+        "query": torch.zeros(6, 4, 16),
+        "rows": BlockRows(matrices, matrices, 16, 2, 2, 1),
+        "block_tables": torch.zeros(2, 2, dtype=torch.int32),
+        "num_cached": torch.zeros(2, dtype=torch.int32),
+        "node_starts": torch.tensor([0, 3, 6], dtype=torch.int32),
+        "depths": torch.zeros(6, dtype=torch.int32),
+        "visible": torch.zeros(6, 4, dtype=torch.bool),
+        "max_num_nodes": 4,
+        "scaling": 1.0,
+    }
+    with pytest.raises(ValueError, match=named):
+        tree_attention(**(arguments | change))
+
+
+def test_a_quantized_cache_is_refused() -> None:
+    matrices, scales = torch.zeros(4, 4, 16, dtype=torch.int8), torch.ones(4, 1)
+    rows = BlockRows(matrices, matrices, 16, 2, 2, 1, scales, scales, "int8")
+    ints = torch.zeros(3, dtype=torch.int32)
+    with pytest.raises(ValueError, match="quantized"):
+        tree_attention(
+            torch.zeros(2, 4, 16), rows, ints[:2, None], ints[:2], ints, ints[:2],
+            torch.zeros(2, 2, dtype=torch.bool), max_num_nodes=1, scaling=1.0,
+        )  # fmt: skip

@@ -1,0 +1,302 @@
+"""Our own decoder == unmodified transformers, token for token: greedy and sampled, ragged batches,
+chunks beside decodes, prefix hits, adapters, quantized caches. On the GPU, too, where there is one:
+then these are its kernels' numbers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from checkpoints.resolve import bundled_names
+from engine.batch import Batch, Span
+from engine.config import EngineConfig
+from engine.kv.memory import KvMemory
+from engine.models.load import load_model
+from engine.request import Sampling
+from tests.conftest import SESSION_SEED
+from tests.parity.adapters import merged, save_adapter
+from tests.parity.models import FAMILIES, VOCAB_SIZE, Tiny, save
+
+DEVICES = ["cpu", *(["cuda:0"] if torch.cuda.is_available() else [])]
+EDGES = [1, 2, 15, 16, 17, 31, 32, 33, 48, 127, 129, 256, 300]
+NUM_OUTPUT = 10
+BUDGETS = [7, 33, 512]
+
+
+def _prompts(rng: random.Random, count: int, vocab_size: int = VOCAB_SIZE) -> list[list[int]]:
+    lengths = rng.sample(EDGES, min(count, len(EDGES)))
+    lengths += [rng.randint(1, 300) for _ in range(count - len(lengths))]
+    return [[rng.randrange(2, vocab_size) for _ in range(length)] for length in lengths]
+
+
+@pytest.fixture(scope="session")
+def get_wide(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tiny]:
+    """`get_wide(family)`: as `get_tiny`, with heads that kernels do."""
+    made: dict[str, Tiny] = {}
+
+    def get(family: str) -> Tiny:
+        if family not in made:
+            config = FAMILIES[family]()
+            config.head_dim = 16
+            path = tmp_path_factory.mktemp(family)
+            made[family] = Tiny(family, path, save(config, path, SESSION_SEED))
+        return made[family]
+
+    return get
+
+
+def _greedy(max_tokens: int = NUM_OUTPUT) -> Sampling:
+    return Sampling(max_tokens=max_tokens, ignore_eos=True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.timeout(600)
+def test_a_ragged_batch_equals_transformers(
+    family: str,
+    device: str,
+    get_wide: Callable[[str], Tiny],
+    load: Callable[..., Any],
+    run: Callable[..., Any],
+    seed: int,
+    scale: Callable[[int], int],
+) -> None:
+    """Small budgets cut prompts into chunks that share steps with decodes; the second run finds
+    every prompt's blocks."""
+    rng = random.Random(f"{seed} own {family}")
+    tiny = get_wide(family)
+    prompts = _prompts(rng, scale(120))
+    expected = {str(i): tiny.generate(prompt, NUM_OUTPUT) for i, prompt in enumerate(prompts)}
+    requests = {str(i): (prompt, _greedy()) for i, prompt in enumerate(prompts)}
+    budget = rng.choice(BUDGETS)
+    engine = load(
+        tiny.path,
+        decoder="own",
+        device=device,
+        max_num_tokens_per_step=budget,
+        max_num_running=min(budget, 7),
+    )
+    assert engine.model_info.decoder == "own"
+    for is_hit in (False, True):
+        before = engine.stats().num_local_prefix_tokens
+        outputs = run(engine, requests)
+        for name, tokens in outputs.items():
+            assert tokens == expected[name], (family, budget, is_hit, len(requests[name][0]))
+        if is_hit:
+            hit = engine.stats().num_local_prefix_tokens - before
+            assert hit == sum((len(prompt) - 1) // 16 * 16 for prompt in prompts)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("block_size", [1, 32])
+def test_the_block_size_changes_no_token(
+    block_size: int,
+    device: str,
+    get_wide: Callable[[str], Tiny],
+    load: Callable[..., Any],
+    run: Callable[..., Any],
+    seed: int,
+) -> None:
+    rng = random.Random(f"{seed} own {block_size}")
+    tiny = get_wide("mistral-window")
+    engine = load(
+        tiny.path,
+        decoder="own",
+        device=device,
+        block_size=block_size,
+        max_num_tokens_per_step=20,
+        max_num_running=4,
+    )
+    prompts = {str(n): [rng.randrange(2, VOCAB_SIZE) for _ in range(n)] for n in (1, 31, 33)}
+    outputs = run(engine, {name: (prompt, _greedy()) for name, prompt in prompts.items()})
+    for name, prompt in prompts.items():
+        assert outputs[name] == tiny.generate(prompt, NUM_OUTPUT)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_sampled_token_depends_on_its_request_alone(
+    device: str,
+    get_wide: Callable[[str], Tiny],
+    load: Callable[..., Any],
+    run: Callable[..., Any],
+    seed: int,
+) -> None:
+    """The same draws as through transformers' code on CPU, whatever the batch."""
+    rng = random.Random(f"{seed} own sampled")
+    path = get_wide("qwen3").path
+    requests = {}
+    for index in range(8):
+        sampling = Sampling(
+            max_tokens=NUM_OUTPUT,
+            ignore_eos=True,
+            temperature=rng.choice([0.7, 1.0, 3.0]),
+            top_k=rng.choice([0, 0, 5, 50]),
+            top_p=rng.choice([1.0, 0.9]),
+            min_p=rng.choice([0.0, 0.05]),
+            seed=rng.getrandbits(64),
+        )
+        prompt = [rng.randrange(2, VOCAB_SIZE) for _ in range(rng.randint(1, 100))]
+        requests[str(index)] = (prompt, sampling)
+    expected = run(load(path, decoder="transformers"), requests)
+    for budget in (512, 33):
+        engine = load(path, decoder="own", device=device, max_num_tokens_per_step=budget,
+                      max_num_running=min(budget, 5))  # fmt: skip
+        assert run(engine, requests) == expected
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", bundled_names())
+def test_the_bundled_models_equal_transformers_code(
+    name: str, device: str, load: Callable[..., Any], run: Callable[..., Any], seed: int
+) -> None:
+    """A trained model: its logits are as close together as real ones are."""
+    rng = random.Random(f"{seed} own {name}")
+    oracle = load(name, decoder="transformers", dtype="float32")
+    engine = load(name, decoder="own", device=device, dtype="float32", max_num_tokens_per_step=50,
+                  max_num_running=20)  # fmt: skip
+    prompts = _prompts(rng, 6, engine.model_info.vocab_size)
+    requests = {str(i): (prompt, _greedy(16)) for i, prompt in enumerate(prompts)}
+    assert run(engine, requests) == run(oracle, requests)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("kv_dtype", "kv_scale"),
+    [("int8", "token_head"), ("fp8_e4m3", "tensor"), ("bfloat16", "tensor")],
+)
+def test_another_cache_dtype_gives_the_tokens_of_transformers_code(
+    kv_dtype: str,
+    kv_scale: str,
+    device: str,
+    get_wide: Callable[[str], Tiny],
+    load: Callable[..., Any],
+    run: Callable[..., Any],
+    seed: int,
+) -> None:
+    rng = random.Random(f"{seed} own {kv_dtype}")
+    path = get_wide("llama").path
+    fields: dict[str, Any] = {
+        "kv_dtype": kv_dtype,
+        "kv_scale": kv_scale,
+        "max_num_tokens_per_step": 40,
+        "max_num_running": 4,
+    }
+    requests = {str(i): (prompt, _greedy()) for i, prompt in enumerate(_prompts(rng, 4))}
+    expected = run(load(path, decoder="transformers", **fields), requests)
+    engine = load(path, decoder="own", device=device, **fields)
+    assert engine.model_info.decoder == "own"
+    outputs = run(engine, requests)
+    same = sum(outputs[name] == expected[name] for name in requests)
+    assert same >= len(requests) - 1  # a number on a rounding edge may fall to either side
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", ["llama-tied-llama3-rope", "qwen3"])
+def test_bfloat16_logits_are_those_of_transformers_code_but_for_rounding(
+    family: str, device: str, tmp_path: Path
+) -> None:
+    config = FAMILIES[family]()
+    config.head_dim = 16
+    save(config, tmp_path, 2)
+    logits = {}
+    token_ids = tuple((31 * i + 5) % 259 + 1 for i in range(40))
+    for decoder, where in (("transformers", "cpu"), ("own", device)):
+        model = load_model(
+            EngineConfig(model=str(tmp_path), device=where, dtype="bfloat16", decoder=decoder)
+        )
+        model.attach(KvMemory(model.layout, 4, where))
+        first = model.forward(Batch(token_ids[:39], (Span(0, 39, (2, 0, 3)),), tuple(range(39))))
+        last = model.forward(Batch(token_ids[39:], (Span(39, 1, (2, 0, 3)),), (0,)))
+        logits[decoder] = torch.cat((first, last)).float().cpu()
+    error = (logits["own"] - logits["transformers"]).norm() / logits["transformers"].norm()
+    assert float(error) < 0.1
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_adapters_add_what_merged_weights_compute(
+    device: str, get_wide: Callable[[str], Tiny], tmp_path: Path, seed: int
+) -> None:
+    """Two adapters and no adapter in one step, decodes beside chunks. Rows without keep every
+    bit."""
+    tiny = get_wide("qwen3")
+    folders = {
+        "a": save_adapter(tmp_path / "a", tiny.oracle, seed % 1000),
+        "b": save_adapter(tmp_path / "b", tiny.oracle, seed % 999, targets=["v_proj", "up_proj"]),
+    }
+    oracles = {name: merged(tiny.oracle, folder) for name, folder in folders.items()}
+    oracles[""] = tiny.oracle
+    model = load_model(EngineConfig(model=str(tiny.path), device=device, decoder="own"))
+    model.attach(KvMemory(model.layout, 40, device))
+    for name, folder in folders.items():
+        model.adapters.load(name, folder)
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(2, VOCAB_SIZE) for _ in range(30)] for _ in range(5)]
+    names = ["a", "", "b", "a", ""]
+    cuts = [29, 29, 29, 10, 20]  # the second step: three decodes, two chunks
+
+    def logits(names: list[str]) -> list[torch.Tensor]:
+        found: list[list[torch.Tensor]] = [[] for _ in prompts]
+        for begins, ends in (([0] * 5, cuts), (cuts, [30] * 5)):
+            spans = tuple(
+                Span(begin, end - begin, (2 * i, 2 * i + 1)[: -(-end // 16)],
+                     model.adapters.slot(name))
+                for i, (name, begin, end) in enumerate(zip(names, begins, ends, strict=True))
+            )  # fmt: skip
+            ids = [t for i, span in enumerate(spans) for t in prompts[i][span.start : span.end]]
+            out = model.forward(Batch(tuple(ids), spans, tuple(range(len(ids)))))
+            parts = out.split([span.num_tokens for span in spans])
+            for own, part in zip(found, parts, strict=True):
+                own.append(part)
+        return [torch.cat(parts) for parts in found]
+
+    actual = logits(names)
+    for name, prompt, found in zip(names, prompts, actual, strict=True):
+        with torch.inference_mode():
+            expected = oracles[name](input_ids=torch.tensor([prompt]), use_cache=False).logits[0]
+        error = (found.cpu() - expected).abs().max() / expected.abs().max()
+        assert float(error) < 1e-4, name
+    without = logits([""] * 5)
+    assert all(torch.equal(actual[i], without[i]) for i in (1, 4))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="kernels' own order of sums: on a GPU")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_exact_logits_do_not_depend_on_the_step(
+    dtype: str, get_wide: Callable[[str], Tiny], seed: int
+) -> None:
+    """Whole, in chunks, token by token, and beside others: the same bits."""
+    rng = random.Random(f"{seed} exact")
+    path = get_wide("qwen3").path
+    config = EngineConfig(model=str(path), device="cuda", dtype=dtype, decoder="own", exact=True)
+    model = load_model(config)
+    tokens = [[rng.randrange(2, VOCAB_SIZE) for _ in range(70)] for _ in range(3)]
+    tables = [tuple(range(5 * i, 5 * i + 5)) for i in range(3)]
+
+    def logits(steps: list[list[tuple[int, int, int]]]) -> torch.Tensor:
+        """Of request 0; steps of (request, start, end)."""
+        model.attach(KvMemory(model.layout, 15, "cuda"))
+        found = []
+        for step in steps:
+            ids = [token for who, start, end in step for token in tokens[who][start:end]]
+            spans = tuple(
+                Span(start, end - start, tables[who][: -(-end // 16)]) for who, start, end in step
+            )
+            out = model.forward(Batch(tuple(ids), spans, tuple(range(len(ids)))))
+            first = 0
+            for who, start, end in step:
+                if who == 0:
+                    found.append(out[first : first + end - start])
+                first += end - start
+        return torch.cat(found)
+
+    whole = logits([[(0, 0, 70)]])
+    assert bool(torch.isfinite(whole).all())
+    cut = logits([[(1, 0, 33), (0, 0, 17)], [(0, 17, 69), (1, 33, 70)], [(0, 69, 70), (2, 0, 1)]])
+    assert torch.equal(cut, whole)
+    singly = logits([[(0, i, i + 1), (1, i, i + 1), (2, i, i + 1)] for i in range(70)])
+    assert torch.equal(singly, whole)

@@ -1,0 +1,255 @@
+"""Which decoder a start takes, and that a wrong one is refused before weights are read."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from engine.batch import Batch, Span, warm_up
+from engine.config import EngineConfig
+from engine.decoder import load as own_load
+from engine.decoder.decoder import Decoder
+from engine.decoder.inputs import DecodeInputs
+from engine.decoder.shape import rope_table
+from engine.errors import LoadError, ModelNotSupported
+from engine.kv.memory import KvMemory
+from engine.loop import load_engine
+from engine.models import load as load_module
+from engine.models.load import load_model
+from process.settings import SettingsError
+from tests.parity.models import FAMILIES, save
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llama")
+    save(FAMILIES["llama"](), path, 1)
+    return path
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gpt2")
+    config = transformers.GPT2Config(
+        vocab_size=260, n_embd=48, n_layer=2, n_head=6, n_positions=40, eos_token_id=1,
+        bos_token_id=None, dtype="float32",
+    )  # fmt: skip
+    save(config, path, 1)
+    return path
+
+
+def _load(path: Path, **fields: Any) -> Any:
+    return load_model(EngineConfig(model=str(path), device="cpu", **fields))
+
+
+def test_the_decoder_is_chosen_by_device_model_and_setting(llama: Path, gpt2: Path) -> None:
+    assert _load(llama).info.decoder == "transformers (on cpu)"
+    assert (
+        _load(llama, decoder="transformers").info.decoder == "transformers (decoder=transformers)"
+    )
+    assert _load(gpt2).info.decoder.startswith("transformers (gpt2 is none of llama")
+    own = _load(llama, decoder="own").info
+    assert own.decoder == "own"
+    assert own.fused == ("3 of 3 decoder layers",)
+
+
+def test_on_a_gpu_auto_takes_our_own(llama: Path) -> None:
+    config = EngineConfig(model=str(llama))
+    model_config = transformers.AutoConfig.from_pretrained(llama)
+    reason = "heads of 8 dimensions: kernels want 16"
+    assert own_load.why_not(config, model_config, "cuda:1", "tiny") == reason
+    model_config.head_dim = 16
+    assert own_load.why_not(config, model_config, "cuda:1", "tiny") is None
+    assert own_load.why_not(config, model_config, "cpu", "tiny") == "on cpu"
+
+
+def test_what_our_own_does_not_do_is_refused_where_it_is_asked_for(gpt2: Path, llama: Path) -> None:
+    with pytest.raises(ModelNotSupported, match=r"decoder=own does not do it: gpt2 is none of"):
+        _load(gpt2, decoder="own")
+    with pytest.raises(LoadError, match=r"^exact: needs our own decoder, .*\(on cpu\)"):
+        _load(llama, exact=True)
+    with pytest.raises(LoadError, match=r"^weight_dtype=fp8_e4m3: needs our own decoder"):
+        _load(llama, weight_dtype="fp8_e4m3")
+    with pytest.raises(SettingsError, match="weight_dtype: 'fp4' is none of"):
+        EngineConfig(weight_dtype="fp4")
+    with pytest.raises(SettingsError, match="decoder: 'ours' is none of"):
+        EngineConfig(decoder="ours")
+    with pytest.raises(SettingsError, match=r"memory_share: 1\.2 is not in"):
+        EngineConfig(memory_share=1.2)
+
+
+def test_both_decoders_share_fingerprint_and_layout(llama: Path) -> None:
+    own, other = _load(llama, decoder="own"), _load(llama)
+    assert own.layout == other.layout
+    changed = {"decoder", "linear", "fused", "seconds"}
+    assert {
+        field.name
+        for field in dataclasses.fields(own.info)
+        if getattr(own.info, field.name) != getattr(other.info, field.name)
+    } == changed
+    assert [name for name, _ in own.info.seconds] == [
+        "rehearsal", "digests", "weights", "verify", "measure",
+    ]  # fmt: skip
+
+
+def test_a_decoder_that_computes_something_else_is_refused(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rehearsal must be able to fail, and before weights are read."""
+
+    def wrong(shape: Any, num_positions: int, device: torch.device) -> torch.Tensor:
+        return rope_table(shape, num_positions + 1, device)[1:].contiguous()  # all one further
+
+    def half(*arguments: Any) -> torch.Tensor:
+        return wrong(*arguments).mul_(0.99)
+
+    def no_read(*_: object, **__: object) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(own_load, "rope_table", half)
+    monkeypatch.setattr(own_load, "load_decoder", no_read)
+    with pytest.raises(ModelNotSupported, match="off those of transformers"):
+        _load(llama, decoder="own")
+
+
+def test_progress_and_phases_and_an_untouched_cache(llama: Path) -> None:
+    seen: dict[str, list[tuple[int, int]]] = {}
+    engine = load_engine(
+        EngineConfig(model=str(llama), device="cpu", decoder="own", num_blocks=44),
+        progress=lambda what, done, total: seen.setdefault(what, []).append((done, total)),
+    )
+    assert {"verify weights", "weights", "warm-up"} <= set(seen)
+    for steps in seen.values():
+        assert steps[-1][0] == steps[-1][1] > 0
+    assert not engine.kv.host_view.any()
+    assert [name for name, _ in engine.model_info.seconds][-2:] == ["cache", "warm-up"]
+
+
+def _model(path: Path, **fields: Any) -> Any:
+    model = _load(path, decoder="own", **fields)
+    model.attach(KvMemory(model.layout, 12))
+    return model
+
+
+def test_a_warm_up_writes_nothing_and_gives_finite_logits(llama: Path) -> None:
+    model = _model(llama)
+    for num_tokens in (1, 2, 100):
+        logits = model.forward(warm_up(num_tokens))
+        assert logits.shape == (1, 260)
+        assert bool(torch.isfinite(logits).all())
+    assert not model._memory.cache.any()
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-window"])
+def test_a_long_chunk_drawn_once_gives_what_all_its_rows_would(
+    family: str, tmp_path: Path, seed: int
+) -> None:
+    """The last layer skips rows that nothing is drawn from; their KV is written all the same."""
+    save(FAMILIES[family](), tmp_path, seed % 1000)
+    model = _model(tmp_path)
+    token_ids = tuple((31 * i + seed) % 259 + 1 for i in range(150))
+    spans = (Span(0, 100, tuple(range(7))), Span(0, 49, tuple(range(7, 11))), Span(0, 1, (11,)))
+    last = tuple(end - 1 for end in (100, 149, 150))
+    full = model.forward(Batch(token_ids, spans, tuple(range(150))))
+    written = model._memory.cache.clone()
+    model._memory.cache.fill_(7.0)
+    drawn = model.forward(Batch(token_ids, spans, last))
+    assert torch.allclose(drawn, full[list(last)], rtol=1e-4, atol=1e-4)
+    is_written = written != 0
+    assert torch.equal(model._memory.cache[is_written], written[is_written])
+
+
+def test_no_draw_gives_no_logits(llama: Path) -> None:
+    model = _model(llama)
+    assert model.forward(Batch((5,) * 80, (Span(0, 80, tuple(range(5))),), ())).shape == (0, 260)
+
+
+def test_decode_equals_forward_and_padding_does_nothing(llama: Path, seed: int) -> None:
+    model = _model(llama)
+    decoder: Decoder = model.decoder
+    prompts = [tuple((13 * i + seed + j) % 259 + 1 for i in range(20)) for j in range(3)]
+    spans = tuple(Span(0, 19, (3 * j, 3 * j + 1)) for j in range(3))
+    model.forward(Batch(sum((prompt[:19] for prompt in prompts), ()), spans, ()))
+    before = model._memory.cache.clone()
+    steps = tuple(Span(19, 1, span.block_ids) for span in spans)
+    expected = model.forward(Batch(tuple(prompt[19] for prompt in prompts), steps, (0, 1, 2)))
+    written = model._memory.cache.clone()
+    model._memory.cache.copy_(before)
+    tables = torch.full((5, 4), 11, dtype=torch.int32)  # beyond their own: never followed
+    tables[:3, :2] = torch.tensor([span.block_ids for span in spans])
+    ids = torch.tensor([prompt[19] for prompt in prompts] + [0, 0], dtype=torch.int32)
+    positions = torch.tensor([19, 19, 19, -1, -1], dtype=torch.int32)
+    with torch.inference_mode():
+        logits = decoder.decode(DecodeInputs(ids, positions, tables))
+    assert torch.allclose(logits[:3], expected, rtol=1e-4, atol=1e-4)
+    assert bool(torch.isfinite(logits).all())
+    assert torch.allclose(model._memory.cache, written, rtol=1e-4, atol=1e-4)
+    assert torch.equal(model._memory.cache == before, written == before)  # nothing beside
+
+
+@pytest.mark.parametrize("cut", [1, 2])
+def test_stages_compute_what_the_whole_does(
+    cut: int, llama: Path, get_stage: Callable[..., Decoder], seed: int
+) -> None:
+    model = _model(llama)
+    token_ids = tuple((31 * i + seed) % 259 + 1 for i in range(90))
+    batch = Batch(token_ids, (Span(0, 90, tuple(range(6))),), (89,))
+    expected = model.forward(batch)
+    memory = KvMemory(model.layout, 12)
+    with torch.inference_mode():
+        first = get_stage(llama, memory, 0, cut)
+        second = get_stage(llama, memory, cut, 3 - cut)
+        inputs = own_load.mixed_inputs(batch, torch.device("cpu"))
+        hidden = first.forward(inputs)
+        assert hidden.shape == (90, 48)
+        logits = second.forward(inputs, hidden)
+    assert torch.allclose(logits, expected, rtol=1e-4, atol=1e-4)
+    assert torch.allclose(memory.cache, model._memory.cache, rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture
+def get_stage() -> Callable[..., Decoder]:
+    """`get_stage(folder, memory, first layer, number of layers)`."""
+    from engine.decoder.model import block_rows
+    from engine.decoder.shape import read_shape
+    from engine.decoder.sources import read_weights
+    from engine.decoder.weights import Share
+
+    def get(folder: Path, memory: KvMemory, first: int, count: int) -> Decoder:
+        cpu = torch.device("cpu")
+        shape = read_shape(transformers.AutoConfig.from_pretrained(folder))
+        share = Share(first_layer=first, num_layers=count)
+        weights = read_weights(folder, shape, dtype=torch.float32, device=cpu, share=share)
+        decoder = Decoder(weights, rope_table(shape, 700, cpu))
+        views = memory.layer_views(range(first, first + count))
+        decoder.attach([block_rows(view, memory.layout) for view in views])
+        return decoder
+
+    return get
+
+
+def test_load_model_is_patched_where_this_file_says(llama: Path) -> None:
+    """`own_load` is the module that load_model uses."""
+    assert load_module.load is own_load
+
+
+def test_fp8_weights_are_near_the_plain_ones_and_another_model() -> None:
+    """A trained model; layers only: embedding and head stay as they are."""
+    token_ids = tuple((31 * i + 5) % 2000 for i in range(100))
+    batch = Batch(token_ids, (Span(0, 100, tuple(range(7))),), tuple(range(100)))
+    plain = _model(Path("baton-5m"), dtype="float32")
+    small = _model(Path("baton-5m"), dtype="float32", weight_dtype="fp8_e4m3")
+    expected, actual = plain.forward(batch), small.forward(batch)
+    error = float((actual - expected).norm() / expected.norm())
+    assert 1e-3 < error < 0.1  # measured: 0.036
+    assert small.info.fingerprint != plain.info.fingerprint
+    layers = small.decoder.weights.layers
+    matrices = sum(one.tensors[0].nbytes for layer in layers for one in layer.projections)
+    assert plain.info.weight_bytes - small.info.weight_bytes > 2.9 * matrices
+    assert small.decoder.weights.head.weight.dtype == torch.float32

@@ -1,0 +1,144 @@
+"""StepGraphs: a padded step gives the logits, and leaves the KV, of the step as it is."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from engine.batch import Batch, Span
+from engine.decoder.inputs import singles_first
+from engine.decoder.model import DecoderModel
+from engine.decoder.step_graphs import StepGraphs, StepShape, step_shapes
+from engine.kv.memory import KvMemory
+from tests.unit.engine.decoder.test_ahead_model import BLOCK, DEVICES, WINDOW, _model
+
+NUM_BLOCKS = 400
+MAX_SINGLES = 20
+MAX_TOKENS = 150
+
+
+def _steps(model: DecoderModel) -> StepGraphs:
+    return StepGraphs(
+        model.decoder.forward,
+        max_singles=MAX_SINGLES,
+        max_tokens=MAX_TOKENS,
+        context_window=WINDOW,
+        block_size=BLOCK,
+        device=torch.device(model.info.device),
+    )
+
+
+def _random_batch(rng: random.Random, num_singles: int, num_chunks: int) -> Batch:
+    order = rng.sample(range(NUM_BLOCKS), NUM_BLOCKS)
+    spans, token_ids, draws = [], [], []
+    for index in range(num_singles + num_chunks):
+        num_tokens = 1 if index < num_singles else rng.randrange(2, 20)
+        start = rng.choice([0, rng.randrange(WINDOW - num_tokens)])
+        count = -(-(start + num_tokens) // BLOCK)
+        blocks, order = tuple(order[:count]), order[count:]
+        spans.append(Span(start, num_tokens, blocks))
+    rng.shuffle(spans)
+    for span in spans:
+        token_ids += [rng.randrange(211) for _ in range(span.num_tokens)]
+        if span.num_tokens == 1 or rng.random() < 0.7:
+            draws.append(len(token_ids) - 1)
+    return singles_first(Batch(tuple(token_ids), tuple(spans), tuple(draws)))
+
+
+def _finite_memory(model: DecoderModel, batch: Batch, seed: int) -> KvMemory:
+    """What sequences have cached is there; all the rest is NaN."""
+    memory = KvMemory(model.layout, NUM_BLOCKS, model.info.device)
+    memory.cache.fill_(torch.nan)
+    generator = torch.Generator().manual_seed(seed)
+    for span in batch.spans:
+        for position in range(span.start):
+            block = memory.cache[span.block_ids[position // BLOCK]]
+            block[..., position % BLOCK, :] = torch.randn(
+                block[..., 0, :].shape, generator=generator
+            )
+    return memory
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_padded_step_is_the_step(device: str, seed: int, scale: Callable[[int], int]) -> None:
+    """200 steps of decodes, of chunks, and of both."""
+    rng = random.Random(seed)
+    model = _model(device, torch.float32, seed)
+    model.attach(KvMemory(model.layout, NUM_BLOCKS, device))
+    steps = _steps(model)
+    memory = None
+    for index in range(scale(200)):
+        num_singles, num_chunks = rng.choice([(1, 0), (17, 0), (0, 1), (0, 5), (9, 2), (3, 8)])
+        batch = _random_batch(rng, num_singles, num_chunks)
+        expected_memory = _finite_memory(model, batch, seed + index)
+        if memory is None:  # graphs keep its address
+            memory = KvMemory(model.layout, NUM_BLOCKS, device)
+            model.attach(memory)
+            steps.capture()
+        memory.cache.copy_(expected_memory.cache)
+        shape = steps.shape_of(batch)
+        assert shape is not None
+        model.attach(memory)
+        found = steps.run(shape, batch).clone()
+        model.attach(expected_memory)
+        expected = model.forward(batch)
+        assert found.shape == expected.shape
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            memory.cache, expected_memory.cache, rtol=1e-4, atol=1e-4, equal_nan=True
+        )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_capture_writes_no_kv(device: str, seed: int) -> None:
+    model = _model(device, torch.bfloat16, seed)
+    memory = KvMemory(model.layout, NUM_BLOCKS, device)
+    memory.cache.fill_(torch.nan)
+    model.attach(memory)
+    steps = _steps(model)
+    captured = []
+    steps.capture(on_captured=lambda: captured.append(1))
+    assert len(captured) == len(steps.shapes)
+    assert memory.cache.isnan().all()
+
+
+def test_shapes() -> None:
+    shapes = step_shapes(20, 150)
+    assert shapes[0] == StepShape(20, 150)
+    assert StepShape(0, 64) in shapes and StepShape(8, 0) in shapes
+    assert StepShape(0, 0) not in shapes
+    assert max(shape.num_singles for shape in shapes) == 20
+    sizes = [shape.num_rows for shape in shapes]
+    assert sizes == sorted(sizes, reverse=True)
+    many = step_shapes(256, 2048)
+    assert many[0] == StepShape(256, 1024), "longer chunks are launched as they are"
+    assert StepShape(8, 512) in many and StepShape(8, 768) not in many
+
+
+def test_what_fits_no_shape_is_not_taken(seed: int) -> None:
+    model = _model("cpu", torch.float32, seed)
+    model.attach(KvMemory(model.layout, NUM_BLOCKS, "cpu"))
+    steps = _steps(model)
+    single, chunk = Span(3, 1, (1,)), Span(0, 4, (2,))
+
+    def taken(*spans: Span) -> StepShape | None:
+        num_tokens = sum(span.num_tokens for span in spans)
+        return steps.shape_of(Batch((1,) * num_tokens, spans, (num_tokens - 1,)))
+
+    assert taken(single) is None, "nothing is captured yet"
+    steps.capture()
+    assert taken(single) == (8, 0)
+    assert taken(chunk) == (0, 64)
+    assert taken(single, chunk) == (8, 64)
+    half = Span(0, 75, tuple(range(10)))
+    assert taken(*[single] * 20, half, half) == (20, 150)
+    assert taken(*[single] * 21) is None
+    assert taken(half, half._replace(num_tokens=76)) is None
+    assert taken(*[chunk] * 16) == (0, 64)
+    assert taken(*[chunk] * 17) is None
+    assert taken(single._replace(adapter=1)) is None
+    assert taken(single._replace(block_ids=())) is None, "a warm-up"
+    assert taken(single._replace(block_ids=tuple(range(WINDOW // BLOCK + 1)))) is None

@@ -1,0 +1,85 @@
+"""Engines that launch ahead, for tests: computed as late as may be, or noting what was called."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from engine.config import EngineConfig
+from engine.fake import FakeModel
+from engine.loop import Engine
+from engine.models.interface import DecodeRow, Launch
+from engine.plain_ahead import AheadModel, PlainAhead
+from engine.request import RequestEvent, StepOutput
+from engine.sampling.row import Drawn
+
+SIZE = 4
+WINDOW = 64
+PROMPT = tuple(range(1, 15))
+
+
+def fake_model(**fields: Any) -> FakeModel:
+    """Of WINDOW and SIZE."""
+    return FakeModel(**{"context_window": WINDOW, "block_size": SIZE} | fields)
+
+
+def make(model: Any, *, num_blocks: int = 64, **config: Any) -> Engine:
+    """An engine with room for eight."""
+    return Engine(EngineConfig(num_blocks=num_blocks, max_num_running=8, **config), model)
+
+
+def late_engine(**fields: Any) -> tuple[Engine, AheadModel]:
+    """Every launch is computed as late as may be."""
+    model = AheadModel(fake_model(), is_late=True)
+    return make(model, **fields), model
+
+
+def all_steps(engine: Engine) -> list[StepOutput]:
+    """Until nothing is left; integrity is checked after each."""
+    outputs = []
+    while engine.has_work():
+        outputs.append(engine.step())
+        engine.check_integrity()
+    return outputs
+
+
+def tokens_of(events: Sequence[RequestEvent]) -> list[int]:
+    """All that they told."""
+    return [token for event in events for token in event.token_ids]
+
+
+class Recording(PlainAhead):
+    """What was called in which order, with which rows. The call named `fails_at` raises."""
+
+    def __init__(self, model: FakeModel, **fields: Any) -> None:
+        super().__init__(model, **{"is_late": True, "max_rows": 100, "takes": None} | fields)
+        self.calls: list[str] = []
+        self.launched: list[Sequence[DecodeRow]] = []
+        self.fails_at = ""
+
+    def _call(self, name: str) -> None:
+        self.calls.append(name)
+        if self.calls[-1] == self.fails_at:
+            raise RuntimeError("the device is gone")
+
+    def launch(self, rows: Sequence[DecodeRow]) -> Launch:
+        self._call(f"launch {len(self.launched)}")
+        self.launched.append(rows)
+        return super().launch(rows)
+
+    def read(self, launch: Launch) -> list[Drawn]:
+        self._call(f"read {sum(one.startswith('read') for one in self.calls)}")
+        return super().read(launch)
+
+    def drain(self) -> None:
+        self._call("drain")
+        super().drain()
+
+
+def recording_engine(**config: Any) -> tuple[Engine, Recording]:
+    """As `late_engine`, and what it calls."""
+    fake = fake_model()
+    model = AheadModel(fake)
+    model.launches = Recording(fake)
+    model.ahead = model.launches
+    return make(model, **config), model.launches

@@ -1,0 +1,218 @@
+"""Several ranks compute what one does; their caches are parts of the same blocks."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from engine.batch import Batch, Span
+from engine.errors import RankFailed
+from engine.kv.memory import KvMemory
+from engine.parallel.memory import RankMemory, runs
+from engine.parallel.pieces import pieces
+from engine.parallel.place import Grid
+from engine.parallel.process_ranks import ProcessRanks
+from tests.unit.engine.parallel.threads import Model, run_ranks
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 104,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+    "head_dim": 16,
+}
+CONFIGS = {
+    "llama": lambda: transformers.LlamaConfig(
+        **_SIZES, attention_bias=True, mlp_bias=True, tie_word_embeddings=False
+    ),
+    "qwen3": lambda: transformers.Qwen3Config(**_SIZES, tie_word_embeddings=True),
+}
+GRIDS = [Grid(2, 1), Grid(4, 1), Grid(1, 2), Grid(1, 3), Grid(2, 2)]
+MAX_ERROR = {"float32": 1e-5, "bfloat16": 0.05}
+"""Of logits, relative to the greatest one: sums in another order."""
+
+
+def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    assert actual.shape == expected.shape
+    return float((actual.float() - expected.float()).abs().max() / expected.float().abs().max())
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_several_ranks_give_the_logits_of_one(grid: Grid, family: str, seed: int) -> None:
+    """Biases are added once, norms by every share; ties are cut as heads are."""
+    model = Model(CONFIGS[family](), seed)
+    steps = model.steps(seed)
+    alone = model.memory()
+    whole = model.whole(alone)
+    expected = [whole.forward(step) for step in steps]
+    shared = model.memory()
+
+    def act(rank: int, ranks: ProcessRanks) -> list[torch.Tensor]:
+        part = model.part(ranks, shared)
+        return [part.forward(step) for step in steps]
+
+    for rank, logits in enumerate(run_ranks(grid, act)):
+        for actual, wanted in zip(logits, expected, strict=True):
+            if grid.place(rank).is_last:
+                assert _error(actual, wanted) < MAX_ERROR["float32"] if len(wanted) else True
+            assert actual.shape[1] == model.shape.vocab_size
+    assert _error(shared.cache, alone.cache) < MAX_ERROR["float32"]
+
+
+def test_several_ranks_in_bfloat16(seed: int) -> None:
+    model = Model(CONFIGS["llama"](), seed, "bfloat16")
+    steps = model.steps(seed)
+    whole = model.whole(model.memory())
+    expected = [whole.forward(step) for step in steps]
+    shared = model.memory()
+
+    def act(rank: int, ranks: ProcessRanks) -> list[torch.Tensor]:
+        part = model.part(ranks, shared)
+        return [part.forward(step) for step in steps]
+
+    logits = run_ranks(Grid(2, 2), act)[0]
+    for actual, wanted in zip(logits, expected, strict=True):
+        assert not len(wanted) or _error(actual, wanted) < MAX_ERROR["bfloat16"]
+
+
+def test_pieces_of_a_step_give_its_logits(seed: int) -> None:
+    """A later piece finds the KV of the earlier ones at its own stage."""
+    model = Model(CONFIGS["qwen3"](), seed)
+    steps = model.steps(seed)
+    whole = model.whole(model.memory())
+    expected = [whole.forward(step) for step in steps]
+    shared = model.memory()
+
+    def act(rank: int, ranks: ProcessRanks) -> list[torch.Tensor]:
+        part = model.part(ranks, shared)
+        cut = [pieces(step, 2, 1) for step in steps]
+        assert any(len(parts) == 2 for parts in cut)
+        return [torch.cat([part.forward(piece) for piece in parts]) for parts in cut]
+
+    for actual, wanted in zip(run_ranks(Grid(1, 2), act)[0], expected, strict=True):
+        assert not len(wanted) or _error(actual, wanted) < MAX_ERROR["float32"]
+
+
+@pytest.mark.parametrize("grid", [Grid(2, 1), Grid(2, 2)], ids=str)
+def test_exact_rows_do_not_depend_on_others_in_the_step(grid: Grid, seed: int) -> None:
+    """A sum of two is the same in either order."""
+    model = Model(CONFIGS["qwen3"](), seed)
+    steps = model.steps(seed)
+    caches = [model.memory(), model.memory()]
+
+    def act(rank: int, ranks: ProcessRanks) -> list[list[torch.Tensor]]:
+        together, alone = (model.part(ranks, memory, is_exact=True) for memory in caches)
+        found = []
+        for step in steps:
+            rows = together.forward(step)
+            first = 0
+            for span in step.spans:
+                end = first + span.num_tokens
+                draws = tuple(index - first for index in step.draw_indices if first <= index < end)
+                own = alone.forward(Batch(step.token_ids[first:end], (span,), draws))
+                if step.draw_indices:
+                    found.append([rows[first:end], own])
+                first = end
+        return found
+
+    pairs = run_ranks(grid, act)[0]
+    assert len(pairs) > 6
+    assert all(torch.equal(row, own) for row, own in pairs)
+
+
+# -- the same blocks, whatever the degree
+
+
+def _prompt(model: Model, seed: int) -> tuple[Batch, tuple[int, ...]]:
+    token_ids = torch.randint(104, (21,), generator=torch.Generator().manual_seed(seed)).tolist()
+    blocks = (7, 2, 9, 0, 5, 4, 11)
+    return Batch(tuple(token_ids), (Span(0, 21, blocks[:6]),), (20,)), blocks
+
+
+def _decode(part: Any, first_token: int, blocks: tuple[int, ...]) -> list[int]:
+    """Four more greedy tokens after the prompt."""
+    token_ids = [first_token]
+    for position in range(21, 25):
+        span = Span(position, 1, blocks[: position // 4 + 1])
+        token_ids.append(int(part.forward(Batch((token_ids[-1],), (span,), (0,)))[0].argmax()))
+    return token_ids
+
+
+def _token(logits: torch.Tensor) -> int:
+    return int(logits[0].argmax())
+
+
+@pytest.mark.parametrize("grid", [Grid(2, 1), Grid(2, 2)], ids=str)
+def test_blocks_of_a_prefill_by_several_ranks_are_read_by_one(grid: Grid, seed: int) -> None:
+    """And the other way round, through caches of the ranks' own, as on CUDA: what travels is whole
+    blocks, put together from the ranks' runs and taken apart again."""
+    model = Model(CONFIGS["llama"](), seed)
+    prompt, blocks = _prompt(model, seed)
+    alone = model.memory(12)
+    whole = model.whole(alone)
+    first = _token(whole.forward(prompt))
+    written = alone.cache.clone()
+    expected = _decode(whole, first, blocks)
+    alone.cache.copy_(written)
+
+    def prefill(rank: int, ranks: ProcessRanks) -> tuple[KvMemory, torch.Tensor]:
+        memory = RankMemory(model.layout, ranks.place, 12, "cpu")
+        return memory, model.part(ranks, memory).forward(prompt)
+
+    joined = model.memory(12)
+    parts = run_ranks(grid, prefill)
+    for rank, (memory, _) in enumerate(parts):
+        for block_offset, record_offset, num_bytes in runs(model.layout, grid.place(rank)):
+            joined.host_view[:, block_offset : block_offset + num_bytes] = memory.host_view[
+                :, record_offset : record_offset + num_bytes
+            ]
+    assert _decode(model.whole(joined), _token(parts[0][1]), blocks) == expected
+
+    def decode(rank: int, ranks: ProcessRanks) -> list[int]:
+        memory = RankMemory(model.layout, ranks.place, 12, "cpu")
+        for block_offset, record_offset, num_bytes in runs(model.layout, ranks.place):
+            memory.host_view[:, record_offset : record_offset + num_bytes] = alone.host_view[
+                :, block_offset : block_offset + num_bytes
+            ]
+        part = model.part(ranks, memory)
+        if ranks.place.is_last:
+            return _decode(part, first, blocks)
+        for token_id, position in zip(expected, range(21, 25), strict=False):
+            span = Span(position, 1, blocks[: position // 4 + 1])
+            part.forward(Batch((token_id,), (span,), (0,)))
+        return expected
+
+    assert run_ranks(grid, decode) == [expected] * grid.num_ranks
+
+
+# -- when it ends
+
+
+def test_a_rank_that_does_not_come_is_waited_for_within_the_deadline() -> None:
+    began_s = time.monotonic()
+
+    def act(rank: int, ranks: ProcessRanks) -> None:
+        if rank == 0:
+            ranks.add_up(torch.zeros(3))
+
+    with pytest.raises(RankFailed) as caught:
+        run_ranks(Grid(2, 1), act, timeout_s=0.5)
+    assert "gone or too late" in str(caught.value) and "\n" not in str(caught.value)
+    assert time.monotonic() - began_s < 15.0
+
+
+def test_after_an_abort_nothing_is_waited_for() -> None:
+    def act(rank: int, ranks: ProcessRanks) -> None:
+        ranks.abort()
+        with pytest.raises(RankFailed):
+            ranks.add_up(torch.zeros(3))
+
+    run_ranks(Grid(2, 1), act)

@@ -1,0 +1,275 @@
+"""What a launch still writes is nobody else's; what it leaves over is nobody's loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from engine.errors import IntegrityError, NoBlocks
+from engine.loop import Engine
+from engine.plain_ahead import AheadModel
+from engine.request import RequestEvent
+from tests.unit.engine.launches import (
+    PROMPT,
+    SIZE,
+    WINDOW,
+    all_steps,
+    fake_model,
+    late_engine,
+    make,
+    recording_engine,
+    tokens_of,
+)
+
+Make = Callable[..., Any]
+
+
+# -- blocks
+
+
+def _end_one(engine: Engine, how: str) -> None:
+    """Let "a" end, or lose its blocks, while a launch writes into its newest block."""
+    if how == "abort":
+        engine.abort("a")
+    elif how == "finish_sample":
+        engine.finish_sample("a", 0)
+    elif how == "preempt":
+        engine.preempt("a")
+        engine.abort("a")
+    else:
+        while "a" in engine._groups:
+            engine.step()
+
+
+@pytest.mark.parametrize("how", ["stop", "error", "abort", "finish_sample", "preempt"])
+@pytest.mark.parametrize("has_company", [False, True])
+def test_nobody_gets_a_block_that_is_still_written(
+    how: str, has_company: bool, make_request: Make
+) -> None:
+    """A transfer writes into every block that it can get; the launch comes after it, and must not
+    hit what it wrote."""
+    tokens = fake_model().generate(PROMPT, 8)
+    fake = fake_model(poison=frozenset(tokens[4:5] if how == "error" else ()))
+    engine = make(AheadModel(fake, is_late=True), num_blocks=32, preemption="recompute")
+    stops = frozenset(tokens[4:5] if how == "stop" else ())
+    engine.submit(make_request("a", PROMPT, max_tokens=40, stop_token_ids=stops))
+    if has_company:
+        engine.submit(make_request("c", range(40, 50), max_tokens=30))
+    for _ in range(4):
+        engine.step()
+    _end_one(engine, how)
+    engine.check_integrity()
+    stats = engine.stats()
+    assert engine._pool.num_quarantined == engine._in_flight.num_idle_blocks == 1
+    assert stats.num_quarantined_blocks == 0  # nobody can tell
+    num_blocks = engine._pool.num_available - 2 * has_company
+    prompt = [90 - i % 7 for i in range(min(WINDOW - 2, num_blocks * SIZE))]
+    block_ids = engine.reserve(make_request("b", prompt, max_tokens=2)).block_ids
+    assert engine._in_flight.num_idle_blocks == 1
+    for position, token in enumerate(prompt):
+        cell = engine.kv.cache[block_ids[position // SIZE], 0, 0, :, position % SIZE, 0]
+        cell[0], cell[1] = float(token), float(position)
+    engine.start("b", num_loaded_tokens=len(prompt))
+    events = [event for output in all_steps(engine) for event in output.events]
+    own = [event for event in events if event.request_id == "b"]
+    assert tokens_of(own) == fake_model().generate(prompt, 2)
+    assert engine._pool.num_quarantined == 0
+
+
+@pytest.mark.parametrize("what", ["reserve", "refill", "start"])
+def test_who_needs_a_held_block_waits_for_the_launch(what: str, make_request: Make) -> None:
+    """Rather than being refused."""
+    engine, _ = late_engine(num_blocks=16, preemption="recompute")
+    engine.submit(make_request("a", PROMPT, max_tokens=40))
+    for _ in range(3):
+        engine.step()
+    num_own = len(engine.block_ids("a"))
+    prompt = range(1, 1 + (16 - num_own) * SIZE)
+    if what == "reserve":
+        engine.abort("a")
+        assert engine._pool.num_free + engine._pool.num_evictable == 15
+        assert len(engine.reserve(make_request("b", range(60), max_tokens=4)).block_ids) == 15
+        assert engine._in_flight.num_idle_blocks == 1
+        given = engine.reserve(make_request("c", [1], max_tokens=4))
+        assert len(given.block_ids) == 1
+    else:
+        given = engine.reserve(make_request("b", prompt, root=b"b", max_tokens=4))
+        engine.quarantine("b", given.block_ids[:num_own])
+        engine.abort("a")
+        assert engine._pool.num_available == num_own - 1
+        if what == "refill":
+            assert -1 not in engine.refill("b")
+        else:
+            engine.start("b")
+    engine.check_integrity()
+    assert engine._in_flight.num_idle_blocks == 0
+
+
+def test_more_than_there_is_is_still_refused(make_request: Make) -> None:
+    engine, _ = late_engine(num_blocks=16, preemption="recompute")
+    engine.submit(make_request("a", PROMPT, max_tokens=40))
+    engine.submit(make_request("b", range(30, 44), max_tokens=40))
+    for _ in range(3):
+        engine.step()
+    engine.abort("a")
+    with pytest.raises(NoBlocks):
+        engine.reserve(make_request("c", range(52), max_tokens=4))
+    events = [event for output in all_steps(engine) for event in output.events]
+    assert tokens_of(events) == fake_model().generate(range(30, 44), 40)[3:]
+
+
+def test_a_block_that_is_read_and_written_is_kept_for_both(make_request: Make) -> None:
+    """Quarantined by a transfer that reads it, and held for the launch that writes it."""
+    engine, _ = late_engine(num_blocks=16)
+    engine.submit(make_request("a", PROMPT, max_tokens=20))
+    for _ in range(3):
+        engine.step()
+    newest = engine.block_ids("a")[(len(PROMPT) + 2) // SIZE]
+    engine.quarantine("a", [newest])
+    engine.abort("a")
+    assert engine._in_flight.num_idle_blocks == 0
+    assert engine.stats().num_quarantined_blocks == 1
+    engine._in_flight.settle()
+    assert engine.stats().num_quarantined_blocks == 1
+    engine.unquarantine([newest])
+    assert engine.stats().num_quarantined_blocks == 0
+    engine.check_integrity()
+
+
+def test_what_a_launch_enters_is_cleared(make_request: Make) -> None:
+    """Of a block that is not full, a plain step may read what it does not use, with weight 0: 0
+    times NaN is NaN."""
+    engine, model = late_engine()
+    engine.kv.cache.fill_(float("nan"))
+    engine.submit(make_request("a", PROMPT, max_tokens=20))
+    for _ in range(12):
+        engine.step()
+        num_blocks = -(-engine._groups["a"].prompt.num_computed_tokens // SIZE)
+        assert not engine.kv.cache[list(engine.block_ids("a")[:num_blocks])].isnan().any()
+    assert model.launches.num_launches == 12
+
+
+# -- left over, errors, the end
+
+
+def test_a_launch_that_nobody_waits_for_is_no_work(make_request: Make) -> None:
+    engine, model = late_engine()
+    engine.submit(make_request("a", PROMPT, max_tokens=20))
+    for _ in range(3):
+        engine.step()
+    engine.abort("a")
+    assert not engine.has_work() and engine._in_flight.num_left_over == 1
+    stats = engine.stats()
+    assert stats.num_free_blocks + stats.num_cached_blocks == stats.num_blocks
+    engine.submit(make_request("a", PROMPT[3:], max_tokens=9))  # another of the same name
+    events = [event for output in all_steps(engine) for event in output.events]
+    assert tokens_of(events) == fake_model().generate(PROMPT[3:], 9)
+    engine.submit(make_request("b", PROMPT, max_tokens=20))
+    for _ in range(3):
+        engine.step()
+    engine.close()
+    assert not model.launches._unread
+
+
+@pytest.mark.parametrize("call", ["launch 0", "launch 1", "launch 3", "read 0", "read 2"])
+def test_an_exception_leaves_every_request_as_it_was(call: str, make_request: Make) -> None:
+    engine, ahead = recording_engine()
+    ahead.fails_at = call
+    prompts = {"a": PROMPT, "b": tuple(range(50, 61))}
+    for name, prompt in prompts.items():
+        engine.submit(make_request(name, prompt, max_tokens=10))
+    events: list[RequestEvent] = []
+    num_failures = 0
+    while engine.has_work():
+        before = {name: list(group.prompt.token_ids) for name, group in engine._groups.items()}
+        try:
+            events += engine.step().events
+        except RuntimeError:
+            num_failures += 1
+            ahead.fails_at = ""
+            after = {name: list(group.prompt.token_ids) for name, group in engine._groups.items()}
+            assert before == after and ahead.calls[-1] == "drain"
+            assert not engine._in_flight.is_live
+        engine.check_integrity()
+    assert num_failures == 1
+    for name, prompt in prompts.items():
+        own = [event for event in events if event.request_id == name]
+        assert tokens_of(own) == fake_model().generate(prompt, 10)
+
+
+def test_a_plain_step_that_fails_beside_a_launch(make_request: Make) -> None:
+    """What is in flight stays so, and is told later."""
+    engine, model = late_engine()
+    engine.submit(make_request("a", PROMPT, max_tokens=12))
+    events = [event for _ in range(3) for event in engine.step().events]
+    engine.abort("a")
+    engine.submit(make_request("b", PROMPT[2:], max_tokens=12))
+    plain_forward = model.forward
+
+    def failing(batch: Any) -> Any:
+        model.forward = plain_forward  # type: ignore[method-assign]
+        raise RuntimeError("the device is gone")
+
+    model.forward = failing  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError):
+        engine.step()
+    engine.check_integrity()
+    events = [event for output in all_steps(engine) for event in output.events]
+    assert tokens_of(events) == fake_model().generate(PROMPT[2:], 12)
+
+
+@pytest.mark.parametrize("is_decoding", [False, True])
+def test_a_launch_left_over_that_fails(is_decoding: bool, make_request: Make) -> None:
+    """It is read beside a step of others, none of whose tokens may be lost."""
+    engine, ahead = recording_engine()
+    engine.submit(make_request("a", PROMPT, max_tokens=12))
+    for _ in range(3):
+        engine.step()
+    engine.abort("a")
+    prompt = tuple(range(30, 40))
+    request = make_request("b", prompt, max_tokens=12)
+    block_ids = engine.reserve(request).block_ids
+    for position, token in enumerate(prompt):
+        cell = engine.kv.cache[block_ids[position // SIZE], 0, 0, :, position % SIZE, 0]
+        cell[0], cell[1] = float(token), float(position)
+    engine.start("b", num_loaded_tokens=10 if is_decoding else 0)
+    ahead.fails_at = f"read {sum(call.startswith('read') for call in ahead.calls)}"
+    with pytest.raises(RuntimeError):
+        engine.step()
+    ahead.fails_at = ""
+    engine.check_integrity()
+    assert engine.stats().num_quarantined_blocks == engine._pool.num_quarantined == 0
+    events = [event for output in all_steps(engine) for event in output.events]
+    assert tokens_of(events) == fake_model().generate(prompt, 12)
+
+
+def test_what_is_in_flight_is_counted(make_request: Make) -> None:
+    """Books that do not fit the launch are found."""
+    engine, _ = late_engine()
+    engine.submit(make_request("a", PROMPT, max_tokens=12))
+    for _ in range(3):
+        engine.step()
+    engine.check_integrity()
+    sequence = engine._groups["a"].prompt
+    sequence.num_computed_tokens -= 1
+    with pytest.raises(IntegrityError, match="in flight"):
+        engine.check_integrity()
+    sequence.num_computed_tokens += 1
+    index = sequence.num_computed_tokens // SIZE
+    sequence.block_ids[index], sequence.block_ids[-1] = (
+        sequence.block_ids[-1],
+        sequence.block_ids[index],
+    )
+    with pytest.raises(IntegrityError, match="lost"):
+        engine.check_integrity()
+    sequence.block_ids[index], sequence.block_ids[-1] = (
+        sequence.block_ids[-1],
+        sequence.block_ids[index],
+    )
+    engine.abort("a")
+    engine.check_integrity()
+    engine._pool.unhold([next(iter(engine._in_flight._held()))])
+    with pytest.raises(IntegrityError, match="not held"):
+        engine.check_integrity()
