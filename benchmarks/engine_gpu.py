@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import gc
 import hashlib
-import json
 import statistics
 import sys
 import tempfile
@@ -29,47 +28,13 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 
+from benchmarks import random_checkpoint
 from benchmarks.context import context, publish
+from benchmarks.random_checkpoint import SHAPES
 from engine.config import EngineConfig
 from engine.loop import Engine, load_engine
 from engine.request import Request, Sampling
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama-8b": {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 14336,
-        "vocab_size": 128_256,
-        "tie_word_embeddings": False,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500_000.0,
-        "max_position_embeddings": 8704,
-    },
-    "qwen3-0.6b": {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "hidden_size": 1024,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 3072,
-        "vocab_size": 151_936,
-        "tie_word_embeddings": True,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1_000_000.0,
-        "max_position_embeddings": 8704,
-    },
-}
-COMMON = {"dtype": "bfloat16", "hidden_act": "silu", "eos_token_id": None, "pad_token_id": 0}
 
 BATCHES = (1, 8, 64, 256)
 PEER: dict[str, dict[str, Any]] = {
@@ -88,13 +53,6 @@ PEER: dict[str, dict[str, Any]] = {
 
 CONTEXT = 1024
 NUM_DECODED = 128
-
-
-def save_config(folder: Path, shape: str) -> None:
-    """A checkpoint folder without weights: config.json and a tokenizer."""
-    (folder / "config.json").write_text(json.dumps(SHAPES[shape] | COMMON), encoding="utf-8")
-    vocabulary = {str(token_id): token_id for token_id in range(SHAPES[shape]["vocab_size"])}
-    Tokenizer(WordLevel(vocabulary, unk_token="0")).save(str(folder / "tokenizer.json"))
 
 
 # -- ceilings
@@ -217,24 +175,31 @@ class Bench:
         return table
 
 
-def measure(shape: str, console: Console, *, batches: Sequence[int], is_profiled: bool) -> Any:
+def measure(shape: str, console: Console, arguments: argparse.Namespace) -> Any:
     """Every figure of one shape."""
+    batches: Sequence[int] = arguments.batches
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        save_config(folder, shape)
+        random_checkpoint.save(folder, shape, device="cuda")
+        torch.cuda.empty_cache()
         config = EngineConfig(
             model=str(folder),
             device="cuda",
             max_num_tokens_per_step=8192,
-            max_num_running=max(batches),
+            max_num_running=max(BATCHES),
+            overlap=not arguments.plain,
+            exact=arguments.exact,
+            weight_dtype=arguments.weights,
         )
         began = time.perf_counter()
-        engine = load_engine(config, random_weights_seed=0)
+        engine = load_engine(config)
         ready_s = time.perf_counter() - began
     bench = Bench(engine)
     bench.decode_ms(1)  # whatever is made on the first use
     result: dict[str, Any] = {
         "time_to_ready_s": ready_s,
+        "seconds_by_phase": dict(engine.model_info.seconds),
+        "num_blocks": engine.model_info.num_blocks,
         "decode": {batch: bench.decode_ms(batch) for batch in batches},
         "prefill": {
             f"{count}x{length}": bench.prefill(count, length)
@@ -243,7 +208,7 @@ def measure(shape: str, console: Console, *, batches: Sequence[int], is_profiled
         "throughput_256x1024x256": bench.throughput(256, 1024, 256),
         "peer": PEER[shape],
     }
-    if is_profiled:
+    if arguments.profile:
         for batch in batches:
             console.print(f"{shape}, batch {batch}, ten steps:\n{bench.profile(batch)}")
     engine.check_integrity()
@@ -278,6 +243,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--batches", nargs="+", type=int, choices=BATCHES, default=list(BATCHES))
+    parser.add_argument("--plain", action="store_true", help="wait for each step's tokens")
+    parser.add_argument("--exact", action="store_true", help="batch-invariant, see EngineConfig")
+    parser.add_argument("--weights", choices=("auto", "fp8_e4m3"), default="auto")
     parser.add_argument("--profile", action="store_true", help="time by kernel, on stderr")
     parser.add_argument("--out", type=Path, default=None)
     arguments = parser.parse_args()
@@ -291,7 +259,7 @@ def main() -> None:
         "ceilings": ceilings(),
     }
     for shape in arguments.shapes:
-        one = measure(shape, console, batches=arguments.batches, is_profiled=arguments.profile)
+        one = measure(shape, console, arguments)
         result[shape] = one
         _show(console, shape, one)
     publish(result, arguments.out)

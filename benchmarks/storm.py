@@ -1,8 +1,8 @@
 """Inter-token latency while long prompts pour in: prefill on one GPU, decode on another.
 
-A cluster of one prefill and one decode worker with random weights of one of `engine_gpu`'s shapes.
-So many streams decode; after a quiet time a storm of long prompts begins: always `--storm` of them
-under way, each handed over to the decode worker and ended after its second token. What the streams'
+A cluster of one prefill and one decode worker with random weights (`random_checkpoint`). So many
+streams decode; after a quiet time a storm of long prompts begins: always `--storm` of them under
+way, each handed over to the decode worker and ended after its second token. What the streams'
 clients see between two tokens, quiet against storm, is the figure: a decode worker that shares
 nothing with prefill but the handover should not show it. The last line printed is one JSON object.
 
@@ -28,8 +28,9 @@ from rich.console import Console
 
 from baton.client import Client
 from baton.local_cluster import ClusterConfig, LocalCluster
+from benchmarks import random_checkpoint
 from benchmarks.context import context, publish
-from benchmarks.engine_gpu import SHAPES, save_config
+from benchmarks.random_checkpoint import SHAPES
 
 STREAM_PROMPT = 256
 _TIMEOUT_S = 300.0
@@ -152,7 +153,8 @@ def main() -> int:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        save_config(folder, arguments.shape)
+        kind = "cuda" if "cuda" in arguments.device else "cpu"
+        random_checkpoint.save(folder, arguments.shape, device=kind)
         config = ClusterConfig(
             model=str(folder),
             port=0,
@@ -160,7 +162,6 @@ def main() -> int:
             handover=arguments.handover,
             device=arguments.device,
             overrides=(
-                "worker.engine.random_weights_seed=0",
                 "prefill.engine.max_num_tokens_per_step=2048",
                 *arguments.set,
             ),
