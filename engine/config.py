@@ -130,7 +130,7 @@ class EngineConfig:
     pipeline_parallel: int = 1
     """Stages of consecutive layers, each computed by processes of its own."""
 
-    rank_timeout_s: float = 60.0
+    rank_timeout_s: float = 120.0
     """Longest silence of one of several processes that compute a model together: loading, or in a
     step. After it the engine fails."""
 

@@ -4,6 +4,8 @@ Writes no KV. Before the first request; engine thread only.
 
 from __future__ import annotations
 
+import torch
+
 from engine import batch
 from engine.models.interface import DecodesAhead, LoadedModel, Progress
 from engine.sampling import pipeline
@@ -15,14 +17,13 @@ def warm_up(
     max_num_tokens: int,
     progress: Progress | None = None,
 ) -> None:
-    """Run a plain step per kind of batch, the smallest and the largest, with a draw; and whatever
-    its launches need.
+    """Run a plain step per kind of batch, with a draw; and whatever its launches need.
 
     Args:
         model: with its cache attached.
         max_num_tokens: of the largest step.
     """
-    sizes = (1, max_num_tokens)
+    sizes = _sizes(model.info.device, max_num_tokens)
     for done, num_tokens in enumerate(sizes):
         if progress is not None:
             progress("warm-up", done, len(sizes))
@@ -31,3 +32,12 @@ def warm_up(
         ahead.warm_up(progress)
     if progress is not None:
         progress("warm-up", len(sizes), len(sizes))
+
+
+def _sizes(device: str, max_num_tokens: int) -> list[int]:
+    """The smallest step and the largest; where kernels are compiled for classes of sizes, all
+    powers of two between."""
+    sizes = [1]
+    while torch.device(device).type != "cpu" and 2 * sizes[-1] < max_num_tokens:
+        sizes.append(2 * sizes[-1])
+    return [*sizes, max_num_tokens]

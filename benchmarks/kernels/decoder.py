@@ -5,7 +5,7 @@ Random weights of two shapes in bfloat16, 1,024 tokens of context, blocks of 16 
 it the ceilings of the same run: a large copy (bytes read and written) and a large matrix product.
 A row that fails says so and hides no other.
 
-    python benchmarks/kernels/decoder.py [--shapes llama-8b qwen3-0.6b] [--profile 1 64] [--fp8]
+    python benchmarks/kernels/decoder.py [--shapes llama-8b] [--profile 1 64] [--fp8] [--exact]
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ def main() -> None:
     parser.add_argument("--no-prefill", action="store_true")
     parser.add_argument("--profile-prefill", action="store_true")
     parser.add_argument("--fp8", action="store_true", help="layers' matrices in fp8")
+    parser.add_argument("--exact", action="store_true", help="bits that do not depend on the batch")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("this benchmark needs a CUDA device")
@@ -79,7 +80,9 @@ def _run_shape(
 ) -> None:
     begun = time.monotonic()
     shape = read_shape(SHAPES[name]())
-    bench = _Bench(shape, max([*arguments.batches, 8]), "fp8_e4m3" if arguments.fp8 else "")
+    weight_dtype = "fp8_e4m3" if arguments.fp8 else ""
+    max_batch = max([*arguments.batches, 8])
+    bench = _Bench(shape, max_batch, weight_dtype, is_exact=arguments.exact)
     _console.print(f"\n{name}: made in {time.monotonic() - begun:.1f} s")
     with _guarded("error"):
         error = bench.error_of_decode(8)
@@ -122,12 +125,14 @@ def _run_shape(
 class _Bench:
     """A decoder with random weights and a cache of random numbers."""
 
-    def __init__(self, shape: DecoderShape, max_batch: int, weight_dtype: str) -> None:
+    def __init__(
+        self, shape: DecoderShape, max_batch: int, weight_dtype: str, *, is_exact: bool
+    ) -> None:
         self.shape = shape
         weights = random_weights(
             shape, dtype=torch.bfloat16, device=_DEVICE, seed=1, weight_dtype=weight_dtype
         )
-        self.decoder = Decoder(weights, rope_table(shape, 16384, _DEVICE))
+        self.decoder = Decoder(weights, rope_table(shape, 16384, _DEVICE), is_exact=is_exact)
         layout = kv_layout(shape, block_size=BLOCK_SIZE, dtype="bfloat16")
         num_tokens = max(max_batch * CONTEXT, max(count * length for count, length in PROMPTS))
         self._num_blocks = num_tokens // BLOCK_SIZE + max_batch

@@ -1,20 +1,23 @@
 """Linear layers of few rows on a GPU: time, bytes a second and share of the read ceiling, beside
 the library.
 
-Every product is timed in a CUDA graph of a chain of launches over weights that rotate through far
-more memory than L2 holds, so a launch overlaps its neighbours as it does in a decode step and
-finds nothing cached that would not be there. `layers` is the chain that one step runs: per layer
-qkv with norm, o with residual, gate and up with norm and SwiGLU, down with residual; then the head.
-The ceiling is measured in the same run by a kernel that only reads.
+All is timed in a CUDA graph of the chain that a decode step runs: per layer qkv with norm, o with
+residual, gate and up with norm and SwiGLU, down with residual; then the head. Weights are those of
+all layers, far more than L2 holds. A launch alone, or many equal ones, would mislead: in a chain
+of its own kind a kernel fills its neighbour's gaps as it never does between others (seen: a tile
+15 % faster that way was slower in the step). The ceiling is measured in the same run by a kernel
+that only reads.
 
-    python -m benchmarks.kernels.linear [--sweep] [--others] [--seconds 60] [--out FILE]
+    python -m benchmarks.kernels.linear [--sweep 1 8 64] [--others] [--seconds 60] [--out FILE]
 
---sweep times many tiles per shape and prints the best of each (all of them into --out).
+--sweep tries many tiles for each linear layer in turn, at those numbers of rows, and prints the
+time of a whole layer with the best of them (--out: with all).
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import multiprocessing
@@ -22,7 +25,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +34,12 @@ import triton
 import triton.language as tl
 from baton_kernels.fp8_linear import Fp8Weight, fp8_linear
 from baton_kernels.gpu import linear as gpu
-from baton_kernels.gpu.linear import Tile
+from baton_kernels.gpu.tiles import Tile
+from baton_kernels.layer_ops import rms_norm, silu_mul
 from baton_kernels.linear import linear
 from baton_kernels.lora import add_lora, group_rows
 
 POOL_BYTES = 17_000_000_000
-ROTATED_BYTES = 400_000_000
 NUM_COMPILERS = max(1, min(15, (os.cpu_count() or 1) - 1))
 
 
@@ -109,6 +112,12 @@ class Pool:
         return self.numbers[first : first + size].view(height, depth)
 
 
+def narrowed(weight: torch.Tensor) -> torch.Tensor:
+    """Half of the same memory as one byte a number; any bytes will do."""
+    half = weight.reshape(-1)[: weight.numel() // 2]
+    return half.view(torch.float8_e4m3fn).view(weight.shape)
+
+
 def seconds_of(chain: Callable[[], None], num_replays: int = 3) -> float:
     """Median seconds of one replay of the chain as a CUDA graph."""
     chain()
@@ -153,11 +162,21 @@ def read_ceiling(pool: Pool) -> float:
 
 
 def time_layers(
-    pool: Pool, model: str, num_rows: int, run: Callable[..., torch.Tensor]
+    pool: Pool,
+    model: str,
+    num_rows: int,
+    run: Callable[..., torch.Tensor],
+    only: Shape | None = None,
 ) -> tuple[float, int]:
-    """(seconds, bytes of weights) of all linear layers of a step."""
+    """(seconds, bytes of weights) of all linear layers of a step.
+
+    Args:
+        only: of this one of every layer; None: all.
+    """
     num_layers, shapes = MODELS[model]
     stack = [shape for _ in range(num_layers) for shape in shapes[:-1]] + [shapes[-1]]
+    if only is not None:
+        stack = [shape for shape in stack if shape == only]
     weights = [pool.take(*shape.weight_shape) for shape in stack]
     inputs = {
         shape.depth: torch.randn(num_rows, shape.depth, device="cuda").bfloat16()
@@ -185,9 +204,13 @@ def library(x: torch.Tensor, weight: torch.Tensor, **kwargs: Any) -> torch.Tenso
 
 def layers(pool: Pool, ceiling: float) -> None:
     say("linear layers of one decode step: ms, TB/s of weights, share of the read ceiling")
-    for model, num_rows in itertools.product(MODELS, (1, 2, 4, 8, 16, 32, 64, 128, 256)):
+    for model, num_rows in itertools.product(MODELS, (1, 2, 4, 8, 16, 32, 64, 128, 256, 2048)):
         line = f"{model:5} M={num_rows:<4}"
-        for name, run in (("ours", linear), ("library, product alone", library)):
+        for name, run in (
+            ("ours", linear),
+            ("exact", functools.partial(linear, exact=True)),
+            ("library, product alone", library),
+        ):
             try:
                 seconds, num_bytes = time_layers(pool, model, num_rows, run)
                 rate = num_bytes / seconds
@@ -195,20 +218,25 @@ def layers(pool: Pool, ceiling: float) -> None:
             except Exception as error:
                 line += f"  {name} {type(error).__name__}: {str(error)[:200]}"
         say(line)
+    say("the same by layer, us each with what surrounds it")
+    for model, num_rows in itertools.product(MODELS, (1, 8, 16, 32, 64)):
+        parts = []
+        for shape in MODELS[model][1][:-1]:
+            seconds, _ = time_layers(pool, model, num_rows, linear, shape)
+            parts.append(f"{shape.name} {seconds / MODELS[model][0] * 1e6:.1f}")
+        say(f"M={num_rows:<4} {', '.join(parts)}")
 
 
 def others(pool: Pool) -> None:
     """fp8, chained as in `layers`; adapters: both launches, 4 adapters of rank 16."""
     say("fp8 linear layers of one decode step: ms, TB/s of weights")
-    halves = {}
+    halves: dict[int, torch.Tensor] = {}
 
     def run_fp8(x: torch.Tensor, weight: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        # Half of the same memory, as one byte a number; any bytes will do.
-        narrow = weight.view(-1)[: weight.numel() // 2].view(torch.float8_e4m3fn)
         scales = halves.setdefault(weight.shape[0], torch.ones(weight.shape[0], device="cuda"))
-        return fp8_linear(x, Fp8Weight(narrow.view(weight.shape), scales), **kwargs)
+        return fp8_linear(x, Fp8Weight(narrowed(weight), scales), **kwargs)
 
-    for model, num_rows in itertools.product(MODELS, (1, 8, 16, 64, 256)):
+    for model, num_rows in itertools.product(("8B",), (1, 8)):
         try:
             seconds, num_bytes = time_layers(pool, model, num_rows, run_fp8)
             say(f"{model:5} M={num_rows:<4} {seconds * 1e3:7.3f} {num_bytes / 2e12 / seconds:5.2f}")
@@ -216,7 +244,7 @@ def others(pool: Pool) -> None:
             say(f"{model:5} M={num_rows:<4} {type(error).__name__}: {str(error)[:200]}")
     say("adapters, us: rows with 4 of them (rank 16), by width and depth")
     for num_rows, (width, depth) in itertools.product(
-        (1, 8, 64, 512), ((6144, 4096), (4096, 14336), (4096, 1024))
+        (1, 8, 64, 512), ((6144, 4096), (4096, 14336))
     ):
         x, out = (pool.take(num_rows, length) for length in (depth, width))
         factors = [
@@ -242,11 +270,10 @@ def errors() -> None:
     for shape, num_rows in itertools.product(MODELS["0.6B"][1][:4], (1, 3, 8, 16, 40, 64, 200)):
         x = torch.randn(num_rows, shape.depth, device="cuda").bfloat16()
         weight = torch.randn(shape.weight_shape, device="cuda").bfloat16() * 0.02
-        norm = torch.rand(shape.depth, device="cuda").bfloat16() if shape.has_norm else None
-        kwargs: dict[str, Any] = {
-            "norm_weight": norm,
-            "activation": "silu_mul" if shape.is_gated else None,
-        }
+        norm = torch.rand(shape.depth, device="cuda").bfloat16()
+        residual = torch.randn(num_rows, shape.width, device="cuda").bfloat16()
+        kwargs = shape.extras(norm, residual)
+        first = shape.extras(norm, residual[:1])
         try:
             results = [linear(x, weight, **kwargs) for _ in range(5)]
             wide = linear(
@@ -255,7 +282,7 @@ def errors() -> None:
             )  # fmt: skip
             error = (results[0].double() - wide).norm() / wide.norm()
             same = all(torch.equal(results[0], one) for one in results)
-            alone = linear(x[:1], weight, exact=True, **kwargs)
+            alone = linear(x[:1], weight, exact=True, **first)
             exact = torch.equal(alone, linear(x, weight, exact=True, **kwargs)[:1])
             say(f"{shape.name:14} M={num_rows:<4} {error:.2e} same {same} exact {exact}")
         except Exception as failure:
@@ -265,73 +292,132 @@ def errors() -> None:
 # ---- the sweep
 
 
-def candidates(shape: Shape, num_rows: int) -> Iterator[Tile]:
-    """Tiles worth a try: enough programs for the device, no more shared memory than it has."""
+class Chain:
+    """Some layers of one decode step, each launch with a tile that can be replaced."""
+
+    def __init__(self, pool: Pool, model: str, num_rows: int) -> None:
+        self.shapes = MODELS[model][1][:-1]
+        self.num_layers = 8
+        self._weights = {
+            shape: [pool.take(*shape.weight_shape) for _ in range(self.num_layers)]
+            for shape in self.shapes
+        }
+        self._inputs = {
+            shape: torch.randn(num_rows, shape.depth, device="cuda").bfloat16()
+            for shape in self.shapes
+        }
+        self._norms = {
+            shape: torch.rand(shape.depth, device="cuda").bfloat16() for shape in self.shapes
+        }
+        self._outs = {
+            shape: torch.randn(num_rows, shape.width, device="cuda").bfloat16()
+            for shape in self.shapes
+        }
+
+    def seconds(self, replaced: Shape | None, way: Way | None) -> float:
+        """Of one layer, with `replaced` done that way and the others as `linear` does them."""
+
+        def chain() -> None:
+            for index in range(self.num_layers):
+                for shape in self.shapes:
+                    x, out, norm = self._inputs[shape], self._outs[shape], self._norms[shape]
+                    weight = self._weights[shape][index]
+                    if shape is replaced and way is not None:
+                        launch_way(x, weight, out, norm, shape, way)
+                    else:
+                        linear(x, weight, out=out, **shape.extras(norm, out))
+
+        return seconds_of(chain, num_replays=5) / self.num_layers
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to do a linear layer."""
+
+    tile: Tile | None
+    """None: the library."""
+
+    fuses_norm: bool = False
+
+    def __str__(self) -> str:
+        tile = self.tile
+        if tile is None:
+            return "library"
+        cut = [tile.block_m] if tile.block_m else []
+        cut += [tile.block_n, tile.block_k, tile.split_k, tile.num_warps, tile.num_stages]
+        text = ",".join(map(str, cut)) + ("w" if tile.splits_warps else "")
+        text += "" if tile.prefetch_bytes else " none ahead"
+        return text + (" norm" if self.fuses_norm else "")
+
+
+def launch_way(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    norm: torch.Tensor,
+    shape: Shape,
+    way: Way,
+) -> None:
+    if shape.has_norm and not way.fuses_norm:
+        x = rms_norm(x, norm, 1e-6)
+    if way.tile is not None:
+        gpu.launch(
+            x,
+            weight,
+            out,
+            way.tile,
+            residual=out if shape.has_residual else None,
+            norm_weight=norm if shape.has_norm and way.fuses_norm else None,
+            norm_eps=1e-6,
+            is_gated=shape.is_gated,
+        )
+    elif shape.is_gated:
+        silu_mul(torch.mm(x, weight.t()), out=out)
+    elif shape.has_residual:
+        torch.addmm(out, x, weight.t(), out=out)
+    else:
+        torch.mm(x, weight.t(), out=out)
+
+
+def ways(shape: Shape, num_rows: int) -> Iterator[Way]:
+    """What is worth a try: enough programs for the device, no more shared memory than it has."""
     if num_rows == 1:
-        yield from row_candidates(shape)
+        for block_n, block_k, warps in (
+            (2, 1024, 4), (4, 1024, 4), (2, 1024, 2), (2, 2048, 4), (1, 1024, 1), (1, 2048, 2),
+            (4, 512, 4), (8, 512, 4), (2, 512, 2),
+        ):  # fmt: skip
+            if block_k < 2 * shape.depth:
+                tile = Tile(0, block_n, block_k, 1, warps, 1)
+                yield Way(tile)
+                if shape.has_norm:
+                    yield Way(tile, fuses_norm=True)
+                elif block_n == 2:
+                    yield Way(replace(tile, prefetch_bytes=0))
         return
+    if num_rows > 16:
+        yield Way(None)
     block_m = max(8, num_rows)
-    heights = 2 if shape.is_gated else 1
     for block_n, block_k, warps, stages, splits_warps in cuts(block_m):
         for split in (1, 2, 4, 8):
-            num_programs = triton.cdiv(shape.width, block_n) * split
-            steps = shape.depth // block_k // split
-            shared = stages * (heights * block_n + block_m) * block_k * 2
-            if shared > 220_000 or steps < 2 or (steps < stages - 1 and stages > 2):
+            num_programs = -(-shape.width // block_n) * split
+            heights = block_n * (2 if shape.is_gated else 1)
+            shared = 2 * max(1, stages) * (heights + block_m) * block_k
+            steps = -(-shape.depth // block_k) // split
+            if shared > 220_000 or steps < max(1, stages - 1) or block_k >= 2 * shape.depth:
                 continue
-            if (split > 1 and num_programs > 1100) or (num_programs < 120 and split < 8):
-                continue
-            yield Tile(block_m, block_n, block_k, split, warps, stages, splits_warps=splits_warps)
-
-
-def row_candidates(shape: Shape) -> Iterator[Tile]:
-    if shape.is_gated:
-        sizes = [(4, 512, 4), (8, 512, 4), (4, 1024, 4), (2, 1024, 4), (2, 1024, 2), (1, 1024, 2)]
-        sizes += [(1, 1024, 1), (2, 512, 1), (1, 512, 1)]
-    else:
-        sizes = [(2, 1024, 4), (4, 1024, 4), (2, 2048, 4), (1, 2048, 2), (2, 1024, 2), (1, 1024, 1)]
-        sizes += [(2, 1024, 1), (2, 512, 1), (4, 512, 2), (2, 4096, 4), (1, 4096, 4), (4, 512, 4)]
-    for block_n, block_k, warps in sizes:
-        if block_k >= 2 * shape.depth:
-            continue
-        tile = Tile(0, block_n, block_k, 1, warps, 1)
-        yield tile
-        if (block_n, warps) == (2, 4):
-            yield replace(tile, prefetch_bytes=0)
-            yield replace(tile, prefetch_bytes=30 << 20)
-            yield replace(tile, triggers_first=False)
+            if (split == 1 or num_programs <= 800) and num_programs >= (60 if splits_warps else 96):
+                yield Way(
+                    Tile(block_m, block_n, block_k, split, warps, stages, splits_warps=splits_warps)
+                )
 
 
 def cuts(block_m: int) -> list[tuple[int, int, int, int, bool]]:
     """(block_n, block_k, warps, stages, splits_warps)."""
-    if block_m == 16:
-        return [
-            (32, 128, 2, 1, False), (64, 64, 4, 1, False), (32, 256, 2, 2, False),
-            (64, 128, 4, 3, False), (64, 128, 4, 5, False), (64, 256, 4, 2, False),
-            (64, 256, 4, 3, False), (16, 512, 4, 2, True),
-        ]  # fmt: skip
-    if block_m == 8:
-        return [
-            (16, 64, 1, 1, False), (16, 128, 1, 1, False), (32, 64, 2, 1, False),
-            (32, 128, 2, 1, False), (64, 64, 4, 1, False), (64, 128, 4, 1, False),
-            (16, 128, 1, 3, False), (16, 256, 1, 2, False), (16, 512, 1, 2, False),
-            (32, 128, 2, 3, False), (32, 256, 2, 2, False), (64, 128, 4, 2, False),
-            (64, 128, 4, 3, False), (64, 128, 4, 5, False), (64, 256, 4, 2, False),
-            (64, 256, 4, 3, False), (16, 512, 4, 2, True), (16, 512, 4, 3, True),
-            (16, 1024, 8, 2, True), (32, 512, 4, 2, True),
-        ]  # fmt: skip
-    if block_m == 32:
-        return [
-            (64, 64, 4, 4, False), (64, 128, 4, 2, False), (64, 128, 4, 3, False),
-            (64, 128, 4, 4, False), (128, 128, 8, 3, False),
-        ]  # fmt: skip
-    return [
-        (32, 128, 2, 3, False), (32, 128, 4, 4, False), (64, 64, 4, 2, False),
-        (64, 64, 4, 4, False), (64, 128, 4, 2, False), (64, 128, 4, 3, False),
-        (64, 128, 4, 4, False), (64, 256, 4, 2, False), (128, 64, 8, 4, False),
-        (128, 64, 8, 6, False), (128, 128, 8, 2, False), (128, 128, 8, 3, False),
-        (128, 128, 8, 4, False),
-    ]  # fmt: skip
+    wide = [(64, 128, 4, stages, False) for stages in (2, 3, 4)]
+    if block_m > 16:
+        return [*wide, (64, 64, 4, 4, False), (32, 128, 4, 4, False), (128, 128, 8, 2, False)]
+    by_warps = [(16, 256, 4, 1), (16, 512, 4, 1), (16, 1024, 8, 1), (16, 512, 4, 3)]
+    return [*wide, (64, 128, 4, 5, False), *((*cut, True) for cut in by_warps)]
 
 
 class OnlyCompile:
@@ -344,12 +430,13 @@ class OnlyCompile:
         return lambda *args, **kwargs: self._kernel.warmup(*args, grid=grid, **kwargs)
 
 
-def compile_one(job: tuple[Shape, int, Tile | None, float]) -> str:
-    """In a process of its own; the compiled kernel lies in Triton's cache afterwards.
+def compile_one(job: tuple[Shape, int, Way | bool, float]) -> str:
+    """In a process of its own; the compiled kernel lies in Triton's cache afterwards. In place of a
+    way: whether what `linear` does by itself is to be exact.
 
     Returns: why not, else "".
     """
-    shape, num_rows, tile, deadline = job
+    shape, num_rows, way, deadline = job
     if time.time() > deadline:
         return "no time left"
     for name in ("skinny_kernel", "row_kernel"):
@@ -357,131 +444,93 @@ def compile_one(job: tuple[Shape, int, Tile | None, float]) -> str:
         if not isinstance(kernel, OnlyCompile):
             setattr(gpu, name, OnlyCompile(kernel))
     try:
-        x, weight, out = (
+        x, weight = (
             torch.empty(1, length, dtype=torch.bfloat16, device="cuda").expand(height, length)
-            for height, length in (
-                (num_rows, shape.depth),
-                shape.weight_shape,
-                (num_rows, shape.width),
-            )
+            for height, length in ((num_rows, shape.depth), shape.weight_shape)
         )
-        if tile is None:
-            linear(x, weight, out=out, **shape.extras(x[0], out))
+        out = torch.empty(num_rows, shape.width, dtype=torch.bfloat16, device="cuda")
+        if isinstance(way, bool):
+            linear(x, weight, out=out, exact=way, **shape.extras(x[0], out))
         else:
-            gpu.launch(x, weight, out, tile, is_gated=shape.is_gated)
+            launch_way(x, weight, out, x[0], shape, way)
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[:150]}"
     return ""
 
 
-def time_tile(pool: Pool, shape: Shape, num_rows: int, tile: Tile | None) -> float:
-    """Seconds a launch; without a tile the library's product."""
-    num_weights = max(2, ROTATED_BYTES // shape.num_bytes)
-    weights = [pool.take(*shape.weight_shape) for _ in range(min(num_weights, 40))]
-    num_launches = max(6 if shape.num_bytes > 500_000_000 else 20, len(weights))
-    x = torch.randn(num_rows, shape.depth, device="cuda").bfloat16()
-    out = torch.empty(num_rows, shape.width, device="cuda", dtype=torch.bfloat16)
-
-    def chain() -> None:
-        for index in range(num_launches):
-            weight = weights[index % len(weights)]
-            if tile is None:
-                torch.mm(x, weight.t())
-            else:
-                gpu.launch(x, weight, out, tile, is_gated=shape.is_gated)
-
-    return seconds_of(chain) / num_launches
-
-
-def sweep(end: float, out: Path | None) -> Callable[[Pool, float], None]:
+def sweep(end: float, order: list[int], out: Path | None) -> Callable[[Pool], None]:
     """Compiles in processes of their own (before this one touches the GPU); returns what times."""
-    order = [8, 1, 64, 16, 32]
-    jobs = [
-        (shape, num_rows, tile, end - 25)
+    deadline = end - 15
+    jobs: list[tuple[Shape, int, Way | bool, float]] = [
+        (shape, num_rows, is_exact, deadline)
+        for is_exact, all_rows in ((False, (1, 8, 16, 32, 64)), (True, (1, 64, 300, 600)))
+        for num_rows in all_rows
+        for _, shapes in MODELS.values()
+        for shape in shapes
+    ]
+    jobs += [
+        (shape, num_rows, way, deadline)
         for num_rows in order
         for _, shapes in MODELS.values()
-        for shape in shapes
-        for tile in candidates(shape, num_rows)
+        for shape in shapes[:-1]
+        for way in ways(shape, num_rows)
+        if way.tile is not None
     ]
-    same_code = {(shape, tile): rows for shape, rows, tile, _ in reversed(jobs)}
-    unique: list[tuple[Shape, int, Tile | None, float]] = [
-        (shape, num_rows, None, end - 25)
-        for num_rows in (1, 8, 16, 32, 64)
-        for _, shapes in MODELS.values()
-        for shape in shapes
-    ]
-    unique += [(s, rows, t, until) for s, rows, t, until in jobs if same_code[(s, t)] == rows]
     with multiprocessing.get_context("fork").Pool(NUM_COMPILERS) as workers:
-        reasons = workers.map(compile_one, unique, chunksize=4)
-    pairs = zip(unique, reasons, strict=True)
-    compiled = {(shape, tile) for (shape, _, tile, _), reason in pairs if not reason}
-    say(f"compiled {len(compiled)} of {len(unique)}, {end - time.time():.0f} s left")
+        reasons = workers.map(compile_one, jobs, chunksize=4)
+    num_compiled = sum(not reason for reason in reasons)
+    say(f"compiled {num_compiled} of {len(jobs)}, {end - time.time():.0f} s left")
     say(f"    not compiled: {sorted({reason for reason in reasons if reason})[:4]}")
-    if not compiled:
-        compiled = {(shape, tile) for shape, _, tile, _ in unique}
 
-    def run(pool: Pool, ceiling: float) -> None:
+    def run(pool: Pool) -> None:
         rows: list[dict[str, Any]] = []
-        for num_rows, (_, shapes) in itertools.product(order, MODELS.values()):
-            for shape in shapes:
-                if time.time() > end:
-                    break
-                rows += sweep_shape(pool, ceiling, shape, num_rows, compiled)
+        for num_rows, model in itertools.product(order, MODELS):
+            chain = Chain(pool, model, num_rows)
+            base = chain.seconds(None, None)
+            say(
+                f"{model} M={num_rows}: a layer {base * 1e6:.1f} us; with one linear in other ways:"
+            )
+            for shape in chain.shapes:
+                if time.time() < end:
+                    rows += sweep_shape(chain, shape, num_rows)
         if out is not None:
             out.write_text(json.dumps(rows))
 
     return run
 
 
-def briefly(tile: Tile) -> str:
-    cut = (tile.block_n, tile.block_k, tile.split_k, tile.num_warps, tile.num_stages)
-    text = ",".join(map(str, cut)) + ("w" if tile.splits_warps else "")
-    text += "" if tile.triggers_first else " late"
-    return text if tile.block_m else f"{text} ahead {tile.prefetch_bytes >> 20}"
-
-
-def sweep_shape(
-    pool: Pool,
-    ceiling: float,
-    shape: Shape,
-    num_rows: int,
-    compiled: set[tuple[Shape, Tile | None]],
-) -> list[dict[str, Any]]:
-    """All tiles of one shape; prints the library and the best few."""
-    found: list[tuple[float, Tile]] = []
+def sweep_shape(chain: Chain, shape: Shape, num_rows: int) -> list[dict[str, Any]]:
+    """All ways of one linear layer; prints the best few."""
+    found: list[tuple[float, Way]] = []
     failure = ""
-    for tile in candidates(shape, num_rows):
-        if (shape, tile) in compiled:
-            try:
-                found.append((time_tile(pool, shape, num_rows, tile), tile))
-            except Exception as error:
-                failure = f"{tile}: {type(error).__name__}: {str(error)[:150]}"
-    library_s = time_tile(pool, shape, num_rows, None)
+    for way in ways(shape, num_rows):
+        try:
+            found.append((chain.seconds(shape, way), way))
+        except Exception as error:
+            failure = f"{way}: {type(error).__name__}: {str(error)[:150]}"
     found.sort(key=lambda one: one[0])
-    line = f"{shape.name:13} M={num_rows:<3} library {library_s * 1e6:6.1f} us"
-    for seconds, tile in found[:5]:
-        share = shape.num_bytes / seconds / ceiling
-        line += f" | {seconds * 1e6:.1f} {share:.0%} {briefly(tile)}"
-    say(line + (f"\n    failed: {failure}" if failure else ""))
+    best = " | ".join(f"{seconds * 1e6:.1f} {way}" for seconds, way in found[:6])
+    say(f"    {shape.name:12} {best}" + (f"\n    failed: {failure}" if failure else ""))
     return [
-        {"shape": shape.name, "rows": num_rows, "us": s * 1e6, **asdict(tile)} for s, tile in found
+        {"shape": shape.name, "rows": num_rows, "layer_us": seconds * 1e6, "way": str(way)}
+        for seconds, way in found
     ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Linear layers of few rows on a GPU.")
-    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--sweep", type=int, nargs="+", metavar="ROWS", default=[])
     parser.add_argument("--others", action="store_true", help="fp8 and adapters, too")
     parser.add_argument("--seconds", type=float, default=60.0, help="about how long")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     end = time.time() + args.seconds
-    timed = sweep(end, args.out) if args.sweep else None
+    timed = sweep(end, args.sweep, args.out) if args.sweep else None
     pool = Pool(POOL_BYTES)
     ceiling = read_ceiling(pool)
     say(f"read ceiling {ceiling / 1e12:.2f} TB/s on {torch.cuda.get_device_name()}")
     if timed is not None:
-        timed(pool, ceiling)
+        timed(pool)
     layers(pool, ceiling)
     if args.others:
         others(pool)

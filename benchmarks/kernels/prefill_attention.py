@@ -5,7 +5,7 @@ TFLOP/s count the products that causality asks for, no more; the share is of a l
 product in the same run. Beside it, how long cuDNN needs the first time it sees a shape. `--sweep`
 tries other tiles of our kernel.
 
-    python3 benchmarks/kernels/prefill_attention.py [--sweep] [--versions hopper cudnn]
+    python3 benchmarks/kernels/prefill_attention.py [--sweep] [--versions auto cudnn]
 """
 
 from __future__ import annotations
@@ -20,10 +20,7 @@ from typing import Any
 import torch
 from baton_kernels import prefill_attention as door
 from baton_kernels.block_rows import BlockRows
-from baton_kernels.gpu import hopper_prefill
 from baton_kernels.gpu import prefill_attention as gpu
-from baton_kernels.gpu import prefill_library as library
-from baton_kernels.gpu.dense_attention import attend_dense
 from baton_kernels.gpu.prefill_attention import TileConfig
 from device_timing import CONSOLE, attempt, matmul_tflop_per_s, relative, stream_us
 
@@ -44,6 +41,11 @@ CASES: dict[str, list[tuple[int, int]]] = {
     "ragged 900..4000": [(0, 900), (0, 1500), (0, 3000), (0, 4000), (512, 1024)],
     "64x128": [(0, 128)] * 64,
     "32x64 after 1024": [(1024, 64)] * 32,
+    "1x1 after 1023": [(1023, 1)],
+    "8x1 after 1023": [(1023, 1)] * 8,
+    "64x1 after 1023": [(1023, 1)] * 64,
+    "256x1 after 1023": [(1023, 1)] * 256,
+    "1x1 after 16383": [(16383, 1)],
 }
 
 
@@ -60,10 +62,10 @@ class Step:
         each = [-(-(start + count) // BLOCK) for start, count in self.spans]
         num_blocks = sum(each)
         cache = torch.randn(
-            num_blocks * self.num_kv_heads * 4, BLOCK, DIM, device="cuda", dtype=torch.bfloat16
+            num_blocks * self.num_kv_heads, 4, BLOCK, DIM, device="cuda", dtype=torch.bfloat16
         )
         self.rows = BlockRows(
-            cache[:-3], cache[1:-2], DIM, self.num_kv_heads, self.num_kv_heads * 4, 4
+            cache[:, 2], cache[:, 3], DIM, self.num_kv_heads, self.num_kv_heads, 1
         )
         order = torch.randperm(num_blocks, device="cuda").to(torch.int32)
         self.tables = torch.zeros(len(each), max(each), dtype=torch.int32, device="cuda")
@@ -102,14 +104,14 @@ class Step:
 
     def auto(self) -> torch.Tensor:
         return door.prefill_attention(
-            self.query, self.key, self.value, self.rows, self.tables, self.query_starts,
+            self.query, self.rows, self.tables, self.query_starts,
             self.starts, max_query_len=self.longest, max_end=self.end, scaling=self.scaling,
-            spans=self.spans, out=self.out,
+            out=self.out,
         )  # fmt: skip
 
     def exact(self) -> torch.Tensor:
         return door.prefill_attention(
-            self.query, self.key, self.value, self.rows, self.tables, self.query_starts,
+            self.query, self.rows, self.tables, self.query_starts,
             self.starts, max_query_len=self.longest, max_end=self.end, scaling=self.scaling,
             out=self.out, exact=True,
         )  # fmt: skip
@@ -118,39 +120,14 @@ class Step:
         """A call for all sequences: equal and fresh ones alone."""
         if len(set(self.spans)) > 1 or self.spans[0][0] > 0:
             raise ValueError("not equal and fresh")
-        call = door.LibraryCall(0, len(self.spans), self.spans[0][1])
-        return library.attend_fresh(self.query, self.key, self.value, call, self.scaling)
-
-    def cudnn_each(self) -> torch.Tensor:
-        """A call for each sequence."""
-        if self.starts.max() > 0:
-            raise ValueError("not fresh")
-        for index, (_, count) in enumerate(self.spans):
-            call = door.LibraryCall(self.firsts[index], 1, count)
-            part = slice(call.first_row, call.first_row + count)
-            self.out[part] = library.attend_fresh(
-                self.query, self.key, self.value, call, self.scaling
-            )
-        return self.out
-
-    def hopper(self, num_keys: int = 128, num_stages: int = 2) -> torch.Tensor:
-        """Ours over the paged cache, in Hopper's instructions."""
-        hopper_prefill.prefill_attention(
-            self.query, self.rows, self.tables, self.query_starts, self.starts, self.longest,
-            self.scaling, self.out, num_keys=num_keys, num_stages=num_stages,
-        )  # fmt: skip
-        return self.out
-
-    def hopper_dense(self, num_keys: int = 128, num_stages: int = 2) -> torch.Tensor:
-        """Ours over dense keys; after a prefix these were gathered before."""
-        if self.gathered is None:
-            self.gathered = self.dense()
-        key, value, firsts = self.gathered
-        attend_dense(
-            self.query, key, value, self.query_starts, self.starts, firsts, self.longest,
-            self.scaling, self.out, num_keys=num_keys, num_stages=num_stages,
-        )  # fmt: skip
-        return self.out
+        q, k, v = (
+            x.view(len(self.spans), -1, *x.shape[1:]).transpose(1, 2)
+            for x in (self.query, self.key, self.value)
+        )
+        out = ATEN._scaled_dot_product_cudnn_attention(  # noqa: SLF001
+            q, k, v, None, False, 0.0, True, False, scale=self.scaling
+        )[0]
+        return out.transpose(1, 2).reshape(self.query.shape)
 
     def dense(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """All keys and values side by side, and where each sequence's begin."""
@@ -242,12 +219,9 @@ SWEEP = [
     TileConfig(64, 64, 4, 4),
     TileConfig(128, 128, 8, 2),
 ]
-HOPPER_SWEEP = [(64, 4), (64, 3)]
-"""Keys of a tile, tiles under way."""
-
 
 SWEPT = ("1x8192", "1x2048 after 6144")
-VERSIONS = ("auto", "triton", "hopper", "hopper_dense", "exact", "cudnn", "cudnn_each", "flash")
+VERSIONS = ("auto", "triton", "exact", "cudnn", "flash")
 
 
 def case(step: Step, ceiling: float, versions: Sequence[str], *, is_swept: bool) -> None:

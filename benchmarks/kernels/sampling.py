@@ -64,6 +64,8 @@ def main() -> None:
     for spread, name in ((1.0, "flat"), (4.0, "peaked")):
         _table(name, spread)
     _pipeline()
+    for num_rows, kind in ((1, KINDS[5]), (256, KINDS[5]), (256, KINDS[4]), (256, KINDS[1])):
+        attempt(f"kernels of {kind.name}, {num_rows} rows, us", partial(_kernels, num_rows, kind))
     if options.sweep:
         _sweep()
 
@@ -98,6 +100,24 @@ def _cell(buffers: Sequence[torch.Tensor], kind: Kind, read_us: float) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[:40]}"
     return f"{found:.1f} ({read_us / found:.0%})" + ("" if is_right else " WRONG")
+
+
+def _kernels(num_rows: int, kind: Kind) -> str:
+    """Each launch of a call by itself, peaked rows."""
+    buffers = _logits(num_rows, VOCAB_SIZES[1], 4.0)
+    rows, out, counters = _rows(num_rows, kind), _out(num_rows), _counters(num_rows)
+    for logits in buffers[:2]:
+        gpu.draw_tokens(logits, rows, kind.needs, out, counters)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for index in range(20):
+            gpu.draw_tokens(buffers[index % len(buffers)], rows, kind.needs, out, counters)
+        torch.cuda.synchronize()
+    return ", ".join(
+        f"{one.key} {one.self_device_time_total / one.count:.1f}"
+        for one in profile.key_averages()
+        if one.self_device_time_total
+    )
 
 
 def _pipeline() -> None:
@@ -138,26 +158,32 @@ def _pipeline_ms(name: str, fields: dict[str, Any]) -> str:
 
 
 def _sweep() -> None:
-    table = Table(title="us per call by tile x warps (down) and splits, 151,936 tokens")
-    all_splits = (1, 2, 4, 8, 16, 32, 64)
-    for title in ("rows", "kind", "tile x warps", *map(str, all_splits)):
+    table = Table(title="us per call by tile, warps, registers (down) and splits, 151,936 tokens")
+    all_splits = (2, 4, 8, 16, 32, 64, 128)
+    for title in ("rows", "kind", "tile x warps x registers", *map(str, all_splits)):
         table.add_column(title, justify="right")
-    shapes = ((1024, 4), (1024, 2), (512, 2), (2048, 4))
+    shapes = ((1024, 4, 96), (1024, 4, 80), (512, 4, 64))
     for name, kind, spread in (
         ("greedy", KINDS[0], 4.0),
-        ("flat temperature", KINDS[1], 1.0),
         ("peaked temperature", KINDS[1], 4.0),
         ("peaked, all three", KINDS[5], 4.0),
     ):
         for num_rows in NUM_ROWS:
             buffers = _logits(num_rows, VOCAB_SIZES[1], spread)
-            for tile, warps in shapes:
-                cells = [_swept(buffers, kind, splits, tile, warps) for splits in all_splits]
-                table.add_row(str(num_rows), name, f"{tile} x {warps}", *cells)
+            for shape in shapes:
+                cells = [_swept(buffers, kind, splits, *shape) for splits in all_splits]
+                table.add_row(str(num_rows), name, " x ".join(map(str, shape)), *cells)
     CONSOLE.print(table)
 
 
-def _swept(buffers: Sequence[torch.Tensor], kind: Kind, splits: int, tile: int, warps: int) -> str:
+def _swept(
+    buffers: Sequence[torch.Tensor],
+    kind: Kind,
+    splits: int,
+    tile: int,
+    warps: int,
+    registers: int | None,
+) -> str:
     num_rows = len(buffers[0])
     num_programs = splits * num_rows
     if not min(32, 16 * num_rows) <= num_programs <= 2048:
@@ -167,7 +193,15 @@ def _swept(buffers: Sequence[torch.Tensor], kind: Kind, splits: int, tile: int, 
         found = _time_us(
             buffers,
             lambda logits: gpu.draw_tokens(
-                logits, rows, kind.needs, out, counters, splits=splits, tile=tile, warps=warps
+                logits,
+                rows,
+                kind.needs,
+                out,
+                counters,
+                splits=splits,
+                tile=tile,
+                warps=warps,
+                registers=registers,
             ),
         )
     except Exception as error:

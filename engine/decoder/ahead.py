@@ -1,10 +1,10 @@
 """AheadDecoder: decode steps of our own decoder that are launched before the one before was read
 (DecodesAhead, engine/models/interface.py).
 
-A launch is: the rows' image into pinned memory, one copy to the device, one graph, one copy of the
-drawn tokens back, one event. Nothing waits but `read`. Knows no scheduling: who takes part, and
-whose draw is thrown away, is the caller's. Invariant: at most two launches are not read, so two of
-each pinned buffer suffice: a launch that was read has done with its own. Engine thread only.
+A launch is: the rows' image into pinned memory; one graph, which finds it there and leaves the
+drawn tokens beside it; one event. Nothing waits but `read`. Knows no scheduling: who takes part,
+and whose draw is thrown away, is the caller's. Invariant: at most two launches are not read, so two
+of each pinned buffer suffice: a launch that was read has done with its own. Engine thread only.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from baton_kernels.step_rows import HEADER_WORDS, NUM_BUFFERS, next_number
 from numpy.typing import NDArray
 
 from engine.decoder.decoder import Decoder
 from engine.decoder.graph_set import GraphMemory
 from engine.decoder.graphs import Decode, DecodeGraphs, DecodeStep, DrawRows
 from engine.decoder.rows import Image, Placed, RowTable, aligned
-from engine.decoder.step_graphs import StepGraphs
-from engine.errors import InvalidLogits, LoadError, WrongState
+from engine.decoder.step_graphs import StepGraphs, max_chunk_tokens
+from engine.errors import IntegrityError, InvalidLogits, LoadError, WrongState
 from engine.kv.memory import KvMemory
 from engine.models.interface import DecodeRow, Launch, Progress
 from engine.sampling.recipe import masks_ends, recipe_of
 from engine.sampling.row import Draw, Drawn
 
-MAX_OUTSTANDING = 2
+MAX_OUTSTANDING = NUM_BUFFERS
 """Launches that may not have been read."""
 
 _MAX_CHANGES = 1 << 14
@@ -48,8 +49,8 @@ class RowLaunch:
     positions: tuple[int, ...]
     """[rows]: of the tokens that are drawn; for errors."""
 
-    buffer: int
-    """Which of the pinned buffers is its own."""
+    number: int
+    """Of its step: which of the pinned buffers are its own."""
 
     done: torch.cuda.Event | None
     """None: the device is the CPU, and all is there."""
@@ -97,10 +98,10 @@ class AheadDecoder:
             block_size=block_size,
             uses_graphs=uses_graphs and is_cuda,
         )
-        self._inputs = _buffers((image.num_words,), is_pinned=is_cuda)
-        self._outputs = _buffers((2, image.max_rows), is_pinned=is_cuda)
+        self._images = self._step.images.numpy()
+        self._outputs = self._step.outputs.numpy()
         self._outstanding: deque[RowLaunch] = deque()
-        self._next_buffer = 0
+        self._next_number = 0
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile and capture everything that a launch, and a plain step of `steps`, will need.
@@ -112,6 +113,7 @@ class AheadDecoder:
         if self._outstanding:
             raise WrongState("a launch is under way")
         self._table.forget()
+        self._images[:] = self._table.words
         total = len(self._graphs.buckets) + (0 if self.steps is None else len(self.steps.shapes))
         done = 0
 
@@ -132,6 +134,7 @@ class AheadDecoder:
                     f"no memory on {self._device} for {total} CUDA graphs beside the KV cache: "
                     "lower memory_share (or kv_bytes, num_blocks), or max_num_running"
                 ) from error
+        self._next_number = 0
 
     def takes(self, draw: Draw) -> bool:
         """Whether the device can draw this: greedy or sampled, with temperature, top-k, top-p and
@@ -160,29 +163,28 @@ class AheadDecoder:
             raise WrongState(f"{MAX_OUTSTANDING} launches are not read yet")
         if not 0 < len(rows) <= self.max_rows:
             raise WrongState(f"a launch of {len(rows)} rows, not 1 to {self.max_rows}")
-        buffer = self._next_buffer
+        number = self._next_number
         try:
             placed = self._table.update(rows)
             with self._on_device():
-                done = self._begin(placed, len(rows), buffer)
+                done = self._begin(placed, len(rows))
         except BaseException:
             self._table.forget()
             raise
-        self._next_buffer = (buffer + 1) % MAX_OUTSTANDING
-        launch = RowLaunch(placed.order, tuple(row.draw.position for row in rows), buffer, done)
+        positions = tuple(row.draw.position for row in rows)
+        launch = RowLaunch(placed.order, positions, number, done)
         self._outstanding.append(launch)
         return launch
 
-    def _begin(self, placed: Placed, num_rows: int, buffer: int) -> torch.cuda.Event | None:
-        """Queue it. Returns: what tells that it is done."""
-        host, host_words = self._inputs[buffer]
+    def _begin(self, placed: Placed, num_rows: int) -> torch.cuda.Event | None:
+        """Queue the next step. Returns: what tells that it is done."""
         num_words = placed.num_words
-        host_words[:num_words] = self._table.words[:num_words]
+        image = self._images[self._next_number % NUM_BUFFERS]
+        image[:num_words] = self._table.words[:num_words]
         if len(placed.overflow):
             self._step.apply(placed.overflow)
-        self._step.words[:num_words].copy_(host[:num_words], non_blocking=True)
         self._graphs.run(num_rows, placed.num_blocks, placed.needs)
-        self._outputs[buffer][0].copy_(self._step.drawn, non_blocking=True)
+        self._next_number = next_number(self._next_number)
         if self._device.type != "cuda":
             return None
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -193,14 +195,18 @@ class AheadDecoder:
         """Wait for a launch; what its rows drew, in their order. A row whose best logit is not
         finite has an InvalidLogits of its own.
 
-        Raises: WrongState for a launch that is not the oldest one unread; what the device raised.
+        Raises: WrongState for a launch that is not the oldest one unread; what the device raised;
+            IntegrityError where the draws are not this launch's.
         """
         if not self._outstanding or self._outstanding[0] is not launch:
             raise WrongState("launches are read once, in order")
         oldest = self._outstanding.popleft()
         if oldest.done is not None:
             oldest.done.synchronize()
-        token_ids, bits = self._outputs[oldest.buffer][1]
+        output = self._outputs[oldest.number % NUM_BUFFERS]
+        if output[0] != oldest.number:
+            raise IntegrityError(f"launch {oldest.number} left the draws of {output[0]}")
+        token_ids, bits = output[HEADER_WORDS:].reshape(2, -1)
         drawn = [Drawn(token_id) for token_id in token_ids[oldest.order].tolist()]
         values = bits.view(np.float32)[oldest.order]
         is_valid = np.isfinite(values)
@@ -219,20 +225,12 @@ class AheadDecoder:
         """After an exception: wait for what is under way, and forget it and all rows."""
         self._outstanding.clear()
         self._table.forget()
-        if self._device.type == "cuda":
-            # A device that failed touches nothing any more, and says so again at the next call.
-            with contextlib.suppress(RuntimeError):
+        self._next_number = 0
+        # A device that failed touches nothing any more, and says so again at the next call.
+        with contextlib.suppress(RuntimeError), self._on_device():
+            if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
-
-
-def _buffers(
-    shape: tuple[int, ...], *, is_pinned: bool
-) -> list[tuple[torch.Tensor, NDArray[np.int32]]]:
-    """One for each launch that may be under way, as a tensor and as the same memory in numpy."""
-    tensors = [
-        torch.zeros(shape, dtype=torch.int32, pin_memory=is_pinned) for _ in range(MAX_OUTSTANDING)
-    ]
-    return [(tensor, tensor.numpy()) for tensor in tensors]
+            self._step.begin_anew()
 
 
 def make_ahead(
@@ -244,12 +242,17 @@ def make_ahead(
         max_rows, max_tokens: most sequences and tokens of a step.
     """
     device, block_size = memory.cache.device, memory.layout.block_size
+    shape = decoder.shape
+    # Embedding and head are of few rows.
+    num_parameters = shape.num_parameters - shape.vocab_size * shape.hidden_size * (
+        1 if shape.is_tied else 2
+    )
     steps = None
-    if device.type == "cuda" and not decoder.is_exact:
+    if device.type == "cuda":
         steps = StepGraphs(
             decoder.forward,
             max_singles=max_rows,
-            max_tokens=max_tokens,
+            max_tokens=min(max_tokens, max_chunk_tokens(num_parameters)),
             context_window=context_window,
             block_size=block_size,
             device=device,
@@ -259,7 +262,7 @@ def make_ahead(
         max_rows=max_rows,
         context_window=context_window,
         block_size=block_size,
-        vocab_size=decoder.shape.vocab_size,
+        vocab_size=shape.vocab_size,
         device=device,
         steps=steps,
     )

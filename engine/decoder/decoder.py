@@ -232,12 +232,9 @@ class Decoder:
         places = inputs.positions, inputs.block_tables, inputs.sequence_ids
         if num_singles == num_rows:
             return self._attend_each(index, layer, qkv, inputs.positions, inputs.block_tables)
-        key = qkv.new_empty(num_rows, shape.num_kv_heads, shape.head_dim)
-        value = torch.empty_like(key)
-        query = self._rotated(index, layer, qkv, *places, (key, value))
-        out = None  # the library's own result is taken as it is, where it is all
+        query = self._rotated(index, layer, qkv, *places, None)
+        out = torch.empty_like(query)
         if num_singles:
-            out = torch.empty_like(query)
             self._attend_singles(
                 index,
                 query[:num_singles],
@@ -245,24 +242,21 @@ class Decoder:
                 inputs.ends,
                 out[:num_singles],
             )
-        attended = prefill_attention(
+        prefill_attention(
             query[num_singles:],
-            key[num_singles:],
-            value[num_singles:],
             self._rows[index],
             inputs.block_tables[num_singles:],
             inputs.query_starts,
             inputs.starts,
             max_query_len=inputs.max_query_len,
             max_end=inputs.max_end,
-            spans=inputs.spans,
             scaling=shape.scaling,
             window=self._windows[index],
-            out=None if out is None else out[num_singles:],
+            out=out[num_singles:],
             backend=self.backend,
             exact=self.is_exact,
         )
-        return (attended if out is None else out).reshape(num_rows, -1)
+        return out.view(num_rows, -1)
 
     def _attend_singles(
         self,

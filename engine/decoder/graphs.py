@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 from baton_kernels.sampling import DrawnTokens, Needs, SamplingRows, draw_tokens
-from baton_kernels.step_rows import begin_step
+from baton_kernels.step_rows import HEADER_WORDS, NUM_BUFFERS, begin_step, end_step
 
 from engine.decoder.graph_set import GraphMemory, GraphSet
 from engine.decoder.inputs import DecodeInputs
@@ -37,11 +37,14 @@ that draws."""
 
 
 class DecodeStep:
-    """See the module.
+    """See the module. Steps are numbered, from 0 or from `begin_anew` on; step s finds its image in
+    buffer s % 2 and leaves its draws there.
 
     Attributes:
-        words: the image of this launch's rows (engine/decoder/rows.py), to be copied here.
-        drawn: [2, max_rows] int32: tokens drawn, and the bits of the best raw logits (float32).
+        images: [2, words] int32, pinned where there is a device: for the images of steps
+            (engine/decoder/rows.py), which the host writes.
+        outputs: [2, HEADER_WORDS + 2 max_rows] int32, pinned: the number of the step; then the
+            tokens drawn, and the bits of the best raw logits (float32).
     """
 
     def __init__(
@@ -57,44 +60,45 @@ class DecodeStep:
         self._decode = decode
         self._draw = draw or _draw
         self._vocab_size = vocab_size
-        num_rows = image.max_rows
-        self.words = torch.zeros(image.num_words, dtype=torch.int32, device=device)
-        self.drawn = torch.zeros(2, num_rows, dtype=torch.int32, device=device)
-        self._drawn = DrawnTokens(self.drawn[0], self.drawn[1].view(torch.float32))
+        self._image = image
+        num_rows, is_cuda = image.max_rows, device.type == "cuda"
+        num_outputs = HEADER_WORDS + 2 * num_rows
+        self.images = torch.zeros(
+            NUM_BUFFERS, image.num_words, dtype=torch.int32, pin_memory=is_cuda
+        )
+        self.outputs = torch.zeros(NUM_BUFFERS, num_outputs, dtype=torch.int32, pin_memory=is_cuda)
+        self._number = torch.zeros(1, dtype=torch.int32, device=device)
+        self._words = torch.zeros(image.first_change, dtype=torch.int32, device=device)
+        self._tokens_and_bests = torch.zeros(2, num_rows, dtype=torch.int32, device=device)
+        token_ids, bests = self._tokens_and_bests
+        self._drawn = DrawnTokens(token_ids, bests.view(torch.float32))
         self._token_ids = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self._block_tables = torch.zeros(num_rows, table_width, dtype=torch.int32, device=device)
-        self._changes = self.words[image.first_change :].view(-1, 2)
-        self._num_changes = self.words[:1]
-        self._positions = self._field(image, "positions")
-        self._given = self._field(image, "given")
-        self._sources = self._field(image, "sources")
+        self._positions = self._field("positions")
         self._sampling = SamplingRows(
-            temperature=self._field(image, "temperature"),
-            seed_keys=self._field(image, "seed_keys"),
-            positions=self._field(image, "draw_positions"),
-            top_k=self._field(image, "top_k"),
-            top_p=self._field(image, "top_p"),
-            min_p=self._field(image, "min_p"),
+            temperature=self._field("temperature"),
+            seed_keys=self._field("seed_keys"),
+            positions=self._field("draw_positions"),
+            top_k=self._field("top_k"),
+            top_p=self._field("top_p"),
+            min_p=self._field("min_p"),
         )
-        self.clear()
 
-    def _field(self, image: Image, name: str) -> torch.Tensor:
-        place, dtype = image.field(name)
-        return self.words[place].view(getattr(torch, dtype))
+    def _field(self, name: str) -> torch.Tensor:
+        place, dtype = self._image.field(name)
+        return self._words[place].view(getattr(torch, dtype))
 
-    def clear(self) -> None:
-        """No rows and no changes: what a capture runs with."""
-        self.words.zero_()
-        for field in (self._positions, self._sources, self._sampling.positions):
-            field.fill_(-1)
+    def begin_anew(self) -> None:
+        """The next step is number 0. Not while one is under way."""
+        self._number.zero_()
 
     def apply(self, changes: Words) -> None:
         """Changes of the tables that an image has no room for: [C, 2]."""
-        brought = torch.from_numpy(changes).to(self.words.device)
+        brought = torch.from_numpy(changes).to(self._words.device)
         self._block_tables.view(-1).index_copy_(0, brought[:, 0].long(), brought[:, 1].contiguous())
 
     def compute(self, num_rows: int, num_blocks: int, needs: Needs) -> None:
-        """Compute the rows of `words` and leave their draws in `drawn`.
+        """The next step: its image is in its buffer, and stays there until the step is over.
 
         Args:
             num_rows: of the fields that are read, those without a row included.
@@ -103,13 +107,13 @@ class DecodeStep:
         """
         token_ids = self._token_ids[:num_rows]
         begin_step(
-            self._given[:num_rows],
-            self._sources[:num_rows],
-            self.drawn[0],
+            self.images,
+            self._number,
+            self._tokens_and_bests,
+            self._words,
             token_ids,
-            self._changes,
-            self._num_changes,
             self._block_tables,
+            layout=self._image.layout,
             vocab_size=self._vocab_size,
         )
         logits = self._decode(
@@ -123,6 +127,7 @@ class DecodeStep:
             needs,
             DrawnTokens(*(each[:num_rows] for each in self._drawn)),
         )
+        end_step(self._tokens_and_bests, self._number, self.outputs)
 
 
 def _draw(logits: torch.Tensor, rows: SamplingRows, needs: Needs, out: DrawnTokens) -> None:
@@ -198,9 +203,10 @@ class DecodeGraphs:
         memory: GraphMemory | None = None,
         on_captured: Callable[[], None] | None = None,
     ) -> None:
-        """Every bucket: see GraphSet. Writes no KV."""
-        self._step.clear()
+        """Every bucket: see GraphSet. Writes no KV where both images are of no rows. The next step
+        is number 0."""
         self._graphs.capture(self.buckets, memory=memory, on_captured=on_captured)
+        self._step.begin_anew()
 
     def run(self, num_rows: int, num_blocks: int, needs: Needs) -> None:
         """The step, on the current stream, for at least so many rows and so wide tables."""

@@ -72,9 +72,6 @@ class MixedInputs:
     draw_indices: torch.Tensor
     """[R] int32: rows whose logits are wanted, in the order they are wanted in."""
 
-    spans: tuple[tuple[int, int], ...] | None
-    """(start, number of tokens) of each chunk: its lengths, on the host. None: not known there."""
-
     num_singles: int
 
     max_query_len: int
@@ -139,13 +136,12 @@ def mixed_inputs(batch: Batch, device: torch.device) -> MixedInputs:
         "starts": starts[num_singles:],
         "draw_indices": _column(batch.draw_indices),
     }
-    chunks = tuple((span.start, span.num_tokens) for span in spans[num_singles:])
+    chunks = spans[num_singles:]
     return MixedInputs(
         **_copy(parts, device),
-        spans=chunks,
         num_singles=num_singles,
-        max_query_len=max((length for _, length in chunks), default=0),
-        max_end=max((start + length for start, length in chunks), default=0),
+        max_query_len=max((span.num_tokens for span in chunks), default=0),
+        max_end=max((span.end for span in chunks), default=0),
     )
 
 
@@ -154,8 +150,9 @@ def _column(values: Iterable[int]) -> npt.NDArray[np.int32]:
 
 
 def _table(spans: Sequence[Span]) -> npt.NDArray[np.int32]:
-    """[B, n] block ids, 0 where a span has no more."""
-    width = max((len(span.block_ids) for span in spans), default=0)
+    """[B, n] block ids, 0 where a span has no more. Wide enough for a warm-up's tokens, whatever a
+    block holds: kernels look up where they would be."""
+    width = max((len(span.block_ids) or span.num_tokens for span in spans), default=0)
     width = max(1, -(-width // _TABLE_STEP)) * _TABLE_STEP
     table = np.zeros((len(spans), width), dtype=np.int32)
     for row, span in zip(table, spans, strict=True):

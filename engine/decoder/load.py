@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
-from engine.batch import Batch, Span
+from engine.batch import Batch
 from engine.config import EngineConfig
 from engine.decoder.decoder import Decoder
 from engine.decoder.inputs import mixed_inputs, singles_first
 from engine.decoder.model import block_rows, kv_layout, on_device
 from engine.decoder.shape import DecoderShape, head_dim, read_shape, refusal, rope_table
 from engine.decoder.sources import Progress, read_weights, take_weights
+from engine.decoder.verify import NUM_TOKENS, check_close, verify_logits
 from engine.errors import LoadError, ModelNotSupported
 from engine.kv.layout import KvLayout
 from engine.kv.memory import TORCH_DTYPES, KvMemory
@@ -23,19 +24,8 @@ from engine.models.fixed_scales import find_scales
 from engine.models.quantized_attention import Scales
 from engine.models.rehearsal import BLOCK_SIZE, Forward
 
-_MAX_RELATIVE_ERROR = {"float32": 1e-4, "bfloat16": 0.1}
-"""Of logits through the kernels against plain torch on the same weights (L2): rounding of another
-order. Measured on 32 layers: 0.01 to 0.07 in bfloat16; a wrong kernel is off by 0.5 and more."""
-
 MIN_HEAD_DIM = 16
 """The least that one product of the matrix units takes."""
-
-_MAX_FP8_ERROR = 0.5
-"""The same where matrices are in fp8: numbers on its rounding edges fall to either side. Measured:
-0.18 on 32 layers of random numbers; what has nothing in common is off by 1.4."""
-
-_NUM_VERIFY_TOKENS = 40
-"""A chunk that is longer than a block and ends off its border, and one decode."""
 
 
 def why_not(config: EngineConfig, model_config: Any, device: str, name: str) -> str | None:
@@ -53,8 +43,6 @@ def why_not(config: EngineConfig, model_config: Any, device: str, name: str) -> 
             f"tensor_parallel, pipeline_parallel: only our own decoder is computed by several "
             f"processes, and it does not run {name} ({reason})"
         )
-    if config.num_ranks > 1 and config.weight_dtype != "auto":
-        raise LoadError(f"weight_dtype={config.weight_dtype}: not for several processes yet")
     if reason is None and config.decoder == "auto" and not is_cuda and config.num_ranks == 1:
         reason = f"on {device}"
     if reason is None:
@@ -143,32 +131,14 @@ def check_kernels(decoder: Decoder, layout: KvLayout, device: str, dtype: str) -
     """
     if torch.device(device).type != "cuda":
         return
-    actual = _verify_logits(decoder, layout.raw, device)
+    raw, vocab_size = layout.raw, decoder.shape.vocab_size
+    forward = attached(decoder, KvMemory(raw, raw.num_blocks_for(NUM_TOKENS), device))
+    actual = verify_logits(forward, vocab_size, raw)
     decoder.use_backend("reference")
-    expected = _verify_logits(decoder, layout.raw, device)
+    expected = verify_logits(forward, vocab_size, raw)
     decoder.use_backend("auto")
-    error = float((actual - expected).norm() / expected.norm())
-    max_error = _MAX_FP8_ERROR if decoder.weights.is_fp8 else _MAX_RELATIVE_ERROR[dtype]
-    if not error <= max_error:  # NaN is a difference, too
-        raise LoadError(
-            f"kernels: logits on {device} are {error:.2g} off those of plain torch: this device or "
-            "its libraries compute something else; use decoder=transformers"
-        )
-
-
-def _verify_logits(decoder: Decoder, layout: KvLayout, device: str) -> torch.Tensor:
-    """float32 logits [40, V] of a fixed prompt in a chunk and a decode, through the paged cache."""
-    memory = KvMemory(layout, layout.num_blocks_for(_NUM_VERIFY_TOKENS), device)
-    forward = attached(decoder, memory)
-    vocab_size = decoder.shape.vocab_size
-    token_ids = tuple((7919 * i + 17) % vocab_size for i in range(_NUM_VERIFY_TOKENS))
-    cut = _NUM_VERIFY_TOKENS - 1
-    parts: list[torch.Tensor] = []
-    for start, end in ((0, cut), (cut, _NUM_VERIFY_TOKENS)):
-        span = Span(start, end - start, tuple(range(layout.num_blocks_for(end))))
-        batch = Batch(token_ids[start:end], (span,), tuple(range(end - start)))
-        parts.append(forward(batch).float())
-    return torch.cat(parts)
+    is_fp8 = decoder.weights.is_fp8
+    check_close(actual, expected, dtype=dtype, is_fp8=is_fp8, device=device)
 
 
 def fixed_scales(

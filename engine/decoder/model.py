@@ -162,17 +162,7 @@ def kv_layout(
 
 def block_rows(view: LayerView, layout: KvLayout) -> BlockRows:
     """One layer's part of the cache, as kernels take it."""
-    return BlockRows(
-        view.keys,
-        view.values,
-        view.v_head_dim,
-        view.heads.num_heads,
-        view.heads.rows_per_block,
-        view.heads.head_step,
-        view.k_scales,
-        view.v_scales,
-        layout.dtype if layout.is_quantized else "",
-    )
+    return view.block_rows(layout.dtype if layout.is_quantized else "")
 
 
 def find_sites(weights: DecoderWeights) -> dict[str, Site]:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 from baton_kernels.sampling import Needs
+from baton_kernels.step_rows import HEADER_WORDS, ImageLayout
 from numpy.typing import NDArray
 
 from engine import noise
@@ -66,7 +67,7 @@ class Image:
 
     def field(self, name: str) -> tuple[slice, str]:
         """The words of a field, and the dtype to view them as."""
-        start = _ALIGNMENT
+        start = HEADER_WORDS
         for known, dtype in _FIELDS:
             num_words = self.max_rows * (2 if dtype == "int64" else 1)
             if known == name:
@@ -83,6 +84,12 @@ class Image:
     @property
     def num_words(self) -> int:
         return self.first_change + 2 * self.max_changes
+
+    @property
+    def layout(self) -> ImageLayout:
+        """What kernels must know of it."""
+        given, sources = self.field("given")[0], self.field("sources")[0]
+        return ImageLayout(given.start, sources.start, self.first_change)
 
 
 class Placed(NamedTuple):
@@ -141,7 +148,7 @@ class RowTable:
         # What the device's tables hold, whosever it is.
         self._block_ids: list[tuple[int, ...]] = [()] * num_places
         self._samplings: list[Sampling | None] = [None] * num_places
-        self._num_changes = 0
+        self._num_changes = self.words[0] = 0
         self._overflow: list[Words] = []
         self._clear(slice(None))
 

@@ -29,18 +29,25 @@ Forward = Callable[[MixedInputs], torch.Tensor]
 Parts = dict[str, NDArray[np.int32]]
 
 _SINGLES = (0, 8, 32, 64, 128, 256, 512, 1024)
-_CHUNK_TOKENS = (0, 64, 128, 256, 384, 512, 768, 1024)
-"""Rows that there are shapes for. With longer chunks a step takes the device longer than the
-host, and attention has a faster kernel than those that a graph can have."""
+_CHUNK_TOKENS = (
+    *(0, 64, 128, 256, 384, 512, 768, 1024),
+    *(1536, 2048, 3072, 4096, 6144, 8192),
+)
+"""Rows that there are shapes for, as far as the model's size lets them pay (`max_chunk_tokens`)."""
 
 _MANY_TOKENS = 512
-"""Beside so many, some rows of padding cost little: above, every other number of singles."""
+"""Beside so many, some rows of padding cost little: above, every other number of singles; above
+twice as many, none or all."""
+
+_HOST_FLOPS = 15e12
+"""What the device computes while the host launches one step: 20 ms at 750 TFLOP/s. Steps of more
+gain nothing from a graph, and lose by its padding. Measured: 12 to 33 ms of launches a step."""
 
 _NUM_CHUNKS = 16
 """Of every shape with chunks: few prompts share a small step, and one that is not there costs
 programs that leave at once."""
 
-_MAX_CONTEXT_TOKENS = 8192
+_MAX_CONTEXT_TOKENS = 16384
 """Tables are copied whole: with a longer sequence a step is not taken."""
 
 
@@ -82,7 +89,7 @@ class StepGraphs:
     Args:
         forward: the decoder's.
         max_singles: most sequences of a step.
-        max_tokens: most tokens of a step.
+        max_tokens: most tokens of chunks in a step.
         uses_graphs: False: padded steps are launched kernel by kernel.
     """
 
@@ -199,7 +206,6 @@ class StepGraphs:
             MixedInputs(
                 **{name: self._part(self._words, name, shape) for name in shape.sizes},
                 block_tables=self._tables(self._words, shape),
-                spans=None,
                 num_singles=shape.num_singles,
                 max_query_len=shape.num_chunk_tokens,
                 max_end=self._max_end if shape.num_chunks else 0,
@@ -236,15 +242,25 @@ def _put_chunks(
     parts["query_starts"][len(chunks) + 1 :] = len(token_ids)
 
 
+def max_chunk_tokens(num_parameters: int) -> int:
+    """Of a step that the host would launch slower than the device computes it.
+
+    Args:
+        num_parameters: that every token is multiplied with.
+    """
+    return int(_HOST_FLOPS / (2 * num_parameters)) // 64 * 64
+
+
 def step_shapes(max_singles: int, max_tokens: int) -> list[StepShape]:
     """What is captured, the largest first."""
     singles = sorted({min(count, max_singles) for count in _SINGLES})
     tokens = sorted({min(count, max_tokens) for count in _CHUNK_TOKENS})
-    few = {*singles[::2], singles[-1]}
-    shapes = [
-        StepShape(count, num_tokens)
-        for count in singles
-        for num_tokens in tokens
-        if (count or num_tokens) and (num_tokens <= _MANY_TOKENS or count in few)
-    ]
+    shapes = []
+    for num_tokens in tokens:
+        beside = singles
+        if num_tokens > 2 * _MANY_TOKENS:
+            beside = singles[:1] + singles[-1:]
+        elif num_tokens > _MANY_TOKENS:
+            beside = sorted({*singles[::2], singles[-1]})
+        shapes += [StepShape(count, num_tokens) for count in beside if count or num_tokens]
     return sorted(shapes, key=lambda shape: shape.num_rows, reverse=True)

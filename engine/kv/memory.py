@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from baton_kernels.block_rows import BlockRows
 
 from engine.errors import IntegrityError
 from engine.kv.layout import KvLayout, Section
@@ -59,6 +60,24 @@ class LayerView:
     k_scales: torch.Tensor | None = None
     """[rows, scales] float32, a view, where quantized."""
     v_scales: torch.Tensor | None = None
+
+    def block_rows(self, dtype: str) -> BlockRows:
+        """The same as kernels take it.
+
+        Args:
+            dtype: of the cache where it is quantized; "": it is not.
+        """
+        return BlockRows(
+            self.keys,
+            self.values,
+            self.v_head_dim,
+            self.heads.num_heads,
+            self.heads.rows_per_block,
+            self.heads.head_step,
+            self.k_scales,
+            self.v_scales,
+            dtype,
+        )
 
 
 class Run(NamedTuple):

@@ -3,7 +3,8 @@ be wrong is said in one line.
 
     resolve the folder -> refuse by config.json (checkpoints/architectures.py) -> our own decoder or
     transformers' code -> rehearse a small random instance of the same config -> only now read
-    weights -> build, and verify -> measure the largest step -> fingerprint
+    weights (and, beside, take their digest) -> build, and verify -> measure the largest step ->
+    fingerprint
 
 To build transformers' code: probe -> logits of the plain model -> fuse -> logits again -> compare.
 Knows no requests and no blocks. Start-up only.
@@ -15,6 +16,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ from engine.fingerprint import fingerprint
 from engine.kv.layout import DTYPE_BYTES, KvLayout, layout_of
 from engine.kv.memory import TORCH_DTYPES, KvMemory
 from engine.models import attention_hook
+from engine.models.background import Background
 from engine.models.fixed_scales import find_scales
 from engine.models.fuse import fuse
 from engine.models.hugging_face import HuggingFaceModel, run
@@ -84,9 +87,7 @@ def load_model(config: EngineConfig, *, progress: Progress | None = None) -> Loa
             check_parallel(config, model_config, device, checkpoint.name)
         with phases.timed("rehearsal"):
             rehearse(model_config, checkpoint.name, load.prepare if reason is None else None)
-        with phases.timed("digests"):
-            tokenizer_digest = digests.tokenizer_digest(checkpoint.path)
-            weights_digest = digests.weights_digest(checkpoint.path, progress)
+        tokenizer_digest = digests.tokenizer_digest(checkpoint.path)
     except CheckpointError as error:
         raise LoadError(str(error)) from error
     info = ModelInfo(
@@ -110,9 +111,12 @@ def load_model(config: EngineConfig, *, progress: Progress | None = None) -> Loa
     make: _Make = _make_own if reason is None else _make_transformers
     if config.num_ranks > 1:
         make = _make_parallel
-    model = make(config, checkpoint.path, model_config, info, phases, progress)
-    with phases.timed("measure"):
-        step_bytes = _measure(model, config)
+    with Background(partial(digests.weights_digest, checkpoint.path), progress) as digest:
+        try:
+            model = make(config, checkpoint.path, model_config, info, phases, digest.telling())
+            step_bytes, weights_digest = _measure(model, config, phases, digest)
+        except CheckpointError as error:
+            raise LoadError(str(error)) from error
     model.info = dataclasses.replace(
         model.info,
         fingerprint=fingerprint(
@@ -127,10 +131,16 @@ def load_model(config: EngineConfig, *, progress: Progress | None = None) -> Loa
     return model
 
 
-def _measure(model: Loaded, config: EngineConfig) -> int:
-    """Bytes of the largest step. A model that cannot be measured is closed."""
+def _measure(
+    model: Loaded, config: EngineConfig, phases: Phases, digest: Background[str]
+) -> tuple[int, str]:
+    """Bytes of the largest step, and the weights' digest, which was taken beside all that. A model
+    that gets no further is closed."""
     try:
-        return largest_step_bytes(model, config)
+        with phases.timed("measure"):
+            step_bytes = largest_step_bytes(model, config)
+        with phases.timed("digest"):  # what is left of it
+            return step_bytes, digest.result()
     except BaseException:
         model.close()
         raise

@@ -6,8 +6,9 @@ alone: not on the chunks a prompt came in, nor on prefix hits, nor on batch-mate
 quantized once, in the step that fills it; until then it lies as computed in a slot of
 `KvMemory.tails`.
 
-Spans of one token are attended together; longer ones one by one. Engine thread only; lives for one
-forward pass, after which `finish` closes the tails of blocks that became full.
+Spans of one token are attended together, on CUDA by a kernel that reads the cache as it is; longer
+ones one by one, over copies as numbers. Engine thread only; lives for one forward pass, after which
+`finish` closes the tails of blocks that became full.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from baton_kernels import reference
+from baton_kernels import block_rows, reference
+from baton_kernels.attention import decode_attention
 from baton_kernels.quantize import dequantize, quantize
 
 from engine.batch import Batch, Span
@@ -25,6 +27,11 @@ from engine.models.step_attention import block_table, row_ids, size_class
 
 Scales = tuple[float, float | None]
 """One layer's fixed scales, of keys and of values (None: latents)."""
+
+
+def uses_kernel(device: torch.device) -> bool:
+    """Where spans of one token are attended by a kernel."""
+    return device.type == "cuda"
 
 
 @dataclass
@@ -53,6 +60,7 @@ class _Group:
     ends: torch.Tensor  # [B]
     tails: torch.Tensor  # [B] slots of their last blocks
     full: torch.Tensor  # [F] members whose last block this token fills
+    ints: tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # table, ends, tails for the kernel
     masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
 
 
@@ -74,6 +82,7 @@ class QuantizedAttention:
         self._layout = memory.layout
         self._device = memory.cache.device
         self._tails = memory.tails
+        self._uses_kernel = uses_kernel(self._device)
         self._filled: list[int] = []  # block ids
         self._chunks: list[_Chunk] = []
         self._groups: list[_Group] = []
@@ -85,7 +94,8 @@ class QuantizedAttention:
         first = 0
         for span in batch.spans:
             if span.num_tokens == 1 and span.block_ids:
-                singles.setdefault(size_class(span), []).append((first, span))
+                kind = 0 if self._uses_kernel else size_class(span)  # it needs no equal lengths
+                singles.setdefault(kind, []).append((first, span))
             else:
                 self._chunks.append(self._chunk(first, span))
             first += span.num_tokens
@@ -95,13 +105,16 @@ class QuantizedAttention:
             slots = [self._tail(span.block_ids[-1], span.start % size) for span in spans]
             full = [index for index, span in enumerate(spans) if span.end % size == 0]
             self._filled += [spans[index].block_ids[-1] for index in full]
+            table = block_table(spans, self._device)
+            ends, tails = self._tensor([span.end for span in spans]), self._tensor(slots)
             self._groups.append(
                 _Group(
                     places=self._tensor([place for place, _ in members]),
-                    table=block_table(spans, self._device),
-                    ends=self._tensor([span.end for span in spans]),
-                    tails=self._tensor(slots),
+                    table=table,
+                    ends=ends,
+                    tails=tails,
                     full=self._tensor(full),
+                    ints=(table.int(), ends.int(), tails.int()),
                 )
             )
 
@@ -146,8 +159,13 @@ class QuantizedAttention:
         num_heads, num_tokens, _ = query.shape
         out = query.new_empty(num_tokens, num_heads, self._views[layer].v_head_dim)
         for group in self._groups:
-            keys, values = self._group_kv(group, layer, key, value)
             picked = query.index_select(1, group.places).transpose(0, 1)
+            if self._uses_kernel:
+                out[group.places] = self._attend_by_kernel(
+                    group, layer, picked, key, value, scaling, window, softcap, sinks
+                )
+                continue
+            keys, values = self._group_kv(group, layer, key, value)
             mask = group.masks.get(window)
             if mask is None:
                 mask = reference.one_mask(group.ends, keys.shape[2], window, query.dtype)
@@ -168,6 +186,36 @@ class QuantizedAttention:
         return out
 
     # -- one token each
+
+    def _attend_by_kernel(
+        self,
+        group: _Group,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """[B, H, D] -> [B, H, Dv]."""
+        view, tail = self._views[layer], self._tail_views[layer]
+        self._store(group, layer, 0, view.keys, view.k_scales, tail.keys, key)
+        if view.values is not None and tail.values is not None:
+            self._store(group, layer, 1, view.values, view.v_scales, tail.values, value)
+        table, ends, tails = group.ints
+        return decode_attention(
+            query,
+            view.block_rows(self._layout.dtype),
+            table,
+            ends,
+            scaling=scaling,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+            tails=block_rows.Tails(tail.block_rows(""), tails),
+        )
 
     def _group_kv(
         self, group: _Group, layer: int, key: torch.Tensor, value: torch.Tensor
@@ -190,25 +238,41 @@ class QuantizedAttention:
         tail_rows: torch.Tensor,
         new: torch.Tensor,
     ) -> torch.Tensor:
-        """Store the new tokens, [K, T, D], in their tails, quantize tails that are full, and give
-        all [B, K, S, D], the last block as computed."""
+        """Store the new tokens, [K, T, D], and give all [B, K, S, D], the last block as
+        computed."""
+        size, heads = self._layout.block_size, self._views[layer].heads
+        tails = self._store(group, layer, kv, rows, scales, tail_rows, new)
+        found = self._read(rows, scales, row_ids(group.table, heads), new.dtype)
+        last = torch.div(group.ends - 1, size, rounding_mode="floor")  # [B] index of the last block
+        columns = last[:, None] * size + torch.arange(size, device=self._device)  # [B, P]
+        index = columns[:, None, :, None].expand(tails.shape)
+        return found.scatter_(2, index, tails)
+
+    def _store(
+        self,
+        group: _Group,
+        layer: int,
+        kv: int,
+        rows: torch.Tensor,
+        scales: torch.Tensor | None,
+        tail_rows: torch.Tensor,
+        new: torch.Tensor,
+    ) -> torch.Tensor:
+        """Put the new tokens, [K, T, D], into their tails, and quantize tails that are full.
+        Returns: tails [B, K, P, D]."""
         size = self._layout.block_size
-        heads, tail_heads = self._views[layer].heads, self._tail_views[layer].heads
+        tail_heads = self._tail_views[layer].heads
         ids = row_ids(group.tails[:, None], tail_heads)[:, :, 0]  # [B, K]
         offsets = ((group.ends - 1) % size)[:, None].expand(ids.shape)
         tail_rows.index_put_((ids, offsets), new.index_select(1, group.places).transpose(0, 1))
         tails = tail_rows.index_select(0, ids.reshape(-1)).view(*ids.shape, size, -1)
-        last = torch.div(group.ends - 1, size, rounding_mode="floor")  # [B] index of the last block
         if group.full.numel():
+            last = torch.div(group.ends - 1, size, rounding_mode="floor")  # [B] of the last block
             block_ids = group.table[group.full, last[group.full]]
             self._freeze(
                 layer, kv, rows, scales, block_ids[None, :], tails[group.full].transpose(0, 1)
             )
-        all_ids = row_ids(group.table, heads)  # [B, K, n]
-        found = self._read(rows, scales, all_ids, new.dtype)
-        columns = last[:, None] * size + torch.arange(size, device=self._device)  # [B, P]
-        index = columns[:, None, :, None].expand(tails.shape)
-        return found.scatter_(2, index, tails)
+        return tails
 
     # -- several tokens of one request
 

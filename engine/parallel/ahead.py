@@ -9,6 +9,7 @@ Invariant: all ranks launch the same words in the same order. The thread that co
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
 from typing import TypeVar
 
@@ -16,11 +17,12 @@ import numpy as np
 import torch
 from baton_kernels.sampling import DrawnTokens, Needs, SamplingRows, draw_tokens
 
-from engine.decoder.ahead import MAX_OUTSTANDING, AheadDecoder
+from engine.decoder.ahead import AheadDecoder
 from engine.decoder.rows import Placed
+from engine.errors import RankFailed
 from engine.kv.memory import KvMemory
 from engine.models.interface import Launch, Progress
-from engine.parallel.messages import LaunchWords, WarmUp
+from engine.parallel.messages import Drain, LaunchWords, WarmUp
 from engine.parallel.processes import RankProcesses
 from engine.parallel.rank_model import RankModel
 from engine.parallel.ranks import Ranks
@@ -48,7 +50,7 @@ class ParallelAhead(AheadDecoder):
             self._processes.tell(WarmUp())
             super().warm_up(show)
 
-    def _begin(self, placed: Placed, num_rows: int, buffer: int) -> torch.cuda.Event | None:
+    def _begin(self, placed: Placed, num_rows: int) -> torch.cuda.Event | None:
         words = self._table.words[: placed.num_words]
         launch = LaunchWords(
             words.tobytes(),
@@ -59,12 +61,18 @@ class ParallelAhead(AheadDecoder):
         )
         with self._processes.step():
             self._processes.tell(launch)
-            return super()._begin(placed, num_rows, buffer)
+            return super()._begin(placed, num_rows)
 
     def read(self, launch: Launch) -> list[Drawn]:
         """See AheadDecoder. Raises: RankFailed; what was drawn then is not looked at."""
         with self._processes.step():
             return super().read(launch)
+
+    def drain(self) -> None:
+        """See AheadDecoder. Other ranks forget, too, where there still are any."""
+        with contextlib.suppress(RankFailed):
+            self._processes.tell(Drain())
+        super().drain()
 
 
 class FollowingDecoder(AheadDecoder):
@@ -72,8 +80,8 @@ class FollowingDecoder(AheadDecoder):
 
     @torch.inference_mode()
     def follow(self, launch: LaunchWords) -> None:
-        """Begin the same step. Two buffers suffice: rank 0 begins a third launch only when it has
-        read the first, which needed this rank's part of it."""
+        """Begin the same step. Its buffers are free when rank 0's are: what rank 0 has read, this
+        rank had a part in."""
         words = np.frombuffer(launch.words, dtype=np.int32)
         self._table.words[: len(words)] = words
         overflow = np.frombuffer(launch.overflow, dtype=np.int32).reshape(-1, 2).copy()
@@ -81,8 +89,7 @@ class FollowingDecoder(AheadDecoder):
             np.empty(0, dtype=np.intp), len(words), launch.num_blocks, launch.needs, overflow
         )
         with self._on_device():
-            self._begin(placed, launch.num_rows, self._next_buffer)
-        self._next_buffer = (self._next_buffer + 1) % MAX_OUTSTANDING
+            self._begin(placed, launch.num_rows)
 
 
 def build(

@@ -31,6 +31,7 @@ from engine.parallel.messages import (
     Attach,
     Attached,
     Change,
+    Drain,
     Failed,
     FromRank,
     LaunchWords,
@@ -45,6 +46,7 @@ from engine.parallel.messages import (
     Step,
     Stop,
     ToRank,
+    Verify,
     WarmUp,
     encode,
     read_to_rank,
@@ -130,7 +132,7 @@ class _Child:
         except BatonError as error:
             self._write(Refused(str(error)))
             return None
-        self._write(Ready())
+        self._write(Ready(model.weight_bytes))
         return model, ranks
 
     def _serve(self, start: Start, model: RankModel, ranks: ProcessRanks) -> int:
@@ -149,6 +151,8 @@ class _Child:
                         memory.clear(block_id)
                     else:
                         memory.copy(source, block_id)
+                case Drain() if ahead:
+                    ahead.drain()
                 case Settle():
                     if torch.device(config.device).type == "cuda":
                         torch.cuda.synchronize(config.device)
@@ -156,6 +160,8 @@ class _Child:
                 case Meet():
                     ranks.form(self._meeting_file)
                     self._write(Met(free_memory_bytes(config.device)))
+                case Verify():
+                    model.verify(layout)
                 case Attach(num_blocks):
                     memory = self._memory(layout, ranks, num_blocks, config.device)
                     model.attach(memory)

@@ -15,11 +15,11 @@ import torch
 from engine.config import EngineConfig
 from engine.decoder.model import kv_layout
 from engine.decoder.shape import DecoderShape, read_shape
+from engine.decoder.verify import check_close
 from engine.errors import LoadError
-from engine.kv.layout import DTYPE_BYTES
 from engine.models.interface import Progress
 from engine.parallel import rank_model
-from engine.parallel.messages import Meet, Met, Start
+from engine.parallel.messages import Meet, Met, Start, Verify
 from engine.parallel.model import Others, ParallelModel
 from engine.parallel.place import Grid, check_degrees
 from engine.parallel.process_ranks import ProcessRanks
@@ -105,20 +105,25 @@ def load_parallel(
     others = _start(settled, folder, shape, grid, program)
     try:
         part = rank_model.load_rank(settled, folder, shape, others.ranks, progress=progress)
-        others.processes.wait_ready()
+        ready = others.processes.wait_ready()
         with others.processes.step():
             others.processes.tell(Meet())
             others.ranks.form(others.meeting_file)
             free_bytes = [met.free_bytes for met in others.processes.answers(Met)]
-        num_bytes = shape.num_parameters * DTYPE_BYTES[info.dtype]
         info = dataclasses.replace(
             info,
             linear=f"fused kernels, {grid.num_ranks} ranks",
             fused=(f"{shape.num_layers} of {shape.num_layers} decoder layers",),
             num_parameters=shape.num_parameters,
-            weight_bytes=num_bytes,
+            weight_bytes=part.weight_bytes + sum(each.weight_bytes for each in ready),
         )
         layout = kv_layout(shape, block_size=config.block_size, dtype=info.dtype)
+        if torch.device(info.device).type == "cuda":
+            with others.processes.step():
+                others.processes.tell(Verify())
+                actual, expected = part.verify(layout)
+                torch.cuda.synchronize(info.device)
+            check_close(actual, expected, dtype=info.dtype, is_fp8=part.is_fp8, device=info.device)
         return ParallelModel(part, others, info, layout, settled, free_bytes)
     except BaseException:
         others.close()

@@ -2,8 +2,8 @@
 in frames (process/frames.py) on a socket pair. No pickle: bytes are data, checked against these
 types.
 
-    engine -> rank   Start; once it is Ready: Meet, Attach; then WarmUp, Change, Step, LaunchWords,
-                     Settle in any order; Stop, or it closes
+    engine -> rank   Start; once it is Ready: Meet, Verify, Attach; then WarmUp, Change, Step,
+                     LaunchWords, Drain, Settle in any order; Stop, or it closes
     rank -> engine   Loading*, then Ready or Refused; Met, Attached, Settled as an answer each;
                      Failed before a sad end
 
@@ -39,6 +39,10 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
 class Meet(msgspec.Struct, frozen=True, tag=True):
     """All are loaded: form the process groups."""
+
+
+class Verify(msgspec.Struct, frozen=True, tag=True):
+    """Compute what the kernels are checked with, together with everyone."""
 
 
 class Attach(msgspec.Struct, frozen=True, tag=True):
@@ -79,6 +83,10 @@ class LaunchWords(msgspec.Struct, frozen=True, tag=True):
     needs: Needs
 
 
+class Drain(msgspec.Struct, frozen=True, tag=True):
+    """Forget all rows and launches (AheadDecoder.drain)."""
+
+
 class Settle(msgspec.Struct, frozen=True, tag=True):
     """Say when all of this is done, on the device, too."""
 
@@ -87,7 +95,9 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     """End."""
 
 
-ToRank = Start | Meet | Attach | Change | Step | WarmUp | LaunchWords | Settle | Stop
+ToRank = (
+    Start | Meet | Verify | Attach | Change | Step | WarmUp | LaunchWords | Drain | Settle | Stop
+)
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):
@@ -100,6 +110,8 @@ class Loading(msgspec.Struct, frozen=True, tag=True):
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """Loaded."""
+
+    weight_bytes: int
 
 
 class Met(msgspec.Struct, frozen=True, tag=True):

@@ -87,9 +87,11 @@ class ProcessRanks:
         store = _c10d.PrefixStore(name, store)
         if self._device.type == "cuda":
             options = _c10d.ProcessGroupNCCL.Options()
-            # The second line of defence: it ends the process, so `abort` must come first.
+            # Its watchdog would only log that it is over; `abort` has come by then.
             options._timeout = self._timeout + _NCCL_GRACE  # noqa: SLF001
-            return _c10d.ProcessGroupNCCL(store, rank, size, options)
+            options.group_name = name
+            with _own_error_handling():
+                return _c10d.ProcessGroupNCCL(store, rank, size, options)
         options = _c10d.ProcessGroupGloo._Options()  # noqa: SLF001
         options._devices = [  # noqa: SLF001
             _c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")
@@ -176,6 +178,22 @@ class ProcessRanks:
             yield
         except RuntimeError as error:  # DistBackendError is one
             raise RankFailed(f"another rank is gone or too late ({_first_line(error)})") from error
+
+
+@contextlib.contextmanager
+def _own_error_handling() -> Iterator[None]:
+    """NCCL's watchdog reads this when a group is made: at an error it would end the process, before
+    anybody could say why."""
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    before = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def _end(work: Any) -> None:

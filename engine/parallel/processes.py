@@ -138,13 +138,13 @@ class RankProcesses:
             self._state.lock.wait_for(lambda: self._state.is_started)
         self.check()
 
-    def wait_ready(self) -> None:
-        """Wait until all are loaded.
+    def wait_ready(self) -> list[Ready]:
+        """Wait until all are loaded; what they say.
 
         Raises: LoadError for what kept one from loading; RankFailed for one that ended, or was
             silent for too long.
         """
-        self.answers(Ready)
+        return self.answers(Ready)
 
     def answers(self, kind: type[Answer]) -> list[Answer]:
         """Wait for one of each, by rank. Bounded by the watching thread: within `step`, or while

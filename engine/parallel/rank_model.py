@@ -11,6 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from baton_kernels.dispatch import Backend
 
 from engine.batch import Batch
 from engine.config import EngineConfig
@@ -19,11 +20,16 @@ from engine.decoder.inputs import DecodeInputs, mixed_inputs, singles_first
 from engine.decoder.model import block_rows, on_device
 from engine.decoder.shape import DecoderShape, rope_table
 from engine.decoder.sources import read_weights
+from engine.decoder.verify import NUM_TOKENS, verify_logits
 from engine.decoder.weights import DecoderWeights, Share
+from engine.kv.layout import KvLayout
 from engine.kv.memory import TORCH_DTYPES, KvMemory
 from engine.models.interface import Progress
+from engine.parallel.memory import RankMemory
 from engine.parallel.place import Place
 from engine.parallel.ranks import Ranks
+
+_BACKENDS: tuple[Backend, ...] = ("auto", "reference")
 
 
 class RankModel:
@@ -56,6 +62,16 @@ class RankModel:
             collective=ranks if place.num_shares > 1 else None,
         )
 
+    @property
+    def weight_bytes(self) -> int:
+        """Of this rank's weights."""
+        return self._decoder.weights.num_bytes
+
+    @property
+    def is_fp8(self) -> bool:
+        """Its matrices are."""
+        return self._decoder.weights.is_fp8
+
     def attach(self, memory: KvMemory) -> None:
         """Use this cache from now on: the whole model's, of which this rank touches its layers and
         heads, or this rank's own (memory.RankMemory)."""
@@ -81,6 +97,18 @@ class RankModel:
         a CUDA graph. Raises: RankFailed."""
         hidden = self._receive(inputs.num_rows)
         return self._finish(self._decoder.decode(inputs, hidden))
+
+    def verify(self, layout: KvLayout) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits through the kernels, and those of plain torch (engine/decoder/verify.py), through
+        a cache made for it; at all ranks at once."""
+        num_blocks = layout.num_blocks_for(NUM_TOKENS)
+        self.attach(RankMemory(layout, self._ranks.place, num_blocks, str(self._device)))
+        found = []
+        for backend in _BACKENDS:
+            self._decoder.use_backend(backend)
+            found.append(verify_logits(self.forward, self.vocab_size, layout))
+        self._decoder.use_backend("auto")
+        return found[0], found[1]
 
     def _receive(self, num_rows: int) -> torch.Tensor | None:
         """[T, hidden] of the stage before; None: this is the first."""
@@ -126,6 +154,7 @@ def load_rank(
             dtype=TORCH_DTYPES[config.dtype],
             device=device,
             share=share_of(ranks.place, shape),
+            weight_dtype="" if config.weight_dtype == "auto" else config.weight_dtype,
             progress=progress,
         )
         return RankModel(

@@ -80,11 +80,15 @@ def linear(
     if not runs_triton(backend, x):
         return out.copy_(linear_reference(x, weight, extras, exact=exact))
     from baton_kernels.gpu import linear as gpu
+    from baton_kernels.gpu.tiles import Product, choose_tile, takes_norm
 
-    tile = gpu.choose_tile(x, weight, extras.is_gated, exact=exact, forced=backend == "triton")
+    if exact and extras.is_gated:
+        return _exact_gated(x, weight, extras, out, backend)
+    product = Product(x.shape[0], weight.shape[0], x.shape[1], x.element_size(), extras.is_gated)
+    tile = choose_tile(product, exact=exact, forced=backend == "triton")
     if tile is None:
         return _library(x, weight, extras, out)
-    if norm_weight is not None and not tile.takes_norm:
+    if norm_weight is not None and not takes_norm(tile, product):
         x = layer_ops.rms_norm(x, norm_weight, norm_eps, backend=backend)
         norm_weight = None
     return gpu.launch(
@@ -98,6 +102,26 @@ def linear(
         norm_eps=norm_eps,
         is_gated=extras.is_gated,
     )
+
+
+def _exact_gated(
+    x: torch.Tensor, weight: torch.Tensor, extras: Extras, out: torch.Tensor, backend: Backend
+) -> torch.Tensor:
+    """SwiGLU by a launch of its own for any number of rows: a tile of many rows has no room for two
+    sums, and one of few would give other bits than it."""
+    product = linear(
+        x,
+        weight,
+        extras.bias,
+        norm_weight=extras.norm_weight,
+        norm_eps=extras.norm_eps,
+        backend=backend,
+        exact=True,
+    )
+    if extras.residual is None:
+        return layer_ops.silu_mul(product, out=out, backend=backend)
+    inner = layer_ops.silu_mul(product, backend=backend)
+    return torch.add(inner, extras.residual, out=out)
 
 
 def linear_reference(

@@ -1,18 +1,12 @@
 """Attention of several new tokens per sequence over what the cache holds of it and over one
 another: prompts, and chunks of prompts after a cached prefix.
 
-Three versions on CUDA. Our Triton kernel reads everything from the paged cache and does all cases.
-cuDNN's kernel is faster for long chunks but wants dense keys and few shapes: it gets the first
-tokens of chunks that begin a sequence, our kernel the rest. Who gets what is decided on the host,
-from lengths that are known there. The third is for exact mode. Knows no model and no request. No
-state but the library's plans, which it keeps per thread; any thread.
+Three versions on CUDA, all of which read the paged cache and nothing else: one in a Hopper GPU's
+own instructions for plain causal attention, one in Triton for all other cases and GPUs, and one for
+exact mode. Knows no model and no request. No state; any thread.
 """
 
 from __future__ import annotations
-
-import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -21,37 +15,9 @@ from baton_kernels.block_rows import BlockRows
 from baton_kernels.dispatch import Backend, runs_triton
 from baton_kernels.layer_ops import check_tables
 
-LIBRARY_MIN_TOKENS = 1024
-"""Fresh chunks of fewer tokens do not go to the library: our kernel is as fast on them."""
-
-LIBRARY_STEP_TOKENS = 512
-"""The library takes the first tokens of a fresh chunk, a multiple of this many, our kernel the
-rest: for each new shape the library makes a plan, which takes some 75 ms, so shapes are few."""
-
-LIBRARY_BATCHED_TOKENS = (1024, 1536, 2048)
-"""Lengths of which several equal chunks are one call, in twos, fours, eights or sixteens: one of
-these alone does not fill the device."""
-
-LIBRARY_MOST_SEQUENCES = 16
-
-LIBRARY_HEAD_DIMS = (64, 128)
-"""Where it was measured."""
-
-
-@dataclass(frozen=True)
-class LibraryCall:
-    """The first tokens of fresh sequences that lie side by side."""
-
-    first_row: int
-    num_sequences: int
-    num_tokens: int
-    """Of each."""
-
 
 def prefill_attention(
     query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
     rows: BlockRows,
     block_tables: torch.Tensor,
     query_starts: torch.Tensor,
@@ -63,7 +29,6 @@ def prefill_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
-    spans: Sequence[tuple[int, int]] | None = None,
     out: torch.Tensor | None = None,
     backend: Backend = "auto",
     exact: bool = False,
@@ -72,8 +37,8 @@ def prefill_attention(
 
     Args:
         query: [T, H, D], H = K * G, head numbers dense.
-        key, value: [T, K, D], [T, K, Dv]: of the new tokens, which the cache holds already.
-        rows: the cache; not quantized, the query's dtype.
+        rows: the cache, which holds the new tokens' keys and values already; not quantized, the
+            query's dtype.
         block_tables: [B, n] int32; entries beyond a sequence's end are never followed.
         query_starts: [B + 1] int32: sequence b has rows query_starts[b] to query_starts[b + 1].
         starts: [B] int32: tokens of each sequence that were in the cache before.
@@ -81,79 +46,46 @@ def prefill_attention(
             tokens), of a sequence.
         window: a token sees itself and window - 1 before it; None: all before it.
         softcap, sinks [H]: see reference.attend_capped.
-        spans: (start, new tokens) of each sequence, as the tensors say it, with no rows between
-            them; None: not known on the host, and the library is not asked.
         out: [T, H, Dv], head numbers dense; rows of no sequence are left as they are.
         exact: a row has the same bits whatever chunk it comes in and whatever else is in the batch,
             and those of decode_attention's exact mode.
     Returns: [T, H, Dv].
     Raises: ValueError naming what does not fit.
     """
-    _check(query, key, value, rows, block_tables, query_starts, starts, spans, sinks)
+    _check(query, rows, block_tables, query_starts, starts, sinks)
     shape = (*query.shape[:2], rows.v_head_dim)
     if out is not None and (out.shape != shape or out.dtype != query.dtype or out.stride(2) != 1):
         raise ValueError(f"out is {shape} {query.dtype}, not {tuple(out.shape)} {out.dtype}")
     if not runs_triton(backend, query):
         return _by_reference(
-            query, key, value, rows, block_tables, query_starts, starts, scaling, window, softcap,
-            sinks, query.new_empty(shape) if out is None else out,
+            query, rows, block_tables, query_starts, starts, scaling, window, softcap, sinks,
+            query.new_empty(shape) if out is None else out,
         )  # fmt: skip
-    from baton_kernels.gpu import exact_prefill
-    from baton_kernels.gpu import prefill_attention as gpu
-    from baton_kernels.gpu import prefill_library as library
-
+    out = query.new_empty(shape) if out is None else out
     if exact:
-        out = query.new_empty(shape) if out is None else out
+        from baton_kernels.gpu import exact_prefill
+
         exact_prefill.launch(
             query, rows, block_tables, query_starts, starts, out, max_query_len=max_query_len,
             scaling=scaling, window=window, softcap=softcap, sinks=sinks,
         )  # fmt: skip
         return out
+    from baton_kernels.gpu import hopper
+    from baton_kernels.gpu import prefill_attention as gpu
+
     is_plain = (window is None or window >= max_end) and softcap is None and sinks is None
-    calls: list[LibraryCall] = []
-    if spans and is_plain and library.can_run(query, rows):
-        calls = library_calls(spans)
-        max_query_len = max(count - library_share(start, count) for start, count in spans)
-        if out is None and len(calls) == 1 and max_query_len == 0:
-            return library.attend_fresh(query, key, value, calls[0], scaling)
-    out = query.new_empty(shape) if out is None else out
-    for call in calls:
-        part = slice(call.first_row, call.first_row + call.num_sequences * call.num_tokens)
-        out[part].copy_(library.attend_fresh(query, key, value, call, scaling))
+    if is_plain and hopper.can_run(query, rows):
+        from baton_kernels.gpu import hopper_prefill
+
+        hopper_prefill.prefill_attention(
+            query, rows, block_tables, query_starts, starts, max_query_len, scaling, out
+        )
+        return out
     gpu.prefill_attention(
         query, rows, block_tables, query_starts, starts, max_query_len, scaling, window, softcap,
-        sinks, out, skips_library_share=bool(calls),
+        sinks, out,
     )  # fmt: skip
     return out
-
-
-def library_calls(spans: Sequence[tuple[int, int]]) -> list[LibraryCall]:
-    """What the library attends of a step.
-
-    Args:
-        spans: (start, new tokens) of each sequence.
-    """
-    calls: list[LibraryCall] = []
-    row = 0
-    for (start, count), members in itertools.groupby(spans):
-        number = len(list(members))
-        taken = library_share(start, count)
-        is_whole = taken == count and count in LIBRARY_BATCHED_TOKENS
-        left = number if taken else 0
-        while left:
-            most = min(left, LIBRARY_MOST_SEQUENCES) if is_whole else 1
-            together = 1 << (most.bit_length() - 1)
-            calls.append(LibraryCall(row + (number - left) * count, together, taken))
-            left -= together
-        row += number * count
-    return calls
-
-
-def library_share(start: int, count: int) -> int:
-    """How many of a chunk's first tokens the library attends."""
-    if start > 0 or count < LIBRARY_MIN_TOKENS:
-        return 0
-    return count // LIBRARY_STEP_TOKENS * LIBRARY_STEP_TOKENS
 
 
 def prefill_attention_reference(
@@ -180,8 +112,6 @@ def prefill_attention_reference(
 
 def _by_reference(
     query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
     rows: BlockRows,
     block_tables: torch.Tensor,
     query_starts: torch.Tensor,
@@ -198,10 +128,7 @@ def _by_reference(
         count = part.stop - part.start
         if count == 0:
             continue
-        if start == 0:  # all it sees is at hand
-            keys, values = key[part].transpose(0, 1), value[part].transpose(0, 1)
-        else:
-            keys, values = sequence_rows(rows, block_tables[index], start + count)
+        keys, values = sequence_rows(rows, block_tables[index], start + count)
         out[part] = prefill_attention_reference(
             query[part], keys, values, start, scaling, window, softcap, sinks
         )
@@ -222,13 +149,10 @@ def sequence_rows(
 
 def _check(
     query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
     rows: BlockRows,
     block_tables: torch.Tensor,
     query_starts: torch.Tensor,
     starts: torch.Tensor,
-    spans: Sequence[tuple[int, int]] | None,
     sinks: torch.Tensor | None,
 ) -> None:
     if rows.dtype:
@@ -237,14 +161,9 @@ def _check(
         raise ValueError(f"query is [T, H, {rows.k_head_dim}], not {tuple(query.shape)}")
     if query.dtype != rows.keys.dtype:
         raise ValueError(f"query is {query.dtype}, the cache {rows.keys.dtype}")
-    num_tokens, num_heads = query.shape[:2]
+    num_heads = query.shape[1]
     if num_heads % rows.num_heads:
         raise ValueError(f"query has {num_heads} heads for {rows.num_heads} kv heads")
-    for name, x, dim in (("key", key, rows.k_head_dim), ("value", value, rows.v_head_dim)):
-        if x.shape != (num_tokens, rows.num_heads, dim) or x.dtype != query.dtype:
-            raise ValueError(f"{name} is [{num_tokens}, {rows.num_heads}, {dim}] {query.dtype}")
-        if x.stride(2) != 1:
-            raise ValueError(f"{name}: heads are dense, not strides {x.stride()}")
     check_tables(block_tables)
     num_sequences = starts.shape[0]
     if block_tables.shape[0] != num_sequences:
@@ -255,7 +174,5 @@ def _check(
     ):
         if x.shape != (count,) or x.dtype != torch.int32 or not x.is_contiguous():
             raise ValueError(f"{name} is [{count}] int32, not {tuple(x.shape)} {x.dtype}")
-    if spans is not None and len(spans) != num_sequences:
-        raise ValueError(f"spans has {len(spans)} entries for {num_sequences} sequences")
     if sinks is not None and sinks.shape != (num_heads,):
         raise ValueError(f"sinks is [{num_heads}], not {tuple(sinks.shape)}")

@@ -45,8 +45,8 @@ class SamplingRows(NamedTuple):
     """int64: mix(mix(seed) ^ sample index), engine/noise.py."""
 
     positions: torch.Tensor
-    """int32: the place in the sequence that the drawn token takes. Negative: no row; its logits are
-    not read, its token is 0 and its best value 0."""
+    """int32: the place in the sequence that the drawn token takes. Negative: no row; its logits do
+    not matter, its token is 0 and its best value 0."""
 
     top_k: torch.Tensor
     """int32; 0, or the vocabulary's size and more: off."""

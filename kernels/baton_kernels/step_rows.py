@@ -1,115 +1,179 @@
-"""begin_step: what a decode step does on the device before its first layer: each row's token, which
-may be the one that the step before drew, and the entries of the block tables that changed.
+"""begin_step, end_step: what a decode step does on the device before its first layer and after its
+draw: it takes its rows from the host's memory, and leaves what they drew there.
 
-So that no token takes the way over the host, and no table is copied whole. Knows no requests: which
-row is whose is the caller's knowledge. Invariant: graph-safe; the number of changes is read on the
-device. No state; any thread.
+So that no copy stands between two steps: where one engine copies and another computes, each waits
+for the other some microseconds. The host writes the image of a step into one of two buffers while
+the step before may still read the other; which one it is, a counter on the device tells, so that
+one graph serves both. A token that the step before drew does not take the way over the host, and of
+the block tables only what changed is brought.
+
+Knows no requests: which row is whose is the caller's knowledge. Invariant: graph-safe; nothing here
+waits. No state; any thread.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 
 from baton_kernels.dispatch import Backend, runs_triton
 
+NUM_BUFFERS = 2
+LAST_NUMBER = (1 << 30) - 1
+"""Of a step; the next one is number 0 again. Odd, so that buffers go on taking turns."""
+HEADER_WORDS = 16
+"""In front of an image (the first: its number of changes) and of an output (the first: the number
+of its step)."""
+
+
+class ImageLayout(NamedTuple):
+    """Where things lie in an image: a header, fields of so many rows, changes of the tables."""
+
+    given: int
+    """The word where the tokens begin that the host knows."""
+
+    sources: int
+    """The word where the rows begin of which the step before drew this one's token; -1: given."""
+
+    first_change: int
+    """The word where the fields end and the changes begin, pairs of (flat index into the tables,
+    block id)."""
+
 
 def begin_step(
-    given: torch.Tensor,
-    sources: torch.Tensor,
+    images: torch.Tensor,
+    number: torch.Tensor,
     drawn: torch.Tensor,
+    words: torch.Tensor,
     token_ids: torch.Tensor,
-    changes: torch.Tensor,
-    num_changes: torch.Tensor,
     block_tables: torch.Tensor,
     *,
+    layout: ImageLayout,
     vocab_size: int,
     backend: Backend = "auto",
 ) -> None:
-    """Write `token_ids` and the changed entries of `block_tables`.
+    """Take a step's rows: write `words`, `token_ids` and the changed entries of `block_tables`.
 
     Args:
-        given: [B] int32: tokens that the host knows.
-        sources: [B] int32: the row of `drawn` that has this row's token; -1: `given` has it.
-        drawn: [R] int32: what the step before drew, row by row. Clamped into [0, vocab_size), so
-            that the draw of a row whose logits were not finite is harmless until it is thrown away.
-        token_ids: [B] int32, written; not `drawn`.
-        changes: [C, 2] int32: (flat index into `block_tables`, block id), no index twice.
-        num_changes: [1] int32, at most C: how many of them hold.
-        block_tables: [R, n] int32, contiguous, written.
+        images: [2, W] int32, on the device or pinned; that of step s is images[s % 2]. Its first
+            word says how many changes there are.
+        number: [1] int32: s.
+        drawn: [2, R] int32: in row 0 what the step before drew, row by row. Clamped into [0,
+            vocab_size), so that the draw of a row whose logits were not finite is harmless until it
+            is thrown away.
+        words: [layout.first_change] int32, written: the image without its changes.
+        token_ids: [B] int32, written.
+        block_tables: [R, n] int32, written; no entry is changed twice in one image.
     Raises: ValueError naming the argument that does not fit.
-    Bytes moved: 16 B + 12 num_changes. Source: ours.
+    Bytes moved: 8 layout.first_change + 16 B + 12 per change. Source: ours.
     """
-    _check(given, sources, drawn, token_ids, changes, num_changes, block_tables)
-    if runs_triton(backend, given):
+    _check_host("images", images, number)
+    _check_on(number, {"number": number, "drawn": drawn, "words": words})
+    _check_on(number, {"token_ids": token_ids, "block_tables": block_tables})
+    if number.shape != (1,):
+        raise ValueError(f"number: [1], not {tuple(number.shape)}")
+    if words.shape != (layout.first_change,) or images.shape[1] < layout.first_change:
+        raise ValueError(f"words: [{layout.first_change}], not {tuple(words.shape)}")
+    if drawn.dim() != 2 or drawn.shape[0] != 2:
+        raise ValueError(f"drawn: [2, R], not {tuple(drawn.shape)}")
+    if token_ids.dim() != 1 or token_ids.shape[0] > drawn.shape[1]:
+        raise ValueError(f"token_ids: at most {drawn.shape[1]}, not {tuple(token_ids.shape)}")
+    if block_tables.dim() != 2:
+        raise ValueError(f"block_tables: [R, n], not {tuple(block_tables.shape)}")
+    if runs_triton(backend, number):
         from baton_kernels.gpu import step_rows
 
         step_rows.begin_step(
-            given, sources, drawn, token_ids, changes, num_changes, block_tables, vocab_size
+            images, number, drawn, words, token_ids, block_tables, layout, vocab_size
         )
         return
     begin_step_reference(
-        given,
-        sources,
+        images,
+        number,
         drawn,
+        words,
         token_ids,
-        changes,
-        num_changes,
         block_tables,
+        layout=layout,
         vocab_size=vocab_size,
     )
 
 
 def begin_step_reference(
-    given: torch.Tensor,
-    sources: torch.Tensor,
+    images: torch.Tensor,
+    number: torch.Tensor,
     drawn: torch.Tensor,
+    words: torch.Tensor,
     token_ids: torch.Tensor,
-    changes: torch.Tensor,
-    num_changes: torch.Tensor,
     block_tables: torch.Tensor,
     *,
+    layout: ImageLayout,
     vocab_size: int,
 ) -> None:
-    """`begin_step` in plain torch; waits for `num_changes`."""
-    taken = drawn[sources.clamp(min=0).long()].clamp(0, vocab_size - 1)
+    """`begin_step` in plain torch; waits for the device."""
+    image = images[int(number) % NUM_BUFFERS].to(words.device)
+    words.copy_(image[: layout.first_change])
+    num_rows, num_changes = token_ids.shape[0], int(image[0])
+    given = image[layout.given : layout.given + num_rows]
+    sources = image[layout.sources : layout.sources + num_rows]
+    taken = drawn[0, sources.clamp(min=0).long()].clamp(0, vocab_size - 1)
     token_ids.copy_(torch.where(sources >= 0, taken, given))
-    count = int(num_changes)
-    block_tables.view(-1)[changes[:count, 0].long()] = changes[:count, 1]
+    changes = image[layout.first_change : layout.first_change + 2 * num_changes].view(-1, 2)
+    block_tables.view(-1)[changes[:, 0].long()] = changes[:, 1]
 
 
-def _check(
-    given: torch.Tensor,
-    sources: torch.Tensor,
-    drawn: torch.Tensor,
-    token_ids: torch.Tensor,
-    changes: torch.Tensor,
-    num_changes: torch.Tensor,
-    block_tables: torch.Tensor,
+def end_step(
+    drawn: torch.Tensor, number: torch.Tensor, outputs: torch.Tensor, *, backend: Backend = "auto"
 ) -> None:
-    named = {
-        "given": given,
-        "sources": sources,
-        "drawn": drawn,
-        "token_ids": token_ids,
-        "changes": changes,
-        "num_changes": num_changes,
-        "block_tables": block_tables,
-    }
+    """Leave a step's draws where the host reads them, and count it.
+
+    Args:
+        drawn: [2, R] int32: tokens, and the bits of the best values.
+        number: [1] int32: s; becomes `next_number(s)`.
+        outputs: [2, HEADER_WORDS + 2 R] int32, on the device or pinned; outputs[s % 2] is written:
+            s, and `drawn`.
+    Raises: ValueError naming the argument that does not fit.
+    Bytes moved: 16 R. Source: ours.
+    """
+    _check_host("outputs", outputs, number)
+    _check_on(number, {"number": number, "drawn": drawn})
+    if drawn.dim() != 2 or outputs.shape[1] != HEADER_WORDS + drawn.numel():
+        raise ValueError(f"outputs: {tuple(outputs.shape)} for drawn {tuple(drawn.shape)}")
+    if runs_triton(backend, number):
+        from baton_kernels.gpu import step_rows
+
+        step_rows.end_step(drawn, number, outputs)
+        return
+    end_step_reference(drawn, number, outputs)
+
+
+def end_step_reference(drawn: torch.Tensor, number: torch.Tensor, outputs: torch.Tensor) -> None:
+    """`end_step` in plain torch; waits for the device."""
+    output = outputs[int(number) % NUM_BUFFERS]
+    output[HEADER_WORDS:] = drawn.view(-1)
+    output[0] = number[0]
+    number.copy_((number + 1) & LAST_NUMBER)
+
+
+def next_number(number: int) -> int:
+    """Of the step after this one."""
+    return (number + 1) & LAST_NUMBER
+
+
+def _check_host(name: str, buffers: torch.Tensor, number: torch.Tensor) -> None:
+    """Two dense buffers that the device can reach."""
+    if buffers.dtype != torch.int32 or buffers.dim() != 2 or not buffers.is_contiguous():
+        raise ValueError(f"{name}: [2, words] int32, not {buffers.dtype} {tuple(buffers.shape)}")
+    if buffers.shape[0] != NUM_BUFFERS:
+        raise ValueError(f"{name}: {NUM_BUFFERS} of them, not {buffers.shape[0]}")
+    if buffers.device != number.device and not buffers.is_pinned():
+        raise ValueError(f"{name}: on {buffers.device}, not pinned, and number on {number.device}")
+
+
+def _check_on(number: torch.Tensor, named: dict[str, torch.Tensor]) -> None:
     for name, tensor in named.items():
         if tensor.dtype != torch.int32 or not tensor.is_contiguous():
             raise ValueError(f"{name}: contiguous int32, not {tensor.dtype} {tensor.stride()}")
-        if tensor.device != given.device:
-            raise ValueError(f"{name}: on {tensor.device}, given on {given.device}")
-    if given.dim() != 1 or sources.shape != given.shape or token_ids.shape != given.shape:
-        raise ValueError(
-            f"given, sources and token_ids are [B]: {tuple(given.shape)}, "
-            f"{tuple(sources.shape)}, {tuple(token_ids.shape)}"
-        )
-    if drawn.dim() != 1 or drawn.data_ptr() == token_ids.data_ptr():
-        raise ValueError("drawn: [R], and not token_ids")
-    if changes.dim() != 2 or changes.shape[1] != 2:
-        raise ValueError(f"changes: [C, 2], not {tuple(changes.shape)}")
-    if num_changes.shape != (1,):
-        raise ValueError(f"num_changes: [1], not {tuple(num_changes.shape)}")
-    if block_tables.dim() != 2:
-        raise ValueError(f"block_tables: [R, n], not {tuple(block_tables.shape)}")
+        if tensor.device != number.device:
+            raise ValueError(f"{name}: on {tensor.device}, number on {number.device}")

@@ -174,6 +174,31 @@ def test_options(options: dict[str, Any], generator: torch.Generator, seed: int)
     close(cache.kernel(scaling=0.7, **options), cache.truth(scaling=0.7, **its))
 
 
+@pytest.mark.parametrize(
+    ("block_size", "fields"),
+    [
+        (16, (4, 16, 1, 5)),
+        (32, (16, 16, 1, 3)),
+        (16, (8, 32, 2, 3)),
+        (8, (4, 32, 2, 3)),
+        (16, (4, 16, 2, 5, 128, 32, True)),
+    ],
+    ids=str,
+)
+def test_other_configs(
+    block_size: int, fields: tuple[Any, ...], generator: torch.Generator, seed: int
+) -> None:
+    """A tile in one block, in two, in more; parts that a kernel of their own merges."""
+    from baton_kernels.gpu.attention import Config
+
+    shape = Shape(num_heads=6, num_kv_heads=2, head_dim=32, v_head_dim=32, block_size=block_size)
+    cache = Cache(shape, lengths(seed, 4, 150), torch.bfloat16, generator)
+    for options in ({"num_splits": 4}, {"num_splits": 1, "window": 77}):
+        its = {key: value for key, value in options.items() if key == "window"}
+        out = cache.kernel(scaling=0.3, config=Config(*fields), **options)
+        close(out, cache.truth(scaling=0.3, **its))
+
+
 @pytest.mark.parametrize("num_splits", [1, 4])
 def test_sinks(num_splits: int, generator: torch.Generator, seed: int) -> None:
     cache = Cache(Shape(), lengths(seed, 4, 130), torch.float32, generator)

@@ -93,10 +93,11 @@ def test_a_chunk_in_a_batch(generator: torch.Generator, seed: int) -> None:
     assert not out.isnan().any()
 
 
-def test_a_chain_of_nodes_is_a_chunk(generator: torch.Generator) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_chain_of_nodes_is_a_chunk(dtype: torch.dtype, generator: torch.Generator) -> None:
     cached, nodes = 505, 12
-    cache = Cache(Shape(block_size=16), [cached + nodes], torch.float32, generator)
-    query = torch.randn(nodes, 4, 16, generator=generator, device=DEVICE)
+    cache = Cache(Shape(block_size=16), [cached + nodes], dtype, generator)
+    query = torch.randn(nodes, 4, 16, generator=generator, device=DEVICE).to(dtype)
     chunk = in_chunks(cache, query, [cached, cached + nodes], scaling=0.3)
     visible = torch.ones(nodes, nodes, device=DEVICE).tril().bool()
     tree = tree_attention(

@@ -91,10 +91,11 @@ def test_split_sums_are_whole_and_leave_nothing_behind(
 ) -> None:
     """Whoever comes last adds up the partial sums: twice the same bits with the same counters."""
     from baton_kernels.gpu import linear as gpu
+    from baton_kernels.gpu.tiles import Tile
 
     x = randn(5, 300)
     weight = randn(48 if is_gated else 24, 300)
-    tile = gpu.Tile(**({"block_m": 8, "block_n": 16, "block_k": 64, "num_stages": 2} | cut))
+    tile = Tile(**({"block_m": 8, "block_n": 16, "block_k": 64, "num_stages": 2} | cut))
     results = []
     for _ in range(2):
         gpu._counters(x.device)._next = 0

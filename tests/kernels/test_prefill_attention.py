@@ -10,11 +10,8 @@ from typing import Any
 import pytest
 import torch
 from baton_kernels.block_rows import BlockRows
+from baton_kernels.gpu import hopper
 from baton_kernels.prefill_attention import (
-    LIBRARY_MIN_TOKENS,
-    LIBRARY_STEP_TOKENS,
-    LibraryCall,
-    library_calls,
     prefill_attention,
     prefill_attention_reference,
 )
@@ -42,6 +39,7 @@ class Step:
         v_dim: int = 0,
         is_latent: bool = False,
         size: int = 4,
+        has_records: bool = True,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         v_dim = v_dim or dim
@@ -49,15 +47,16 @@ class Step:
         num_blocks = sum(each) + 3
         self.tables = block_tables(each, num_blocks)
         device = self.tables.device
-        step = 3  # rows of a head in a block: one of keys, one of values, one of another layer
+        # A head's record in a block: keys, values, and what is another layer's. As the engine has
+        # it, a row is a record; or a row is a matrix, and a head's are three apart.
         width = size * max(dim, v_dim)
-        flat = torch.full(
-            (num_blocks * num_kv_heads * step * width,), float("nan"), dtype=dtype, device=device
-        )
-        count = num_blocks * num_kv_heads * step - (step - 1)
+        num_records = num_blocks * num_kv_heads
+        step, stride = (1, 3 * width) if has_records else (3, width)
+        flat = torch.full((num_records * 3 * width,), float("nan"), dtype=dtype, device=device)
+        count = num_records * step - (step - 1)
 
         def part(offset: int, columns: int) -> torch.Tensor:
-            return flat.as_strided((count, size, columns), (width, columns, 1), offset * width)
+            return flat.as_strided((count, size, columns), (stride, columns, 1), offset * width)
 
         keys, values = part(0, dim), None if is_latent else part(1, v_dim)
         self.rows = BlockRows(keys, values, v_dim, num_kv_heads, num_kv_heads * step, step)
@@ -66,8 +65,6 @@ class Step:
         self.firsts = [sum(counts[:index]) for index in range(len(counts) + 1)]
         total = self.firsts[-1]
         self.query = randn(total, num_heads, dim, dtype=dtype)
-        self.key = torch.empty(total, num_kv_heads, dim, dtype=dtype, device=device)
-        self.value = torch.empty(total, num_kv_heads, v_dim, dtype=dtype, device=device)
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
         for index, (start, number) in enumerate(spans):
@@ -84,8 +81,6 @@ class Step:
                 keys[rows[:, 0], position % size] = k[position]
                 if values is not None:
                     values[rows[:, 0], position % size] = v[position]
-            own = slice(self.firsts[index], self.firsts[index + 1])
-            self.key[own], self.value[own] = k[start:], v[start:]
             self.keys.append(k.transpose(0, 1))
             self.values.append(v.transpose(0, 1))
 
@@ -98,7 +93,7 @@ class Step:
             "backend": "triton",
         } | options
         return prefill_attention(
-            self.query, self.key, self.value, self.rows, self.tables,
+            self.query, self.rows, self.tables,
             torch.tensor(self.firsts, **int32),
             torch.tensor([start for start, _ in self.spans], **int32), out=out, **given,
         )  # fmt: skip
@@ -132,7 +127,7 @@ RAGGED = [(0, 9), (30, 21), (64, 1), (5, 0)]
     [
         (torch.float32, {}),
         (torch.bfloat16, {"size": 16}),
-        (torch.bfloat16, {"num_heads": 7, "num_kv_heads": 1, "dim": 16, "size": 16}),
+        (torch.bfloat16, {"num_heads": 7, "num_kv_heads": 1, "dim": 16, "has_records": False}),
         (torch.float32, {"num_heads": 3, "num_kv_heads": 3, "dim": 24, "size": 2}),
         (torch.bfloat16, {"dim": 48, "v_dim": 20, "size": 3}),
         (
@@ -224,142 +219,68 @@ def test_strided_input_and_output(randn: Tensors, block_tables: Tensors, poisone
     assert out[:, 0].isnan().all() and out[:, 5].isnan().all()
 
 
-def test_who_goes_to_the_library() -> None:
-    """Fresh and long: as many steps as fit; equal neighbours together, in few sizes."""
-    long = 2 * LIBRARY_STEP_TOKENS
-    assert long == LIBRARY_MIN_TOKENS
-    spans = [(0, long)] * 7 + [(0, long + 1)] * 2 + [(0, long - 1), (9, long), (0, 8 * long + 3)]
-    row = 7 * long
-    assert library_calls(spans) == [
-        LibraryCall(0, 4, long),
-        LibraryCall(4 * long, 2, long),
-        LibraryCall(6 * long, 1, long),
-        LibraryCall(row, 1, long),
-        LibraryCall(row + long + 1, 1, long),
-        LibraryCall(row + 4 * long + 1, 1, 8 * long),
-    ]
-    assert library_calls([(0, 4)]) == library_calls([]) == []
-
-
-def test_the_kernel_attends_what_the_library_leaves(
-    randn: Tensors, block_tables: Tensors, poisoned: Tensors, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("has_records", [False, True])
+def test_the_cache_is_one_matrix_of_tokens(
+    has_records: bool, randn: Tensors, block_tables: Tensors
 ) -> None:
-    """With a library that is the reference: every row is written once, and right."""
-    module = "baton_kernels.prefill_attention"
-    monkeypatch.setattr(f"{module}.LIBRARY_MIN_TOKENS", 8)
-    monkeypatch.setattr(f"{module}.LIBRARY_STEP_TOKENS", 8)
-    monkeypatch.setattr(f"{module}.LIBRARY_BATCHED_TOKENS", (8,))
-    monkeypatch.setattr("baton_kernels.gpu.prefill_attention.LIBRARY_MIN_TOKENS", 8)
-    monkeypatch.setattr("baton_kernels.gpu.prefill_attention.LIBRARY_STEP_TOKENS", 8)
-    seen = []
-
-    def attend(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        call: LibraryCall,
-        scaling: float,
-    ) -> torch.Tensor:
-        seen.append(call)
-        count = call.num_tokens
-        found = []
-        for index in range(call.num_sequences):
-            own = slice(call.first_row + index * count, call.first_row + (index + 1) * count)
-            keys, values = key[own].transpose(0, 1), value[own].transpose(0, 1)
-            found.append(prefill_attention_reference(query[own], keys, values, 0, scaling))
-        return torch.cat(found)
-
-    monkeypatch.setattr("baton_kernels.gpu.prefill_library.can_run", lambda *_: True)
-    monkeypatch.setattr("baton_kernels.gpu.prefill_library.attend_fresh", attend)
-    spans = [(0, 8), (0, 8), (0, 21), (0, 3), (9, 8), (8, 16), (0, 0)]
-    step = Step(spans, randn, block_tables)
-    out = poisoned(*step.query.shape, dtype=torch.float32)
-    step.run(out, spans=spans)
-    assert relative(out, step.truth()) < TOLERANCE[torch.float32]
-    assert seen == [LibraryCall(0, 2, 8), LibraryCall(16, 1, 16)]
-    alone = Step([(0, 16)], randn, block_tables)  # nothing is left: its result as it is
-    assert relative(alone.run(spans=[(0, 16)]), alone.truth()) < TOLERANCE[torch.float32]
-    capped = step.run(spans=spans, softcap=2.0)
-    assert relative(capped, step.truth(softcap=2.0)) < TOLERANCE[torch.float32]
-    assert len(seen) == 3, "the library knows no cap"
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="the library's kernel needs a GPU")
-def test_the_library_gives_the_same(
-    randn: Tensors, block_tables: Tensors, poisoned: Tensors
-) -> None:
-    spans = [(0, 1024), (0, 1024), (0, 1100), (0, 3), (40, 4)]
-    for num_heads, num_kv_heads, dim in ((8, 2, 128), (4, 4, 64)):
-        step = Step(
-            spans, randn, block_tables, num_heads=num_heads, num_kv_heads=num_kv_heads, dim=dim,
-            size=16, dtype=torch.bfloat16,
-        )  # fmt: skip
-        out = poisoned(*step.query.shape, dtype=torch.bfloat16)
-        step.run(out, spans=spans, backend="auto")
-        assert relative(out, step.truth()) < TOLERANCE[torch.bfloat16]
+    """What Hopper's copies address: every token of every row, however rows lie."""
+    step = Step([(0, 9), (5, 2)], randn, block_tables, dim=16, size=8, has_records=has_records)
+    for matrices in (step.rows.keys, step.rows.values):
+        assert matrices is not None
+        num_rows, size, dim = matrices.shape
+        pitch, num_tokens = hopper.token_matrix(matrices)
+        tokens = matrices.as_strided((num_tokens, dim), (dim, 1), matrices.storage_offset())
+        for row in range(num_rows):
+            seen = tokens[row * pitch : row * pitch + size]
+            assert torch.equal(seen.nan_to_num(7.0), matrices[row].nan_to_num(7.0))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="its instructions are a Hopper GPU's")
 @pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "dim", "size"),
-    [(8, 2, 128, 16), (14, 2, 64, 16), (4, 4, 128, 128), (6, 2, 64, 8)],
+    "shape",
+    [
+        {"num_heads": 8, "num_kv_heads": 2, "dim": 128, "size": 16},
+        {"num_heads": 14, "num_kv_heads": 2, "dim": 64, "size": 16, "has_records": False},
+        {"num_heads": 4, "num_kv_heads": 4, "dim": 128, "size": 128},
+        {"num_heads": 6, "num_kv_heads": 2, "dim": 64, "size": 8},
+    ],
+    ids=str,
 )
 def test_hopper(
-    num_heads: int, num_kv_heads: int, dim: int, size: int, randn: Tensors, block_tables: Tensors,
-    poisoned: Tensors, device: str,
-) -> None:  # fmt: skip
+    shape: dict[str, Any], randn: Tensors, block_tables: Tensors, poisoned: Tensors
+) -> None:
     """One token and many, fresh and after a prefix, tiles that end in a sequence's middle; slots of
     nobody hold NaN."""
-    from baton_kernels.gpu import hopper_prefill
-
     spans = [(0, 700), (300, 1), (1000, 260), (0, 128), (127, 129), (5, 0), (0, 3)]
-    step = Step(
-        spans, randn, block_tables, num_heads=num_heads, num_kv_heads=num_kv_heads, dim=dim,
-        size=size, dtype=torch.bfloat16,
-    )  # fmt: skip
-    if not hopper_prefill.can_run(step.query, step.rows):
+    step = Step(spans, randn, block_tables, dtype=torch.bfloat16, **shape)
+    if not hopper.can_run(step.query, step.rows):
         pytest.skip("another GPU")
-    int32 = {"dtype": torch.int32, "device": device}
     out = poisoned(*step.query.shape, dtype=torch.bfloat16)
-    hopper_prefill.prefill_attention(
-        step.query, step.rows, step.tables, torch.tensor(step.firsts, **int32),
-        torch.tensor([start for start, _ in spans], **int32), 700, 0.2, out,
-    )  # fmt: skip
+    step.run(out, backend="auto")
     assert relative(out, step.truth()) < TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="its instructions are a GPU's")
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "dim"), [(8, 2, 128), (14, 2, 64)])
-def test_dense_keys(
-    num_heads: int, num_kv_heads: int, dim: int, randn: Tensors, block_tables: Tensors,
-    poisoned: Tensors, device: str,
-) -> None:  # fmt: skip
-    """One token and many, fresh and after a prefix, tiles that end in a sequence's middle."""
-    from baton_kernels.gpu.dense_attention import attend_dense
-
-    spans = [(0, 700), (300, 1), (1000, 260), (0, 128), (127, 129), (5, 0), (0, 3)]
-    step = Step(
-        spans, randn, block_tables, num_heads=num_heads, num_kv_heads=num_kv_heads, dim=dim,
-        size=16, dtype=torch.bfloat16,
-    )  # fmt: skip
-    keys, values, firsts, row = [], [], [], 0
-    for k, v in zip(step.keys, step.values, strict=True):
-        firsts.append(row)
-        padding = (0, 0, 0, 0, 0, -k.shape[1] % 128)
-        keys.append(torch.nn.functional.pad(k.transpose(0, 1), padding))
-        values.append(torch.nn.functional.pad(v.transpose(0, 1), padding))
-        row += keys[-1].shape[0]
-    int32 = {"dtype": torch.int32, "device": device}
-    out = poisoned(*step.query.shape, dtype=torch.bfloat16)
-    attend_dense(
-        step.query, torch.cat(keys), torch.cat(values), torch.tensor(step.firsts, **int32),
-        torch.tensor([start for start, _ in spans], **int32), torch.tensor(firsts, **int32),
-        700, 0.2, out,
-    )  # fmt: skip
-    assert relative(out, step.truth()) < TOLERANCE[torch.bfloat16]
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="its instructions are a Hopper GPU's")
+def test_hopper_gives_a_row_the_same_bits_in_every_chunk(
+    randn: Tensors, block_tables: Tensors
+) -> None:
+    total = 413
+    shape: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 2, "dim": 128, "size": 16}
+    step = Step([(0, total)], randn, block_tables, dtype=torch.bfloat16, **shape)
+    if not hopper.can_run(step.query, step.rows):
+        pytest.skip("another GPU")
+    whole = step.run(backend="auto")
+    for chunks in ([(0, 200), (200, 213)], [(0, 1), (1, 411), (412, 1)], [(0, 128), (128, 285)]):
+        for start, count in chunks:
+            some = Step(
+                [(3, 5), (start, count)], randn, block_tables, dtype=torch.bfloat16, **shape
+            )
+            some.query[5:] = step.query[start : start + count]
+            some.rows, some.tables = step.rows, torch.cat((step.tables, step.tables))
+            part = some.run(backend="auto")[5:]
+            assert torch.equal(part, whole[start : start + count])
 
 
 @pytest.mark.parametrize(
@@ -368,13 +289,10 @@ def test_dense_keys(
         ({"query": torch.zeros(3, 4, 16)}, "query"),
         ({"query": torch.zeros(3, 4, 32, dtype=torch.bfloat16)}, "cache"),
         ({"query": torch.zeros(3, 3, 32)}, "heads"),
-        ({"key": torch.zeros(2, 2, 32)}, "key"),
-        ({"value": torch.zeros(3, 2, 16)}, "value"),
         ({"block_tables": torch.zeros(2, 1, dtype=torch.int32)}, "block_tables"),
         ({"block_tables": torch.zeros(1, 1)}, "block_tables"),
         ({"starts": torch.zeros(1)}, "starts"),
         ({"query_starts": torch.zeros(1, dtype=torch.int32)}, "query_starts"),
-        ({"spans": [(0, 1), (0, 2)]}, "spans"),
         ({"sinks": torch.zeros(2)}, "sinks"),
         ({"out": torch.zeros(3, 4, 16)}, "out"),
         (
@@ -392,8 +310,6 @@ def test_refuses(changes: dict[str, Any], named: str) -> None:
     rows = BlockRows(torch.zeros(4, 4, 32), torch.zeros(4, 4, 32), 32, 2, 2, 1)
     given: dict[str, Any] = {
         "query": torch.zeros(3, 4, 32),
-        "key": torch.zeros(3, 2, 32),
-        "value": torch.zeros(3, 2, 32),
         "rows": rows,
         "block_tables": torch.zeros(1, 1, dtype=torch.int32),
         "query_starts": torch.tensor([0, 3], dtype=torch.int32),

@@ -300,3 +300,28 @@ def test_exact_logits_do_not_depend_on_the_step(
     assert torch.equal(cut, whole)
     singly = logits([[(0, i, i + 1), (1, i, i + 1), (2, i, i + 1)] for i in range(70)])
     assert torch.equal(singly, whole)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs and kernels: on a GPU")
+@pytest.mark.timeout(600)
+def test_exact_tokens_do_not_depend_on_the_engine(
+    get_wide: Callable[[str], Tiny], load: Callable[..., Any], run: Callable[..., Any], seed: int
+) -> None:
+    """In bfloat16, where rounding of another order changes tokens: with other neighbours, chunks,
+    prefix hits and graphs, and with steps launched ahead or not."""
+    rng = random.Random(f"{seed} exact engine")
+    path = get_wide("qwen3").path
+    prompts = _prompts(rng, 12)
+    requests = {str(i): (prompt, _greedy(40)) for i, prompt in enumerate(prompts)}
+    fields: dict[str, Any] = {
+        "decoder": "own", "device": "cuda:0", "dtype": "bfloat16", "exact": True
+    }  # fmt: skip
+    alone = load(path, **fields)
+    expected: dict[str, list[int]] = {}
+    for name, one in requests.items():
+        expected |= run(alone, {name: one})
+    assert run(alone, requests) == expected  # all at once, with every prefix cached
+    for budget, running, overlap in ((33, 5, True), (100, 12, False)):
+        engine = load(path, **fields, overlap=overlap, max_num_tokens_per_step=budget,
+                      max_num_running=running)  # fmt: skip
+        assert run(engine, requests) == expected

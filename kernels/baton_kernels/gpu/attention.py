@@ -160,6 +160,8 @@ def attend(
     value_base = values + head.to(tl.int64) * v_head_stride
     ks_base = k_scales + head.to(tl.int64) * ks_head_stride
     vs_base = v_scales + head.to(tl.int64) * vs_head_stride
+    if ROTATES:
+        block_of_newest = tl.load(table + (end - 1) // P).to(tl.int64)
     if EARLY:
         prefetch_blocks(key_base, table, begin, stop, k_block_stride, P, PREFETCH, P * D, LINE)
         if not LATENT:
@@ -172,23 +174,21 @@ def attend(
     q_base = query + q_rows.to(tl.int64) * q_row_stride + q_heads * q_head_stride
     cols0 = tl.arange(0, D0)
     if ROTATES:
-        newest = query + sequence.to(tl.int64) * q_row_stride
+        # Every program loads the newest key and value, and one stores them: no branch, so that
+        # these loads wait together with the queries'.
+        newest = query + sequence.to(tl.int64) * q_row_stride + (G * KV_HEADS + head) * D
         cos_base = cos_sin + (end - 1).to(tl.int64) * D
+        value = tl.load(newest + KV_HEADS * D + v_cols)
+        key = rotate_row(newest, cos_base, k_norm, norm_eps, D, NORMS).to(keys.dtype.element_ty)
         q0 = rotate_rows(q_base, is_row, cos_base, q_norm, norm_eps, D, NORMS).to(
             out.dtype.element_ty
         )
-        if stop == end:
-            key = rotate_row(
-                newest + (G * KV_HEADS + head) * D, cos_base, k_norm, norm_eps, D, NORMS
-            )
-            value = tl.load(newest + (G * KV_HEADS + KV_HEADS + head) * D + v_cols)
-            block = tl.load(table + (end - 1) // P).to(tl.int64)
-            slot_of_newest = (end - 1) % P
-            tl.store(
-                key_base + block * k_block_stride + slot_of_newest * D + cols0,
-                key.to(keys.dtype.element_ty),
-            )
-            tl.store(value_base + block * v_block_stride + slot_of_newest * DV + v_cols, value)
+        row_of_newest = (end - 1) % P
+        to_key = key_base + block_of_newest * k_block_stride + row_of_newest * D
+        to_value = value_base + block_of_newest * v_block_stride + row_of_newest * DV
+        is_its_writer = stop == end
+        tl.store(to_key + cols0, key, mask=(cols0 < D) & is_its_writer)
+        tl.store(to_value + v_cols, value, mask=(v_cols < DV) & is_its_writer)
         tl.debug_barrier()  # the loop below reads what was stored
     else:
         q0 = tl.load(
@@ -225,7 +225,7 @@ def attend(
         q0, q1, greatest, total, weighted, begin, plain,
         key_base, value_base, ks_base, vs_base, table, visible, line_starts, low, num_cached,
         k_block_stride, v_block_stride, ks_block_stride, vs_block_stride, scale, cap,
-        D, DV, P, BLOCK_N, D0, D1, DV_WIDTH, QUANT, PER_TOKEN, LATENT, WINDOW, SOFTCAP, 0,
+        D, DV, P, BLOCK_N, D0, D1, DV_WIDTH, QUANT, PER_TOKEN, LATENT, WINDOW, SOFTCAP, 0, EXACT,
     )  # fmt: skip
     if TREE:
         greatest, total, weighted = walk_positions(
@@ -233,6 +233,7 @@ def attend(
             key_base, value_base, ks_base, vs_base, table, visible, line_starts, low, num_cached,
             k_block_stride, v_block_stride, ks_block_stride, vs_block_stride, scale, cap,
             D, DV, P, BLOCK_N, D0, D1, DV_WIDTH, QUANT, PER_TOKEN, LATENT, WINDOW, SOFTCAP, 1,
+            EXACT,
         )  # fmt: skip
     if TAILS:
         # The tail as a table of one block, whose positions are counted from its start.
@@ -245,7 +246,7 @@ def attend(
             ks_base, vs_base, tail_slots + sequence, visible, line_starts, low - tail_start,
             num_cached,
             tk_block_stride, tv_block_stride, ks_block_stride, vs_block_stride, scale, cap,
-            D, DV, P, TAIL_N, D0, D1, DV_WIDTH, 0, False, LATENT, WINDOW, SOFTCAP, 0,
+            D, DV, P, TAIL_N, D0, D1, DV_WIDTH, 0, False, LATENT, WINDOW, SOFTCAP, 0, EXACT,
         )  # fmt: skip
 
     # the end: alone, or with the others' parts
@@ -316,7 +317,6 @@ def launch(
     exact: bool = False,
     workspace: Workspace | None = None,
     config: Config | None = None,
-    min_split: int | None = None,
     rotation: Rotation | None = None,
     is_early: bool = False,
 ) -> None:
@@ -328,13 +328,13 @@ def launch(
         rotation: `query` is [B, (H + 2 K), D] before rotation, `ends` are positions (-1: padding),
             and the newest tokens' keys and values are written first. One part of the kernel.
         is_early: block_tables and ends were not written by the launch directly ahead.
-        config, num_splits, min_split: None: by attention_plan's tables.
+        config, num_splits: None: by attention_plan's tables.
     """
     group = out.shape[1] // rows.num_heads
     plan = plan_launch(
         rows, block_tables, ends.shape[0], group, max_num_nodes, query.dtype,
         window=window, exact=exact, is_tree=tree is not None, config=config,
-        num_splits=num_splits, min_split=min_split,
+        num_splits=num_splits,
     )  # fmt: skip
     if exact and plan.part_bytes > MAX_PART_BYTES and tree is None and not rows.dtype:
         # Chunks of one token: a program takes all splits of a sequence in turn. The same bits.
@@ -435,4 +435,6 @@ def _launch_attend(
 
 def _quant(rows: BlockRows) -> int:
     """See attention_walk's _numbers; Triton's interpreter knows no PTX."""
-    return {"": 0, "int8": 1, "fp8_e4m3": 2 if triton.knobs.runtime.interpret else 3}[rows.dtype]
+    if not rows.dtype:
+        return 0
+    return (1 if rows.dtype == "int8" else 2) + (0 if triton.knobs.runtime.interpret else 2)

@@ -22,9 +22,6 @@ from baton_kernels.gpu.attention_tiles import (
 
 LOG2_E = 1.4426950408889634
 
-MIN_SPLIT_POSITIONS = 64
-"""Of a split that is not exact: less would not pay for its merging."""
-
 MAX_PART_BYTES = 256 << 20
 """Of a launch's parts: exact attention of many long sequences goes without them."""
 
@@ -45,6 +42,10 @@ class Config:
     """Tiles on their way at a time."""
     prefetch_positions: int = 128
     """What a program asks L2 for before it waits for the kernel ahead."""
+    min_split_positions: int = 64
+    """Of a split that is not exact: less would not pay for its merging."""
+    merges_apart: bool = False
+    """By a kernel of its own, however small parts are."""
 
 
 @dataclass(frozen=True)
@@ -108,27 +109,25 @@ def config_for(rows: BlockRows, num_rows: int, dtype: torch.dtype, exact: bool) 
         num_rows: query rows of a kv head in one sequence: its group, times its nodes.
     """
     width = max(rows.k_head_dim, rows.v_head_dim) * dtype.itemsize // 2
+    if dtype == torch.float32:  # its products use no matrix unit: small tiles
+        return Config(16, TILE_POSITIONS if exact else 32, 4, 2)
     if exact:
         stages = 3 if width <= 128 else 2 if width <= 256 else 1
         return Config(EXACT_ROWS, TILE_POSITIONS, EXACT_WARPS if width <= 256 else 8, stages)
-    if rows.dtype and width <= 128:
-        # Left operands of 64 rows come from shared memory: bytes are made numbers once, not by
-        # every thread that needs them.
-        return Config(64, 128, 4, 2)
-    block_m = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
-    if width <= 128:
-        return Config(block_m, 32, 2, 4) if block_m == 16 else Config(block_m, 64, block_m // 8, 3)
-    if width <= 256:
-        return Config(block_m, 32, 4, 3)
-    return Config(block_m, 32, 4 if block_m == 16 else 8, 3 if width <= 576 else 2)
+    block_m = 16 if num_rows <= 16 else 32
+    if width <= 128 and rows.dtype:
+        return Config(block_m, 128, 4, 3)
+    if width <= 128 and block_m == 16:
+        return Config(block_m, 32, 2, 4)
+    return Config(block_m, 32, 4, 3)
 
 
-def plan_splits(num_pairs: int, max_positions: int, sms: int) -> tuple[int, int]:
-    """(splits at most, positions of one at least), for `num_pairs` programs without splitting: two
+def plan_splits(num_pairs: int, max_positions: int, min_split_positions: int, sms: int) -> int:
+    """Splits of a sequence at most, for `num_pairs` programs without splitting: two
     programs for each multiprocessor, and no more. One more than fit at a time would take a whole
     turn of its own."""
     wanted = max(1, round(2 * sms / num_pairs))
-    return min(wanted, -(-max_positions // MIN_SPLIT_POSITIONS)), MIN_SPLIT_POSITIONS
+    return min(wanted, -(-max_positions // min_split_positions))
 
 
 @dataclass(frozen=True)
@@ -180,7 +179,6 @@ def plan_launch(
     is_tree: bool,
     config: Config | None,
     num_splits: int | None,
-    min_split: int | None,
 ) -> Plan:
     """See gpu/attention.py's launch for the arguments; `group`: query heads of a kv head."""
     config = config or config_for(rows, group * max_num_nodes, dtype, exact)
@@ -193,12 +191,17 @@ def plan_launch(
         if window is not None:
             max_positions = min(max_positions, window + max_num_nodes + config.block_n)
         sms = num_sms(block_tables.device)
-        planned, its_min_split = plan_splits(num_pairs, max_positions, sms)
-        num_splits, min_split = num_splits or planned, min_split or its_min_split
+        min_split = config.min_split_positions
+        num_splits = num_splits or plan_splits(num_pairs, max_positions, min_split, sms)
     d0, d1, dv_width = widths(rows)
     pitch = config.block_m if is_tree else min(group, config.block_m)
     num_merged_rows = 1 << (pitch - 1).bit_length()
-    is_large = num_merged_rows * dv_width > _MAX_FUSED_NUMBERS or num_pairs > Workspace.num_counters
+    merges_apart = (
+        config.merges_apart
+        or num_merged_rows * dv_width > _MAX_FUSED_NUMBERS
+        or num_pairs > Workspace.num_counters
+    )
+    merged_at_a_time = 32 * config.num_warps * (128 if config.num_warps > 1 else 64)
     return Plan(
         config=config,
         num_m_blocks=num_m_blocks,
@@ -206,10 +209,10 @@ def plan_launch(
         num_splits=num_splits,
         min_split=min_split,
         grid=(rows.num_heads * num_m_blocks, num_sequences, num_splits),
-        merges=0 if num_splits == 1 else 2 if is_large else 1,
+        merges=0 if num_splits == 1 else 2 if merges_apart else 1,
         pitch=pitch,
         num_merged_rows=num_merged_rows,
-        block_s=max(1, min(16, 8192 // (num_merged_rows * dv_width))),
+        block_s=max(1, min(16, merged_at_a_time // (num_merged_rows * dv_width))),
         tail_n=min(config.block_n, max(16, 1 << (rows.block_size - 1).bit_length())),
         d0=d0,
         d1=d1,

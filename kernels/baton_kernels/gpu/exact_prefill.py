@@ -84,7 +84,7 @@ def _attend_chunks(
             tl.maximum(split * SPLIT, first), tl.minimum((split + 1) * SPLIT, end),
             key_base, value_base, key_base, key_base, table, key_base, rows, low, high,
             k_block_stride, v_block_stride, 0, 0, scale, cap,
-            D, DV, P, BLOCK_N, D0, D1, DV_WIDTH, 0, False, LATENT, WINDOW, SOFTCAP, 2,
+            D, DV, P, BLOCK_N, D0, D1, DV_WIDTH, 0, False, LATENT, WINDOW, SOFTCAP, 2, True,
         )  # fmt: skip
         greatest, total, weighted = merge_parts(
             greatest, total, weighted, its_greatest, its_total, its_weighted

@@ -10,10 +10,14 @@ import triton
 import triton.language as tl
 from torch.nn.functional import ScalingType, scaled_mm
 
-from baton_kernels.gpu.linear import MAX_ROWS, Tile, launch, split_for
+from baton_kernels.gpu.linear import launch
 from baton_kernels.gpu.overlap import overlap_options
+from baton_kernels.gpu.tiles import Tile, split_for
 
 __all__ = ["choose_tile", "launch", "library_product", "quantize_rows"]
+
+_MAX_ROWS = 64
+"""Above it the library is faster."""
 
 _LIBRARY_ALIGNMENT = 16
 """What the library asks of K and N, in numbers."""
@@ -28,7 +32,7 @@ def quantize_rows(
     scales = torch.empty(num_rows, dtype=torch.float32, device=x.device)
     quantize_kernel[(num_rows,)](
         x, norm_weight, values, scales, depth, x.stride(0), norm_eps,
-        HAS_NORM=norm_weight is not None, BLOCK=triton.next_power_of_2(depth),
+        HAS_NORM=norm_weight is not None, BLOCK=1 << (depth - 1).bit_length(),
         num_warps=4 if depth <= 2048 else 8 if depth <= 8192 else 16, **overlap_options(x),
     )  # fmt: skip
     return values, scales
@@ -74,14 +78,18 @@ def choose_tile(
     num_rows, depth = rows.shape
     width = weight.shape[0] // (2 if is_gated else 1)
     fits = depth % _LIBRARY_ALIGNMENT == 0 and weight.shape[0] % _LIBRARY_ALIGNMENT == 0
-    if num_rows > MAX_ROWS and fits and not exact and not is_forced:
+    if num_rows > _MAX_ROWS and fits and not exact and not is_forced:
         return None
     split = split_for(width, 64, depth, 256)
     if exact:  # one matrix instruction and one order of columns, whatever the rows
         return Tile(16 if num_rows <= 16 else 64, 64, 256, split, num_stages=3)
+    if num_rows == 1:
+        return Tile(0, 2, 2048, num_stages=1)
     if num_rows <= 16:
+        split = 1 if is_gated else split_for(width, 16, depth, 512, num_programs=700, most=4)
+        stages = 3 if split == 1 else 1
         return Tile(
-            8 if num_rows <= 8 else 16, 32, 512, split_for(width, 32, depth, 512), num_stages=3
+            8 if num_rows <= 8 else 16, 16, 512, split, num_stages=stages, splits_warps=True
         )
     return Tile(32 if num_rows <= 32 else 64, 64, 256, split, num_stages=3)
 

@@ -16,18 +16,20 @@ import triton.language as tl
 from baton_kernels.block_rows import BlockRows
 from baton_kernels.gpu.overlap import overlap_options
 
+_FEWEST_TOKENS = 16
+"""Up to here rotate_and_write is a matter of latency: small programs."""
+
 _FEW_TOKENS = 128
-"""Up to here rotate_and_write is a matter of latency: small programs, and an early start. Above, of
-bytes: larger ones, and an early start only gets in the way of what still runs."""
+"""Up to here it starts early; above, that only gets in the way of what still runs."""
 
 _COLUMNS_PER_PROGRAM = 1024
 """Of silu_mul."""
 
 
 def rotation_config(num_tokens: int) -> tuple[int, int]:
-    """(heads per program, warps): four heads a warp in each, so that a head's sum is added in one
-    order."""
-    return (4, 1) if num_tokens <= _FEW_TOKENS else (16, 4)
+    """(heads per program, warps): four heads a warp in each, and nothing fused, so that a head has
+    the same bits in each."""
+    return (4, 1) if num_tokens <= _FEWEST_TOKENS else (16, 4)
 
 
 def norm_config(num_columns: int) -> tuple[int, int]:
@@ -264,5 +266,5 @@ def rotate_and_write(
         P=1 if rows is None else rows.block_size, HEADS=heads_each, NORMS=q_norm is not None,
         WRITES=rows is not None, GIVES_K=out_k is not None, GIVES_V=out_v is not None,
         HAS_IDS=sequence_ids is not None,
-        num_warps=num_warps, **overlap,
+        num_warps=num_warps, enable_fp_fusion=False, **overlap,
     )  # fmt: skip

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from baton_kernels.gpu.overlap import overlap_options
+from baton_kernels.gpu.tiles import ceil_div
 
 _PART = 1024
 """Columns of x that one program of the shrink reads: enough programs for a few rows."""
@@ -26,11 +27,11 @@ def add_lora(
     num_tiles, tile_rows = row_ids.shape
     _, rank, depth = a.shape
     width = b.shape[2]
-    block_r = max(16, triton.next_power_of_2(rank))
+    block_r = max(16, 1 << (rank - 1).bit_length())
     block_n, block_k = 128, 128 if block_r <= 64 else 64
     if x.dtype == torch.float32:  # no matrix unit: all of it is unrolled
         block_n, block_k = 16, 32
-    num_parts = triton.cdiv(depth, _PART)
+    num_parts = ceil_div(depth, _PART)
     shrunk = torch.empty(
         num_parts, num_tiles, tile_rows, block_r, dtype=torch.float32, device=x.device
     )
@@ -46,7 +47,7 @@ def add_lora(
         x, a, shrunk, row_ids, slots, rank, depth, x.stride(0), num_tiles,
         BLOCK_K=block_k, NUM_STEPS=_PART // block_k, **options,
     )  # fmt: skip
-    expand_kernel[(num_tiles, triton.cdiv(width, block_n))](
+    expand_kernel[(num_tiles, ceil_div(width, block_n))](
         out, b, shrunk, row_ids, slots, rank, width, out.stride(0), num_tiles,
         NUM_PARTS=num_parts, BLOCK_N=block_n, **options,
     )  # fmt: skip

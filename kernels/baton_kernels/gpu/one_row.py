@@ -4,7 +4,7 @@ decodes.
 Every program owns a few rows of the weight and multiplies and adds in float32 where it read them;
 threads add up at the end. Its first columns are read into registers before it waits for the kernel
 ahead (programmatic dependent launch; weights are nobody's result), the next ones into L2: what is
-left after the wait is the latency of x alone. Knows no model; gpu/linear.py chooses its sizes.
+left after the wait is the latency of x alone. Knows no model; gpu/tiles.py chooses its sizes.
 Launched on the current stream; any thread.
 """
 
@@ -24,6 +24,8 @@ def row_kernel(  # type: ignore[no-untyped-def]
     bias,
     residual,
     norm_weight,
+    x_scales,
+    weight_scales,
     N,
     K,
     weight_stride,
@@ -31,6 +33,7 @@ def row_kernel(  # type: ignore[no-untyped-def]
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
     IS_GATED: tl.constexpr,
     IS_EVEN_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -40,11 +43,10 @@ def row_kernel(  # type: ignore[no-untyped-def]
     PREFETCH: tl.constexpr,
     LINE: tl.constexpr,
     OVERLAPS: tl.constexpr,
-    TRIGGERS_FIRST: tl.constexpr,
 ):
     """[K] x [N, K] -> [N]; with IS_GATED the weight is [2N, K], gate rows then up rows. The norm's
     factor (x's inverse root mean square) is one number: it is applied after the product."""
-    if OVERLAPS and TRIGGERS_FIRST:
+    if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.minimum(n, N - 1).to(tl.int64)
@@ -60,8 +62,6 @@ def row_kernel(  # type: ignore[no-untyped-def]
             if IS_GATED:
                 prefetch_rows(weight, rows + N, weight_stride, BLOCK_K, K, PREFETCH, LINE)
         tl.extra.cuda.gdc_wait()
-        if not TRIGGERS_FIRST:
-            tl.extra.cuda.gdc_launch_dependents()
     sums = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
     sums_up = sums
     squares = tl.zeros((BLOCK_K,), dtype=tl.float32)
@@ -84,6 +84,11 @@ def row_kernel(  # type: ignore[no-untyped-def]
         factor = tl.rsqrt(tl.sum(squares, axis=0) / K + norm_eps)
         result *= factor
         inner *= factor
+    if HAS_SCALES:
+        factor = tl.load(x_scales)
+        result *= factor * tl.load(weight_scales + n, mask=n < N, other=0.0)
+        if IS_GATED:
+            inner *= factor * tl.load(weight_scales + N + n, mask=n < N, other=0.0)
     if HAS_BIAS:
         result += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
         if IS_GATED:

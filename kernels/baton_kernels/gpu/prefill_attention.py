@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 
 from baton_kernels.block_rows import BlockRows
-from baton_kernels.prefill_attention import LIBRARY_MIN_TOKENS, LIBRARY_STEP_TOKENS
 
 _LOG2_E = 1.4426950408889634
 
@@ -124,7 +123,6 @@ def _prefill(  # type: ignore[no-untyped-def]
     MAIN: tl.constexpr, REST_BLOCK: tl.constexpr, DV_BLOCK: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr, WIDENS: tl.constexpr,
-    SKIPS: tl.constexpr, LEAST: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     TOKENS: tl.constexpr = M // G
     kv_head = tl.program_id(0)
@@ -134,11 +132,6 @@ def _prefill(  # type: ignore[no-untyped-def]
     first_row = tl.load(query_starts + sequence)
     num_tokens = tl.load(query_starts + sequence + 1) - first_row
     start = tl.load(starts + sequence)
-    if SKIPS:  # what the library attends: see prefill_attention.library_share
-        share = tl.where((start == 0) & (num_tokens >= LEAST), num_tokens // STEP * STEP, 0)
-        first_row += share
-        num_tokens -= share
-        start += share
     first = tile * TOKENS
     if first >= num_tokens:
         return
@@ -206,14 +199,11 @@ def prefill_attention(
     sinks: torch.Tensor | None,
     out: torch.Tensor,
     *,
-    skips_library_share: bool = False,
     config: TileConfig | None = None,
 ) -> None:
     """See prefill_attention.prefill_attention.
 
     Args:
-        max_query_len: without what is skipped.
-        skips_library_share: leave the rows of `library_share` as they are.
         config: as tile_config gives; for measuring.
     """
     num_heads, head_dim = query.shape[1:]
@@ -243,6 +233,5 @@ def prefill_attention(
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         # The interpreter would multiply bfloat16 as the integers that it keeps them in.
         WIDENS=triton.knobs.runtime.interpret and query.dtype == torch.bfloat16,
-        SKIPS=skips_library_share, LEAST=LIBRARY_MIN_TOKENS, STEP=LIBRARY_STEP_TOKENS,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip

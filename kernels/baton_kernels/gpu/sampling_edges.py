@@ -1,15 +1,20 @@
 """Where a row's support ends, one program a row: the Triton kernels of draw_tokens beside those
 that pass over the logits (gpu/sampling.py), and what both share.
 
-find_bound   no edge lies beyond it: by the largest of many groups of tokens, which are tokens too
-find_bins    from counts and masses by bin, the bins that the edges lie in
-resolve      from the tokens in those bins, the edges; and the winner
+find_bound   no edge lies beyond it: by the largest of many groups of tokens, which are tokens too.
+             Where it is near, all tokens within are one bin, the first, and all are listed
+find_bins    else: from counts and masses by bin, the bins that the edges lie in
+resolve      from the listed tokens, the edges; and the winner
 
-A list that overflows (thousands of tokens in one bin, as where all logits are equal) is read from
-the row itself: slow, as exact. What a row's program leaves in `bounds`: bins per nat, the bound,
-the distance beyond which no token matters to `draw`. In `edges`: the bin of the k-th (NUM_BINS: it
-cuts nothing that has mass), how many of it are in, the mass before it; first and last bin that the
-support's edge may lie in, the mass before the first. Pure; device code.
+The mass of a whole row is known as a float only, within _MASS_SLACK, where the row is not binned.
+If the two ends of that span give two winners, or if the list overflows (thousands of tokens in one
+bin, as where all logits are equal), the row itself is read, by one program: slow, as exact.
+
+What a row's program leaves in `bounds`: bins per nat (0: one bin), the bound, the distance beyond
+which no token matters to `draw`. In `edges`: the bin of the k-th (NUM_BINS: it cuts nothing that
+has mass), how many of it are in, the mass before it; first and last bin that the support's edge may
+lie in, the mass before the first; the least and the most that the row's mass may be. Pure; device
+code.
 """
 
 from __future__ import annotations
@@ -22,7 +27,9 @@ from baton_kernels.gpu.noise import gumbel_of, log, masses, ranks, row_key
 from baton_kernels.sampling import LEAST_MIN_P
 
 NUM_BINS = tl.constexpr(2048)
-MAX_SPLITS = tl.constexpr(64)
+MAX_MAXIMA = tl.constexpr(4096)
+"""Groups of a row's tokens whose largest is known."""
+MAX_SPLITS = tl.constexpr(128)
 """Places for the results of a row's programs. How many there are is no constant: each number would
 be compiled of its own."""
 NOTHING = tl.constexpr(-(1 << 63))
@@ -32,7 +39,13 @@ _MASS_END = tl.constexpr(plain.MASS_END)
 _LEAST_MIN_P = tl.constexpr(LEAST_MIN_P)
 _LAST_ID = tl.constexpr(0x7FFFFFFF)
 _INFINITY_BITS = tl.constexpr(0x7F800000)
-_ROW_TILE = tl.constexpr(4096)
+_ROW_TILE = tl.constexpr(2048)
+_FEW = tl.constexpr(0.25)
+"""A bound that fewer of the groups' largest lie within: hardly ever are more tokens nearer than a
+list has room for."""
+_MASS_SLACK = tl.constexpr(2e-4)
+"""More than the rounding of float sums of exponentials."""
+_MASS_UNIT = tl.constexpr(float(1 << plain.MASS_BITS))
 
 
 @triton.jit
@@ -92,17 +105,37 @@ def _best_of_truncated(row, positions, temperatures, top_ks, top_ps, winners, nu
     return best
 
 
-@triton.jit(do_not_specialize=["splits", "num_maxima"])
+@triton.jit
+def _bound_of(distances, weights, wanted):
+    """A distance up to which the weights come to `wanted`, rounded up; infinite if none is."""
+    bound = tl.full([], float("inf"), tl.float32)
+    if tl.sum(weights, 0) >= wanted:
+        # By the upper half of the bits, which are in the distances' order.
+        halves = distances.to(tl.int32, bitcast=True) >> 15
+        low, high = tl.full([], 0, tl.int32), tl.full([], _INFINITY_BITS >> 15, tl.int32)
+        while low < high:
+            middle = (low + high) // 2
+            if tl.sum(tl.where(halves <= middle, weights, 0.0), 0) >= wanted:
+                high = middle
+            else:
+                low = middle + 1
+        bound = ((low << 15) | 0x7FFF).to(tl.float32, bitcast=True)
+        bound = tl.where(bound == bound, bound, float("inf"))
+    return bound
+
+
+@triton.jit(do_not_specialize=["splits", "num_maxima", "num_tokens"])
 def find_bound(
     temperatures, seed_keys, positions, top_ks, top_ps, min_ps,
-    winners, parts, maxima, bounds, list_sizes, num_tokens, splits, num_maxima,
-    MAXIMA: tl.constexpr, OVERLAPS: tl.constexpr,
+    winners, parts, maxima, bounds, edges, list_sizes, num_tokens, splits, num_maxima,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     if OVERLAPS:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     best = _best_of_truncated(row, positions, temperatures, top_ks, top_ps, winners, num_tokens)
+    scale = tl.full([], 0.0, tl.float32)
     if tl.abs(best) < float("inf"):
         temperature = tl.load(temperatures + row)
         top_k = tl.load(top_ks + row)
@@ -110,40 +143,41 @@ def find_bound(
         splits_in = tl.arange(0, MAX_SPLITS)
         of_row = parts + row * 3 * MAX_SPLITS + splits_in
         mask = splits_in < splits
-        leasts = tl.load(of_row, mask=mask, other=float("inf"))
-        groups = tl.arange(0, MAXIMA)
+        groups = tl.arange(0, MAX_MAXIMA)
         values = tl.load(
-            maxima + row * MAXIMA + groups, mask=groups < num_maxima, other=-float("inf")
+            maxima + row * MAX_MAXIMA + groups, mask=groups < num_maxima, other=-float("inf")
         )
         distances = tl.div_rn(best - values, temperature)
-        weights = tl.full([MAXIMA], 1.0, tl.float32)
+        weights = tl.full([MAX_MAXIMA], 1.0, tl.float32)
         wanted = top_k.to(tl.float32)
+        total = wanted * 0.0
         if not is_ranked:
-            # More than all the mass there is, by the roundings of what was summed in floats.
             origins = tl.load(of_row + MAX_SPLITS, mask=mask, other=0.0)
             sums = tl.load(of_row + 2 * MAX_SPLITS, mask=mask, other=0.0)
             total = tl.sum(sums * tl.exp(tl.div_rn(origins - best, temperature)), 0)
             weights = tl.exp(-distances)
             wanted = tl.load(top_ps + row) * total * 1.01
         weights = tl.where(distances < float("inf"), weights, 0.0)
-        bound = float("inf")
-        if tl.sum(weights, 0) >= wanted:
-            # By the upper half of the bits, which are in the distances' order; rounded up.
-            halves = distances.to(tl.int32, bitcast=True) >> 15
-            low, high = tl.full([], 0, tl.int32), tl.full([], _INFINITY_BITS >> 15, tl.int32)
-            while low < high:
-                middle = (low + high) // 2
-                if tl.sum(tl.where(halves <= middle, weights, 0.0), 0) >= wanted:
-                    high = middle
-                else:
-                    low = middle + 1
-            bound = ((low << 15) | 0x7FFF).to(tl.float32, bitcast=True)
-            bound = tl.where(bound == bound, bound, float("inf"))
-        reach = tl.div_rn(best - tl.min(leasts, 0), temperature)
-        reach = tl.maximum(tl.minimum(tl.minimum(reach, bound), _MASS_END), 1e-6)
-        tl.store(bounds + row * 4, tl.div_rn(reach * 0.0 + NUM_BINS, reach))
-        tl.store(bounds + row * 4 + 1, bound)
+        bound = _bound_of(distances, weights, wanted)
+        num_near = tl.sum(tl.where(distances <= bound, 1.0, 0.0), 0)
+        if (bound < _MASS_END) & (num_near <= num_maxima * _FEW):
+            bounds_of = bounds + row * 4
+            tl.store(bounds_of + 2, bound * 1.00001)
+            edges_of = edges + row * 8
+            tl.store(edges_of, tl.where(is_ranked, 0, NUM_BINS).to(tl.int64))
+            tl.store(edges_of + 1, top_k.to(tl.int64))
+            places = tl.arange(0, 4)  # the mass before, first, last, the mass before the first
+            tl.store(edges_of + 2 + places, tl.full([4], 0, tl.int64))
+            mass = total * _MASS_UNIT
+            tl.store(edges_of + 6, (mass * (1.0 - _MASS_SLACK)).to(tl.int64))
+            tl.store(edges_of + 7, (mass * (1.0 + _MASS_SLACK)).to(tl.int64))
+        else:
+            leasts = tl.load(of_row, mask=mask, other=float("inf"))
+            reach = tl.div_rn(best - tl.min(leasts, 0), temperature)
+            reach = tl.maximum(tl.minimum(reach, _MASS_END), 1e-6)
+            scale = tl.div_rn(reach * 0.0 + NUM_BINS, reach)
         tl.store(list_sizes + row, 0)
+    tl.store(bounds + row * 4, scale)
 
 
 @triton.jit
@@ -153,17 +187,17 @@ def _wanted(total, top_p):
     return tl.maximum(tl.minimum(part, total), 1)
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["num_tokens"])
 def find_bins(
     temperatures, seed_keys, positions, top_ks, top_ps, min_ps,
-    winners, bounds, bin_counts, bin_masses, edges, num_tokens, splits, OVERLAPS: tl.constexpr,
+    winners, bounds, bin_counts, bin_masses, edges, num_tokens, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     if OVERLAPS:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    best = _best_of_truncated(row, positions, temperatures, top_ks, top_ps, winners, num_tokens)
-    if tl.abs(best) < float("inf"):
+    scale = tl.load(bounds + row * 4)
+    if scale > 0.0:
         top_k = tl.load(top_ks + row)
         top_p = tl.load(top_ps + row)
         bins = tl.arange(0, NUM_BINS)
@@ -175,14 +209,9 @@ def find_bins(
             rank_bin = tl.min(tl.where(tl.cumsum(counts, 0) >= top_k, bins, NUM_BINS), 0)
             num_in = top_k - tl.sum(tl.where(bins < rank_bin, counts, 0), 0)
         before = tl.sum(tl.where(bins < rank_bin, mass, 0), 0)
+        upto = before + tl.sum(tl.where(bins == rank_bin, mass, 0), 0)
         first, last, before_first = rank_bin, rank_bin, before
         if top_p < 1.0:
-            if rank_bin == NUM_BINS:
-                # Of all tokens: what lay beyond the bound was summed program by program.
-                places = tl.arange(0, MAX_SPLITS)
-                rests = winners + row * (MAX_SPLITS + 1) + places
-                before += tl.sum(tl.load(rests, mask=places < splits, other=0), 0)
-            upto = before + tl.sum(tl.where(bins == rank_bin, mass, 0), 0)
             reached = tl.cumsum(mass, 0)
             first = tl.min(tl.where(reached >= _wanted(before, top_p), bins, NUM_BINS), 0)
             last = tl.min(tl.where(reached >= _wanted(upto, top_p), bins, NUM_BINS), 0)
@@ -190,20 +219,22 @@ def find_bins(
         farthest = last
         if rank_bin < NUM_BINS:
             farthest = tl.maximum(last, rank_bin)
-        near = tl.div_rn((farthest + 1).to(tl.float32), tl.load(bounds + row * 4))
-        # The last bin has all that lies beyond, too; none of that matters beyond the bound.
+        near = tl.div_rn((farthest + 1).to(tl.float32), scale) * 1.00001
+        # The last bin has all that lies beyond, too.
         near = tl.where(farthest + 1 >= NUM_BINS, float("inf"), near)
-        near = tl.minimum(near, tl.load(bounds + row * 4 + 1)) * 1.00001
         tl.store(bounds + row * 4 + 2, near)
-        tl.store(edges + row * 8, rank_bin.to(tl.int64))
-        tl.store(edges + row * 8 + 1, num_in.to(tl.int64))
-        tl.store(edges + row * 8 + 2, before)
-        tl.store(edges + row * 8 + 3, first.to(tl.int64))
-        tl.store(edges + row * 8 + 4, last.to(tl.int64))
-        tl.store(edges + row * 8 + 5, before_first)
+        edges_of = edges + row * 8
+        tl.store(edges_of, rank_bin.to(tl.int64))
+        tl.store(edges_of + 1, num_in.to(tl.int64))
+        tl.store(edges_of + 2, before)
+        tl.store(edges_of + 3, first.to(tl.int64))
+        tl.store(edges_of + 4, last.to(tl.int64))
+        tl.store(edges_of + 5, before_first)
+        tl.store(edges_of + 6, before)
+        tl.store(edges_of + 7, before)
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["splits", "num_tokens", "stride"])
 def resolve(
     logits, temperatures, seed_keys, positions, top_ks, top_ps, min_ps, token_ids,
     winners, bounds, edges, list_sizes, listed_ids, listed, num_tokens, stride, splits,
@@ -226,17 +257,20 @@ def resolve(
                 if min_p >= _LEAST_MIN_P:
                     limit = -log(min_p)
                 num_listed = tl.load(list_sizes + row)
+                scale = tl.load(bounds + row * 4)
+                top_p = tl.load(top_ps + row)
+                ids_of, listed_of = listed_ids + row * LIST_LENGTH, listed + row * LIST_LENGTH
+                edges_of = edges + row * 8
+                found, is_sure = tl.full([], NOTHING, tl.int64), False
                 if num_listed <= LIST_LENGTH:
-                    found = _best_listed(
-                        listed_ids + row * LIST_LENGTH, listed + row * LIST_LENGTH, num_listed,
-                        tl.load(bounds + row * 4), edges + row * 8, tl.load(top_ps + row), limit,
-                        key, LIST_LENGTH,
+                    found, is_sure = _best_listed(
+                        ids_of, listed_of, num_listed, scale, edges_of, top_p, limit, key,
+                        LIST_LENGTH,
                     )  # fmt: skip
-                else:
+                if not is_sure:
                     found = _best_of_row(
-                        logits + row * stride, num_tokens, best, temperature,
-                        tl.load(bounds + row * 4), edges + row * 8, tl.load(top_ps + row), limit,
-                        key,
+                        logits + row * stride, num_tokens, best, temperature, scale, edges_of,
+                        top_p, limit, key,
                     )  # fmt: skip
                 winner = tl.maximum(winner, found)
             tl.store(token_ids + row, id_of(winner))
@@ -246,30 +280,41 @@ def resolve(
 def _best_listed(
     listed_ids, listed, num_listed, scale, edges, top_p, limit, key, LENGTH: tl.constexpr
 ):  # fmt: skip
-    """The best of the listed tokens that turn out to be in, packed."""
+    """The best of the listed tokens that turn out to be in, packed; and whether that is sure."""
     places = tl.arange(0, LENGTH)
     mask = places < num_listed
     ids = tl.load(listed_ids + places, mask=mask, other=0)
     distances = tl.load(listed + places, mask=mask, other=float("inf"))
     bits = distances.to(tl.int32, bitcast=True)
     bins = tl.where(mask, bin_of(distances, scale), -1)
-    mass = masses(distances)
     rank_bin = tl.load(edges).to(tl.int32)
-    total = tl.load(edges + 2)
     first = tl.load(edges + 3).to(tl.int32)
     last = tl.load(edges + 4).to(tl.int32)
-    if rank_bin < NUM_BINS:
-        is_in = bins == rank_bin
-        edge = _least_reaching(bits, is_in, is_in.to(tl.int64), tl.load(edges + 1))
-        total += tl.sum(tl.where(is_in & (bits <= edge), mass, 0), 0)
-        limit = tl.minimum(limit, edge.to(tl.float32, bitcast=True))
+    scores = packed(gumbel_of(ranks(key, ids)) - distances, ids)
     is_in = (bins >= first) & (bins <= last)
+    rank_edge = tl.full([], _INFINITY_BITS, tl.int32)
+    if rank_bin < NUM_BINS:
+        is_ranked = bins == rank_bin
+        rank_edge = _least_reaching(bits, is_ranked, is_ranked.to(tl.int64), tl.load(edges + 1))
+    is_in = is_in & (bits <= rank_edge) & (distances <= limit)
+    is_sure = tl.full([], True, tl.int1)
+    found = tl.max(tl.where(is_in, scores, NOTHING), 0)
     if top_p < 1.0:
-        wanted = _wanted(total, top_p) - tl.load(edges + 5)
-        edge = _least_reaching(bits, is_in, mass, wanted)
-        limit = tl.minimum(limit, edge.to(tl.float32, bitcast=True))
-    scores = gumbel_of(ranks(key, ids)) - distances
-    return tl.max(tl.where(is_in & (distances <= limit), packed(scores, ids), NOTHING), 0)
+        mass = masses(distances)
+        least = tl.load(edges + 6)
+        most = tl.load(edges + 7)
+        if rank_bin < NUM_BINS:
+            is_ranked = (bins == rank_bin) & (bits <= rank_edge)
+            least = tl.load(edges + 2) + tl.sum(tl.where(is_ranked, mass, 0), 0)
+            most = least
+        is_nucleus = (bins >= first) & (bins <= last)
+        before = tl.load(edges + 5)
+        edge = _least_reaching(bits, is_nucleus, mass, _wanted(least, top_p) - before)
+        found = tl.max(tl.where(is_in & (bits <= edge), scores, NOTHING), 0)
+        if most > least:
+            edge = _least_reaching(bits, is_nucleus, mass, _wanted(most, top_p) - before)
+            is_sure = tl.max(tl.where(is_in & (bits <= edge), scores, NOTHING), 0) == found
+    return found, is_sure
 
 
 @triton.jit
@@ -297,28 +342,55 @@ def _tile_of_row(numbers, offset, num_tokens, best, temperature, scale):
 
 
 @triton.jit
-def _best_of_row(numbers, num_tokens, best, temperature, scale, edges, top_p, limit, key):
-    """`_best_listed` of all tokens of the row, tile by tile."""
+def _best_of_row(
+    numbers, num_tokens, best, temperature, scale, edges, top_p, limit, key
+):  # fmt: skip
+    """What `_best_listed` finds if the list has all of the bins' tokens, from the row itself.
+
+    In three rounds of one loop, so that its code is there once: the edge of top-k, the mass of what
+    is left, the edge of top-p.
+    """
     rank_bin = tl.load(edges).to(tl.int32)
-    total = tl.load(edges + 2)
     first = tl.load(edges + 3).to(tl.int32)
     last = tl.load(edges + 4).to(tl.int32)
+    total = tl.load(edges + 2)
+    from_bin, to_bin, wanted = rank_bin, rank_bin, tl.load(edges + 1)
+    edge = tl.full([], _INFINITY_BITS, tl.int32)
+    kind = 1  # 0: the edge of top-k. 1: the mass. 2: the edge of top-p. 3: none.
     if rank_bin < NUM_BINS:
-        edge = _least_of_row(
-            numbers, num_tokens, best, temperature, scale, rank_bin, rank_bin, tl.load(edges + 1),
-            True,
-        )  # fmt: skip
-        limit = tl.minimum(limit, edge.to(tl.float32, bitcast=True))
-        if top_p < 1.0:
-            total += _weight_of_row(
-                numbers, num_tokens, best, temperature, scale, rank_bin, rank_bin, edge, False
+        kind = 0
+    else:
+        from_bin, to_bin, total = 0, NUM_BINS, total * 0
+        kind = 1
+    while kind < 3:
+        # Of all bits there are: one round of the search for the mass up to an edge that is known.
+        low, high = tl.full([], 0, tl.int32), edge
+        if kind == 1:
+            low = high
+        is_searching = True
+        while is_searching:
+            middle = low + (high - low) // 2
+            weight = _weight_of_row(
+                numbers, num_tokens, best, temperature, scale, from_bin, to_bin, middle, kind == 0
             )
-    if top_p < 1.0:
-        edge = _least_of_row(
-            numbers, num_tokens, best, temperature, scale, first, last,
-            _wanted(total, top_p) - tl.load(edges + 5), False,
-        )  # fmt: skip
-        limit = tl.minimum(limit, edge.to(tl.float32, bitcast=True))
+            if kind == 1:
+                total += weight
+                is_searching = False
+            else:
+                if weight >= wanted:
+                    high = middle
+                else:
+                    low = middle + 1
+                is_searching = low < high
+        if kind != 1:
+            edge = low
+            limit = tl.minimum(limit, edge.to(tl.float32, bitcast=True))
+        kind += 1
+        if top_p >= 1.0:
+            kind = 3
+        if kind == 2:
+            from_bin, to_bin, wanted = first, last, _wanted(total, top_p) - tl.load(edges + 5)
+            edge = tl.full([], _INFINITY_BITS, tl.int32)
     winner = tl.full([], NOTHING, tl.int64)
     offset = 0
     while offset < num_tokens:
@@ -332,7 +404,7 @@ def _best_of_row(numbers, num_tokens, best, temperature, scale, edges, top_p, li
 
 @triton.jit
 def _weight_of_row(
-    numbers, num_tokens, best, temperature, scale, first, last, edge, COUNTS: tl.constexpr
+    numbers, num_tokens, best, temperature, scale, first, last, edge, counts
 ):  # fmt: skip
     """How many tokens of bins first to last have bits up to `edge`, or their mass."""
     weight = tl.full([], 0, tl.int64)
@@ -340,36 +412,9 @@ def _weight_of_row(
     while offset < num_tokens:
         _, distances, bins = _tile_of_row(numbers, offset, num_tokens, best, temperature, scale)
         is_in = (bins >= first) & (bins <= last) & (distances.to(tl.int32, bitcast=True) <= edge)
-        if COUNTS:
-            weight += tl.sum(is_in.to(tl.int32), 0).to(tl.int64)
-        else:
-            weight += tl.sum(tl.where(is_in, masses(distances), 0), 0)
+        each = masses(distances)
+        if counts:
+            each = each * 0 + 1
+        weight += tl.sum(tl.where(is_in, each, 0), 0)
         offset += _ROW_TILE
     return weight
-
-
-@triton.jit
-def _least_of_row(
-    numbers, num_tokens, best, temperature, scale, first, last, wanted, COUNTS: tl.constexpr
-):  # fmt: skip
-    """`_least_reaching` of all tokens of the row."""
-    low = tl.full([], _INFINITY_BITS, tl.int32)
-    high = tl.full([], 0, tl.int32)
-    offset = 0
-    while offset < num_tokens:
-        _, distances, bins = _tile_of_row(numbers, offset, num_tokens, best, temperature, scale)
-        bits = distances.to(tl.int32, bitcast=True)
-        is_in = (bins >= first) & (bins <= last)
-        low = tl.minimum(low, tl.min(tl.where(is_in, bits, _INFINITY_BITS), 0))
-        high = tl.maximum(high, tl.max(tl.where(is_in, bits, 0), 0))
-        offset += _ROW_TILE
-    while low < high:
-        middle = low + (high - low) // 2
-        weight = _weight_of_row(
-            numbers, num_tokens, best, temperature, scale, first, last, middle, COUNTS
-        )
-        if weight >= wanted:
-            high = middle
-        else:
-            low = middle + 1
-    return low

@@ -5,7 +5,7 @@ weight and reads them in long runs along K. The weight's tile is the left operan
 many), x the right one, so that eight rows of x cost no padding. Where there are too few tiles to
 fill the device, K is split: each program leaves its partial sum in a workspace and the last to
 arrive adds them up in the order of the splits, so equal inputs give equal bits. Knows no model and
-chooses no tile: gpu/linear.py does. Launched on the current stream; any thread.
+chooses no tile: gpu/tiles.py does. Launched on the current stream; any thread.
 
 A launch may start before the kernel ahead of it has ended (programmatic dependent launch, sm_90):
 it then asks the L2 cache for the head of its weights, and waits before it touches anything else.
@@ -75,7 +75,6 @@ def skinny_kernel(  # type: ignore[no-untyped-def]
     PREFETCH: tl.constexpr,
     LINE: tl.constexpr,
     OVERLAPS: tl.constexpr,
-    TRIGGERS_FIRST: tl.constexpr,
     PRECISION: tl.constexpr,
     UPCASTS: tl.constexpr,
 ):
@@ -96,45 +95,41 @@ def skinny_kernel(  # type: ignore[no-untyped-def]
     rows = tl.minimum(n, N - 1)
     first = split * NUM_STEPS * BLOCK_K
     end = tl.minimum(first + NUM_PARTS * NUM_STEPS * BLOCK_K, K)
-    k = tl.arange(0, BLOCK_K)
     weight_rows = weight + rows[:, None].to(tl.int64) * weight_stride
     up_rows = weight_rows + tl.cast(N, tl.int64) * weight_stride
     x_rows = x + m[:, None].to(tl.int64) * x_stride
+    is_row = (m < M)[:, None]
+    if K_WARPS > 1:
+        WIDTH: tl.constexpr = BLOCK_K // K_WARPS
+        warp = tl.arange(0, K_WARPS)[:, None, None]
+        k = first + warp * WIDTH + tl.arange(0, WIDTH)[None, None, :]
+        weight_rows = weight_rows[None, :, :]
+        up_rows = up_rows[None, :, :]
+        x_rows = x_rows[None, :, :]
+        is_row = is_row[None, :, :]
+    else:
+        k = first + tl.arange(0, BLOCK_K)[None, :]
+    w = weight_rows
+    up = up_rows
     if OVERLAPS:
-        if TRIGGERS_FIRST:
-            tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_launch_dependents()
     if NUM_STAGES == 1:  # weights are nobody's result: the first are read before the wait
-        w, up = read_weights(weight_rows, up_rows, first + k, end, IS_GATED, IS_EVEN_K)
+        w, up = read_weights(weight_rows, up_rows, k, end, IS_GATED, IS_EVEN_K)
     if OVERLAPS:
         if PREFETCH > 0:
             prefetch_rows(weight, rows, weight_stride, first, end, PREFETCH, LINE)
             if IS_GATED:
                 prefetch_rows(weight, rows + N, weight_stride, first, end, PREFETCH, LINE)
         tl.extra.cuda.gdc_wait()
-        if not TRIGGERS_FIRST:
-            tl.extra.cuda.gdc_launch_dependents()
-
-    if NUM_STAGES == 1:
-        acc, acc_up = accumulate_in_registers(
-            w, up, weight_rows, up_rows, x_rows, m < M, first + k, end,
-            IS_GATED, IS_EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STEPS, PRECISION, UPCASTS,
-        )  # fmt: skip
-    elif K_WARPS > 1:
-        acc, acc_up = accumulate_by_warps(
-            weight_rows, up_rows, x_rows, m < M, first, end,
-            IS_GATED, IS_EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, K_WARPS, NUM_STEPS, NUM_STAGES,
-            PRECISION, UPCASTS,
-        )  # fmt: skip
-    else:
-        acc, acc_up = accumulate(
-            weight_rows, up_rows, x_rows, m < M, first + k, end,
-            IS_GATED, IS_EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STEPS, NUM_STAGES,
-            PRECISION, UPCASTS,
-        )  # fmt: skip
+    acc, acc_up = accumulate(
+        w, up, weight_rows, up_rows, x_rows, is_row, k, end,
+        IS_GATED, IS_EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, K_WARPS, NUM_STEPS, NUM_STAGES,
+        PRECISION, UPCASTS,
+    )  # fmt: skip
     for part in tl.range(1, NUM_PARTS, num_stages=1):
         more, more_up = accumulate(
-            weight_rows, up_rows, x_rows, m < M, first + part * NUM_STEPS * BLOCK_K + k, end,
-            IS_GATED, IS_EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STEPS, NUM_STAGES,
+            w, up, weight_rows, up_rows, x_rows, is_row, k + part * NUM_STEPS * BLOCK_K, end,
+            IS_GATED, IS_EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, K_WARPS, NUM_STEPS, NUM_STAGES,
             PRECISION, UPCASTS,
         )  # fmt: skip
         acc += more
@@ -171,42 +166,6 @@ def skinny_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def accumulate(  # type: ignore[no-untyped-def]
-    weight_rows,
-    up_rows,
-    x_rows,
-    is_row,
-    k,
-    end,
-    IS_GATED: tl.constexpr,
-    IS_EVEN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    NUM_STEPS: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
-    UPCASTS: tl.constexpr,
-):
-    """One run of columns from k [BLOCK_K] on: (product, product with the up rows)."""
-    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    acc_up = acc
-    for step in tl.range(NUM_STEPS, num_stages=NUM_STAGES):
-        columns = step * BLOCK_K + k
-        w, up = read_weights(weight_rows, up_rows, columns, end, IS_GATED, IS_EVEN_K)
-        xs = read_x(x_rows, is_row, columns, end, IS_EVEN_K)
-        if UPCASTS:
-            xs = xs.to(tl.float32)
-            w = w.to(tl.float32)
-        acc = tl.dot(w, tl.trans(xs), acc, input_precision=PRECISION)
-        if IS_GATED:
-            if UPCASTS:
-                up = up.to(tl.float32)
-            acc_up = tl.dot(up, tl.trans(xs), acc_up, input_precision=PRECISION)
-    return acc, acc_up
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def accumulate_in_registers(  # type: ignore[no-untyped-def]
     w,
     up,
     weight_rows,
@@ -220,30 +179,69 @@ def accumulate_in_registers(  # type: ignore[no-untyped-def]
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    K_WARPS: tl.constexpr,
     NUM_STEPS: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     UPCASTS: tl.constexpr,
 ):
-    """`accumulate` without stages in shared memory: while one step is multiplied, the next is on
-    its way into registers. Small programs, many of them on a multiprocessor."""
-    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    """One run of columns: (product, product with the up rows).
+
+    NUM_STAGES > 1: steps are on their way into shared memory. 1: none is; the first step's w and up
+    are given, and many small programs hide each other's latency.
+    """
+    if K_WARPS > 1:
+        acc = tl.zeros((K_WARPS, BLOCK_N, BLOCK_M), dtype=tl.float32)
+    else:
+        acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     acc_up = acc
-    xs = read_x(x_rows, is_row, k, end, IS_EVEN_K)
-    for step in tl.range(1, NUM_STEPS + 1, num_stages=1):
-        columns = step * BLOCK_K + k
-        stop = tl.where(step < NUM_STEPS, end, 0)  # behind the last step nothing is read
-        next_w, next_up = read_weights(weight_rows, up_rows, columns, stop, IS_GATED, False)
-        next_xs = read_x(x_rows, is_row, columns, stop, False)
-        if UPCASTS:
-            xs = xs.to(tl.float32)
-            w = w.to(tl.float32)
-            up = up.to(tl.float32)
-        acc = tl.dot(w, tl.trans(xs), acc, input_precision=PRECISION)
-        if IS_GATED:
-            acc_up = tl.dot(up, tl.trans(xs), acc_up, input_precision=PRECISION)
-        w = next_w
-        up = next_up
-        xs = next_xs
+    if NUM_STAGES > 1:
+        for step in tl.range(NUM_STEPS, num_stages=NUM_STAGES):
+            columns = step * BLOCK_K + k
+            gate, inner = read_weights(weight_rows, up_rows, columns, end, IS_GATED, IS_EVEN_K)
+            xs = read_x(x_rows, is_row, columns, end, IS_EVEN_K)
+            acc, acc_up = add_product(
+                gate, inner, xs, acc, acc_up, IS_GATED, K_WARPS, PRECISION, UPCASTS
+            )
+    else:
+        xs = read_x(x_rows, is_row, k, end, IS_EVEN_K)
+        acc, acc_up = add_product(w, up, xs, acc, acc_up, IS_GATED, K_WARPS, PRECISION, UPCASTS)
+        for step in tl.range(1, NUM_STEPS, num_stages=1):
+            columns = step * BLOCK_K + k
+            w, up = read_weights(weight_rows, up_rows, columns, end, IS_GATED, IS_EVEN_K)
+            xs = read_x(x_rows, is_row, columns, end, IS_EVEN_K)
+            acc, acc_up = add_product(w, up, xs, acc, acc_up, IS_GATED, K_WARPS, PRECISION, UPCASTS)
+    if K_WARPS > 1:
+        acc = tl.sum(acc, axis=0)
+        acc_up = tl.sum(acc_up, axis=0)
+    return acc, acc_up
+
+
+@triton.jit
+def add_product(  # type: ignore[no-untyped-def]
+    w,
+    up,
+    xs,
+    acc,
+    acc_up,
+    IS_GATED: tl.constexpr,
+    K_WARPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCASTS: tl.constexpr,
+):
+    """One step. With K_WARPS each warp multiplies its own columns, as a batch of products: few rows
+    of the weight are one matrix instruction high, and every warp would compute all of them."""
+    if UPCASTS:
+        xs = xs.to(tl.float32)
+        w = w.to(tl.float32)
+        up = up.to(tl.float32)
+    if K_WARPS > 1:
+        xs = tl.permute(xs, (0, 2, 1))
+    else:
+        xs = tl.trans(xs)
+    acc = tl.dot(w, xs, acc, input_precision=PRECISION)
+    if IS_GATED:
+        acc_up = tl.dot(up, xs, acc_up, input_precision=PRECISION)
     return acc, acc_up
 
 
@@ -256,86 +254,27 @@ def read_weights(  # type: ignore[no-untyped-def]
     IS_GATED: tl.constexpr,
     IS_EVEN_K: tl.constexpr,
 ):
-    """([rows, columns], the same of the up rows)."""
-    inside = columns[None, :] < end
+    """(rows by columns, the same of the up rows)."""
+    inside = columns < end
     if IS_EVEN_K:
-        w = tl.load(weight_rows + columns[None, :], eviction_policy="evict_first")
+        w = tl.load(weight_rows + columns, eviction_policy="evict_first")
     else:
-        w = tl.load(
-            weight_rows + columns[None, :], mask=inside, other=0.0, eviction_policy="evict_first"
-        )
+        w = tl.load(weight_rows + columns, mask=inside, other=0.0, eviction_policy="evict_first")
     up = w
     if IS_GATED:
         if IS_EVEN_K:
-            up = tl.load(up_rows + columns[None, :], eviction_policy="evict_first")
+            up = tl.load(up_rows + columns, eviction_policy="evict_first")
         else:
-            up = tl.load(
-                up_rows + columns[None, :], mask=inside, other=0.0, eviction_policy="evict_first"
-            )
+            up = tl.load(up_rows + columns, mask=inside, other=0.0, eviction_policy="evict_first")
     return w, up
 
 
 @triton.jit
 def read_x(x_rows, is_row, columns, end, IS_EVEN_K: tl.constexpr):  # type: ignore[no-untyped-def]
-    """[rows of x, columns], zeros for rows that are not there."""
+    """Rows of x by columns, zeros for rows that are not there."""
     if IS_EVEN_K:
-        return tl.load(x_rows + columns[None, :], mask=is_row[:, None], other=0.0)
-    inside = is_row[:, None] & (columns[None, :] < end)
-    return tl.load(x_rows + columns[None, :], mask=inside, other=0.0)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def accumulate_by_warps(  # type: ignore[no-untyped-def]
-    weight_rows,
-    up_rows,
-    x_rows,
-    is_row,
-    first,
-    end,
-    IS_GATED: tl.constexpr,
-    IS_EVEN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    NUM_WARPS: tl.constexpr,
-    NUM_STEPS: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
-    UPCASTS: tl.constexpr,
-):
-    """`accumulate` with BLOCK_K dealt out to the warps, as a batch of products: few rows of the
-    weight are one matrix instruction high, and every warp would compute all of them."""
-    WIDTH: tl.constexpr = BLOCK_K // NUM_WARPS
-    acc = tl.zeros((NUM_WARPS, BLOCK_N, BLOCK_M), dtype=tl.float32)
-    acc_up = acc
-    warp = tl.arange(0, NUM_WARPS)[:, None, None]
-    k = first + warp * WIDTH + tl.arange(0, WIDTH)[None, None, :]
-    weight_rows = weight_rows[None, :, :]
-    up_rows = up_rows[None, :, :]
-    x_rows = x_rows[None, :, :]
-    for step in tl.range(NUM_STEPS, num_stages=NUM_STAGES):
-        columns = step * BLOCK_K + k
-        if IS_EVEN_K:
-            w = tl.load(weight_rows + columns, eviction_policy="evict_first")
-            xs = tl.load(x_rows + columns, mask=is_row[None, :, None], other=0.0)
-            if IS_GATED:
-                up = tl.load(up_rows + columns, eviction_policy="evict_first")
-        else:
-            inside = columns < end
-            w = tl.load(weight_rows + columns, mask=inside, other=0.0)
-            xs = tl.load(x_rows + columns, mask=is_row[None, :, None] & inside, other=0.0)
-            if IS_GATED:
-                up = tl.load(up_rows + columns, mask=inside, other=0.0)
-        if UPCASTS:
-            xs = xs.to(tl.float32)
-            w = w.to(tl.float32)
-        xs = tl.permute(xs, (0, 2, 1))
-        acc = tl.dot(w, xs, acc, input_precision=PRECISION)
-        if IS_GATED:
-            if UPCASTS:
-                up = up.to(tl.float32)
-            acc_up = tl.dot(up, xs, acc_up, input_precision=PRECISION)
-    return tl.sum(acc, axis=0), tl.sum(acc_up, axis=0)
+        return tl.load(x_rows + columns, mask=is_row, other=0.0)
+    return tl.load(x_rows + columns, mask=is_row & (columns < end), other=0.0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from checkpoints import CheckpointError, config_digest, tokenizer_digest, weights_digest
+from checkpoints import (
+    CheckpointError,
+    config_digest,
+    digests,
+    tokenizer_digest,
+    weights_digest,
+)
 
 
 def test_a_copy_has_equal_digests(checkpoint: Path, tmp_path: Path) -> None:
@@ -72,3 +78,22 @@ def test_a_broken_checkpoint_has_no_digest(checkpoint: Path) -> None:
     (checkpoint / "model-00001-of-00002.safetensors").unlink()
     with pytest.raises(CheckpointError):
         weights_digest(checkpoint)
+
+
+def test_pieces_count_in_their_order(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file is digested in pieces at once: none is left out, and two that changed places show."""
+    monkeypatch.setattr(digests, "_PIECE_BYTES", 200)
+    monkeypatch.setattr(digests, "_CHUNK_BYTES", 64)
+    path = checkpoint / "model-00001-of-00002.safetensors"
+    content = path.read_bytes()
+    assert len(content) > 1000
+    before = weights_digest(checkpoint)
+    assert weights_digest(checkpoint) == before
+    changed = [content[-600:-400] + content[-800:-600] + content[-400:]]
+    changed += [content[-800:-400] + bytes([content[-400] ^ 1]) + content[-399:]]
+    changed += [content[-800:-1] + bytes([content[-1] ^ 1])]
+    found = {before}
+    for tail in changed:
+        path.write_bytes(content[:-800] + tail)
+        found.add(weights_digest(checkpoint))
+    assert len(found) == 4

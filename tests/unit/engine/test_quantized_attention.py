@@ -18,6 +18,7 @@ from engine.errors import IntegrityError
 from engine.kv.layout import KvLayout, LayerKv, layout_of
 from engine.kv.memory import KvMemory, Tails
 from engine.loop import Engine
+from engine.models import quantized_attention
 from engine.models.quantized_attention import QuantizedAttention, Scales
 from engine.request import Request
 
@@ -30,6 +31,12 @@ LAYERS = {
     "latents": LayerKv(1, 12, 0, 8),
 }
 FIXED = 0.03
+
+
+@pytest.fixture(params=[False, True], ids=["copies", "kernel's door"])
+def by_door(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spans of one token as on CPU, and as on CUDA (there by a kernel, here by its reference)."""
+    monkeypatch.setattr(quantized_attention, "uses_kernel", lambda _: request.param)
 
 
 def _layout(layer: LayerKv, dtype: str, scale: str) -> KvLayout:
@@ -130,6 +137,7 @@ def _random_cuts(rng: random.Random, length: int) -> list[int]:
     return [*cuts, length]
 
 
+@pytest.mark.usefixtures("by_door")
 @pytest.mark.parametrize(("dtype", "scale"), CHOICES)
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("window", [None, 6])
@@ -161,6 +169,7 @@ def test_bytes_and_results_do_not_depend_on_chunks_or_batch_mates(
                 assert (other.host_view[full] == memory.host_view[full]).all()
 
 
+@pytest.mark.usefixtures("by_door")
 @pytest.mark.parametrize(("dtype", "scale"), CHOICES)
 @pytest.mark.parametrize("window", [None, 6])
 def test_a_token_sees_earlier_blocks_quantized_and_its_own_as_computed(
@@ -170,7 +179,7 @@ def test_a_token_sees_earlier_blocks_quantized_and_its_own_as_computed(
     layer = LAYERS["plain"]
     sequences = _Sequences(layer, [19], seed)
     layout, fixed = _layout(layer, dtype, scale), _fixed(layer, scale)
-    (actual,), _ = sequences.run(layout, fixed, [[7, 8, 9, 17, 18, 19]], window)
+    (actual,), _ = sequences.run(layout, fixed, [[1, 2, 7, 8, 9, 17, 18, 19]], window)
     query, key, value = sequences.parts[0]
     rounded = []
     for numbers in (key, value):
@@ -217,10 +226,11 @@ def test_a_copied_block_takes_its_tail_along(seed: int) -> None:
     memory = KvMemory(layout, 200)
     query, key, value = sequences.parts[0]
     table = sequences.tables[0]
+    other = next(block_id for block_id in range(200) if block_id not in table)
     for start, end in ((0, 6), (6, 7)):
         if start:
-            memory.copy(table[1], 199)
-            table = (table[0], 199)
+            memory.copy(table[1], other)
+            table = (table[0], other)
         span = Span(start, end - start, table)
         step = QuantizedAttention(
             Batch((0,) * (end - start), (span,), ()), memory, memory.layer_views(), []

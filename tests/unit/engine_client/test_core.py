@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 )
 
 from engine.config import EngineConfig
-from engine.errors import NoBlocks
+from engine.errors import NoBlocks, RankFailed
 from engine.fake import FakeModel
 from engine.loop import Engine
 from engine.lora.errors import AdapterInUse
@@ -161,6 +161,20 @@ def test_an_ask_that_trips_the_engine_hears_of_it() -> None:
     for each in news:
         assert each.is_over and each.failure is not None
         assert "RuntimeError: tripped" in each.failure.message
+
+
+def test_an_engine_that_lost_a_process_fails_though_nobody_asks() -> None:
+    engine = Engine(EngineConfig(num_blocks=80), FakeModel())
+    served = EngineCore(engine)
+    served.check_alive()
+    assert served.failure is None
+
+    def gone() -> None:
+        raise RankFailed("rank 1 ended (signal 9)")
+
+    engine.check_alive = gone  # type: ignore[method-assign]
+    served.check_alive()
+    assert "rank 1 ended (signal 9)" in str(served.failure)
 
 
 def test_cancelled_asks_do_not_pile_up_in_the_queue() -> None:

@@ -10,8 +10,8 @@ import threading
 import pytest
 
 from process import frames
-from process.frames import FrameReader, FrameWriter
 from process.errors import InvalidArgument, Unavailable
+from process.frames import FrameReader, FrameWriter
 
 
 def test_frames_of_any_size_and_any_cut(seed: int) -> None:

@@ -65,7 +65,6 @@ def test_tensors_say_what_the_batch_says(seed: int) -> None:
         assert inputs.starts.tolist() == [span.start for span in chunks]
         assert inputs.query_starts[0] == 0
         assert inputs.query_starts.diff().tolist() == [span.num_tokens for span in chunks]
-        assert inputs.spans == tuple((span.start, span.num_tokens) for span in chunks)
         assert inputs.max_query_len == max((span.num_tokens for span in chunks), default=0)
         assert inputs.max_end == max((span.end for span in chunks), default=0)
         assert inputs.draw_indices.tolist() == list(batch.draw_indices)
@@ -74,6 +73,8 @@ def test_tensors_say_what_the_batch_says(seed: int) -> None:
 
 
 def test_a_warm_up_has_no_positions() -> None:
+    """Its table is as wide as its tokens are many: what a kernel looks up must be there."""
+    assert mixed_inputs(warm_up(100), CPU).block_tables.shape[1] >= 100
     inputs = mixed_inputs(warm_up(5), CPU)
     assert inputs.positions.tolist() == [-1] * 5
     assert inputs.starts.tolist() == [0]

@@ -94,7 +94,7 @@ def test_both_decoders_share_fingerprint_and_layout(llama: Path) -> None:
         if getattr(own.info, field.name) != getattr(other.info, field.name)
     } == changed
     assert [name for name, _ in own.info.seconds] == [
-        "rehearsal", "digests", "weights", "verify", "measure",
+        "rehearsal", "weights", "verify", "measure", "digest",
     ]  # fmt: skip
 
 

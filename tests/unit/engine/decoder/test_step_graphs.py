@@ -11,7 +11,7 @@ import torch
 from engine.batch import Batch, Span
 from engine.decoder.inputs import singles_first
 from engine.decoder.model import DecoderModel
-from engine.decoder.step_graphs import StepGraphs, StepShape, step_shapes
+from engine.decoder.step_graphs import StepGraphs, StepShape, max_chunk_tokens, step_shapes
 from engine.kv.memory import KvMemory
 from tests.unit.engine.decoder.test_ahead_model import BLOCK, DEVICES, WINDOW, _model
 
@@ -113,9 +113,20 @@ def test_shapes() -> None:
     assert max(shape.num_singles for shape in shapes) == 20
     sizes = [shape.num_rows for shape in shapes]
     assert sizes == sorted(sizes, reverse=True)
-    many = step_shapes(256, 2048)
-    assert many[0] == StepShape(256, 1024), "longer chunks are launched as they are"
+    many = step_shapes(256, 2000)
+    assert many[0] == StepShape(256, 2000)
     assert StepShape(8, 512) in many and StepShape(8, 768) not in many
+    assert StepShape(128, 1024) in many and StepShape(128, 1536) not in many
+    assert StepShape(0, 1536) in many
+    assert step_shapes(256, 1 << 20)[0] == StepShape(256, 8192)
+    assert len(set(many)) == len(many)
+
+
+def test_large_models_have_shapes_of_few_tokens() -> None:
+    assert max_chunk_tokens(7_000_000_000) == 1024
+    assert max_chunk_tokens(440_000_000) > 8192
+    assert max_chunk_tokens(400_000_000_000) == 0
+    assert all(shape.num_chunks == 0 for shape in step_shapes(256, 0))
 
 
 def test_what_fits_no_shape_is_not_taken(seed: int) -> None:

@@ -33,7 +33,7 @@ def main(behaviour: str, connection: socket.socket) -> int:
     if behaviour == "silent":
         time.sleep(600)
     say("Loading", what="weights", done=1, total=1)
-    say("Ready")
+    say("Ready", weight_bytes=7)
     while True:
         message = hear()
         if behaviour == "deaf":

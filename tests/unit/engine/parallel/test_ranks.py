@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from engine.batch import Batch, Span
+from engine.decoder.verify import NUM_TOKENS, verify_logits
 from engine.errors import RankFailed
 from engine.kv.memory import KvMemory
 from engine.parallel.memory import RankMemory, runs
@@ -67,6 +68,21 @@ def test_several_ranks_give_the_logits_of_one(grid: Grid, family: str, seed: int
     assert _error(shared.cache, alone.cache) < MAX_ERROR["float32"]
 
 
+def test_kernels_are_checked_at_all_ranks_together(seed: int) -> None:
+    """On CPU both ways are plain torch: the same logits twice, and those of one rank."""
+    model = Model(CONFIGS["qwen3"](), seed)
+    whole = model.whole(model.memory())
+    expected = verify_logits(whole.forward, model.shape.vocab_size, model.layout)
+    assert len(expected) == NUM_TOKENS
+
+    def act(rank: int, ranks: ProcessRanks) -> tuple[torch.Tensor, torch.Tensor]:
+        return model.part(ranks, model.memory()).verify(model.layout)
+
+    by_kernels, by_torch = run_ranks(Grid(2, 2), act)[0]
+    assert torch.equal(by_kernels, by_torch)
+    assert _error(by_kernels, expected) < MAX_ERROR["float32"]
+
+
 def test_several_ranks_in_bfloat16(seed: int) -> None:
     model = Model(CONFIGS["llama"](), seed, "bfloat16")
     steps = model.steps(seed)
@@ -81,6 +97,30 @@ def test_several_ranks_in_bfloat16(seed: int) -> None:
     logits = run_ranks(Grid(2, 2), act)[0]
     for actual, wanted in zip(logits, expected, strict=True):
         assert not len(wanted) or _error(actual, wanted) < MAX_ERROR["bfloat16"]
+
+
+def test_several_ranks_with_weights_in_fp8(seed: int) -> None:
+    """Of the output and the down projection each share has scales of its own, and quantizes its
+    part of the activations by itself: other numbers than one rank's, and as near the plain ones."""
+    exact, model = (
+        Model(CONFIGS["llama"](), seed, weight_dtype=weight_dtype)
+        for weight_dtype in ("", "fp8_e4m3")
+    )
+    steps = model.steps(seed)
+    plain, alone = exact.whole(exact.memory()), model.whole(model.memory())
+    expected = torch.cat([plain.forward(step) for step in steps])
+    of_one = torch.cat([alone.forward(step) for step in steps])
+    shared = model.memory()
+
+    def act(rank: int, ranks: ProcessRanks) -> torch.Tensor:
+        part = model.part(ranks, shared)
+        assert part.is_fp8 and part.weight_bytes < alone.weight_bytes
+        return torch.cat([part.forward(step) for step in steps])
+
+    of_four = run_ranks(Grid(2, 2), act)[0]
+    its_own = float((of_one - expected).norm())
+    assert 0.05 < its_own / float(expected.norm()) < 0.4  # measured: 0.14 to 0.20
+    assert float((of_four - expected).norm()) < 1.25 * its_own  # measured: 0.89 to 1.05
 
 
 def test_pieces_of_a_step_give_its_logits(seed: int) -> None:

@@ -60,9 +60,11 @@ def run_ranks(
 class Model:
     """A small random model of a transformers config, of which ranks take their parts."""
 
-    def __init__(self, config: Any, seed: int, dtype: str = "float32") -> None:
+    def __init__(
+        self, config: Any, seed: int, dtype: str = "float32", weight_dtype: str = ""
+    ) -> None:
         self.config = config
-        self.dtype = dtype
+        self.dtype, self.weight_dtype = dtype, weight_dtype
         self.shape = read_shape(config)
         self.tensors = random_instance(config, seed).state_dict()
         self.layout: KvLayout = kv_layout(self.shape, block_size=BLOCK_SIZE, dtype=dtype)
@@ -75,6 +77,7 @@ class Model:
             dtype=TORCH_DTYPES[self.dtype],
             device=torch.device("cpu"),
             share=share_of(ranks.place, self.shape),
+            weight_dtype=self.weight_dtype,
         )
         part = RankModel(
             weights, ranks, num_positions=NUM_POSITIONS, device="cpu", is_exact=is_exact

@@ -1,0 +1,218 @@
+"""Tiles: how a product of few rows is cut into programs, by its shape alone.
+
+Fixed tables, measured on an H100 (benchmarks/kernels/linear.py): nothing is tuned at run time, so
+every worker and every run computes the same bits. Knows no kernel's inside and no tensor. Pure
+functions, remembered; any thread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+PREFETCH_BYTES = 12 << 20
+"""Of all programs together: a part of L2 (50 MB) that the kernel ahead can spare."""
+
+_LINE_BYTES = 128
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How one product is cut up."""
+
+    block_m: int
+    """Rows of x in a program; 0: the kernel for one row."""
+
+    block_n: int
+    """Rows of the weight in a program."""
+
+    block_k: int
+    """Columns that are read at a time."""
+
+    split_k: int = 1
+    """Programs that share one tile's K."""
+
+    num_warps: int = 4
+
+    num_stages: int = 4
+    """Steps on their way into shared memory; 1: none."""
+
+    splits_warps: bool = False
+    """Each warp takes a part of block_k; else warps share block_n (16 rows each at least)."""
+
+    num_parts: int = 1
+    """Runs of columns that one program sums apart: split_k times num_parts decides the bits."""
+
+    group_m: int = 1
+    """Tiles along M that are neighbours on the device."""
+
+    prefetch_bytes: int = PREFETCH_BYTES
+    """Asked for ahead of the wait, by all programs together; 0: nothing."""
+
+    @property
+    def is_row(self) -> bool:
+        """Of the kernel for one row."""
+        return self.block_m == 0
+
+
+@dataclass(frozen=True)
+class Product:
+    """One product's shape. Hashed at every launch: few fields."""
+
+    num_rows: int
+    height: int
+    """Rows of the weight."""
+
+    depth: int
+    """K."""
+
+    element_bytes: int
+    is_gated: bool
+
+    @property
+    def width(self) -> int:
+        """N."""
+        return self.height // 2 if self.is_gated else self.height
+
+
+class Cut(NamedTuple):
+    """A tile laid over a product."""
+
+    grid: tuple[int, ...]
+    num_tiles: int
+
+    num_partials: int
+    """Numbers of partial sums; 0: none."""
+
+    constants: dict[str, Any]
+    """What the kernel is compiled with. Read only."""
+
+
+@lru_cache(maxsize=4096)
+def cut(tile: Tile, product: Product) -> Cut:
+    """See Cut."""
+    num_runs = tile.split_k * tile.num_parts
+    num_steps = ceil_div(ceil_div(product.depth, tile.block_k), num_runs)
+    own_columns = num_steps * tile.block_k
+    num_n_tiles = ceil_div(product.width, tile.block_n)
+    constants = {
+        "IS_GATED": product.is_gated,
+        "IS_EVEN_K": product.depth == num_runs * own_columns,
+        "NUM_STEPS": num_steps,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
+        "NUM_STAGES": tile.num_stages,
+        "LINE": _LINE_BYTES // product.element_bytes,
+        "num_warps": tile.num_warps,
+    }
+    if tile.block_m == 0:  # the first columns are read into registers
+        constants["PREFETCH"] = _prefetch(tile, product, product.depth - tile.block_k)
+        return Cut((num_n_tiles,), num_n_tiles, 0, constants)
+    constants |= {
+        "PREFETCH": _prefetch(tile, product, own_columns),
+        "BLOCK_M": tile.block_m,
+        "GROUP_M": tile.group_m,
+        "K_WARPS": tile.num_warps if tile.splits_warps else 1,
+        "SPLIT_K": tile.split_k,
+        "NUM_PARTS": tile.num_parts,
+    }
+    num_tiles = num_n_tiles * ceil_div(product.num_rows, tile.block_m)
+    num_partials = 0
+    if tile.split_k > 1:
+        num_partials = num_tiles * tile.split_k * tile.block_n * tile.block_m
+    return Cut(
+        (num_tiles, tile.split_k),
+        num_tiles,
+        num_partials * (2 if product.is_gated else 1),
+        constants,
+    )
+
+
+def _prefetch(tile: Tile, product: Product, depth: int) -> int:
+    """Elements of each row of a program's weights that are asked for ahead: a power of two, 0 where
+    it would be less than a line."""
+    room = tile.prefetch_bytes // (product.height * product.element_bytes * tile.split_k)
+    number = min(room, depth)
+    line = _LINE_BYTES // product.element_bytes
+    return 1 << (number.bit_length() - 1) if number >= line else 0
+
+
+@lru_cache(maxsize=4096)
+def choose_tile(product: Product, *, exact: bool, forced: bool) -> Tile | None:
+    """None: the library is faster. With `exact` every tile of one weight sums in the same order.
+
+    Args:
+        forced: a tile for any number of rows.
+    """
+    num_rows, width, depth = product.num_rows, product.width, product.depth
+    if product.element_bytes == 4 and (exact or num_rows > 1):
+        # No matrix unit: all of it is unrolled.
+        return Tile(16, 32, 32, 1 if exact else split_for(width, 32, depth, 32), num_stages=2)
+    if exact:
+        return exact_tile(num_rows, width, depth)
+    if not forced and num_rows > max_rows(product.height * depth):
+        return None
+    if num_rows == 1:
+        return row_tile(width, depth, product.is_gated)
+    return skinny_tile(num_rows, width, depth, product.is_gated)
+
+
+def takes_norm(tile: Tile, product: Product) -> bool:
+    """The kernel for one row norms it on the way, where it has registers left: SwiGLU of long rows
+    has not. For more rows a launch ahead is cheaper than what each program would repeat."""
+    return tile.is_row and not (product.is_gated and product.depth > 1024)
+
+
+def max_rows(num_weights: int) -> int:
+    """Above it the library is faster: the larger the weight, the more rows its bytes hide."""
+    return 64 if num_weights > 1 << 25 else 16
+
+
+def row_tile(width: int, depth: int, is_gated: bool) -> Tile:
+    """For one row of x."""
+    if is_gated:
+        return Tile(0, 4 if depth > 1024 else 8, 512, num_stages=1)
+    return Tile(0, 2 if width <= 4096 and depth > 1024 else 4, 1024, num_stages=1)
+
+
+def skinny_tile(num_rows: int, width: int, depth: int, is_gated: bool) -> Tile:
+    """For few rows: up to 16 as with `exact`, which costs nothing there."""
+    if num_rows <= 16:
+        return exact_tile(num_rows, width, depth)
+    split = split_for(width, 64, depth, 128, num_programs=128, most=4)
+    num_steps = ceil_div(ceil_div(depth, 128), split)
+    return Tile(64, 64, 128, split, num_stages=3 if num_steps < 8 else 4)
+
+
+def exact_tile(num_rows: int, width: int, depth: int) -> Tile:
+    """One matrix instruction (64 rows of the weight, 16 columns), one order of columns, one number
+    of runs that are summed apart, whatever the rows."""
+    num_runs = 1
+    while num_runs < 8 and ceil_div(width, 64) * num_runs < 132 and depth % (256 * num_runs) == 0:
+        num_runs *= 2
+    if num_rows <= 64:
+        return Tile(16 if num_rows <= 16 else 64, 64, 128, num_runs, num_stages=4)
+    if num_rows <= 512:
+        return Tile(128, 128, 64, num_runs, 8, 4, group_m=8, prefetch_bytes=0)
+    if num_runs > 1:
+        return Tile(128, 128, 64, 1, 8, 4, num_parts=num_runs, group_m=8, prefetch_bytes=0)
+    return Tile(256, 128, 64, 1, 8, 4, group_m=8, prefetch_bytes=0)
+
+
+def split_for(
+    width: int, block_n: int, depth: int, block_k: int, num_programs: int = 264, most: int = 8
+) -> int:
+    """So that there are enough programs for the device, each with two steps at least."""
+    split = 1
+    while (
+        split < most
+        and ceil_div(width, block_n) * split < num_programs
+        and depth >= 2 * 2 * split * block_k
+    ):
+        split *= 2
+    return split
+
+
+def ceil_div(number: int, divisor: int) -> int:
+    return -(-number // divisor)
