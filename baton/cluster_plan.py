@@ -22,6 +22,8 @@ DRAIN_S = 3
 TRANSPORTS = ("shm", "nixl", "grpc")
 HANDOVERS = ("auto", "store", "direct")
 _DEVICE = re.compile(r"cpu|cuda(:\d{1,4})?")
+_MEMORY_SHARE = 0.9
+"""Of a GPU's memory, for all of its workers together: one worker's default."""
 _OF_ONE_STORE = ("store.node_id", "store.listen", "store.advertise")
 # Who a `--set` goes to, by the first part of its key.
 _GROUPS = {
@@ -197,10 +199,20 @@ def workers(
                 "engine.device": config.devices[place % len(config.devices)],
                 "limits.drain_s": str(DRAIN_S),
                 "engine.num_threads": str(num_threads),
+                **_memory_share(config, place, num_workers),
             },
         )
         for place, (role, index) in enumerate(names)
     ]
+
+
+def _memory_share(config: ClusterConfig, place: int, num_workers: int) -> dict[str, float]:
+    """Workers that are dealt the same GPU share its memory; an override has the last word."""
+    num_devices = len(config.devices)
+    num_sharing = sum(other % num_devices == place % num_devices for other in range(num_workers))
+    if num_sharing == 1 or config.devices[place % num_devices] == "cpu":
+        return {}
+    return {"engine.memory_share": _MEMORY_SHARE / num_sharing}
 
 
 def router(config: ClusterConfig, *, redis_url: str, listen: str) -> ProcessSpec:
@@ -221,7 +233,7 @@ def router(config: ClusterConfig, *, redis_url: str, listen: str) -> ProcessSpec
 
 
 def _python(
-    config: ClusterConfig, name: str, kind: str, module: str, settings: dict[str, str]
+    config: ClusterConfig, name: str, kind: str, module: str, settings: dict[str, str | float]
 ) -> ProcessSpec:
     argv = [sys.executable, "-P", "-m", module]  # never import from the current folder
     # The user's own come last and win.
@@ -234,8 +246,10 @@ def _python(
     return ProcessSpec(name, kind, tuple(argv))
 
 
-def quoted(value: str) -> str:
-    """A value as the settings loader reads it: whole numbers bare, all else a TOML string."""
+def quoted(value: str | float) -> str:
+    """A value as the settings loader reads it: numbers bare, all else a TOML string."""
+    if isinstance(value, float):
+        return f"{value:g}"
     if value.isdecimal():
         return value
     escaped = value.replace("\\", "\\\\").replace('"', '\\"')

@@ -106,8 +106,12 @@ async def measured(address: str, vocab_size: int, arguments: argparse.Namespace)
         running = [
             asyncio.create_task(streams.one(arguments.max_tokens)) for _ in range(arguments.streams)
         ]
-        while not all(len(times_s) > 8 for times_s in streams.times_s):
-            await asyncio.sleep(0.05)
+        async with asyncio.timeout(_TIMEOUT_S):
+            while sum(len(times_s) > 8 for times_s in streams.times_s) < arguments.streams:
+                for task in running:
+                    if task.done():
+                        task.result()  # what it failed with
+                await asyncio.sleep(0.05)
         quiet_s = time.perf_counter()
         await asyncio.sleep(arguments.seconds)
         storm_s = time.perf_counter()
@@ -119,6 +123,9 @@ async def measured(address: str, vocab_size: int, arguments: argparse.Namespace)
                 for _ in range(arguments.storm)
             )
         )
+        for task in running:
+            if task.done():
+                task.result()
         num_ended = sum(task.done() for task in running)
         for task in running:
             task.cancel()

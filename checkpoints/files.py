@@ -66,6 +66,38 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
     return files
 
 
+Stamp = tuple[int, int, int, int, int]
+"""Device, inode, size, and when a file was written and changed."""
+
+
+def stamps(folder: Path) -> dict[Path, Stamp]:
+    """What tells whether one of a checkpoint's files was replaced or written into between two
+    looks: weights, config, tokenizer. Raises: CheckpointError as `weight_files`, or for one that
+    went away."""
+    found: dict[Path, Stamp] = {}
+    for file in (*weight_files(folder), folder / CONFIG, folder / TOKENIZER):
+        try:
+            stat = file.stat()
+        except OSError as error:
+            raise CheckpointError(f"{file}: cannot be read ({error})") from error
+        found[file] = (
+            stat.st_dev,
+            stat.st_ino,
+            stat.st_size,
+            stat.st_mtime_ns,
+            stat.st_ctime_ns,
+        )
+    return found
+
+
+def check_unchanged(folder: Path, before: dict[Path, Stamp]) -> None:
+    """Raises: CheckpointError naming a file that is not what it was when `before` was taken."""
+    now = stamps(folder)
+    for file in sorted(now.keys() | before.keys()):
+        if now.get(file) != before.get(file):
+            raise CheckpointError(f"{file} changed while the model was loaded; start again")
+
+
 def _shards(index: Path) -> list[str]:
     weight_map = _read_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:

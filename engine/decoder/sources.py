@@ -64,12 +64,17 @@ def read_weights(
     done = 0
     with Staging(device) as staging:
         for path in paths:
-            for name, stored, read in _stored(path):
-                for placement in filling.take(name, tuple(stored)):
-                    _fill(placement, read(placement.rows, placement.columns), staging, dtype)
-                done += stored.num_bytes
-                if progress is not None:
-                    progress("weights", min(done, total), total)
+            try:
+                for name, stored, read in _stored(path):
+                    for placement in filling.take(name, tuple(stored)):
+                        _fill(placement, read(placement.rows, placement.columns), staging, dtype)
+                    done += stored.num_bytes
+                    if progress is not None:
+                        progress("weights", min(done, total), total)
+            except (SafetensorError, OSError) as error:
+                raise LoadError(
+                    f"{path}: cannot be read ({error}); fetch the checkpoint again"
+                ) from error
     filling.check_whole()
     if progress is not None:
         progress("weights", total, total)
@@ -194,16 +199,13 @@ _Read = Callable[[slice, slice], torch.Tensor]
 def _stored(path: Path) -> Iterator[tuple[str, _Stored, _Read]]:
     """Every tensor of a safetensors file: (name, shape, how to read a part of it)."""
     opened: AbstractContextManager[Any] = safe_open(path, framework="pt", device="cpu")
-    try:
-        with opened as source:
-            for name in source.keys():
-                part = source.get_slice(name)
-                stored = _Stored(part.get_shape())
-                width = _DTYPE_BYTES.get(part.get_dtype(), 1)
-                stored.num_bytes = int(torch.Size(stored).numel()) * width
-                yield name, stored, _reading(source, name)
-    except (SafetensorError, OSError) as error:
-        raise LoadError(f"{path}: cannot be read ({error}); fetch the checkpoint again") from error
+    with opened as source:
+        for name in source.keys():
+            part = source.get_slice(name)
+            stored = _Stored(part.get_shape())
+            width = _DTYPE_BYTES.get(part.get_dtype(), 1)
+            stored.num_bytes = int(torch.Size(stored).numel()) * width
+            yield name, stored, _reading(source, name)
 
 
 def _reading(source: Any, name: str) -> _Read:

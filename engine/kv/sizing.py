@@ -39,10 +39,10 @@ class DeviceMemory:
     """What the largest step needs."""
 
     def room_bytes(self, share: float) -> int:
-        """What is left of this share of it for the KV cache; below 0: nothing, by so much."""
-        return (
-            int(self.total_bytes * share) - (self.total_bytes - self.free_bytes) - self.step_bytes
-        )
+        """What is left of this share of it for the KV cache; below 0: nothing, by so much. Others
+        on the device have shares of their own, and may have come first."""
+        own_bytes = int(self.total_bytes * share) - self.weight_bytes
+        return min(own_bytes, self.free_bytes) - self.step_bytes
 
 
 def choose_num_blocks(
@@ -98,13 +98,13 @@ def _profiled_num_blocks(
     num_blocks = min(max(0, room_bytes) // layout.block_bytes, _MAX_NUM_PROFILED)
     num_window_blocks = layout.num_blocks_for(context_window)
     if num_blocks < num_window_blocks:
-        others = device.total_bytes - device.free_bytes - device.weight_bytes
+        window_bytes = num_window_blocks * layout.block_bytes
         raise TooFewBlocks(
-            f"{device.name} has {device.total_bytes} bytes; memory_share={config.memory_share:g} "
-            f"of them less {device.weight_bytes} of weights, {device.step_bytes} of the largest "
-            f"step and {max(0, others)} in use otherwise is room for {num_blocks} KV blocks, but "
-            f"one request of {context_window} tokens (the context window) needs "
-            f"{num_window_blocks} blocks = {num_window_blocks * layout.block_bytes} bytes: "
+            f"{device.name} has {device.total_bytes} bytes, {device.free_bytes} of them free once "
+            f"{device.weight_bytes} of weights are there; memory_share={config.memory_share:g} of "
+            f"all, or what is free, less {device.step_bytes} of the largest step is room for "
+            f"{num_blocks} KV blocks, but one request of {context_window} tokens (the context "
+            f"window) needs {num_window_blocks} blocks = {window_bytes} bytes: "
             + _way_out(num_blocks * layout.block_size, "memory_share")
         )
     return num_blocks

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import transformers
 
-from checkpoints import architectures, digests
+from checkpoints import architectures, digests, files
 from checkpoints.errors import CheckpointError
 from checkpoints.files import read_config
 from checkpoints.resolve import resolve
@@ -76,6 +76,7 @@ def load_model(config: EngineConfig, *, progress: Progress | None = None) -> Loa
     phases = Phases()
     try:
         checkpoint = resolve(config.model, files="all", progress=progress)
+        before = files.stamps(checkpoint.path)
         raw_config = read_config(checkpoint.path)
         check_supported(raw_config, checkpoint.name)
         model_config = _read_model_config(checkpoint.path)
@@ -115,6 +116,13 @@ def load_model(config: EngineConfig, *, progress: Progress | None = None) -> Loa
         try:
             model = make(config, checkpoint.path, model_config, info, phases, digest.telling())
             step_bytes, weights_digest = _measure(model, config, phases, digest)
+            # What was digested must be what was loaded: both opened the files by name, each in its
+            # own time.
+            try:
+                files.check_unchanged(checkpoint.path, before)
+            except CheckpointError:
+                model.close()
+                raise
         except CheckpointError as error:
             raise LoadError(str(error)) from error
     model.info = dataclasses.replace(

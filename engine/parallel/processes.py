@@ -135,7 +135,7 @@ class RankProcesses:
         """Start them; they begin to load. Raises: RankFailed where that cannot be done."""
         self._thread.start()
         with self._state.lock:
-            self._state.lock.wait_for(lambda: self._state.is_started)
+            self._state.lock.wait_for(lambda: self._state.is_started or self._state.failure)
         self.check()
 
     def wait_ready(self) -> list[Ready]:
@@ -247,6 +247,7 @@ class RankProcesses:
             "BATON_PARENT_PID": str(os.getpid()),
             "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
         }
+        frame = encode(start)  # what cannot be told has no process
         ours, theirs = socket.socketpair()
         with ours, theirs:
             files = (theirs.fileno(), *self._files)
@@ -262,7 +263,7 @@ class RankProcesses:
             reader, writer = FrameReader(ours), FrameWriter(ours)
         rank = _Rank(start, name, process, reader, writer, time.monotonic())
         with contextlib.suppress(EOFError):  # it has ended already: its reader says so
-            writer.write(encode(start), self._timeout_s)
+            writer.write(frame, self._timeout_s)
         return rank
 
     def _watch(self) -> None:

@@ -51,7 +51,7 @@ def _check_ranges(one: Sampling) -> None:
             f"0 (greedy), or from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}",
         ),
         ("top_p", one.top_p, 0 < one.top_p <= 1, "above 0, at most 1"),
-        ("top_k", one.top_k, one.top_k >= 0, "at least 0 (off)"),
+        ("top_k", one.top_k, 0 <= one.top_k < 1 << 31, "from 0 (off), below 2^31"),
         ("min_p", one.min_p, 0 <= one.min_p <= 1, "from 0 (off) to 1"),
         (
             "min_tokens",

@@ -140,6 +140,28 @@ def test_workers_are_dealt_to_the_devices_in_turn(device: str, taken: list[str])
     assert [getattr(engine, "device", "") for engine in engines] == taken
 
 
+@pytest.mark.parametrize(
+    ("device", "shares"),
+    [
+        ("cuda", [0.45, 0.45]),
+        ("cuda:0,cuda:1", [0.9, 0.9]),
+        ("cpu", [0.9, 0.9]),
+    ],
+)
+def test_workers_on_one_gpu_share_its_memory(device: str, shares: list[float]) -> None:
+    specs = _all(ClusterConfig(device=device))
+    engines = [
+        settings.load(WorkerSettings, overrides=_sets(spec)).engine
+        for spec in specs.values()
+        if spec.kind in ("prefill", "decode")
+    ]
+    assert [getattr(engine, "memory_share", 0.0) for engine in engines] == shares
+    specs = _all(ClusterConfig(device=device, overrides=("worker.engine.memory_share=0.3",)))
+    told = specs["prefill-0"]
+    loaded = settings.load(WorkerSettings, overrides=_sets(told)).engine
+    assert getattr(loaded, "memory_share", 0.0) == 0.3
+
+
 def test_a_workers_own_device_wins() -> None:
     config = ClusterConfig(device="cuda", overrides=('decode.engine.device="cuda:1"',))
     specs = _all(config)

@@ -175,22 +175,23 @@ def test_the_tails_of_a_quantized_cache_come_out_of_the_free_memory() -> None:
 
 
 def test_a_measured_device_gives_all_that_its_share_leaves() -> None:
-    """Weights and whatever else is there, and the largest step, come first."""
+    """Weights and the largest step come first, and what others have is theirs."""
     block = LAYOUT.block_bytes
     device = DeviceMemory("a GPU", 1000 * block, 700 * block, 250 * block, 100 * block)
     config = EngineConfig(memory_share=0.8)
-    assert choose_num_blocks(config, LAYOUT, 100, 0, device) == 400
+    assert choose_num_blocks(config, LAYOUT, 100, 0, device) == 450
+    assert choose_num_blocks(EngineConfig(memory_share=1.0), LAYOUT, 100, 0, device) == 600
     assert choose_num_blocks(EngineConfig(num_blocks=30), LAYOUT, 100, 0, device) == 30
     assert choose_num_blocks(EngineConfig(kv_bytes=block * 27), LAYOUT, 100, 0, device) == 27
     with pytest.raises(TooFewBlocks) as caught:
-        choose_num_blocks(EngineConfig(memory_share=0.41), LAYOUT, 100, 0, device)
+        choose_num_blocks(EngineConfig(memory_share=0.36), LAYOUT, 100, 0, device)
     message = str(caught.value)
     for part in (
         f"a GPU has {1000 * block} bytes",
-        "memory_share=0.41",
+        f"{700 * block} of them free",
+        "memory_share=0.36",
         f"{250 * block} of weights",
         f"{100 * block} of the largest step",
-        f"{50 * block} in use otherwise",
         "room for 10 KV blocks",
         "needs 25 blocks",
         "context_window=40",
@@ -198,6 +199,18 @@ def test_a_measured_device_gives_all_that_its_share_leaves() -> None:
         assert part in message, part
     with pytest.raises(TooFewBlocks, match=r"room for 0 KV blocks.*raise worker"):
         choose_num_blocks(EngineConfig(memory_share=0.2), LAYOUT, 100, 0, device)
+
+
+def test_engines_that_share_a_device_fit_one_after_the_other() -> None:
+    block = LAYOUT.block_bytes
+    total, used = 1000 * block, 0
+    config = EngineConfig(memory_share=0.45)
+    for _ in range(2):
+        used += 110 * block  # weights, and what a process has there in any case
+        device = DeviceMemory("a GPU", total, total - used, 100 * block, 50 * block)
+        num_blocks = choose_num_blocks(config, LAYOUT, 100, 0, device)
+        assert num_blocks == 300
+        used += num_blocks * block
 
 
 def test_books_are_kept_of_a_bounded_number_of_blocks() -> None:

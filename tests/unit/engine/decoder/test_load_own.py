@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import shutil
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ import pytest
 import torch
 import transformers
 
+from checkpoints.resolve import resolve
 from engine.batch import Batch, Span, warm_up
 from engine.config import EngineConfig
 from engine.decoder import load as own_load
@@ -253,3 +257,44 @@ def test_fp8_weights_are_near_the_plain_ones_and_another_model() -> None:
     matrices = sum(one.tensors[0].nbytes for layer in layers for one in layer.projections)
     assert plain.info.weight_bytes - small.info.weight_bytes > 2.9 * matrices
     assert small.decoder.weights.head.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("decoder", ["own", "transformers"])
+@pytest.mark.parametrize("how", ["overlap", "dtype"])
+def test_a_broken_header_is_one_line(tmp_path: Path, how: str, decoder: str) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(resolve("baton-5m", files="all").path, folder)
+    file = folder / "model.safetensors"
+    raw = file.read_bytes()
+    (size,) = struct.unpack("<Q", raw[:8])
+    header = json.loads(raw[8 : 8 + size])
+    first, second = [name for name in header if name != "__metadata__"][:2]
+    if how == "overlap":
+        header[first]["data_offsets"] = header[second]["data_offsets"]
+    else:
+        header[first]["dtype"] = "F9"
+    new = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(new)) + new + raw[8 + size :])
+    with pytest.raises(LoadError, match=r"model\.safetensors"):
+        load_model(
+            EngineConfig(model=str(folder), device="cpu", context_window=64, decoder=decoder)
+        )
+
+
+@pytest.mark.parametrize("decoder", ["own", "transformers"])
+def test_a_checkpoint_that_is_replaced_while_it_loads_is_refused(
+    tmp_path: Path, decoder: str
+) -> None:
+    """Its fingerprint might be of the one, its weights of the other."""
+    folder = tmp_path / "model"
+    shutil.copytree(resolve("baton-5m", files="all").path, folder)
+    other = shutil.copy(folder / "model.safetensors", tmp_path / "other")
+
+    def progress(what: str, done: int, total: int) -> None:
+        if what == "weights" and done == total and Path(other).exists():
+            Path(other).replace(folder / "model.safetensors")
+
+    config = EngineConfig(model=str(folder), device="cpu", context_window=64, decoder=decoder)
+    with pytest.raises(LoadError, match="changed while the model was loaded; start again"):
+        load_model(config, progress=progress)
+    load_model(config).close()

@@ -166,3 +166,20 @@ def test_a_rank_that_hears_nothing_is_killed_at_the_end(make: Make) -> None:
     processes.close()
     assert time.monotonic() - began_s < 20.0
     assert not any(map(_is_there, processes.pids))
+
+
+def test_what_cannot_be_told_to_a_rank_ends_the_start() -> None:
+    """A folder whose name is not UTF-8: no frame holds it."""
+    shape = read_shape(transformers.LlamaConfig())
+    processes = RankProcesses(
+        Grid(2, 1),
+        [Start(EngineConfig(tensor_parallel=2), "/models/caf\udce9", shape, 1)],
+        timeout_s=5.0,
+        files=(),
+        on_failure=lambda: None,
+        program=(sys.executable, "-P", str(STUB), "load"),
+    )
+    with pytest.raises(RankFailed, match="UnicodeEncodeError"):
+        processes.start()
+    processes.close()
+    assert processes.pids == ()

@@ -24,6 +24,7 @@ WRONG: list[tuple[str, Any]] = [
     *(("temperature", value) for value in (-1.0, NAN, INF, -INF, 1e-5, 1e7)),
     *(("top_p", value) for value in (0.0, -0.1, 1.0001, NAN, INF)),
     ("top_k", -1),
+    ("top_k", 1 << 31),
     *(("min_p", value) for value in (-0.1, 1.1, NAN, INF)),
     *(("min_tokens", value) for value in (-1, 101)),
     *(("seed", value) for value in (-1, 1 << 64)),
