@@ -129,7 +129,7 @@ def load_model(config: EngineConfig, *, progress: Progress | None = None) -> Loa
         model.info,
         fingerprint=fingerprint(
             weights_digest=weights_digest,
-            config=raw_config | _weight_dtype(config),
+            config=raw_config | _numerics(config),
             tokenizer_digest=tokenizer_digest,
             layout=model.layout.fingerprint_part,
         ),
@@ -257,9 +257,17 @@ def _make_transformers(
     return HuggingFaceModel(built.model, info, built.layout, config.lora, built.fixed_scales)
 
 
-def _weight_dtype(config: EngineConfig) -> dict[str, str]:
-    """For the fingerprint: quantized weights give other keys and values."""
-    return {} if config.weight_dtype == "auto" else {"baton_weight_dtype": config.weight_dtype}
+def _numerics(config: EngineConfig) -> dict[str, object]:
+    """For the fingerprint: what gives other keys and values than the checkpoint's own dtype does.
+    Rounding of another order is not among them, but where every bit was promised."""
+    found: dict[str, object] = {}
+    if config.weight_dtype != "auto":
+        found["baton_weight_dtype"] = config.weight_dtype
+        if config.tensor_parallel > 1:  # each share has scales of its own
+            found["baton_weight_shares"] = config.tensor_parallel
+    if config.exact:
+        found["baton_exact"] = [config.tensor_parallel, config.pipeline_parallel]
+    return found
 
 
 # -- what may be loaded

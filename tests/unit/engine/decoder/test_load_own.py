@@ -298,3 +298,14 @@ def test_a_checkpoint_that_is_replaced_while_it_loads_is_refused(
     with pytest.raises(LoadError, match="changed while the model was loaded; start again"):
         load_model(config, progress=progress)
     load_model(config).close()
+
+
+def test_what_computes_other_numbers_has_another_fingerprint(llama: Path) -> None:
+    """An exact worker must not take blocks that another wrote."""
+    found = set()
+    for fields in ({}, {"exact": True}, {"weight_dtype": "fp8_e4m3"}):
+        config = EngineConfig(model=str(llama), device="cpu", decoder="own", **fields)
+        model = load_model(config)
+        found.add(model.info.fingerprint)
+        model.close()
+    assert len(found) == 3
