@@ -115,14 +115,13 @@ def load_model(config: EngineConfig, *, progress: Progress | None = None) -> Loa
     with Background(partial(digests.weights_digest, checkpoint.path), progress) as digest:
         try:
             model = make(config, checkpoint.path, model_config, info, phases, digest.telling())
-            step_bytes, weights_digest = _measure(model, config, phases, digest)
-            # What was digested must be what was loaded: both opened the files by name, each in its
-            # own time.
-            try:
-                files.check_unchanged(checkpoint.path, before)
-            except CheckpointError:
-                model.close()
-                raise
+            step_bytes, weights_digest = _measure(
+                model,
+                config,
+                phases,
+                digest,
+                lambda: files.check_unchanged(checkpoint.path, before),
+            )
         except CheckpointError as error:
             raise LoadError(str(error)) from error
     model.info = dataclasses.replace(
@@ -140,15 +139,26 @@ def load_model(config: EngineConfig, *, progress: Progress | None = None) -> Loa
 
 
 def _measure(
-    model: Loaded, config: EngineConfig, phases: Phases, digest: Background[str]
+    model: Loaded,
+    config: EngineConfig,
+    phases: Phases,
+    digest: Background[str],
+    check_files: Callable[[], None],
 ) -> tuple[int, str]:
     """Bytes of the largest step, and the weights' digest, which was taken beside all that. A model
-    that gets no further is closed."""
+    that gets no further is closed.
+
+    Args:
+        check_files: raises where what was digested may not be what was loaded: both opened the
+            files by name, each in its own time.
+    """
     try:
         with phases.timed("measure"):
             step_bytes = largest_step_bytes(model, config)
         with phases.timed("digest"):  # what is left of it
-            return step_bytes, digest.result()
+            weights_digest = digest.result()
+        check_files()
+        return step_bytes, weights_digest
     except BaseException:
         model.close()
         raise
