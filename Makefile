@@ -2,6 +2,8 @@
 #
 #   make demo        a cluster on this machine, an answer, and where its KV cache came from
 #   make test        all checks and tests, at a twentieth of the stated counts (`make test-long`: all of them)
+#   make images      the three images, with docker (IMAGE_REGISTRY, IMAGE_TAG; TORCH_INDEX_URL must be given)
+#   make kind        the chart on a kind cluster: clients, load, scaling, upgrades, kills; needs docker, kind and helm
 #   make chaos       parts of a real cluster killed, stopped and damaged at random; BATON_TEST_SEED=n replays
 #
 # Each makes what it needs first: a virtual environment in .venv with everything in it, Redis included.
@@ -9,6 +11,7 @@
 #   PYTHON            which Python makes the environment: 3.11 or 3.12 (others lack wheels of what we need)
 #   TORCH_INDEX_URL   where torch comes from. The default index has a CUDA build for Linux; without a GPU
 #                     TORCH_INDEX_URL=<the CPU index that PyTorch's install page names> saves 3 GB.
+#   TEST_JOBS         processes that share the tests; 2. Many tests start several of their own.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -18,6 +21,7 @@ PYTHON ?= $(shell for python in python3 python3.12 python3.11; do \
 	$$python -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null \
 	&& echo $$python && break; done)
 TORCH_INDEX_URL ?=
+TEST_JOBS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -29,8 +33,13 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 PACKAGES := baton checkpoints engine engine_client kernels/baton_kernels kvstore process services tokens tools
 # Several engines share few cores in the tests: one thread each, or they stall one another.
 TEST_ENVIRONMENT := OMP_NUM_THREADS=1
+# A file's tests stay in one process: they share what is slow to make.
+TEST_OPTIONS := --numprocesses $(TEST_JOBS) --dist loadfile
 
-.PHONY: setup demo test test-long chaos check protos bench clean
+IMAGE_REGISTRY ?=
+IMAGE_TAG ?= $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+
+.PHONY: setup demo test test-long chaos check protos schema images kind locks bench clean
 
 setup: $(READY)
 
@@ -38,10 +47,10 @@ demo: $(READY)
 	$(BIN)/baton demo
 
 test: check
-	$(TEST_ENVIRONMENT) $(BIN)/pytest
+	$(TEST_ENVIRONMENT) $(BIN)/pytest $(TEST_OPTIONS)
 
 test-long: check
-	$(TEST_ENVIRONMENT) BATON_TEST_LONG=1 $(BIN)/pytest -o faulthandler_timeout=2400
+	$(TEST_ENVIRONMENT) BATON_TEST_LONG=1 $(BIN)/pytest $(TEST_OPTIONS) -o faulthandler_timeout=2400
 
 chaos: $(READY)
 	$(TEST_ENVIRONMENT) BATON_TEST_LONG=1 $(BIN)/pytest -o faulthandler_timeout=2400 -v tests/chaos
@@ -55,6 +64,24 @@ check: $(READY) $(PROTOS_READY)
 
 protos: $(PROTOS_READY)
 	$(PROTOS_VENV)/bin/python tools/gen_protos.py
+
+# The chart's values.schema.json, out of the settings classes.
+schema: $(READY)
+	$(BIN)/python tools/gen_values_schema.py
+
+images:
+	@test -n '$(TORCH_INDEX_URL)' || { echo 'give TORCH_INDEX_URL: the CPU index that the install page of PyTorch names' >&2; exit 1; }
+	for target in control worker-cpu worker-cuda; do \
+		docker build --target $$target --build-arg VERSION=$(IMAGE_TAG) \
+			--build-arg REVISION=$$(git rev-parse HEAD) --build-arg TORCH_INDEX_URL=$(TORCH_INDEX_URL) \
+			--tag $(if $(IMAGE_REGISTRY),$(IMAGE_REGISTRY)/)baton/$$target:$(IMAGE_TAG) .; done
+
+# What the images install, by hash; needs uv.
+locks: $(READY)
+	$(BIN)/python tools/lock_images.py
+
+kind: $(READY)
+	BATON_KIND=1 TORCH_INDEX_URL=$(TORCH_INDEX_URL) $(TEST_ENVIRONMENT) $(BIN)/pytest -v tests/kind
 
 bench: $(READY)
 	for benchmark in serve engine_cpu engine_step radix logits grammar lora kv_quantization bfloat16_drift \

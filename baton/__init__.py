@@ -9,6 +9,7 @@ import importlib
 import typing
 
 from baton.client import Client, SyncClient
+from baton.credentials import Credentials
 from baton.errors import (
     AlreadyExists,
     BatonError,
@@ -21,10 +22,13 @@ from baton.errors import (
     ModelError,
     NoCapacity,
     NotFound,
+    PermissionDenied,
+    Unauthenticated,
     Unavailable,
 )
 from baton.local_cluster import ClusterConfig, LocalCluster
-from baton.messages import Chunk, Completion, End, KvLeg, Provenance, TierCount, Usage
+from baton.messages import Chunk, Completion, Embedding, End, KvLeg, Provenance, TierCount, Usage
+from process.tls import TlsSettings
 
 __all__ = [
     "AlreadyExists",
@@ -35,7 +39,9 @@ __all__ = [
     "ClusterConfig",
     "ClusterError",
     "Completion",
+    "Credentials",
     "DeadlineExceeded",
+    "Embedding",
     "End",
     "FailedPrecondition",
     "Internal",
@@ -45,9 +51,12 @@ __all__ = [
     "ModelError",
     "NoCapacity",
     "NotFound",
+    "PermissionDenied",
     "Provenance",
     "SyncClient",
     "TierCount",
+    "TlsSettings",
+    "Unauthenticated",
     "Unavailable",
     "Usage",
 ]

@@ -23,7 +23,9 @@ from baton.errors import BatonError, Unavailable
 from kvstore import index
 from kvstore.block_hash import CHAIN_HASH_BYTES
 from process import redis_client, serving
+from process.access import Role
 from process.deadline import Deadline
+from process.serving import Dialer
 from protos import inference_pb2, kvstore_pb2, kvstore_pb2_grpc
 
 REDIS_TIMEOUT_S = 5.0
@@ -128,7 +130,9 @@ def compare(
     )
 
 
-async def audit(redis_url: str, *, settle_s: float, timeout_s: float) -> list[StoreAudit]:
+async def audit(
+    redis_url: str, *, settle_s: float, timeout_s: float, dial: Dialer = serving.PLAIN
+) -> list[StoreAudit]:
     """Audit every store that is registered in this Redis, one after the other, by node id.
 
     Args: settle_s: longest wait for one store's index to catch up. timeout_s: bounds reading one
@@ -139,20 +143,21 @@ async def audit(redis_url: str, *, settle_s: float, timeout_s: float) -> list[St
     try:
         stores = await index.PrefixIndex(client, REDIS_TIMEOUT_S).stores()
         ordered = sorted(stores, key=lambda store: store.node_id)
-        return [await _audit_store(client, store, settle_s, timeout_s) for store in ordered]
+        return [await _audit_store(client, dial, store, settle_s, timeout_s) for store in ordered]
     finally:
         await client.aclose()
 
 
 async def _audit_store(
     client: redis.asyncio.Redis,
+    dial: Dialer,
     store: inference_pb2.StoreStatus,
     settle_s: float,
     timeout_s: float,
 ) -> StoreAudit:
     if not store.reachable:
         return _not_looked_at(store, "no heartbeat: its index is void", is_void=True)
-    async with serving.channel(store.address) as channel:
+    async with dial(store.address, Role.KVSTORE) as channel:
         looking = _Looking(client, kvstore_pb2_grpc.KvStoreStub(channel), store, timeout_s)
         try:
             first = await looking.look()

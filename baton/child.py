@@ -58,6 +58,10 @@ class Child:
     notify: Notify
     address: str = ""
     """Where it listens; known once it is ready."""
+    metrics_address: str = ""
+    """Where it serves /metrics; empty: nowhere."""
+    http_address: str = ""
+    """Where it serves the HTTP API; empty: nowhere."""
     last_lines: collections.deque[str] = field(
         default_factory=lambda: collections.deque(maxlen=_NUM_LAST_LINES)
     )

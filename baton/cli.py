@@ -13,15 +13,22 @@ from collections.abc import Callable, Sequence
 
 from baton import (
     command_adapter,
+    command_api_key,
     command_audit,
+    command_autoscale,
     command_bench,
+    command_block,
+    command_certs,
     command_chat,
     command_demo,
+    command_explain,
     command_generate,
     command_keys,
     command_models,
+    command_preflight,
     command_replay,
     command_status,
+    command_top,
     command_up,
 )
 from baton.errors import BatonError
@@ -32,13 +39,20 @@ _COMMANDS = (
     command_generate,
     command_chat,
     command_status,
+    command_autoscale,
+    command_explain,
+    command_top,
     command_audit,
+    command_block,
     command_models,
     command_demo,
     command_replay,
     command_bench,
     command_adapter,
     command_keys,
+    command_api_key,
+    command_certs,
+    command_preflight,
 )
 
 

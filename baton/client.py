@@ -27,8 +27,16 @@ import grpc
 import grpc.aio
 
 from baton import errors
-from baton.messages import Chunk, Completion, chunk_from, completions_from
-from baton.request import Prompt, build_request
+from baton.credentials import NO_CREDENTIALS, Credentials
+from baton.messages import (
+    Chunk,
+    Completion,
+    Embedding,
+    chunk_from,
+    completions_from,
+    embedding_from,
+)
+from baton.request import Prompt, build_embed_request, build_request
 from process import serving
 from protos import inference_pb2, inference_pb2_grpc
 
@@ -36,14 +44,21 @@ Result = TypeVar("Result")
 
 _STATUS_TIMEOUT_S = 10.0
 
+_NO_HANDSHAKE = ("handshake failed", "Socket closed", "erification")
+"""In gRPC's words for a server that is there, where TLS did not come about."""
+
 
 class Client:
     """One connection to one router. Options of `generate` and `complete` are `build_request`'s."""
 
-    def __init__(self, address: str) -> None:
-        """`address` is "host:port". Connects with the first call."""
+    def __init__(self, address: str, credentials: Credentials = NO_CREDENTIALS) -> None:
+        """`address` is "host:port". Connects with the first call.
+
+        Raises: SettingsError naming the file of `credentials` that cannot be used.
+        """
         self.address = address
-        self._channel = serving.channel(address)
+        self._metadata = credentials.metadata
+        self._channel = serving.channel(address, identity=credentials.identity())
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)
 
     async def __aenter__(self) -> Self:
@@ -61,18 +76,28 @@ class Client:
         """End the connection; generations under way are cancelled."""
         await self._channel.close()
 
-    async def generate(self, prompt: Prompt, **options: Any) -> AsyncGenerator[Chunk, None]:
+    async def generate(
+        self, prompt: Prompt, *, traceparent: str = "", **options: Any
+    ) -> AsyncGenerator[Chunk, None]:
         """Stream a generation; the last chunk of each sample has `end`, the very last one with the
         request's provenance.
 
+        Args: traceparent: W3C's header of the span that the request is part of.
         Closing the generator early cancels the request. Raises: a `baton.errors.BatonError`.
         """
-        async for chunk in self.send(build_request(prompt, **options)):
+        async for chunk in self.send(build_request(prompt, **options), traceparent=traceparent):
             yield chunk
 
-    async def send(self, request: inference_pb2.GenerateRequest) -> AsyncGenerator[Chunk, None]:
+    async def send(
+        self, request: inference_pb2.GenerateRequest, *, traceparent: str = ""
+    ) -> AsyncGenerator[Chunk, None]:
         """`generate` of a request that is built already."""
-        call = self._stub.Generate(request, timeout=request.budget_ms / 1000)
+        trace = (("traceparent", traceparent),) if traceparent else ()
+        call = self._stub.Generate(
+            request,
+            timeout=request.budget_ms / 1000,
+            metadata=(*self._metadata, *trace),
+        )
         ended = False
         try:
             async for reply in call:
@@ -96,32 +121,74 @@ class Client:
         first)."""
         return await collect_samples(self.generate(prompt, **options))
 
+    async def embed(self, prompt: Prompt, **options: Any) -> Embedding:
+        """The embedding of a prompt. Options are `build_embed_request`'s.
+
+        Raises: a `baton.errors.BatonError`.
+        """
+        request = build_embed_request(prompt, **options)
+        call = self._stub.Generate(
+            request, timeout=request.budget_ms / 1000, metadata=self._metadata
+        )
+        try:
+            replies = [reply async for reply in call]
+        except grpc.aio.AioRpcError as error:
+            raise self._error(error) from None
+        finally:
+            call.cancel()
+        if len(replies) != 1:
+            raise errors.Internal(f"an embedding came in {len(replies)} messages")
+        return embedding_from(replies[0])
+
     async def models(self) -> list[inference_pb2.ModelInfo]:
         """The models served."""
         request = inference_pb2.ListModelsRequest()
         try:
-            reply = await self._stub.ListModels(request, timeout=_STATUS_TIMEOUT_S)
+            reply = await self._stub.ListModels(
+                request, timeout=_STATUS_TIMEOUT_S, metadata=self._metadata
+            )
         except grpc.aio.AioRpcError as error:
             raise self._error(error) from None
         return list(reply.models)
 
     async def status(
-        self, timeout_s: float = _STATUS_TIMEOUT_S
+        self,
+        timeout_s: float = _STATUS_TIMEOUT_S,
+        request: inference_pb2.GetClusterStatusRequest | None = None,
     ) -> inference_pb2.GetClusterStatusReply:
-        """What the router knows of its workers and stores."""
-        request = inference_pb2.GetClusterStatusRequest()
+        """What the router knows of its workers and stores, and of what `request` asks for."""
+        request = request or inference_pb2.GetClusterStatusRequest()
         try:
             reply: inference_pb2.GetClusterStatusReply = await self._stub.GetClusterStatus(
-                request, timeout=timeout_s
+                request, timeout=timeout_s, metadata=self._metadata
+            )
+        except grpc.aio.AioRpcError as error:
+            raise self._error(error) from None
+        return reply
+
+    async def explain(self, request_id: str = "", tenant: str = "") -> inference_pb2.ExplainReply:
+        """Why a request (empty: the latest one) went to the workers that it went to.
+
+        Raises: NotFound when the router does not know it (any more).
+        """
+        request = inference_pb2.ExplainRequest(request_id=request_id, tenant=tenant)
+        try:
+            reply: inference_pb2.ExplainReply = await self._stub.Explain(
+                request, timeout=_STATUS_TIMEOUT_S, metadata=self._metadata
             )
         except grpc.aio.AioRpcError as error:
             raise self._error(error) from None
         return reply
 
     def _error(self, error: grpc.aio.AioRpcError) -> errors.BatonError:
-        if error.code() is grpc.StatusCode.UNAVAILABLE and "failed to connect" in (
-            error.details() or ""
-        ):
+        details = error.details() or ""
+        if error.code() is grpc.StatusCode.UNAVAILABLE and "failed to connect" in details:
+            if any(sign in details for sign in _NO_HANDSHAKE):
+                return errors.Unavailable(
+                    f"{self.address} is there, but no connection comes about: its certificate or "
+                    "yours is not trusted or not given, or only one of you speaks TLS; see "
+                    "--ca-file and --cert-file"
+                )
             return errors.Unavailable(
                 f"nobody answers at {self.address}; start a cluster with `baton up`, or name "
                 "another address"
@@ -144,14 +211,18 @@ def collect_chunks(chunks: Iterable[Chunk]) -> Completion:
 class SyncClient:
     """`Client` without asyncio: its event loop runs in a thread of its own until `close`."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, credentials: Credentials = NO_CREDENTIALS) -> None:
         self.address = address
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="baton-client", daemon=True
         )
         self._thread.start()
-        self._client = self._run(_make_client(address))
+        try:
+            self._client = self._run(_make_client(address, credentials))
+        except BaseException:
+            self._end_loop()
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -169,6 +240,9 @@ class SyncClient:
         if self._loop.is_closed():
             return
         self._run(_end(self._client))
+        self._end_loop()
+
+    def _end_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -177,9 +251,11 @@ class SyncClient:
         """As `Client.generate`. Closing the generator early cancels the request."""
         return self._steps(self._client.generate(prompt, **options))
 
-    def send(self, request: inference_pb2.GenerateRequest) -> Generator[Chunk, None, None]:
+    def send(
+        self, request: inference_pb2.GenerateRequest, *, traceparent: str = ""
+    ) -> Generator[Chunk, None, None]:
         """As `Client.send`."""
-        return self._steps(self._client.send(request))
+        return self._steps(self._client.send(request, traceparent=traceparent))
 
     def _steps(self, chunks: AsyncGenerator[Chunk, None]) -> Generator[Chunk, None, None]:
         steps = _Steps(chunks)
@@ -198,13 +274,25 @@ class SyncClient:
         """As `Client.complete_samples`."""
         return self._run(self._client.complete_samples(prompt, **options))
 
+    def embed(self, prompt: Prompt, **options: Any) -> Embedding:
+        """As `Client.embed`."""
+        return self._run(self._client.embed(prompt, **options))
+
     def models(self) -> list[inference_pb2.ModelInfo]:
         """As `Client.models`."""
         return self._run(self._client.models())
 
-    def status(self, timeout_s: float = _STATUS_TIMEOUT_S) -> inference_pb2.GetClusterStatusReply:
+    def status(
+        self,
+        timeout_s: float = _STATUS_TIMEOUT_S,
+        request: inference_pb2.GetClusterStatusRequest | None = None,
+    ) -> inference_pb2.GetClusterStatusReply:
         """As `Client.status`."""
-        return self._run(self._client.status(timeout_s))
+        return self._run(self._client.status(timeout_s, request))
+
+    def explain(self, request_id: str = "", tenant: str = "") -> inference_pb2.ExplainReply:
+        """As `Client.explain`."""
+        return self._run(self._client.explain(request_id, tenant))
 
     def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
         future: Future[Result] = asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -226,8 +314,8 @@ async def _end(client: Client) -> None:
     await asyncio.get_running_loop().shutdown_asyncgens()
 
 
-async def _make_client(address: str) -> Client:
-    return Client(address)
+async def _make_client(address: str, credentials: Credentials) -> Client:
+    return Client(address, credentials)
 
 
 def _of_one_sample(options: dict[str, Any]) -> dict[str, Any]:

@@ -10,16 +10,28 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from baton.errors import ClusterError
+from baton.secured import OPEN, Secured
+from process.access import Role
+from process.settings import SettingsError
+from process.tracing import TracingSettings
 
 DEFAULT_PORT = 8500
 DRAIN_S = 3
 """How long a stopping part lets requests finish: less than the supervisor waits for it."""
+STORE_DRAIN_S = 1
+"""How long a stopping store serves its leases. A cluster's end comes to it last, when nobody reads
+any more, but leases of those that were killed may be left."""
+HOLD_S = 120.0
+"""How long the router of an autoscaled cluster keeps requests until the first workers serve."""
+AUTOSCALE_INTERVAL_S = 2.0
+"""Processes start faster than pods, so it looks more often than the autoscaler's default."""
 TRANSPORTS = ("shm", "nixl", "grpc")
+DIRECT_TRANSPORTS = ("cuda_ipc", "nixl", "grpc")
 HANDOVERS = ("auto", "store", "direct")
 _DEVICE = re.compile(r"cpu|cuda(:\d{1,4})?")
 _MEMORY_SHARE = 0.9
@@ -32,7 +44,12 @@ _GROUPS = {
     "prefill": ("prefill",),
     "decode": ("decode",),
     "worker": ("prefill", "decode"),
+    "autoscaler": ("autoscaler",),
 }
+
+
+Setting = str | float | bool | tuple[str, ...]
+"""A value on a part's command line."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +58,12 @@ class ClusterConfig:
 
     model: str = "baton-5m"
     """Bundled name, folder or Hugging Face hub name."""
+    more_models: tuple[str, ...] = ()
+    """Models served beside `model`, by workers of their own."""
     num_prefill: int = 1
-    """Prefill workers."""
+    """Prefill workers of each model."""
     num_decode: int = 1
-    """Decode workers."""
+    """Decode workers of each model."""
     transport: str = "shm"
     """How KV blocks travel between workers and store: shm, nixl or grpc."""
     device: str = "cpu"
@@ -53,14 +72,43 @@ class ClusterConfig:
     handover: str = "auto"
     """How a prompt's KV gets from prefill to decode: store, direct (out of the prefill worker's own
     cache) or auto, whichever costs less."""
+    direct_transport: str = ""
+    """How blocks are read out of a prefill worker's own cache: cuda_ipc (mapped, between GPUs of
+    this machine), nixl or grpc; empty: as between workers and other nodes' stores."""
     num_stores: int = 1
-    """KV stores; workers are dealt to them in turn, as if each were a machine of its own."""
+    """KV stores of each model, whose blocks no other model's fit; its workers are dealt to them in
+    turn, as if each were a machine of its own."""
     port: int = DEFAULT_PORT
     """The router's port on loopback; 0 takes a free one."""
+    http_port: int | None = None
+    """Of its HTTP API; None: the one after `port`, or a free one if that is 0."""
     redis_url: str = ""
     """A Redis to use; empty starts one of our own without persistence."""
     overrides: tuple[str, ...] = ()
     """Settings of components: `worker.key=value`, also prefill, decode, store, router."""
+    tls: bool = False
+    """Whether all parts speak TLS, each with a certificate that says what it may call."""
+    api_keys: bool = False
+    """Whether the router serves only who has an API key."""
+    metrics: bool = False
+    """Whether each part serves /metrics on a port of its own, and a Prometheus configuration is
+    written that finds them."""
+    trace_to: str = ""
+    """host:port of an OpenTelemetry collector (OTLP over gRPC) that gets the traces of requests;
+    empty: nobody traces."""
+    trace_ratio: float = 1.0
+    """Share of the requests that are traced."""
+    autoscale: bool = False
+    """Whether workers are started and stopped as load comes and goes; `num_prefill` and
+    `num_decode` are those it begins with."""
+    num_prefill_min: int = 1
+    """Fewest prefill workers, with `autoscale`; 0, for decode as well: none when nobody asks."""
+    num_prefill_max: int = 4
+    """Most prefill workers, with `autoscale`."""
+    num_decode_min: int = 1
+    """Fewest decode workers, with `autoscale`."""
+    num_decode_max: int = 4
+    """Most decode workers, with `autoscale`."""
     log_dir: str = ""
     """Where the children's logs go; empty: a temporary folder that a clean stop removes."""
 
@@ -73,14 +121,36 @@ class ClusterConfig:
         ):
             if value < least:
                 raise ClusterError(f"--{name} {value}: must be at least {least}")
+        if self.autoscale:
+            self._check_autoscale()
         if self.port > 65535:
             raise ClusterError(f"--port {self.port}: must be at most 65535")
+        if not 0 <= self.http_listen_port <= 65535:
+            raise ClusterError(f"--http-port {self.http_listen_port}: must be from 0 to 65535")
+        if self.http_listen_port == self.port != 0:
+            raise ClusterError(f"--http-port {self.port}: is --port as well")
+        try:
+            TracingSettings(endpoint=self.trace_to, sample_ratio=self.trace_ratio)
+        except SettingsError as error:
+            raise ClusterError(
+                f"--trace-to {self.trace_to}, --trace-ratio {self.trace_ratio}: {error}"
+            ) from error
         if self.transport not in TRANSPORTS:
             raise ClusterError(
                 f"--transport {self.transport}: choose one of {', '.join(TRANSPORTS)}"
             )
         if self.handover not in HANDOVERS:
             raise ClusterError(f"--handover {self.handover}: choose one of {', '.join(HANDOVERS)}")
+        if self.direct_transport not in ("", *DIRECT_TRANSPORTS):
+            raise ClusterError(
+                f"--direct-transport {self.direct_transport}: choose one of "
+                f"{', '.join(DIRECT_TRANSPORTS)}"
+            )
+        if self.direct_transport == "cuda_ipc" and "cpu" in self.devices:
+            raise ClusterError(
+                f"--direct-transport cuda_ipc: only GPUs map one another's memory, and --device is "
+                f"{self.device}"
+            )
         for device in self.devices:
             if not _DEVICE.fullmatch(device):
                 raise ClusterError(
@@ -92,17 +162,67 @@ class ClusterConfig:
                 f"--transport nixl: between a GPU ({self.device}) and a store on this machine it "
                 "moves blocks 100 times below the bus; use shm"
             )
-        if self.num_stores > self.num_prefill + self.num_decode:
+        if len(set(self.models)) < len(self.models):
+            raise ClusterError(f"--model {', '.join(self.models)}: each model once")
+        num_sharing = self.num_prefill + self.num_decode
+        if self.num_stores > num_sharing:
             raise ClusterError(
                 f"--stores {self.num_stores}: at most one for each worker, which are "
-                f"{self.num_prefill + self.num_decode}; give more with --prefill or --decode"
+                f"{num_sharing}; give more with --prefill or --decode"
             )
         for override in self.overrides:
             _check_override(override)
-            if self.num_stores > 1 and override.partition("=")[0].strip() in _OF_ONE_STORE:
+            if self.num_all_stores > 1 and override.partition("=")[0].strip() in _OF_ONE_STORE:
                 raise ClusterError(
-                    f"--set {override}: {self.num_stores} stores cannot share it; use --stores 1"
+                    f"--set {override}: {self.num_all_stores} stores cannot share it; use one "
+                    "--model and --stores 1"
                 )
+
+    def _check_autoscale(self) -> None:
+        if self.more_models:
+            raise ClusterError("--autoscale: goes with one --model")
+        for role, least, first, most in (
+            ("prefill", self.num_prefill_min, self.num_prefill, self.num_prefill_max),
+            ("decode", self.num_decode_min, self.num_decode, self.num_decode_max),
+        ):
+            if not 0 <= least <= most or most < 1:
+                raise ClusterError(
+                    f"--min-{role} {least} --max-{role} {most}: give 0 or more, and a maximum that "
+                    "is not less"
+                )
+            if not least <= first <= most:
+                raise ClusterError(
+                    f"--{role} {first}: with --autoscale from --min-{role} ({least}) to "
+                    f"--max-{role} ({most})"
+                )
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """All that are served."""
+        return self.model, *self.more_models
+
+    @property
+    def num_prefill_places(self) -> int:
+        """Prefill workers that a model may have; decode workers are dealt out behind them."""
+        return self.num_prefill_max if self.autoscale else self.num_prefill
+
+    @property
+    def num_workers(self) -> int:
+        """Prefill and decode workers that all models may have."""
+        num_decode = self.num_decode_max if self.autoscale else self.num_decode
+        return (self.num_prefill_places + num_decode) * len(self.models)
+
+    @property
+    def num_all_stores(self) -> int:
+        """KV stores of all models."""
+        return self.num_stores * len(self.models)
+
+    @property
+    def http_listen_port(self) -> int:
+        """0: a free one."""
+        if self.http_port is not None:
+            return self.http_port
+        return self.port + 1 if self.port else 0
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -116,7 +236,7 @@ class ProcessSpec:
 
     name: str
     kind: str
-    """redis, store, prefill, decode or router."""
+    """redis, store, prefill, decode, router or autoscaler."""
     argv: tuple[str, ...]
 
 
@@ -139,7 +259,13 @@ def redis(server: Path, socket: Path) -> ProcessSpec:
 
 
 def stores(
-    config: ClusterConfig, *, redis_url: str, listen: str, slab_dir: str, capacity_bytes: int
+    config: ClusterConfig,
+    *,
+    redis_url: str,
+    listen: str,
+    slab_dir: str,
+    capacity_bytes: int,
+    secured: Secured = OPEN,
 ) -> list[ProcessSpec]:
     """The KV stores, named by their node ids; the slab of each, of `capacity_bytes`, lies in
     `slab_dir`.
@@ -156,9 +282,13 @@ def stores(
                 "listen": listen,
                 "slab_dir": slab_dir,
                 "capacity_bytes": str(capacity_bytes),
+                "drain_s": str(STORE_DRAIN_S),
+                **secured.settings_of(Role.KVSTORE),
+                **_metrics(config),
+                **_tracing(config),
             },
         )
-        for name in store_names(config.num_stores)
+        for name in store_names(config.num_all_stores)
     ]
 
 
@@ -173,37 +303,107 @@ def workers(
     redis_url: str,
     store_addresses: Sequence[str],
     handle_keys_file: str,
+    secured: Secured = OPEN,
 ) -> list[ProcessSpec]:
-    """All prefill and decode workers, dealt to the stores and devices in turn. They share the
-    cores: one thread each when there are few.
-    """
-    num_workers = config.num_prefill + config.num_decode
-    num_threads = max(1, len(os.sched_getaffinity(0)) // num_workers)
-    names = [("prefill", index) for index in range(config.num_prefill)]
-    names += [("decode", index) for index in range(config.num_decode)]
+    """All prefill and decode workers, dealt to the stores and devices in turn."""
+    parts = WorkerSpec(redis_url, tuple(store_addresses), handle_keys_file, secured)
+    if config.autoscale:
+        counts = (("prefill", config.num_prefill), ("decode", config.num_decode))
+        return [
+            numbered_worker(config, role, index, parts)
+            for role, count in counts
+            for index in range(count)
+        ]
     return [
-        _python(
-            config,
-            f"{role}-{index}",
-            role,
-            f"services.{role}",
-            {
-                "worker_id": f"{role}-{index}",
-                "listen": "127.0.0.1:0",
-                "redis_url": redis_url,
-                "store_address": store_addresses[place % len(store_addresses)],
-                "transport": config.transport,
-                "remote_transport": "nixl" if config.transport == "nixl" else "grpc",
-                "handle_keys_file": handle_keys_file,
-                "engine.model": config.model,
-                "engine.device": config.devices[place % len(config.devices)],
-                "limits.drain_s": str(DRAIN_S),
-                "engine.num_threads": str(num_threads),
-                **_memory_share(config, place, num_workers),
-            },
-        )
-        for place, (role, index) in enumerate(names)
+        _worker(config, role, index, model, store, place, parts)
+        for place, (role, index, model, store) in enumerate(_placed(config))
     ]
+
+
+def numbered_worker(config: ClusterConfig, role: str, index: int, parts: WorkerSpec) -> ProcessSpec:
+    """A worker of the only model, with the number `index` of its role; its place depends on that
+    alone, whichever others there are."""
+    place = index if role == "prefill" else config.num_prefill_places + index
+    return _worker(config, role, index, config.model, place % config.num_stores, place, parts)
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """What workers are told of the other parts."""
+
+    redis_url: str
+    store_addresses: tuple[str, ...]
+    handle_keys_file: str
+    secured: Secured
+
+
+def _worker(
+    config: ClusterConfig,
+    role: str,
+    index: int,
+    model: str,
+    store: int,
+    place: int,
+    parts: WorkerSpec,
+) -> ProcessSpec:
+    """They share the cores: one thread each when there are few."""
+    num_threads = max(1, len(os.sched_getaffinity(0)) // config.num_workers)
+    return _python(
+        config,
+        f"{role}-{index}",
+        role,
+        f"services.{role}",
+        {
+            "worker_id": f"{role}-{index}",
+            "listen": "127.0.0.1:0",
+            "redis_url": parts.redis_url,
+            "store_address": parts.store_addresses[store],
+            "transport": config.transport,
+            "remote_transport": "nixl" if config.transport == "nixl" else "grpc",
+            "handle_keys_file": parts.handle_keys_file,
+            "engine.model": model,
+            "engine.device": config.devices[place % len(config.devices)],
+            "limits.drain_s": str(DRAIN_S),
+            "engine.num_threads": str(num_threads),
+            **_memory_share(config, place, config.num_workers),
+            **parts.secured.settings_of(Role(role)),
+            **_direct(config, role),
+            **_metrics(config),
+            **_tracing(config),
+        },
+    )
+
+
+def _placed(config: ClusterConfig) -> Iterator[tuple[str, int, str, int]]:
+    """Role, number, model and number of its store, of each worker: prefill workers first. Numbers
+    go on from model to model."""
+    for role, count, before in (
+        ("prefill", config.num_prefill, 0),
+        ("decode", config.num_decode, config.num_prefill),
+    ):
+        for number, model in enumerate(config.models):
+            for index in range(count):
+                store = number * config.num_stores + (before + index) % config.num_stores
+                yield role, number * count + index, model, store
+
+
+def _direct(config: ClusterConfig, role: str) -> dict[str, str | bool]:
+    """All workers of this cluster are one user's, so who asks for mappings trusts them."""
+    if not config.direct_transport:
+        return {}
+    is_mapped = role == "prefill" and config.direct_transport == "cuda_ipc"
+    return {"direct_transport": config.direct_transport, "lend_mapped": is_mapped}
+
+
+def _metrics(config: ClusterConfig) -> dict[str, str]:
+    return {"metrics_listen": "127.0.0.1:0"} if config.metrics else {}
+
+
+def _tracing(config: ClusterConfig) -> dict[str, str | float]:
+    """The router decides who is traced; the others follow it."""
+    if not config.trace_to:
+        return {}
+    return {"tracing.endpoint": config.trace_to, "tracing.sample_ratio": config.trace_ratio}
 
 
 def _memory_share(config: ClusterConfig, place: int, num_workers: int) -> dict[str, float]:
@@ -215,7 +415,9 @@ def _memory_share(config: ClusterConfig, place: int, num_workers: int) -> dict[s
     return {"engine.memory_share": _MEMORY_SHARE / num_sharing}
 
 
-def router(config: ClusterConfig, *, redis_url: str, listen: str) -> ProcessSpec:
+def router(
+    config: ClusterConfig, *, redis_url: str, listen: str, secured: Secured = OPEN
+) -> ProcessSpec:
     """The router."""
     return _python(
         config,
@@ -224,16 +426,52 @@ def router(config: ClusterConfig, *, redis_url: str, listen: str) -> ProcessSpec
         "services.router",
         {
             "listen": listen,
+            "http_listen": f"127.0.0.1:{config.http_listen_port}",
             "redis_url": redis_url,
             "model": config.model,
+            **({"models": config.more_models} if config.more_models else {}),
+            **({"hold_without_workers_s": HOLD_S} if config.autoscale else {}),
             "handover": config.handover,
             "times.drain_s": str(DRAIN_S),
+            **secured.settings_of(Role.ROUTER),
+            **_metrics(config),
+            **_tracing(config),
+        },
+    )
+
+
+def autoscaler(
+    config: ClusterConfig, *, redis_url: str, scale_address: str, secured: Secured = OPEN
+) -> ProcessSpec:
+    """The autoscaler; `scale_address` is where it has workers started and stopped."""
+    return _python(
+        config,
+        "autoscaler",
+        "autoscaler",
+        "services.autoscaler",
+        {
+            "autoscaler_id": "autoscaler",
+            "listen": "127.0.0.1:0",
+            "redis_url": redis_url,
+            "scaler": "local",
+            "local_address": scale_address,
+            "interval_s": AUTOSCALE_INTERVAL_S,
+            "plan.limits.prefill.min_workers": str(config.num_prefill_min),
+            "plan.limits.prefill.max_workers": str(config.num_prefill_max),
+            "plan.limits.decode.min_workers": str(config.num_decode_min),
+            "plan.limits.decode.max_workers": str(config.num_decode_max),
+            **secured.settings_of(Role.AUTOSCALER),
+            **_metrics(config),
         },
     )
 
 
 def _python(
-    config: ClusterConfig, name: str, kind: str, module: str, settings: dict[str, str | float]
+    config: ClusterConfig,
+    name: str,
+    kind: str,
+    module: str,
+    settings: Mapping[str, Setting],
 ) -> ProcessSpec:
     argv = [sys.executable, "-P", "-m", module]  # never import from the current folder
     # The user's own come last and win.
@@ -246,8 +484,13 @@ def _python(
     return ProcessSpec(name, kind, tuple(argv))
 
 
-def quoted(value: str | float) -> str:
-    """A value as the settings loader reads it: numbers bare, all else a TOML string."""
+def quoted(value: Setting) -> str:
+    """A value as the settings loader reads it: numbers and truths bare, all else a TOML string, or
+    a list of them."""
+    if isinstance(value, tuple):
+        return f"[{', '.join(quoted(each) for each in value)}]"
+    if isinstance(value, bool):
+        return str(value).lower()
     if isinstance(value, float):
         return f"{value:g}"
     if value.isdecimal():

@@ -14,10 +14,10 @@ import os
 import stat
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from baton.errors import ClusterError
+from baton.errors import ClusterError, Unavailable
 from baton.run_folder import is_alive, owner_of
 
 
@@ -31,16 +31,43 @@ class ClusterState:
     """As `run_folder.owner_of` says it."""
     started_s: float
     """Wall clock, to find the youngest."""
-    redis_url: str = ""
+    redis_url: str = field(default="", repr=False)
     """Where its prefix index lies, for audits."""
+    tls_dir: str = ""
+    """Folder with its set of certificates; empty: no TLS."""
+    api_key: str = field(default="", repr=False)
+    """An admin's; empty: it asks for none."""
+    api_keys_file: str = ""
+    """Where `baton api-key` puts more of them."""
+    autoscaler_address: str = ""
+    """Where its autoscaler answers; empty: it has none."""
 
 
-def announce(address: str, model: str, redis_url: str = "") -> Path:
+def announce(
+    address: str,
+    model: str,
+    redis_url: str = "",
+    *,
+    tls_dir: str = "",
+    api_key: str = "",
+    api_keys_file: str = "",
+    autoscaler_address: str = "",
+) -> Path:
     """Write this process's cluster down. Returns: the file, to be removed at the end.
 
     Raises: ClusterError when there is no place for it.
     """
-    state = ClusterState(address, model, owner_of(os.getpid()), time.time(), redis_url)
+    state = ClusterState(
+        address,
+        model,
+        owner_of(os.getpid()),
+        time.time(),
+        redis_url,
+        tls_dir=tls_dir,
+        api_key=api_key,
+        api_keys_file=api_keys_file,
+        autoscaler_address=autoscaler_address,
+    )
     home = _folder()
     if home is not None:
         # A read-only home, or one of somebody else's: the temporary folder serves as well.
@@ -64,7 +91,7 @@ def announce(address: str, model: str, redis_url: str = "") -> Path:
 def _write(folder: Path, state: ClusterState) -> Path:
     path = folder / f"{os.getpid()}.json"
     scratch = path.with_suffix(".tmp")
-    scratch.touch(mode=0o600)  # the address of a Redis may hold its password
+    scratch.touch(mode=0o600)  # it holds secrets: a Redis's password, an API key
     scratch.write_text(json.dumps(dataclasses.asdict(state)), encoding="utf-8")
     scratch.replace(path)
     return path
@@ -84,6 +111,16 @@ def find() -> ClusterState | None:
             with contextlib.suppress(OSError):  # it stays ignored
                 path.unlink(missing_ok=True)
     return max(alive, key=lambda state: state.started_s, default=None)
+
+
+def local_redis_url() -> str:
+    """Of the cluster that was started last. Raises: Unavailable when there is none."""
+    state = find()
+    if state is None or not state.redis_url:
+        raise Unavailable(
+            "no cluster of yours runs here; start one with `baton up`, or give --redis URL"
+        )
+    return state.redis_url
 
 
 def _announcements() -> list[Path]:

@@ -8,16 +8,18 @@ adapter: no KV of the old one is met again.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import grpc
+import grpc.aio
 
 from baton import command_options
-from baton.client import SyncClient
 from baton.errors import Unavailable
+from process.access import Role
+from process.serving import Dialer
 from protos import common_pb2, decode_pb2_grpc, prefill_pb2_grpc
 
 _TIMEOUT_S = 120.0
@@ -61,33 +63,42 @@ def _list(parsed: argparse.Namespace) -> int:
 
 
 def _workers(parsed: argparse.Namespace) -> Sequence[common_pb2.WorkerStatus]:
-    with SyncClient(command_options.address_of(parsed)) as client:
+    with command_options.client_of(parsed) as client:
         workers = client.status().workers
     if not workers:
         raise Unavailable("the cluster has no workers")
     return sorted(workers, key=lambda worker: worker.worker_id)
 
 
-def _on_each(parsed: argparse.Namespace, call: Callable[[Any], object], done: str) -> int:
+def _on_each(
+    parsed: argparse.Namespace, call: Callable[[Any], Awaitable[object]], done: str
+) -> int:
     """One call to every worker; who refuses is named, the others have done it.
 
     Returns: 0 if all did, else 1.
     """
+    dial, workers = command_options.dialer_of(parsed), _workers(parsed)
+    return asyncio.run(_call_each(dial, workers, call, f"{done} {parsed.name}"))
+
+
+async def _call_each(
+    dial: Dialer,
+    workers: Sequence[common_pb2.WorkerStatus],
+    call: Callable[[Any], Awaitable[object]],
+    done: str,
+) -> int:
     code = 0
-    for worker in _workers(parsed):
-        make_stub: Callable[[grpc.Channel], Any] = (
-            prefill_pb2_grpc.PrefillStub if worker.role == "prefill" else decode_pb2_grpc.DecodeStub
+    for worker in workers:
+        role = Role(worker.role)
+        make_stub: Callable[[grpc.aio.Channel], Any] = (
+            prefill_pb2_grpc.PrefillStub if role is Role.PREFILL else decode_pb2_grpc.DecodeStub
         )
-        with grpc.insecure_channel(worker.address) as channel:
+        async with dial(worker.address, role) as channel:
             try:
-                call(make_stub(channel))
-                sys.stdout.write(f"{worker.worker_id}: {done} {parsed.name}\n")
-            except grpc.RpcError as error:
-                sys.stderr.write(f"baton: {worker.worker_id}: {_why(error)}\n")
+                await call(make_stub(channel))
+                sys.stdout.write(f"{worker.worker_id}: {done}\n")
+            except grpc.aio.AioRpcError as error:
+                why = error.details() or error.code().name
+                sys.stderr.write(f"baton: {worker.worker_id}: {why}\n")
                 code = 1
     return code
-
-
-def _why(error: grpc.RpcError) -> str:
-    details = error.details() if isinstance(error, grpc.Call) else None
-    return str(details or error)

@@ -17,10 +17,9 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from baton import audit, cluster_state, provenance_view, tables
+from baton import audit, cluster_state, command_options, provenance_view, tables
 from baton.audit import StoreAudit
 from baton.command_options import seconds
-from baton.errors import Unavailable
 
 DEFAULT_SETTLE_S = 5.0
 DEFAULT_TIMEOUT_S = 60.0
@@ -52,13 +51,17 @@ def add_parser(commands: Any) -> None:
         help="for reading one store and its index; default: 60",
     )
     parser.add_argument("--json", action="store_true", help="all numbers as one JSON object")
+    command_options.add_credentials(parser)
     parser.set_defaults(run=run)
 
 
 def run(parsed: argparse.Namespace) -> int:
     """Returns: 0 when every index is right, else 1. Raises: Unavailable when Redis is away."""
-    url = parsed.redis or _local_redis()
-    audits = asyncio.run(audit.audit(url, settle_s=parsed.settle, timeout_s=parsed.timeout))
+    url = parsed.redis or cluster_state.local_redis_url()
+    dial = command_options.dialer_of(parsed, is_local=not parsed.redis)
+    audits = asyncio.run(
+        audit.audit(url, settle_s=parsed.settle, timeout_s=parsed.timeout, dial=dial)
+    )
     if parsed.json:
         sys.stdout.write(json.dumps(to_plain(audits)) + "\n")
     else:
@@ -129,12 +132,3 @@ def _numbers(one: StoreAudit) -> list[str]:
         str(one.sequence_lag),
         behind,
     ]
-
-
-def _local_redis() -> str:
-    state = cluster_state.find()
-    if state is None or not state.redis_url:
-        raise Unavailable(
-            "no cluster of yours runs here; start one with `baton up`, or give --redis URL"
-        )
-    return state.redis_url

@@ -1,4 +1,5 @@
-"""`baton bench latency|throughput`: speed of the engine as a library, on this machine.
+"""`baton bench latency|throughput`: speed of the engine as a library, on this machine. For `serve`,
+load on a running cluster, see `command_bench_serve`.
 
 The engine is loaded only when it is asked for: it needs torch, which the rest of `baton` does not.
 """
@@ -19,14 +20,16 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from baton import command_bench_serve
 from baton.errors import InvalidArgument
 from process.settings import SettingsError
 
 
 def add_parser(commands: Any) -> None:
     """`baton bench` and its options."""
-    parser = commands.add_parser("bench", help="measure the engine", description=__doc__)
-    kinds = parser.add_subparsers(dest="kind", required=True, metavar="latency|throughput")
+    parser = commands.add_parser("bench", help="measure a cluster, or the engine alone")
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="serve|latency|throughput")
+    command_bench_serve.add_parser(kinds)
     one = kinds.add_parser("latency", help="how long one batch takes")
     one.add_argument("--batch", type=int, default=1, metavar="N", help="prompts at once")
     one.add_argument("--rounds", type=int, default=10, metavar="N", help="batches measured")
@@ -45,7 +48,7 @@ def add_parser(commands: Any) -> None:
     )
     for kind in (one, many):
         _add_common(kind)
-    parser.set_defaults(run=run)
+        kind.set_defaults(run=run)
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:

@@ -30,7 +30,7 @@ def run(parsed: argparse.Namespace) -> int:
     start = [{"role": "system", "content": parsed.system}] if parsed.system else []
     history = list(start)
     interactive = sys.stdin.isatty()
-    with SyncClient(command_options.address_of(parsed)) as client:
+    with command_options.client_of(parsed) as client:
         client.models()  # say at once, not after the first question, that nobody answers
         while (line := _read(interactive)) is not None:
             if line == "/quit":

@@ -11,7 +11,6 @@ import sys
 from typing import Any
 
 from baton import command_generate, command_options, command_up
-from baton.client import SyncClient
 from baton.errors import ClusterError
 from baton.messages import Completion
 
@@ -35,14 +34,19 @@ def add_parser(commands: Any) -> None:
 def run(parsed: argparse.Namespace) -> int:
     """Returns: 0. Raises: ClusterError when the cluster or the proof fails."""
     config = command_options.cluster_of(parsed)
-    num_processes = config.num_prefill + config.num_decode + 3
-    with command_up.running(config) as cluster, SyncClient(cluster.address) as client:
+    num_processes = config.num_workers + config.num_all_stores + 2
+    with command_up.running(config) as cluster, cluster.connect() as client:
         names = ", ".join(cluster.processes)
         sys.stdout.write(f"{num_processes} processes on loopback: {names}\n\n> {parsed.prompt}\n\n")
         answers = []
         for title in ("", "The same again, its prefix cached:\n\n"):
             sys.stdout.write(title)
-            chunks = client.generate(parsed.prompt, max_tokens=parsed.max_tokens, temperature=0.0)
+            chunks = client.generate(
+                parsed.prompt,
+                model=config.model if config.more_models else "",
+                max_tokens=parsed.max_tokens,
+                temperature=0.0,
+            )
             answers.append(command_generate.show(chunks))
             sys.stdout.write("\n")
         _check(answers)

@@ -11,12 +11,13 @@ import dataclasses
 import json
 import re
 import sys
+import time
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from baton import command_options, provenance_view, record
-from baton.client import SyncClient, collect_chunks
+from baton import command_options, provenance_view, record, timeline
+from baton.client import collect_chunks
 from baton.errors import InvalidArgument
 from baton.messages import Chunk, Completion, completions_from
 from baton.request import Prompt, build_request
@@ -40,6 +41,12 @@ def add_parser(commands: Any) -> None:
         metavar="FILE",
         help="write what was asked and how every token came to be, for `baton replay`",
     )
+    parser.add_argument(
+        "--timeline",
+        type=Path,
+        metavar="FILE",
+        help="draw who had the request when (*.svg, *.png or *.pdf; needs matplotlib)",
+    )
     command_options.add_sampling(parser)
     command_options.add_shaping(parser)
     command_options.add_address(parser)
@@ -52,8 +59,11 @@ def run(parsed: argparse.Namespace) -> int:
     prompt: Prompt = _token_ids(text) if parsed.token_ids else text
     options = command_options.sampling_of(parsed) | command_options.shaping_of(parsed)
     request = build_request(prompt, **options, trace=parsed.record is not None)
-    with SyncClient(command_options.address_of(parsed)) as client:
-        chunks = client.send(request)
+    if parsed.timeline is not None:
+        timeline.check(parsed.timeline)
+    arrivals = _Arrivals()
+    with command_options.client_of(parsed) as client:
+        chunks = arrivals.noting(client.send(request))
         if request.sampling.n > 1 or parsed.json:
             with contextlib.closing(chunks):
                 completions = completions_from(chunks)
@@ -62,7 +72,27 @@ def run(parsed: argparse.Namespace) -> int:
             completions = [show(chunks, as_ids=parsed.token_ids)]
     if parsed.record is not None:
         record.write(record.record_of(request, completions), parsed.record)
+    if parsed.timeline is not None:
+        timeline.draw(completions[0], arrivals.tokens_s, arrivals.end_s, parsed.timeline)
     return 0
+
+
+class _Arrivals:
+    """When messages came, in seconds from the sending."""
+
+    def __init__(self) -> None:
+        self.tokens_s: list[float] = []
+        self.end_s = 0.0
+
+    def noting(self, chunks: Generator[Chunk, None, None]) -> Generator[Chunk, None, None]:
+        """The same chunks."""
+        began_s = time.monotonic()
+        with contextlib.closing(chunks):
+            for chunk in chunks:
+                self.end_s = time.monotonic() - began_s
+                if chunk.token_ids:
+                    self.tokens_s.append(self.end_s)
+                yield chunk
 
 
 def _write(completions: Sequence[Completion], *, as_json: bool, as_ids: bool) -> None:

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
+from pathlib import Path
 from typing import Any
 
 from baton import cluster_plan, cluster_state
+from baton.cert_set import CertSet
+from baton.client import SyncClient
 from baton.cluster_plan import ClusterConfig
-from baton.errors import Unavailable
+from baton.credentials import Credentials
+from baton.errors import InvalidArgument, Unavailable
+from process import secret_file
+from process.access import Role
+from process.serving import Dialer
+from process.tls import TlsSettings
+
+_MAX_KEY_BYTES = 4096
 
 
 def add_address(parser: argparse.ArgumentParser) -> None:
@@ -17,6 +28,26 @@ def add_address(parser: argparse.ArgumentParser) -> None:
         "--address",
         metavar="HOST:PORT",
         help="the router's; default: the cluster that `baton up` started last",
+    )
+    add_credentials(parser)
+
+
+def add_credentials(parser: argparse.ArgumentParser, *, has_tls: bool = False) -> None:
+    """How a cluster that is not `baton up`'s is known, and knows its user. `has_tls`: the command
+    has an option --tls already."""
+    group = parser.add_argument_group("trust; of a cluster that `baton up` started all is known")
+    if not has_tls:
+        group.add_argument(
+            "--tls", action="store_true", help="over TLS, trusting this machine's CAs"
+        )
+    group.add_argument("--ca-file", default="", metavar="FILE", help="over TLS, trusting these CAs")
+    group.add_argument("--cert-file", default="", metavar="FILE", help="your certificate")
+    group.add_argument("--key-file", default="", metavar="FILE", help="its private key")
+    group.add_argument(
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help="holds your API key; default: the variable BATON_API_KEY",
     )
 
 
@@ -30,6 +61,43 @@ def address_of(parsed: argparse.Namespace) -> str:
             "no cluster of yours runs here; start one with `baton up`, or give --address"
         )
     return state.address
+
+
+def credentials_of(parsed: argparse.Namespace, *, is_local: bool | None = None) -> Credentials:
+    """What to show that router. `is_local`: of the cluster that `baton up` started; None: where
+    no address is given.
+
+    Raises: SettingsError, InvalidArgument for files that do not do.
+    """
+    is_local = not parsed.address if is_local is None else is_local
+    state = cluster_state.find() if is_local else None
+    api_key = os.environ.get("BATON_API_KEY", "") or (state.api_key if state else "")
+    if parsed.api_key_file is not None:
+        content = secret_file.read(
+            parsed.api_key_file,
+            what="--api-key-file",
+            max_bytes=_MAX_KEY_BYTES,
+            fix="write your API key into it",
+        )
+        api_key = content.decode(errors="replace").strip()
+    if not (api_key.isascii() and api_key.isprintable()):
+        raise InvalidArgument("--api-key-file", "holds no API key")
+    tls: TlsSettings | None = None
+    if parsed.tls or parsed.ca_file or parsed.cert_file:
+        tls = TlsSettings(parsed.ca_file, parsed.cert_file, parsed.key_file)
+    elif state is not None and state.tls_dir:
+        tls = CertSet(Path(state.tls_dir)).tls_of(Role.ADMIN)
+    return Credentials(tls, api_key)
+
+
+def client_of(parsed: argparse.Namespace) -> SyncClient:
+    """A client of that router. Raises: Unavailable, SettingsError, InvalidArgument."""
+    return SyncClient(address_of(parsed), credentials_of(parsed))
+
+
+def dialer_of(parsed: argparse.Namespace, *, is_local: bool | None = None) -> Dialer:
+    """How to reach the cluster's workers and stores, as an admin; as `credentials_of`."""
+    return Dialer(credentials_of(parsed, is_local=is_local).identity())
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
@@ -136,18 +204,25 @@ def add_cluster(parser: argparse.ArgumentParser, *, default_port: int) -> None:
     defaults = ClusterConfig()
     parser.add_argument(
         "--model",
+        action=_Models,
         default=defaults.model,
-        help="bundled name, folder with a checkpoint, or Hugging Face name (name@revision); "
-        f"default: {defaults.model}",
+        help="bundled name, folder with a checkpoint, or Hugging Face name (name@revision); given "
+        f"again: further models, each with its own workers; default: {defaults.model}",
     )
-    parser.add_argument("--prefill", type=int, default=1, metavar="N", help="prefill workers")
-    parser.add_argument("--decode", type=int, default=1, metavar="N", help="decode workers")
+    parser.set_defaults(more_models=())
+    parser.add_argument(
+        "--prefill", type=int, default=1, metavar="N", help="prefill workers of each model"
+    )
+    parser.add_argument(
+        "--decode", type=int, default=1, metavar="N", help="decode workers of each model"
+    )
     parser.add_argument(
         "--stores",
         type=int,
         default=1,
         metavar="N",
-        help="KV stores; workers are dealt to them in turn, as if each were a machine; default: 1",
+        help="KV stores of each model; workers are dealt to them in turn, as if each were a "
+        "machine; default: 1",
     )
     parser.add_argument(
         "--transport",
@@ -170,10 +245,23 @@ def add_cluster(parser: argparse.ArgumentParser, *, default_port: int) -> None:
         "the prefill worker's cache, or the cheaper way; default: auto",
     )
     parser.add_argument(
+        "--direct-transport",
+        choices=cluster_plan.DIRECT_TRANSPORTS,
+        default=defaults.direct_transport,
+        help="how blocks are read out of a prefill worker's cache; cuda_ipc: mapped, between GPUs "
+        "of this machine; default: as from other nodes' stores",
+    )
+    parser.add_argument(
         "--port",
         type=int,
         default=default_port,
         help=f"the router's, on loopback; 0: a free one; default: {default_port}",
+    )
+    parser.add_argument(
+        "--http-port",
+        type=int,
+        metavar="PORT",
+        help="of the OpenAI API over HTTP; 0: a free one; default: the one after --port",
     )
     parser.add_argument("--redis", default="", metavar="URL", help="default: one of our own")
     parser.add_argument(
@@ -181,8 +269,59 @@ def add_cluster(parser: argparse.ArgumentParser, *, default_port: int) -> None:
         action="append",
         default=[],
         metavar="PART.KEY=VALUE",
-        help="a setting of store, router, prefill, decode or worker (both); repeatable",
+        help="a setting of store, router, prefill, decode, worker (both) or autoscaler; repeatable",
     )
+    parser.add_argument(
+        "--tls",
+        action="store_true",
+        help="TLS everywhere, with certificates of its own: the role decides who may call what",
+    )
+    parser.add_argument(
+        "--api-keys",
+        action="store_true",
+        help="serve only who has an API key; `baton api-key add` makes more",
+    )
+    parser.add_argument(
+        "--metrics",
+        action="store_true",
+        help="serve /metrics at each part and write a Prometheus configuration that finds them",
+    )
+    parser.add_argument(
+        "--trace-to",
+        default="",
+        metavar="HOST:PORT",
+        help="send a trace of each request to an OpenTelemetry collector (OTLP over gRPC)",
+    )
+    parser.add_argument(
+        "--trace-ratio",
+        type=float,
+        default=1.0,
+        metavar="SHARE",
+        help="of the requests that are traced, 0 to 1; default: 1",
+    )
+    parser.add_argument(
+        "--autoscale",
+        action="store_true",
+        help="start and stop workers as load comes and goes; --prefill and --decode are those it "
+        "begins with",
+    )
+    for role in ("prefill", "decode"):
+        least, most = (getattr(defaults, f"num_{role}_{bound}") for bound in ("min", "max"))
+        parser.add_argument(
+            f"--min-{role}",
+            type=int,
+            default=least,
+            metavar="N",
+            help=f"with --autoscale, fewest {role} workers; 0 for both roles: none when nobody "
+            f"asks; default: {least}",
+        )
+        parser.add_argument(
+            f"--max-{role}",
+            type=int,
+            default=most,
+            metavar="N",
+            help=f"with --autoscale, most {role} workers; default: {most}",
+        )
     parser.add_argument(
         "--log-dir", default="", metavar="FOLDER", help="keep the logs of all processes there"
     )
@@ -192,17 +331,48 @@ def cluster_of(parsed: argparse.Namespace) -> ClusterConfig:
     """Those options as a value. Raises: ClusterError naming the wrong one."""
     return ClusterConfig(
         model=parsed.model,
+        more_models=parsed.more_models,
         num_prefill=parsed.prefill,
         num_decode=parsed.decode,
         num_stores=parsed.stores,
         transport=parsed.transport,
         handover=parsed.handover,
+        direct_transport=parsed.direct_transport,
         device=parsed.device,
         port=parsed.port,
+        http_port=parsed.http_port,
         redis_url=parsed.redis,
         overrides=tuple(parsed.set),
+        metrics=parsed.metrics,
+        trace_to=parsed.trace_to,
+        trace_ratio=parsed.trace_ratio,
+        autoscale=parsed.autoscale,
+        num_prefill_min=parsed.min_prefill,
+        num_prefill_max=parsed.max_prefill,
+        num_decode_min=parsed.min_decode,
+        num_decode_max=parsed.max_decode,
+        tls=parsed.tls,
+        api_keys=parsed.api_keys,
         log_dir=parsed.log_dir,
     )
+
+
+class _Models(argparse.Action):
+    """The first `--model` is the model, the others are more of them."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        is_first = not getattr(namespace, "has_model", False)
+        namespace.has_model = True
+        if is_first:
+            namespace.model = values
+        else:
+            namespace.more_models = (*namespace.more_models, values)
 
 
 def _bias(text: str) -> tuple[int, float]:

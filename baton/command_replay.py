@@ -36,6 +36,7 @@ def add_parser(commands: Any) -> None:
         help="a running cluster's router; default: start a cluster for it",
     )
     command_options.add_cluster(parser, default_port=0)
+    command_options.add_credentials(parser, has_tls=True)
     parser.set_defaults(run=run, model="")
 
 
@@ -43,7 +44,7 @@ def run(parsed: argparse.Namespace) -> int:
     """Returns: 0 when all tokens are equal, 1 when not. Raises: FailedPrecondition for a cluster of
     another model; what the client raises."""
     recorded = record.read(parsed.file)
-    with _router(parsed, recorded) as address, SyncClient(address) as client:
+    with _router(parsed, recorded) as client:
         _check_model(recorded, client.models())
         completions = completions_from(client.send(record.request_of(recorded)))
     found = record.difference(recorded, completions)
@@ -52,13 +53,17 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _router(parsed: argparse.Namespace, recorded: Record) -> Iterator[str]:
+def _router(parsed: argparse.Namespace, recorded: Record) -> Iterator[SyncClient]:
     if parsed.address:
-        yield parsed.address
+        with command_options.client_of(parsed) as client:
+            yield client
         return
     parsed.model = parsed.model or _own_model(recorded)
-    with command_up.running(command_options.cluster_of(parsed)) as cluster:
-        yield cluster.address
+    with (
+        command_up.running(command_options.cluster_of(parsed)) as cluster,
+        cluster.connect() as client,
+    ):
+        yield client
 
 
 def _own_model(recorded: Record) -> str:

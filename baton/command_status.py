@@ -8,7 +8,6 @@ import sys
 from typing import Any
 
 from baton import command_options, provenance_view
-from baton.client import SyncClient
 from baton.status_view import status_tables, to_plain
 
 
@@ -22,7 +21,7 @@ def add_parser(commands: Any) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Returns: 0. Raises: what the client raises."""
-    with SyncClient(command_options.address_of(parsed)) as client:
+    with command_options.client_of(parsed) as client:
         status = client.status()
     if parsed.json:
         sys.stdout.write(json.dumps(to_plain(status)) + "\n")

@@ -48,9 +48,19 @@ def running(config: ClusterConfig) -> Iterator[LocalCluster]:
     with _signals(cluster):
         try:
             with view:
-                _check_model(config.model, view)
+                for model in config.models:
+                    _check_model(model, view)
                 cluster.start()
-            state = cluster_state.announce(cluster.address, config.model, cluster.redis_url)
+            certs = cluster.secured.certs
+            state = cluster_state.announce(
+                cluster.address,
+                config.model,
+                cluster.redis_url,
+                tls_dir=str(certs.folder) if certs is not None else "",
+                api_key=cluster.credentials.api_key,
+                api_keys_file=cluster.secured.api_keys_file,
+                autoscaler_address=cluster.autoscaler_address,
+            )
             yield cluster
         finally:
             view.silence()
@@ -89,17 +99,35 @@ def _signals(cluster: LocalCluster) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def _http_lines(cluster: LocalCluster) -> str:
+    if not cluster.http_address:
+        return ""
+    scheme = "https" if cluster.config.tls else "http"
+    base = f"{scheme}://{cluster.http_address}"
+    return f"OpenAI's API: {base}/v1\nLive page: {base}/live\n"
+
+
 def _ready_lines(cluster: LocalCluster) -> str:
     config = cluster.config
-    several = f", {config.num_stores} stores" if config.num_stores > 1 else ""
+    several = f", {config.num_all_stores} stores" if config.num_all_stores > 1 else ""
+    which = f"--model {config.model} " if config.more_models else ""
+    each = " each" if config.more_models else ""
     handover = f", handover {config.handover}" if config.handover != "auto" else ""
+    traces = f"Traces of requests go to {config.trace_to}\n" if config.trace_to else ""
+    autoscale = "  baton autoscale\n" if config.autoscale else ""
+    scrape = f"prometheus --config.file={cluster.metrics_config}\n" if config.metrics else ""
     return (
-        f"ready at {cluster.address}: {config.model}, {config.num_prefill} prefill, "
-        f"{config.num_decode} decode{several} on {config.device}, "
+        f"ready at {cluster.address}: {', '.join(config.models)}, {config.num_prefill} prefill, "
+        f"{config.num_decode} decode{each}{several} on {config.device}, "
         f"KV over {config.transport}{handover}\n"
         "In another terminal:\n"
-        '  baton generate "Once upon a time"\n'
+        f'  baton generate {which}"Once upon a time"\n'
         "  baton chat\n"
         "  baton status\n"
+        "  baton top\n"
+        f"{autoscale}"
+        f"{scrape and '  ' + scrape}"
+        f"{traces}"
+        f"{_http_lines(cluster)}"
         "Ctrl-C stops it.\n"
     )

@@ -2,6 +2,8 @@
 
 BatonError
   InvalidArgument     the request is wrong at `field`
+  Unauthenticated     the cluster wants an API key, and none that is valid was given
+  PermissionDenied    the API key does not allow this
   NotFound            no such model
   AlreadyExists       this request id runs with another body
   FailedPrecondition  the two sides do not fit
@@ -26,6 +28,8 @@ from process.errors import (
     InvalidArgument,
     NoCapacity,
     NotFound,
+    PermissionDenied,
+    Unauthenticated,
     Unavailable,
 )
 
@@ -41,6 +45,8 @@ __all__ = [
     "ModelError",
     "NoCapacity",
     "NotFound",
+    "PermissionDenied",
+    "Unauthenticated",
     "Unavailable",
 ]
 

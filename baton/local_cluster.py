@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -20,13 +21,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from baton import cluster_plan, ports, redis_server
+from baton import cluster_plan, key_files, ports, redis_server, scrape_files
 from baton.client import SyncClient
-from baton.cluster_plan import ClusterConfig, ProcessSpec
+from baton.cluster_plan import ClusterConfig, ProcessSpec, WorkerSpec
+from baton.credentials import Credentials
 from baton.errors import BatonError, ClusterError
 from baton.run_folder import RunFolder
+from baton.scale_service import ScaleService
+from baton.secured import OPEN, Secured, take_password
 from baton.supervisor import ClusterEvent, OnEvent, ProcessInfo, State, Supervisor
-from process import keys
+from process import api_keys, keys
+from process.access import Role
 
 __all__ = ["ClusterConfig", "ClusterEvent", "LocalCluster", "ProcessInfo", "State"]
 
@@ -37,7 +42,12 @@ _STORE_BYTES = 512 * 1024 * 1024
 _STORE_FLOOR_BYTES = 16 * 1024 * 1024
 """What the store gets of the slab folder's memory, and the least that is worth a start."""
 # Who speaks last is stopped first.
-_STOP_ORDER = (("router",), ("prefill", "decode"), ("store",), ("redis",))
+_STOP_ORDER = (("autoscaler",), ("router",), ("prefill", "decode"), ("store",), ("redis",))
+_WORKERS = ("prefill", "decode")
+_RETIRE_S = 15.0
+"""From SIGTERM to SIGKILL of a worker that is no longer wanted: its streams go elsewhere first."""
+_SCALE_STATES = {State.READY: "ready", State.RETIRING: "leaving"}
+"""As the scale service names them; all else is starting."""
 
 
 class LocalCluster:
@@ -48,14 +58,28 @@ class LocalCluster:
         self.config = config
         self.address = ""
         """The router's, once started."""
+        self.http_address = ""
+        """Of the router's HTTP API; empty: not started, or switched off."""
+        self.autoscaler_address = ""
+        """Where the autoscaler says what it decided, with `config.autoscale`, once started."""
         self.redis_url = config.redis_url
         self.store_addresses: dict[str, str] = {}
         """Of the KV stores by node id, once started."""
         self.handle_keys_file = Path()
         """The keys that sign this cluster's handles, once started; they go with its folder."""
+        self.metrics_config: Path | None = None
+        """The Prometheus configuration that finds all parts, with `config.metrics`, once started;
+        it goes with the cluster's folder."""
+        self.secured = OPEN
+        """What protects it, once started."""
+        self.credentials = Credentials()
+        """Of an admin, once started."""
+        self._targets: dict[str, scrape_files.Target] = {}
         self._on_event = on_event or (lambda event: None)
         self._folder: RunFolder | None = None
         self._supervisor: Supervisor | None = None
+        self._scale: ScaleService | None = None
+        self._worker_parts: WorkerSpec | None = None
 
     def __enter__(self) -> Self:
         self.start()
@@ -79,7 +103,8 @@ class LocalCluster:
             ports.check_free(self.config.port)
         try:
             self._folder = _make_run_folder()
-            self._supervisor = Supervisor(_make_log_dir(self.config, self._folder), self._on_event)
+            log_dir = _make_log_dir(self.config, self._folder)
+            self._supervisor = Supervisor(log_dir, self._on_part_event)
             self._start_parts(self._folder, deadline_s)
             self._wait_registered(deadline_s)
             self._supervisor.keep_up()
@@ -90,8 +115,14 @@ class LocalCluster:
             self.stop()
             raise
 
+    def connect(self) -> SyncClient:
+        """A client of the router, as an admin; its user closes it."""
+        return SyncClient(self.address, self.credentials)
+
     def stop(self) -> None:
         """Stop all parts in order, within a bound; nothing is left. Idempotent."""
+        if self._scale is not None:
+            self._scale.stop()
         if self._supervisor is not None:
             self._supervisor.stop(_STOP_ORDER)
         if self._folder is not None:
@@ -123,8 +154,40 @@ class LocalCluster:
         Raises: ClusterError naming what is missing when time runs out.
         """
         deadline_s = time.monotonic() + timeout_s
-        self._parts().wait_ready(list(self.processes), deadline_s)
+        wanted = [info.name for info in self.processes.values() if _is_wanted(info)]
+        self._parts().wait_ready(wanted, deadline_s)
         self._wait_registered(deadline_s)
+
+    def list_workers(self) -> list[tuple[str, str, str]]:
+        """See scale_service.Workers."""
+        return [
+            (info.name, info.kind, _SCALE_STATES.get(info.state, "starting"))
+            for info in self.processes.values()
+            if info.kind in _WORKERS
+        ]
+
+    def start_workers(self, role: str, num: int) -> list[str]:
+        """Start more workers of that role, under the lowest numbers that are free; does not wait
+        until they serve. Returns: their names. Raises: ClusterError."""
+        if self._worker_parts is None:
+            raise ClusterError("the cluster was not started")
+        taken = self.processes.keys()
+        free = (index for index in itertools.count() if f"{role}-{index}" not in taken)
+        specs = [
+            cluster_plan.numbered_worker(self.config, role, index, self._worker_parts)
+            for index in itertools.islice(free, num)
+        ]
+        self._parts().launch(specs)
+        return [spec.name for spec in specs]
+
+    def stop_workers(self, names: Sequence[str]) -> None:
+        """Tell workers to drain and end, for good; does not wait. Raises: ClusterError for one
+        that there is not."""
+        there = [name for name, _, _ in self.list_workers()]
+        for name in names:
+            if name not in there:
+                raise ClusterError(f"no worker '{name}'; there are {', '.join(there) or 'none'}")
+        self._parts().retire(names, _RETIRE_S)
 
     def wait_failure(self, timeout_s: float | None = None) -> None:
         """Wait until the cluster cannot be kept up any more, at most `timeout_s` (None: as long as
@@ -141,12 +204,14 @@ class LocalCluster:
             socket = folder.path / "redis.sock"
             self.redis_url = f"unix://{socket}"
             self._launch([cluster_plan.redis(redis_server.find(), socket)], deadline_s)
+        redis_url = self._secure(folder.path)
         stores = cluster_plan.stores(
             self.config,
-            redis_url=self.redis_url,
+            redis_url=redis_url,
             listen="127.0.0.1:0",
             slab_dir=str(folder.memory),
             capacity_bytes=_store_capacity_bytes(self.config, folder.memory),
+            secured=self.secured,
         )
         self._launch(stores, deadline_s)
         self.store_addresses = {store.name: self._fix_address(store) for store in stores}
@@ -154,14 +219,61 @@ class LocalCluster:
         keys.create(self.handle_keys_file)
         workers = cluster_plan.workers(
             self.config,
-            redis_url=self.redis_url,
+            redis_url=redis_url,
             store_addresses=tuple(self.store_addresses.values()),
             handle_keys_file=str(self.handle_keys_file),
+            secured=self.secured,
         )
         listen = f"127.0.0.1:{self.config.port}"
-        router = cluster_plan.router(self.config, redis_url=self.redis_url, listen=listen)
+        router = cluster_plan.router(
+            self.config, redis_url=redis_url, listen=listen, secured=self.secured
+        )
         self._launch([*workers, router], deadline_s)
         self.address = self._fix_address(router)
+        self.http_address = self.processes[router.name].http_address
+        if self.config.autoscale:
+            self._worker_parts = WorkerSpec(
+                redis_url,
+                tuple(self.store_addresses.values()),
+                str(self.handle_keys_file),
+                self.secured,
+            )
+            self._start_autoscaler(folder, redis_url, deadline_s)
+
+    def _start_autoscaler(self, folder: RunFolder, redis_url: str, deadline_s: float) -> None:
+        self._scale = ScaleService(self, folder.path / "scale.sock")
+        self._scale.start()
+        autoscaler = cluster_plan.autoscaler(
+            self.config,
+            redis_url=redis_url,
+            scale_address=self._scale.address,
+            secured=self.secured,
+        )
+        self._launch([autoscaler], deadline_s)
+        self.autoscaler_address = self._fix_address(autoscaler)
+
+    def _secure(self, folder: Path) -> str:
+        """Make certificates and keys as the configuration says. Returns: the Redis URL for command
+        lines.
+        """
+        password_file = folder / "redis.password"
+        redis_url, user = take_password(self.redis_url, password_file)
+        has_password = redis_url != self.redis_url
+        certs, api_keys_file = None, ""
+        api_key = os.environ.get("BATON_API_KEY", "")  # for a key file of the user's own
+        if self.config.tls:
+            from baton.certs import write  # cryptography takes a while to import
+
+            certs = write(folder / "tls")
+        if self.config.api_keys:
+            api_keys_file = str(folder / "api_keys.toml")
+            api_key, key_id, entry = api_keys.new_key("default", is_admin=True, max_priority=100)
+            key_files.add(Path(api_keys_file), key_id, entry)
+        self.secured = Secured(certs, api_keys_file, user, str(password_file) * has_password)
+        self.credentials = Credentials(
+            certs.tls_of(Role.ADMIN) if certs is not None else None, api_key
+        )
+        return redis_url
 
     def _launch(self, specs: Sequence[ProcessSpec], deadline_s: float) -> None:
         self._parts().launch(specs)
@@ -169,8 +281,11 @@ class LocalCluster:
 
     def _fix_address(self, spec: ProcessSpec) -> str:
         """The address a part got; its next life must be found there, too."""
-        address = self.processes[spec.name].address
+        info = self.processes[spec.name]
+        address = info.address
         argv = (*spec.argv, "--set", f"listen={cluster_plan.quoted(address)}")
+        if info.http_address:
+            argv = (*argv, "--set", f"http_listen={cluster_plan.quoted(info.http_address)}")
         self._parts().replace_spec(dataclasses.replace(spec, argv=argv))
         return address
 
@@ -179,9 +294,9 @@ class LocalCluster:
         wanted = {
             info.name: info.address
             for info in self.processes.values()
-            if info.kind in ("prefill", "decode")
+            if info.kind in _WORKERS and _is_wanted(info)
         }
-        with SyncClient(self.address) as client:
+        with self.connect() as client:
             while missing := _not_seen(client, wanted, self.store_addresses):
                 self._parts().check_failure()
                 if time.monotonic() > deadline_s:
@@ -189,10 +304,25 @@ class LocalCluster:
                 # The router hears of workers by their heartbeats; there is nothing to wait on.
                 time.sleep(_POLL_S)
 
+    def _on_part_event(self, event: ClusterEvent) -> None:
+        """In the supervisor's thread. A part that died stays a target, as one that is down."""
+        if event.what == "ready" and self._folder is not None:
+            info = self.processes[event.name]
+            if info.metrics_address:
+                target = scrape_files.Target(info.name, info.kind, info.metrics_address)
+                self._targets[event.name] = target
+                targets = self._targets.values()
+                self.metrics_config = scrape_files.write(self._folder.path, targets)
+        self._on_event(event)
+
     def _parts(self) -> Supervisor:
         if self._supervisor is None:
             raise ClusterError("the cluster was not started")
         return self._supervisor
+
+
+def _is_wanted(info: ProcessInfo) -> bool:
+    return info.state is not State.RETIRING
 
 
 def _make_run_folder() -> RunFolder:
@@ -220,7 +350,7 @@ def _store_capacity_bytes(config: ClusterConfig, slab_dir: Path) -> int:
         return _STORE_BYTES  # theirs wins, or the store itself looks for room in their folder
     room = os.statvfs(slab_dir)
     free_bytes = room.f_bavail * room.f_frsize
-    num_stores = config.num_stores
+    num_stores = config.num_all_stores
     capacity_bytes = min(_STORE_BYTES, free_bytes // 2 // num_stores)
     if capacity_bytes < _STORE_FLOOR_BYTES:
         raise ClusterError(

@@ -66,6 +66,9 @@ class KvLeg:
     """Of those from the store: read out of the prefill worker's own cache."""
     num_blocks_behind: int = 0
     """Of a direct handover: blocks that were not in the store yet when the handle went out."""
+    ended_by: str = ""
+    """Why the answer went on at another worker: "moved", since this one was leaving, or
+    "worker_lost". Then, without an account, all numbers are 0. Empty: it did not."""
 
     @property
     def num_tokens_from_store(self) -> int:
@@ -179,17 +182,39 @@ class Completion:
     """What it was drawn with, every default filled in, as JSON values; with `trace` only."""
 
 
+@dataclass(frozen=True)
+class Embedding:
+    """A prompt as one point: the model's hidden state behind its last token."""
+
+    request_id: str
+    values: tuple[float, ...]
+    """Of length 1."""
+    usage: Usage
+    provenance: Provenance
+    times: Mapping[str, float] = field(default_factory=dict)
+    """Seconds by stage."""
+
+
+def embedding_from(reply: inference_pb2.GenerateResponse) -> Embedding:
+    """The only message of a request for an embedding. Raises: Internal when it holds none."""
+    if not reply.embedding:
+        raise errors.Internal("the router's answer holds no embedding; see its log")
+    return Embedding(
+        reply.request_id,
+        tuple(reply.embedding),
+        _usage(reply.usage),
+        provenance_from(reply.provenance),
+        {time.stage: time.seconds for time in reply.times},
+    )
+
+
 def chunk_from(reply: inference_pb2.GenerateResponse) -> Chunk:
     """One message of the stream as a value."""
     end = None
     if reply.finish_reason != common_pb2.FINISH_REASON_UNSPECIFIED:
         end = End(
             finish_reason=_short(common_pb2.FinishReason, reply.finish_reason, "FINISH_REASON_"),
-            usage=Usage(
-                num_prompt_tokens=reply.usage.num_prompt_tokens,
-                num_output_tokens=reply.usage.num_output_tokens,
-                num_cached_tokens=reply.usage.num_cached_tokens,
-            ),
+            usage=_usage(reply.usage),
             provenance=(
                 provenance_from(reply.provenance) if reply.HasField("provenance") else None
             ),
@@ -249,6 +274,10 @@ def _completion(chunks: Sequence[Chunk], account: End) -> Completion:
         prompt_token_ids=account.prompt_token_ids,
         sampling=account.sampling,
     )
+
+
+def _usage(usage: common_pb2.Usage) -> Usage:
+    return Usage(usage.num_prompt_tokens, usage.num_output_tokens, usage.num_cached_tokens)
 
 
 def _logprobs(entry: common_pb2.TokenLogprobs) -> TokenLogprobs:
@@ -313,6 +342,7 @@ def _leg(leg: common_pb2.KvLeg) -> KvLeg:
         ),
         num_tokens_direct=leg.num_tokens_direct,
         num_blocks_behind=leg.num_blocks_behind,
+        ended_by=leg.ended_by,
     )
 
 

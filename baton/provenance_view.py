@@ -63,7 +63,8 @@ def _usage_line(completion: Completion) -> str:
     return (
         f"{usage.num_prompt_tokens} prompt tokens ({usage.num_cached_tokens} cached), "
         f"{usage.num_output_tokens} output tokens, finished by {completion.finish_reason}, "
-        f"model {completion.provenance.model}, seed {completion.seed}"
+        f"model {completion.provenance.model}, seed {completion.seed}, "
+        f"request {completion.request_id}"
     )
 
 
@@ -93,6 +94,8 @@ def _legs(completion: Completion) -> Table:
         for name, field in (("recomputed", "recomputed"), ("not stored", "not_stored"))
         if any(getattr(leg, field) for leg in legs)
     ]
+    if any(leg.ended_by for leg in legs):
+        troubles.append(("ended by", [leg.ended_by or "-" for leg in legs]))
     for name, _ in troubles:
         table.add_column(name)
     for index, leg in enumerate(legs):

@@ -13,8 +13,10 @@ from typing import Any
 from baton import errors
 from protos import common_pb2, inference_pb2
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
-"""Text, token ids, or chat messages ({"role": ..., "content": ...})."""
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+"""Text, token ids, or chat messages ({"role": ..., "content": ...}), with calls of tools and their
+answers as OpenAI writes them.
+"""
 
 DEFAULT_TIMEOUT_S = 300.0
 """For a whole generation: the bundled model fills its window on one core in a tenth of it."""
@@ -52,6 +54,8 @@ def build_request(
     length_penalty: float | None = None,
     early_stopping: bool = False,
     trace: bool = False,
+    tools: Sequence[Mapping[str, Any]] = (),
+    template_arguments: Mapping[str, Any] | None = None,
     adapter: str = "",
     priority: int = 0,
     session: str = "",
@@ -66,6 +70,8 @@ def build_request(
     Args:
         bad_words: words, or the token ids of one.
         json_schema: the schema as text or as a value.
+        tools: what the model may call in a chat, as OpenAI writes it; calls come as text.
+        template_arguments: further variables of the chat template.
     Raises: InvalidArgument for what cannot be put on the wire at all.
     """
     try:
@@ -102,21 +108,52 @@ def build_request(
     _set_allowed(sampling, allowed_token_ids)
     _set_grammar(sampling, json_schema=json_schema, regex=regex, ebnf=ebnf, choice=choice)
     _set_beam(sampling, num_beams, length_penalty, early_stopping)
-    try:
-        request = inference_pb2.GenerateRequest(
-            model=model,
-            sampling=sampling,
-            request_id=request_id,
-            tenant=tenant,
-            adapter=adapter,
-            priority=priority,
-            session=session,
-            budget_ms=max(1, int(timeout_s * 1000)),
-        )
-    except (ValueError, TypeError) as error:
-        raise errors.InvalidArgument("request", _one_line(error)) from error
+    request = _base_request(
+        model=model,
+        sampling=sampling,
+        request_id=request_id,
+        tenant=tenant,
+        adapter=adapter,
+        priority=priority,
+        session=session,
+        timeout_s=timeout_s,
+    )
+    _set_prompt(request, prompt)
+    _set_tools(request, tools, template_arguments)
+    return request
+
+
+def build_embed_request(
+    prompt: Prompt,
+    *,
+    adapter: str = "",
+    priority: int = 0,
+    session: str = "",
+    model: str = "",
+    request_id: str = "",
+    tenant: str = "",
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+) -> inference_pb2.GenerateRequest:
+    """A request for a prompt's embedding. Raises: InvalidArgument as `build_request`."""
+    request = _base_request(
+        model=model,
+        request_id=request_id,
+        tenant=tenant,
+        adapter=adapter,
+        priority=priority,
+        session=session,
+        embed=True,
+        timeout_s=timeout_s,
+    )
     _set_prompt(request, prompt)
     return request
+
+
+def _base_request(*, timeout_s: float, **fields: Any) -> inference_pb2.GenerateRequest:
+    try:
+        return inference_pb2.GenerateRequest(budget_ms=max(1, int(timeout_s * 1000)), **fields)
+    except (ValueError, TypeError) as error:
+        raise errors.InvalidArgument("request", _one_line(error)) from error
 
 
 def _set_allowed(sampling: common_pb2.SamplingParams, allowed: Sequence[int] | None) -> None:
@@ -188,12 +225,43 @@ def _set_prompt(request: inference_pb2.GenerateRequest, prompt: Prompt) -> None:
         elif prompt and isinstance(prompt[0], Mapping):
             request.chat.SetInParent()
             for message in prompt:
-                request.chat.messages.add(**message)  # type: ignore[arg-type]
+                _add_message(request, message)  # type: ignore[arg-type]
         else:
             request.token_ids.SetInParent()
             request.token_ids.ids.extend(prompt)  # type: ignore[arg-type]
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, LookupError) as error:
         raise errors.InvalidArgument("prompt", _one_line(error)) from error
+
+
+def _add_message(request: inference_pb2.GenerateRequest, message: Mapping[str, Any]) -> None:
+    fields = {key: value for key, value in message.items() if key != "tool_calls"}
+    added = request.chat.messages.add(**fields)
+    for call in message.get("tool_calls") or ():
+        function = call["function"]
+        arguments = function["arguments"]
+        added.tool_calls.add(
+            id=call.get("id", ""),
+            name=function["name"],
+            arguments=arguments if isinstance(arguments, str) else json.dumps(arguments),
+        )
+
+
+def _set_tools(
+    request: inference_pb2.GenerateRequest,
+    tools: Sequence[Mapping[str, Any]],
+    arguments: Mapping[str, Any] | None,
+) -> None:
+    """Raises: InvalidArgument without chat messages: only their template knows of tools."""
+    for name, given in (("tools", tools), ("template_arguments", arguments)):
+        if given and request.WhichOneof("prompt") != "chat":
+            raise errors.InvalidArgument(f"chat.{name}", "needs chat messages")
+    try:
+        if tools:
+            request.chat.tools.extend(json.dumps(tool) for tool in tools)
+        if arguments:
+            request.chat.template_arguments = json.dumps(arguments)
+    except (ValueError, TypeError) as error:
+        raise errors.InvalidArgument("chat.tools", _one_line(error)) from error
 
 
 def _one_line(error: Exception) -> str:

@@ -4,6 +4,7 @@ Life of a part (`State`):
     STARTING -> READY
     STARTING | READY -> BACKOFF (it died; a new life comes after a pause) -> STARTING
     STARTING | READY -> HELD (not wanted back until `restart`) -> STARTING
+    any -> RETIRING (told to end, for good; killed when its time is up) -> gone
     any -> STOPPED
 Until `keep_up` a death is a failure that `wait_ready` raises; from then on it is repaired. Should
 the supervisor's thread itself end, that is a failure that every waiting caller gets at once.
@@ -53,10 +54,12 @@ class State(enum.Enum):
     READY = "ready"
     BACKOFF = "backoff"
     HELD = "held"
+    RETIRING = "retiring"
     STOPPED = "stopped"
 
 
 _ALIVE = (State.STARTING, State.READY)
+_TIMED = (State.BACKOFF, State.RETIRING)
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,10 @@ class ProcessInfo:
     address: str
     num_restarts: int
     log_path: Path
+    metrics_address: str = ""
+    """Where it serves /metrics; empty: nowhere."""
+    http_address: str = ""
+    """Where it serves the HTTP API; empty: nowhere."""
 
 
 @dataclass(frozen=True)
@@ -197,6 +204,17 @@ class Supervisor:
 
         self._do(again)
 
+    def retire(self, names: Sequence[str], within_s: float) -> None:
+        """Tell parts to end (SIGTERM) and forget each when it has, after `within_s` by SIGKILL;
+        does not wait. One that retires already goes on doing so. Raises: ClusterError for a part
+        that there is not; then none is told."""
+
+        def begin() -> None:
+            for part in [self._part(name) for name in names]:
+                self._retire(part, within_s)
+
+        self._do(begin)
+
     def stop(self, order: Sequence[Sequence[str]]) -> None:
         """Stop kinds of parts group by group: asked, waited for within a bound, then killed."""
         if not self._thread.is_alive():
@@ -276,17 +294,24 @@ class Supervisor:
                 self._changed.notify_all()
 
     def _next_due_s(self) -> float | None:
-        due = [part.due_s for part in self._parts.values() if part.state is State.BACKOFF]
+        due = [part.due_s for part in self._parts.values() if part.state in _TIMED]
+        due = [due_s for due_s in due if due_s < math.inf]
         return max(0.0, min(due) - time.monotonic()) if due else None
 
     def _take(self, item: Said | Exited) -> None:
-        part = self._parts[item.child.spec.name]
-        if part.child is not item.child or part.state not in _ALIVE:
-            return  # the last words of an earlier life, or of one whose end is known
+        part = self._parts.get(item.child.spec.name)
+        if part is None or part.child is not item.child:
+            return  # the last words of an earlier life
+        if part.state is State.RETIRING and isinstance(item, Exited):
+            self._retired(part)
+        if part.state not in _ALIVE:
+            return  # its end is known
         if isinstance(item, Exited):
             self._died(part, item.exit_code)
         elif item.event == "ready":
             part.child.address = str(item.fields.get("address", ""))
+            part.child.metrics_address = str(item.fields.get("metrics", ""))
+            part.child.http_address = str(item.fields.get("http", ""))
             part.state = State.READY
             self._show(part, "ready", part.child.address)
         else:
@@ -328,7 +353,25 @@ class Supervisor:
             for part in self._parts.values():
                 if part.state is State.BACKOFF and part.due_s <= now and not self._stopping:
                     self._again(part)
+                if part.state is State.RETIRING and part.due_s <= now:
+                    part.child.signal(signal.SIGKILL)
+                    part.due_s = math.inf  # its end comes as a message
             self._changed.notify_all()
+
+    def _retire(self, part: _Part, within_s: float) -> None:
+        if part.state is State.RETIRING:
+            return
+        part.state = State.RETIRING
+        part.due_s = time.monotonic() + within_s
+        if part.child.exit_code is not None:  # between two lives
+            self._retired(part)
+            return
+        self._show(part, "retiring")
+        part.child.signal(signal.SIGTERM)
+
+    def _retired(self, part: _Part) -> None:
+        del self._parts[part.spec.name]
+        self._show(part, "stopped", "for good")
 
     def _begin(self, spec: ProcessSpec) -> None:
         part = _Part(spec, self._child(spec))
@@ -418,6 +461,8 @@ def _info(part: _Part) -> ProcessInfo:
         address=part.child.address,
         num_restarts=part.num_restarts,
         log_path=part.child.log_path,
+        metrics_address=part.child.metrics_address,
+        http_address=part.child.http_address,
     )
 
 

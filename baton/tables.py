@@ -13,7 +13,7 @@ def table(*columns: str, numbers: Sequence[str] = ()) -> Table:
     for column in columns:
         made.add_column(column)
     for column in numbers:
-        made.add_column(column, justify="right")
+        made.add_column(column, justify="right", no_wrap=True)
     return made
 
 

@@ -4,8 +4,11 @@ Random weights of two shapes, greedy, bfloat16, the prefix cache without use (pr
 shape: milliseconds a decode step at batch 1, 8, 64 and 256 with 1,024 tokens of context, as (time
 of 129 tokens - time of 1) / 128; prompts of 1 x 2048, 1 x 8192 and 16 x 2048 tokens; 256 requests
 of (1024 in, 256 out). Ceilings of the same run: a device-to-device copy, a read, a large matrix
-product. The peer's figures (vLLM 0.24 on one H100 80GB HBM3, same definitions) stand beside ours;
-it cannot be brought into the run. `--profile` adds where a step's time goes, kernel by kernel.
+product; what our bytes and operations would take at them stands beside each figure (floors.py).
+The peer's figures (vLLM 0.24 on one H100 80GB HBM3, same definitions) stand beside ours; it cannot
+be brought into the run. Of the 256 requests also: how many steps computed prompts, how many only
+decoded, how long each kind took, and how long the device had nothing to do in a stretch of either.
+`--profile` adds where a step's time goes, kernel by kernel.
 
     python -m benchmarks.engine_gpu --shapes llama-8b qwen3-0.6b
 
@@ -16,12 +19,11 @@ from __future__ import annotations
 
 import argparse
 import gc
-import hashlib
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +33,12 @@ from rich.table import Table
 
 from benchmarks import random_checkpoint
 from benchmarks.context import context, publish
+from benchmarks.floors import Floors
 from benchmarks.random_checkpoint import SHAPES
 from engine.config import EngineConfig
 from engine.loop import Engine, load_engine
 from engine.request import Request, Sampling
+from kvstore import block_hash
 
 BATCHES = (1, 8, 64, 256)
 PEER: dict[str, dict[str, Any]] = {
@@ -95,9 +99,12 @@ def ceilings() -> dict[str, float]:
 # -- the engine
 
 
+_ROOT = block_hash.root_key(b"benchmark", "00")
+
+
 def _block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    data = b"".join(token.to_bytes(4, "little") for token in token_ids)
-    return hashlib.blake2b(parent + data, digest_size=16).digest()
+    """As a worker's."""
+    return block_hash.extend(_ROOT, parent, token_ids)
 
 
 class Bench:
@@ -140,8 +147,8 @@ class Bench:
                 first_s = now - began
         return first_s, time.perf_counter() - began, steps
 
-    def decode_ms(self, batch: int) -> dict[str, float]:
-        """One figure as the peer's is taken, and the median step of a full batch."""
+    def decode_ms(self, batch: int, floors: Floors) -> dict[str, float]:
+        """One figure as the peer's is taken, the median step of a full batch, and its floor."""
         self.submit(batch, CONTEXT, 1)
         _, one_s, _ = self.run()
         self.submit(batch, CONTEXT, NUM_DECODED + 1)
@@ -149,21 +156,65 @@ class Bench:
         return {
             "ms_per_step": (all_s - one_s) / NUM_DECODED * 1e3,
             "median_step_ms": statistics.median(steps),
+            "floor_ms": floors.decode_s(batch, CONTEXT + NUM_DECODED / 2) * 1e3,
         }
 
-    def prefill(self, num_prompts: int, num_tokens: int) -> dict[str, float]:
+    def prefill(self, num_prompts: int, num_tokens: int, floors: Floors) -> dict[str, float]:
         """Best of three."""
         seconds = []
         for _ in range(3):
             self.submit(num_prompts, num_tokens, 1)
             seconds.append(self.run()[1])
         best = min(seconds)
-        return {"seconds": best, "tokens_per_s": num_prompts * num_tokens / best}
+        return {
+            "seconds": best,
+            "tokens_per_s": num_prompts * num_tokens / best,
+            "floor_s": floors.prefill_s(num_prompts, num_tokens),
+        }
 
-    def throughput(self, num_requests: int, num_prompt: int, num_output: int) -> dict[str, float]:
+    def throughput(
+        self, num_requests: int, num_prompt: int, num_output: int, floors: Floors
+    ) -> dict[str, Any]:
         self.submit(num_requests, num_prompt, num_output)
-        _, all_s, _ = self.run()
-        return {"seconds": all_s, "output_tokens_per_s": num_requests * num_output / all_s}
+        began = time.perf_counter()
+        steps: dict[str, list[float]] = {"with_prompts": [], "decodes_only": []}
+        while self.engine.has_work():
+            step_began = time.perf_counter()
+            output = self.engine.step()
+            # No step of decodes has more tokens than there are requests.
+            kind = "with_prompts" if output.num_scheduled_tokens > num_requests else "decodes_only"
+            steps[kind].append(time.perf_counter() - step_began)
+        all_s = time.perf_counter() - began
+        return {
+            "seconds": all_s,
+            "output_tokens_per_s": num_requests * num_output / all_s,
+            "floor_s": floors.throughput_s(num_requests, num_prompt, num_output),
+            "steps": {
+                kind: {"number": len(seconds), "seconds": sum(seconds)}
+                for kind, seconds in steps.items()
+            },
+        }
+
+    def idle_share(self, num_requests: int, num_prompt: int, num_output: int) -> dict[str, float]:
+        """Share of the time in which no kernel and no copy ran: of twelve steps with prompts, and
+        of forty steps of decodes. Nothing else is measured meanwhile: the profiler costs time."""
+        self.submit(num_requests, num_prompt, num_output)
+        shares = {}
+        for kind, num_before, num_steps in (("with_prompts", 4, 12), ("decodes_only", 40, 40)):
+            for _ in range(num_before):
+                self.engine.step()
+            torch.cuda.synchronize()
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+                for _ in range(num_steps):
+                    self.engine.step()
+                torch.cuda.synchronize()
+            shares[kind] = _idle_share(
+                [(one.time_range.start, one.time_range.end) for one in _device_events(found)]
+            )
+        for index in range(num_requests):
+            self.engine.abort(f"r{self._num_requests - index}")
+        self.run()
+        return shares
 
     def profile(self, batch: int) -> str:
         """Time by kernel of ten decode steps."""
@@ -180,8 +231,30 @@ class Bench:
         return table
 
 
-def measure(shape: str, console: Console, arguments: argparse.Namespace) -> Any:
-    """Every figure of one shape."""
+def _device_events(profile: Any) -> list[Any]:
+    """What ran on the device."""
+    kind = torch.autograd.DeviceType.CUDA
+    return [one for one in profile.events() if one.device_type == kind]
+
+
+def _idle_share(busy: list[tuple[float, float]]) -> float:
+    """Of the time from the first start to the last end; intervals may overlap."""
+    covered, reached = 0.0, float("-inf")
+    for start, end in sorted(busy):
+        covered += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return 1.0 - covered / (reached - min(start for start, _ in busy))
+
+
+def measure(
+    shape: str, console: Console, arguments: argparse.Namespace, found: Mapping[str, float]
+) -> Any:
+    """Every figure of one shape.
+
+    Args:
+        found: the ceilings.
+    """
+    floors = Floors(SHAPES[shape], found, 1 if arguments.weights == "fp8_e4m3" else 2)
     batches: Sequence[int] = arguments.batches
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -200,17 +273,18 @@ def measure(shape: str, console: Console, arguments: argparse.Namespace) -> Any:
         engine = load_engine(config)
         ready_s = time.perf_counter() - began
     bench = Bench(engine)
-    bench.decode_ms(1)  # whatever is made on the first use
+    bench.decode_ms(1, floors)  # whatever is made on the first use
     result: dict[str, Any] = {
         "time_to_ready_s": ready_s,
         "seconds_by_phase": dict(engine.model_info.seconds),
         "num_blocks": engine.model_info.num_blocks,
-        "decode": {batch: bench.decode_ms(batch) for batch in batches},
+        "decode": {batch: bench.decode_ms(batch, floors) for batch in batches},
         "prefill": {
-            f"{count}x{length}": bench.prefill(count, length)
+            f"{count}x{length}": bench.prefill(count, length, floors)
             for count, length in ((1, 2048), (1, 8192), (16, 2048))
         },
-        "throughput_256x1024x256": bench.throughput(256, 1024, 256),
+        "throughput_256x1024x256": bench.throughput(256, 1024, 256, floors),
+        "idle_share_of_256x1024x256": bench.idle_share(256, 1024, 256),
         "peer": PEER[shape],
     }
     if arguments.profile:
@@ -226,21 +300,42 @@ def measure(shape: str, console: Console, arguments: argparse.Namespace) -> Any:
 
 def _show(console: Console, shape: str, result: dict[str, Any]) -> None:
     table = Table(title=shape)
-    for column in ("what", "ours", "vLLM 0.24", "ratio"):
+    for column in ("what", "ours", "vLLM 0.24", "ratio", "share of the ceilings"):
         table.add_column(column, justify="right")
     peer = PEER[shape]
     for batch, one in result["decode"].items():
         ours, theirs = one["ms_per_step"], peer["decode_ms"][batch]
         table.add_row(
-            f"decode ms, batch {batch}", f"{ours:.2f}", f"{theirs}", f"{ours / theirs:.2f}"
+            f"decode ms, batch {batch}",
+            f"{ours:.2f}",
+            f"{theirs}",
+            f"{ours / theirs:.2f}",
+            f"{one['floor_ms'] / ours:.0%}",
         )
     for name, one in result["prefill"].items():
         ours, theirs = one["tokens_per_s"], peer["prefill_tokens_per_s"][name]
-        table.add_row(f"prefill tok/s, {name}", f"{ours:.0f}", f"{theirs}", f"{ours / theirs:.2f}")
-    ours = result["throughput_256x1024x256"]["output_tokens_per_s"]
-    theirs = peer["output_tokens_per_s"]
-    table.add_row("256 x (1024, 256) tok/s", f"{ours:.0f}", f"{theirs}", f"{ours / theirs:.2f}")
-    table.add_row("time to ready, s", f"{result['time_to_ready_s']:.1f}", "", "")
+        share = one["floor_s"] / one["seconds"]
+        table.add_row(
+            f"prefill tok/s, {name}",
+            f"{ours:.0f}",
+            f"{theirs}",
+            f"{ours / theirs:.2f}",
+            f"{share:.0%}",
+        )
+    run = result["throughput_256x1024x256"]
+    ours, theirs = run["output_tokens_per_s"], peer["output_tokens_per_s"]
+    table.add_row(
+        "256 x (1024, 256) tok/s",
+        f"{ours:.0f}",
+        f"{theirs}",
+        f"{ours / theirs:.2f}",
+        f"{run['floor_s'] / run['seconds']:.0%}",
+    )
+    for kind, steps in run["steps"].items():
+        idle = result["idle_share_of_256x1024x256"][kind]
+        text = f"{steps['number']} in {steps['seconds']:.2f} s"
+        table.add_row(f"    steps {kind.replace('_', ' ')}", text, f"idle {idle:.1%}", "", "")
+    table.add_row("time to ready, s", f"{result['time_to_ready_s']:.1f}", "", "", "")
     console.print(table)
 
 
@@ -264,7 +359,7 @@ def main() -> None:
         "ceilings": ceilings(),
     }
     for shape in arguments.shapes:
-        one = measure(shape, console, arguments)
+        one = measure(shape, console, arguments, result["ceilings"])
         result[shape] = one
         _show(console, shape, one)
     publish(result, arguments.out)

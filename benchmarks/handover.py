@@ -10,10 +10,14 @@ alone would cost, is a plain copy of as many in memory. Each answer's provenance
 way that it went. The last line printed is one JSON object.
 
     python -m benchmarks.handover --requests 5 --prompt-tokens 1024 8192
+    python -m benchmarks.handover --shape llama-8b --device cuda:0,cuda:1 --transports shm \
+        --paths direct --prompt-tokens 8192 --direct-transport cuda_ipc \
+        --set prefill.engine.max_num_tokens_per_step=2048
 
-With the shm transport the direct path goes over gRPC: no other process maps a worker's own cache;
-`--set 'worker.remote_transport="nixl"'` lets NIXL push it. With `--device cuda:0,cuda:1` the
-workers compute on GPUs, and so does the one engine, on the first.
+With the shm transport the direct path goes over gRPC: no other process maps a worker's own cache in
+host memory; `--direct-transport nixl` lets NIXL push it. With `--device
+cuda:0,cuda:1` the workers compute on GPUs, and so does the one engine, on the first; a `--shape`
+has random weights and no engine beside the cluster, for which a GPU has no room.
 The bundled model's window is lengthened where it is shorter than the prompts, see
 benchmarks.prefix_hit. Nothing is written unless --out says where.
 """
@@ -41,8 +45,10 @@ from baton import cluster_plan
 from baton.client import SyncClient
 from baton.local_cluster import ClusterConfig, LocalCluster
 from baton.supervisor import Supervisor
+from benchmarks import random_checkpoint
 from benchmarks.context import context, publish
 from benchmarks.prefix_hit import ask, with_window
+from benchmarks.random_checkpoint import SHAPES
 from benchmarks.serve import Latencies, through_engine
 from engine.config import EngineConfig
 from engine.loop import Engine, load_engine
@@ -132,21 +138,21 @@ def copy_s(num_bytes: int) -> float:
 
 def measured(
     clients: Mapping[str, SyncClient],
-    engine: Engine,
+    engine: Engine | None,
     rng: random.Random,
     num_tokens: int,
     count: int,
     console: Console,
 ) -> dict[str, Series]:
     """`count` prompts of so many tokens each way, in turns; no two share a prefix."""
-    found = {name: Series() for name in ("engine", *PATHS)}
+    found = {name: Series() for name in (*(("engine",) if engine else ()), *clients)}
     for index in track(range(-_NUM_WARM_UPS, count), f"{num_tokens} tokens", console=console):
         for name, series in found.items():
             prompt = [rng.randrange(100, 2000) for _ in range(num_tokens)]
             into = series if index >= 0 else Series()
             if name in clients:
                 through_cluster(clients[name], name, prompt, into)
-            else:
+            elif engine is not None:
                 times = Latencies()
                 through_engine(engine, prompt, OUTPUT_TOKENS, times)
                 gaps = [times.ttft_s[0], *times.itl_s]
@@ -157,17 +163,33 @@ def measured(
 
 def figures_of(transport: str, num_tokens: int, found: Mapping[str, Series]) -> dict[str, Any]:
     """All medians of one transport and length, and what the bytes alone cost."""
-    num_bytes = int(statistics.median(found["store"].num_bytes))
-    exposed = {path: statistics.median(found[path].exposed_s) for path in PATHS}
-    share = round(exposed["direct"] / exposed["store"], 3) if exposed["store"] else None
+    paths = [path for path in PATHS if path in found]
+    num_bytes = int(statistics.median(found[paths[0]].num_bytes))
+    exposed = {path: statistics.median(found[path].exposed_s) for path in paths}
+    share = {}
+    if all(exposed.get(path) for path in PATHS):
+        share = {"exposed_direct_of_store": round(exposed["direct"] / exposed["store"], 3)}
     return {
         "transport": transport,
         "num_prompt_tokens": num_tokens,
         "num_kv_bytes": num_bytes,
         "copy_ms": round(copy_s(num_bytes) * 1e3, 3),
-        "exposed_direct_of_store": share,
+        **share,
         **{name: series.figures() for name, series in found.items()},
     }
+
+
+@contextlib.contextmanager
+def model_of(arguments: argparse.Namespace) -> Iterator[str]:
+    """A checkpoint whose window holds the prompts."""
+    if not arguments.shape:
+        with with_window(arguments.model, max(arguments.prompt_tokens) + OUTPUT_TOKENS) as model:
+            yield model
+        return
+    with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
+        kind = arguments.device.partition(":")[0]
+        random_checkpoint.save(Path(folder), arguments.shape, device=kind)
+        yield folder
 
 
 def main() -> int:
@@ -175,8 +197,13 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=5, help="of each length and way")
     parser.add_argument("--prompt-tokens", nargs="+", type=int, default=[1024, 8192])
     parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=list(TRANSPORTS))
+    parser.add_argument("--paths", nargs="+", choices=PATHS, default=list(PATHS))
     parser.add_argument("--model", default=ClusterConfig().model)
+    parser.add_argument("--shape", choices=list(SHAPES), help="random weights, instead of --model")
     parser.add_argument("--device", default=ClusterConfig().device, help="as of `baton up`")
+    parser.add_argument(
+        "--direct-transport", nargs="+", default=[""], help="as of `baton up`; a cluster for each"
+    )
     parser.add_argument("--set", action="append", default=[], help="as of `baton up`")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
@@ -184,28 +211,36 @@ def main() -> int:
     console = Console(stderr=True)
     rng = random.Random(arguments.seed)
     figures = []
-    with with_window(arguments.model, max(arguments.prompt_tokens) + OUTPUT_TOKENS) as model:
-        first = arguments.device.split(",")[0]
-        engine = load_engine(EngineConfig(model=model, device=first, num_threads=1))
-        for transport in arguments.transports:
+    with model_of(arguments) as model:
+        engine = None
+        if not arguments.shape:
+            first = arguments.device.split(",")[0]
+            engine = load_engine(EngineConfig(model=model, device=first, num_threads=1))
+        for transport, direct in itertools.product(
+            arguments.transports, arguments.direct_transport
+        ):
             config = ClusterConfig(
                 model=model,
                 port=0,
                 transport=transport,
                 handover="store",
                 device=arguments.device,
+                direct_transport=direct,
                 overrides=tuple(arguments.set),
             )
-            with LocalCluster(config) as cluster, routers(cluster) as clients:
+            with LocalCluster(config) as cluster, routers(cluster) as every:
+                clients = {path: every[path] for path in arguments.paths}
                 for num_tokens in arguments.prompt_tokens:
                     found = measured(clients, engine, rng, num_tokens, arguments.requests, console)
-                    figures.append(figures_of(transport, num_tokens, found))
+                    figures.append(
+                        {"direct_transport": direct, **figures_of(transport, num_tokens, found)}
+                    )
     table = Table("KV over", "prompt", "", "TTFT ms", "exposed ms", "of TTFT", "copy ms")
     for figure in figures:
-        for name in ("engine", *PATHS):
+        for name in [name for name in ("engine", *PATHS) if name in figure]:
             row = figure[name]
             table.add_row(
-                figure["transport"],
+                figure["direct_transport"] if name == "direct" else figure["transport"],
                 str(figure["num_prompt_tokens"]),
                 "engine (ceiling)" if name == "engine" else name,
                 f"{row['ttft_p50_ms']:.1f}",
@@ -217,7 +252,7 @@ def main() -> int:
     result = {
         "benchmark": "handover",
         **context(),
-        "model": arguments.model,
+        "model": arguments.shape or arguments.model,
         "device": arguments.device,
         "num_requests": arguments.requests,
         "num_output_tokens": OUTPUT_TOKENS,

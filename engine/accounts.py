@@ -33,7 +33,10 @@ class Totals:
 
     num_steps: int = 0
     num_computed_tokens: int = 0
+    num_computing_steps: int = 0
+    num_decode_tokens: int = 0
     num_output_tokens: int = 0
+    step_s: float = 0.0
 
 
 def stats(
@@ -66,6 +69,9 @@ def stats(
         num_evicted_blocks=pool.num_evicted,
         num_preempted=num_preempted,
         num_preemptions=tuple(sorted(num_preemptions.items())),
+        num_computing_steps=totals.num_computing_steps,
+        num_decode_tokens=totals.num_decode_tokens,
+        step_s=totals.step_s,
     )
 
 

@@ -40,8 +40,21 @@ def check_request(request: Request, model: ModelInfo) -> None:
         raise InvalidRequest("hold_after", f"{request.hold_after} is below 1")
     if not 1 <= request.num_samples <= MAX_SAMPLES:
         raise InvalidRequest("num_samples", f"{request.num_samples} is outside [1, {MAX_SAMPLES}]")
+    if request.wants_embedding and not model.gives_embeddings:
+        raise InvalidRequest("wants_embedding", "this model gives none, as it is loaded")
+    if request.wants_embedding and (request.num_samples > 1 or request.beam is not None):
+        raise InvalidRequest("wants_embedding", "goes with one sample, drawn without beams")
     check_sampling(request.sampling, model.vocab_size)
     check_beams(request, model.vocab_size, frozenset(model.eos_token_ids))
+
+
+def check_hashes(request: Request, block_size: int) -> None:
+    """Raises: InvalidRequest for hashes of more blocks than the prompt fills."""
+    num_full = len(request.prompt_token_ids) // block_size
+    if len(request.prompt_hashes) > num_full:
+        raise InvalidRequest(
+            "prompt_hashes", f"{len(request.prompt_hashes)} of {num_full} full blocks"
+        )
 
 
 def check_room(

@@ -41,6 +41,9 @@ class Batch:
     draw_indices: tuple[int, ...]
     """[R] ascending: the tokens of the row whose logits are wanted."""
 
+    wants_hidden: bool = False
+    """Keep what the logits were made of (LoadedModel.hidden)."""
+
     @property
     def positions(self) -> list[int]:
         """[T] absolute positions."""

@@ -22,9 +22,10 @@ from engine.constraints import end_token_ids
 from engine.errors import InvalidRequest
 from engine.group import Group
 from engine.holdings import Holdings
-from engine.request import FilledBlock, FinishReason, Request, RequestEvent, Sampling, State
+from engine.request import FinishReason, Request, Sampling, State
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence as Sample
+from engine.step_output import FilledBlock, RequestEvent
 
 _PLAIN = Sampling(max_tokens=1)
 _ALLOWED = frozenset({"max_tokens", "stop_token_ids", "ignore_eos", "seed", "sample_index"})

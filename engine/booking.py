@@ -20,18 +20,11 @@ from engine.holdings import Holdings
 from engine.lora.registry import Adapters
 from engine.metrics import EngineMetrics
 from engine.preemptor import Preemptor
-from engine.request import (
-    FilledBlock,
-    FinishReason,
-    RequestEvent,
-    State,
-    StepTrace,
-    StopPolicy,
-    StopView,
-)
+from engine.request import FinishReason, State, StopPolicy, StopView
 from engine.sampling.row import Drawn
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence, finish_reason, should_hold
+from engine.step_output import FilledBlock, RequestEvent, StepTrace
 
 
 class Booking:

@@ -26,12 +26,19 @@ class DecodeRows:
 
     Args:
         ahead: None: always a plain step.
+        clears_blocks: those that are entered; for a model that reads what was not written.
     """
 
     def __init__(
-        self, ahead: DecodesAhead | None, holdings: Holdings, eos_token_ids: frozenset[int]
+        self,
+        ahead: DecodesAhead | None,
+        holdings: Holdings,
+        eos_token_ids: frozenset[int],
+        *,
+        clears_blocks: bool = True,
     ) -> None:
         self._ahead = ahead
+        self._clears_blocks = clears_blocks
         self._holdings = holdings
         self._eos_token_ids = eos_token_ids
 
@@ -122,7 +129,7 @@ class DecodeRows:
     def _row(self, sequence: Sequence, draw: Draw, num_unread: int) -> DecodeRow:
         position = draw.position - 1
         size = self._holdings.block_size
-        if position % size == 0 and size > 1:
+        if self._clears_blocks and position % size == 0 and size > 1:
             # As engine/step_builder.py: a plain step may come upon what it does not write.
             self._holdings.kv.clear(sequence.block_ids[position // size])
         if len(sequence.block_table) != len(sequence.block_ids):

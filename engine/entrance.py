@@ -17,9 +17,10 @@ from engine.kv.layout import KvLayout
 from engine.lora.registry import Adapters
 from engine.lora.roots import CacheRoots
 from engine.metrics import EngineMetrics
-from engine.request import ModelInfo, Request, RequestEvent, State
+from engine.request import ModelInfo, Request, State
 from engine.sampling.history import TokenHistory, needs_history
 from engine.scheduler import Scheduler
+from engine.step_output import RequestEvent
 
 
 class Entrance:
@@ -65,6 +66,7 @@ class Entrance:
             raise DuplicateRequest(f"request {request.request_id} is live already")
         info, layout = self._model_info, self._layout
         admission.check_request(request, info)
+        admission.check_hashes(request, layout.block_size)
         if request.beam is not None and self._has_stop_policy:
             raise InvalidRequest("beam", "this engine has a stop policy, which sees no beams")
         admission.check_room(

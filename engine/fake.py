@@ -25,6 +25,9 @@ from engine.models.interface import DecodesAhead, InOneProcess
 from engine.noise import uniform, words
 from engine.request import ModelInfo
 
+HIDDEN_SIZE = 8
+"""Of a fake hidden state: the first logits."""
+
 
 class FakeModel(InOneProcess):
     """See the module.
@@ -66,6 +69,7 @@ class FakeModel(InOneProcess):
             fused=(),
             num_parameters=0,
             weight_bytes=0,
+            gives_embeddings=True,
         )
         self._memory: KvMemory | None = None
 
@@ -76,6 +80,7 @@ class FakeModel(InOneProcess):
         """Write ids and positions of the new tokens, then answer each draw from what lies in its
         blocks."""
         self.num_forwards += 1
+        self.kept_hidden = None
         rows: list[torch.Tensor] = []
         first = 0
         for span in batch.spans:
@@ -89,7 +94,10 @@ class FakeModel(InOneProcess):
                     )
                     rows.append(self._logits(history, batch.token_ids[index]))
             first += span.num_tokens
-        return torch.stack(rows) if rows else torch.empty(0, self.info.vocab_size)
+        logits = torch.stack(rows) if rows else torch.empty(0, self.info.vocab_size)
+        if batch.wants_hidden:
+            self.kept_hidden = logits[:, :HIDDEN_SIZE].clone()
+        return logits
 
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """[V] float32 after `token_ids`: what a correct engine must draw from."""

@@ -24,8 +24,9 @@ from engine.in_flight import InFlight
 from engine.kv.memory import KvMemory
 from engine.kv.radix_tree import RadixTree
 from engine.parking import Blocks
-from engine.request import FilledBlock, State
+from engine.request import State
 from engine.sequence import HOLE, Sequence
+from engine.step_output import FilledBlock
 
 
 class Holdings:
@@ -158,6 +159,15 @@ class Holdings:
         self.lent.difference_update(block_ids)
         self.pool.put_back(block_ids)
 
+    def share_cached(self, sequence: Sequence) -> None:
+        """Reference what the prefix cache has of a sequence without blocks, and nothing more."""
+        block_ids = self.tree.match(self._shareable(sequence))
+        self.tree.share(block_ids)
+        sequence.block_ids = list(block_ids)
+        sequence.num_cached_blocks = len(block_ids)
+        sequence.num_local_tokens = len(block_ids) * self.block_size
+        sequence.num_computed_tokens = sequence.num_local_tokens
+
     # -- more blocks
 
     def num_missing(self, sequence: Sequence, end: int) -> int:
@@ -198,6 +208,7 @@ class Holdings:
         block_id, source = self.tree.writable(sequence.block_ids[index])
         if source is not None:
             self.kv.copy(source, block_id)
+            self.in_flight.has_copied = True
         sequence.block_ids[index] = block_id
         sequence.block_table = ()
         sequence.is_tail_shared = False
@@ -223,20 +234,22 @@ class Holdings:
             num_full = min(num_full, sequence.num_prompt_tokens // size)
         if num_full == sequence.num_cached_blocks:
             return ()
-        filled: list[FilledBlock] = []
-        for index in range(sequence.num_cached_blocks, num_full):
-            chain_hash = sequence.chain_hash(index, size)
-            block_id = sequence.block_ids[index]
-            parent_hash = sequence.chain_hashes[index - 1] if index else b""
-            self.tree.insert(parent_hash, chain_hash, block_id)
-            if self.kv.tails is not None:
+        first = sequence.num_cached_blocks
+        sequence.chain_hash(num_full - 1, size)  # and all before it
+        hashes, block_ids = sequence.chain_hashes, sequence.block_ids[first:num_full]
+        parent_hash = hashes[first - 1] if first else b""
+        self.tree.insert_chain(parent_hash, hashes[first:num_full], block_ids)
+        if self.kv.tails is not None:
+            for block_id in block_ids:
                 # Of a former owner, who gave it back unfilled: a loaded block has none of its own.
                 self.kv.tails.close(block_id)
-            if index >= sequence.num_told_blocks:
-                filled.append(FilledBlock(index, block_id, chain_hash))
+        filled = tuple(
+            FilledBlock(index, sequence.block_ids[index], hashes[index])
+            for index in range(max(first, sequence.num_told_blocks), num_full)
+        )
         sequence.num_cached_blocks = num_full
         sequence.num_told_blocks = max(sequence.num_told_blocks, num_full)
-        return tuple(filled)
+        return filled
 
     def distrust(self, sequence: Sequence) -> None:
         """Its logits were not numbers, so its KV may not be either: nobody else shall find it."""

@@ -56,6 +56,10 @@ class InFlight:
         self._flights: deque[_Flight] = deque()
         self.num_left_over = 0
         """Rows computed for nothing, since start."""
+        self.has_copied = False
+        """A block was copied behind what is in flight: no draw that is waited for says when that is
+        over, and the block that it is copied from may be another's by then. Set by who copies,
+        cleared by who waits."""
 
     # -- the step
 

@@ -48,6 +48,7 @@ from engine.errors import (
 )
 from engine.grammar.service import GrammarService
 from engine.group import Group
+from engine.held import Held, hold
 from engine.holdings import Holdings
 from engine.in_flight import InFlight
 from engine.kv.block_pool import BlockPool
@@ -63,17 +64,10 @@ from engine.models.load import load_model
 from engine.models.phases import Phases
 from engine.parking import Parking, choose_parking
 from engine.preemptor import Preemptor
-from engine.request import (
-    EngineStats,
-    ModelInfo,
-    Request,
-    Reservation,
-    State,
-    StepOutput,
-    StopPolicy,
-)
+from engine.request import EngineStats, ModelInfo, Request, Reservation, State, StopPolicy
 from engine.runner import Runner
 from engine.scheduler import Scheduler
+from engine.step_output import StepOutput
 from engine.steps import Steps
 from engine.warm_up import warm_up
 
@@ -163,7 +157,12 @@ class Engine:
             self._constraints,
             self._booking,
             self._in_flight,
-            DecodeRows(self._ahead, self._holdings, eos_token_ids),
+            DecodeRows(
+                self._ahead,
+                self._holdings,
+                eos_token_ids,
+                clears_blocks=model.reads_unwritten,
+            ),
             eos_token_ids=eos_token_ids,
             clock=clock,
         )
@@ -265,6 +264,8 @@ class Engine:
         num_needless = len(sequence.token_ids) - (0 if group.is_continued else 1)
         num_computed = self._holdings.num_resumable(min(num_known, num_needless))
         sequence.num_computed_tokens = num_computed
+        # What was loaded nobody needs to be told of.
+        sequence.num_told_blocks = max(sequence.num_told_blocks, num_computed // size)
         self._holdings.cache_full_blocks(sequence)
         self._metrics.on_start(
             request_id,
@@ -284,10 +285,27 @@ class Engine:
         self._metrics.on_start(request.request_id)
         self._entrance.queue(group)
 
+    def hold(self, request_id: str) -> Held:
+        """Take a started request out of the steps as it stands, to go on elsewhere: HOLDING, whose
+        blocks stay readable until `release`. No event of it comes any more.
+
+        Raises: UnknownRequest; WrongState for one that was not started, or of several samples or
+        beams.
+        """
+        return hold(
+            self._group(request_id),
+            self._holdings,
+            self._scheduler,
+            self._preemptor,
+            self._constraints,
+        )
+
     def release(self, request_id: str) -> None:
         """HOLDING -> FINISHED: nobody reads the blocks any more. Raises: UnknownRequest,
         WrongState."""
-        self._booking.end(self._group(request_id, State.HOLDING), State.FINISHED, "finished")
+        group = self._group(request_id, State.HOLDING)
+        outcome = "finished" if group.request.hold_after is not None else "moved"
+        self._booking.end(group, State.FINISHED, outcome)
 
     def abort(self, request_id: str) -> None:
         """End a request in any state and give its blocks back. Does nothing for a request that is
@@ -503,14 +521,14 @@ def load_engine(
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
     model = load_model(config, progress=progress)
-
-    folder = resolve(config.model, files="tokenizer").path  # the first grammar must not wait for it
-
-    def make_grammars() -> GrammarService:
-        return GrammarService.from_checkpoint(folder, model.info.vocab_size, config.grammar)
-
     phases = Phases()
     try:
+        # The first grammar must not wait for it.
+        folder = resolve(config.model, files="tokenizer").path
+
+        def make_grammars() -> GrammarService:
+            return GrammarService.from_checkpoint(folder, model.info.vocab_size, config.grammar)
+
         with phases.timed("cache"):
             engine = Engine(config, model, stop_policy=stop_policy, make_grammars=make_grammars)
         with phases.timed("warm-up"):

@@ -102,7 +102,8 @@ class MetricsSnapshot:
     """Reserved since start."""
     num_live_requests: int
     ended: tuple[tuple[str, int], ...]
-    """(outcome, requests): "finished", "aborted", or the name of the error that ended them."""
+    """(outcome, requests): "finished", "moved", "aborted", or the name of the error that ended
+    them."""
     finished: tuple[tuple[str, int], ...]
     """(finish reason, samples)."""
     preemptions: tuple[tuple[str, int], ...]
@@ -272,8 +273,8 @@ class EngineMetrics:
         self._tpot.observe((drawn.last_s - drawn.first_s) / num_later)
 
     def on_end(self, request_id: str, outcome: str) -> None:
-        """The request is gone: finished and released, aborted, or ended by the error of this
-        name."""
+        """The request is gone: finished and released, moved elsewhere, aborted, or ended by the
+        error of this name."""
         record = self._live.pop(request_id)
         self._ended[outcome] += 1
         self._num_output_tokens_of_ended += sum(d.num_tokens for d in record.samples.values())

@@ -76,7 +76,10 @@ class AheadModel:
         self.device_memory = model.device_memory
         self.make_memory = model.make_memory
         self.attach = model.attach
+        self.hidden = model.hidden
         self.check_alive = model.check_alive
+        self.watch = model.watch
+        self.reads_unwritten = model.reads_unwritten
         self.close = model.close
         self.launches = PlainAhead(model, is_late=is_late, max_rows=max_rows, takes=takes)
         self.ahead: DecodesAhead | None = self.launches

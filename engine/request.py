@@ -1,6 +1,6 @@
 """The values that cross the engine's surface: what is asked (Request, Sampling), what is promised
-(Reservation), what came of a step (StepOutput), and the states of a request. Plain frozen values:
-no torch, no RPC. Any thread may read them.
+(Reservation), and the states of a request; what came of a step is in `step_output`. Plain frozen
+values: no torch, no RPC. Any thread may read them.
 
 Life of a request (each arrow is one call or one step):
 
@@ -10,7 +10,8 @@ Life of a request (each arrow is one call or one step):
 3. WAITING     its blocks are there, its computed length is known: it waits for room in a step
 4. PREFILLING  a step has given it tokens; more are left before its next draw
 5. RUNNING     it has drawn: from here on one token a step
-6. HOLDING     only with `hold_after`: it draws no more, its blocks stay readable until `release`
+6. HOLDING     with `hold_after`, or by `hold`, which takes it out as it stands: it draws no more,
+               its blocks stay readable until `release`
 7. FINISHED    ended by itself, or released: blocks are back in the pool, full ones stay cached
 8. ABORTED     `abort` from any state, or an error of its own: blocks are back in the pool
 
@@ -28,10 +29,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
-
-from engine.errors import EngineError
+from dataclasses import dataclass, field
 
 BlockHasher = Callable[[bytes, Sequence[int]], bytes]
 """(parent chain hash, one full block's token ids) -> chain hash. The parent of the first block is
@@ -61,13 +59,15 @@ _OVER = frozenset({State.HOLDING, State.FINISHED})
 ALLOWED: dict[State, frozenset[State]] = {
     State.RESERVED: frozenset({State.WAITING_FOR_GRAMMAR, State.WAITING, State.ABORTED}),
     State.QUEUED: frozenset({State.WAITING_FOR_GRAMMAR, State.WAITING, State.ABORTED}),
-    State.WAITING_FOR_GRAMMAR: frozenset({State.QUEUED, State.WAITING, State.ABORTED}),
-    State.WAITING: frozenset({State.PREFILLING}) | _TAKEN,
+    State.WAITING_FOR_GRAMMAR: frozenset(
+        {State.QUEUED, State.WAITING, State.HOLDING, State.ABORTED}
+    ),
+    State.WAITING: frozenset({State.PREFILLING, State.HOLDING}) | _TAKEN,
     State.PREFILLING: frozenset({State.RUNNING}) | _OVER | _TAKEN,
     State.RUNNING: _OVER | _TAKEN,
-    State.PREEMPTED: frozenset({State.WAITING, State.ABORTED}),
-    State.PARKED: frozenset({State.SWAPPING, State.ABORTED}),
-    State.SWAPPING: frozenset({State.WAITING, State.ABORTED}),
+    State.PREEMPTED: frozenset({State.WAITING, State.HOLDING, State.ABORTED}),
+    State.PARKED: frozenset({State.SWAPPING, State.HOLDING, State.ABORTED}),
+    State.SWAPPING: frozenset({State.WAITING, State.HOLDING, State.ABORTED}),
     State.HOLDING: frozenset({State.FINISHED, State.ABORTED}),
     State.FINISHED: frozenset(),
     State.ABORTED: frozenset(),
@@ -242,6 +242,14 @@ class Request:
     """Name of a loaded LoRA adapter; empty: the model as it is. `cache_root` must differ by the
     adapter's digest: the engine refuses a root it has seen with another adapter."""
 
+    prompt_hashes: tuple[bytes, ...] = ()
+    """Chain hashes of the prompt's first full blocks, as `block_hasher` makes them, where the
+    caller has them: the engine's thread then need not. Believed."""
+
+    wants_embedding: bool = False
+    """Report the prompt's embedding with its first token, which means nothing. One sample, no
+    beams."""
+
 
 @dataclass(frozen=True)
 class Reservation:
@@ -263,104 +271,6 @@ class Reservation:
 
 
 @dataclass(frozen=True)
-class FilledBlock:
-    """A full block that this engine computed. It changes no more; safe to read until the request's
-    blocks are released."""
-
-    index: int
-    """Place in the request: tokens [index * block_size, (index + 1) * block_size)."""
-
-    block_id: int
-    chain_hash: bytes
-
-
-@dataclass(frozen=True)
-class TokenLogprobs:
-    """Natural-log probabilities under the model's own distribution (before temperature and
-    filters)."""
-
-    token_id: int
-    logprob: float
-
-    top: tuple[tuple[int, float], ...]
-    """The k best as (token id, logprob), best first."""
-
-
-@dataclass(frozen=True)
-class StepTrace:
-    """How one token came to be: enough to draw it again and to see why it was drawn."""
-
-    position: int
-    """The place that the token takes; 0 is the prompt's first token."""
-    token_id: int
-    raw_logprob: float
-    """Under the model's own distribution."""
-    processed_logprob: float
-    """Under the distribution that was drawn from, after all processors; for an argmax, after
-    penalties and masks."""
-    top: tuple[tuple[int, float], ...]
-    """The best of the model's own distribution as (token id, raw log probability)."""
-    support_size: int
-    """Tokens that could have been drawn; for an argmax, those that no mask took."""
-    processors: tuple[str, ...]
-    """Those that were applied, in their order, by name and parameter ("top_p=0.9")."""
-    rng_key: int | None
-    """Of the noise (engine/noise.py, row_key). None: no noise, the argmax."""
-    is_forced: bool = False
-    """The grammar allowed nothing else: not drawn at all (jump-forward); its log probabilities and
-    support are of the token before it, or NaN."""
-
-
-class RequestEvent(NamedTuple):
-    """What one step did for one sample of one request. A named tuple: hundreds are made in every
-    step, at a fifth of a dataclass' price."""
-
-    request_id: str
-
-    token_ids: tuple[int, ...]
-    """New output tokens: none after a chunk that does not reach the last token, else one; more
-    where the grammar forced some."""
-
-    logprobs: tuple[TokenLogprobs, ...] | None
-    """One per new token where asked for, else None."""
-
-    filled: tuple[FilledBlock, ...]
-    """Full blocks computed in this step, in order."""
-
-    num_computed_tokens: int
-    """Tokens whose KV is in the request's blocks now."""
-
-    finish_reason: FinishReason | None
-    """Set in the last event that has tokens. A request with `hold_after` is HOLDING then, any other
-    FINISHED."""
-
-    stop_token_id: int | None
-    """The EOS or stop token that ended it; it is in `token_ids` too."""
-
-    error: EngineError | None
-    """The request was ABORTED by an error of its own, all its samples with it; `token_ids` is
-    empty."""
-
-    sample_index: int = 0
-    """Which of the request's samples: 0 to num_samples - 1."""
-
-    traces: tuple[StepTrace, ...] | None = None
-    """One per new token where asked for, else None."""
-
-    is_request_over: bool = False
-    """No further event of this request will come: every sample has finished or holds, or there was
-    an error."""
-
-    score: float | None = None
-    """Beam search: of this hypothesis; its place among them is `sample_index`."""
-
-    beam_start: tuple[tuple[int, float], ...] = ()
-    """Beam search with `hold_after`: the prompt's best (beam_search.num_candidates of them) as
-    (token id, raw log probability), for `start` of the leg that goes on. There are no tokens
-    then."""
-
-
-@dataclass(frozen=True)
 class StopView:
     """What a stop policy sees of one sample after each of its tokens."""
 
@@ -373,25 +283,6 @@ class StopView:
 StopPolicy = Callable[[StopView], bool]
 """True: end this sample here (FinishReason.POLICY). Called on the engine's thread after each token:
 it must be quick. An exception ends that request with PolicyFailed."""
-
-
-@dataclass(frozen=True)
-class StepOutput:
-    """What one step did. `events` has one entry per sample of a request that took part."""
-
-    events: tuple[RequestEvent, ...]
-    num_scheduled_tokens: int
-    num_free_blocks: int
-    """Free and cached-but-evictable blocks: what `reserve` can take."""
-
-    num_running: int
-    """PREFILLING and RUNNING requests after the step."""
-
-    num_waiting: int
-    """WAITING requests, and those that wait for blocks, bytes or a grammar."""
-
-    step: int
-    """Counts from 1."""
 
 
 @dataclass(frozen=True)
@@ -424,6 +315,12 @@ class EngineStats:
     another sample runs."""
     num_preemptions: tuple[tuple[str, int], ...] = ()
     """Since start, by cause (engine/preemptor.py)."""
+    num_computing_steps: int = 0
+    """Of the steps, those that went through the model; the others only told of something."""
+    num_decode_tokens: int = 0
+    """Of the computed tokens, those of draws after the first."""
+    step_s: float = field(default=0.0, compare=False)
+    """Seconds inside steps that computed something. No two runs take the same."""
 
 
 @dataclass(frozen=True)
@@ -458,6 +355,9 @@ class ModelInfo:
 
     decoder: str = ""
     """Whose code computes it: "own" (engine/decoder/), or "transformers" with the reason."""
+
+    gives_embeddings: bool = False
+    """Whether requests may ask for an embedding."""
 
     step_bytes: int = 0
     """What the largest step needs on the device beside weights and cache, as measured at start; 0:

@@ -24,11 +24,12 @@ from engine.errors import IntegrityError
 from engine.in_flight import InFlight
 from engine.kv.memory import KvMemory
 from engine.models.interface import LoadedModel
-from engine.request import RequestEvent, State
+from engine.request import State
 from engine.sampling import pipeline
 from engine.schedule.order import Key
 from engine.sequence import Sequence
 from engine.step_builder import Step, build
+from engine.step_output import RequestEvent
 
 
 class Result(NamedTuple):
@@ -107,8 +108,9 @@ class Runner:
         if following is not None:
             self._in_flight.launch(following)
         sequences, drawn = self._in_flight.take()
-        # All that was queued before this launch is over; blocks of who joins may just be copied.
-        self.is_device_behind = bool(joining) and following is None
+        # All that was queued before this launch is over; what was copied since then may not be.
+        has_copied, self._in_flight.has_copied = self._in_flight.has_copied, False
+        self.is_device_behind = has_copied or (bool(joining) and following is None)
         num_decodes = sum(sequence.state is State.RUNNING for sequence in sequences)
         events = self._book([(sequence, 1) for sequence in sequences], drawn)
         return Result(events, len(sequences) - num_decodes, num_decodes)
@@ -120,8 +122,12 @@ class Runner:
         logits, drawn = self._draw(step)
         self._in_flight.settle()  # rows that were left over: over by now, and nothing is booked yet
         self.is_device_behind = not step.draws  # a draw waits for all that was queued before it
+        self._in_flight.has_copied = False
         num_decodes = step.num_decode_tokens
+        embeddings = self._embeddings(step) if step.batch.wants_hidden else {}
         events = self._book(planned, drawn)
+        if embeddings:
+            events = [_with_embedding(event, embeddings) for event in events]
         if step.has_beams:
             events += self._book_beams(step, logits)
         return Result(events, len(step.batch.token_ids) - num_decodes, num_decodes)
@@ -142,6 +148,17 @@ class Runner:
             draws = masked(draws, step.rows, step.samples, fill)
         rows = logits if step.is_plain else logits[list(step.rows)]
         return logits, pipeline.draw(rows, draws)
+
+    def _embeddings(self, step: Step) -> dict[str, tuple[float, ...]]:
+        """By request, of those that asked and whose prompt ended in this step."""
+        rows = {
+            sample.request.request_id: row
+            for row, sample in enumerate(step.samples)
+            if sample.gives_embedding
+        }
+        hidden = self._model.hidden()[list(rows.values())].float()
+        values = torch.nn.functional.normalize(hidden, dim=-1).tolist()
+        return {name: tuple(one) for name, one in zip(rows, values, strict=True)}
 
     def _book(
         self, planned: list[tuple[Sequence, int]], drawn: list[pipeline.Drawn]
@@ -179,3 +196,12 @@ class Runner:
             own.sort(key=lambda row: step.samples[row].sample_index)
             events += self._booking.advance_beams(group, logits[own], self._clock())
         return events
+
+
+def _with_embedding(
+    event: RequestEvent, embeddings: Mapping[str, tuple[float, ...]]
+) -> RequestEvent:
+    embedding = embeddings.get(event.request_id)
+    if embedding is None or event.error is not None:
+        return event
+    return event._replace(embedding=embedding)

@@ -72,7 +72,7 @@ class Sequence:
         self.state = state
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.token_ids = list(request.prompt_token_ids)
-        self.chain_hashes: list[bytes] = []
+        self.chain_hashes: list[bytes] = list(request.prompt_hashes)
         self.block_ids: list[int] = []
         self.block_table: tuple[int, ...] = ()
         """Of its last step: the blocks up to that step's last token."""
@@ -127,6 +127,11 @@ class Sequence:
     @property
     def output_token_ids(self) -> tuple[int, ...]:
         return tuple(self.token_ids[self.num_prompt_tokens :])
+
+    @property
+    def gives_embedding(self) -> bool:
+        """Whether its next draw comes with the prompt's embedding."""
+        return self.request.wants_embedding and len(self.token_ids) == self.num_prompt_tokens
 
     @property
     def held_block_ids(self) -> list[int]:

@@ -92,5 +92,10 @@ def build(
                 has_beams = True
             samples.append(sequence)
             draw_indices.append(len(all_token_ids) - 1)
-    batch = Batch(tuple(all_token_ids), tuple(spans), tuple(draw_indices))
+    batch = Batch(
+        tuple(all_token_ids),
+        tuple(spans),
+        tuple(draw_indices),
+        wants_hidden=any(sample.gives_embedding for sample in samples),
+    )
     return Step(batch, tuple(draws), tuple(rows), tuple(samples), num_decode_tokens, has_beams)

@@ -12,9 +12,10 @@ from engine.constraints import Constraints
 from engine.entrance import Entrance
 from engine.holdings import Holdings
 from engine.metrics import EngineMetrics
-from engine.request import EngineStats, RequestEvent, StepOutput
+from engine.request import EngineStats
 from engine.runner import Runner
 from engine.scheduler import Scheduler
+from engine.step_output import RequestEvent, StepOutput
 
 IDLE_WAIT_S = 0.002
 """How long a step waits that has nothing to compute yet. Short beside a compilation, long beside a
@@ -82,11 +83,15 @@ class Steps:
         events, self._untold = self._untold, []
         self._totals.num_steps += 1
         self._totals.num_computed_tokens += num_prefills + num_decodes
+        seconds = 0.0
+        if is_computing:
+            seconds = self._clock() - began
+            self._totals.num_computing_steps += 1
+            self._totals.num_decode_tokens += num_decodes
+            self._totals.step_s += seconds
         stats = self._stats()
         if is_computing:
-            self._metrics.on_step(
-                num_prefills, num_decodes, self._clock() - began, stats.num_referenced_blocks
-            )
+            self._metrics.on_step(num_prefills, num_decodes, seconds, stats.num_referenced_blocks)
         return StepOutput(
             events=tuple(events),
             num_scheduled_tokens=num_prefills + num_decodes,
@@ -94,6 +99,8 @@ class Steps:
             num_running=stats.num_running,
             num_waiting=stats.num_waiting,
             step=self._totals.num_steps,
+            began_s=began,
+            ended_s=self._clock(),
         )
 
     def _idle(self) -> None:

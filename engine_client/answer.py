@@ -10,7 +10,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.request import FinishReason, StepTrace, TokenLogprobs
+from engine.request import FinishReason
+from engine.step_output import StepTrace, TokenLogprobs
 from engine_client.base import News
 from process.errors import BatonError
 from tokens.text import OutputText, TextDelta

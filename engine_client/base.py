@@ -22,15 +22,8 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from engine.metrics import MetricsSnapshot
-from engine.request import (
-    Beam,
-    EngineStats,
-    FinishReason,
-    ModelInfo,
-    Sampling,
-    StepTrace,
-    TokenLogprobs,
-)
+from engine.request import Beam, EngineStats, FinishReason, ModelInfo, Sampling
+from engine.step_output import StepTrace, TokenLogprobs
 from engine_client.failure import Failure
 
 

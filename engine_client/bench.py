@@ -9,7 +9,6 @@ it. One thread.
 from __future__ import annotations
 
 import random
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,33 +17,13 @@ from engine_client.answer import Answer
 from engine_client.llm import ClientLLM
 from engine_client.params import SamplingParams
 from process.errors import InvalidArgument
+from process.spread import Spread
 
 OnProgress = Callable[[int, int], None]
 """(done, of all)"""
 
 FIRST_TOKEN_ID = 8
 """Below are control tokens of the bundled models."""
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Of a list of durations, in milliseconds."""
-
-    mean_ms: float
-    p50_ms: float
-    p99_ms: float
-    num: int
-
-    @classmethod
-    def of(cls, seconds: Sequence[float]) -> Spread:
-        """Of at least one duration. p99 is the value that 99 in 100 do not exceed."""
-        ordered = sorted(seconds)
-        return cls(
-            mean_ms=round(statistics.fmean(ordered) * 1e3, 3),
-            p50_ms=round(_quantile(ordered, 0.50) * 1e3, 3),
-            p99_ms=round(_quantile(ordered, 0.99) * 1e3, 3),
-            num=len(ordered),
-        )
 
 
 @dataclass(frozen=True)
@@ -205,9 +184,3 @@ def _check_lengths(llm: ClientLLM, num_input_tokens: int, num_output_tokens: int
             f"{num_input_tokens} and {num_output_tokens} of output are above the context window "
             f"of {window}",
         )
-
-
-def _quantile(ordered: Sequence[float], share: float) -> float:
-    """The smallest value that at least this share of them does not exceed."""
-    rank = -(-len(ordered) * int(share * 100) // 100)
-    return ordered[max(0, rank - 1)]

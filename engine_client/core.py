@@ -26,7 +26,8 @@ from engine.loop import Engine
 from engine.lora.errors import AdapterInUse
 from engine.lora.registry import AdapterInfo
 from engine.metrics import MetricsSnapshot
-from engine.request import EngineStats, ModelInfo, Request, RequestEvent
+from engine.request import EngineStats, ModelInfo, Request
+from engine.step_output import RequestEvent
 from engine_client.base import Ask, LoadedAdapter, News
 from engine_client.failure import Failure
 from engine_client.messages import check_types

@@ -1,4 +1,6 @@
-"""`python -m kvstore --config store.toml --set key=value`: one KV store until SIGTERM or SIGINT."""
+"""`python -m kvstore --config store.toml --set key=value`: one KV store until SIGTERM or SIGINT,
+and then while somebody has a lease on its blocks, at most `drain_s`.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +8,12 @@ import asyncio
 import logging
 import sys
 
+from process import entry, logs  # before gRPC: see process.grpc_io
+
+# isort: split
 from kvstore import serve
 from kvstore.config import KvStoreSettings
-from process import entry, logs
+from process.deadline import Deadline
 
 logger = logging.getLogger("kvstore")
 
@@ -22,8 +27,12 @@ async def main(settings: KvStoreSettings, stop: asyncio.Event) -> None:
             address=store.address,
             node_id=store.node.node_id,
             incarnation=store.node.incarnation.hex(),
+            metrics=store.metrics_address,
         )
         await stop.wait()
+        logs.event(logger, "draining")
+        if not await store.node.drain(Deadline.after(settings.drain_s)):
+            logs.event(logger, "drain_cut_short", level=logging.WARNING)
         logs.event(logger, "stopping")
 
 

@@ -124,6 +124,12 @@ def check_pushed(
         raise SpoiledAnswer("another number of bytes")
 
 
+def check_confirmed(reply: kvstore_pb2.ConfirmReply, request: kvstore_pb2.ConfirmRequest) -> None:
+    """Raises: SpoiledAnswer."""
+    if any(index >= len(request.frames) for index in reply.stale):
+        raise SpoiledAnswer("a block that was not asked for")
+
+
 def _check_committed(
     block: common_pb2.BlockRef, chain_hash: bytes, num_frames: int, least: int = 2
 ) -> None:

@@ -29,10 +29,17 @@ class StoreCounters:
 
     num_lookups: int = 0
     num_blocks_asked: int = 0
-    num_blocks_matched: int = 0
+    num_blocks_found: int = 0
+    num_blocks_lost: int = 0
+    """Of those found: not there any more, or found bad, when they were brought into memory."""
     num_bytes_written: int = 0
     num_bytes_read: int = 0
     num_leases_lapsed: int = 0
+
+    @property
+    def num_blocks_matched(self) -> int:
+        """Found, and handed out."""
+        return self.num_blocks_found - self.num_blocks_lost
 
 
 class Reserved(NamedTuple):

@@ -5,15 +5,21 @@ No transport is replaced by another, and nothing here tries twice. One asyncio l
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import secrets
 from dataclasses import dataclass
 
 from kvstore import answer_checks, wire
+from kvstore.lending.host import own_host_id
 from kvstore.nixl_agent import NixlAgent
 from kvstore.rpc import Attached, StoreRpc
-from kvstore.transport.base import TRANSPORTS, BlockMemory, Transport
+from kvstore.transport.base import (
+    CUDA_IPC,
+    DIRECT_TRANSPORTS,
+    TRANSPORTS,
+    BlockMemory,
+    Transport,
+)
 from kvstore.transport.connect import connect
 from kvstore.transport.nixl import region_of
 from process import logs
@@ -32,7 +38,7 @@ GOODBYE_S = 2.0
 
 @dataclass(frozen=True)
 class Introduction:
-    """What a worker says about itself. fingerprint: hex. transport: shm, nixl or grpc."""
+    """What a worker says about itself. fingerprint: hex. transport: of those in transport/base."""
 
     worker_id: str
     worker_incarnation: bytes
@@ -48,8 +54,9 @@ async def meet(rpc: StoreRpc, who: Introduction, deadline: Deadline) -> tuple[At
     Raises: FailedPrecondition (another layout; the transport cannot be used here), Unavailable,
         NoCapacity (the store has no room for a slab), DeadlineExceeded. Nothing stays attached.
     """
-    if who.transport not in TRANSPORTS:
-        raise ValueError(f"transport: one of {', '.join(TRANSPORTS)}, got {who.transport!r}")
+    known = dict.fromkeys((*TRANSPORTS, *DIRECT_TRANSPORTS))
+    if who.transport not in known:
+        raise ValueError(f"transport: one of {', '.join(known)}, got {who.transport!r}")
     agent: NixlAgent | None = None
     attached: Attached | None = None
     request = kvstore_pb2.AttachRequest(
@@ -66,6 +73,8 @@ async def meet(rpc: StoreRpc, who: Introduction, deadline: Deadline) -> tuple[At
                 name = f"worker-{secrets.token_hex(16)}"
                 agent = await NixlAgent.start(name, who.nixl_net_devices, deadline)
                 await _describe_region(request, agent, who.memory)
+            if who.transport == CUDA_IPC:
+                request.host_id = own_host_id()
             request.checksum = wire.checksum_of(request)
             reply = await rpc.call(rpc.stub.Attach, request, deadline)
             with rpc.reading():
@@ -86,7 +95,7 @@ async def beat(rpc: StoreRpc, attached: Attached) -> None:
     is broken."""
     request = kvstore_pb2.MatchRequest(attachment_id=attached.attachment_id)
     while not rpc.broken:
-        await asyncio.sleep(HEARTBEAT_S)
+        await rpc.rest(HEARTBEAT_S)
         try:
             reply = await rpc.call(rpc.stub.Match, request, Deadline.after(_HEARTBEAT_TIMEOUT_S))
         except BatonError as error:

@@ -60,9 +60,22 @@ def chain(
     """
     if block_size < 1:
         raise ValueError(f"block_size: must be at least 1, got {block_size}")
+    num_hashed = len(token_ids) // block_size * block_size
+    if not num_hashed:
+        return []
+    if parent and len(parent) != CHAIN_HASH_BYTES:
+        raise ValueError(f"parent: a chain hash has {CHAIN_HASH_BYTES} bytes, got {len(parent)}")
+    data = _token_bytes(token_ids[:num_hashed])
+    num_bytes = block_size * 4
     hashes: list[bytes] = []
-    for start in range(0, len(token_ids) - block_size + 1, block_size):
-        parent = extend(root, parent, token_ids[start : start + block_size])
+    # As `extend`, block by block, at a fifth of its price: the key is taken in once.
+    keyed = hashlib.blake2b(key=root, digest_size=CHAIN_HASH_BYTES, person=_CHAIN_PERSON)
+    parent = parent or _START
+    for start in range(0, len(data), num_bytes):
+        digest = keyed.copy()
+        digest.update(parent)
+        digest.update(data[start : start + num_bytes])
+        parent = digest.digest()
         hashes.append(parent)
     return hashes
 

@@ -18,11 +18,14 @@ One asyncio loop; what copies much runs on threads, and checksums with it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
-from kvstore import answer_checks, attaching, wire
+from kvstore import answer_checks, attaching, traced, wire
 from kvstore.attaching import Introduction
 from kvstore.block import Block
 from kvstore.finishing import Background
@@ -30,11 +33,15 @@ from kvstore.getting import Getter
 from kvstore.lease_calls import LeaseCalls
 from kvstore.link import Rates
 from kvstore.link_meter import LinkMeter
+from kvstore.moved import Moved, reason_of
 from kvstore.putting import PutResult, Putter
 from kvstore.rpc import Attached, StoreRpc
 from kvstore.transport.base import BlockMemory, GetResult, Transport
+from process import serving, spans
+from process.access import Role
 from process.deadline import Deadline
 from process.errors import Unavailable
+from process.serving import Dialer
 from protos import kvstore_pb2
 
 _CLOSE_S = 2.0
@@ -66,7 +73,7 @@ class StoreClient:
         self._attachment_id = attached.attachment_id
         self._transport = transport
         self._background = Background()
-        self._leases = LeaseCalls(rpc)
+        self._leases = LeaseCalls(rpc, attached)
         parts = (rpc, attached, transport, self._leases, self._background)
         self._putter, self._getter = Putter(*parts), Getter(*parts)
         self._meter = LinkMeter(
@@ -85,7 +92,12 @@ class StoreClient:
         self.num_uses = 0
         """Calls about blocks and leases since it was attached; heartbeats, looks and measurements
         are none."""
-        self._heartbeat = asyncio.create_task(attaching.beat(rpc, attached))
+        self.on_moved: Callable[[Moved], None] = _unwatched
+        """Told of each put and get when it is over, whatever came of it; must not raise."""
+        # Of no request, though one may be why this store was met.
+        self._heartbeat = asyncio.create_task(
+            attaching.beat(rpc, attached), context=spans.detached()
+        )
         self._closing: asyncio.Task[None] | None = None
 
     @classmethod
@@ -100,18 +112,23 @@ class StoreClient:
         transport: str,
         timeout_s: float,
         nixl_net_devices: str = "lo",
+        dial: Dialer = serving.PLAIN,
+        role: Role = Role.KVSTORE,
     ) -> StoreClient:
         """Introduce this life of a worker to the store.
 
         Args: fingerprint: hex. transport: shm, nixl or grpc, and no other is tried.
+            dial: how to connect. role: of who answers there.
         Raises: FailedPrecondition (another layout; the transport cannot be used here), Unavailable,
             NoCapacity (the store has no room for a slab), DeadlineExceeded.
         """
         who = Introduction(
             worker_id, worker_incarnation, fingerprint, memory, transport, nixl_net_devices
         )
-        rpc = StoreRpc(address)
-        attached, connected = await attaching.meet(rpc, who, Deadline.after(timeout_s))
+        rpc = StoreRpc(address, dial, role)
+        with spans.current().child("kv_attach", {"server.address": address}) as span:
+            attached, connected = await attaching.meet(rpc, who, Deadline.after(timeout_s))
+            span.set({"baton.store.node_id": attached.node_id, "baton.transport": connected.name})
         return cls(rpc, attached, memory, connected)
 
     @property
@@ -153,10 +170,13 @@ class StoreClient:
             lease_id=lease_id or "",
             ttl_ms=wire.ttl_ms(ttl_s),
         )
-        reply = await self._rpc.call(self._rpc.stub.Match, request, deadline)
-        with self._rpc.reading():
-            answer_checks.check_matched(reply, request, self.num_frames)
-        blocks = tuple(wire.blocks_from_proto(reply.blocks))
+        with spans.current().child("kv_match") as span:
+            reply = await self._rpc.call(self._rpc.stub.Match, request, deadline)
+            with self._rpc.reading():
+                answer_checks.check_matched(reply, request, self.num_frames)
+            blocks = tuple(wire.blocks_from_proto(reply.blocks))
+            if span.is_recording:
+                span.set(traced.of_match(self.node_id, chain_hashes, blocks))
         return Matched(blocks, reply.lease_id, reply.num_hits)
 
     async def pin(
@@ -221,8 +241,9 @@ class StoreClient:
         Raises: LeaseLapsed; FailedPrecondition when the parent is not there; Unavailable;
             DeadlineExceeded; TransferFailed. Nothing of this call stays reserved then.
         """
-        with self._moving():
-            return await self._putter.put(
+        num_blocks = len(blocks) + (tail is not None)
+        with self._moving(), self._watched("write", num_blocks) as seen:
+            result = await self._putter.put(
                 lease_id,
                 parent,
                 blocks,
@@ -232,6 +253,8 @@ class StoreClient:
                 num_tokens=num_tokens,
                 tenant=tenant,
             )
+            seen.num_bytes, seen.failed = result.num_bytes, Counter(no_room=result.not_stored)
+            return result
 
     async def get_blocks(
         self,
@@ -250,8 +273,12 @@ class StoreClient:
         Raises: TransferTimeout, TransferCancelled: the blocks named by their `quarantine` must not
             be used until it is settled.
         """
-        with self._moving():
-            return await self._getter.get(lease_id, items, deadline, incarnation)
+        with self._moving(), self._watched("read", len(items)) as seen:
+            if spans.current().is_recording:
+                spans.current().set(traced.of_blocks([block for block, _ in items]))
+            result = await self._getter.get(lease_id, items, deadline, incarnation)
+            seen.num_bytes, seen.failed = result.num_bytes, Counter(result.failed.values())
+            return result
 
     async def measure(self, block_ids: Sequence[int], deadline: Deadline) -> Rates:
         """How fast this client's own transport is, with blocks that are lent for it and are
@@ -294,6 +321,22 @@ class StoreClient:
             if self._num_moving == 0:
                 self._still.set()
 
+    @contextmanager
+    def _watched(self, direction: Literal["read", "write"], num_blocks: int) -> Iterator[_Seen]:
+        began_s, seen = time.perf_counter(), _Seen()
+        with spans.current().child(f"kv_{direction}") as span:
+            try:
+                yield seen
+            except BaseException as error:
+                seen.failed = Counter({reason_of(error): num_blocks})
+                raise
+            finally:
+                seconds = time.perf_counter() - began_s
+                moved = Moved(direction, self.transport_name, seen.num_bytes, seconds, +seen.failed)
+                self.on_moved(moved)
+                if span.is_recording:
+                    span.set(traced.of_move(self.node_id, moved, num_blocks))
+
     async def _close(self) -> None:
         await asyncio.wait([self._heartbeat])
         # What copies must be over before the store may think that this worker is gone: it would
@@ -305,6 +348,18 @@ class StoreClient:
         finally:
             await attaching.say_goodbye(self._rpc, self._attachment_id)
             await self._rpc.close()
+
+
+@dataclass
+class _Seen:
+    """What a call turns out to have moved."""
+
+    num_bytes: int = 0
+    failed: Counter[str] = field(default_factory=Counter)
+
+
+def _unwatched(moved: Moved) -> None:
+    """Nobody measures."""
 
 
 _closing: set[asyncio.Task[None]] = set()  # keeps what outlives its client from being collected

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvstore.tenancy import TenantShares
+from process import redis_client
+from process.metrics import check_listen
+from process.redis_client import RedisAccess
 from process.settings import SettingsError
+from process.tls import TlsSettings
+from process.tracing import TracingSettings
 
 _NODE_ID = re.compile(r"[A-Za-z0-9._-]{0,128}")
 
@@ -21,6 +26,9 @@ class KvStoreSettings:
 
     advertise: str = ""
     """host:port that workers are told; empty: the address listened on."""
+
+    metrics_listen: str = ""
+    """host:port of /metrics, usually on loopback; port 0: a free one; empty: nobody listens."""
 
     node_id: str = ""
     """Name of this store in the index and in provenance: letters, digits and ._- only. Empty: the
@@ -67,11 +75,28 @@ class KvStoreSettings:
     """How often the conservation laws are recomputed when something changed and nothing is under
     way."""
 
+    drain_s: float = 10.0
+    """How long a store that was asked to stop still serves whoever has a lease on its blocks, above
+    all streams that have just moved to another worker; nothing new is stored meanwhile."""
+
     stop_timeout_s: float = 2.0
     """How long calls under way may take to end when the process is asked to stop."""
 
-    redis_url: str = ""
+    max_history_blocks: int = 4096
+    """Blocks whose last events are remembered, for `baton block` and for traces; 0: none. About
+    1 KB each, 4 KB at most."""
+
+    redis_url: str = field(default="", repr=False)
     """Where the prefix index and the registry lie; empty: this store is in no index."""
+
+    redis: RedisAccess = field(default_factory=RedisAccess)
+    """TLS and password of that Redis."""
+
+    tracing: TracingSettings = field(default_factory=TracingSettings)
+    """Traces of requests that the router traces."""
+
+    tls: TlsSettings = field(default_factory=TlsSettings)
+    """Who this store is to workers and routers; empty: no TLS."""
 
     redis_timeout_s: float = 1.0
     """Longest wait for one answer of Redis."""
@@ -95,6 +120,8 @@ class KvStoreSettings:
             )
         if self.file_tier_dir and not self.node_id:
             raise SettingsError("node_id: needed with file_tier_dir; give the store a lasting name")
+        if self.max_history_blocks < 0:
+            raise SettingsError(f"max_history_blocks: 0 or more, got {self.max_history_blocks}")
         for name in ("file_tier_bytes", "num_file_io_threads"):
             if getattr(self, name) < 1:
                 raise SettingsError(f"{name}: must be positive, got {getattr(self, name)}")
@@ -116,13 +143,16 @@ class KvStoreSettings:
             "heartbeat_ttl_s",
         ):
             _check_positive(name, getattr(self, name))
-        for name in ("quarantine_grace_s", "stop_timeout_s"):
+        for name in ("quarantine_grace_s", "drain_s", "stop_timeout_s"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise SettingsError(f"{name}: must be 0 or more, got {value}")
         if self.heartbeat_ttl_s < 2 * self.heartbeat_s:
             raise SettingsError("heartbeat_ttl_s: must be at least twice heartbeat_s")
+        check_listen("metrics_listen", self.metrics_listen)
         _check_address("listen", self.listen)
+        self.tls.check_peers("tls")
+        redis_client.check(self.redis_url, self.redis)
         if self.advertise:
             _check_address("advertise", self.advertise)
         host = self.listen.rpartition(":")[0]
@@ -130,6 +160,7 @@ class KvStoreSettings:
             raise SettingsError(
                 f"advertise: needed when listen is {self.listen}; say the host:port workers reach"
             )
+        self.tls.check_listen("listen", self.listen, "tls")
 
 
 def _check_address(name: str, address: str) -> None:

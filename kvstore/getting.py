@@ -84,6 +84,9 @@ class Getter:
             self._leases.num_bytes_untold += got.num_bytes
         failed = await self._explain(lease_id, got.failed, deadline)
         failed |= self._verify(wanted, got, failed)
+        self._leases.verified(
+            [item.ref for index, item in enumerate(wanted) if index not in failed]
+        )
         return GetResult((len(items) - len(failed)) * self._attached.frame_bytes, failed)
 
     async def _explain(

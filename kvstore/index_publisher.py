@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
@@ -128,21 +129,46 @@ class PrefixIndexPublisher:
         self._next_beat_s = 0.0  # on the loop's clock
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        # Since when the oldest change of each kind waits to be in Redis, on the monotonic clock.
+        self._full_since_s = self._pending_since_s = self._batch_since_s = time.monotonic()
         self.sequence = 0
+        self.num_changes_published = 0
+        self.num_full_publications = 0
+        self.num_failures = 0
+        """Talks with Redis that went wrong."""
 
     @property
     def synced(self) -> bool:
         """Whether Redis was told everything, as far as we know."""
         return self._reached and not (self._needs_full or self._pending or self._batch)
 
+    @property
+    def num_pending(self) -> int:
+        """Changes that Redis has not confirmed; of a full publication none is counted."""
+        return len(self._pending) + len(self._batch)
+
+    @property
+    def lag_s(self) -> float:
+        """How long the oldest change that Redis has not confirmed waits; 0: there is none."""
+        since = []
+        if self._needs_full:
+            since.append(self._full_since_s)
+        if self._batch:
+            since.append(self._batch_since_s)
+        if self._pending:
+            since.append(self._pending_since_s)
+        return max(0.0, time.monotonic() - min(since)) if since else 0.0
+
     def on_change(self, present: bool, chain_hash: bytes) -> None:
         """A block came or went. Never waits."""
         if self._needs_full and self._task is None:
             return  # the first publication will see it
+        if not self._pending:
+            self._pending_since_s = time.monotonic()
         self._pending.append((present, chain_hash))
         if len(self._pending) > MAX_PENDING:
             self._pending.clear()
-            self._needs_full = True
+            self._need_full()
         self._wake.set()
 
     def start(self) -> None:
@@ -175,6 +201,7 @@ class PrefixIndexPublisher:
                 self._note(True)
                 pause_s = _BACKOFF_S
             except FAILURES as error:
+                self.num_failures += 1
                 self._note(False, error)
                 self._next_beat_s = loop.time()
                 await asyncio.sleep(pause_s)
@@ -211,7 +238,7 @@ class PrefixIndexPublisher:
         expected = (b"%d" % self.sequence, b"%d" % (self.sequence + 1))
         # With a batch unconfirmed either may be right; its script decides.
         if not is_publishing and stored not in (expected if self._batch else expected[:1]):
-            self._needs_full = True
+            self._need_full()
 
     async def _beat(self) -> bytes | None:
         """Returns: the sequence that Redis has."""
@@ -255,12 +282,15 @@ class PrefixIndexPublisher:
             await self._step(self._finish, self.sequence, ttl_ms)
             done = True
         finally:
-            self._needs_full = self._needs_full or not done
+            if not done:
+                self._needs_full = True  # since when it was needed before
+        self.num_full_publications += 1
         logs.event(logger, "index_published", num_blocks=len(hashes), sequence=self.sequence)
 
     async def _publish_batch(self) -> None:
         if not self._batch:
             self._batch = self._pending[:BATCH]
+            self._batch_since_s = self._pending_since_s
             del self._pending[:BATCH]
         final = dict((chain_hash, present) for present, chain_hash in self._batch)
         came = b"".join(chain_hash for chain_hash, present in final.items() if present)
@@ -269,9 +299,10 @@ class PrefixIndexPublisher:
         args: list[bytes | int] = [*numbers, came, went, int(_INDEX_TTL_S * 1000)]
         applied = await self._bounded(self._apply(keys=[self._key], args=args))
         if applied != 1:
-            self._needs_full = True
+            self._need_full()
             return
         self.sequence += 1
+        self.num_changes_published += len(self._batch)
         self._batch = []
 
     async def _step(self, script: AsyncScript, *args: bytes | int) -> None:
@@ -293,6 +324,10 @@ class PrefixIndexPublisher:
                 await self._bounded(self._client.unlink(*earlier))
             if cursor == 0:
                 return
+
+    def _need_full(self) -> None:
+        if not self._needs_full:
+            self._needs_full, self._full_since_s = True, time.monotonic()
 
     def _note(self, reached: bool, error: BaseException | None = None) -> None:
         if reached != self._reached:

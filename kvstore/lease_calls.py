@@ -2,7 +2,8 @@
 the store once.
 
 Through some transports the store sees no read; whoever copies adds to `num_bytes_untold`, and the
-next call that the store hears carries it. One asyncio loop.
+next call that the store hears carries it. So it is with blocks that were verified, where the store
+keeps their history. One asyncio loop.
 """
 
 from __future__ import annotations
@@ -12,19 +13,41 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvstore import wire
+from kvstore.block import Block
 from kvstore.errors import LeaseLapsed
-from kvstore.rpc import StoreRpc
+from kvstore.rpc import Attached, StoreRpc
+from process import spans
 from process.deadline import Deadline
 from process.errors import BatonError
 from protos import kvstore_pb2
+
+MAX_VERIFIED_TOLD = 65_536
+"""In one call; what is beyond it the history does without."""
 
 
 class LeaseCalls:
     """See the module."""
 
-    def __init__(self, rpc: StoreRpc) -> None:
+    def __init__(self, rpc: StoreRpc, attached: Attached) -> None:
         self._rpc = rpc
+        self._attached = attached
+        self._verified: list[kvstore_pb2.VerifiedBlocks] = []
+        self._num_verified = 0
         self.num_bytes_untold = 0
+
+    def verified(self, blocks: Sequence[Block]) -> None:
+        """These were fetched, and their checksums are right."""
+        if not blocks or not self._attached.keeps_history:
+            return
+        self._num_verified += len(blocks)
+        if self._num_verified <= MAX_VERIFIED_TOLD:
+            self._verified.append(
+                kvstore_pb2.VerifiedBlocks(
+                    frames=[block.frame for block in blocks],
+                    generations=[block.generation for block in blocks],
+                    traceparent=spans.current().traceparent,
+                )
+            )
 
     async def renew(self, lease_id: str, ttl_s: float, deadline: Deadline) -> None:
         """Let the lease live at least `ttl_s` from now. Raises: LeaseLapsed."""
@@ -46,8 +69,13 @@ class LeaseCalls:
         request: kvstore_pb2.RenewRequest | kvstore_pb2.ReleaseRequest,
         deadline: Deadline,
     ) -> Any:
-        """A call that also tells the store, once, how much was copied without it."""
+        """A call that also tells the store, once, how much was copied without it, and what was
+        verified."""
         request.num_bytes_read, self.num_bytes_untold = self.num_bytes_untold, 0
+        if self._verified:
+            request.attachment_id = self._attached.attachment_id
+            request.verified.extend(self._verified)
+            self._verified, self._num_verified = [], 0
         try:
             return await self._rpc.call(method, request, deadline)
         except LeaseLapsed:

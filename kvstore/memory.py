@@ -16,12 +16,14 @@ from pathlib import Path
 
 from kvstore.answers import StoreLimits
 from kvstore.config import KvStoreSettings
+from kvstore.history import BlockHistory
 from kvstore.slab import Slab, SlabLayout
 from kvstore.store import Store
 from kvstore.tenancy import TenantShares
 from kvstore.tiers.file_tier import FileTier, OpenedPages, open_pages
 from process import logs
 from process.tasks import end_tasks
+from process.tracing import OFF, Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +57,7 @@ class Memory:
         slab: Slab,
         opened: OpenedPages,
         on_change: Callable[[bool, bytes], None] | None,
+        tracing: Tracing = OFF,
     ) -> None:
         """Takes over what `make` made; must be called on the loop."""
         shares = TenantShares.parse(settings.tenant_shares)
@@ -65,6 +68,7 @@ class Memory:
             StoreLimits(settings.max_lease_s, settings.quarantine_grace_s, shares),
             publish=slab.publish,
             on_change=on_change,
+            past=BlockHistory(settings.max_history_blocks, tracing=tracing),
         )
         logs.event(
             logger,

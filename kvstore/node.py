@@ -30,6 +30,7 @@ from kvstore.errors import (
     UnknownAttachment,
 )
 from kvstore.finishing import finish
+from kvstore.history import PULLED, REFUSED
 from kvstore.memory import Memory
 from kvstore.nixl_agent import Region
 from kvstore.push_peers import PeerBlocks, PushPeers
@@ -41,11 +42,20 @@ from kvstore.transport.base import TRANSPORTS
 from kvstore.watch import StoreWatch
 from process import incarnation, logs
 from process.deadline import Clock, Deadline
-from process.errors import FailedPrecondition, Internal, InvalidArgument, NoCapacity, Unavailable
+from process.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    Internal,
+    InvalidArgument,
+    NoCapacity,
+    Unavailable,
+)
+from process.tracing import OFF, Tracing
 
 logger = logging.getLogger(__name__)
 
 MAX_CHUNK_BYTES = 16 * 1024 * 1024
+_DRAIN_LOOK_S = 0.05
 _QUIET_S = 1.0
 _ATTACHING_S = 30.0
 """For memory that is being taken while the store stops."""
@@ -73,6 +83,7 @@ class StoreNode:
         *,
         on_change: Callable[[bool, bytes], None] | None = None,
         clock: Clock = time.monotonic,
+        tracing: Tracing = OFF,
     ) -> None:
         """on_change: told of every block that comes or goes, in order; see Catalog."""
         self.settings = settings
@@ -81,10 +92,13 @@ class StoreNode:
         self.memory: Memory | None = None
         self.peers: PushPeers | None = None
         self.watch: StoreWatch | None = None
+        self.tracing = tracing
         self._on_change = on_change
         self._clock = clock
         self._attaching = asyncio.Lock()
         self._is_stopping = False
+        self.is_draining = False
+        """Nothing new is stored; what is there is served while somebody has a lease on it."""
 
     def start(self) -> None:
         """Clean up after dead stores, and see that there is room.
@@ -138,6 +152,20 @@ class StoreNode:
     def integrity_error(self) -> str:
         """See StoreWatch."""
         return self.watch.integrity_error if self.watch is not None else ""
+
+    async def drain(self, deadline: Deadline) -> bool:
+        """Have no room for anything new, and wait until nobody has a lease any more. Returns:
+        whether that was in time."""
+        self.is_draining = True
+        if self.store is not None:
+            self.store.writes.is_closed = True
+        try:
+            async with deadline.timeout("leases to end"):
+                while self.store is not None and len(self.store.leases):
+                    await asyncio.sleep(_DRAIN_LOOK_S)
+        except DeadlineExceeded:
+            return False
+        return True
 
     # -- workers come and go
 
@@ -289,6 +317,8 @@ class StoreNode:
                 for offset in range(0, store.frame_bytes, chunk_bytes):
                     yield index, offset, frame[offset : offset + chunk_bytes].tobytes(), False
                 store.counters.num_bytes_read += store.frame_bytes
+            sent = [block for block, holds in zip(blocks, held, strict=True) if holds]
+            store.note_read(PULLED, sent, self._name_of(store, attachment_id))
         finally:
             store.unhold(hold_id)
 
@@ -306,9 +336,14 @@ class StoreNode:
         self._need_lease(store, lease_id)
         if self.peers is None:
             raise Internal("there are attachments and no memory")
-        return await self.peers.push(
+        outcome = await self.peers.push(
             attachment_id, push_id, blocks, destinations, Deadline.after(budget_s)
         )
+        if outcome.terminal:
+            stale = set(outcome.stale)
+            sent = [block for index, block in enumerate(blocks) if index not in stale]
+            store.note_read(PULLED, sent, self._name_of(store, attachment_id))
+        return outcome
 
     async def report(self, attachment_id: str, blocks: Sequence[Block]) -> int:
         """Somebody read bad bytes out of these: look, and drop those that are bad with all below.
@@ -316,6 +351,7 @@ class StoreNode:
         Returns: how many blocks went.
         """
         store, _ = self.seen(attachment_id)
+        store.note_read(REFUSED, blocks, self._name_of(store, attachment_id))
         return await reports.drop_bad(store, self.slab, blocks) if self.slab else 0
 
     def is_push_terminal(self, push_id: str) -> bool:
@@ -348,7 +384,7 @@ class StoreNode:
         made = await asyncio.to_thread(
             memory.make, self.settings, self.node_id, self.incarnation, block_bytes
         )
-        self.memory = Memory(self.settings, *made, self._on_change)
+        self.memory = Memory(self.settings, *made, self._on_change, self.tracing)
         slab = self.memory.slab
         self.peers = PushPeers(
             self.memory.store,
@@ -358,6 +394,11 @@ class StoreNode:
         )
         self.watch = StoreWatch(self.memory, self.settings, self._clock, self._forget_gone)
         self.watch.start()
+
+    def _name_of(self, store: Store, attachment_id: str) -> str:
+        """Of the worker; empty: it is gone by now."""
+        attachment = store.attachments.find(attachment_id)
+        return attachment.worker_id if attachment is not None else ""
 
     def _need_lease(self, store: Store, lease_id: str) -> None:
         try:

@@ -24,6 +24,7 @@ from kvstore.catalog import Catalog, Entry
 from kvstore.errors import IntegrityError
 from kvstore.eviction import LruOrder
 from kvstore.frames import FramePool, FrameState
+from kvstore.history import EVICTED, LEFT_MEMORY, LOST, BlockHistory
 from kvstore.tenancy import PlaceAccount, TenantShares
 from kvstore.tiers.pages import PagePool
 
@@ -51,8 +52,10 @@ class Residency:
         *,
         publish: Callable[[int, int], None] | None = None,
         on_change: Callable[[bool, bytes], None] | None = None,
+        history: BlockHistory | None = None,
     ) -> None:
         """publish: as in FramePool. on_change: as in Catalog."""
+        self.history = BlockHistory() if history is None else history
         self.shares = shares
         self.frames = FramePool(num_frames, publish)
         self.frame_account = PlaceAccount(num_frames, shares)
@@ -192,10 +195,13 @@ class Residency:
 
     # -- damage
 
-    def lose(self, entries: Sequence[Entry]) -> int:
+    def lose(self, entries: Sequence[Entry], why: str = LOST) -> int:
         """Entries and all below them leave the catalog; frames that are pinned stay until they are
-        not. Returns: how many went."""
+        not. why: what happened to the entries, for the history. Returns: how many went."""
         lost = self.catalog.with_all_below(entries)
+        first = set(entries)
+        self.history.note(why, [entry.chain_hash for entry in entries])
+        self.history.note(LOST, [entry.chain_hash for entry in lost if entry not in first])
         for entry in lost:
             if entry.page is not None:
                 self._leave_page(entry)
@@ -267,6 +273,7 @@ class Residency:
         if entry.page is None:
             self.num_evictions += 1
             self.catalog.remove(entry)
+        self.history.note(EVICTED if entry.page is None else LEFT_MEMORY, [entry.chain_hash])
         self.forget(entry)
 
     def _leave_page(self, entry: Entry) -> None:
@@ -281,6 +288,7 @@ class Residency:
         if entry.block is None:
             self.num_evictions += 1
             self.catalog.remove(entry)
+            self.history.note(EVICTED, [entry.chain_hash])
 
     def _offer(self, entry: Entry) -> None:
         """Let the orders find the entry where it is a candidate now. Called very often."""

@@ -16,9 +16,12 @@ import grpc.aio
 
 from kvstore.answer_checks import SpoiledAnswer
 from kvstore.errors import LeaseLapsed
-from process import serving
+from kvstore.transport.device import Shared
+from process import serving, spans
+from process.access import Role
 from process.deadline import Deadline
 from process.errors import BatonError, DeadlineExceeded, Internal, NotFound, Unavailable
+from process.serving import Dialer
 from protos import kvstore_pb2, kvstore_pb2_grpc
 
 
@@ -34,6 +37,10 @@ class Attached:
     slab_path: str
     nixl_metadata: bytes
     region_address: int
+    shared: Shared | None = None
+    """A lender's memory, of transport cuda_ipc."""
+    keeps_history: bool = False
+    """It wants to hear which blocks were verified."""
 
     @classmethod
     def of(cls, reply: kvstore_pb2.AttachReply) -> Attached:
@@ -46,16 +53,22 @@ class Attached:
             slab_path=reply.slab_path,
             nixl_metadata=reply.nixl_metadata,
             region_address=reply.region_address,
+            shared=Shared(reply.ipc_handle, reply.ipc_offset_bytes) if reply.ipc_handle else None,
+            keeps_history=reply.keeps_history,
         )
 
 
 class StoreRpc:
     """See the module."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(
+        self, address: str, dial: Dialer = serving.PLAIN, role: Role = Role.KVSTORE
+    ) -> None:
+        """`role`: of who answers there: a store, or a prefill worker that lends."""
         self.address = address
         self.broken: str | None = None
-        self._channel = serving.channel(address)
+        self._channel = dial(address, role)
+        self._loss: asyncio.Task[None] | None = None
         self.stub = kvstore_pb2_grpc.KvStoreStub(self._channel)
 
     async def call(
@@ -78,13 +91,27 @@ class StoreRpc:
             )  # gRPC would send it all the same
         with self.closing_is_unavailable():
             try:
-                reply = await method(request, timeout=deadline.left_s())
+                reply = await method(
+                    request, timeout=deadline.left_s(), metadata=spans.current().headers
+                )
             except grpc.aio.AioRpcError as error:
                 raise self.translate(error) from error
         with self.reading():
             if reply is None:  # what gRPC makes of a message that is none
                 raise SpoiledAnswer("it cannot be read")
         return reply
+
+    async def rest(self, seconds: float) -> None:
+        """Wait so long, or until the connection is lost: whoever answered may have died."""
+        ready = grpc.ChannelConnectivity.READY
+        if self._loss is None or self._loss.done():
+            if self._channel.get_state() is not ready:
+                await asyncio.sleep(seconds)
+                return
+            # One for as long as the connection lasts: gRPC keeps also those that nobody awaits.
+            self._loss = asyncio.create_task(self._channel.wait_for_state_change(ready))
+            self._loss.add_done_callback(lambda done: done.cancelled() or done.exception())
+        await asyncio.wait([self._loss], timeout=seconds)
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
@@ -135,4 +162,6 @@ class StoreRpc:
 
     async def close(self) -> None:
         self.mark_broken("closed")
+        if self._loss is not None:
+            self._loss.cancel()
         await self._channel.close()

@@ -6,6 +6,8 @@ end.
 
 from __future__ import annotations
 
+import asyncio
+import secrets
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,22 +15,30 @@ from dataclasses import dataclass
 
 import redis.asyncio
 
+from kvstore.account import tenants
 from kvstore.config import KvStoreSettings
 from kvstore.frames import FrameState
 from kvstore.index_publisher import PrefixIndexPublisher
+from kvstore.metrics import StoreMetrics
 from kvstore.node import StoreNode
-from kvstore.server import KvStoreServicer, tenants
+from kvstore.server import KvStoreServicer
 from process import redis_client, serving
+from process.access import RULES, Role
+from process.health import Health
+from process.metrics import LoopCollector, MetricsServer
+from process.tls import Identity
+from process.tracing import Tracing
 from protos import inference_pb2
 
 
 @dataclass(frozen=True)
 class RunningStore:
-    """address: what workers dial."""
+    """address: what workers dial. metrics_address: of /metrics; empty: nobody listens."""
 
     node: StoreNode
     address: str
     publisher: PrefixIndexPublisher | None
+    metrics_address: str = ""
 
 
 @asynccontextmanager
@@ -43,23 +53,44 @@ async def running(settings: KvStoreSettings) -> AsyncIterator[RunningStore]:
         for publisher in changes:
             publisher.on_change(present, chain_hash)
 
-    node = StoreNode(settings, settings.node_id, on_change=on_change)
+    tracing = Tracing.of(
+        settings.tracing, "kvstore", settings.node_id or f"kvstore-{secrets.token_hex(4)}"
+    )
+    node = StoreNode(settings, settings.node_id, on_change=on_change, tracing=tracing)
     servicer = KvStoreServicer(
         node, lambda: (changes[0].sequence, changes[0].synced) if changes else (0, False)
     )
-    server, bound = await serving.listen(settings.listen, [servicer.add_to])
+    server, bound = await serving.listen(
+        settings.listen,
+        [servicer.add_to],
+        identity=Identity.of(settings.tls, Role.KVSTORE),
+        rules=RULES[Role.KVSTORE],
+    )
     try:
         node.node_id = settings.node_id or f"{socket.gethostname()}-{bound.rpartition(':')[2]}"
         address = settings.advertise or bound
         node.start()
+        tracing.start()
         client = None
         if settings.redis_url:
-            client = redis_client.connect(settings.redis_url, settings.redis_timeout_s)
+            client = redis_client.connect(
+                settings.redis_url, settings.redis_timeout_s, settings.redis
+            )
             changes.append(_publisher(settings, node, address, client))
             changes[0].start()
+        publisher = changes[0] if changes else None
+        health = Health()
+        metrics = _metrics_server(node, publisher, health)
         try:
-            yield RunningStore(node, address, changes[0] if changes else None)
+            health.follow()
+            # It listens, and needs no more.
+            health.judge_by(lambda: "draining" if node.is_draining else "")
+            if settings.metrics_listen:
+                metrics.start(settings.metrics_listen)
+            yield RunningStore(node, address, publisher, metrics.address)
         finally:
+            health.end()
+            await asyncio.to_thread(metrics.stop)
             await server.stop(settings.stop_timeout_s)
             if client is not None:
                 await changes[0].stop()
@@ -67,6 +98,15 @@ async def running(settings: KvStoreSettings) -> AsyncIterator[RunningStore]:
     finally:
         await server.stop(0)
         await node.stop()
+        await asyncio.to_thread(tracing.stop)
+
+
+def _metrics_server(
+    node: StoreNode, publisher: PrefixIndexPublisher | None, health: Health
+) -> MetricsServer:
+    shown = StoreMetrics(node, publisher)
+    collector = LoopCollector(asyncio.get_running_loop(), shown.read, shown.silent)
+    return MetricsServer(collector, health=health)
 
 
 def _publisher(

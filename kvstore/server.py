@@ -7,13 +7,11 @@ from typing import Any
 
 import grpc.aio
 
-from kvstore import tenancy, wire
+from kvstore import account, traced, wire
 from kvstore.answers import Reserved, Written
 from kvstore.errors import LeaseLapsed
-from kvstore.frames import FrameState
 from kvstore.node import Newcomer, StoreNode
-from kvstore.store import Store
-from process import serving
+from process import serving, spans, trace_context
 from process.errors import InvalidArgument
 from protos import common_pb2, kvstore_pb2, kvstore_pb2_grpc
 
@@ -23,9 +21,11 @@ MATCH_S = 30.0
 """Longest time a match may take to bring blocks in from the file tier."""
 MATCH_PART = 0.8
 """Of the time that the caller gives, so that the answer still arrives."""
-MAX_TENANTS_TOLD = 64
 MAX_BYTES_READ = 1 << 44
 """That one call may say were read: 16 TB, minutes of the fastest link."""
+FEW_HISTORIES = 8
+MAX_HISTORIES = 256
+"""Of blocks, in one reply: 500 kB at most."""
 LIST_CHUNK = 16_384
 """Chain hashes in one message: 300 kB, far below gRPC's limit of 4 MB."""
 
@@ -41,6 +41,12 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
         """index_state: (sequence, whether the index has everything), for the status."""
         self._node = node
         self._index_state = index_state
+        self.tracing = node.tracing
+
+    @property
+    def node_id(self) -> str:
+        """Known once the store listens."""
+        return self._node.node_id
 
     def add_to(self, server: grpc.aio.Server) -> None:
         kvstore_pb2_grpc.add_KvStoreServicer_to_server(self, server)
@@ -73,6 +79,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
             reply.slab_bytes = slab.layout.total_bytes
             reply.frames_offset = slab.layout.frames_offset
             reply.generations_offset = slab.layout.generations_offset
+            reply.keeps_history = self._node.settings.max_history_blocks > 0
             if request.transport == "nixl" and self._node.peers is not None:
                 reply.nixl_agent = self._node.peers.name
                 reply.nixl_metadata = self._node.peers.metadata
@@ -88,6 +95,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
         return kvstore_pb2.DetachReply()
 
     @serving.unary
+    @traced.call
     async def Match(
         self, request: kvstore_pb2.MatchRequest, context: Context
     ) -> kvstore_pb2.MatchReply:
@@ -102,14 +110,21 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
             ttl_s=request.ttl_ms / 1000,
             budget_s=MATCH_S if left_s is None else min(MATCH_S, MATCH_PART * left_s),
         )
-        return kvstore_pb2.MatchReply(
+        reply = kvstore_pb2.MatchReply(
             blocks=[wire.block_to_proto(block) for block in match.blocks],
             lease_id=match.lease_id,
             incarnation=self._node.incarnation,
             num_hits=match.num_hits,
         )
+        span = spans.current()
+        if span.is_recording and self._node.store is not None:
+            hashes = [block.chain_hash for block in match.blocks]
+            for link in self._node.store.history.links(hashes):
+                span.link(link.context, link.attributes)
+        return reply
 
     @serving.unary
+    @traced.call
     async def Reserve(
         self, request: kvstore_pb2.ReserveRequest, context: Context
     ) -> kvstore_pb2.ReserveReply:
@@ -136,6 +151,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
         return reply
 
     @serving.unary
+    @traced.call
     async def Commit(
         self, request: kvstore_pb2.CommitRequest, context: Context
     ) -> kvstore_pb2.CommitReply:
@@ -149,6 +165,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
         return kvstore_pb2.CommitReply(blocks=[wire.block_to_proto(block) for block in blocks])
 
     @serving.unary
+    @traced.call
     async def Abort(
         self, request: kvstore_pb2.AbortRequest, context: Context
     ) -> kvstore_pb2.AbortReply:
@@ -172,12 +189,14 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
         return kvstore_pb2.PinReply(lease_id=lease_id, num_pinned=num_pinned)
 
     @serving.unary
+    @traced.call
     async def Renew(
         self, request: kvstore_pb2.RenewRequest, context: Context
     ) -> kvstore_pb2.RenewReply:
         _check_num_bytes_read(request.num_bytes_read)
         if self._node.store is None:
             raise LeaseLapsed(f"lease {request.lease_id}: nobody is attached")
+        self._note_verified(request)
         self._node.store.renew(
             request.lease_id,
             ttl_s=request.ttl_ms / 1000,
@@ -187,18 +206,33 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
         return kvstore_pb2.RenewReply()
 
     @serving.unary
+    @traced.call
     async def Release(
         self, request: kvstore_pb2.ReleaseRequest, context: Context
     ) -> kvstore_pb2.ReleaseReply:
         _check_num_bytes_read(request.num_bytes_read)
         if self._node.store is None:
             return kvstore_pb2.ReleaseReply()
+        self._note_verified(request)
         num_released = self._node.store.release(
             request.lease_ids, num_bytes_read=request.num_bytes_read, now_s=self._node.now_s()
         )
         return kvstore_pb2.ReleaseReply(num_released=num_released)
 
+    def _note_verified(
+        self, request: kvstore_pb2.RenewRequest | kvstore_pb2.ReleaseRequest
+    ) -> None:
+        for each in request.verified:
+            if self._node.store is not None:
+                self._node.store.note_verified(
+                    request.attachment_id,
+                    each.frames,
+                    each.generations,
+                    trace_context.parse(each.traceparent) if each.traceparent else None,
+                )
+
     @serving.unary
+    @traced.call
     async def Push(
         self, request: kvstore_pb2.PushRequest, context: Context
     ) -> kvstore_pb2.PushReply:
@@ -225,6 +259,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
         return kvstore_pb2.GetPushReply(terminal=self._node.is_push_terminal(request.push_id))
 
     @serving.unary
+    @traced.call
     async def Write(
         self, request: AsyncIterator[kvstore_pb2.WriteChunk], context: Context
     ) -> kvstore_pb2.WriteReply:
@@ -245,16 +280,18 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
     async def Read(
         self, request: kvstore_pb2.ReadRequest, context: Context
     ) -> AsyncIterator[kvstore_pb2.ReadChunk]:
-        pieces = self._node.copy_out(
-            request.attachment_id,
-            request.lease_id,
-            wire.blocks_from_proto(request.blocks),
-            request.chunk_bytes,
-        )
-        async for index, offset, data, stale in pieces:
-            yield kvstore_pb2.ReadChunk(index=index, offset=offset, data=data, stale=stale)
+        with traced.span_of(self, "Read", context):
+            pieces = self._node.copy_out(
+                request.attachment_id,
+                request.lease_id,
+                wire.blocks_from_proto(request.blocks),
+                request.chunk_bytes,
+            )
+            async for index, offset, data, stale in pieces:
+                yield kvstore_pb2.ReadChunk(index=index, offset=offset, data=data, stale=stale)
 
     @serving.unary
+    @traced.call
     async def Report(
         self, request: kvstore_pb2.ReportRequest, context: Context
     ) -> kvstore_pb2.ReportReply:
@@ -278,6 +315,22 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
             )
 
     @serving.unary
+    async def GetBlockHistory(
+        self, request: kvstore_pb2.GetBlockHistoryRequest, context: Context
+    ) -> kvstore_pb2.GetBlockHistoryReply:
+        reply = kvstore_pb2.GetBlockHistoryReply(
+            node_id=self._node.node_id,
+            incarnation=self._node.incarnation,
+            keeps_history=self._node.settings.max_history_blocks > 0,
+        )
+        store = self._node.store
+        if store is not None:
+            max_blocks = min(request.max_blocks or FEW_HISTORIES, MAX_HISTORIES)
+            for chain_hash, past in store.history.find(request.chain_hash, max_blocks):
+                reply.blocks.append(account.history(chain_hash, past, store))
+        return reply
+
+    @serving.unary
     async def GetStatus(
         self, request: kvstore_pb2.GetStatusRequest, context: Context
     ) -> kvstore_pb2.GetStatusReply:
@@ -293,7 +346,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
             file_tier_problem=self._node.file_tier_problem,
         )
         if self._node.store is not None:
-            _fill(reply, self._node.store)
+            account.fill(reply, self._node.store)
         return reply
 
 
@@ -318,49 +371,6 @@ def _reserved(chain_hash: bytes, answer: Reserved) -> kvstore_pb2.ReservedBlock:
 def _written(blocks: Iterable[kvstore_pb2.CommitBlock]) -> list[Written]:
     return [
         Written(block.frame, block.generation, block.checksum, block.num_tokens) for block in blocks
-    ]
-
-
-def _fill(reply: kvstore_pb2.GetStatusReply, store: Store) -> None:
-    reply.frame_bytes = store.frame_bytes
-    reply.num_frames = store.frames.num_frames
-    reply.num_free = store.frames.count(FrameState.FREE)
-    reply.num_writing = store.frames.count(FrameState.WRITING)
-    reply.num_committed = store.frames.count(FrameState.COMMITTED)
-    reply.num_quarantined = store.frames.count(FrameState.QUARANTINED)
-    reply.num_pinned = store.num_pinned()
-    reply.num_leases = len(store.leases)
-    reply.num_attachments = len(store.attachments)
-    reply.num_tails = store.num_tails
-    counters = store.counters
-    reply.num_lookups = counters.num_lookups
-    reply.num_blocks_asked = counters.num_blocks_asked
-    reply.num_blocks_matched = counters.num_blocks_matched
-    reply.num_bytes_written = counters.num_bytes_written
-    reply.num_bytes_read = counters.num_bytes_read
-    reply.num_evictions = store.places.num_evictions
-    reply.num_leases_lapsed = counters.num_leases_lapsed
-    reply.num_pages = store.places.pages.num_pages
-    reply.num_pages_used = store.places.pages.num_used
-    reply.num_demoted = store.moves.num_demoted
-    reply.num_promoted = store.moves.num_promoted
-    reply.num_pages_bad = store.moves.num_pages_bad
-    reply.tenants.extend(tenants(store))
-    for reason, num_blocks in sorted(store.refused.items()):
-        if num_blocks:
-            reply.refused.add(reason=reason, num_blocks=num_blocks)
-
-
-def tenants(store: Store) -> list[common_pb2.TenantUsage]:
-    """Those with a share of their own, and of the others those that hold most."""
-    usage = tenancy.usage([store.places.frame_account, store.places.page_account])
-    return [
-        common_pb2.TenantUsage(
-            tenant=each.tenant,
-            num_blocks=each.num_places,
-            num_blocks_guaranteed=each.num_guaranteed,
-        )
-        for each in usage[:MAX_TENANTS_TOLD]
     ]
 
 

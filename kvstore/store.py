@@ -19,16 +19,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from kvstore import integrity
+from kvstore import history, integrity
 from kvstore.answers import Match, StoreCounters, StoreLimits
 from kvstore.attachments import Attachment, AttachmentTable, QuarantineList
 from kvstore.block import Block
 from kvstore.catalog import Entry
 from kvstore.errors import CHECKSUM
+from kvstore.history import BlockHistory
 from kvstore.leases import Lease, LeaseTable
 from kvstore.residency import Residency
 from kvstore.tiers.moves import TierMoves
 from kvstore.writes import Writes
+from process.trace_context import TraceContext
 
 
 class Store:
@@ -42,13 +44,22 @@ class Store:
         *,
         publish: Callable[[int, int], None] | None = None,
         on_change: Callable[[bool, bytes], None] | None = None,
+        past: BlockHistory | None = None,
     ) -> None:
-        """publish: as in FramePool. on_change: as in Catalog."""
+        """publish: as in FramePool. on_change: as in Catalog. past: where it is kept what happens
+        to blocks; None: nowhere."""
+        self.history = BlockHistory() if past is None else past
         self.frame_bytes = frame_bytes
         self.limits = limits
         self.counters = StoreCounters()
         self.refused: Counter[str] = Counter()
-        self.places = Residency(num_frames, limits.shares, publish=publish, on_change=on_change)
+        self.places = Residency(
+            num_frames,
+            limits.shares,
+            publish=publish,
+            on_change=on_change,
+            history=self.history,
+        )
         self.frames = self.places.frames
         self.catalog = self.places.catalog
         self.moves = TierMoves(self.places)
@@ -63,6 +74,7 @@ class Store:
             self.counters,
             frame_bytes,
             self.lapse,
+            self.history,
         )
 
     # -- workers come and go
@@ -117,7 +129,7 @@ class Store:
         if chain_hashes:
             self.counters.num_lookups += 1
             self.counters.num_blocks_asked += len(chain_hashes)
-            self.counters.num_blocks_matched += len(entries)
+            self.counters.num_blocks_found += len(entries)
         num_hits = entries[-1].num_hits if entries else 0
         for entry in entries:
             entry.num_hits += 1
@@ -145,7 +157,7 @@ class Store:
         if not lost:
             self.leases.get(match.lease_id)
             return
-        self.counters.num_blocks_matched -= len(lost)
+        self.counters.num_blocks_lost += len(lost)
         match.entries = match.entries[:num_held]
         match.num_hits = match.entries[-1].num_hits - 1 if match.entries else 0
         lease = self.leases.get(match.lease_id)
@@ -207,10 +219,35 @@ class Store:
         entries = [entry for entry in found if entry is not None]
         self.refused[CHECKSUM] += len(entries)
         num_tails = sum(1 for entry in entries if not entry.chain_hash)
-        num_lost = self.places.lose(entries)
+        num_lost = self.places.lose(entries, history.DAMAGED)
         for entry in entries:
             self.places.condemn(entry)
         return num_lost + num_tails
+
+    # -- what readers tell
+
+    def note_read(self, what: str, blocks: Sequence[Block], worker_id: str) -> None:
+        """For the history: blocks were sent, or refused by a reader."""
+        self.history.note(what, [block.chain_hash for block in blocks], worker_id)
+
+    def note_verified(
+        self,
+        attachment_id: str,
+        frames: Sequence[int],
+        generations: Sequence[int],
+        trace: TraceContext | None,
+    ) -> None:
+        """For the history: a worker has these and compared their checksums. What is another block
+        by now, and a worker that is gone, are passed over."""
+        attachment = self.attachments.find(attachment_id)
+        if attachment is None or not self.history.is_kept:
+            return
+        hashes: list[bytes] = []
+        for frame, generation in zip(frames, generations, strict=False):
+            entry = self.places.committed.get(frame)
+            if entry and entry.block and entry.block.generation == generation:
+                hashes.append(entry.chain_hash)
+        self.history.note(history.VERIFIED, hashes, attachment.worker_id, trace)
 
     # -- leases
 

@@ -12,6 +12,7 @@ from kvstore.attachments import Attachment, AttachmentTable, QuarantineList
 from kvstore.block import Block
 from kvstore.block_hash import CHAIN_HASH_BYTES
 from kvstore.errors import IntegrityError, LeaseLapsed
+from kvstore.history import WRITTEN, BlockHistory
 from kvstore.leases import Lease, LeaseTable, Reservation
 from kvstore.residency import Residency
 from kvstore.tenancy import MAX_TENANT_BYTES
@@ -30,8 +31,10 @@ class Writes:
         counters: StoreCounters,
         frame_bytes: int,
         lapse: Callable[[float], None],
+        history: BlockHistory,
     ) -> None:
         """lapse(now_s): ends what is over by then."""
+        self._history = history
         self._places = places
         self._catalog = places.catalog
         self._leases = leases
@@ -40,6 +43,8 @@ class Writes:
         self._counters = counters
         self._frame_bytes = frame_bytes
         self._lapse = lapse
+        self.is_closed = False
+        """No room for anything new; what is there, or is being written, is not touched."""
 
     def reserve(
         self,
@@ -110,7 +115,7 @@ class Writes:
         Raises: LeaseLapsed; UnknownAttachment; FailedPrecondition when a parent is not present.
         """
         self._lapse(now_s)
-        self._attachments.get(attachment_id, now_s)
+        worker_id = self._attachments.get(attachment_id, now_s).worker_id
         lease = self._leases.get(lease_id)
         coming: set[bytes] = set()
         for each in written:
@@ -121,7 +126,14 @@ class Writes:
             coming.add(reservation.chain_hash)
         if len({each.frame for each in written}) != len(written):
             raise InvalidArgument("blocks", "a frame is named twice")
-        return [self._commit_one(lease, each) for each in written]
+        blocks = [self._commit_one(lease, each) for each in written]
+        ours = [
+            block.chain_hash
+            for block, each in zip(blocks, written, strict=True)
+            if block.frame == each.frame
+        ]
+        self._history.note(WRITTEN, ours, worker_id)
+        return blocks
 
     def abort(
         self,
@@ -192,7 +204,7 @@ class Writes:
         tail_name: str,
         tenant: str,
     ) -> Reserved:
-        frame = self._places.take_frame(tenant)
+        frame = None if self.is_closed else self._places.take_frame(tenant)
         if frame is None:
             return NO_ROOM
         generation = self._places.frames.generation(frame)

@@ -3,6 +3,9 @@ no orphans.
 
     python -m <package> --config file.toml --set key=value --set group.key=value
 
+`--config` may be given several times: later files win, key by key, so that secrets can lie in a
+file of their own.
+
 Exit codes: 0 after a clean stop, 2 when settings or the environment are wrong (one line on stderr
 says what and how to fix it), 1 for our own mistakes.
 """
@@ -18,11 +21,11 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import uvloop
 
-from process import errors, logs, settings
+from process import errors, grpc_io, logs, settings
 
 Settings = TypeVar("Settings")
 
@@ -42,7 +45,14 @@ def run(
     Returns: the exit code.
     """
     parser = argparse.ArgumentParser(prog=component, description=settings_type.__doc__)
-    parser.add_argument("--config", type=Path, help="TOML file")
+    parser.add_argument(
+        "--config",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="FILE",
+        help="TOML file; may be repeated, later ones win key by key",
+    )
     parser.add_argument(
         "--set",
         action="append",
@@ -56,8 +66,9 @@ def run(
     logger = logging.getLogger(component)
     try:
         die_with_parent()
-        loaded = settings.load(settings_type, file=parsed.config, overrides=parsed.set)
-        logs.event(logger, "settings", settings=settings.to_json(loaded))
+        settings.refuse_secrets(parsed.set)
+        loaded = settings.load(settings_type, files=parsed.config, overrides=parsed.set)
+        logs.event(logger, "settings", settings=settings.to_json(loaded), grpc=grpc_io.chosen())
         uvloop.run(_supervise(main, loaded))
     except (settings.SettingsError, errors.BatonError) as error:
         sys.stderr.write(f"{component}: {error}\n")
@@ -75,6 +86,14 @@ async def _supervise(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     await main(loaded, stop)
+
+
+def end_now(component: str, error: Exception | None) -> NoReturn:
+    """Say the one line and end the process without waiting for anything: what a thread waits for in
+    a device's driver never comes, and an orderly end would wait for it, too."""
+    sys.stderr.write(f"{component}: {error}\n")
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def die_with_parent() -> None:

@@ -2,6 +2,8 @@
 
     BatonError
       InvalidArgument(field)      permanent; the request is wrong at `field`
+      Unauthenticated             permanent; nobody knows who asks
+      PermissionDenied            permanent; who asks is known, and may not
       NotFound                    permanent; no such model, lease, push
       AlreadyExists               permanent; this request id runs with another body
       FailedPrecondition          permanent here; another layout, model or incarnation
@@ -35,6 +37,14 @@ class InvalidArgument(BatonError):
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(f"{field}: {problem}")
         self.field = field
+
+
+class Unauthenticated(BatonError):
+    """Who asks has not shown who it is: no key, or none that is valid."""
+
+
+class PermissionDenied(BatonError):
+    """Who asks is known, and may not do this."""
 
 
 class NotFound(BatonError):

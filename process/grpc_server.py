@@ -6,6 +6,9 @@ Calls of methods that were registered never take that way. So everything that do
 method, a path that is no text) is dropped before it is looked at: its caller sees the call
 cancelled, nobody else sees anything.
 
+Each method stands behind a `Door`, where there is one: also a method that its servicer adds
+tomorrow.
+
 A message that cannot be read becomes InvalidArgument for its caller: before the handler sees it
 (`check_readable`), or, one in a stream, where the handler reads it.
 
@@ -18,14 +21,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
+import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 from grpc._cython import cygrpc
 from grpc.aio import _server
 
 from process.errors import InvalidArgument
+from process.late_reading import Door
 
 _Read = Callable[[bytes], Any]
+
+ExecuteBatchError: type[Exception] = cygrpc.ExecuteBatchError
+"""What gRPC raises where a call can send nothing more, such as behind a write that is stuck."""
 
 
 class _Unreadable:
@@ -73,7 +81,8 @@ class _Core(cygrpc.AioServer):  # type: ignore[misc]
 
 
 class _Server(_server.Server):
-    def __init__(self, options: Sequence[tuple[str, Any]]) -> None:
+    def __init__(self, options: Sequence[tuple[str, Any]], door: Door | None) -> None:
+        self._door = door
         self._loop = cygrpc.get_working_loop()
         self._server = _Core(self._loop, None, (), None, tuple(options), None)
 
@@ -92,14 +101,19 @@ class _Server(_server.Server):
             else handler
             for name, handler in method_handlers.items()
         }
+        if self._door is not None:
+            tolerant = {
+                name: self._door.handler(handler, f"/{service_name}/{name}")
+                for name, handler in tolerant.items()
+            }
         super().add_registered_method_handlers(service_name, tolerant)
 
 
-def make(options: Sequence[tuple[str, Any]]) -> grpc.aio.Server:
+def make(options: Sequence[tuple[str, Any]], door: Door | None = None) -> grpc.aio.Server:
     """A server of registered methods, as the generated `add_..._to_server` register them.
 
     Raises: RuntimeError when this gRPC keeps no registered methods apart: they would be dropped.
     """
     if not hasattr(cygrpc.AioServer, "_request_registered_call"):
         raise RuntimeError("this grpcio is too old: install 1.85 or newer")
-    return cast(grpc.aio.Server, _Server(options))
+    return cast(grpc.aio.Server, _Server(options, door))

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from process import secret_file
 from process.settings import SettingsError
 
 KEY_BYTES = 32
@@ -31,7 +32,6 @@ MAX_KEYS = 4
 MAX_FILE_BYTES = 64 * 1024
 """No key file is longer; what is was named by mistake."""
 
-_FORBIDDEN_MODE = stat.S_IRWXO | stat.S_IWGRP | stat.S_IXGRP
 _KEY_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _SECRET = re.compile(r"[0-9a-fA-F]{64}")
 
@@ -62,17 +62,12 @@ def load(path: Path) -> tuple[Key, ...]:
 
     Raises: SettingsError naming the file, the line and the fix. A key is never part of a message.
     """
-    try:
-        with open(path, "rb", opener=_open_at_once) as file:
-            # Of the open file: nobody can put another one in its place between check and read.
-            _check_mode(path, os.fstat(file.fileno()))
-            content = file.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise SettingsError(
-            f"key file {path}: {error.strerror}; `baton keys new {path}` makes one"
-        ) from error
-    if len(content) > MAX_FILE_BYTES:
-        raise SettingsError(f"key file {path}: is longer than {MAX_FILE_BYTES} bytes")
+    content = secret_file.read(
+        path,
+        what="key file",
+        max_bytes=MAX_FILE_BYTES,
+        fix=f"`baton keys new {path}` makes one",
+    )
     try:
         text = content.decode("ascii")
     except UnicodeDecodeError:
@@ -199,21 +194,6 @@ def _write(handle: int, keys: Sequence[Key], *, like: os.stat_result | None = No
         os.fsync(file.fileno())
 
 
-def _open_at_once(path: str, flags: int) -> int:
-    """A pipe is not waited for, but found to be none."""
-    return os.open(path, flags | os.O_NONBLOCK)
-
-
 def _text(keys: Sequence[Key]) -> str:
     lines = ["# Keys of a Baton deployment. Secret. The first signs, all verify."]
     return "\n".join([*lines, *(f"{key.key_id}:{key.secret.hex()}" for key in keys), ""])
-
-
-def _check_mode(path: Path, found: os.stat_result) -> None:
-    if not stat.S_ISREG(found.st_mode):
-        raise SettingsError(f"key file {path}: is no file")
-    mode = stat.S_IMODE(found.st_mode)
-    if mode & _FORBIDDEN_MODE:
-        raise SettingsError(
-            f"key file {path}: mode {mode:o} lets others at it; run `chmod 600 {path}`"
-        )

@@ -1,7 +1,7 @@
 """Log lines as JSON, one object a line on stderr: `ts`, `level`, `component`, `event`, then the
-event's own fields.
+event's own fields; for a request that is traced also `trace_id` and `span_id`.
 
-Prompts and outputs never go into a log.
+Prompts and outputs never go into a log, unless a router is told so (`log_prompts`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import logging
 import sys
 import time
 from typing import Any
+
+from process import spans
 
 LEVELS = ("debug", "info", "warning", "error")
 
@@ -27,6 +29,11 @@ class _JsonFormatter(logging.Formatter):
             "component": self._component,
             "event": record.getMessage(),
         }
+        # In the task, or the thread, that logs.
+        context = spans.current().context
+        if context is not None:
+            line["trace_id"] = f"{context.trace_id:032x}"
+            line["span_id"] = f"{context.span_id:016x}"
         line.update(getattr(record, "fields", {}))
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)

@@ -13,6 +13,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 import grpc
@@ -22,7 +23,11 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from process import errors, grpc_server, logs
+from process import access, errors, grpc_server, logs
+from process.access import Role, Rules
+from process.intake import Intake
+from process.late_reading import Door
+from process.tls import Identity
 
 logger = logging.getLogger(__name__)
 
@@ -32,12 +37,29 @@ Reply = TypeVar("Reply")
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """Between our own processes; the router's client port has a smaller bound of its own."""
 
+MAX_METADATA_BYTES = 16 * 1024
+"""Of a call's headers; gRPC refuses more with RESOURCE_EXHAUSTED."""
+
+MAX_CONCURRENT_CALLS = 4096
+"""On one connection; more wait at their client."""
+
+_METADATA_BOUNDS = (
+    ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+    ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
+)
+
+ABORT_S = 5.0
+"""For a status to go out. One whose client has stopped reading waits behind what it did not read:
+that call is given up without."""
+
 MAX_RETRY_AFTER_S = 3600.0
 """Longest pause that anybody here asks for; a message that says more was spoiled."""
 
 # Most specific first: the first that matches decides.
 _CODES: tuple[tuple[type[BaseException], grpc.StatusCode], ...] = (
     (errors.InvalidArgument, grpc.StatusCode.INVALID_ARGUMENT),
+    (errors.Unauthenticated, grpc.StatusCode.UNAUTHENTICATED),
+    (errors.PermissionDenied, grpc.StatusCode.PERMISSION_DENIED),
     (errors.NotFound, grpc.StatusCode.NOT_FOUND),
     (errors.AlreadyExists, grpc.StatusCode.ALREADY_EXISTS),
     (errors.FailedPrecondition, grpc.StatusCode.FAILED_PRECONDITION),
@@ -48,6 +70,8 @@ _CODES: tuple[tuple[type[BaseException], grpc.StatusCode], ...] = (
 )
 
 _ERRORS: dict[grpc.StatusCode, type[errors.BatonError]] = {
+    grpc.StatusCode.UNAUTHENTICATED: errors.Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: errors.PermissionDenied,
     grpc.StatusCode.NOT_FOUND: errors.NotFound,
     grpc.StatusCode.ALREADY_EXISTS: errors.AlreadyExists,
     grpc.StatusCode.FAILED_PRECONDITION: errors.FailedPrecondition,
@@ -119,8 +143,27 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BaseExceptio
         delay.FromNanoseconds(int(error.retry_after_s * 1e9))
         details.append(_packed(error_details_pb2.RetryInfo(retry_delay=delay)))
     status = status_pb2.Status(code=code_number(code), message=message, details=details)
-    await context.abort_with_status(rpc_status.to_status(status))
+    try:
+        async with asyncio.timeout(ABORT_S):
+            await context.abort_with_status(rpc_status.to_status(status))
+    except (TimeoutError, grpc_server.ExecuteBatchError):
+        # What gRPC takes for a call that is over: it forgets it, and tells the client so.
+        raise asyncio.CancelledError from None
     raise AssertionError("abort_with_status returned")
+
+
+async def write_first(context: grpc.aio.ServicerContext[Any, Any], message: Any) -> None:
+    """Write an answer's first message, which takes the call's headers along. A cancel waits for it:
+    gRPC (1.85) cannot send a status while headers are on their way, and its client would wait until
+    its own deadline."""
+    writing = asyncio.ensure_future(context.write(message))
+    try:
+        await asyncio.shield(writing)
+    except asyncio.CancelledError:
+        await asyncio.wait([writing], timeout=ABORT_S)
+        if not writing.cancel() and not writing.cancelled():
+            writing.exception()  # seen: whoever cancelled has a reason of his own
+        raise
 
 
 Unary = Callable[[Any, Request, grpc.aio.ServicerContext[Any, Any]], Awaitable[Reply]]
@@ -164,27 +207,90 @@ def streaming(handler: Streaming[Request, Reply]) -> Streaming[Request, Reply]:
     return wrapped
 
 
-def channel(address: str, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.aio.Channel:
+def channel(
+    address: str,
+    *,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+    identity: Identity | None = None,
+    server_name: str = "",
+) -> grpc.aio.Channel:
     """A channel of its own connection (channels to one address do not share a broken one), with
-    keepalive."""
-    return grpc.aio.insecure_channel(
-        address,
-        options=[
-            ("grpc.use_local_subchannel_pool", 1),
-            ("grpc.max_send_message_length", max_message_bytes),
-            ("grpc.max_receive_message_length", max_message_bytes),
-            ("grpc.keepalive_time_ms", 10_000),
-            ("grpc.keepalive_timeout_ms", 5_000),
-            ("grpc.http2.max_pings_without_data", 0),
-            # A peer that restarts is met again within a second instead of gRPC's default of up to
-            # two minutes.
-            ("grpc.initial_reconnect_backoff_ms", 100),
-            # This one is the least time that a handshake gets: a busy peer takes its while, and a
-            # call would fail for it. One that is away refuses at once.
-            ("grpc.min_reconnect_backoff_ms", 1_000),
-            ("grpc.max_reconnect_backoff_ms", 1_000),
-        ],
-    )
+    keepalive.
+
+    Args: identity: over TLS, as this one. server_name: that the server's certificate must have;
+        empty: the address's host.
+    """
+    options: list[tuple[str, str | int]] = [
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.max_receive_message_length", max_message_bytes),
+        *_METADATA_BOUNDS,
+        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.keepalive_timeout_ms", 5_000),
+        ("grpc.http2.max_pings_without_data", 0),
+        # A peer that restarts is met again within a second instead of gRPC's default of up to
+        # two minutes.
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        # This one is the least time that a handshake gets: a busy peer takes its while, and a
+        # call would fail for it. One that is away refuses at once.
+        ("grpc.min_reconnect_backoff_ms", 1_000),
+        ("grpc.max_reconnect_backoff_ms", 1_000),
+    ]
+    if identity is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    if server_name:
+        options.append(("grpc.ssl_target_name_override", server_name))
+    return grpc.aio.secure_channel(address, identity.channel_credentials(), options=options)
+
+
+class Dialer:
+    """How this process opens channels to its peers: as whom, and expecting whom."""
+
+    def __init__(self, identity: Identity | None = None) -> None:
+        """None: in the clear."""
+        self._identity = identity
+
+    @property
+    def num_reloads(self) -> int:
+        """How often our certificate has changed: channels made before have the old one."""
+        return self._identity.num_reloads if self._identity is not None else 0
+
+    def __call__(self, address: str, role: Role) -> grpc.aio.Channel:
+        """A channel to the process of that role at `address`; over TLS any other is refused."""
+        return channel(address, identity=self._identity, server_name=role.server_name)
+
+
+PLAIN = Dialer()
+"""In the clear."""
+
+Authenticate = Callable[[str, grpc.aio.ServicerContext[Any, Any]], str]
+"""Told a method's path and its call: whose it is. Raises: Unauthenticated, PermissionDenied."""
+
+
+@dataclass(frozen=True)
+class Strangers:
+    """Bounds of a port that is open to others than our own processes. None, or 0: no bound."""
+
+    authenticate: Authenticate | None = None
+    """Asked before a call's message is read."""
+    intake: Intake | None = None
+    """Room for messages."""
+    read_s: float = 60.0
+    """For a message to arrive."""
+    max_connections: int = 0
+    """At the same time; the next one is closed at once."""
+    idle_s: float = 0.0
+    """A connection without calls is closed after so long."""
+
+    @property
+    def options(self) -> list[tuple[str, int]]:
+        """As gRPC has them."""
+        found = []
+        if self.max_connections:
+            found.append(("grpc.max_allowed_incoming_connections", self.max_connections))
+        if self.idle_s:
+            found.append(("grpc.max_connection_idle_ms", round(self.idle_s * 1000)))
+        return found
 
 
 async def listen(
@@ -192,9 +298,14 @@ async def listen(
     add_services: Iterable[Callable[[grpc.aio.Server], None]],
     *,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
+    identity: Identity | None = None,
+    rules: Rules | None = None,
+    strangers: Strangers | None = None,
 ) -> tuple[grpc.aio.Server, str]:
     """Start a server on `host:port` (port 0: a free one).
 
+    Args: identity: over TLS, as this one. rules: who may call what, by the certificates that such
+        an identity asks for. strangers: bounds, where others than our own processes call.
     Returns: the started server (its owner stops it) and the address it listens on.
     Raises: Unavailable naming the address when it is taken or not ours.
     """
@@ -204,14 +315,25 @@ async def listen(
             ("grpc.so_reuseport", 0),
             ("grpc.max_send_message_length", max_message_bytes),
             ("grpc.max_receive_message_length", max_message_bytes),
+            *_METADATA_BOUNDS,
+            ("grpc.max_concurrent_streams", MAX_CONCURRENT_CALLS),
             ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
             ("grpc.keepalive_permit_without_calls", 1),
-        ]
+            *(strangers.options if strangers is not None else ()),
+        ],
+        _door(
+            rules if identity is not None and identity.asks_clients else None,
+            strangers,
+            max_message_bytes,
+        ),
     )
     for add in add_services:
         add(server)
     try:
-        port = server.add_insecure_port(listen_address)
+        if identity is None:
+            port = server.add_insecure_port(listen_address)
+        else:
+            port = server.add_secure_port(listen_address, identity.server_credentials())
     except RuntimeError as error:
         raise errors.Unavailable(
             f"cannot listen on {listen_address}: the port is taken or the address is not this "
@@ -219,6 +341,43 @@ async def listen(
         ) from error
     await server.start()
     return server, f"{listen_address.rsplit(':', 1)[0]}:{port}"
+
+
+def _door(rules: Rules | None, strangers: Strangers | None, max_bytes: int) -> Door | None:
+    """Role before key, and both before a message is read. None: anybody may call anything."""
+    if rules is None and strangers is None:
+        return None
+    bounds = strangers or Strangers()
+
+    async def guard(method: str, context: grpc.aio.ServicerContext[Any, Any]) -> str:
+        if rules is not None:
+            await _check_role(rules, method, context)
+        if bounds.authenticate is None:
+            return ""
+        try:
+            return bounds.authenticate(method, context)
+        except errors.BatonError as error:
+            await abort(context, error)
+
+    return Door(guard, abort, bounds.intake, max_bytes, bounds.read_s)
+
+
+async def _check_role(
+    rules: Rules, method: str, context: grpc.aio.ServicerContext[Any, Any]
+) -> None:
+    uris = context.auth_context().get("peer_uri", ())
+    role = access.role_of(uri.decode(errors="replace") for uri in uris)
+    problem = access.refusal(rules, method, role)
+    if problem:
+        logs.event(
+            logger,
+            "call_refused",
+            level=logging.WARNING,
+            method=method,
+            role=role.value if role else "",
+            peer=context.peer(),
+        )
+        await abort(context, errors.PermissionDenied(problem))
 
 
 def _error(

@@ -1,4 +1,5 @@
-"""Configuration values: frozen dataclasses, loaded from TOML and `--set a.b=c`, checked at start.
+"""Configuration values: frozen dataclasses, loaded from TOML files and `--set a.b=c`, checked at
+start.
 
 A settings class is a frozen dataclass whose fields are str, int, float, bool, a Literal of
 strings, tuple[str, ...], an optional of those, or another settings class. A unit is part of a
@@ -19,6 +20,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 Settings = TypeVar("Settings")
 
@@ -28,22 +30,25 @@ class SettingsError(Exception):
 
 
 def load(
-    cls: type[Settings], *, file: Path | None = None, overrides: Sequence[str] = ()
+    cls: type[Settings], *, files: Sequence[Path] = (), overrides: Sequence[str] = ()
 ) -> Settings:
-    """Build `cls` from its defaults, then a TOML `file`, then `a.b=value` overrides.
+    """Build `cls` from its defaults, then TOML `files` (later ones win, key by key, so that secrets
+    may lie in one of their own), then `a.b=value` overrides.
 
     Raises: SettingsError naming the file and key, and the nearest known key when the key is
     unknown.
     """
     values: dict[str, Any] = {}
-    if file is not None:
+    for file in files:
         try:
-            values = tomllib.loads(file.read_text(encoding="utf-8"))
+            told = tomllib.loads(file.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise SettingsError(f"{file}: cannot be read as TOML: {error}") from error
+        _check_keys(cls, told, str(file))
+        _merge(values, told)
     for override in overrides:
         _set(values, override)
-    return build(cls, values, where=str(file) if file else "settings")
+    return build(cls, values, where=", ".join(map(str, files)) or "settings")
 
 
 def build(cls: type[Settings], values: Mapping[str, Any], *, where: str = "settings") -> Settings:
@@ -52,30 +57,90 @@ def build(cls: type[Settings], values: Mapping[str, Any], *, where: str = "setti
     names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     known = {name: hints[name] for name in names}
     arguments: dict[str, Any] = {}
+    _check_known(known, values, where)
     for key, value in values.items():
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-            raise SettingsError(
-                f"{where}: unknown key '{key}'" + (f", nearest is '{near[0]}'" if near else "")
-            )
-        arguments[key] = _convert(known[key], value, f"{where}: {key}")
+        try:
+            arguments[key] = _convert(known[key], value, f"{where}: {key}")
+        except SettingsError:
+            if _is_secret(key):  # the message would show it
+                raise SettingsError(f"{where}: {key}: expected another kind of value") from None
+            raise
     try:
         return cls(**arguments)
     except TypeError as error:
         raise SettingsError(f"{where}: {error}") from error
 
 
+def _check_known(known: Mapping[str, Any], values: Mapping[str, Any], where: str) -> None:
+    for key in values:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+            raise SettingsError(
+                f"{where}: unknown key '{key}'" + (f", nearest is '{near[0]}'" if near else "")
+            )
+
+
+def _check_keys(cls: type[Any], values: Mapping[str, Any], where: str) -> None:
+    """Of one file among several, so that the error names it; whether the values are right shows
+    when all of them are there.
+    """
+    hints = typing.get_type_hints(cls)
+    known = {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+    _check_known(known, values, where)
+    for key, value in values.items():
+        if dataclasses.is_dataclass(known[key]) and isinstance(value, Mapping):
+            _check_keys(typing.cast(type[Any], known[key]), value, f"{where}: {key}")
+
+
+def _merge(values: dict[str, Any], later: Mapping[str, Any]) -> None:
+    """Groups key by key; all else is replaced."""
+    for key, value in later.items():
+        before = values.get(key)
+        if isinstance(before, dict) and isinstance(value, Mapping):
+            _merge(before, value)
+        else:
+            values[key] = value
+
+
 def to_json(settings: Any) -> str:
-    """One line of JSON, for the log at start. Fields whose name holds 'secret' or 'password' are
-    masked, and so is the user's part of a URL."""
+    """One line of JSON, for the log at start. Fields that hold a secret by their name are masked,
+    and so is the user's part of a URL."""
 
     def mask(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        return {
-            key: "***" if value and ("secret" in key or "password" in key) else _masked(value)
-            for key, value in pairs
-        }
+        return {key: "***" if value and _is_secret(key) else _masked(value) for key, value in pairs}
 
     return json.dumps(dataclasses.asdict(settings, dict_factory=mask), default=str)
+
+
+def refuse_secrets(overrides: Sequence[str]) -> None:
+    """Of a command line, which everybody on the machine can read.
+
+    Raises: SettingsError for an override that holds a secret, without it.
+    """
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if _is_secret(key.rpartition(".")[2]):
+            raise SettingsError(
+                f"--set {key}: everybody on this machine can read a command line; write it into "
+                "the --config file"
+            )
+        if _has_password(value.strip("\"'")):
+            raise SettingsError(
+                f"--set {key}: holds a password, and everybody on this machine can read a command "
+                "line; use a password_file, or the --config file"
+            )
+
+
+def _has_password(value: str) -> bool:
+    try:
+        return "://" in value and bool(urlsplit(value).password)
+    except ValueError:  # no URL, whatever it is
+        return False
+
+
+def _is_secret(key: str) -> bool:
+    """Whether a field holds a secret; one that names the file with it does not."""
+    return ("secret" in key or "password" in key) and not key.endswith("_file")
 
 
 def _masked(value: Any) -> Any:

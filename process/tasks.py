@@ -8,7 +8,7 @@ import logging
 from collections.abc import Coroutine, Iterable
 from typing import Any
 
-from process import logs
+from process import logs, spans
 
 logger = logging.getLogger(__name__)
 
@@ -18,9 +18,13 @@ _GIVE_UP_S = 30.0
 """A task that is not over by then is left behind, and the log names it."""
 
 
-def start_task(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-    """Run `work` as a task; its owner keeps it and ends it."""
-    task = asyncio.create_task(work, name=name)
+def start_task(
+    work: Coroutine[Any, Any, None], name: str, *, is_for_many: bool = False
+) -> asyncio.Task[None]:
+    """Run `work` as a task; its owner keeps it and ends it. `is_for_many`: it works for others than
+    the request that starts it, too, and is no part of that one's trace."""
+    context = spans.detached() if is_for_many else None
+    task = asyncio.create_task(work, name=name, context=context)
     task.add_done_callback(_report)
     return task
 

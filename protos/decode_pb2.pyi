@@ -29,7 +29,7 @@ class PrefetchDecode(_message.Message):
     def __init__(self, handle: _Optional[_Union[_common_pb2.KvHandle, _Mapping]] = ...) -> None: ...
 
 class ReserveDecode(_message.Message):
-    __slots__ = ("request_id", "tenant", "tenant_salt", "prompt_token_ids", "sampling", "sample_index", "model_fingerprint", "adapter", "priority", "budget_ms", "adapter_digest")
+    __slots__ = ("request_id", "tenant", "tenant_salt", "prompt_token_ids", "sampling", "sample_index", "model_fingerprint", "adapter", "priority", "budget_ms", "adapter_digest", "traceparent")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     TENANT_SALT_FIELD_NUMBER: _ClassVar[int]
@@ -41,6 +41,7 @@ class ReserveDecode(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     BUDGET_MS_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     tenant: str
     tenant_salt: bytes
@@ -52,19 +53,22 @@ class ReserveDecode(_message.Message):
     priority: int
     budget_ms: int
     adapter_digest: str
-    def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., tenant_salt: _Optional[bytes] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., sample_index: _Optional[int] = ..., model_fingerprint: _Optional[str] = ..., adapter: _Optional[str] = ..., priority: _Optional[int] = ..., budget_ms: _Optional[int] = ..., adapter_digest: _Optional[str] = ...) -> None: ...
+    traceparent: str
+    def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., tenant_salt: _Optional[bytes] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., sample_index: _Optional[int] = ..., model_fingerprint: _Optional[str] = ..., adapter: _Optional[str] = ..., priority: _Optional[int] = ..., budget_ms: _Optional[int] = ..., adapter_digest: _Optional[str] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class GenerateFromHandle(_message.Message):
-    __slots__ = ("handle", "output_token_ids", "outputs", "beam_start")
+    __slots__ = ("handle", "output_token_ids", "outputs", "beam_start", "computes_prompt")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     BEAM_START_FIELD_NUMBER: _ClassVar[int]
+    COMPUTES_PROMPT_FIELD_NUMBER: _ClassVar[int]
     handle: _common_pb2.KvHandle
     output_token_ids: _containers.RepeatedScalarFieldContainer[int]
     outputs: _containers.RepeatedCompositeFieldContainer[SampleOutput]
     beam_start: _containers.RepeatedCompositeFieldContainer[_common_pb2.BeamCandidate]
-    def __init__(self, handle: _Optional[_Union[_common_pb2.KvHandle, _Mapping]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., outputs: _Optional[_Iterable[_Union[SampleOutput, _Mapping]]] = ..., beam_start: _Optional[_Iterable[_Union[_common_pb2.BeamCandidate, _Mapping]]] = ...) -> None: ...
+    computes_prompt: bool
+    def __init__(self, handle: _Optional[_Union[_common_pb2.KvHandle, _Mapping]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., outputs: _Optional[_Iterable[_Union[SampleOutput, _Mapping]]] = ..., beam_start: _Optional[_Iterable[_Union[_common_pb2.BeamCandidate, _Mapping]]] = ..., computes_prompt: bool = ...) -> None: ...
 
 class SampleOutput(_message.Message):
     __slots__ = ("token_ids", "is_over")
@@ -99,18 +103,20 @@ class DecodeEvents(_message.Message):
     def __init__(self, events: _Optional[_Iterable[_Union[DecodeEvent, _Mapping]]] = ..., num_free_blocks: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
 
 class DecodeEvent(_message.Message):
-    __slots__ = ("key", "reserved", "tokens", "finished", "failed")
+    __slots__ = ("key", "reserved", "tokens", "finished", "failed", "moved")
     KEY_FIELD_NUMBER: _ClassVar[int]
     RESERVED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
+    MOVED_FIELD_NUMBER: _ClassVar[int]
     key: int
     reserved: DecodeReserved
     tokens: DecodeTokens
     finished: DecodeFinished
     failed: DecodeFailed
-    def __init__(self, key: _Optional[int] = ..., reserved: _Optional[_Union[DecodeReserved, _Mapping]] = ..., tokens: _Optional[_Union[DecodeTokens, _Mapping]] = ..., finished: _Optional[_Union[DecodeFinished, _Mapping]] = ..., failed: _Optional[_Union[DecodeFailed, _Mapping]] = ...) -> None: ...
+    moved: DecodeMoved
+    def __init__(self, key: _Optional[int] = ..., reserved: _Optional[_Union[DecodeReserved, _Mapping]] = ..., tokens: _Optional[_Union[DecodeTokens, _Mapping]] = ..., finished: _Optional[_Union[DecodeFinished, _Mapping]] = ..., failed: _Optional[_Union[DecodeFailed, _Mapping]] = ..., moved: _Optional[_Union[DecodeMoved, _Mapping]] = ...) -> None: ...
 
 class DecodeReserved(_message.Message):
     __slots__ = ("num_tokens_local",)
@@ -169,3 +175,17 @@ class DecodeFailed(_message.Message):
     retry_after_s: float
     leg: _common_pb2.KvLeg
     def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ..., retry_after_s: _Optional[float] = ..., leg: _Optional[_Union[_common_pb2.KvLeg, _Mapping]] = ...) -> None: ...
+
+class DecodeMoved(_message.Message):
+    __slots__ = ("handle", "num_output_tokens", "leg", "times", "reason")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    NUM_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LEG_FIELD_NUMBER: _ClassVar[int]
+    TIMES_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    handle: _common_pb2.KvHandle
+    num_output_tokens: _containers.RepeatedScalarFieldContainer[int]
+    leg: _common_pb2.KvLeg
+    times: _containers.RepeatedCompositeFieldContainer[_common_pb2.StageTime]
+    reason: str
+    def __init__(self, handle: _Optional[_Union[_common_pb2.KvHandle, _Mapping]] = ..., num_output_tokens: _Optional[_Iterable[int]] = ..., leg: _Optional[_Union[_common_pb2.KvLeg, _Mapping]] = ..., times: _Optional[_Iterable[_Union[_common_pb2.StageTime, _Mapping]]] = ..., reason: _Optional[str] = ...) -> None: ...

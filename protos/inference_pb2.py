@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos import common_pb2 as protos_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16protos/inference.proto\x12\x08\x62\x61ton.v1\x1a\x13protos/common.proto\":\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\"7\n\x0c\x43hatMessages\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.baton.v1.ChatMessage\"\x1b\n\x08TokenIds\x12\x0f\n\x03ids\x18\x01 \x03(\rB\x02\x10\x01\"\xa2\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12&\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x16.baton.v1.ChatMessagesH\x00\x12*\n\x08sampling\x18\x05 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12\x11\n\tbudget_ms\x18\x08 \x01(\r\x12\x0f\n\x07\x61\x64\x61pter\x18\t \x01(\t\x12\x10\n\x08priority\x18\n \x01(\x05\x12\x0f\n\x07session\x18\x0b \x01(\tB\x08\n\x06prompt\"\x87\x04\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0csample_index\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x15\n\ttoken_ids\x18\x04 \x03(\rB\x02\x10\x01\x12)\n\x08logprobs\x18\x05 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12-\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x1e\n\x05usage\x18\x07 \x01(\x0b\x32\x0f.baton.v1.Usage\x12(\n\nprovenance\x18\x08 \x01(\x0b\x32\x14.baton.v1.Provenance\x12\"\n\x05times\x18\t \x03(\x0b\x32\x13.baton.v1.StageTime\x12\x0c\n\x04seed\x18\n \x01(\x04\x12\x1a\n\rstop_token_id\x18\x0b \x01(\rH\x00\x88\x01\x01\x12\x13\n\x0bstop_string\x18\x0c \x01(\t\x12#\n\x06traces\x18\r \x03(\x0b\x32\x13.baton.v1.StepTrace\x12\x12\n\x05score\x18\x0e \x01(\x01H\x01\x88\x01\x01\x12\x1c\n\x10prompt_token_ids\x18\x0f \x03(\rB\x02\x10\x01\x12*\n\x08sampling\x18\x10 \x01(\x0b\x32\x18.baton.v1.SamplingParamsB\x10\n\x0e_stop_token_idB\x08\n\x06_score\"\x13\n\x11ListModelsRequest\"p\n\tModelInfo\x12\r\n\x05model\x18\x01 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x02 \x01(\t\x12\x16\n\x0e\x63ontext_window\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\"6\n\x0fListModelsReply\x12#\n\x06models\x18\x01 \x03(\x0b\x32\x13.baton.v1.ModelInfo\"\x19\n\x17GetClusterStatusRequest\"\xdd\x04\n\x0bStoreStatus\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x11\n\treachable\x18\x04 \x01(\x08\x12\x13\n\x0b\x66rame_bytes\x18\x05 \x01(\x04\x12\x12\n\nnum_frames\x18\x06 \x01(\r\x12\x10\n\x08num_free\x18\x07 \x01(\r\x12\x13\n\x0bnum_writing\x18\x08 \x01(\r\x12\x15\n\rnum_committed\x18\t \x01(\r\x12\x12\n\nnum_pinned\x18\n \x01(\r\x12\x17\n\x0fnum_quarantined\x18\x0b \x01(\r\x12\x12\n\nnum_leases\x18\x0c \x01(\r\x12\x13\n\x0bnum_lookups\x18\r \x01(\x04\x12\x1a\n\x12num_blocks_matched\x18\x0e \x01(\x04\x12\x18\n\x10num_blocks_asked\x18\x0f \x01(\x04\x12\x19\n\x11num_bytes_written\x18\x10 \x01(\x04\x12\x16\n\x0enum_bytes_read\x18\x11 \x01(\x04\x12\x15\n\rnum_evictions\x18\x12 \x01(\x04\x12\x17\n\x0fintegrity_error\x18\x13 \x01(\t\x12\x11\n\tnum_pages\x18\x14 \x01(\r\x12\x16\n\x0enum_pages_used\x18\x15 \x01(\r\x12\x13\n\x0bnum_demoted\x18\x16 \x01(\x04\x12\x14\n\x0cnum_promoted\x18\x17 \x01(\x04\x12\x15\n\rnum_pages_bad\x18\x18 \x01(\x04\x12&\n\x07tenants\x18\x19 \x03(\x0b\x32\x15.baton.v1.TenantUsage\x12\x19\n\x11\x66ile_tier_problem\x18\x1a \x01(\t\"\x81\x02\n\x15GetClusterStatusReply\x12\'\n\x07workers\x18\x01 \x03(\x0b\x32\x16.baton.v1.WorkerStatus\x12%\n\x06stores\x18\x02 \x03(\x0b\x32\x15.baton.v1.StoreStatus\x12\x17\n\x0fredis_reachable\x18\x03 \x01(\x08\x12\x1e\n\x16num_requests_in_flight\x18\x04 \x01(\r\x12\x1d\n\x15num_requests_finished\x18\x05 \x01(\x04\x12\x1b\n\x13num_requests_failed\x18\x06 \x01(\x04\x12\x11\n\trouter_id\x18\x07 \x01(\t\x12\x10\n\x08problems\x18\x08 \x03(\t2\xee\x01\n\tInference\x12\x43\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse0\x01\x12\x44\n\nListModels\x12\x1b.baton.v1.ListModelsRequest\x1a\x19.baton.v1.ListModelsReply\x12V\n\x10GetClusterStatus\x12!.baton.v1.GetClusterStatusRequest\x1a\x1f.baton.v1.GetClusterStatusReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16protos/inference.proto\x12\x08\x62\x61ton.v1\x1a\x13protos/common.proto\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"x\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12&\n\ntool_calls\x18\x14 \x03(\x0b\x32\x12.baton.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x15 \x01(\t\"b\n\x0c\x43hatMessages\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.baton.v1.ChatMessage\x12\r\n\x05tools\x18\x14 \x03(\t\x12\x1a\n\x12template_arguments\x18\x15 \x01(\t\"\x1b\n\x08TokenIds\x12\x0f\n\x03ids\x18\x01 \x03(\rB\x02\x10\x01\"\xce\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12&\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x16.baton.v1.ChatMessagesH\x00\x12*\n\x08sampling\x18\x05 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12\x11\n\tbudget_ms\x18\x08 \x01(\r\x12\x0f\n\x07\x61\x64\x61pter\x18\t \x01(\t\x12\x10\n\x08priority\x18\n \x01(\x05\x12\x0f\n\x07session\x18\x0b \x01(\t\x12\r\n\x05\x65mbed\x18\x0c \x01(\x08\x12\x1b\n\x13show_special_tokens\x18\x14 \x01(\x08\x42\x08\n\x06prompt\"\x9e\x04\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0csample_index\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x15\n\ttoken_ids\x18\x04 \x03(\rB\x02\x10\x01\x12)\n\x08logprobs\x18\x05 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12-\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x1e\n\x05usage\x18\x07 \x01(\x0b\x32\x0f.baton.v1.Usage\x12(\n\nprovenance\x18\x08 \x01(\x0b\x32\x14.baton.v1.Provenance\x12\"\n\x05times\x18\t \x03(\x0b\x32\x13.baton.v1.StageTime\x12\x0c\n\x04seed\x18\n \x01(\x04\x12\x1a\n\rstop_token_id\x18\x0b \x01(\rH\x00\x88\x01\x01\x12\x13\n\x0bstop_string\x18\x0c \x01(\t\x12#\n\x06traces\x18\r \x03(\x0b\x32\x13.baton.v1.StepTrace\x12\x12\n\x05score\x18\x0e \x01(\x01H\x01\x88\x01\x01\x12\x1c\n\x10prompt_token_ids\x18\x0f \x03(\rB\x02\x10\x01\x12*\n\x08sampling\x18\x10 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x15\n\tembedding\x18\x11 \x03(\x02\x42\x02\x10\x01\x42\x10\n\x0e_stop_token_idB\x08\n\x06_score\"4\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\"\'\n\x08\x43ostTerm\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\"t\n\x10RoutingCandidate\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0e\n\x06\x63hosen\x18\x03 \x01(\x08\x12\x0c\n\x04\x63ost\x18\x04 \x01(\x01\x12!\n\x05terms\x18\x05 \x03(\x0b\x32\x12.baton.v1.CostTerm\"\x89\x03\n\x0fRoutingDecision\x12\x10\n\x08occasion\x18\x01 \x01(\t\x12\x0e\n\x06policy\x18\x02 \x01(\t\x12\x0c\n\x04unit\x18\x03 \x01(\t\x12\x17\n\x0f\x64\x65\x63ided_unix_ms\x18\x04 \x01(\x03\x12\x0e\n\x06took_s\x18\x05 \x01(\x01\x12\x12\n\nprefill_id\x18\x06 \x01(\t\x12\x11\n\tdecode_id\x18\x07 \x01(\t\x12\x0c\n\x04\x63ost\x18\x08 \x01(\x01\x12\x13\n\x0bnum_prefill\x18\t \x01(\r\x12\x12\n\nnum_decode\x18\n \x01(\r\x12\x11\n\tnum_pairs\x18\x0b \x01(\x04\x12(\n\x08handover\x18\x0c \x01(\x0e\x32\x16.baton.v1.HandoverPath\x12\x19\n\x11num_prompt_tokens\x18\r \x01(\r\x12\x14\n\x0cnum_computed\x18\x0e \x01(\r\x12!\n\x04runs\x18\x0f \x03(\x0b\x32\x13.baton.v1.PrefixRun\x12.\n\ncandidates\x18\x10 \x03(\x0b\x32\x1a.baton.v1.RoutingCandidate\"o\n\x0c\x45xplainReply\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12,\n\tdecisions\x18\x04 \x03(\x0b\x32\x19.baton.v1.RoutingDecision\"\x13\n\x11ListModelsRequest\"p\n\tModelInfo\x12\r\n\x05model\x18\x01 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x02 \x01(\t\x12\x16\n\x0e\x63ontext_window\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\"6\n\x0fListModelsReply\x12#\n\x06models\x18\x01 \x03(\x0b\x32\x13.baton.v1.ModelInfo\"W\n\x17GetClusterStatusRequest\x12\x10\n\x08\x61s_heard\x18< \x01(\x08\x12\x14\n\x0cnum_requests\x18= \x01(\r\x12\x14\n\x0cwith_history\x18> \x01(\x08\"\xdc\x02\n\x0bRequestInfo\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x17\n\x0f\x61rrived_unix_ms\x18\x04 \x01(\x03\x12\x11\n\telapsed_s\x18\x05 \x01(\x01\x12\r\n\x05state\x18\x06 \x01(\t\x12\x0f\n\x07outcome\x18\x07 \x01(\t\x12\x0c\n\x04\x63ode\x18\x08 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\t \x01(\r\x12\x19\n\x11num_output_tokens\x18\n \x01(\r\x12\x15\n\rfirst_token_s\x18\x0b \x01(\x01\x12\x12\n\nprefill_id\x18\x0c \x01(\t\x12\x11\n\tdecode_id\x18\r \x01(\t\x12\"\n\x05spans\x18\x0e \x03(\x0b\x32\x13.baton.v1.StageSpan\x12(\n\nprovenance\x18\x0f \x01(\x0b\x32\x14.baton.v1.Provenance\":\n\tStageSpan\x12\r\n\x05stage\x18\x01 \x01(\t\x12\x0f\n\x07\x62\x65gin_s\x18\x02 \x01(\x01\x12\r\n\x05\x65nd_s\x18\x03 \x01(\x01\"\xfb\x01\n\nUsagePoint\x12\x0f\n\x07unix_ms\x18\x01 \x01(\x03\x12\x1b\n\x13num_tokens_computed\x18\x02 \x01(\x04\x12\x18\n\x10num_tokens_local\x18\x03 \x01(\x04\x12\x1d\n\x15num_tokens_from_store\x18\x04 \x01(\x04\x12\x19\n\x11num_output_tokens\x18\x05 \x01(\x04\x12\x14\n\x0cnum_finished\x18\x06 \x01(\r\x12\x12\n\nnum_failed\x18\x07 \x01(\r\x12\x15\n\rfirst_token_s\x18\x08 \x01(\x01\x12\x15\n\rnum_in_flight\x18\t \x01(\r\x12\x13\n\x0bnum_waiting\x18\n \x01(\r\"\xdd\x04\n\x0bStoreStatus\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x11\n\treachable\x18\x04 \x01(\x08\x12\x13\n\x0b\x66rame_bytes\x18\x05 \x01(\x04\x12\x12\n\nnum_frames\x18\x06 \x01(\r\x12\x10\n\x08num_free\x18\x07 \x01(\r\x12\x13\n\x0bnum_writing\x18\x08 \x01(\r\x12\x15\n\rnum_committed\x18\t \x01(\r\x12\x12\n\nnum_pinned\x18\n \x01(\r\x12\x17\n\x0fnum_quarantined\x18\x0b \x01(\r\x12\x12\n\nnum_leases\x18\x0c \x01(\r\x12\x13\n\x0bnum_lookups\x18\r \x01(\x04\x12\x1a\n\x12num_blocks_matched\x18\x0e \x01(\x04\x12\x18\n\x10num_blocks_asked\x18\x0f \x01(\x04\x12\x19\n\x11num_bytes_written\x18\x10 \x01(\x04\x12\x16\n\x0enum_bytes_read\x18\x11 \x01(\x04\x12\x15\n\rnum_evictions\x18\x12 \x01(\x04\x12\x17\n\x0fintegrity_error\x18\x13 \x01(\t\x12\x11\n\tnum_pages\x18\x14 \x01(\r\x12\x16\n\x0enum_pages_used\x18\x15 \x01(\r\x12\x13\n\x0bnum_demoted\x18\x16 \x01(\x04\x12\x14\n\x0cnum_promoted\x18\x17 \x01(\x04\x12\x15\n\rnum_pages_bad\x18\x18 \x01(\x04\x12&\n\x07tenants\x18\x19 \x03(\x0b\x32\x15.baton.v1.TenantUsage\x12\x19\n\x11\x66ile_tier_problem\x18\x1a \x01(\t\"\xee\x02\n\x15GetClusterStatusReply\x12\'\n\x07workers\x18\x01 \x03(\x0b\x32\x16.baton.v1.WorkerStatus\x12%\n\x06stores\x18\x02 \x03(\x0b\x32\x15.baton.v1.StoreStatus\x12\x17\n\x0fredis_reachable\x18\x03 \x01(\x08\x12\x1e\n\x16num_requests_in_flight\x18\x04 \x01(\r\x12\x1d\n\x15num_requests_finished\x18\x05 \x01(\x04\x12\x1b\n\x13num_requests_failed\x18\x06 \x01(\x04\x12\x11\n\trouter_id\x18\x07 \x01(\t\x12\x10\n\x08problems\x18\x08 \x03(\t\x12\'\n\x08requests\x18< \x03(\x0b\x32\x15.baton.v1.RequestInfo\x12%\n\x07history\x18= \x03(\x0b\x32\x14.baton.v1.UsagePoint\x12\x1b\n\x13history_interval_ms\x18> \x01(\r2\xab\x02\n\tInference\x12\x43\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse0\x01\x12\x44\n\nListModels\x12\x1b.baton.v1.ListModelsRequest\x1a\x19.baton.v1.ListModelsReply\x12V\n\x10GetClusterStatus\x12!.baton.v1.GetClusterStatusRequest\x1a\x1f.baton.v1.GetClusterStatusReply\x12;\n\x07\x45xplain\x12\x18.baton.v1.ExplainRequest\x1a\x16.baton.v1.ExplainReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,28 +38,48 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATERESPONSE'].fields_by_name['token_ids']._serialized_options = b'\020\001'
   _globals['_GENERATERESPONSE'].fields_by_name['prompt_token_ids']._loaded_options = None
   _globals['_GENERATERESPONSE'].fields_by_name['prompt_token_ids']._serialized_options = b'\020\001'
-  _globals['_CHATMESSAGE']._serialized_start=57
-  _globals['_CHATMESSAGE']._serialized_end=115
-  _globals['_CHATMESSAGES']._serialized_start=117
-  _globals['_CHATMESSAGES']._serialized_end=172
-  _globals['_TOKENIDS']._serialized_start=174
-  _globals['_TOKENIDS']._serialized_end=201
-  _globals['_GENERATEREQUEST']._serialized_start=204
-  _globals['_GENERATEREQUEST']._serialized_end=494
-  _globals['_GENERATERESPONSE']._serialized_start=497
-  _globals['_GENERATERESPONSE']._serialized_end=1016
-  _globals['_LISTMODELSREQUEST']._serialized_start=1018
-  _globals['_LISTMODELSREQUEST']._serialized_end=1037
-  _globals['_MODELINFO']._serialized_start=1039
-  _globals['_MODELINFO']._serialized_end=1151
-  _globals['_LISTMODELSREPLY']._serialized_start=1153
-  _globals['_LISTMODELSREPLY']._serialized_end=1207
-  _globals['_GETCLUSTERSTATUSREQUEST']._serialized_start=1209
-  _globals['_GETCLUSTERSTATUSREQUEST']._serialized_end=1234
-  _globals['_STORESTATUS']._serialized_start=1237
-  _globals['_STORESTATUS']._serialized_end=1842
-  _globals['_GETCLUSTERSTATUSREPLY']._serialized_start=1845
-  _globals['_GETCLUSTERSTATUSREPLY']._serialized_end=2102
-  _globals['_INFERENCE']._serialized_start=2105
-  _globals['_INFERENCE']._serialized_end=2343
+  _globals['_GENERATERESPONSE'].fields_by_name['embedding']._loaded_options = None
+  _globals['_GENERATERESPONSE'].fields_by_name['embedding']._serialized_options = b'\020\001'
+  _globals['_TOOLCALL']._serialized_start=57
+  _globals['_TOOLCALL']._serialized_end=112
+  _globals['_CHATMESSAGE']._serialized_start=114
+  _globals['_CHATMESSAGE']._serialized_end=234
+  _globals['_CHATMESSAGES']._serialized_start=236
+  _globals['_CHATMESSAGES']._serialized_end=334
+  _globals['_TOKENIDS']._serialized_start=336
+  _globals['_TOKENIDS']._serialized_end=363
+  _globals['_GENERATEREQUEST']._serialized_start=366
+  _globals['_GENERATEREQUEST']._serialized_end=700
+  _globals['_GENERATERESPONSE']._serialized_start=703
+  _globals['_GENERATERESPONSE']._serialized_end=1245
+  _globals['_EXPLAINREQUEST']._serialized_start=1247
+  _globals['_EXPLAINREQUEST']._serialized_end=1299
+  _globals['_COSTTERM']._serialized_start=1301
+  _globals['_COSTTERM']._serialized_end=1340
+  _globals['_ROUTINGCANDIDATE']._serialized_start=1342
+  _globals['_ROUTINGCANDIDATE']._serialized_end=1458
+  _globals['_ROUTINGDECISION']._serialized_start=1461
+  _globals['_ROUTINGDECISION']._serialized_end=1854
+  _globals['_EXPLAINREPLY']._serialized_start=1856
+  _globals['_EXPLAINREPLY']._serialized_end=1967
+  _globals['_LISTMODELSREQUEST']._serialized_start=1969
+  _globals['_LISTMODELSREQUEST']._serialized_end=1988
+  _globals['_MODELINFO']._serialized_start=1990
+  _globals['_MODELINFO']._serialized_end=2102
+  _globals['_LISTMODELSREPLY']._serialized_start=2104
+  _globals['_LISTMODELSREPLY']._serialized_end=2158
+  _globals['_GETCLUSTERSTATUSREQUEST']._serialized_start=2160
+  _globals['_GETCLUSTERSTATUSREQUEST']._serialized_end=2247
+  _globals['_REQUESTINFO']._serialized_start=2250
+  _globals['_REQUESTINFO']._serialized_end=2598
+  _globals['_STAGESPAN']._serialized_start=2600
+  _globals['_STAGESPAN']._serialized_end=2658
+  _globals['_USAGEPOINT']._serialized_start=2661
+  _globals['_USAGEPOINT']._serialized_end=2912
+  _globals['_STORESTATUS']._serialized_start=2915
+  _globals['_STORESTATUS']._serialized_end=3520
+  _globals['_GETCLUSTERSTATUSREPLY']._serialized_start=3523
+  _globals['_GETCLUSTERSTATUSREPLY']._serialized_end=3889
+  _globals['_INFERENCE']._serialized_start=3892
+  _globals['_INFERENCE']._serialized_end=4191
 # @@protoc_insertion_point(module_scope)

@@ -49,6 +49,11 @@ class InferenceStub(object):
                 request_serializer=protos_dot_inference__pb2.GetClusterStatusRequest.SerializeToString,
                 response_deserializer=protos_dot_inference__pb2.GetClusterStatusReply.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/baton.v1.Inference/Explain',
+                request_serializer=protos_dot_inference__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=protos_dot_inference__pb2.ExplainReply.FromString,
+                _registered_method=True)
 
 
 class InferenceServicer(object):
@@ -73,6 +78,13 @@ class InferenceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """Why a request went where it did, as long as its router remembers it. For admins.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -90,6 +102,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.GetClusterStatus,
                     request_deserializer=protos_dot_inference__pb2.GetClusterStatusRequest.FromString,
                     response_serializer=protos_dot_inference__pb2.GetClusterStatusReply.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=protos_dot_inference__pb2.ExplainRequest.FromString,
+                    response_serializer=protos_dot_inference__pb2.ExplainReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -173,6 +190,33 @@ class Inference(object):
             '/baton.v1.Inference/GetClusterStatus',
             protos_dot_inference__pb2.GetClusterStatusRequest.SerializeToString,
             protos_dot_inference__pb2.GetClusterStatusReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Inference/Explain',
+            protos_dot_inference__pb2.ExplainRequest.SerializeToString,
+            protos_dot_inference__pb2.ExplainReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -19,7 +19,7 @@ RESERVE_STATE_PRESENT: ReserveState
 RESERVE_STATE_NO_ROOM: ReserveState
 
 class AttachRequest(_message.Message):
-    __slots__ = ("worker_id", "worker_incarnation", "model_fingerprint", "block_bytes", "transport", "nixl_agent", "nixl_metadata", "region_address", "region_num_blocks", "region_device_id", "region_memory", "checksum")
+    __slots__ = ("worker_id", "worker_incarnation", "model_fingerprint", "block_bytes", "transport", "nixl_agent", "nixl_metadata", "region_address", "region_num_blocks", "region_device_id", "region_memory", "checksum", "host_id")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     WORKER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -32,6 +32,7 @@ class AttachRequest(_message.Message):
     REGION_DEVICE_ID_FIELD_NUMBER: _ClassVar[int]
     REGION_MEMORY_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    HOST_ID_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     worker_incarnation: bytes
     model_fingerprint: bytes
@@ -44,10 +45,11 @@ class AttachRequest(_message.Message):
     region_device_id: int
     region_memory: str
     checksum: int
-    def __init__(self, worker_id: _Optional[str] = ..., worker_incarnation: _Optional[bytes] = ..., model_fingerprint: _Optional[bytes] = ..., block_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., nixl_agent: _Optional[str] = ..., nixl_metadata: _Optional[bytes] = ..., region_address: _Optional[int] = ..., region_num_blocks: _Optional[int] = ..., region_device_id: _Optional[int] = ..., region_memory: _Optional[str] = ..., checksum: _Optional[int] = ...) -> None: ...
+    host_id: str
+    def __init__(self, worker_id: _Optional[str] = ..., worker_incarnation: _Optional[bytes] = ..., model_fingerprint: _Optional[bytes] = ..., block_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., nixl_agent: _Optional[str] = ..., nixl_metadata: _Optional[bytes] = ..., region_address: _Optional[int] = ..., region_num_blocks: _Optional[int] = ..., region_device_id: _Optional[int] = ..., region_memory: _Optional[str] = ..., checksum: _Optional[int] = ..., host_id: _Optional[str] = ...) -> None: ...
 
 class AttachReply(_message.Message):
-    __slots__ = ("node_id", "incarnation", "frame_bytes", "num_frames", "slab_path", "slab_bytes", "frames_offset", "generations_offset", "nixl_agent", "nixl_metadata", "region_address", "attachment_id", "checksum")
+    __slots__ = ("node_id", "incarnation", "frame_bytes", "num_frames", "slab_path", "slab_bytes", "frames_offset", "generations_offset", "nixl_agent", "nixl_metadata", "region_address", "attachment_id", "checksum", "ipc_handle", "ipc_offset_bytes", "keeps_history")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     FRAME_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -61,6 +63,9 @@ class AttachReply(_message.Message):
     REGION_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    IPC_HANDLE_FIELD_NUMBER: _ClassVar[int]
+    IPC_OFFSET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KEEPS_HISTORY_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     incarnation: bytes
     frame_bytes: int
@@ -74,7 +79,10 @@ class AttachReply(_message.Message):
     region_address: int
     attachment_id: str
     checksum: int
-    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., frame_bytes: _Optional[int] = ..., num_frames: _Optional[int] = ..., slab_path: _Optional[str] = ..., slab_bytes: _Optional[int] = ..., frames_offset: _Optional[int] = ..., generations_offset: _Optional[int] = ..., nixl_agent: _Optional[str] = ..., nixl_metadata: _Optional[bytes] = ..., region_address: _Optional[int] = ..., attachment_id: _Optional[str] = ..., checksum: _Optional[int] = ...) -> None: ...
+    ipc_handle: bytes
+    ipc_offset_bytes: int
+    keeps_history: bool
+    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., frame_bytes: _Optional[int] = ..., num_frames: _Optional[int] = ..., slab_path: _Optional[str] = ..., slab_bytes: _Optional[int] = ..., frames_offset: _Optional[int] = ..., generations_offset: _Optional[int] = ..., nixl_agent: _Optional[str] = ..., nixl_metadata: _Optional[bytes] = ..., region_address: _Optional[int] = ..., attachment_id: _Optional[str] = ..., checksum: _Optional[int] = ..., ipc_handle: _Optional[bytes] = ..., ipc_offset_bytes: _Optional[int] = ..., keeps_history: bool = ...) -> None: ...
 
 class DetachRequest(_message.Message):
     __slots__ = ("attachment_id",)
@@ -215,26 +223,44 @@ class PinReply(_message.Message):
     def __init__(self, lease_id: _Optional[str] = ..., num_pinned: _Optional[int] = ...) -> None: ...
 
 class RenewRequest(_message.Message):
-    __slots__ = ("lease_id", "ttl_ms", "num_bytes_read")
+    __slots__ = ("lease_id", "ttl_ms", "num_bytes_read", "verified", "attachment_id")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     TTL_MS_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_READ_FIELD_NUMBER: _ClassVar[int]
+    VERIFIED_FIELD_NUMBER: _ClassVar[int]
+    ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
     lease_id: str
     ttl_ms: int
     num_bytes_read: int
-    def __init__(self, lease_id: _Optional[str] = ..., ttl_ms: _Optional[int] = ..., num_bytes_read: _Optional[int] = ...) -> None: ...
+    verified: _containers.RepeatedCompositeFieldContainer[VerifiedBlocks]
+    attachment_id: str
+    def __init__(self, lease_id: _Optional[str] = ..., ttl_ms: _Optional[int] = ..., num_bytes_read: _Optional[int] = ..., verified: _Optional[_Iterable[_Union[VerifiedBlocks, _Mapping]]] = ..., attachment_id: _Optional[str] = ...) -> None: ...
+
+class VerifiedBlocks(_message.Message):
+    __slots__ = ("frames", "generations", "traceparent")
+    FRAMES_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    frames: _containers.RepeatedScalarFieldContainer[int]
+    generations: _containers.RepeatedScalarFieldContainer[int]
+    traceparent: str
+    def __init__(self, frames: _Optional[_Iterable[int]] = ..., generations: _Optional[_Iterable[int]] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class RenewReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class ReleaseRequest(_message.Message):
-    __slots__ = ("lease_ids", "num_bytes_read")
+    __slots__ = ("lease_ids", "num_bytes_read", "verified", "attachment_id")
     LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_READ_FIELD_NUMBER: _ClassVar[int]
+    VERIFIED_FIELD_NUMBER: _ClassVar[int]
+    ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
     lease_ids: _containers.RepeatedScalarFieldContainer[str]
     num_bytes_read: int
-    def __init__(self, lease_ids: _Optional[_Iterable[str]] = ..., num_bytes_read: _Optional[int] = ...) -> None: ...
+    verified: _containers.RepeatedCompositeFieldContainer[VerifiedBlocks]
+    attachment_id: str
+    def __init__(self, lease_ids: _Optional[_Iterable[str]] = ..., num_bytes_read: _Optional[int] = ..., verified: _Optional[_Iterable[_Union[VerifiedBlocks, _Mapping]]] = ..., attachment_id: _Optional[str] = ...) -> None: ...
 
 class ReleaseReply(_message.Message):
     __slots__ = ("num_released",)
@@ -283,6 +309,26 @@ class GetPushReply(_message.Message):
     TERMINAL_FIELD_NUMBER: _ClassVar[int]
     terminal: bool
     def __init__(self, terminal: bool = ...) -> None: ...
+
+class ConfirmRequest(_message.Message):
+    __slots__ = ("attachment_id", "lease_id", "frames", "generations", "num_bytes_read")
+    ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    FRAMES_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_READ_FIELD_NUMBER: _ClassVar[int]
+    attachment_id: str
+    lease_id: str
+    frames: _containers.RepeatedScalarFieldContainer[int]
+    generations: _containers.RepeatedScalarFieldContainer[int]
+    num_bytes_read: int
+    def __init__(self, attachment_id: _Optional[str] = ..., lease_id: _Optional[str] = ..., frames: _Optional[_Iterable[int]] = ..., generations: _Optional[_Iterable[int]] = ..., num_bytes_read: _Optional[int] = ...) -> None: ...
+
+class ConfirmReply(_message.Message):
+    __slots__ = ("stale",)
+    STALE_FIELD_NUMBER: _ClassVar[int]
+    stale: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, stale: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class WriteChunk(_message.Message):
     __slots__ = ("attachment_id", "lease_id", "frame", "generation", "offset", "data")
@@ -427,3 +473,53 @@ class ListReply(_message.Message):
     index_sequence: int
     chain_hashes: _containers.RepeatedScalarFieldContainer[bytes]
     def __init__(self, incarnation: _Optional[bytes] = ..., index_sequence: _Optional[int] = ..., chain_hashes: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class GetBlockHistoryRequest(_message.Message):
+    __slots__ = ("chain_hash", "max_blocks")
+    CHAIN_HASH_FIELD_NUMBER: _ClassVar[int]
+    MAX_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    chain_hash: bytes
+    max_blocks: int
+    def __init__(self, chain_hash: _Optional[bytes] = ..., max_blocks: _Optional[int] = ...) -> None: ...
+
+class BlockEvent(_message.Message):
+    __slots__ = ("unix_us", "what", "worker_id", "trace_id")
+    UNIX_US_FIELD_NUMBER: _ClassVar[int]
+    WHAT_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    TRACE_ID_FIELD_NUMBER: _ClassVar[int]
+    unix_us: int
+    what: str
+    worker_id: str
+    trace_id: str
+    def __init__(self, unix_us: _Optional[int] = ..., what: _Optional[str] = ..., worker_id: _Optional[str] = ..., trace_id: _Optional[str] = ...) -> None: ...
+
+class BlockHistory(_message.Message):
+    __slots__ = ("chain_hash", "events", "num_events_forgotten", "tiers", "num_hits", "num_pins", "parent")
+    CHAIN_HASH_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_EVENTS_FORGOTTEN_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HITS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PINS_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    chain_hash: bytes
+    events: _containers.RepeatedCompositeFieldContainer[BlockEvent]
+    num_events_forgotten: int
+    tiers: _containers.RepeatedScalarFieldContainer[_common_pb2.Tier]
+    num_hits: int
+    num_pins: int
+    parent: bytes
+    def __init__(self, chain_hash: _Optional[bytes] = ..., events: _Optional[_Iterable[_Union[BlockEvent, _Mapping]]] = ..., num_events_forgotten: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[_common_pb2.Tier, str]]] = ..., num_hits: _Optional[int] = ..., num_pins: _Optional[int] = ..., parent: _Optional[bytes] = ...) -> None: ...
+
+class GetBlockHistoryReply(_message.Message):
+    __slots__ = ("node_id", "incarnation", "blocks", "keeps_history")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    KEEPS_HISTORY_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    incarnation: bytes
+    blocks: _containers.RepeatedCompositeFieldContainer[BlockHistory]
+    keeps_history: bool
+    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., blocks: _Optional[_Iterable[_Union[BlockHistory, _Mapping]]] = ..., keeps_history: bool = ...) -> None: ...

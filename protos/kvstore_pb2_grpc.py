@@ -89,6 +89,11 @@ class KvStoreStub(object):
                 request_serializer=protos_dot_kvstore__pb2.GetPushRequest.SerializeToString,
                 response_deserializer=protos_dot_kvstore__pb2.GetPushReply.FromString,
                 _registered_method=True)
+        self.Confirm = channel.unary_unary(
+                '/baton.v1.KvStore/Confirm',
+                request_serializer=protos_dot_kvstore__pb2.ConfirmRequest.SerializeToString,
+                response_deserializer=protos_dot_kvstore__pb2.ConfirmReply.FromString,
+                _registered_method=True)
         self.Write = channel.stream_unary(
                 '/baton.v1.KvStore/Write',
                 request_serializer=protos_dot_kvstore__pb2.WriteChunk.SerializeToString,
@@ -113,6 +118,11 @@ class KvStoreStub(object):
                 '/baton.v1.KvStore/List',
                 request_serializer=protos_dot_kvstore__pb2.ListRequest.SerializeToString,
                 response_deserializer=protos_dot_kvstore__pb2.ListReply.FromString,
+                _registered_method=True)
+        self.GetBlockHistory = channel.unary_unary(
+                '/baton.v1.KvStore/GetBlockHistory',
+                request_serializer=protos_dot_kvstore__pb2.GetBlockHistoryRequest.SerializeToString,
+                response_deserializer=protos_dot_kvstore__pb2.GetBlockHistoryReply.FromString,
                 _registered_method=True)
 
 
@@ -192,6 +202,14 @@ class KvStoreServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Confirm(self, request, context):
+        """CUDA IPC: the caller has copied out of a lender's cache, which it has mapped: which of the blocks were not lent any more.
+        Generations only grow, so what is lent now as it was has not changed since the handle was made.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Write(self, request_iterator, context):
         """gRPC transport.
         """
@@ -220,6 +238,13 @@ class KvStoreServicer(object):
 
     def List(self, request, context):
         """Everything present, for audits: parents before children.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetBlockHistory(self, request, context):
+        """What happened to blocks of late, as far as it is remembered.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -283,6 +308,11 @@ def add_KvStoreServicer_to_server(servicer, server):
                     request_deserializer=protos_dot_kvstore__pb2.GetPushRequest.FromString,
                     response_serializer=protos_dot_kvstore__pb2.GetPushReply.SerializeToString,
             ),
+            'Confirm': grpc.unary_unary_rpc_method_handler(
+                    servicer.Confirm,
+                    request_deserializer=protos_dot_kvstore__pb2.ConfirmRequest.FromString,
+                    response_serializer=protos_dot_kvstore__pb2.ConfirmReply.SerializeToString,
+            ),
             'Write': grpc.stream_unary_rpc_method_handler(
                     servicer.Write,
                     request_deserializer=protos_dot_kvstore__pb2.WriteChunk.FromString,
@@ -307,6 +337,11 @@ def add_KvStoreServicer_to_server(servicer, server):
                     servicer.List,
                     request_deserializer=protos_dot_kvstore__pb2.ListRequest.FromString,
                     response_serializer=protos_dot_kvstore__pb2.ListReply.SerializeToString,
+            ),
+            'GetBlockHistory': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetBlockHistory,
+                    request_deserializer=protos_dot_kvstore__pb2.GetBlockHistoryRequest.FromString,
+                    response_serializer=protos_dot_kvstore__pb2.GetBlockHistoryReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -617,6 +652,33 @@ class KvStore(object):
             _registered_method=True)
 
     @staticmethod
+    def Confirm(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.KvStore/Confirm',
+            protos_dot_kvstore__pb2.ConfirmRequest.SerializeToString,
+            protos_dot_kvstore__pb2.ConfirmReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Write(request_iterator,
             target,
             options=(),
@@ -741,6 +803,33 @@ class KvStore(object):
             '/baton.v1.KvStore/List',
             protos_dot_kvstore__pb2.ListRequest.SerializeToString,
             protos_dot_kvstore__pb2.ListReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetBlockHistory(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.KvStore/GetBlockHistory',
+            protos_dot_kvstore__pb2.GetBlockHistoryRequest.SerializeToString,
+            protos_dot_kvstore__pb2.GetBlockHistoryReply.FromString,
             options,
             channel_credentials,
             insecure,

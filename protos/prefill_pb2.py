@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos import common_pb2 as protos_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/prefill.proto\x12\x08\x62\x61ton.v1\x1a\x13protos/common.proto\"\x81\x03\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x13\n\x0btenant_salt\x18\x03 \x01(\x0c\x12\x1c\n\x10prompt_token_ids\x18\x04 \x03(\rB\x02\x10\x01\x12*\n\x08sampling\x18\x05 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x14\n\x0csample_index\x18\x06 \x01(\r\x12\x19\n\x11model_fingerprint\x18\x07 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x08 \x01(\t\x12\x10\n\x08priority\x18\t \x01(\x05\x12\x14\n\x0cwants_handle\x18\n \x01(\x08\x12\"\n\x05hints\x18\x0b \x03(\x0b\x32\x13.baton.v1.PrefixRun\x12\x1c\n\x10output_token_ids\x18\x0c \x03(\rB\x02\x10\x01\x12\x16\n\x0e\x61\x64\x61pter_digest\x18\r \x01(\t\x12(\n\x08handover\x18\x0e \x01(\x0e\x32\x16.baton.v1.HandoverPath\"\xfb\x02\n\x0cPrefillReply\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\x12)\n\x08logprobs\x18\x02 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12-\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\"\n\x06handle\x18\x05 \x01(\x0b\x32\x12.baton.v1.KvHandle\x12\x1c\n\x03leg\x18\x06 \x01(\x0b\x32\x0f.baton.v1.KvLeg\x12\"\n\x05times\x18\x07 \x03(\x0b\x32\x13.baton.v1.StageTime\x12\x14\n\x0csample_index\x18\x08 \x01(\r\x12#\n\x06traces\x18\t \x03(\x0b\x32\x13.baton.v1.StepTrace\x12+\n\nbeam_start\x18\n \x03(\x0b\x32\x17.baton.v1.BeamCandidateB\x10\n\x0e_stop_token_id2\xad\x02\n\x07Prefill\x12=\n\x07Prefill\x12\x18.baton.v1.PrefillRequest\x1a\x16.baton.v1.PrefillReply0\x01\x12K\n\x0fGetWorkerStatus\x12 .baton.v1.GetWorkerStatusRequest\x1a\x16.baton.v1.WorkerStatus\x12G\n\x0bLoadAdapter\x12\x1c.baton.v1.LoadAdapterRequest\x1a\x1a.baton.v1.LoadAdapterReply\x12M\n\rUnloadAdapter\x12\x1e.baton.v1.UnloadAdapterRequest\x1a\x1c.baton.v1.UnloadAdapterReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/prefill.proto\x12\x08\x62\x61ton.v1\x1a\x13protos/common.proto\"\x80\x01\n\x0ePrefillCommand\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12+\n\x07prefill\x18\x02 \x01(\x0b\x32\x18.baton.v1.PrefillRequestH\x00\x12)\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x17.baton.v1.CancelPrefillH\x00\x42\t\n\x07\x63ommand\"\x0f\n\rCancelPrefill\"7\n\rPrefillEvents\x12&\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x16.baton.v1.PrefillEvent\"x\n\x0cPrefillEvent\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12\'\n\x05reply\x18\x02 \x01(\x0b\x32\x16.baton.v1.PrefillReplyH\x00\x12)\n\x06\x66\x61iled\x18\x03 \x01(\x0b\x32\x17.baton.v1.PrefillFailedH\x00\x42\x07\n\x05\x65vent\"\\\n\rPrefillFailed\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x1a\n\rretry_after_s\x18\x03 \x01(\x01H\x00\x88\x01\x01\x42\x10\n\x0e_retry_after_s\"\xc2\x03\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x13\n\x0btenant_salt\x18\x03 \x01(\x0c\x12\x1c\n\x10prompt_token_ids\x18\x04 \x03(\rB\x02\x10\x01\x12*\n\x08sampling\x18\x05 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x14\n\x0csample_index\x18\x06 \x01(\r\x12\x19\n\x11model_fingerprint\x18\x07 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x08 \x01(\t\x12\x10\n\x08priority\x18\t \x01(\x05\x12\x14\n\x0cwants_handle\x18\n \x01(\x08\x12\"\n\x05hints\x18\x0b \x03(\x0b\x32\x13.baton.v1.PrefixRun\x12\x1c\n\x10output_token_ids\x18\x0c \x03(\rB\x02\x10\x01\x12\x16\n\x0e\x61\x64\x61pter_digest\x18\r \x01(\t\x12(\n\x08handover\x18\x0e \x01(\x0e\x32\x16.baton.v1.HandoverPath\x12\x17\n\x0fwants_embedding\x18\x0f \x01(\x08\x12\x11\n\tbudget_ms\x18Z \x01(\r\x12\x13\n\x0btraceparent\x18[ \x01(\t\"\x92\x03\n\x0cPrefillReply\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\x12)\n\x08logprobs\x18\x02 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12-\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\"\n\x06handle\x18\x05 \x01(\x0b\x32\x12.baton.v1.KvHandle\x12\x1c\n\x03leg\x18\x06 \x01(\x0b\x32\x0f.baton.v1.KvLeg\x12\"\n\x05times\x18\x07 \x03(\x0b\x32\x13.baton.v1.StageTime\x12\x14\n\x0csample_index\x18\x08 \x01(\r\x12#\n\x06traces\x18\t \x03(\x0b\x32\x13.baton.v1.StepTrace\x12+\n\nbeam_start\x18\n \x03(\x0b\x32\x17.baton.v1.BeamCandidate\x12\x15\n\tembedding\x18\x0b \x03(\x02\x42\x02\x10\x01\x42\x10\n\x0e_stop_token_id2\xaf\x02\n\x07Prefill\x12?\n\x06Stream\x12\x18.baton.v1.PrefillCommand\x1a\x17.baton.v1.PrefillEvents(\x01\x30\x01\x12K\n\x0fGetWorkerStatus\x12 .baton.v1.GetWorkerStatusRequest\x1a\x16.baton.v1.WorkerStatus\x12G\n\x0bLoadAdapter\x12\x1c.baton.v1.LoadAdapterRequest\x1a\x1a.baton.v1.LoadAdapterReply\x12M\n\rUnloadAdapter\x12\x1e.baton.v1.UnloadAdapterRequest\x1a\x1c.baton.v1.UnloadAdapterReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,10 +38,22 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PREFILLREQUEST'].fields_by_name['output_token_ids']._serialized_options = b'\020\001'
   _globals['_PREFILLREPLY'].fields_by_name['token_ids']._loaded_options = None
   _globals['_PREFILLREPLY'].fields_by_name['token_ids']._serialized_options = b'\020\001'
-  _globals['_PREFILLREQUEST']._serialized_start=56
-  _globals['_PREFILLREQUEST']._serialized_end=441
-  _globals['_PREFILLREPLY']._serialized_start=444
-  _globals['_PREFILLREPLY']._serialized_end=823
-  _globals['_PREFILL']._serialized_start=826
-  _globals['_PREFILL']._serialized_end=1127
+  _globals['_PREFILLREPLY'].fields_by_name['embedding']._loaded_options = None
+  _globals['_PREFILLREPLY'].fields_by_name['embedding']._serialized_options = b'\020\001'
+  _globals['_PREFILLCOMMAND']._serialized_start=56
+  _globals['_PREFILLCOMMAND']._serialized_end=184
+  _globals['_CANCELPREFILL']._serialized_start=186
+  _globals['_CANCELPREFILL']._serialized_end=201
+  _globals['_PREFILLEVENTS']._serialized_start=203
+  _globals['_PREFILLEVENTS']._serialized_end=258
+  _globals['_PREFILLEVENT']._serialized_start=260
+  _globals['_PREFILLEVENT']._serialized_end=380
+  _globals['_PREFILLFAILED']._serialized_start=382
+  _globals['_PREFILLFAILED']._serialized_end=474
+  _globals['_PREFILLREQUEST']._serialized_start=477
+  _globals['_PREFILLREQUEST']._serialized_end=927
+  _globals['_PREFILLREPLY']._serialized_start=930
+  _globals['_PREFILLREPLY']._serialized_end=1332
+  _globals['_PREFILL']._serialized_start=1335
+  _globals['_PREFILL']._serialized_end=1638
 # @@protoc_insertion_point(module_scope)

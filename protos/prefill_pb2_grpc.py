@@ -35,10 +35,10 @@ class PrefillStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.Prefill = channel.unary_stream(
-                '/baton.v1.Prefill/Prefill',
-                request_serializer=protos_dot_prefill__pb2.PrefillRequest.SerializeToString,
-                response_deserializer=protos_dot_prefill__pb2.PrefillReply.FromString,
+        self.Stream = channel.stream_stream(
+                '/baton.v1.Prefill/Stream',
+                request_serializer=protos_dot_prefill__pb2.PrefillCommand.SerializeToString,
+                response_deserializer=protos_dot_prefill__pb2.PrefillEvents.FromString,
                 _registered_method=True)
         self.GetWorkerStatus = channel.unary_unary(
                 '/baton.v1.Prefill/GetWorkerStatus',
@@ -60,10 +60,8 @@ class PrefillStub(object):
 class PrefillServicer(object):
     """Missing associated documentation comment in .proto file."""
 
-    def Prefill(self, request, context):
-        """One prompt in; its first token out as soon as it is drawn, and a handle on its KV once that is stored. Cancelling the
-        RPC cancels the work; its deadline is the request's.
-        """
+    def Stream(self, request_iterator, context):
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -89,10 +87,10 @@ class PrefillServicer(object):
 
 def add_PrefillServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Prefill': grpc.unary_stream_rpc_method_handler(
-                    servicer.Prefill,
-                    request_deserializer=protos_dot_prefill__pb2.PrefillRequest.FromString,
-                    response_serializer=protos_dot_prefill__pb2.PrefillReply.SerializeToString,
+            'Stream': grpc.stream_stream_rpc_method_handler(
+                    servicer.Stream,
+                    request_deserializer=protos_dot_prefill__pb2.PrefillCommand.FromString,
+                    response_serializer=protos_dot_prefill__pb2.PrefillEvents.SerializeToString,
             ),
             'GetWorkerStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetWorkerStatus,
@@ -121,7 +119,7 @@ class Prefill(object):
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod
-    def Prefill(request,
+    def Stream(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -131,12 +129,12 @@ class Prefill(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
-            '/baton.v1.Prefill/Prefill',
-            protos_dot_prefill__pb2.PrefillRequest.SerializeToString,
-            protos_dot_prefill__pb2.PrefillReply.FromString,
+            '/baton.v1.Prefill/Stream',
+            protos_dot_prefill__pb2.PrefillCommand.SerializeToString,
+            protos_dot_prefill__pb2.PrefillEvents.FromString,
             options,
             channel_credentials,
             insecure,

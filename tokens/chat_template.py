@@ -1,7 +1,7 @@
 """A checkpoint's chat template: messages to the prompt text its model was trained on.
 
 The template is code from whoever made the checkpoint. It runs in Jinja's immutable sandbox, sees
-plain strings only, and its output is bounded while it is made. The environment (whitespace rules,
+plain values only, and its output is bounded while it is made. The environment (whitespace rules,
 globals, filters) is the one `transformers` gives to templates, so that both render the same text.
 
 Does NOT know token ids. Immutable once loaded; any thread may call it.
@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from tokens.errors import ChatTemplateError, TokenizerError
+from tokens.errors import ChatTemplateError, ReservedNameError, TokenizerError
 
 MAX_OUTPUT_CHARS = 16 * 1024 * 1024
 """Most characters one rendering may yield: four times the largest request. Guessed; a sane chat
@@ -40,6 +40,9 @@ _SPECIAL_TOKENS = (
     "cls_token",
     "mask_token",
 )
+
+_OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+"""Variables that the caller's arguments cannot be."""
 
 
 class ChatTemplate:
@@ -58,7 +61,9 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self.source = source
         try:
-            self._template = _environment(now, max_output_chars).from_string(source)
+            environment = _environment(now, max_output_chars)
+            self._template = environment.from_string(source)
+            self._variables = meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateError as error:
             raise ChatTemplateError(f"the chat template is broken: {error}") from error
 
@@ -82,19 +87,36 @@ class ChatTemplate:
         older = _read_json(folder / "special_tokens_map.json")
         return cls(source, special_tokens=_special_tokens_of({**older, **config}))
 
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the template looks at `tools` at all."""
+        return "tools" in self._variables
+
     def render(
-        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] = (),
+        arguments: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt for `messages` (each with `role` and `content`), ready for the model's answer.
 
-        Raises: ChatTemplateError when the template refuses them, fails on them, or its output is
-            too long.
+        `tools`: what the model may call, as OpenAI writes it; `arguments`: further variables of the
+        template.
+        Raises: ReservedNameError for an argument that is ours to set; ChatTemplateError when the
+            template refuses them, fails on them, or its output is too long.
         """
+        given = dict(arguments or {})
+        for name in given:
+            if name in _OURS or name in self._special_tokens:
+                raise ReservedNameError(f"'{name[:64]}' is not the request's to set")
         size, pieces = 0, []
         try:
             for piece in self._template.generate(
+                given,
                 messages=[dict(message) for message in messages],
-                tools=None,
+                tools=[dict(tool) for tool in tools] or None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,

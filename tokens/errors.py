@@ -3,6 +3,7 @@
 TokensError
   TokenizerError      the checkpoint's: tokenizer files missing, broken or of no streamable kind
   ChatTemplateError   the template's or the messages': none there, refused by it, output too long
+    ReservedNameError   the caller's: an argument for the template that is not his to set
 """
 
 from __future__ import annotations
@@ -18,3 +19,7 @@ class TokenizerError(TokensError):
 
 class ChatTemplateError(TokensError):
     """These messages cannot be rendered."""
+
+
+class ReservedNameError(ChatTemplateError):
+    """The template's argument of this name is set by others."""

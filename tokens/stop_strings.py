@@ -15,11 +15,10 @@ Knows nothing of tokens. One thread at a time.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class StopMatch:
+class StopMatch(NamedTuple):
     """What one piece of text made visible, and the stop string it completed, if any."""
 
     text: str

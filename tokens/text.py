@@ -14,15 +14,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from tokens.detokenizer import Detokenizer
 from tokens.stop_strings import StopStrings
 from tokens.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True)
-class TextDelta:
+class TextDelta(NamedTuple):
     """What became visible, the ids it accounts for in their order, and the stop string that ended
     the answer.
     """

@@ -51,6 +51,10 @@ class TokenKind(IntEnum):
     """
 
 
+_KINDS = tuple(TokenKind)
+"""By number: for every token of every answer one is looked up."""
+
+
 class Tokenizer:
     """Encode and decode with one checkpoint's `tokenizer.json`."""
 
@@ -60,7 +64,8 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
-        self._kinds = _kinds_of(backend)
+        self._kinds, self.is_byte_level = _kinds_of(backend)
+        self._added = frozenset(backend.get_added_tokens_decoder())
         self.special_token_ids = frozenset(
             token_id for token_id, kind in enumerate(self._kinds) if kind == TokenKind.SPECIAL
         )
@@ -110,16 +115,27 @@ class Tokenizer:
     def kind(self, token_id: int) -> TokenKind:
         """What `token_id` means for text."""
         if 0 <= token_id < len(self._kinds):
-            return TokenKind(self._kinds[token_id])
+            return _KINDS[self._kinds[token_id]]
         return TokenKind.UNKNOWN
+
+    def is_added(self, token_id: int) -> bool:
+        """Whether the token was added to the vocabulary, so that it is spelled as its text is."""
+        return token_id in self._added
+
+    def find_token(self, token_id: int) -> str | None:
+        """How the token is spelled in the vocabulary, or None."""
+        return self._backend.id_to_token(token_id)
 
     def find_token_id(self, token: str) -> int | None:
         """Id of the token spelled exactly so, or None."""
         return self._backend.token_to_id(token)
 
 
-def _kinds_of(backend: tokenizers.Tokenizer) -> bytes:
-    """One TokenKind per id. Raises: TokenizerError for a decoder whose text does not just grow."""
+def _kinds_of(backend: tokenizers.Tokenizer) -> tuple[bytes, bool]:
+    """One TokenKind per id, and whether the vocabulary spells bytes as characters of their own.
+
+    Raises: TokenizerError for a decoder whose text does not just grow.
+    """
     decoder: Mapping[str, Any] | None = json.loads(backend.to_str()).get("decoder")
     types = set(_decoder_types(decoder))
     if not types <= _STREAMABLE_DECODERS:
@@ -134,7 +150,7 @@ def _kinds_of(backend: tokenizers.Tokenizer) -> bytes:
     for token_id, added in backend.get_added_tokens_decoder().items():
         if added.special:
             kinds[token_id] = TokenKind.SPECIAL
-    return bytes(kinds)
+    return bytes(kinds), "ByteLevel" in types
 
 
 def _decoder_types(decoder: Mapping[str, Any] | None) -> Iterator[str]:

@@ -11,17 +11,21 @@ A row that fails says so and hides no other.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
+from baton_kernels.linear import linear
 from rich.console import Console
 
 from engine.batch import Batch, Span
+from engine.decoder import projection
 from engine.decoder.decoder import Decoder
 from engine.decoder.inputs import DecodeInputs, mixed_inputs
 from engine.decoder.model import block_rows, kv_layout
@@ -63,6 +67,7 @@ def main() -> None:
     parser.add_argument("--profile-prefill", action="store_true")
     parser.add_argument("--fp8", action="store_true", help="layers' matrices in fp8")
     parser.add_argument("--exact", action="store_true", help="bits that do not depend on the batch")
+    parser.add_argument("--ablate", action="store_true", help="a step without some of its parts")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("this benchmark needs a CUDA device")
@@ -103,6 +108,8 @@ def _run_shape(
             if batch in arguments.profile:
                 _print_kernels(replay, seconds)
             del replay
+        if arguments.ablate:
+            _print_ablations(bench, batch)
     for num_prompts, length in () if arguments.no_prefill else PROMPTS:
         with _guarded(f"prefill {num_prompts} x {length}"):
             run = bench.prefill(num_prompts, length)
@@ -223,6 +230,39 @@ class _Bench:
         num_tokens = num_prompts * length
         attention = 2 * shape.num_layers * shape.num_heads * shape.head_dim * length * num_tokens
         return 2.0 * layers * num_tokens + attention
+
+
+def _print_ablations(bench: _Bench, batch: int) -> None:
+    """What a part adds to the step: kernels overlap, so their own times do not add up to it."""
+    for name, changes in _ABLATIONS.items():
+        with _guarded(f"    b{batch} {name}"), contextlib.ExitStack() as stack:
+            for target, attribute, stand_in in changes:
+                stack.enter_context(mock.patch.object(target, attribute, stand_in))
+            replay, _ = bench.captured_decode(batch)
+            _console.print(f"    b{batch} {name:<30} {_timed(replay) * 1e3:8.3f} ms")
+            del replay
+
+
+def _unattended(
+    decoder: Decoder, _index: int, _layer: object, qkv: torch.Tensor, *_: object
+) -> torch.Tensor:
+    return qkv[:, : decoder.shape.num_heads * decoder.shape.head_dim]
+
+
+def _unnormed(*args: Any, **kwargs: Any) -> torch.Tensor:
+    return linear(*args, **kwargs | {"norm_weight": None, "half_norm": None, "leaves": None})
+
+
+_NO_ATTENTION = (Decoder, "_attend_each", _unattended)
+_NO_NORM = (projection, "linear", _unnormed)
+_WHOLE_NORMS = (Decoder, "_room", lambda *_: None)
+_ABLATIONS: dict[str, tuple[tuple[Any, str, Any], ...]] = {
+    "whole": (),
+    "norms by launches of their own": (_WHOLE_NORMS,),
+    "no norms": (_WHOLE_NORMS, _NO_NORM),
+    "no attention": (_NO_ATTENTION,),
+    "neither": (_WHOLE_NORMS, _NO_NORM, _NO_ATTENTION),
+}
 
 
 class _guarded:

@@ -2,10 +2,12 @@
 with it, under CUDA graphs.
 
 One process a GPU, as in an engine; random weights of the 8B shape in bfloat16, 1,024 tokens of
-context. Beside it the ceiling of the same run: a copy between two GPUs. A row that fails says so
-and hides no other, unless it leaves the ranks apart.
+context. Beside it the ceiling of the same run: a copy between two GPUs. With stages, steps follow
+one another without waiting: a row is the time from one to the next, which is less than one takes.
+A row that fails says so and hides no other, unless it leaves the ranks apart. The last line printed
+is one JSON object, seconds by row.
 
-    python benchmarks/kernels/parallel.py [--shares 2] [--stages 1]
+    python -m benchmarks.kernels.parallel [--shares 2] [--stages 1]
 """
 
 from __future__ import annotations
@@ -16,11 +18,13 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import transformers
 from rich.console import Console
 
+from benchmarks.context import context, publish
 from engine.batch import Batch, Span
 from engine.decoder.inputs import DecodeInputs
 from engine.decoder.model import kv_layout
@@ -54,11 +58,12 @@ def main() -> None:
     parser.add_argument("--stages", type=int, default=1)
     parser.add_argument("--rank", type=int, default=-1, help="of a process that this starts itself")
     parser.add_argument("--meeting-file", type=int, default=-1)
+    parser.add_argument("--out", default="", help="a file for the JSON")
     asked = parser.parse_args()
     grid = Grid(asked.shares, asked.stages)
     if asked.rank >= 0:
         entry.die_with_parent()
-        _Rank(grid, asked.rank, asked.meeting_file).run()
+        _Rank(grid, asked.rank, asked.meeting_file, asked.out).run()
         return
     num_devices = torch.cuda.device_count()
     if num_devices < grid.num_ranks:
@@ -67,8 +72,9 @@ def main() -> None:
     meeting_file = os.memfd_create("ranks")
     ranks = [
         subprocess.Popen(
-            [sys.executable, __file__, "--shares", f"{asked.shares}", "--stages", f"{asked.stages}",
-             "--rank", f"{rank}", "--meeting-file", f"{meeting_file}"],
+            [sys.executable, "-m", "benchmarks.kernels.parallel", "--shares", f"{asked.shares}",
+             "--stages", f"{asked.stages}", "--rank", f"{rank}",
+             "--meeting-file", f"{meeting_file}", "--out", f"{asked.out or ''}"],
             pass_fds=(meeting_file,),
             env=os.environ | {"BATON_PARENT_PID": f"{os.getpid()}"},
         )
@@ -80,8 +86,9 @@ def main() -> None:
 class _Rank:
     """One process. Rank 0 prints."""
 
-    def __init__(self, grid: Grid, rank: int, meeting_file: int) -> None:
-        self.grid, self.rank = grid, rank
+    def __init__(self, grid: Grid, rank: int, meeting_file: int, out: str) -> None:
+        self.grid, self.rank, self._out = grid, rank, out
+        self._seconds: dict[str, float] = {}
         self.device = torch.device("cuda", rank)
         torch.cuda.set_device(self.device)
         self.ranks = ProcessRanks(grid, rank, f"cuda:{rank}", _TIMEOUT_S)
@@ -103,15 +110,31 @@ class _Rank:
             )
         self._row(f"prefill 1 x {PREFILL}", lambda: self._prefill(model, shape))
         torch.cuda.synchronize()
+        if self.rank == 0:
+            publish(
+                {
+                    "benchmark": "parallel",
+                    **context(),
+                    "command": "python -m benchmarks.kernels.parallel "
+                    f"--shares {self.grid.num_shares} --stages {self.grid.num_stages}",
+                    "device": torch.cuda.get_device_name(),
+                    "num_shares": self.grid.num_shares,
+                    "num_stages": self.grid.num_stages,
+                    "seconds": self._seconds,
+                },
+                Path(self._out) if self._out else None,
+            )
+            sys.stdout.flush()
         os._exit(0)  # process groups are not taken down in order
 
     def print(self, line: str) -> None:
         if self.rank == 0:
             _console.print(line)
 
-    def _row(self, name: str, measure: Callable[[], str]) -> None:
+    def _row(self, name: str, measure: Callable[[], tuple[float, str]]) -> None:
         try:
-            self.print(f"{name:28s} {measure()}")
+            self._seconds[name], shown = measure()
+            self.print(f"{name:28s} {shown}")
         except Exception as error:  # the other rows may do
             self.print(f"{name:28s} failed: {type(error).__name__}: {error}")
 
@@ -121,13 +144,16 @@ class _Rank:
             source = torch.empty(size, dtype=torch.uint8, device="cuda:0")
             target = torch.empty(size, dtype=torch.uint8, device="cuda:1")
             seconds = _seconds(lambda: target.copy_(source), num_rounds=5)
+            self._seconds["copy of 1 GiB from GPU to GPU"] = seconds
             self.print(f"copy from GPU to GPU         {size / seconds / 1e9:.0f} GB/s")
+        self.ranks.add_up(torch.zeros(1, device=self.device))  # nobody else computes meanwhile
+        torch.cuda.synchronize()
 
-    def _sum(self, num_rows: int) -> str:
+    def _sum(self, num_rows: int) -> tuple[float, str]:
         x = torch.zeros(num_rows, 4096, dtype=torch.bfloat16, device=self.device)
         graph = _captured(lambda: [self.ranks.add_up(x) for _ in range(_IN_GRAPH)])
         seconds = _seconds(graph.replay) / _IN_GRAPH
-        return f"{seconds * 1e6:8.1f} us   {x.nbytes / seconds / 1e9:.0f} GB/s"
+        return seconds, f"{seconds * 1e6:8.1f} us   {x.nbytes / seconds / 1e9:.0f} GB/s"
 
     def _model(self, shape: DecoderShape) -> tuple[RankModel, int]:
         place = self.ranks.place
@@ -147,7 +173,7 @@ class _Rank:
         return model, num_blocks
 
     @torch.inference_mode()
-    def _decode(self, model: RankModel, num_rows: int, num_blocks: int) -> str:
+    def _decode(self, model: RankModel, num_rows: int, num_blocks: int) -> tuple[float, str]:
         width = CONTEXT // BLOCK_SIZE
         generator = torch.Generator().manual_seed(0)
         order = torch.randperm(num_blocks, generator=generator)[: num_rows * width]
@@ -158,14 +184,14 @@ class _Rank:
         )
         graph = _captured(lambda: model.decode(inputs))
         seconds = _seconds(graph.replay)
-        return f"{seconds * 1e3:8.3f} ms   {num_rows / seconds:,.0f} tok/s"
+        return seconds, f"{seconds * 1e3:8.3f} ms   {num_rows / seconds:,.0f} tok/s"
 
-    def _prefill(self, model: RankModel, shape: DecoderShape) -> str:
+    def _prefill(self, model: RankModel, shape: DecoderShape) -> tuple[float, str]:
         blocks = tuple(range(PREFILL // BLOCK_SIZE))
         token_ids = tuple(index % shape.vocab_size for index in range(PREFILL))
         batch = Batch(token_ids, (Span(0, PREFILL, blocks),), (PREFILL - 1,))
         seconds = _seconds(lambda: model.forward(batch), num_rounds=3)
-        return f"{seconds * 1e3:8.1f} ms   {PREFILL / seconds:,.0f} tok/s"
+        return seconds, f"{seconds * 1e3:8.1f} ms   {PREFILL / seconds:,.0f} tok/s"
 
 
 def _captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:

@@ -136,6 +136,12 @@ class AheadDecoder:
                 ) from error
         self._next_number = 0
 
+    def close(self) -> None:
+        """Let the graphs go (GraphSet.forget). No launch after it."""
+        self._graphs.forget()
+        if self.steps is not None:
+            self.steps.forget()
+
     def takes(self, draw: Draw) -> bool:
         """Whether the device can draw this: greedy or sampled, with temperature, top-k, top-p and
         min-p; nothing that changes logits, and nothing that is told beside the token."""

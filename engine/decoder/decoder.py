@@ -10,18 +10,20 @@ own sequence and itself. Engine thread only.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from baton_kernels.attention import decode_attention
 from baton_kernels.block_rows import BlockRows
 from baton_kernels.dispatch import Backend
-from baton_kernels.layer_ops import rotate_and_write
+from baton_kernels.half_norm import HalfNorm
+from baton_kernels.layer_ops import rms_norm, rotate_and_write
 from baton_kernels.prefill_attention import prefill_attention
 from baton_kernels.rotated_attention import rotate_and_attend
 from torch.nn.functional import embedding
 
 from engine.decoder.inputs import DecodeInputs, MixedInputs
+from engine.decoder.projection import Projection
 from engine.decoder.weights import DecoderWeights, LayerWeights
 
 if TYPE_CHECKING:  # which brings transformers along; ranks' processes need none
@@ -50,6 +52,16 @@ class Collective(Protocol):
         ...
 
 
+class Stream(NamedTuple):
+    """The hidden rows between two layers."""
+
+    x: torch.Tensor
+    """[T, hidden]."""
+
+    half_norm: HalfNorm | None = None
+    """The norm before what comes next, where it is half done."""
+
+
 class Decoder:
     """See the module.
 
@@ -73,6 +85,9 @@ class Decoder:
         self.weights = weights
         self.shape = weights.shape
         self.is_exact = is_exact
+        self.keeps_hidden = False
+        """Leave what the head makes logits of in `kept_hidden`, [R, hidden]. Not under a graph."""
+        self.kept_hidden: torch.Tensor | None = None
         self.backend: Backend
         self._rope = rope
         self._collective = collective
@@ -112,10 +127,10 @@ class Decoder:
         def attend(index: int, layer: LayerWeights, qkv: torch.Tensor) -> torch.Tensor:
             return self._attend_each(index, layer, qkv, positions, block_tables)
 
-        x = self._embed(inputs.token_ids, hidden)
+        stream = Stream(self._embed(inputs.token_ids, hidden))
         for index, layer in enumerate(self.weights.layers):
-            x = self._layer(index, layer, x, attend)
-        return self._logits(x)
+            stream = self._layer(index, layer, stream, attend)
+        return self._logits(stream)
 
     def forward(self, inputs: MixedInputs, hidden: torch.Tensor | None = None) -> torch.Tensor:
         """Any step.
@@ -129,15 +144,15 @@ class Decoder:
         def attend(index: int, layer: LayerWeights, qkv: torch.Tensor) -> torch.Tensor:
             return self._attend_chunks(index, layer, qkv, inputs)
 
-        x = self._embed(inputs.token_ids, hidden)
+        stream = Stream(self._embed(inputs.token_ids, hidden))
         last = len(self.weights.layers) - 1
         for index, layer in enumerate(self.weights.layers):
             if index == last and self._spares_rows(inputs):
-                return self._logits(self._last_layer(index, layer, x, inputs))
-            x = self._layer(index, layer, x, attend)
+                return self._logits(self._last_layer(index, layer, stream, inputs))
+            stream = self._layer(index, layer, stream, attend)
         if self.weights.head is None:
-            return x
-        return self._logits(x.index_select(0, inputs.draw_indices))
+            return stream.x
+        return self._logits(Stream(stream.x.index_select(0, inputs.draw_indices)))
 
     def forward_attending(
         self,
@@ -170,10 +185,10 @@ class Decoder:
             )
             return attended.reshape(qkv.shape[0], -1)
 
-        x = self._embed(token_ids, None)
+        stream = Stream(self._embed(token_ids, None))
         for index, layer in enumerate(self.weights.layers):
-            x = self._layer(index, layer, x, attend)
-        return self._logits(x.index_select(0, draw_indices))
+            stream = self._layer(index, layer, stream, attend)
+        return self._logits(Stream(stream.x.index_select(0, draw_indices)))
 
     # -- parts
 
@@ -185,32 +200,61 @@ class Decoder:
         return embedding(token_ids, self.weights.embedding)
 
     def _layer(
-        self, index: int, layer: LayerWeights, x: torch.Tensor, attend: _AttendLayer
-    ) -> torch.Tensor:
-        """[T, hidden] -> [T, hidden]."""
-        qkv = layer.qkv.forward(x, norm_weight=layer.norm, norm_eps=self.shape.norm_eps)
-        return self._finish_layer(layer, x, attend(index, layer, qkv))
+        self, index: int, layer: LayerWeights, stream: Stream, attend: _AttendLayer
+    ) -> Stream:
+        """One layer. Of what `stream` is left only the result is of use."""
+        attended = attend(index, layer, self._qkv(layer, stream))
+        return self._finish_layer(index, layer, stream.x, attended)
+
+    def _qkv(self, layer: LayerWeights, stream: Stream) -> torch.Tensor:
+        return layer.qkv.forward(
+            stream.x,
+            norm_weight=layer.norm,
+            norm_eps=self.shape.norm_eps,
+            half_norm=stream.half_norm,
+        )
 
     def _finish_layer(
-        self, layer: LayerWeights, x: torch.Tensor, attended: torch.Tensor
-    ) -> torch.Tensor:
-        """What follows the attention: x [M, hidden], attended [M, H D] -> [M, hidden]."""
-        x = self._added(layer.o.forward(attended, residual=self._residual(x)))
-        inner = layer.gate_up.forward(x, norm_weight=layer.mlp_norm, norm_eps=self.shape.norm_eps)
-        return self._added(layer.down.forward(inner, residual=self._residual(x)))
+        self, index: int, layer: LayerWeights, x: torch.Tensor, attended: torch.Tensor
+    ) -> Stream:
+        """What follows the attention: x [M, hidden], attended [M, H D]."""
+        eps = self.shape.norm_eps
+        within = self._room(layer.o, attended, layer.gate_up, layer.mlp_norm)
+        x = self._added(layer.o.forward(attended, residual=self._residual(x), leaves=within))
+        inner = layer.gate_up.forward(x, norm_weight=layer.mlp_norm, norm_eps=eps, half_norm=within)
+        behind = None
+        taker, norm = self._taker(index + 1)
+        if taker is not None and norm is not None:
+            behind = self._room(layer.down, inner, taker, norm)
+        x = layer.down.forward(inner, residual=self._residual(x), leaves=behind)
+        return Stream(self._added(x), behind)
+
+    def _taker(self, index: int) -> tuple[Projection | None, torch.Tensor | None]:
+        """Who takes the hidden rows before this layer, or after the last: its norm, too."""
+        layers = self.weights.layers
+        if index < len(layers):
+            return layers[index].qkv, layers[index].norm
+        return self.weights.head, self.weights.norm
+
+    def _room(
+        self, maker: Projection, x: torch.Tensor, taker: Projection, norm: torch.Tensor
+    ) -> HalfNorm | None:
+        """See Projection.room. Sums of ranks are no product's, and exact ones have one way."""
+        if self._collective is not None or self.is_exact:
+            return None
+        return maker.room(x, taker, norm, self.shape.norm_eps)
 
     def _last_layer(
-        self, index: int, layer: LayerWeights, x: torch.Tensor, inputs: MixedInputs
-    ) -> torch.Tensor:
+        self, index: int, layer: LayerWeights, stream: Stream, inputs: MixedInputs
+    ) -> Stream:
         """Rows that nothing is drawn from only leave their KV: [T, hidden] -> [R, hidden]."""
-        qkv = layer.qkv.forward(x, norm_weight=layer.norm, norm_eps=self.shape.norm_eps)
         places = inputs.positions, inputs.block_tables, inputs.sequence_ids
-        query = self._rotated(index, layer, qkv, *places, None)
+        query = self._rotated(index, layer, self._qkv(layer, stream), *places, None)
         drawn = inputs.draw_indices
         tables = inputs.block_tables.index_select(0, inputs.sequence_ids.index_select(0, drawn))
         ends = inputs.positions.index_select(0, drawn) + 1
         attended = self._attend_singles(index, query.index_select(0, drawn), tables, ends)
-        return self._finish_layer(layer, x.index_select(0, drawn), attended)
+        return self._finish_layer(index, layer, stream.x.index_select(0, drawn), attended)
 
     def _spares_rows(self, inputs: MixedInputs) -> bool:
         is_head = self.weights.head is not None
@@ -341,10 +385,17 @@ class Decoder:
     def _added(self, x: torch.Tensor) -> torch.Tensor:
         return x if self._collective is None else self._collective.add_up(x)
 
-    def _logits(self, x: torch.Tensor) -> torch.Tensor:
+    def _logits(self, stream: Stream) -> torch.Tensor:
         """[R, hidden] -> [R, V], or x where the head is another stage's."""
         head, norm = self.weights.head, self.weights.norm
         if head is None or norm is None:
-            return x
-        logits: torch.Tensor = head.forward(x, norm_weight=norm, norm_eps=self.shape.norm_eps)
+            return stream.x
+        if self.keeps_hidden:
+            self.kept_hidden = rms_norm(stream.x, norm, self.shape.norm_eps, backend=self.backend)
+        logits: torch.Tensor = head.forward(
+            stream.x,
+            norm_weight=norm,
+            norm_eps=self.shape.norm_eps,
+            half_norm=stream.half_norm,
+        )
         return logits if self._collective is None else self._collective.join_columns(logits)

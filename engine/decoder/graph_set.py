@@ -26,8 +26,10 @@ class GraphMemory:
 
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
-        # The allocator gives memory back to the stream that it was taken on.
-        self.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        # The allocator gives memory back to the stream that it was taken on. What is captured on a
+        # stream of higher priority goes before what other threads give the device meanwhile:
+        # checksums of blocks that come, for a prompt that can wait.
+        self.stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
 
 
 class GraphSet(Generic[Shape]):
@@ -79,6 +81,11 @@ class GraphSet(Generic[Shape]):
             gc.enable()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # what the runs on that stream took, and nobody else gets
+
+    def forget(self) -> None:
+        """Let the graphs go, and what they hold on to: NCCL parts with no other rank before the
+        last graph that speaks to it is gone. Nothing runs after it."""
+        self._graphs.clear()
 
     def _capture(self, shape: Shape, memory: GraphMemory) -> torch.cuda.CUDAGraph:
         # Once as it is: a kernel's first launch compiles and loads it, which no capture may do.

@@ -208,6 +208,10 @@ class DecodeGraphs:
         self._graphs.capture(self.buckets, memory=memory, on_captured=on_captured)
         self._step.begin_anew()
 
+    def forget(self) -> None:
+        """See GraphSet."""
+        self._graphs.forget()
+
     def run(self, num_rows: int, num_blocks: int, needs: Needs) -> None:
         """The step, on the current stream, for at least so many rows and so wide tables."""
         self._graphs.run(

@@ -85,6 +85,11 @@ class DecoderModel(InOneProcess):
         self._ahead = None
 
     @property
+    def reads_unwritten(self) -> bool:  # type: ignore[override]  # a constant elsewhere
+        """See LoadedModel. Our kernels look no further than a sequence's end."""
+        return not self._is_plain_cache
+
+    @property
     def ahead(self) -> DecodesAhead | None:
         """Made when it is first asked for."""
         if self._memory is None or self._make_ahead is None or not self._is_plain_cache:
@@ -97,15 +102,29 @@ class DecoderModel(InOneProcess):
     def forward(self, batch: Batch) -> torch.Tensor:
         """See LoadedModel. Logits come in the model's dtype."""
         with on_device(self._device):
-            if not self._is_plain_cache:
+            if not self._is_plain_cache and not batch.wants_hidden:
                 return self._forward_attending(batch)
             ordered = singles_first(batch)
+            if batch.wants_hidden:
+                return self._forward_keeping(ordered)
             steps = None if self._ahead is None else self._ahead.steps
             shape = None if steps is None else steps.shape_of(ordered)
             if steps is not None and shape is not None:
                 return steps.run(shape, ordered)
             with self._adapting(ordered):
                 return self.decoder.forward(mixed_inputs(ordered, self._device))
+
+    def _forward_keeping(self, batch: Batch) -> torch.Tensor:
+        """Outside of graphs, and leaving what the head takes."""
+        self.decoder.keeps_hidden = True
+        try:
+            if not self._is_plain_cache:
+                return self._forward_attending(batch)
+            with self._adapting(batch):
+                return self.decoder.forward(mixed_inputs(batch, self._device))
+        finally:
+            self.decoder.keeps_hidden = False
+            self.kept_hidden, self.decoder.kept_hidden = self.decoder.kept_hidden, None
 
     @contextlib.contextmanager
     def _adapting(self, batch: Batch) -> Generator[None, None, None]:

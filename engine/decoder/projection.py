@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from baton_kernels.dispatch import Backend
 from baton_kernels.fp8_linear import Fp8Weight, fp8_linear
+from baton_kernels.half_norm import HalfNorm, between
 from baton_kernels.layer_ops import rms_norm, silu_mul
 from baton_kernels.linear import linear
 
@@ -56,15 +57,42 @@ class Projection(AdaptedLinear):
         norm_weight: torch.Tensor | None = None,
         norm_eps: float = 0.0,
         residual: torch.Tensor | None = None,
+        half_norm: HalfNorm | None = None,
+        leaves: HalfNorm | None = None,
     ) -> torch.Tensor:
         """The product of x, or of its RMSNorm where `norm_weight` [K] is given. It is added to
         `residual` [M, N] in place, where that is given: the library's product would copy it
-        otherwise. An input without rows gives an output without rows."""
+        otherwise. An input without rows gives an output without rows.
+
+        Args:
+            half_norm: of x, in place of the norm; as `room` of the projection ahead gave it.
+            leaves: filled; as `room` gave it.
+        """
         if x.shape[0] == 0:
             return x.new_empty(0, self.out_features // (2 if self.is_gated else 1))
         if self.deltas is None or not self.deltas.is_wanted:
-            return self._product(x, self.is_gated, norm_weight, norm_eps, residual)
-        return self._adapted(x, norm_weight, norm_eps, residual)
+            return self._product(
+                x, self.is_gated, norm_weight, norm_eps, residual, half_norm, leaves
+            )
+        return self._adapted(x, norm_weight, norm_eps, residual, half_norm, leaves)
+
+    def room(
+        self, x: torch.Tensor, taker: Projection, norm_weight: torch.Tensor, norm_eps: float
+    ) -> HalfNorm | None:
+        """For the norm between this product of x and the one of `taker`; None: it is done by
+        itself."""
+        maker_weight, taker_weight = self.weight, taker.weight
+        if isinstance(maker_weight, Fp8Weight) or isinstance(taker_weight, Fp8Weight):
+            return None
+        return between(
+            x,
+            maker_weight,
+            taker_weight,
+            norm_weight,
+            norm_eps,
+            is_gated=taker.is_gated,
+            backend=self.backend,
+        )
 
     def _product(
         self,
@@ -73,6 +101,8 @@ class Projection(AdaptedLinear):
         norm_weight: torch.Tensor | None = None,
         norm_eps: float = 0.0,
         residual: torch.Tensor | None = None,
+        half_norm: HalfNorm | None = None,
+        leaves: HalfNorm | None = None,
     ) -> torch.Tensor:
         weight = self.weight
         if isinstance(weight, Fp8Weight):
@@ -94,9 +124,11 @@ class Projection(AdaptedLinear):
             self.bias,
             residual=residual,
             out=residual,
-            norm_weight=norm_weight,
+            norm_weight=norm_weight if half_norm is None else None,
             norm_eps=norm_eps,
             activation="silu_mul" if is_gated else None,
+            half_norm=half_norm,
+            leaves=leaves,
             backend=self.backend,
             exact=self.is_exact,
         )
@@ -107,6 +139,8 @@ class Projection(AdaptedLinear):
         norm_weight: torch.Tensor | None,
         norm_eps: float,
         residual: torch.Tensor | None,
+        half_norm: HalfNorm | None,
+        leaves: HalfNorm | None,
     ) -> torch.Tensor:
         deltas = self.deltas
         if deltas is None:
@@ -119,8 +153,14 @@ class Projection(AdaptedLinear):
             inner = silu_mul(inner, backend=self.backend)
         if residual is not None:
             inner = inner + deltas.pick(residual)
-        if deltas.is_whole:
-            return inner
-        out = self._product(x, self.is_gated, norm_weight, norm_eps, residual)
-        deltas.put(out, inner)
+        out = inner
+        if not deltas.is_whole:
+            out = self._product(
+                x, self.is_gated, norm_weight, norm_eps, residual, half_norm, leaves
+            )
+            deltas.put(out, inner)
+        if leaves is not None:
+            scaled, squares = leaves.of(inner)
+            deltas.put(leaves.scaled, scaled)
+            deltas.put(leaves.squares.t(), squares)
         return out

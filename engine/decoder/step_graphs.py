@@ -134,6 +134,10 @@ class StepGraphs:
         self._part(self._words, "positions", self.shapes[0]).fill_(-1)
         self._graphs.capture(self.shapes, memory=memory, on_captured=on_captured)
 
+    def forget(self) -> None:
+        """See GraphSet."""
+        self._graphs.forget()
+
     def shape_of(self, batch: Batch) -> StepShape | None:
         """The smallest shape that a step fits; None: it is not taken.
 
@@ -154,6 +158,7 @@ class StepGraphs:
             if shape.num_singles >= num_singles
             and shape.num_chunk_tokens >= num_chunk_tokens
             and shape.num_chunks >= num_chunks
+            and shape.num_sequences >= len(batch.draw_indices)
         ]
         return min(fitting, key=lambda shape: shape.num_rows, default=None)
 

@@ -25,7 +25,7 @@ tail with no search. Called from the engine's thread only.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.errors import IntegrityError, NoBlocks, WrongState
@@ -194,6 +194,22 @@ class BlockPool:
             self._parent[block_id] = parent
         self._is_cached[block_id] = True
 
+    def mark_chain(self, block_ids: Sequence[int], parent: int) -> None:
+        """`mark_cached` for blocks that follow one another, the first of them `parent`, which is
+        cached and referenced. They are referenced."""
+        num_references, is_cached = self._num_references, self._is_cached
+        for block_id in (parent, *block_ids):
+            if num_references[block_id] < 1 or is_cached[block_id] != (block_id == parent):
+                raise IntegrityError(
+                    f"block {block_id} is not referenced, or cached already: it cannot enter the "
+                    f"prefix cache behind {parent}"
+                )
+        for block_id in block_ids:
+            self._num_busy_children[parent] += 1
+            self._parent[block_id] = parent
+            is_cached[block_id] = True
+            parent = block_id
+
     def unmark_cached(self, block_id: int) -> None:
         """The prefix cache maps nothing to this block any more. Those after it were unmarked
         before."""
@@ -236,9 +252,39 @@ class BlockPool:
 
         Raises: IntegrityError naming the first block that is in no class, in two, or miscounted.
         """
-        free, evictable = set(self._free), set(self._evictable)
         self._free.check_integrity()
         self._check_chains()
+        if not self._is_sound(num_references):
+            self._name_what_is_wrong(num_references)
+            raise IntegrityError("the blocks' classes do not add up")
+
+    def _is_sound(self, num_references: Mapping[int, int] | None) -> bool:
+        """The laws over whole classes, whose members are counted in C: a worker is asked in the
+        middle of everybody's answers.
+        """
+        free, evictable = set(self._free), set(self._evictable)
+        counts = {block_id: n for block_id, n in enumerate(self._num_references) if n}
+        if num_references is not None and counts != num_references:
+            return False
+        quarantined = self._num_holds.keys() - counts.keys()
+        busy = {block_id for block_id, n in enumerate(self._num_busy_children) if n > 0}
+        pinned = busy - self._num_holds.keys() - counts.keys()
+        cached = {block_id for block_id, is_cached in enumerate(self._is_cached) if is_cached}
+        classes = (free, evictable, counts.keys() | pinned, quarantined)
+        num_there = (self.num_free, self.num_evictable, self.num_referenced, self.num_quarantined)
+        return (
+            tuple(map(len, classes)) == num_there
+            and sum(num_there) == self.num_blocks == len(set().union(*classes))
+            and all(n > 0 for n in counts.values())
+            and evictable <= cached
+            and free.isdisjoint(cached)
+        )
+
+    def _name_what_is_wrong(self, num_references: Mapping[int, int] | None) -> None:
+        """Raises: IntegrityError naming the first block that is in no class, in two, or miscounted;
+        or the class that is.
+        """
+        free, evictable = set(self._free), set(self._evictable)
         counts = {"free": 0, "evictable": 0, "referenced": 0, "quarantined": 0}
         for block_id in range(self.num_blocks):
             references = self._num_references[block_id]

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from baton_kernels.block_rows import BlockRows
 
-from engine.errors import IntegrityError
+from engine.errors import IntegrityError, LoadError
 from engine.kv.layout import KvLayout, Section
 
 TORCH_DTYPES = {
@@ -201,20 +201,31 @@ class KvMemory:
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
             if shared_file is not None:
                 flags = mmap.MAP_SHARED
-            buffer = mmap.mmap(
-                -1 if shared_file is None else shared_file,
-                num_blocks * record.block_bytes,
-                flags=flags,
-            )
+            file = -1 if shared_file is None else shared_file
+            try:
+                buffer = mmap.mmap(file, num_blocks * record.block_bytes, flags=flags)
+            except (OSError, OverflowError) as error:
+                raise self._no_room(error) from error
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 with contextlib.suppress(OSError):  # a kernel without them: slower, nothing else
                     buffer.madvise(mmap.MADV_HUGEPAGE)
             self._bytes = np.frombuffer(buffer, dtype=np.uint8).reshape(num_blocks, -1)
             self.cache: torch.Tensor = torch.frombuffer(buffer, dtype=dtype).view(shape)
         else:
-            self.cache = torch.zeros(shape, dtype=dtype, device=device)
+            try:
+                self.cache = torch.zeros(shape, dtype=dtype, device=device)
+            except torch.OutOfMemoryError as error:
+                raise self._no_room(error) from error
         self.address: int = self.cache.data_ptr()
         self.tails = Tails(record.raw, device) if layout.is_quantized else None
+
+    def _no_room(self, error: Exception) -> LoadError:
+        num_bytes = self.num_blocks * self.record.block_bytes
+        return LoadError(
+            f"no memory on {self.device} for a KV cache of {self.num_blocks} blocks "
+            f"({num_bytes / 2**30:.1f} GiB: {str(error).splitlines()[0]}); lower num_blocks, or "
+            "kv_bytes or memory_share where they decide"
+        )
 
     @property
     def is_whole(self) -> bool:

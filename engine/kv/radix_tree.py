@@ -203,6 +203,34 @@ class RadixTree:
         self._hash_of[block_id] = chain_hash
         return True
 
+    def insert_chain(
+        self, parent_hash: bytes, chain_hashes: Sequence[bytes], block_ids: Sequence[int]
+    ) -> None:
+        """`insert` for each of the blocks that follow one another: a whole prompt's, at a third of
+        the price where none of it is cached."""
+        if not chain_hashes:
+            return
+        first, hashes = block_ids[0], chain_hashes[1:]
+        is_new = self.insert(parent_hash, chain_hashes[0], first)
+        # By the law of chains none of the others is there; who breaks it spoils nothing.
+        is_apart = len(set(hashes)) == len(hashes) and self._block_of.keys().isdisjoint(hashes)
+        if not is_new or not is_apart:
+            for before, chain_hash, block_id in zip(
+                chain_hashes, hashes, block_ids[1:], strict=False
+            ):
+                self.insert(before, chain_hash, block_id)
+            return
+        rest = block_ids[1:]  # behind the end of a run: nothing follows a block that is new
+        self.pool.mark_chain(rest, first)
+        node, depth = self._node_of[first], self._depth_of[first]
+        node.block_ids += rest
+        self._block_of.update(zip(hashes, rest, strict=True))
+        for block_id, chain_hash in zip(rest, hashes, strict=True):
+            depth += 1
+            self._depth_of[block_id] = depth
+            self._node_of[block_id] = node
+            self._hash_of[block_id] = chain_hash
+
     def forget(self, block_id: int) -> None:
         """Unmap a block and all that follow it, if it is mapped: nobody else shall find them."""
         if not self.pool.is_cached(block_id):

@@ -5,6 +5,7 @@ whose progress is told by the thread that waits for it. Start-up only.
 from __future__ import annotations
 
 import concurrent.futures
+import threading
 from collections.abc import Callable
 from types import TracebackType
 from typing import Generic, TypeVar
@@ -21,7 +22,8 @@ class _NotWanted(Exception):
 
 class Background(Generic[T]):
     """See the module. At the end of the `with` block the thread has ended: work that reports its
-    progress stops at its next report.
+    progress stops at its next report. A process that ends meanwhile waits for nothing: whoever
+    loads on a thread of its own is not held back by this one.
 
     Args:
         work: called in the thread, with what it reports its progress to.
@@ -33,8 +35,10 @@ class Background(Generic[T]):
         self._latest: tuple[str, int, int] | None = None
         self._told: tuple[str, int, int] | None = None
         self._is_over = False
-        self._pool = concurrent.futures.ThreadPoolExecutor(1, "background")
-        self._future = self._pool.submit(work, self._note)
+        self._work = work
+        self._future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        self._thread = threading.Thread(target=self._run, name="background", daemon=True)
+        self._thread.start()
 
     def __enter__(self) -> Background[T]:
         return self
@@ -46,7 +50,13 @@ class Background(Generic[T]):
         _trace: TracebackType | None,
     ) -> None:
         self._is_over = True
-        self._pool.shutdown()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._future.set_result(self._work(self._note))
+        except BaseException as error:  # the caller's
+            self._future.set_exception(error)
 
     def _note(self, what: str, done: int, total: int) -> None:
         if self._is_over:

@@ -1,7 +1,7 @@
 """Faster layers for a loaded model, recognised by the shape of their attributes, not by family.
 
 `fuse` replaces what it recognises exactly and leaves the rest as it is. It promises nothing about
-numbers: models/load.py compares logits before and after, and goes back to the plain model where
+numbers: models/built.py compares logits before and after, and goes back to the plain model where
 they differ. Weights are replaced layer by layer, so the peak is one layer above the model's size.
 Knows no engine. Load time only.
 """

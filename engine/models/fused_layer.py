@@ -3,7 +3,7 @@ torch offers.
 
 RMSNorm is one call, q/k/v one matrix, RoPE runs over queries and keys together; with packed linears
 SiLU, SiLU * up and both residual sums are done in the matrix products' epilogues. It knows no
-family: models/fuse.py decides what it may replace, and models/load.py compares the numbers. Engine
+family: models/fuse.py decides what it may replace, and models/built.py compares the numbers. Engine
 thread only.
 """
 

@@ -8,6 +8,7 @@ StepAttention which KV it sees. Runs under inference mode. Engine thread only.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from engine.request import ModelInfo
 
 
 class HuggingFaceModel(InOneProcess):
-    """A LoadedModel (models/interface.py). Built by models/load.py, which probed, fused and
+    """A LoadedModel (models/interface.py). Built by models/built.py, which probed, fused and
     verified it."""
 
     def __init__(
@@ -37,7 +38,8 @@ class HuggingFaceModel(InOneProcess):
         lora: LoraLimits | None = None,
         fixed_scales: Sequence[Scales] = (),
     ) -> None:
-        self.info = info
+        has_head = model.get_output_embeddings() is not None
+        self.info = replace(info, gives_embeddings=info.gives_embeddings and has_head)
         self.layout = layout
         self._model = model
         self._device = torch.device(info.device)
@@ -64,11 +66,29 @@ class HuggingFaceModel(InOneProcess):
         self.adapters.begin(batch)
         if self._memory is None or self._memory.tails is None:
             step = StepAttention(batch, self._views, self.layout.block_size)
-            return run(self._model, batch, step, self._device)
+            return self._run(batch, step)
         quantized = QuantizedAttention(batch, self._memory, self._views, self._fixed_scales)
-        logits = run(self._model, batch, quantized, self._device)
+        logits = self._run(batch, quantized)
         quantized.finish()
         return logits
+
+    def _run(self, batch: Batch, step: Attend) -> torch.Tensor:
+        self.kept_hidden = None
+        if not batch.wants_hidden:
+            return run(self._model, batch, step, self._device)
+
+        def keep(head: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+            rows = inputs[0].reshape(-1, inputs[0].shape[-1])
+            # Most code of theirs takes the wanted rows before the head; some after it.
+            if len(rows) != len(batch.draw_indices):
+                rows = rows[list(batch.draw_indices)]
+            self.kept_hidden = rows.clone()
+
+        watch = self._model.get_output_embeddings().register_forward_pre_hook(keep)
+        try:
+            return run(self._model, batch, step, self._device)
+        finally:
+            watch.remove()
 
 
 def run(model: Any, batch: Batch, step: Attend, device: torch.device) -> torch.Tensor:

@@ -99,6 +99,10 @@ class InOneProcess:
 
     info: ModelInfo
     layout: KvLayout
+    kept_hidden: torch.Tensor | None = None
+    """Of the last `forward`, if its batch wanted it."""
+    reads_unwritten: bool = True
+    """See LoadedModel."""
 
     @property
     def kv_record(self) -> KvLayout:
@@ -115,6 +119,12 @@ class InOneProcess:
     def make_memory(self, num_blocks: int) -> KvMemory:
         """See LoadedModel."""
         return KvMemory(self.layout, num_blocks, self.info.device)
+
+    def hidden(self) -> torch.Tensor:
+        """See LoadedModel."""
+        if self.kept_hidden is None:
+            raise ValueError("the last batch did not want hidden states")
+        return self.kept_hidden
 
     def check_alive(self) -> None:
         """See LoadedModel."""
@@ -151,6 +161,12 @@ class LoadedModel(Protocol):
         ...
 
     @property
+    def reads_unwritten(self) -> bool:
+        """Whether a pass reads the slots of a block that nothing was written to yet, with weight 0:
+        they must hold numbers then. Asked for after `attach`."""
+        ...
+
+    @property
     def ahead(self) -> DecodesAhead | None:
         """Its decode steps that may be launched ahead; None where it has none. Asked for after
         `attach`."""
@@ -171,12 +187,17 @@ class LoadedModel(Protocol):
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Compute the batch's tokens, write their KV into their blocks, and give logits [R,
-        vocab_size] for its draws.
+        vocab_size] for its draws, which hold until the next call.
 
         A token sees the cached tokens before it in its own request, and itself. The KV of
         batch-mates is never seen. A row's logits do not depend on what else is in the batch, beyond
         rounding.
         """
+        ...
+
+    def hidden(self) -> torch.Tensor:
+        """[R, hidden]: what the head made the last `forward`'s logits of, the model's last norm
+        included. Only after a batch that `wants_hidden`, and where `info.gives_embeddings`."""
         ...
 
     def check_alive(self) -> None:

@@ -6,16 +6,13 @@ be wrong is said in one line.
     weights (and, beside, take their digest) -> build, and verify -> measure the largest step ->
     fingerprint
 
-To build transformers' code: probe -> logits of the plain model -> fuse -> logits again -> compare.
-Knows no requests and no blocks. Start-up only.
+How transformers' code is built is in `built`. Knows no requests and no blocks. Start-up only.
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +24,6 @@ from checkpoints import architectures, digests, files
 from checkpoints.errors import CheckpointError
 from checkpoints.files import read_config
 from checkpoints.resolve import resolve
-from engine.batch import Batch, Span
 from engine.config import EngineConfig
 from engine.decoder import load
 from engine.decoder.ahead import AheadDecoder, make_ahead
@@ -36,33 +32,21 @@ from engine.decoder.model import DecoderModel, kv_layout
 from engine.decoder.shape import read_shape
 from engine.errors import LoadError, ModelNotSupported
 from engine.fingerprint import fingerprint
-from engine.kv.layout import DTYPE_BYTES, KvLayout, layout_of
+from engine.kv.layout import DTYPE_BYTES
 from engine.kv.memory import TORCH_DTYPES, KvMemory
-from engine.models import attention_hook
+from engine.models import weight_room
 from engine.models.background import Background
-from engine.models.fixed_scales import find_scales
-from engine.models.fuse import fuse
-from engine.models.hugging_face import HuggingFaceModel, run
+from engine.models.built import build
+from engine.models.hugging_face import HuggingFaceModel
 from engine.models.largest_step import largest_step_bytes
-from engine.models.latent import cache_latents
-from engine.models.packed_linear import unavailable_reason
 from engine.models.phases import Phases
-from engine.models.probe import probe
-from engine.models.quantized_attention import Scales
 from engine.models.rehearsal import rehearse
-from engine.models.step_attention import StepAttention
 from engine.models.weights import read_weights
 from engine.parallel.load import check_parallel, load_parallel
 from engine.parallel.model import ParallelModel
 from engine.request import ModelInfo
 
 Progress = Callable[[str, int, int], None]
-
-_MAX_RELATIVE_ERROR = {"float32": 1e-4, "bfloat16": 0.1}
-"""Of fused against plain logits (L2). Measured: 1e-6 and 0.01-0.07; a look-alike module is off by
-0.5 and more."""
-
-_NUM_VERIFY_TOKENS = 16
 
 Loaded = DecoderModel | HuggingFaceModel | ParallelModel
 _Make = Callable[
@@ -83,6 +67,7 @@ def load_model(config: EngineConfig, *, progress: Progress | None = None) -> Loa
         device = choose_device(config.device)
         dtype = choose_dtype(config.dtype, raw_config)
         window = choose_window(config.context_window, model_config, checkpoint.name)
+        weight_room.check(config, checkpoint.path, checkpoint.name, device, dtype)
         reason = load.why_not(config, model_config, device, checkpoint.name)
         if config.num_ranks > 1:
             check_parallel(config, model_config, device, checkpoint.name)
@@ -108,6 +93,7 @@ def load_model(config: EngineConfig, *, progress: Progress | None = None) -> Loa
         num_parameters=0,
         weight_bytes=0,
         decoder="own" if reason is None else f"transformers ({reason})",
+        gives_embeddings=config.num_ranks == 1,
     )
     make: _Make = _make_own if reason is None else _make_transformers
     if config.num_ranks > 1:
@@ -250,7 +236,9 @@ def _make_transformers(
     with phases.timed("weights"):
         built = build(
             model_config,
-            lambda: read_weights(folder, TORCH_DTYPES[info.dtype], progress),
+            lambda: read_weights(
+                folder, TORCH_DTYPES[info.dtype], progress, is_kept=info.device == "cpu"
+            ),
             device=info.device,
             dtype=info.dtype,
             block_size=config.block_size,
@@ -354,132 +342,3 @@ def _eos_token_ids(folder: Path, model_config: Any) -> tuple[int, ...]:
         if value is not None:
             found.update(value if isinstance(value, list | tuple) else [value])
     return tuple(sorted(found))
-
-
-# -- building it
-
-
-Weights = Callable[[], dict[str, torch.Tensor]]
-"""Reads a checkpoint's tensors. Called again if the plain model is needed a second time: nothing
-keeps two copies."""
-
-
-@dataclass(frozen=True)
-class Built:
-    """A model that is ready to run."""
-
-    model: Any
-    layout: KvLayout
-    linear: str
-    fused: tuple[str, ...]
-    num_parameters: int
-    fixed_scales: tuple[Scales, ...]
-
-
-def build(
-    model_config: Any,
-    read: Weights,
-    *,
-    device: str,
-    dtype: str,
-    block_size: int,
-    kv_dtype: str = "",
-    kv_scale: str = "",
-) -> Built:
-    """Build, probe, fuse, and compare the fused logits with the plain ones.
-
-    Where they differ more than rounding explains, the plain model is taken, and `fused` says so.
-    Raises: LoadError for weights that do not fit, ModelNotSupported by the probe.
-    """
-    is_fused = architectures.SERVED[model_config.model_type][0] == architectures.FUSED
-    model = _plain(model_config, read(), device, dtype)
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    cache_latents(model)
-    probed = probe(model, num_layers=model_config.num_hidden_layers, device=device)
-    layout = layout_of(
-        probed.layers, block_size=block_size, dtype=dtype, kv_dtype=kv_dtype, scale=kv_scale
-    )
-    expected = _verify_logits(model, layout, device)
-    reason = unavailable_reason(TORCH_DTYPES[dtype], device)
-    linear = "packed" if reason is None else f"plain ({reason})"
-    fused = fuse(model, is_packed=reason is None, windows=probed.windows, with_layers=is_fused)
-    why = _difference(model, layout, device, expected, _MAX_RELATIVE_ERROR[dtype])
-    if why is not None:
-        why = f"nothing: {why}"
-        model, linear, fused = _plain(model_config, read(), device, dtype), f"plain ({why})", (why,)
-        cache_latents(model)
-    fixed_scales: tuple[Scales, ...] = ()
-    if layout.scale == "tensor":
-        fixed_scales = find_scales(
-            lambda batch, step: run(model, batch, step, torch.device(device)),
-            layout,
-            vocab_size=int(model_config.vocab_size),
-            num_positions=getattr(model_config, "max_position_embeddings", None),
-            device=device,
-        )
-    return Built(model, layout, linear, fused, num_parameters, fixed_scales)
-
-
-def _plain(model_config: Any, weights: dict[str, torch.Tensor], device: str, dtype: str) -> Any:
-    """The unmodified transformers model with our attention.
-
-    Raises: LoadError naming tensors that are missing or have another shape.
-    """
-    config = copy.deepcopy(
-        model_config
-    )  # the attention's name lies on the config: two models must not share one
-    model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    transformers.utils.logging.disable_progress_bar()  # `progress` has its place
-    transformers.utils.logging.set_verbosity_error()  # what its report says is raised below
-    try:
-        model, report = model_class.from_pretrained(
-            None,
-            config=config,
-            state_dict=weights,
-            dtype=TORCH_DTYPES[dtype],
-            attn_implementation=attention_hook.NAME,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # so that they are named in the report, not in a table
-        )
-    except (RuntimeError, ValueError) as error:
-        raise LoadError(f"weights do not fit config.json: {str(error).splitlines()[0]}") from error
-    for what in ("missing_keys", "mismatched_keys", "unexpected_keys"):
-        if report[what]:
-            names = sorted(key if isinstance(key, str) else str(key[0]) for key in report[what])
-            raise LoadError(
-                f"weights do not fit config.json: {what.replace('_', ' ')}: {len(names)}, first "
-                f"{names[0]}; fetch the checkpoint again"
-            )
-    return model.eval().requires_grad_(False).to(device)
-
-
-def _difference(
-    model: Any, layout: KvLayout, device: str, expected: torch.Tensor, max_error: float
-) -> str | None:
-    """In what the fused model is not the plain one; None: in nothing."""
-    try:
-        actual = _verify_logits(model, layout, device)
-    except (AttributeError, RuntimeError) as error:  # code that wants a weight that is packed
-        return f"the fused model cannot run ({str(error).splitlines()[0]})"
-    error_norm = float((actual - expected).norm() / expected.norm())
-    if error_norm <= max_error:  # NaN is not
-        return None
-    return f"fused logits were {error_norm:.2g} off the plain model's"
-
-
-@torch.inference_mode()
-def _verify_logits(model: Any, layout: KvLayout, device: str) -> torch.Tensor:
-    """float32 logits [16, V] of a fixed prompt in a chunk and a decode, through the paged cache."""
-    layout = layout.raw  # what the weights do, whatever is stored
-    memory = KvMemory(layout, layout.num_blocks_for(_NUM_VERIFY_TOKENS), device)
-    views = memory.layer_views()
-    vocab_size = int(model.config.vocab_size)
-    token_ids = tuple((7919 * i + 17) % vocab_size for i in range(_NUM_VERIFY_TOKENS))
-    cut = _NUM_VERIFY_TOKENS - 1
-    parts: list[torch.Tensor] = []
-    for start, end in ((0, cut), (cut, _NUM_VERIFY_TOKENS)):
-        span = Span(start, end - start, tuple(range(layout.num_blocks_for(end))))
-        batch = Batch(token_ids[start:end], (span,), tuple(range(end - start)))
-        step = StepAttention(batch, views, layout.block_size)
-        parts.append(run(model, batch, step, torch.device(device)).float())
-    return torch.cat(parts)

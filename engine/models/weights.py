@@ -14,12 +14,18 @@ from engine.errors import LoadError
 
 
 def read_weights(
-    folder: Path, dtype: torch.dtype, progress: Callable[[str, int, int], None] | None = None
+    folder: Path,
+    dtype: torch.dtype,
+    progress: Callable[[str, int, int], None] | None = None,
+    *,
+    is_kept: bool = True,
 ) -> dict[str, torch.Tensor]:
     """Every tensor by name, floating ones in `dtype`.
 
     Args:
         progress: called with ("weights", bytes done, bytes in all).
+        is_kept: False: they are copied elsewhere at once. Else they are copied here: what lies in
+            the file itself, mapped, changes with it when somebody writes there.
     Raises: LoadError for a file that cannot be read; CheckpointError for one that is missing or
         truncated.
     """
@@ -33,7 +39,8 @@ def read_weights(
                 for name in source.keys():
                     tensor = source.get_tensor(name)
                     done += tensor.numel() * tensor.element_size()
-                    tensors[name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
+                    wanted = dtype if tensor.is_floating_point() else tensor.dtype
+                    tensors[name] = tensor.to(wanted, copy=is_kept)
                     if progress is not None:
                         progress("weights", done, total)
         except (SafetensorError, OSError) as error:

@@ -76,6 +76,7 @@ class ParallelModel:
         self.layout = layout
         self.adapters = Adapters.refused("its layers are shared by several processes")
         self.ahead: ParallelAhead | None = None
+        self.reads_unwritten = layout.dtype != info.dtype  # as DecoderModel
         self._max_rows, self._launches_ahead = config.max_num_running, config.overlap
         self._part = part
         self._others = others
@@ -162,6 +163,10 @@ class ParallelModel:
                 torch.cuda.current_stream(self._device).synchronize()
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
+    def hidden(self) -> torch.Tensor:
+        """See LoadedModel: `info` says that there is none."""
+        raise ValueError("a model of several ranks keeps no hidden states")
+
     def check_alive(self) -> None:
         """See LoadedModel."""
         self._processes.check()
@@ -172,4 +177,7 @@ class ParallelModel:
 
     def close(self) -> None:
         """See LoadedModel."""
+        self._processes.close()
+        if self.ahead is not None:
+            self.ahead.close()
         self._finalizer()

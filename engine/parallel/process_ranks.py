@@ -7,13 +7,18 @@ that only they have open (a descriptor their parent made), so nobody else can jo
 left on disk. gloo's own connections are on the loopback interface.
 
 Every wait has the deadline `timeout_s`: gloo raises, NCCL's kernels are ended by `abort`, which any
-thread may call; all else belongs to the thread that computes.
+thread may call; all else belongs to the thread that computes. NCCL parts from its peers only when
+the last CUDA graph that speaks to them is gone, so the parting goes on beside whoever asked.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import resource
+import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -29,6 +34,10 @@ _c10d: Any = torch.distributed
 
 _TAG = 1
 _NCCL_GRACE = timedelta(seconds=60.0)
+_FAR_DESCRIPTOR = 700
+"""The kernel gives the lowest number that is free, and a process may have 1,024 as a rule."""
+_PART_S = 10.0
+"""For NCCL to part from ranks, once no graph speaks to them; after it, it is left alone."""
 _FORM_S = 60.0
 """For all ranks, which are loaded by then, to meet."""
 
@@ -47,6 +56,7 @@ class ProcessRanks:
         self._shares: Any = None
         self._stages: Any = None
         self._is_aborted = False
+        self._parting: list[threading.Thread] = []
         self._meeting_file = -1
 
     def form(self, meeting_file: int) -> None:
@@ -60,9 +70,7 @@ class ProcessRanks:
         place = self.place
         with self._telling():
             num_ranks = place.num_shares * place.num_stages
-            # Ours until `close`: the store opens its file once more when it goes, and ends the
-            # process if it cannot.
-            self._meeting_file = os.dup(meeting_file)
+            self._meeting_file = _far_duplicate(meeting_file)
             store = _c10d.FileStore(f"/proc/self/fd/{self._meeting_file}", num_ranks)
             store.set_timeout(timedelta(seconds=_FORM_S))
             if place.num_shares > 1:
@@ -153,17 +161,28 @@ class ProcessRanks:
                 _end(self._stages.recv([token_ids], place.num_stages - 1, _TAG))
 
     def abort(self) -> None:
-        """End every wait for other ranks, here and on the device; none is possible after it. Any
-        thread."""
-        self._is_aborted = True
-        if self._device.type == "cuda":
-            for group in (self._shares, self._stages):
-                if group is not None:
-                    group.abort()
+        """End every wait for other ranks, here and on the device; none is possible after it. Does
+        not wait for NCCL's parting. Any thread."""
+        with _aborting:
+            if self._is_aborted:
+                return
+            self._is_aborted = True
+            if self._device.type == "cuda":
+                groups = [each for each in (self._shares, self._stages) if each is not None]
+                self._parting = [
+                    threading.Thread(target=_part, args=(each,), name="ranks part", daemon=True)
+                    for each in groups
+                ]
+        for thread in self._parting:
+            thread.start()
 
     def close(self) -> None:
-        """Let the groups go. The thread that computes; idempotent."""
+        """Let the groups go, graphs being gone before; bounded. The thread that computes;
+        idempotent."""
         self.abort()
+        ends_s = time.monotonic() + _PART_S
+        for thread in self._parting:
+            thread.join(max(0.0, ends_s - time.monotonic()))
         self._shares = self._stages = None
         if self._meeting_file >= 0:
             os.close(self._meeting_file)
@@ -178,6 +197,22 @@ class ProcessRanks:
             yield
         except RuntimeError as error:  # DistBackendError is one
             raise RankFailed(f"another rank is gone or too late ({_first_line(error)})") from error
+
+
+def _far_duplicate(file: int) -> int:
+    """A descriptor of a number that nobody else is given, until `close`. The store opens its file
+    once more when it goes, by that number, and ends the process if another file is there; when it
+    goes, only the garbage collector knows: the error of a rank that is gone holds on to it."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, min(_FAR_DESCRIPTOR, limit // 2))
+
+
+_aborting = threading.Lock()
+
+
+def _part(group: Any) -> None:
+    with contextlib.suppress(RuntimeError):  # of a peer that has parted before
+        group.abort()
 
 
 @contextlib.contextmanager

@@ -14,10 +14,10 @@ import torch
 from numpy.typing import NDArray
 
 from engine.errors import EmptySupport, EngineError, InvalidLogits
-from engine.request import StepTrace, TokenLogprobs
 from engine.sampling.logprobs import raw_logprobs
 from engine.sampling.recipe import Row, masks_ends, recipe_of
 from engine.sampling.row import Draw, Drawn
+from engine.step_output import StepTrace, TokenLogprobs
 
 NUM_TRACE_TOP = 5
 """Best tokens in a trace whose request asked for no log probabilities."""

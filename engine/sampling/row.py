@@ -11,8 +11,9 @@ from typing import NamedTuple
 import torch
 
 from engine.errors import EngineError
-from engine.request import Sampling, StepTrace, TokenLogprobs
+from engine.request import Sampling
 from engine.sampling.history import TokenHistory
+from engine.step_output import StepTrace, TokenLogprobs
 
 
 class Draw(NamedTuple):

@@ -17,8 +17,15 @@ from torch.nn.functional import silu
 
 from baton_kernels import layer_ops
 from baton_kernels.dispatch import Backend, runs_triton
+from baton_kernels.half_norm import HalfNorm
 
 Activation = Literal["silu_mul"]
+
+_FEWEST_GATED_ROWS = 1024
+_FEWEST_ROWS_OF_LARGE = 129
+"""From here on SwiGLU is computed in the product's own launch, where the device can; of weights
+with more than 2^25 numbers from fewer rows on. Measured: below, the library's product and a launch
+behind it are as fast."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,8 @@ def linear(
     norm_weight: torch.Tensor | None = None,
     norm_eps: float = 1e-6,
     activation: Activation | None = None,
+    half_norm: HalfNorm | None = None,
+    leaves: HalfNorm | None = None,
     out: torch.Tensor | None = None,
     backend: Backend = "auto",
     exact: bool = False,
@@ -62,6 +71,9 @@ def linear(
         residual: [M, N], rows dense; may be `out`.
         norm_weight: [K]: x is normed first (its mean of squares in float32).
         activation: "silu_mul": silu(gate) * up.
+        half_norm: x's own, in place of `norm_weight`; as `half_norm.between` gave it for this
+            weight, filled.
+        leaves: filled for who takes the result; as `half_norm.between` gave it.
         out: [M, N], rows dense; not x.
         exact: a row's result has the same bits whatever M and whatever the other rows.
     Returns: [M, N].
@@ -75,18 +87,28 @@ def linear(
         out = x.new_empty(x.shape[0], width)
     else:
         check_rows("out", out, (x.shape[0], width), x)
+    if half_norm is not None or leaves is not None:
+        can = runs_triton(backend, x) and not exact
+        _check_halves(x, out, half_norm, leaves, norm_weight, can=can)
     if x.shape[0] == 0:
         return out
     if not runs_triton(backend, x):
         return out.copy_(linear_reference(x, weight, extras, exact=exact))
     from baton_kernels.gpu import linear as gpu
-    from baton_kernels.gpu.tiles import Product, choose_tile, takes_norm
+    from baton_kernels.gpu.tiles import Product, choose_tile, exact_gated_tile, takes_norm
 
     if exact and extras.is_gated:
-        return _exact_gated(x, weight, extras, out, backend)
+        tile = exact_gated_tile(x.shape[0], weight.shape[0], x.shape[1], x.element_size())
+        if tile is None or residual is not None:
+            return _exact_gated(x, weight, extras, out, backend)
+        if norm_weight is not None:
+            x = layer_ops.rms_norm(x, norm_weight, norm_eps, backend=backend)
+        return gpu.launch(x, weight, out, tile, bias=bias, is_gated=True, rounds=True)
     product = Product(x.shape[0], weight.shape[0], x.shape[1], x.element_size(), extras.is_gated)
     tile = choose_tile(product, exact=exact, forced=backend == "triton")
     if tile is None:
+        if half_norm is not None or leaves is not None:
+            raise ValueError("half_norm, leaves: the library computes this product")
         return _library(x, weight, extras, out)
     if norm_weight is not None and not takes_norm(tile, product):
         x = layer_ops.rms_norm(x, norm_weight, norm_eps, backend=backend)
@@ -100,15 +122,35 @@ def linear(
         residual=residual,
         norm_weight=norm_weight,
         norm_eps=norm_eps,
+        half_norm=half_norm,
+        leaves=leaves,
         is_gated=extras.is_gated,
     )
+
+
+def _check_halves(
+    x: torch.Tensor,
+    out: torch.Tensor,
+    half_norm: HalfNorm | None,
+    leaves: HalfNorm | None,
+    norm_weight: torch.Tensor | None,
+    *,
+    can: bool,
+) -> None:
+    if not can:
+        raise ValueError("half_norm, leaves: only Triton's products that are not exact know them")
+    if half_norm is not None:
+        half_norm.check("half_norm", x)
+        if norm_weight is not None:
+            raise ValueError("norm_weight and half_norm: one norm of x, not two")
+    if leaves is not None:
+        leaves.check("leaves", out)
 
 
 def _exact_gated(
     x: torch.Tensor, weight: torch.Tensor, extras: Extras, out: torch.Tensor, backend: Backend
 ) -> torch.Tensor:
-    """SwiGLU by a launch of its own for any number of rows: a tile of many rows has no room for two
-    sums, and one of few would give other bits than it."""
+    """SwiGLU by a launch of its own: a tile of many rows has no room for two sums."""
     product = linear(
         x,
         weight,
@@ -152,6 +194,10 @@ def _library(
         x = layer_ops.rms_norm(x, extras.norm_weight, extras.norm_eps)
     columns = weight.t()
     if extras.is_gated:
+        if _is_gated_at_once(x, weight, extras, out):
+            from baton_kernels.gpu import hopper_gated
+
+            return hopper_gated.silu_gated(x, weight, out)
         product = torch_linear(x, weight, extras.bias)
         if extras.residual is None:
             return layer_ops.silu_mul(product, out=out)
@@ -162,6 +208,18 @@ def _library(
     if addend is None:
         return torch.mm(x, columns, out=out)
     return torch.addmm(addend, x, columns, out=out)
+
+
+def _is_gated_at_once(
+    x: torch.Tensor, weight: torch.Tensor, extras: Extras, out: torch.Tensor
+) -> bool:
+    """SwiGLU in the product's own launch."""
+    fewest = _FEWEST_ROWS_OF_LARGE if weight.numel() > 1 << 25 else _FEWEST_GATED_ROWS
+    if x.shape[0] < fewest or extras.bias is not None or extras.residual is not None:
+        return False
+    from baton_kernels.gpu import hopper
+
+    return hopper.can_gate(x, weight, out)
 
 
 def check_extras(x: torch.Tensor, weight: torch.Tensor, extras: Extras) -> int:

@@ -21,12 +21,14 @@ from kvstore.attachments import Attachment, AttachmentTable
 from kvstore.block import Block
 from kvstore.errors import CHECKSUM, GENERATION, LEASE_LAPSED, IntegrityError, LeaseLapsed
 from kvstore.lending import PROBE_HASH
+from kvstore.lending.host import own_host_id
 from kvstore.lending.loans import LoanTable, Offer
 from kvstore.lending.outlet import Outlet
 from kvstore.link_meter import num_blocks_wanted
 from kvstore.push_peers import PeerBlocks, PushPeers
 from kvstore.pushes import Frames, PushOutcome, Target
-from kvstore.transport.base import BlockMemory
+from kvstore.transport.base import CUDA_IPC, DIRECT_TRANSPORTS, BlockMemory
+from kvstore.transport.device import Shared
 from kvstore.transport.nixl import region_of
 from process import logs
 from process.deadline import Clock, Deadline
@@ -35,7 +37,6 @@ from process.tasks import end_tasks, start_task
 
 logger = logging.getLogger(__name__)
 
-TRANSPORTS = ("grpc", "nixl")
 ATTACHMENT_TTL_S = 60.0
 """A reader that was silent for so long is gone."""
 
@@ -62,7 +63,7 @@ class LenderIdentity:
 
 @dataclass(frozen=True)
 class Reader:
-    """What a worker says about itself. peer: of transport nixl."""
+    """What a worker says about itself. peer: of transport nixl. host_id: of cuda_ipc."""
 
     worker_id: str
     worker_incarnation: bytes
@@ -70,6 +71,7 @@ class Reader:
     block_bytes: int
     transport: str
     peer: PeerBlocks | None = None
+    host_id: str = ""
 
 
 class Lender:
@@ -83,13 +85,18 @@ class Lender:
         find_free: FindFree,
         *,
         nixl_net_devices: str = "lo",
+        lets_map: bool = False,
         clock: Clock = time.monotonic,
     ) -> None:
+        """lets_map: readers on this host may map the whole memory (transport cuda_ipc)."""
         self.identity = identity
         self.memory = memory
         self.loans = loans
         self.attachments = AttachmentTable()
+        self.shared: Shared | None = None
+        """What readers of transport cuda_ipc are given; made for the first."""
         self._find_free = find_free
+        self._lets_map = lets_map
         self._clock = clock
         self._outlet = Outlet(memory)
         device = memory.device
@@ -164,10 +171,10 @@ class Lender:
         self._check_open()
         if not reader.worker_id:
             raise InvalidArgument("worker_id", "must be given")
-        if reader.transport not in TRANSPORTS:
+        if reader.transport not in DIRECT_TRANSPORTS:
             raise FailedPrecondition(
                 f"transport {reader.transport}: this node lends its blocks; they are read over "
-                f"{' or '.join(TRANSPORTS)}"
+                f"{' or '.join(DIRECT_TRANSPORTS)}"
             )
         if reader.block_bytes != self.memory.block_bytes:
             raise FailedPrecondition(
@@ -177,6 +184,8 @@ class Lender:
         if reader.fingerprint != self.identity.fingerprint:
             raise FailedPrecondition("model_fingerprint: this worker serves another model")
         target: Target | None = None
+        if reader.transport == CUDA_IPC:
+            self._let_map(reader.host_id)
         if reader.transport == "nixl":
             if reader.peer is None:
                 raise InvalidArgument("region_address", "must be given for transport nixl")
@@ -273,6 +282,25 @@ class Lender:
             attachment_id, push_id, blocks, destinations, Deadline.after(budget_s)
         )
 
+    def confirm(
+        self,
+        attachment_id: str,
+        lease_id: str,
+        pairs: Sequence[tuple[int, int]],
+        num_bytes_read: int,
+    ) -> list[int]:
+        """A reader has copied these (block id, generation) out of the memory that it has mapped.
+
+        Returns: the indices of those that were not lent any more. Raises: LeaseLapsed,
+            UnknownAttachment.
+        """
+        self._need_lease(lease_id, self.seen(attachment_id))
+        stale = self.loans.find_stale(pairs)
+        if stale:
+            self.loans.refused[GENERATION] += len(stale)
+        self.loans.counters.num_bytes_read += num_bytes_read
+        return stale
+
     async def report(self, attachment_id: str, blocks: Sequence[Block]) -> int:
         """Somebody read bad bytes out of these: look, and end the leases that name bytes which are
         not there. Returns: how many blocks were bad."""
@@ -312,6 +340,27 @@ class Lender:
         return ""
 
     # -- inside
+
+    def _let_map(self, host_id: str) -> None:
+        """Make what a reader needs to map the memory. Raises: FailedPrecondition."""
+        device = self.memory.device
+        if not self._lets_map:
+            raise FailedPrecondition(
+                "transport cuda_ipc: this worker lets nobody map its cache; set lend_mapped=true "
+                "there, or direct_transport to nixl or grpc here"
+            )
+        if not host_id or host_id != own_host_id():
+            raise FailedPrecondition(
+                "transport cuda_ipc: this worker is on another host, or a kernel tells none "
+                "which: its memory cannot be mapped; set direct_transport to nixl or grpc"
+            )
+        if device is None:
+            raise FailedPrecondition(
+                "transport cuda_ipc: this worker's cache lies in host memory; set "
+                "direct_transport to nixl or grpc"
+            )
+        if self.shared is None:
+            self.shared = device.share(self.memory.address)
 
     def _check_open(self) -> None:
         if self._is_stopped:

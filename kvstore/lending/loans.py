@@ -201,6 +201,16 @@ class LoanTable:
             self._lent[block_id].num_holds -= 1
         self._settle(block_ids)
 
+    def find_stale(self, pairs: Iterable[tuple[int, int]]) -> list[int]:
+        """Which of these (block id, generation) are not lent like that any more: their indices. All
+        others have been, without a break, since they were lent."""
+        lent, known = self._lent, self._generations
+        return [
+            index
+            for index, (block_id, generation) in enumerate(pairs)
+            if block_id not in lent or known.get(block_id, FIRST_GENERATION) != generation
+        ]
+
     # -- damage
 
     def checksums_of(self, blocks: Sequence[Block]) -> list[set[int]]:

@@ -12,8 +12,9 @@ import grpc.aio
 from kvstore import wire
 from kvstore.lending import PROBE_HASH
 from kvstore.lending.lender import Lender, Reader
+from kvstore.transport.base import CUDA_IPC
 from process import serving
-from process.errors import FailedPrecondition
+from process.errors import FailedPrecondition, InvalidArgument
 from protos import kvstore_pb2, kvstore_pb2_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -51,6 +52,9 @@ class LenderServicer(kvstore_pb2_grpc.KvStoreServicer):
         if request.transport == "nixl":
             reply.nixl_agent = lender.peers.name
             reply.nixl_metadata = lender.peers.metadata
+        if request.transport == CUDA_IPC and lender.shared is not None:
+            reply.ipc_handle = lender.shared.handle
+            reply.ipc_offset_bytes = lender.shared.offset_bytes
         reply.checksum = wire.checksum_of(reply)
         return reply
 
@@ -125,6 +129,20 @@ class LenderServicer(kvstore_pb2_grpc.KvStoreServicer):
         self, request: kvstore_pb2.GetPushRequest, context: Context
     ) -> kvstore_pb2.GetPushReply:
         return kvstore_pb2.GetPushReply(terminal=self._lender.peers.is_terminal(request.push_id))
+
+    @serving.unary
+    async def Confirm(
+        self, request: kvstore_pb2.ConfirmRequest, context: Context
+    ) -> kvstore_pb2.ConfirmReply:
+        if len(request.generations) != len(request.frames):
+            raise InvalidArgument("generations", "must be one for each of frames")
+        stale = self._lender.confirm(
+            request.attachment_id,
+            request.lease_id,
+            list(zip(request.frames, request.generations, strict=True)),
+            min(request.num_bytes_read, len(request.frames) * self._lender.memory.block_bytes),
+        )
+        return kvstore_pb2.ConfirmReply(stale=stale)
 
     @serving.streaming
     async def Read(
@@ -221,4 +239,5 @@ def _reader(request: kvstore_pb2.AttachRequest) -> Reader:
         request.block_bytes,
         request.transport,
         peer,
+        request.host_id,
     )

@@ -22,6 +22,7 @@ from kvstore import integrity
 from kvstore.block import Block, Page
 from kvstore.catalog import Entry
 from kvstore.errors import IntegrityError
+from kvstore.history import DAMAGED, DEMOTED, PROMOTED
 from kvstore.residency import Residency
 
 
@@ -104,6 +105,7 @@ class TierMoves:
         """done: of each write in order, whether its bytes were good and are in the page."""
         self._demotions.remove(demotion)
         catalog = self._residency.catalog
+        demoted: list[bytes] = []
         if demotion.above is not None:
             self._use_page(demotion.above, -1)
         for write, is_done in zip(demotion.writes, done, strict=True):
@@ -113,8 +115,10 @@ class TierMoves:
                 page = Page(write.index, write.block.checksum, write.block.num_tokens)
                 self._residency.set_page(entry, page)
                 self.num_demoted += 1
+                demoted.append(entry.chain_hash)
             else:
                 self._residency.free_page(write.index)
+        self._residency.history.note(DEMOTED, demoted)
         for write in demotion.writes:
             self._residency.unpin(write.entry)
 
@@ -146,11 +150,12 @@ class TierMoves:
         if is_good and is_wanted:
             self._residency.place(frame, entry, promotion.page.checksum, promotion.page.num_tokens)
             self.num_promoted += 1
+            self._residency.history.note(PROMOTED, [entry.chain_hash])
         else:
             self._residency.free_frame(frame)
         if not is_good and entry.page is promotion.page:
             self.num_pages_bad += 1
-            num_dropped = self._residency.lose([entry])
+            num_dropped = self._residency.lose([entry], DAMAGED)
         self._residency.unpin(entry)
         return num_dropped
 

@@ -31,13 +31,18 @@ import numpy.typing as npt
 
 from kvstore import block_hash
 from kvstore.block import Block
-from kvstore.transport.device import Device
+from kvstore.transport.device import Device, DeviceChecksums
 from kvstore.transport.staging import PinnedStaging
 from process.deadline import Deadline
 
 Bytes2D = npt.NDArray[np.uint8]
 
 TRANSPORTS = ("shm", "nixl", "grpc")
+"""Between a worker and a store."""
+
+CUDA_IPC = "cuda_ipc"
+DIRECT_TRANSPORTS = (CUDA_IPC, "nixl", "grpc")
+"""Out of the cache of a worker that lends."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,7 @@ class BlockMemory:
 
     host: the bytes themselves, writable, where they are host memory; else None. address: of the
     first byte, in this process or on the device. staging: the device's own, where there is one.
+    device_checksums: of blocks, computed where they lie; None: they are copied to the host for it.
     """
 
     host: Bytes2D | None
@@ -54,6 +60,7 @@ class BlockMemory:
     block_bytes: int
     num_blocks: int
     staging: PinnedStaging | None = None
+    device_checksums: DeviceChecksums | None = None
 
     @classmethod
     def of(cls, view: Bytes2D) -> BlockMemory:
@@ -68,12 +75,17 @@ class BlockMemory:
 
     @classmethod
     def on_device(
-        cls, device: Device, address: int, block_bytes: int, num_blocks: int
+        cls,
+        device: Device,
+        address: int,
+        block_bytes: int,
+        num_blocks: int,
+        device_checksums: DeviceChecksums | None = None,
     ) -> BlockMemory:
         """Describe a device's memory at `address`; it takes some host memory for staging when that
         is first used."""
         staging = PinnedStaging(device, address, block_bytes, num_blocks)
-        return cls(None, address, block_bytes, num_blocks, staging)
+        return cls(None, address, block_bytes, num_blocks, staging, device_checksums)
 
     @property
     def view(self) -> Bytes2D:
@@ -92,6 +104,8 @@ class BlockMemory:
 
         Raises: TransferFailed when the device failed or does not answer.
         """
+        if self.device_checksums is not None:
+            return self.device_checksums.begin(block_ids).result()
         if self.staging is not None:
             return self.staging.checksums(block_ids)
         view = self.view
@@ -141,7 +155,7 @@ class Transport(Protocol):
 
     @property
     def name(self) -> str:
-        """shm, nixl or grpc: what provenance and metrics say."""
+        """One of TRANSPORTS or DIRECT_TRANSPORTS: what provenance and metrics say."""
 
     @property
     def counts_own_reads(self) -> bool:

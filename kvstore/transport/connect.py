@@ -11,9 +11,10 @@ from pathlib import Path
 from kvstore.nixl_agent import NixlAgent
 from kvstore.rpc import Attached, StoreRpc
 from kvstore.slab import Slab
-from kvstore.transport.base import BlockMemory, Transport
+from kvstore.transport.base import CUDA_IPC, BlockMemory, Transport
 from kvstore.transport.device_shm import DeviceShmTransport
 from kvstore.transport.grpc_chunks import GrpcTransport
+from kvstore.transport.mapped import MappedTransport
 from kvstore.transport.nixl import NixlTransport
 from kvstore.transport.shm import ShmTransport
 from kvstore.transport.staged import StagedTransport
@@ -27,7 +28,8 @@ async def connect(
     agent: NixlAgent | None,
     attached: Attached,
 ) -> Transport:
-    """Args: transport: one of TRANSPORTS. agent: for nixl, with `memory` registered.
+    """Args: transport: one of TRANSPORTS, or of DIRECT_TRANSPORTS to a lender. agent: for nixl,
+        with `memory` registered.
 
     Raises: FailedPrecondition when it cannot be used here.
     """
@@ -35,6 +37,8 @@ async def connect(
         if memory.device is not None:
             return await DeviceShmTransport.connect(memory, attached)
         return await ShmTransport.connect(memory, attached)
+    if transport == CUDA_IPC:
+        return await MappedTransport.connect(memory, rpc, attached)
     if transport == "nixl" and agent is not None:
         if memory.device is not None and memory.device.memory == "VRAM":
             await _refuse_store_of_this_host(attached)

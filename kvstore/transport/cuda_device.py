@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from kvstore.errors import TransferFailed
-from kvstore.transport.device import Copies, CopyQueue, Mark
+from kvstore.transport.device import Copies, CopyQueue, Mark, Shared
 from process.errors import BatonError, FailedPrecondition
 
 _LIBRARY = "libcuda.so.1"
@@ -31,6 +31,7 @@ _STREAM_NON_BLOCKING = 1
 _EVENT_DISABLE_TIMING = 2
 _HOST_REGISTER_PORTABLE = 1
 _DEFAULT_STREAM = 0
+_ENABLE_PEER_ACCESS = 1
 _SOURCE_ORDER_STREAM = 1
 _HINT_OVERLAP = 1
 _BATCH_FROM = 4
@@ -52,6 +53,12 @@ class _Attributes(ctypes.Structure):
         ("target_hint", _Location),
         ("flags", c_uint),
     )
+
+
+class _Handle(ctypes.Structure):
+    """CUipcMemHandle, by value"""
+
+    _fields_ = (("reserved", ctypes.c_char * 64),)
 
 
 class CudaDevice:
@@ -101,6 +108,35 @@ class CudaDevice:
     def new_queue(self) -> CopyQueue:
         """See Device."""
         return CudaQueue(self)
+
+    def share(self, address: int) -> Shared:
+        """See Device."""
+        self.use_in_this_thread()
+        handle, base, size = _Handle(), c_ulonglong(), c_size_t()
+        call = functools.partial(self.driver.call, error=FailedPrecondition)
+        call("cuMemGetAddressRange_v2", byref(base), byref(size), c_ulonglong(address))
+        call("cuIpcGetMemHandle", byref(handle), base)
+        return Shared(bytes(handle), address - base.value)
+
+    def map_shared(self, shared: Shared) -> int:
+        """See Device. In this device's context, whichever device the memory is of."""
+        if len(shared.handle) != ctypes.sizeof(_Handle):
+            raise FailedPrecondition(f"shared memory: a handle of {len(shared.handle)} bytes")
+        self.use_in_this_thread()
+        base = c_ulonglong()
+        self.driver.call(
+            "cuIpcOpenMemHandle_v2",
+            byref(base),
+            _Handle.from_buffer_copy(shared.handle),
+            c_uint(_ENABLE_PEER_ACCESS),
+            error=FailedPrecondition,
+        )
+        return base.value + shared.offset_bytes
+
+    def unmap_shared(self, shared: Shared, address: int) -> None:
+        """See Device."""
+        self.use_in_this_thread()
+        self.driver.call("cuIpcCloseMemHandle", c_ulonglong(address - shared.offset_bytes))
 
 
 class CudaMark:
@@ -163,6 +199,17 @@ class CudaQueue:
         for device_address, host_address, num_bytes in copies.tolist():
             result = copy(device_address, host_address, num_bytes, self._stream)
             self._driver.check(result, "cuMemcpyHtoDAsync", TransferFailed)
+
+    def between(self, copies: Copies) -> None:
+        """See CopyQueue."""
+        self._device.use_in_this_thread()
+        if self.uses_batches and len(copies) >= _BATCH_FROM:
+            self._copy_batch(copies[:, 0], copies[:, 1], copies[:, 2])
+            return
+        copy = self._driver.library.cuMemcpyDtoDAsync_v2
+        for target, source, num_bytes in copies.tolist():
+            result = copy(target, source, num_bytes, self._stream)
+            self._driver.check(result, "cuMemcpyDtoDAsync", TransferFailed)
 
     def mark(self) -> Mark:
         """See CopyQueue."""
@@ -246,6 +293,11 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuEventDestroy_v2": (c_void_p,),
     "cuMemcpyHtoDAsync_v2": (c_ulonglong, c_void_p, c_size_t, c_void_p),
     "cuMemcpyDtoHAsync_v2": (c_void_p, c_ulonglong, c_size_t, c_void_p),
+    "cuMemcpyDtoDAsync_v2": (c_ulonglong, c_ulonglong, c_size_t, c_void_p),
+    "cuMemGetAddressRange_v2": (c_void_p, c_void_p, c_ulonglong),
+    "cuIpcGetMemHandle": (c_void_p, c_ulonglong),
+    "cuIpcOpenMemHandle_v2": (c_void_p, _Handle, c_uint),
+    "cuIpcCloseMemHandle": (c_ulonglong,),
 }
 
 _loading = threading.Lock()

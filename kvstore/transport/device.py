@@ -1,5 +1,5 @@
 """What transports need of a GPU whose memory holds a worker's blocks, as Protocols: page-lock host
-memory, and copy by DMA on a queue of its own.
+memory, copy by DMA on a queue of its own, and let another process of this host in (`Shared`).
 
 The one real implementation is cuda_device.py; tests have one in plain memory. Knows no CUDA.
 
@@ -17,7 +17,8 @@ Every method may be called from any thread; one `CopyQueue` serves one thread at
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -25,6 +26,20 @@ import numpy.typing as npt
 
 Copies = npt.NDArray[np.uint64]
 """[N, 3] rows of (device address, host address, bytes)."""
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Memory of a device as another process of this host can map it. Whoever knows the handle can
+    read and write the whole allocation, so it is a secret: kept out of reprs and logs."""
+
+    handle: bytes
+    offset_bytes: int
+    """From the allocation's start to the memory that is meant."""
+
+    def __repr__(self) -> str:
+        return f"Shared({len(self.handle)} bytes)"
+
 
 _SPINS = 30
 """Looks at a mark before the first nap: about 30 us, what a small copy takes."""
@@ -47,11 +62,29 @@ class CopyQueue(Protocol):
     def to_device(self, copies: Copies) -> None:
         """Start to copy registered host memory into the device's. Raises: TransferFailed."""
 
+    def between(self, copies: Copies) -> None:
+        """Start to copy between devices: rows of (target address, source address, bytes), each side
+        this device's own or mapped by `map_shared`. Raises: TransferFailed."""
+
     def mark(self) -> Mark:
         """Behind all copies given until now."""
 
     def close(self) -> None:
         """Nothing of it may be under way."""
+
+
+class PendingChecksums(Protocol):
+    """Checksums that a device computes."""
+
+    def result(self) -> list[int]:
+        """Of each block, in order; once. Blocks its thread. Raises: TransferFailed."""
+
+
+class DeviceChecksums(Protocol):
+    """`block_hash.checksum` of blocks, computed where they lie."""
+
+    def begin(self, block_ids: Sequence[int]) -> PendingChecksums:
+        """Start with blocks as they are now. Raises: TransferFailed."""
 
 
 class Device(Protocol):
@@ -81,6 +114,18 @@ class Device(Protocol):
 
     def use_in_this_thread(self) -> None:
         """Make the device the calling thread's; libraries such as NIXL look at that."""
+
+    def share(self, address: int) -> Shared:
+        """Let other processes map the allocation that holds `address`. Raises: FailedPrecondition
+        where it cannot be shared."""
+
+    def map_shared(self, shared: Shared) -> int:
+        """What another process shares: its address here. Blocks. Raises: FailedPrecondition where
+        this device cannot reach it."""
+
+    def unmap_shared(self, shared: Shared, address: int) -> None:
+        """Give back what `map_shared` gave; nothing may copy from there any more. Also where its
+        owner is gone."""
 
 
 def wait_for(mark: Mark, is_stopped: Callable[[], bool] = lambda: False) -> bool:

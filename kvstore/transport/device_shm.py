@@ -5,10 +5,10 @@ Why: NIXL between a device and another process' host memory ran 100 times below 
 copies of unlocked memory several times below it. Neither is ever used in silence: a slab that
 cannot be locked is refused (registered_slab.py).
 
-A copy goes in pieces, IN_FLIGHT of them given to the device at once. Checksums are computed over
-the slab's bytes, while the lease holds, on threads beside the copy: of what is read while it is
-copied, of what was written when it lies there. So nobody copies bytes back from the device to
-verify them. Generations are looked at before the first and after the last of copies and checksums.
+A copy goes in pieces (pump.py). Checksums are computed over the slab's bytes, while the lease
+holds, on threads beside the copy: of what is read while it is copied, of what was written when it
+lies there. So nobody copies bytes back from the device to verify them. Generations are looked at
+before the first and after the last of copies and checksums.
 
 After the deadline or a cancellation nothing more is given, and the transfer ends with the pieces
 under way, within milliseconds. If the device does not end those, the blocks are quarantined.
@@ -18,29 +18,27 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore import block_hash
-from kvstore.errors import GENERATION, MISSING, LeaseLapsed, TransferFailed
+from kvstore.errors import GENERATION, MISSING, LeaseLapsed
 from kvstore.rpc import Attached
 from kvstore.slab import Slab
 from kvstore.transport.base import BlockMemory, GetItem, GetResult, PutItem, PutUnsettled
 from kvstore.transport.copy_job import IsStopped, Unsettled, run_copy
-from kvstore.transport.device import Copies, CopyQueue, Device, Mark, wait_for
+from kvstore.transport.device import Copies, CopyQueue, Device
+from kvstore.transport.pump import Pump, stop_here
 from kvstore.transport.registered_slab import close_registered, open_registered
 from process.deadline import Deadline
-from process.errors import DeadlineExceeded, FailedPrecondition
+from process.errors import FailedPrecondition
 
 PIECE_BYTES = 8 * 1024 * 1024
 """Bytes of one piece: 0.15 ms of a 55 GB/s bus, long against what giving it costs."""
-IN_FLIGHT = 3
 HASH_THREADS = 4
 """One thread hashes 14 to 20 GB/s, four 60 to 80, the bus moves 55 (measured)."""
 HASH_BYTES = 2 * 1024 * 1024
@@ -48,15 +46,6 @@ HASH_BYTES = 2 * 1024 * 1024
 
 Ids = npt.NDArray[np.int64]
 Generations = npt.NDArray[np.uint64]
-
-
-@dataclass(frozen=True)
-class _Flying:
-    """A piece under way: items [first, end), and its end."""
-
-    first: int
-    end: int
-    mark: Mark
 
 
 class DeviceShmTransport:
@@ -70,9 +59,8 @@ class DeviceShmTransport:
         self._device = device
         self._slab = slab
         self._bytes = slab.frames.data.cast("B")
-        self._piece_frames = max(1, PIECE_BYTES // slab.layout.stride_bytes)
+        self._pump = Pump(device, max(1, PIECE_BYTES // slab.layout.stride_bytes))
         self._hash_frames = max(1, HASH_BYTES // slab.layout.stride_bytes)
-        self._queues: list[CopyQueue] = []  # those that nobody uses now
         self._hashing = ThreadPoolExecutor(
             min(HASH_THREADS, os.cpu_count() or 1), thread_name_prefix="slab-checksums"
         )
@@ -149,8 +137,7 @@ class DeviceShmTransport:
 
     def _close(self) -> None:
         self._hashing.shutdown()
-        for queue in self._queues:
-            queue.close()
+        self._pump.close()
         close_registered(self._device, self._slab)
 
     def _copy_out(
@@ -167,7 +154,7 @@ class DeviceShmTransport:
         def landed(part: slice) -> None:
             checksums.extend(self._hash(frames[part], is_stopped))
 
-        self._pump(len(frames), give, landed, is_stopped)
+        self._pump.run(len(frames), give, is_stopped, landed)
         found = [checksum for part in checksums for checksum in part.result()]
         # The checksums vouch for the bytes only while nobody else may write there.
         if not np.array_equal(self._slab.generations[frames], expected):
@@ -185,49 +172,10 @@ class DeviceShmTransport:
         def give(queue: CopyQueue, part: slice) -> None:
             queue.to_device(self._copies(frames[part], blocks[part]))
 
-        self._pump(len(frames), give, lambda _: None, is_stopped)
+        self._pump.run(len(frames), give, is_stopped)
         checksums = [checksum for part in hashing for checksum in part.result()]
         held &= self._slab.generations[frames] == expected
         return held, checksums
-
-    def _pump(
-        self,
-        num_items: int,
-        give: Callable[[CopyQueue, slice], None],
-        landed: Callable[[slice], None],
-        is_stopped: IsStopped,
-    ) -> None:
-        """All pieces in order, IN_FLIGHT at once. When it returns or raises, none is under way.
-
-        Raises: DeadlineExceeded when `is_stopped`; what `give` raises.
-        """
-        queue = self._queues.pop() if self._queues else self._device.new_queue()
-        flying: deque[_Flying] = deque()
-
-        def land() -> None:
-            piece = flying.popleft()
-            wait_for(piece.mark)  # what the device was given cannot be taken back
-            landed(slice(piece.first, piece.end))
-
-        try:
-            for first in range(0, num_items, self._piece_frames):
-                _stop_here(is_stopped)
-                if len(flying) == IN_FLIGHT:
-                    land()
-                end = min(first + self._piece_frames, num_items)
-                give(queue, slice(first, end))
-                flying.append(_Flying(first, end, queue.mark()))
-            while flying:
-                land()
-        except BaseException:
-            try:
-                wait_for(queue.mark())
-            except TransferFailed:
-                queue.close()  # the device failed: nothing of it moves any more
-                raise
-            self._queues.append(queue)
-            raise
-        self._queues.append(queue)
 
     def _copies(self, frames: Ids, blocks: Ids) -> Copies:
         """The copies of a piece; neighbours that continue one another on both sides are one."""
@@ -250,7 +198,7 @@ class DeviceShmTransport:
         stride, num_bytes = self._slab.layout.stride_bytes, self._memory.block_bytes
 
         def some(frames: Ids) -> list[int]:
-            _stop_here(is_stopped)
+            stop_here(is_stopped)
             starts = (frames * stride).tolist()
             return [block_hash.checksum(self._bytes[at : at + num_bytes]) for at in starts]
 
@@ -262,8 +210,3 @@ class DeviceShmTransport:
     def _remember(self, settled: asyncio.Future[None]) -> None:
         self._unsettled.add(settled)
         settled.add_done_callback(self._unsettled.discard)
-
-
-def _stop_here(is_stopped: IsStopped) -> None:
-    if is_stopped():
-        raise DeadlineExceeded("copy: the time for it ran out")

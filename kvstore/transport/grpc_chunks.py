@@ -17,6 +17,7 @@ from kvstore import block_hash, wire
 from kvstore.errors import GENERATION, TRANSPORT, TransferFailed
 from kvstore.rpc import Attached, StoreRpc
 from kvstore.transport.base import BlockMemory, GetItem, GetResult, PutItem
+from process import spans
 from process.deadline import Deadline
 from protos import kvstore_pb2
 
@@ -58,7 +59,9 @@ class GrpcTransport:
         )
         received = [_Received() for _ in items]
         failed: dict[int, str] = {}
-        call = self._rpc.stub.Read(request, timeout=deadline.left_s())
+        call = self._rpc.stub.Read(
+            request, timeout=deadline.left_s(), metadata=spans.current().headers
+        )
         try:
             with self._rpc.closing_is_unavailable():
                 async for chunk in call:

@@ -15,10 +15,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvstore.transport.device import Copies, CopyQueue, Device, Mark
+from kvstore.errors import TransferFailed
+from kvstore.transport.device import Copies, CopyQueue, Device, Mark, Shared
+from process.errors import FailedPrecondition
 
 BASE = 1 << 52
 """Beyond what any device maps."""
+
+_NOT_SHARED = (
+    "blocks of several ranks lie on several devices: no other process can map them, nor they map "
+    "another's"
+)
 
 NOWHERE = ""
 """What NIXL would call such memory: it has no name, since NIXL cannot reach it."""
@@ -96,6 +103,17 @@ class SpreadDevice:
         """See Device."""
         self.parts[0].device.use_in_this_thread()
 
+    def share(self, address: int) -> Shared:
+        """See Device: nobody is let in, for no block lies in one place."""
+        raise FailedPrecondition(_NOT_SHARED)
+
+    def map_shared(self, shared: Shared) -> int:
+        """See Device."""
+        raise FailedPrecondition(_NOT_SHARED)
+
+    def unmap_shared(self, shared: Shared, address: int) -> None:
+        """See Device: nothing is ever mapped."""
+
     def deal(self, copies: Copies) -> list[Copies]:
         """The same copies by part, between host memory and the part's device."""
         dealt: list[list[tuple[int, int, int]]] = [[] for _ in self.parts]
@@ -131,6 +149,10 @@ class _SpreadQueue:
         for queue, own in zip(self._queues, self._device.deal(copies), strict=True):
             if len(own):
                 queue.to_device(own)
+
+    def between(self, copies: Copies) -> None:
+        """See CopyQueue: never asked for, as nothing is mapped."""
+        raise TransferFailed(_NOT_SHARED)
 
     def mark(self) -> Mark:
         """See CopyQueue."""

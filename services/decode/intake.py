@@ -17,11 +17,13 @@ thread; one call at a time.
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.request import Reservation
+from engine.sequence import HOLE
 from kvstore.block import Block
 from kvstore.errors import DEADLINE, MISSING
 from process import logs
@@ -49,6 +51,9 @@ class Handover:
     """What a beam search goes on from."""
     refusal: str | None = None
     """Why a handle that came cannot even be read; None: it can, or none came."""
+    computes_prompt: bool = False
+    """Without a handle: nobody else was asked to compute the prompt, so nothing of it is missing.
+    """
 
 
 @dataclass(frozen=True)
@@ -64,13 +69,9 @@ class IntakeAsk:
     prompt_token_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class _Wanted:
-    """One block and the place for it."""
-
-    run: handles.Run
-    block: Block
-    block_id: int
+Batch = tuple[handles.Run, list[tuple[Block, int]]]
+"""Blocks and the places for them, all under one lease of one life of a store: the run says which.
+"""
 
 
 @dataclass
@@ -122,7 +123,7 @@ class Intake:
         except handles.HandleRefused as refused:
             self._tell(refused.reason)
             return
-        found, _ = handles.blocks_in_order(handle, self.hashes(prompt))
+        found, _ = handles.stretches(handle, self.hashes(prompt))
         wanted, _ = self._wanted(found)
         pulled = await self._pull(wanted, deadline)
         self._take(pulled)
@@ -147,7 +148,8 @@ class Intake:
             handle = handover.handle
             if handle is not None and is_for(handle, self._ask.request_id, self._ask.tenant):
                 give_back(self._core, handle, home)
-        self._count_rest(why)
+        if not handover.computes_prompt:
+            self._count_rest(why)
         return self.num_tokens
 
     async def _load(self, handover: Handover, context: tuple[int, ...], deadline: Deadline) -> str:
@@ -160,9 +162,9 @@ class Intake:
             self._check(handle, context)
         except handles.HandleRefused as refused:
             return refused.reason
-        found, why_short = handles.blocks_in_order(handle, self.hashes(context))
+        found, why_short = handles.stretches(handle, self.hashes(context))
         if why_short is None:
-            tail = handles.tail_block(handle, len(found))
+            tail = handles.tail_stretch(handle, found[-1].end if found else 0)
             if tail is not None:
                 found.append(tail)
         wanted, has_hole = self._wanted(found)
@@ -189,29 +191,46 @@ class Intake:
         if handle.num_tokens > len(context):
             raise handles.HandleRefused(FINGERPRINT, "the handle covers more tokens than there are")
 
-    def _wanted(self, found: Sequence[tuple[handles.Run, Block]]) -> tuple[list[_Wanted], bool]:
+    def _wanted(self, found: Sequence[handles.Stretch]) -> tuple[list[Batch], bool]:
         """What of `found` is not there yet, as far as there is a place for it; and whether one was
-        lost. Where the engine preempts, only the prompt has places before the start."""
-        wanted: list[_Wanted] = []
-        for index in range(self.num_blocks, min(len(found), len(self._block_ids))):
-            if self._block_ids[index] < 0:
+        lost. Where the engine preempts, only the prompt has places before the start.
+
+        Neighbours under one lease of one store life go together; the tail usually shares its
+        prompt's.
+        """
+        wanted: list[Batch] = []
+        first = self.num_blocks
+        for stretch in found:
+            end = min(stretch.end, len(self._block_ids))
+            if end <= first:
+                continue
+            block_ids = self._block_ids[first:end]
+            num_places = block_ids.index(HOLE) if HOLE in block_ids else len(block_ids)
+            blocks = stretch.blocks(first, first + num_places)
+            items = list(zip(blocks, block_ids[:num_places], strict=True))
+            if wanted and _place(wanted[-1][0]) == _place(stretch.run):
+                wanted[-1][1].extend(items)
+            elif items:
+                wanted.append((stretch.run, items))
+            if num_places < len(block_ids):
                 return wanted, True
-            wanted.append(_Wanted(*found[index], self._block_ids[index]))
+            first = end
         return wanted, False
 
     # ---- bytes
 
-    async def _pull(self, wanted: Sequence[_Wanted], deadline: Deadline) -> _Pulled:
+    async def _pull(self, wanted: Sequence[Batch], deadline: Deadline) -> _Pulled:
         """Copy and verify, run by run; the first block that does not come ends it."""
         pulled = _Pulled()
-        num_left = len(wanted)
-        for run, items in _by_run(wanted):
+        num_left = sum(len(items) for _, items in wanted)
+        for run, items in wanted:
             reason = ""
             try:
                 client = await client_for(self._core, run, self._budget(deadline))
             except BatonError as error:
                 reason = reason_of(error)
             else:
+                begun_s = time.monotonic()
                 loaded = await self._core.connector.load(
                     client,
                     self._ask.engine_id,
@@ -220,6 +239,8 @@ class Intake:
                     deadline,
                     incarnation=run.store_incarnation,
                 )
+                if self._core.step_log is not None:
+                    self._core.step_log.transfer(begun_s, loaded.num_usable)
                 blocks = [block for block, _ in items[: loaded.num_usable]]
                 pulled.loaded.append((run.node_id, blocks))
                 pulled.num_bytes += loaded.num_bytes
@@ -283,21 +304,6 @@ class Intake:
             request_id=self._ask.request_id,
             reason=reason,
         )
-
-
-def _by_run(
-    wanted: Sequence[_Wanted],
-) -> list[tuple[handles.Run, list[tuple[Block, int]]]]:
-    """Neighbours under one lease of one store life go into one load; the tail usually shares its
-    prompt's.
-    """
-    groups: list[tuple[handles.Run, list[tuple[Block, int]]]] = []
-    for each in wanted:
-        last = groups[-1][0] if groups else None
-        if last is None or _place(last) != _place(each.run):
-            groups.append((each.run, []))
-        groups[-1][1].append((each.block, each.block_id))
-    return groups
 
 
 def _place(run: handles.Run) -> tuple[str, bytes, str]:

@@ -1,6 +1,7 @@
 """One request of a decode worker: one task, which ends by giving back all it took.
 
-Life of a request (a cancel, the deadline or the end of its stream may come in any state):
+Life of a request (a cancel, the deadline, the end of its stream or of its worker may come in any
+state):
 
 1. RESERVING  asks the engine for blocks                         -> cancel: a late grant is aborted
 2. RESERVED   holds blocks, waits for the handle                  -> cancel, or no handle in time:
@@ -11,7 +12,13 @@ Life of a request (a cancel, the deadline or the end of its stream may come in a
    written into is quarantined
 5. RUNNING    takes part in the engine's steps; full blocks go to the store behind it -> cancel: out
    of the next step, blocks back
-6. FINISHED   | CANCELLED | FAILED: said on the stream, unless the stream is gone
+6. MOVING     its worker drains: it is out of the engine's steps, its KV goes into the store
+   -> cancel: as in RUNNING; a put under way never commits
+7. FINISHED   | MOVED | CANCELLED | FAILED: said on the stream, unless the stream is gone
+
+A worker that drains tells each request to leave: before FETCHING it fails with Unavailable, to be
+sent elsewhere; FETCHING goes on up to the start and then moves, RUNNING moves at once. Whatever it
+is doing when its time is over, it then moves without its KV.
 
 Belongs to the loop's thread; speaks values, not stubs.
 """
@@ -21,89 +28,40 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
 
-from engine.request import (
-    Beam,
-    EngineStats,
-    Request,
-    RequestEvent,
-    Reservation,
-    Sampling,
-    StepOutput,
-)
+from engine.errors import UnknownRequest
+from engine.held import Held
+from engine.request import Request, Reservation
+from engine.step_output import RequestEvent
+from kvstore.errors import DEADLINE
 from process.deadline import Deadline
-from process.errors import BatonError, FailedPrecondition, Internal, InvalidArgument
+from process.errors import (
+    BatonError,
+    FailedPrecondition,
+    Internal,
+    InvalidArgument,
+    NotFound,
+    Unavailable,
+)
+from services.decode import moving
+from services.decode.ask import DecodeAsk
+from services.decode.departure import Departure, MustLeave
 from services.decode.intake import Handover, Intake, IntakeAsk
 from services.decode.leases import give_back, is_for
+from services.decode.moving import Luggage
+from services.decode.sink import EventSink, Load
 from services.decode.states import ALLOWED, DecodeState
+from services.decode.traced_steps import TracedSteps
 from services.worker import handle as handles
+from services.worker import request_spans
 from services.worker.adapters import check_digest
-from services.worker.core import Chain, WorkerCore
+from services.worker.core import WorkerCore
 from services.worker.engine_port import WorkerEngine
 from services.worker.provenance import Leg, StageClock
 from services.worker.sampling import named_on_wire
 from services.worker.write_back import AnswerChain, WriteBack
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class DecodeAsk:
-    """The samples of one prompt to decode."""
-
-    request_id: str
-    tenant: str
-    adapter: str
-    prompt_token_ids: tuple[int, ...]
-    sampling: Sampling
-    chain: Chain
-    priority: int
-    num_samples: int = 1
-    beam: Beam | None = None
-
-
-@dataclass(frozen=True)
-class Load:
-    """The worker's load, as it rides with every message."""
-
-    num_free_blocks: int
-    num_running: int
-    num_waiting: int
-    step: int
-
-    @classmethod
-    def after_step(cls, output: StepOutput) -> Load:
-        return cls(output.num_free_blocks, output.num_running, output.num_waiting, output.step)
-
-    @classmethod
-    def now(cls, stats: EngineStats) -> Load:
-        return cls(
-            stats.num_free_blocks + stats.num_cached_blocks,
-            stats.num_running,
-            stats.num_waiting,
-            stats.num_steps,
-        )
-
-
-class EventSink(Protocol):
-    """One stream's way out. Events wait for `flush`, which makes one message of them.
-
-    None of it blocks.
-    """
-
-    def reserved(self, key: int, num_tokens_local: int) -> None: ...
-    def tokens(self, key: int, event: RequestEvent) -> None:
-        """News of one sample while the request goes on; they may be the sample's last."""
-
-    def finished(
-        self, key: int, event: RequestEvent | None, leg: Leg, seconds: dict[str, float]
-    ) -> None:
-        """`event` None: cancelled."""
-
-    def failed(self, key: int, error: BaseException, leg: Leg | None) -> None: ...
-    def flush(self, load: Load) -> None: ...
 
 
 class DecodeRequest:
@@ -140,16 +98,24 @@ class DecodeRequest:
         self._deadline = deadline
         self._leg = Leg(len(ask.prompt_token_ids), transport=self._core.connector.transport)
         self._clock = StageClock()
+        self._span = core.tracing.follow("serve decode", ask.trace, core.about)
+        self._steps = TracedSteps(self._span)
+        self.chunks = request_spans.TracedChunks(self._span, len(ask.prompt_token_ids))
+        """Of the prompt, as far as it is computed here."""
         self._handover: asyncio.Future[Handover] = loop.create_future()
         self._early: handles.Handle | None = None
         self._news = asyncio.Event()
         self._chains: dict[int, AnswerChain] = {}
         self._done: asyncio.Future[None] = loop.create_future()
         self._open = set(range(ask.num_samples))
+        self._departure = Departure(core.identity.worker_id)
+        self._held: Held | None = None
+        self._num_outputs = [0] * ask.num_samples
         self._is_cancel_wanted = False
         self._is_taken_in = False
         self._has_begun = False
         self._is_cancelled_early = False
+        self._is_closed = False
         self.task: asyncio.Task[None] | None = None
 
     @property
@@ -160,7 +126,10 @@ class DecodeRequest:
     # ---- what the stream says
 
     def hand_over(self, handover: Handover) -> None:
-        """The handle came. Raises: FailedPrecondition when there was one already."""
+        """The handle came. Raises: NotFound when it is over by now, FailedPrecondition when there
+        was one already."""
+        if self._is_closed:
+            raise NotFound(f"no request {self.key} on this stream any more")
         if self._handover.done():
             raise FailedPrecondition(f"request {self._ask.request_id} was told to generate twice")
         self._handover.set_result(handover)
@@ -178,6 +147,7 @@ class DecodeRequest:
             return
         self._is_cancel_wanted = say_so
         if self._has_begun:
+            self._done.cancel()
             self.task.cancel()
         else:
             # A task cancelled before its first step would never run its own `finally`.
@@ -194,6 +164,13 @@ class DecodeRequest:
             engine_id = self.engine_id
             self._core.thread.post(lambda engine: engine.finish_sample(engine_id, sample_index))
 
+    def leave(self, by: Deadline) -> None:
+        """The worker goes. It ends here, with its KV on the way to another worker if that is done
+        by then. One that has no KV yet ends at once."""
+        if self.task is None or self._done.done():
+            return
+        self._departure.tell(by if self._handover.done() else Deadline.after(0))
+
     # ---- the states
 
     async def live(self) -> None:
@@ -201,16 +178,22 @@ class DecodeRequest:
 
         Raises nothing but a cancellation that nobody is to be told of.
         """
+        with self._span:  # the current one, of this task
+            await self._live()
+
+    async def _live(self) -> None:
+        problem: BaseException | None = None
         self._has_begun = True
         try:
             if self._is_cancelled_early:
                 raise asyncio.CancelledError
             with self._core.admit():
-                async with self._deadline.timeout("decode"):
+                async with self._deadline.timeout("decode"), self._departure:
                     await self._run()
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as error:
             if self.state is DecodeState.FINISHED:
                 return  # its last word was said in the same turn
+            problem = error
             self._move(DecodeState.CANCELLED)
             if not self._is_cancel_wanted:
                 raise
@@ -219,15 +202,25 @@ class DecodeRequest:
         except Exception as error:  # the translator of this border: the sink makes a status of it
             if self.state is DecodeState.FINISHED:
                 return
-            self._move(DecodeState.FAILED)
-            if isinstance(error, Internal) or not isinstance(error, BatonError):
-                fields = {"fields": {"request_id": self._ask.request_id}}
-                logger.error("decode_request_failed", exc_info=error, extra=fields)
-            self.sink.failed(self.key, named_on_wire(error, self._ask.sampling), self._leg)
+            if isinstance(error, MustLeave) and self._is_taken_in:
+                self._tell_moved(Luggage(None, DEADLINE))
+            else:
+                problem = error
+                self._tell_failed(error)
         finally:
             self._on_over(self)
+            self._steps.tell()
+            request_spans.tell(self._span, self._clock, self._leg)
+            self._span.end(problem)
         if self.state is not DecodeState.FINISHED:
             self.sink.flush(Load.now(self._core.thread.stats))
+
+    def _tell_failed(self, error: Exception) -> None:
+        self._move(DecodeState.FAILED)
+        if isinstance(error, Internal) or not isinstance(error, BatonError):
+            fields = {"fields": {"request_id": self._ask.request_id}}
+            logger.error("decode_request_failed", exc_info=error, extra=fields)
+        self.sink.failed(self.key, named_on_wire(error, self._ask.sampling), self._leg)
 
     async def _run(self) -> None:
         ask, thread = self._ask, self._core.thread
@@ -237,6 +230,7 @@ class DecodeRequest:
             prompt_token_ids=ask.prompt_token_ids,
             sampling=ask.sampling,
             block_hasher=ask.chain.hasher,
+            prompt_hashes=tuple(ask.chain.hashes(ask.prompt_token_ids)),
             cache_root=ask.chain.root,
             priority=ask.priority,
             num_samples=ask.num_samples,
@@ -274,6 +268,7 @@ class DecodeRequest:
         self._is_taken_in = True  # from here on it gives the leases back
         with self._write_back.standing_back():
             num_loaded = await intake.load(handover, ask.prompt_token_ids + drawn, self._deadline)
+        self.chunks.start(num_loaded)
         self._follow_chains(intake, ask.prompt_token_ids + drawn)
         self._clock.enter("decode_queue")  # until the first token: the wait and its first step
         self._move(DecodeState.RUNNING)
@@ -294,7 +289,58 @@ class DecodeRequest:
         await thread.call(start)
         if ask.beam is not None and not self._done.done():
             self._begin_decoding()  # it has no tokens to tell of before its end
-        await self._done
+        await asyncio.wait((self._done, self._departure.told), return_when=asyncio.FIRST_COMPLETED)
+        if not self._done.done():
+            self._held = await self._take_out()
+        if self._done.done():
+            await self._done
+        else:
+            await self._move_away()
+
+    async def _take_out(self) -> Held | None:
+        """Of the engine's steps; behind it no more news comes. Returns: None where several samples
+        or beams cannot be taken along, or where it has just ended."""
+        if self._ask.num_samples > 1 or self._ask.beam is not None:
+            return None
+        engine_id = self.engine_id
+        try:
+            return await self._core.thread.call(lambda engine: engine.hold(engine_id))
+        except UnknownRequest:
+            if not self._done.done():  # its last news was delivered before this
+                raise
+            return None
+
+    async def _move_away(self) -> None:
+        """RUNNING -> MOVED."""
+        if self._held is None:
+            self._tell_moved(Luggage(None, moving.SEVERAL_SAMPLES))
+            return
+        self._move(DecodeState.MOVING)
+        self._clock.enter("decode_move")
+        num_held = len(self._held.token_ids) - len(self._ask.prompt_token_ids)
+        if num_held != self._num_outputs[0]:
+            raise Internal(f"{self.engine_id}: {num_held} tokens drawn, {self._num_outputs} told")
+        luggage = await moving.pack(
+            self._core,
+            self._ask,
+            self.engine_id,
+            self._held,
+            self._leg,
+            ttl_s=min(self._deadline.left_s(), self._core.limits.lease_ttl_s),
+            deadline=self._deadline,
+        )
+        self._tell_moved(luggage)
+
+    def _tell_moved(self, luggage: Luggage) -> None:
+        has_waited = self._held is not None and not self._held.block_ids and not self.is_decoding
+        has_run = self.state is not DecodeState.FETCHING and not has_waited
+        leg = self._leg if has_run else None
+        self._move(DecodeState.MOVED)
+        self._clock.enter(None)
+        if leg is not None:
+            self._core.counts.add(leg)
+        self._core.counts.moved[luggage.reason] += 1
+        self.sink.moved(self.key, luggage, self._num_outputs, leg, self._clock.seconds)
 
     async def _pull_early(self, intake: Intake) -> Handover:
         """Wait for the final handle; meanwhile pull what partial ones name."""
@@ -333,6 +379,7 @@ class DecodeRequest:
             raise InvalidArgument(
                 "outputs", f"of {len(handover.outputs)} samples, not {self._ask.num_samples}"
             )
+        self._num_outputs = [len(token_ids) for token_ids in handover.outputs]
         self._open -= handover.over
         if not self._open:
             raise InvalidArgument("outputs", "every sample has ended")
@@ -362,7 +409,9 @@ class DecodeRequest:
         if not event.token_ids and event.finish_reason is None:
             return
         self._begin_decoding()
+        self._steps.add(len(event.token_ids))
         self._core.counts.num_output_tokens += len(event.token_ids)
+        self._num_outputs[event.sample_index] += len(event.token_ids)
         if event.finish_reason is not None:
             self._open.discard(event.sample_index)
             if chain is not None:
@@ -382,17 +431,23 @@ class DecodeRequest:
             self._clock.enter("decode")
 
     def fail(self, error: Internal) -> None:
-        """The engine is gone."""
+        """The engine is gone, by no fault of this request: another worker can go on with it."""
         if self.state is DecodeState.RUNNING and not self._done.done():
-            self._done.set_exception(error)
+            self._done.set_exception(Unavailable(str(error)))
 
     def close(self) -> None:
         """Give back what is left: the engine's blocks, the leases of a handle that was not taken
         in.
         """
+        self._is_closed = True
         if self._done.done() and not self._done.cancelled():
             self._done.exception()  # seen, even if nobody waited any more
-        if self.state is not DecodeState.FINISHED:
+        if self.state is DecodeState.MOVED and self._held is not None:
+            engine_id = self.engine_id
+            self._core.thread.post(
+                lambda engine: engine.release(engine_id), lambda: self._core.on_room()
+            )
+        elif self.state is not DecodeState.FINISHED:
             self._core.drop(self.engine_id)
         for chain in self._chains.values():
             self._write_back.end(chain)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import grpc.aio
 
+from process.deadline import Deadline
 from protos import decode_pb2_grpc
 from services.decode.server import DecodeServicer
 from services.decode.worker import DecodeWorker
@@ -24,6 +25,10 @@ class DecodeRole:
     def add_service(self, server: grpc.aio.Server) -> None:
         """Register with a server that is not started yet."""
         decode_pb2_grpc.add_DecodeServicer_to_server(self._servicer, server)
+
+    def leave(self, by: Deadline) -> None:
+        """Streams go on elsewhere."""
+        self.worker.leave(by)
 
     async def stop(self) -> None:
         """Nothing waits outside of a stream, and streams end with the server."""

@@ -6,25 +6,28 @@ The only module here that knows the stubs.
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import grpc.aio
 
-from engine.request import RequestEvent
-from process import serving
+from engine.step_output import RequestEvent
+from process import serving, trace_context
 from process.errors import BatonError, InvalidArgument
 from protos import common_pb2, decode_pb2, decode_pb2_grpc
+from services.decode.ask import DecodeAsk
 from services.decode.intake import Handover
-from services.decode.request import DecodeAsk, Load
+from services.decode.leases import give_back
+from services.decode.moving import Luggage
 from services.decode.session import StreamSession
+from services.decode.sink import Load
 from services.decode.worker import DecodeWorker
 from services.worker import handle as handles
 from services.worker.adapters import info_to_proto
 from services.worker.core import WorkerCore
+from services.worker.multiplexed import Outbox, serve
 from services.worker.provenance import Leg
 from services.worker.sampling import beam_from_proto, num_samples_of, sampling_from_proto
 from services.worker.status import (
@@ -38,28 +41,24 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Outbound:
-    """The `EventSink` of one stream: collects events, makes one message of all that came since the
-    last write.
-
-    While the reader keeps up that is one message per engine step; behind a slow one steps share a
-    message, so that what waits here is bounded by the requests' own lengths.
-    """
+    """The `EventSink` of one stream. Law: a handle is the router's from the moment when its
+    `moved` was written; what one hands over that was not is given back."""
 
     def __init__(self, core: WorkerCore) -> None:
         self._core = core
-        self._events: list[decode_pb2.DecodeEvent] = []
         self._load: Load | None = None
-        self._wake = asyncio.Event()
-        self._is_ended = False
+        self._untold: dict[int, handles.Handle] = {}
+        self._is_closed = False
+        self.outbox = Outbox[decode_pb2.DecodeEvent]()
 
     def reserved(self, key: int, num_tokens_local: int) -> None:
         reserved = decode_pb2.DecodeReserved(num_tokens_local=num_tokens_local)
-        self._events.append(decode_pb2.DecodeEvent(key=key, reserved=reserved))
+        self.outbox.put(decode_pb2.DecodeEvent(key=key, reserved=reserved))
 
     def tokens(self, key: int, event: RequestEvent) -> None:
         tokens = decode_pb2.DecodeTokens()
         _fill(tokens, event)
-        self._events.append(decode_pb2.DecodeEvent(key=key, tokens=tokens))
+        self.outbox.put(decode_pb2.DecodeEvent(key=key, tokens=tokens))
 
     def finished(
         self, key: int, event: RequestEvent | None, leg: Leg, seconds: dict[str, float]
@@ -71,7 +70,7 @@ class Outbound:
         )
         if event is not None and event.finish_reason is not None:
             _fill(finished, event)
-        self._events.append(decode_pb2.DecodeEvent(key=key, finished=finished))
+        self.outbox.put(decode_pb2.DecodeEvent(key=key, finished=finished))
 
     def failed(self, key: int, error: BaseException, leg: Leg | None) -> None:
         code, message = serving.status_of(error)
@@ -82,34 +81,55 @@ class Outbound:
         )
         if isinstance(error, BatonError) and error.retry_after_s is not None:
             failed.retry_after_s = error.retry_after_s
-        self._events.append(decode_pb2.DecodeEvent(key=key, failed=failed))
+        self.outbox.put(decode_pb2.DecodeEvent(key=key, failed=failed))
+
+    def moved(
+        self,
+        key: int,
+        luggage: Luggage,
+        num_output_tokens: Sequence[int],
+        leg: Leg | None,
+        seconds: dict[str, float],
+    ) -> None:
+        moved = decode_pb2.DecodeMoved(
+            num_output_tokens=num_output_tokens,
+            leg=self._core.leg_to_proto(leg) if leg is not None else None,
+            times=times_to_proto(seconds),
+            reason=luggage.reason,
+        )
+        if luggage.handle is not None:
+            if self._is_closed:
+                give_back(self._core, luggage.handle)
+                return
+            moved.handle.CopyFrom(handles.to_proto(luggage.handle, self._core.handle_keys))
+            self._untold[key] = luggage.handle
+        self.outbox.put(decode_pb2.DecodeEvent(key=key, moved=moved))
 
     def flush(self, load: Load) -> None:
         self._load = load
-        self._wake.set()
+        self.outbox.flush()
 
-    def end(self) -> None:
-        """No event comes any more."""
-        self._is_ended = True
-        self._wake.set()
+    def told(self, events: Iterable[decode_pb2.DecodeEvent]) -> None:
+        """They were written: their handles are the router's."""
+        for event in events:
+            if event.HasField("moved"):
+                self._untold.pop(event.key, None)
 
-    async def messages(self) -> AsyncIterator[decode_pb2.DecodeEvents]:
-        """What is to be written, until `end`."""
-        while True:
-            await self._wake.wait()
-            self._wake.clear()
-            events, self._events = self._events, []
-            if events:
-                load = self._load or Load.now(self._core.thread.stats)
-                yield decode_pb2.DecodeEvents(
-                    events=events,
-                    num_free_blocks=load.num_free_blocks,
-                    num_running=load.num_running,
-                    num_waiting=load.num_waiting,
-                    step=load.step,
-                )
-            if self._is_ended and not self._events:
-                return
+    def close(self) -> None:
+        self._is_closed = True
+        while self._untold:
+            give_back(self._core, self._untold.popitem()[1])
+
+    def message(self, events: list[decode_pb2.DecodeEvent]) -> decode_pb2.DecodeEvents:
+        """With the load as of the last flush."""
+        load = self._load or Load.now(self._core.thread.stats)
+        return decode_pb2.DecodeEvents(
+            events=events,
+            num_free_blocks=load.num_free_blocks,
+            num_running=load.num_running,
+            num_waiting=load.num_waiting,
+            step=load.step,
+        )
 
 
 class DecodeServicer(decode_pb2_grpc.DecodeServicer):
@@ -125,15 +145,18 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
     ) -> None:
         outbound = Outbound(self._core)
         session = StreamSession(self._worker, outbound)
-        reader = asyncio.create_task(self._read(commands, session, outbound))
-        try:
-            async for message in outbound.messages():
-                await context.write(message)
-            await reader
-        finally:
-            session.close()
-            reader.cancel()
-            await asyncio.gather(reader, return_exceptions=True)
+
+        def obey(command: decode_pb2.DecodeCommand) -> None:
+            try:
+                self._dispatch(command, session)
+            except BatonError as error:
+                session.refuse(command.key, error)
+
+        async def write(events: list[decode_pb2.DecodeEvent]) -> None:
+            await context.write(outbound.message(events))
+            outbound.told(events)
+
+        await serve(commands, obey, session, outbound.outbox, write, self._core.outboxes)
 
     @serving.unary
     async def GetWorkerStatus(
@@ -154,25 +177,6 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
     ) -> common_pb2.UnloadAdapterReply:
         await self._core.adapters.unload(request.name)
         return common_pb2.UnloadAdapterReply()
-
-    async def _read(
-        self,
-        commands: AsyncIterator[decode_pb2.DecodeCommand],
-        session: StreamSession,
-        outbound: Outbound,
-    ) -> None:
-        """Take commands until the router has no more; then the stream ends with its last
-        request.
-        """
-        try:
-            async for command in commands:
-                try:
-                    self._dispatch(command, session)
-                except BatonError as error:
-                    session.refuse(command.key, error)
-            await session.wait_idle()
-        finally:
-            outbound.end()
 
     def _dispatch(self, command: decode_pb2.DecodeCommand, session: StreamSession) -> None:
         kind = command.WhichOneof("command")
@@ -202,6 +206,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             priority=message.priority,
             num_samples=num_samples_of(message.sampling),
             beam=beam_from_proto(message.sampling),
+            trace=trace_context.parse(message.traceparent) if message.traceparent else None,
         )
 
     def _prefetch(self, key: int, message: common_pb2.KvHandle, session: StreamSession) -> None:
@@ -233,7 +238,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         over = frozenset(index for index, output in enumerate(message.outputs) if output.is_over)
         beam_start = tuple((start.token_id, start.logprob) for start in message.beam_start)
         outputs = outputs or (tuple(message.output_token_ids),)
-        return Handover(handle, outputs, over, beam_start, refusal)
+        alone = message.computes_prompt and not message.HasField("handle")
+        return Handover(handle, outputs, over, beam_start, refusal, alone)
 
 
 def _fill(part: decode_pb2.DecodeTokens | decode_pb2.DecodeFinished, event: RequestEvent) -> None:

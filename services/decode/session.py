@@ -14,9 +14,11 @@ import asyncio
 
 from process.deadline import Deadline
 from process.errors import AlreadyExists, BatonError, NotFound
+from services.decode.ask import DecodeAsk
 from services.decode.intake import Handover
 from services.decode.leases import give_back, is_for
-from services.decode.request import DecodeAsk, DecodeRequest, EventSink, Load
+from services.decode.request import DecodeRequest
+from services.decode.sink import EventSink, Load
 from services.decode.worker import DecodeWorker
 from services.worker.handle import Handle
 
@@ -92,9 +94,11 @@ class StreamSession:
         await self._idle.wait()
 
     def close(self) -> None:
-        """The stream is gone: cancel all of its requests. Idempotent."""
+        """The stream is gone: cancel all of its requests, and take back what nobody heard of.
+        Idempotent."""
         for request in list(self._requests.values()):
             request.cancel(say_so=False)
+        self._sink.close()
 
     def _over(self, request: DecodeRequest) -> None:
         del self._requests[request.key]

@@ -15,7 +15,9 @@ class DecodeState(enum.Enum):
     PREFETCHING = "prefetching"
     FETCHING = "fetching"
     RUNNING = "running"
+    MOVING = "moving"
     FINISHED = "finished"
+    MOVED = "moved"
     CANCELLED = "cancelled"
     FAILED = "failed"
 
@@ -25,9 +27,12 @@ ALLOWED: dict[DecodeState, frozenset[DecodeState]] = {
     DecodeState.RESERVING: frozenset({DecodeState.RESERVED}) | _OVER,
     DecodeState.RESERVED: frozenset({DecodeState.PREFETCHING, DecodeState.FETCHING}) | _OVER,
     DecodeState.PREFETCHING: frozenset({DecodeState.RESERVED}) | _OVER,
-    DecodeState.FETCHING: frozenset({DecodeState.RUNNING}) | _OVER,
-    DecodeState.RUNNING: frozenset({DecodeState.FINISHED}) | _OVER,
+    DecodeState.FETCHING: frozenset({DecodeState.RUNNING, DecodeState.MOVED}) | _OVER,
+    DecodeState.RUNNING: frozenset({DecodeState.FINISHED, DecodeState.MOVING, DecodeState.MOVED})
+    | _OVER,
+    DecodeState.MOVING: frozenset({DecodeState.MOVED}) | _OVER,
     DecodeState.FINISHED: frozenset(),
+    DecodeState.MOVED: frozenset(),
     DecodeState.CANCELLED: frozenset(),
     DecodeState.FAILED: frozenset(),
 }

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 
-from engine.request import StepOutput
+from engine.step_output import StepOutput
 from process.deadline import Deadline
 from process.errors import Internal
-from services.decode.request import DecodeAsk, DecodeRequest, EventSink, Load
+from services.decode.ask import DecodeAsk
+from services.decode.request import DecodeRequest
+from services.decode.sink import EventSink, Load
 from services.decode.states import DecodeState
 from services.worker.core import WorkerCore
 from services.worker.write_back import WriteBack
@@ -62,6 +64,12 @@ class DecodeWorker:
         request.task = asyncio.create_task(request.live())
         return request
 
+    def leave(self, by: Deadline) -> None:
+        """The worker goes: every request moves, with its KV if that is stored by then. New ones are
+        refused by now (`WorkerCore.draining`)."""
+        for request in list(self._requests.values()):
+            request.leave(by)
+
     def forget(self, request: DecodeRequest) -> None:
         """The end of a request's life; idempotent."""
         if self._requests.pop(request.engine_id, None) is not None:
@@ -73,6 +81,7 @@ class DecodeWorker:
         for event in output.events:
             request = self._requests.get(event.request_id)
             if request is not None:  # else cancelled while the step ran
+                request.chunks.add(event, output)
                 request.on_event(event)
                 sinks[id(request.sink)] = request.sink
         for sink in sinks.values():

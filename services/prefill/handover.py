@@ -13,14 +13,14 @@ from typing import Any, Protocol
 
 from kvstore.errors import STORE_UNAVAILABLE
 from process.deadline import Deadline
-from services.prefill.handle_maker import HandleMaker
 from services.prefill.job import PrefillJob
 from services.prefill.lent_prompt import LentPrompt
-from services.prefill.parts import Part
 from services.prefill.pins import Pin
 from services.worker import handle as handles
 from services.worker.block_writer import BlockWriter, TailSource, Written
 from services.worker.core import WorkerCore
+from services.worker.handle_maker import HandleMaker
+from services.worker.parts import Part
 from services.worker.provenance import HandoverPath, Leg
 
 
@@ -85,7 +85,7 @@ class Handover:
             if job.lent.problem is None:
                 parts = [job.lent.part]
         job.early.told(max((len(part.refs) for part in parts), default=0))
-        return HandleMaker(self._core, job.ask).partial(parts, self.ttl_s(job.deadline))
+        return self._maker(job).partial(parts, self.ttl_s(job.deadline))
 
     async def direct(
         self, job: PrefillJob, lent: LentPrompt, tail: TailSource | None
@@ -93,7 +93,7 @@ class Handover:
         """The answer, with a handle on our own blocks. None: they cannot be lent."""
         ttl_s = self.ttl_s(job.deadline)
         await lent.lend(tail)
-        handle = HandleMaker(self._core, job.ask).whole([lent.part], lent.tail, ttl_s)
+        handle = self._maker(job).whole([lent.part], lent.tail, ttl_s)
         if handle is None or not lent.hand_over(ttl_s):
             return None
         job.handed_over = frozenset(handle.lease_ids)
@@ -113,9 +113,7 @@ class Handover:
     def from_store(self, job: PrefillJob, writer: BlockWriter, written: Written) -> PrefillAnswer:
         """The answer, with a handle on what lies in stores, which takes the leases along."""
         parts = [*held(job), Part(writer.client, written.lease_id, written.refs)]
-        handle = HandleMaker(self._core, job.ask).whole(
-            parts, written.tail, self.ttl_s(job.deadline)
-        )
+        handle = self._maker(job).whole(parts, written.tail, self.ttl_s(job.deadline))
         if handle is None:
             return PrefillAnswer(None, job.leg, job.clock.seconds, ())
         job.handed_over = frozenset(handle.lease_ids)
@@ -123,6 +121,9 @@ class Handover:
         own = Pin(writer.client, written.lease_id, written.refs, writer.release_later)
         leases = [pin for pin in (*job.pins.held, own) if pin.lease_id in job.handed_over]
         return PrefillAnswer(handle, job.leg, job.clock.seconds, tuple(leases))
+
+    def _maker(self, job: PrefillJob) -> HandleMaker:
+        return HandleMaker(self._core, job.ask, job.ask.num_context_tokens)
 
 
 def held(job: PrefillJob) -> list[Part]:

@@ -11,15 +11,19 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.request import Beam, RequestEvent, Sampling
+from engine.request import Beam, Sampling
+from engine.step_output import RequestEvent
+from process import spans
 from process.deadline import Deadline
 from process.errors import Internal
+from process.spans import Span
 from services.prefill.early_handles import EarlyHandles
 from services.prefill.lent_prompt import LentPrompt
 from services.prefill.pins import Pins
 from services.worker.block_writer import BlockWriter
 from services.worker.core import Chain
 from services.worker.provenance import HandoverPath, Leg, StageClock
+from services.worker.request_spans import TracedChunks
 
 
 class PrefillState(enum.Enum):
@@ -33,6 +37,9 @@ class PrefillState(enum.Enum):
     CANCELLED = "cancelled"
     FAILED = "failed"
 
+
+BEFORE_FIRST = frozenset({PrefillState.QUEUED, PrefillState.FETCHING, PrefillState.COMPUTING})
+"""States in which the first tokens are not drawn."""
 
 _OVER = frozenset({PrefillState.CANCELLED, PrefillState.FAILED})
 ALLOWED: dict[PrefillState, frozenset[PrefillState]] = {
@@ -77,6 +84,7 @@ class PrefillAsk:
     handover: HandoverPath = HandoverPath.UNSPECIFIED
     num_samples: int = 1
     beam: Beam | None = None
+    wants_embedding: bool = False
     prefix_runs: tuple[PrefixRun, ...] = ()
     """In order, without gaps from block 0."""
 
@@ -117,8 +125,20 @@ class PrefillJob:
     writer: BlockWriter | None = None
     lent: LentPrompt | None = None
     """Where the way to decode is the direct one."""
+    span: Span = field(default_factory=spans.current)
+    chunks: TracedChunks = field(init=False)
     handed_over: frozenset[str] = frozenset()
     """Leases that are the handle's; it counts once the request is DONE."""
+
+    def num_to_compute(self, block_size: int) -> int:
+        """Context tokens that neither this worker had nor a store should have; at least the last
+        one, whose logits are needed."""
+        num_elsewhere = sum(run.num_blocks for run in self.ask.prefix_runs) * block_size
+        num_known = max(num_elsewhere, self.leg.num_tokens_local)
+        return max(1, self.ask.num_context_tokens - num_known)
+
+    def __post_init__(self) -> None:
+        self.chunks = TracedChunks(self.span, self.ask.num_context_tokens)
 
     def move(self, state: PrefillState) -> None:
         """Raises: Internal for what is no transition."""

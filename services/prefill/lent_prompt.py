@@ -14,16 +14,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
-from engine.request import FilledBlock
+from engine.step_output import FilledBlock
 from kvstore.block import Block
 from process.errors import BatonError
 from process.tasks import start_task
-from services.prefill.parts import Part
 from services.worker.block_writer import TailSource
 from services.worker.connector import reason_of
 from services.worker.engine_port import WorkerEngine
 from services.worker.engine_thread import EngineThread
 from services.worker.lender import WorkerLender
+from services.worker.parts import Part
 
 NOT_HELD = "not_held"
 """A block that was filled is none of those that the request began with."""

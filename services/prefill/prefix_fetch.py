@@ -19,9 +19,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from engine.request import FilledBlock, Reservation
+from engine.request import Reservation
+from engine.step_output import FilledBlock
 from kvstore.block import Block
-from kvstore.client import StoreClient
+from kvstore.client import Matched, StoreClient
 from kvstore.errors import DEADLINE, MISSING, STORE_UNAVAILABLE
 from process import logs
 from process.deadline import Deadline
@@ -154,7 +155,9 @@ class PrefixFetch:
         hashes = self._ask.chain_hashes
         had_s = deadline.left_s()
         try:
-            matched = await client.match(hashes, ttl_s=self._ask.ttl_s, deadline=deadline)
+            matched = Matched((), "")
+            if hashes:  # of a prompt without a full block no store has anything
+                matched = await client.match(hashes, ttl_s=self._ask.ttl_s, deadline=deadline)
         except BatonError as error:
             self._core.connector.suspect(client, error, had_s=had_s)
             self._lose(end_block, reason_of(error))

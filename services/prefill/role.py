@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import grpc.aio
 
+from process.deadline import Deadline
 from protos import prefill_pb2_grpc
 from services.prefill.server import PrefillServicer
 from services.prefill.worker import PrefillWorker
@@ -29,6 +30,9 @@ class PrefillRole:
         prefill_pb2_grpc.add_PrefillServicer_to_server(self._servicer, server)
         if self._lender is not None:
             self._lender.add_service(server)
+
+    def leave(self, by: Deadline) -> None:
+        """Nothing: what was taken in is answered, and lent prompts are waited for."""
 
     async def stop(self) -> None:
         """Refuse who still waits for room; puts behind end, or their time does."""

@@ -1,26 +1,30 @@
-"""The Prefill service: messages in, values to the worker, values out.
+"""The Prefill service: one multiplexed stream per router. Messages in, values to the session, one
+message out for all that came since the last.
 
 The only module here that knows the stubs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any
 
 import grpc.aio
 
-from engine.request import RequestEvent
-from process import serving
-from process.errors import InvalidArgument
+from engine.step_output import RequestEvent
+from process import serving, trace_context
+from process.errors import BatonError, InvalidArgument
+from process.spans import NOBODY, Span
 from protos import common_pb2, prefill_pb2, prefill_pb2_grpc
 from services.prefill.handover import PrefillAnswer
 from services.prefill.job import Firsts, PrefillAsk, PrefixRun
+from services.prefill.session import PrefillSession
 from services.prefill.worker import PrefillWorker
 from services.worker import handle as handles
 from services.worker.adapters import info_to_proto
 from services.worker.core import WorkerCore
+from services.worker.multiplexed import Outbox, serve
 from services.worker.provenance import HandoverPath
 from services.worker.sampling import beam_from_proto, num_samples_of, sampling_from_proto
 from services.worker.status import (
@@ -34,22 +38,33 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
-    """Cancelling the RPC, or its deadline, cancels the request."""
+    """A broken stream cancels its prompts; each has its own deadline besides."""
 
     def __init__(self, core: WorkerCore, worker: PrefillWorker) -> None:
         self._core = core
         self._worker = worker
 
     @serving.unary  # a coroutine that writes: unlike a generator, a broken stream ends it at once
-    async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Context) -> None:
-        deadline = self._core.deadline(context.time_remaining())
-        caller = _Caller(context, self._core)
-        answer = await self._worker.prefill(self._ask(request), deadline, caller)
-        try:
-            await context.write(self._last_message(answer))
-        except BaseException:
-            answer.take_back()  # nobody has heard of it
-            raise
+    async def Stream(
+        self, commands: AsyncIterator[prefill_pb2.PrefillCommand], context: Context
+    ) -> None:
+        session = PrefillSession(self._worker)
+        outbox = Outbox[prefill_pb2.PrefillEvent]()
+
+        def obey(command: prefill_pb2.PrefillCommand) -> None:
+            sink = _Caller(command.key, outbox, self._core)
+            try:
+                self._dispatch(command, session, sink)
+            except BatonError as error:
+                sink.failed(error)
+
+        async def write(events: list[prefill_pb2.PrefillEvent]) -> None:
+            await context.write(prefill_pb2.PrefillEvents(events=events))
+            for event in events:
+                if event.reply.HasField("leg"):
+                    session.told(event.key)
+
+        await serve(commands, obey, session, outbox, write, self._core.outboxes)
 
     @serving.unary
     async def GetWorkerStatus(
@@ -71,6 +86,27 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         await self._core.adapters.unload(request.name)
         return common_pb2.UnloadAdapterReply()
 
+    def _dispatch(
+        self, command: prefill_pb2.PrefillCommand, session: PrefillSession, sink: _Caller
+    ) -> None:
+        kind = command.WhichOneof("command")
+        if kind == "prefill":
+            request = command.prefill
+            deadline = self._core.deadline(request.budget_ms / 1000 if request.budget_ms else None)
+            ask = self._ask(request)
+            session.begin(command.key, ask, deadline, sink, self._span(request.traceparent))
+        elif kind == "cancel":
+            session.cancel(command.key)
+        else:
+            raise InvalidArgument("command", "is absent")
+
+    def _span(self, traceparent: str) -> Span:
+        """Of one prompt, where the router traces the request."""
+        core = self._core
+        if not (core.tracing.is_on and traceparent):
+            return NOBODY
+        return core.tracing.follow("serve prefill", trace_context.parse(traceparent), core.about)
+
     def _ask(self, request: prefill_pb2.PrefillRequest) -> PrefillAsk:
         self._core.check_model(request.model_fingerprint, request.adapter, request.adapter_digest)
         num_samples = num_samples_of(request.sampling)
@@ -89,38 +125,77 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             handover=_handover(request.handover),
             num_samples=num_samples,
             beam=beam_from_proto(request.sampling),
+            wants_embedding=_wants_embedding(request),
             prefix_runs=_prefix_runs(request.hints),
         )
 
-    def _last_message(self, answer: PrefillAnswer) -> prefill_pb2.PrefillReply:
-        reply = prefill_pb2.PrefillReply(
-            leg=self._core.leg_to_proto(answer.leg), times=times_to_proto(answer.seconds)
-        )
-        if answer.handle is not None:
-            reply.handle.CopyFrom(handles.to_proto(answer.handle, self._core.handle_keys))
-        return reply
-
 
 class _Caller:
-    """The router at the other end of one call."""
+    """The router at the other end, as one prompt speaks to it.
 
-    def __init__(self, context: Context, core: WorkerCore) -> None:
-        self._context = context
+    Of partial handles that wait to be written only the newest is kept: a router that does not read
+    has one of each prompt waiting here, however much is computed meanwhile.
+    """
+
+    def __init__(
+        self, key: int, outbox: Outbox[prefill_pb2.PrefillEvent], core: WorkerCore
+    ) -> None:
+        self._key = key
+        self._outbox = outbox
         self._core = core
+        self._partial: tuple[prefill_pb2.PrefillEvent, int] | None = None
 
     async def show_firsts(self, firsts: Firsts) -> None:
         for event in firsts:
-            await self._context.write(_first_message(event))
+            self._put(_first_message(event))
 
     async def show_partial(self, handle: handles.Handle) -> None:
         message = handles.to_proto(handle, self._core.handle_keys)
-        await self._context.write(prefill_pb2.PrefillReply(handle=message))
+        waiting, num_batches = self._partial or (None, 0)
+        if waiting is not None and num_batches == self._outbox.num_batches:
+            waiting.reply.handle.CopyFrom(message)  # it names all that the older one did
+            return
+        event = self._put(prefill_pb2.PrefillReply(handle=message))
+        self._partial = event, self._outbox.num_batches
+
+    def answered(self, answer: PrefillAnswer) -> None:
+        self._put(_last_message(answer, self._core))
+
+    def failed(self, error: BaseException) -> None:
+        code, message = serving.status_of(error)
+        failed = prefill_pb2.PrefillFailed(code=serving.code_number(code), message=message)
+        if isinstance(error, BatonError) and error.retry_after_s is not None:
+            failed.retry_after_s = error.retry_after_s
+        self._outbox.put(prefill_pb2.PrefillEvent(key=self._key, failed=failed))
+        self._outbox.flush()
+
+    def _put(self, reply: prefill_pb2.PrefillReply) -> prefill_pb2.PrefillEvent:
+        event = prefill_pb2.PrefillEvent(key=self._key, reply=reply)
+        self._outbox.put(event)
+        self._outbox.flush()
+        return event
+
+
+def _last_message(answer: PrefillAnswer, core: WorkerCore) -> prefill_pb2.PrefillReply:
+    reply = prefill_pb2.PrefillReply(
+        leg=core.leg_to_proto(answer.leg), times=times_to_proto(answer.seconds)
+    )
+    if answer.handle is not None:
+        reply.handle.CopyFrom(handles.to_proto(answer.handle, core.handle_keys))
+    return reply
 
 
 def _handover(number: int) -> HandoverPath:
     """A way that this version does not know is none that was asked for."""
     known = number in {int(path) for path in HandoverPath}
     return HandoverPath(number) if known else HandoverPath.UNSPECIFIED
+
+
+def _wants_embedding(request: prefill_pb2.PrefillRequest) -> bool:
+    """Raises: InvalidArgument for one that would go on after its first token."""
+    if request.wants_embedding and (request.wants_handle or request.sampling.max_tokens != 1):
+        raise InvalidArgument("wants_embedding", "goes with one token and without a handle")
+    return request.wants_embedding
 
 
 def _prefix_runs(hints: Iterable[common_pb2.PrefixRun]) -> tuple[PrefixRun, ...]:
@@ -153,6 +228,7 @@ def _first_message(event: RequestEvent) -> prefill_pb2.PrefillReply:
             common_pb2.BeamCandidate(token_id=token_id, logprob=logprob)
             for token_id, logprob in event.beam_start
         ],
+        embedding=event.embedding or (),
     )
     if event.finish_reason is not None:
         reply.finish_reason = FINISH_REASONS[event.finish_reason]

@@ -28,17 +28,19 @@ import asyncio
 from collections.abc import Sequence
 from typing import Protocol
 
-from engine.request import FilledBlock, Request, Reservation, StepOutput
+from engine.request import Request, Reservation
+from engine.step_output import FilledBlock, StepOutput
 from kvstore.errors import STORE_UNAVAILABLE
 from process.deadline import Deadline
-from process.errors import Internal
+from process.errors import Internal, Unavailable
 from services.prefill.early_handles import EarlyHandles
 from services.prefill.handover import Handover, PrefillAnswer
-from services.prefill.job import Firsts, PrefillAsk, PrefillJob, PrefillState
+from services.prefill.job import BEFORE_FIRST, Firsts, PrefillAsk, PrefillJob, PrefillState
 from services.prefill.pins import Pin, Pins
 from services.prefill.prefix_fetch import FetchAsk, PrefixFetch
 from services.prefill.puts_behind import PutsBehind
 from services.worker import handle as handles
+from services.worker import request_spans
 from services.worker.admission import Admission
 from services.worker.block_writer import BlockWriter, TailSource
 from services.worker.core import WorkerCore
@@ -68,6 +70,7 @@ class PrefillWorker:
         self.behind = PutsBehind(core.limits.put_budget_s)
         """Of requests that are over."""
         core.on_room = self._admission.room_may_have_come
+        core.num_queued_tokens = self._num_queued_tokens
 
     def start(self) -> None:
         """Begin to run the engine. Called once, on the loop."""
@@ -127,6 +130,14 @@ class PrefillWorker:
             asyncio.get_running_loop().create_future(),
         )
 
+    def _num_queued_tokens(self) -> int:
+        """Prompt tokens that its requests have yet to compute, by what was known when they began:
+        what routers reckon with."""
+        size = self._core.model.block_size
+        return sum(
+            job.num_to_compute(size) for job in self._jobs.values() if job.state in BEFORE_FIRST
+        )
+
     # ---- the states
 
     async def _run(self, job: PrefillJob, audience: Audience) -> PrefillAnswer:
@@ -138,12 +149,14 @@ class PrefillWorker:
                 prompt_token_ids=ask.prompt_token_ids,
                 sampling=ask.sampling,
                 block_hasher=ask.chain.hasher,
+                prompt_hashes=tuple(ask.chain.hashes(ask.prompt_token_ids)),
                 cache_root=ask.chain.root,
                 hold_after=len(ask.output_token_ids) + 1,
                 priority=ask.priority,
                 num_samples=ask.num_samples,
                 beam=ask.beam,
                 adapter=ask.adapter,
+                wants_embedding=ask.wants_embedding,
             ),
             job.deadline,
             adapter_digest=ask.chain.adapter_digest,
@@ -152,6 +165,7 @@ class PrefillWorker:
         job.move(PrefillState.FETCHING)
         job.clock.enter("prefill_fetch")
         num_loaded = await self._fetch(job, reservation)
+        job.chunks.start(num_loaded)
         job.move(PrefillState.COMPUTING)
         job.clock.enter("prefill_compute")
         await self._core.thread.call(lambda engine: _start(engine, job, num_loaded))
@@ -260,6 +274,7 @@ class PrefillWorker:
         if job.first.done() and not job.first.cancelled():
             job.first.exception()  # seen, even if nobody waited any more
         self._core.drop(job.engine_id)
+        request_spans.tell(job.span, job.clock, job.leg)
 
     # ---- the engine's events
 
@@ -268,6 +283,7 @@ class PrefillWorker:
             job = self._jobs.get(event.request_id)
             if job is None:
                 continue  # cancelled while the step ran
+            job.chunks.add(event, output)
             if event.error is not None and not job.first.done():
                 job.first.set_exception(event.error)
             elif (event.token_ids or event.beam_start) and not job.first.done():
@@ -281,7 +297,8 @@ class PrefillWorker:
     def _on_failure(self, error: Internal) -> None:
         for job in self._jobs.values():
             if job.state is PrefillState.COMPUTING and not job.first.done():
-                job.first.set_exception(error)
+                # By no fault of the request: another worker can compute it.
+                job.first.set_exception(Unavailable(str(error)))
         self._admission.room_may_have_come()  # those who wait for room hear of it, too
         self._core.failed.set()
 

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import sys
 
-from process import entry, logs
+from process import entry, interpreter, logs
 from services.router.app import Router, load_model
 from services.router.config import RouterSettings
 
@@ -18,15 +18,19 @@ logger = logging.getLogger("router")
 async def main(settings: RouterSettings, stop: asyncio.Event) -> None:
     """Serve until `stop` is set."""
     # Reads files and may fetch them: not on the loop, which has to hear signals.
-    model = await asyncio.to_thread(load_model, settings.model)
-    router = Router(settings, model)
+    models = [
+        await asyncio.to_thread(load_model, model) for model in (settings.model, *settings.models)
+    ]
+    router = Router(settings, *models)
     try:
         await router.start()
+        interpreter.begin_serving()
         logs.event(
             logger,
             "ready",
             address=router.address,
             router_id=router.router_id,
+            http=router.http_address,
             metrics=router.metrics_address,
         )
         await stop.wait()

@@ -87,14 +87,14 @@ class Answer:
         message: inference_pb2.GenerateResponse,
         *,
         num_prompt_tokens: int,
-        kv_legs: Iterable[common_pb2.KvLeg],
+        num_cached_tokens: int,
         seed: int,
     ) -> inference_pb2.GenerateResponse:
         """`message` with what ends the sample."""
         message.finish_reason = self.finish_reason
         message.usage.num_prompt_tokens = num_prompt_tokens
         message.usage.num_output_tokens = self._output.num_tokens
-        message.usage.num_cached_tokens = _num_cached_tokens(kv_legs)
+        message.usage.num_cached_tokens = num_cached_tokens
         message.seed = seed
         if self._score is not None:
             message.score = self._score
@@ -124,12 +124,3 @@ class Answer:
 def shows_something(message: inference_pb2.GenerateResponse) -> bool:
     """Whether a message is worth sending."""
     return bool(message.text or message.token_ids)
-
-
-def _num_cached_tokens(kv_legs: Iterable[common_pb2.KvLeg]) -> int:
-    """Prompt tokens that the prefill leg did not have to compute."""
-    return sum(
-        leg.num_tokens_local + sum(count.num_tokens for count in leg.from_store)
-        for leg in kv_legs
-        if leg.role == "prefill"
-    )

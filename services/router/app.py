@@ -10,32 +10,61 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import grpc.aio
+from prometheus_client.metrics_core import Metric
 
 import checkpoints
 from checkpoints.sampling_defaults import SamplingDefaults
 from kvstore import index
-from process import redis_client, serving
-from process.errors import BatonError
+from process import families, incarnation, redis_client, serving
+from process.access import RULES, Role
+from process.errors import BatonError, Unavailable
+from process.families import Labels
+from process.health import Health as ProcessHealth
 from process.metrics import MetricsServer
+from process.serving import Dialer
 from process.settings import SettingsError
-from services.router import sampling_defaults
+from process.standard_services import Health, Reflection
+from process.tls import Identity, is_loopback
+from process.tracing import Tracing
+from services.router import beats, http_origins, http_roles, policies, sampling_defaults
+from services.router.admission import DEFAULT_STEP_TOKENS, Admission
+from services.router.admission_metrics import AdmissionMetrics
 from services.router.candidates import Candidates
+from services.router.clients import Clients
 from services.router.config import RouterSettings
 from services.router.decode_streams import DecodeStreams
+from services.router.front_desk import FrontDesk
+from services.router.holding import Holding
+from services.router.http_metrics import HttpMetrics
+from services.router.http_server import HttpServer
 from services.router.inflight import InFlight
 from services.router.job import Cluster
+from services.router.keys import ApiKeys
 from services.router.lease_release import LeaseRelease
 from services.router.lookup import PrefixLookup
 from services.router.metrics import RouterMetrics
+from services.router.openai.routes import OpenAiRoutes
+from services.router.page.routes import LivePage
 from services.router.policy import DECODE, PREFILL
 from services.router.prefill_client import PrefillClient
+from services.router.preparing import Preparer
+from services.router.probation import Probation
+from services.router.prober import Prober
 from services.router.prompt import PromptEncoder
+from services.router.rate_limit import RateLimits
 from services.router.registry import Registry
-from services.router.server import Counters, Front, InferenceServicer
+from services.router.request_log import RequestLog
+from services.router.routing import Routing
+from services.router.served_models import OneModel, ServedModels
+from services.router.server import SERVICE, InferenceServicer
 from services.router.status import ClusterStatus
 from services.router.tenants import TenantSalts, parse_scopes
+from services.router.traffic import Traffic
+from services.router.usage_history import UsageHistory
 from services.router.views import ServedModel, Snapshot
 from tokens.chat_template import ChatTemplate
 from tokens.errors import TokensError
@@ -84,17 +113,26 @@ def load_model(model: str) -> Model:
 class Router:
     """See the module."""
 
-    def __init__(self, settings: RouterSettings, model: Model) -> None:
+    def __init__(self, settings: RouterSettings, *models: Model) -> None:
+        """`models`: all that `settings` name, in their order."""
         times = settings.times
         self.router_id = settings.router_id or f"router-{secrets.token_hex(4)}"
         self.address = ""
         """host:port clients speak to; known once started."""
         self._settings = settings
-        self._redis = redis_client.connect(settings.redis_url, times.redis_timeout_s)
-        self._index_redis = redis_client.connect(settings.redis_url, times.lookup_timeout_s)
-        self._streams = DecodeStreams(times, time.monotonic)
-        self._prefills = PrefillClient()
-        self._leases = LeaseRelease(timeout_s=times.status_timeout_s)
+        self._redis = redis_client.connect(
+            settings.redis_url, times.redis_timeout_s, settings.redis
+        )
+        self._index_redis = redis_client.connect(
+            settings.redis_url, times.lookup_timeout_s, settings.redis
+        )
+        self._dial = Dialer(Identity.of(settings.tls, Role.ROUTER))
+        self._client_tls = Identity.of(settings.client_tls)
+        self._clients = Clients(settings.limits, times)
+        self._keys = ApiKeys(Path(settings.api_keys_file)) if settings.api_keys_file else None
+        self._streams = DecodeStreams(times, time.monotonic, self._dial)
+        self._leases = LeaseRelease(timeout_s=times.status_timeout_s, dial=self._dial)
+        self._prefills = PrefillClient(times, give_back=self._leases.release, dial=self._dial)
         self._registry = Registry(
             self._redis,
             poll_interval_s=times.poll_interval_s,
@@ -105,47 +143,142 @@ class Router:
             max_requests=settings.limits.max_requests_in_flight,
             supersede_wait_s=times.supersede_wait_s,
         )
-        self._encoder = PromptEncoder(model.tokenizer, model.template)
+        self._admission = Admission(
+            settings.admission,
+            RateLimits(self._redis, settings.admission.rate_timeout_s),
+            limits_of=lambda tenant: self._keys.tenants.get(tenant) if self._keys else None,
+            step_tokens=self._step_tokens,
+        )
+        self._encoders = [PromptEncoder(model.tokenizer, model.template) for model in models]
+        self._probation = Probation(
+            first_s=times.suspect_s, most_s=times.max_suspect_s, clock=time.monotonic
+        )
         self._lookup = PrefixLookup(
             index.PrefixIndex(self._index_redis, times.lookup_timeout_s),
             lambda: self._registry.snapshot.stores,
             timeout_s=times.lookup_timeout_s,
         )
-        self.metrics = RouterMetrics(self.router_id, lambda: self._in_flight.num_attempts)
-        self._metrics_server = MetricsServer(self.metrics)
-        self._servicer = self._make_servicer(model)
+        self.metrics = RouterMetrics(
+            self.router_id,
+            lambda: self._in_flight.num_attempts,
+            lambda: self._registry.snapshot,
+            self._other_metrics,
+        )
+        self._log = RequestLog()
+        self._history = UsageHistory(lambda: self._log.totals, self._usage_levels)
+        http_metrics = HttpMetrics(self.router_id)
+        self._health = ProcessHealth()
+        self._has_met_redis = False
+        self._metrics_server = MetricsServer(
+            self.metrics,
+            AdmissionMetrics(self._admission, self.router_id),
+            http_metrics,
+            health=self._health,
+        )
+        self.tracing = Tracing.of(settings.tracing, "router", self.router_id)
+        self._prober = Prober(
+            self._probation,
+            self._registry.find,
+            timeout_s=times.status_timeout_s,
+            on_probe=self.metrics.on_probe,
+            dial=self._dial,
+        )
+        self._traffic = Traffic(model.name for model in models)
+        self._holding = Holding(settings.hold_without_workers_s, settings.limits.max_held_requests)
+        self._beat = beats.make(
+            settings.redis_url,
+            settings.redis,
+            router_id=self.router_id,
+            incarnation=incarnation.new().hex(),
+            address=lambda: self.address,
+            traffic=self._traffic,
+        )
+        self.desk = self._make_desk(models)
+        self._http = HttpServer(
+            [
+                *(
+                    [http_roles.add_to]
+                    if self._client_tls and self._client_tls.asks_clients
+                    else []
+                ),
+                *([] if self._keys or settings.allow_anonymous else [http_origins.add_to]),
+                http_metrics.add_to,
+                OpenAiRoutes(self.desk, self._clients).add_to,
+                self._live_page().add_to,
+            ],
+            max_body_bytes=settings.limits.max_request_bytes,
+            drain_s=times.drain_s,
+            max_connections=settings.limits.max_connections,
+            stall_s=times.stall_s,
+            idle_s=times.idle_s,
+        )
         self._server: grpc.aio.Server | None = None
 
     async def start(self) -> None:
         """Serve. Raises: Unavailable when the port is taken."""
-        # The first encoding of a process sets the library up; no client should wait for that.
-        self._encoder.tokenizer.encode("warm up")
-        await self._registry.start()
-        if self._settings.metrics_listen:
+        self._health.follow()
+        if self._settings.metrics_listen:  # first: it says what is not ready yet
             self._metrics_server.start(self._settings.metrics_listen)
+        # The first encoding of a process sets the library up; no client should wait for that.
+        for encoder in self._encoders:
+            encoder.tokenizer.encode("warm up")
+        self.tracing.start()
+        self.desk.pace.start()
+        await self._registry.start()
+        self._prober.start()
+        self._history.start()
         self._server, self.address = await serving.listen(
             self._settings.listen,
-            [self._servicer.add_to],
+            [
+                InferenceServicer(self.desk, self._clients).add_to,
+                Health({SERVICE: self._is_ready}).add_to,
+                Reflection((SERVICE,)).add_to,
+            ],
             max_message_bytes=self._settings.limits.hard_request_bytes,
+            identity=self._client_tls,
+            rules=RULES[Role.ROUTER],
+            strangers=self._clients.strangers(SERVICE, self.desk.caller_of),
         )
+        if self._settings.http_listen:
+            client_tls = self._client_tls
+            await self._http.start(
+                self._settings.http_listen, client_tls.http_context() if client_tls else None
+            )
+        self._beat.start()
+        self._health.judge_by(self._why_not_ready)
 
     @property
     def metrics_address(self) -> str:
         """host:port of /metrics; empty: nobody listens."""
         return self._metrics_server.address
 
+    @property
+    def http_address(self) -> str:
+        """host:port of the HTTP API; empty: nobody listens."""
+        return self._http.address
+
     async def stop(self) -> None:
         """Take no new request, let those under way finish for a while, then end them."""
-        if self._server is not None:
-            await self._server.stop(self._settings.times.drain_s)
+        self._health.end()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._http.stop())
+            if self._server is not None:
+                group.create_task(self._server.stop(self._settings.times.drain_s))
+        await self._beat.stop()
+        await self.desk.pace.stop()
         await asyncio.to_thread(self._metrics_server.stop)
+        await self._history.stop()
+        await self._prober.stop()
         await self._registry.stop()
         await self._streams.close()
         await self._prefills.close()
         await self._leases.close()
-        self._encoder.close()
+        for encoder in self._encoders:
+            encoder.close()
+        await self._admission.close()
         await self._redis.aclose()
         await self._index_redis.aclose()
+        await asyncio.to_thread(self.tracing.stop)
 
     def check_integrity(self, *, is_idle: bool = False) -> None:
         """Recompute every law of this process; with `is_idle`, also that nothing is left over.
@@ -153,17 +286,71 @@ class Router:
         Raises: Internal naming the law that is broken.
         """
         self._in_flight.check_integrity()
+        self._admission.check_integrity()
         self._streams.check_integrity()
         self._prefills.check_integrity()
+        self._probation.check_integrity()
+        self.desk.models.check_integrity()
+        self.tracing.check_integrity()
+        self._clients.check_integrity()
+        self._holding.check_integrity()
+        self._traffic.check_integrity(is_idle=is_idle)
         if is_idle:
             left = {
                 "requests in flight": self._in_flight.num_attempts,
+                "requests admitted": self._admission.num_active,
+                "requests waiting": self._admission.num_waiting,
+                "requests held": self._holding.num_held,
                 "open decode legs": self._streams.num_open_legs,
                 "prefill calls": self._prefills.num_calls,
                 "stores being told": self._leases.num_under_way,
+                "requests followed": self._log.num_live,
+                **self._clients.left,
             }
             if any(left.values()):
                 raise BatonError(f"idle, but left over: {left}")
+
+    def _other_metrics(self, labels: Labels) -> Iterator[Metric]:
+        counts = self.tracing.counters
+        yield families.spans(labels, counts.num_exported, counts.num_failed, counts.num_dropped)
+        yield families.counter(
+            "baton_router_traces_not_followed",
+            "Requests whose client wanted a trace beyond tracing.max_followed_per_s.",
+            labels,
+            self.tracing.num_not_followed,
+        )
+        yield from self._clients.families(labels)
+        yield from self._http.families(labels)
+
+    def _live_page(self) -> LivePage:
+        return LivePage(
+            self.desk.cluster_status,
+            self.desk.caller_of,
+            explain=self.desk.explain,
+            is_on_loopback=is_loopback(self._settings.http_listen),
+        )
+
+    def _step_tokens(self) -> Sequence[int]:
+        """Of each prefill worker, by its last heartbeat."""
+        told = [w.num_step_tokens for w in self._registry.statuses() if w.role == PREFILL]
+        return [tokens or DEFAULT_STEP_TOKENS for tokens in told] or [DEFAULT_STEP_TOKENS]
+
+    def _usage_levels(self) -> tuple[int, int]:
+        """Requests in flight here, and those that wait at workers by their last heartbeats."""
+        num_waiting = sum(worker.num_waiting for worker in self._registry.statuses())
+        return self._in_flight.num_attempts, num_waiting
+
+    def _why_not_ready(self) -> str:
+        """For probes. That there are no workers is no reason: clients are told so better by a
+        router than by a balancer that has none. Nor is a Redis that went away."""
+        return "" if self._has_met_redis else "Redis was not reached yet: no worker is known"
+
+    def _is_ready(self) -> bool:
+        try:
+            self.desk.ready()
+        except Unavailable:
+            return False
+        return True
 
     def _integrity_error(self) -> str:
         try:
@@ -173,50 +360,83 @@ class Router:
         return ""
 
     def _on_registry(self, snapshot: Snapshot) -> None:
+        self._has_met_redis |= snapshot.is_redis_reachable
         self._streams.reconcile(w for w in snapshot.workers if w.role == DECODE)
         self._prefills.reconcile(w for w in snapshot.workers if w.role == PREFILL)
+        self._probation.reconcile({w.worker_id: w.incarnation for w in snapshot.workers})
+        self.desk.note_workers()
 
-    def _make_servicer(self, model: Model) -> InferenceServicer:
+    def _make_desk(self, models: Sequence[Model]) -> FrontDesk:
+        settings = self._settings
+        salts = TenantSalts(settings.tenant_secret, parse_scopes(settings.tenant_scopes))
+        status = ClusterStatus(
+            self._registry,
+            self._lookup,
+            served=[model.served for model in models],
+            router_id=self.router_id,
+            timeout_s=settings.times.status_timeout_s,
+            check_integrity=self._integrity_error,
+            dial=self._dial,
+        )
+        return FrontDesk(
+            models=ServedModels(
+                [
+                    self._make_model(model, encoder, salts)
+                    for model, encoder in zip(models, self._encoders, strict=True)
+                ]
+            ),
+            in_flight=self._in_flight,
+            limits=settings.limits,
+            status=status,
+            metrics=self.metrics,
+            admission=self._admission,
+            traffic=self._traffic,
+            holding=self._holding,
+            keys=self._keys,
+            log=self._log,
+            history=self._history,
+            tracing=self.tracing,
+            log_prompts=settings.log_prompts,
+        )
+
+    def _make_model(self, model: Model, encoder: PromptEncoder, salts: TenantSalts) -> OneModel:
+        """What serves one model: its own workers and choices over what all share."""
         settings = self._settings
         candidates = Candidates(
             self._registry,
             self._streams,
             self._prefills,
+            self._probation,
             served=model.served,
-            times=settings.times,
-            clock=time.monotonic,
-        )
-        cluster = Cluster(
-            candidates=candidates,
-            streams=self._streams,
-            prefills=self._prefills,
-            lookup=self._lookup,
-            leases=self._leases,
             costs=settings.costs,
-            times=settings.times,
-            model=model.name,
-            handover=settings.handover,
         )
-        status = ClusterStatus(
-            self._registry,
-            self._lookup,
-            served=model.served,
-            router_id=self.router_id,
-            timeout_s=settings.times.status_timeout_s,
-            check_integrity=self._integrity_error,
+        routing = Routing.of(
+            candidates,
+            policies.make(settings.routing_policy, settings.costs, settings.handover),
+            self._probation,
+            self.metrics,
+            max_own_tokens=settings.short_prefill_tokens,
+            num_decisions_kept=settings.limits.num_decisions_kept,
+            num_prefixes_kept=settings.limits.num_prefixes_kept,
         )
-        return InferenceServicer(
-            Front(
-                cluster=cluster,
+        return OneModel(
+            model.name,
+            model.served,
+            Preparer(
                 candidates=candidates,
-                encoder=self._encoder,
-                in_flight=self._in_flight,
-                counters=Counters(),
-                limits=settings.limits,
+                encoder=encoder,
                 defaults=model.defaults,
-                served=model.served,
-                status=status,
-                salts=TenantSalts(settings.tenant_secret, parse_scopes(settings.tenant_scopes)),
-                metrics=self.metrics,
-            )
+                limits=settings.limits,
+                salts=salts,
+            ),
+            Cluster(
+                routing=routing,
+                streams=self._streams,
+                prefills=self._prefills,
+                lookup=self._lookup,
+                leases=self._leases,
+                times=settings.times,
+                model=model.name,
+                max_failovers=settings.limits.max_failovers,
+            ),
         )

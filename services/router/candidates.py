@@ -1,25 +1,27 @@
 """Which workers may take a request now, and how loaded they are: the registry joined with what this
-router sees itself.
+router sees itself, kept ready as the values that policies choose from.
 
-Turns views into the values that `policy` chooses from. No RPC. One asyncio loop.
+Loads are made again only where something changed: the registry's view, a call or a leg of ours, a
+worker's own news, its standing. Law: what is kept equals what would be made afresh. No RPC. One
+asyncio loop.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from process.deadline import Clock
-from process.errors import InvalidArgument, Unavailable
-from services.router.config import RouterTimes
+from process.errors import Internal, InvalidArgument, Unavailable
+from services.router.config import RouterCosts
 from services.router.decode_streams import DecodeStreams
-from services.router.policy import DECODE, PREFILL, WorkerLoad
+from services.router.policy import DECODE, PREFILL, Ask, Pools, WorkerLoad, blocks_needed
 from services.router.prefill_client import PrefillClient
 from services.router.prefix_runs import Layout
+from services.router.probation import Probation
 from services.router.registry import Registry
 from services.router.sampling_checks import ModelBounds
-from services.router.views import ServedModel, WorkerView, find_problem
+from services.router.views import ServedModel, Snapshot, WorkerView, find_problem
 
 
 @dataclass(frozen=True)
@@ -35,53 +37,52 @@ class Adapter:
 
 
 NO_ADAPTER = Adapter()
+_NOTHING_SEEN = Snapshot()
 
 
 class Candidates:
-    """See the module."""
+    """Of one model."""
 
     def __init__(
         self,
         registry: Registry,
         streams: DecodeStreams,
         prefills: PrefillClient,
+        probation: Probation,
         *,
         served: ServedModel,
-        times: RouterTimes,
-        clock: Clock,
+        costs: RouterCosts,
     ) -> None:
         self._registry = registry
         self._streams = streams
         self._prefills = prefills
+        self._probation = probation
         self._served = served
-        self._times = times
-        self._clock = clock
-        self._suspect_until: dict[str, float] = {}
+        self._costs = costs
+        self._seen = _NOTHING_SEEN
+        self._views: dict[str, WorkerView] = {}
+        self._loads: dict[str, WorkerLoad] = {}
+        self._pools = Pools.of((), (), costs)
+        self._bounds: ModelBounds | None = None
+        self._num_blocks: Mapping[str, int] = {}
+        self._changed: set[str] = set()
+        for source in (streams, prefills, probation):
+            source.on_change.append(self._changed.add)
 
     def usable(self, role: str) -> list[WorkerView]:
-        """Workers of `role` that serve this router's model and take new requests."""
-        return [
-            worker
-            for worker in self._registry.snapshot.workers
-            if worker.role == role
-            and not worker.is_draining
-            and find_problem(worker, self._served) is None
-        ]
+        """Workers of `role` that serve this model and take new requests."""
+        self._refresh()
+        return [worker for worker in self._views.values() if worker.role == role]
 
     def bounds(self) -> ModelBounds:
-        """What every usable worker can take, so that any pair can serve what was let in.
+        """What the pair with the longest window can take: longer requests fit nobody.
 
         Raises: Unavailable naming the role of which there is no worker.
         """
-        prefill, decode = self.usable(PREFILL), self.usable(DECODE)
-        for role, workers in ((PREFILL, prefill), (DECODE, decode)):
-            if not workers:
-                raise Unavailable(f"no {role} worker is available")
-        workers = [*prefill, *decode]
-        return ModelBounds(
-            min(worker.context_window for worker in workers),
-            min(worker.vocab_size for worker in workers),
-        )
+        self._refresh()
+        if self._bounds is None:
+            self._bounds = _bounds(self.usable(PREFILL), self.usable(DECODE))
+        return self._bounds
 
     def adapter(self, name: str) -> Adapter:
         """The adapter of this name, in the content that most workers have and both roles.
@@ -110,75 +111,170 @@ class Candidates:
             "adapter", f"'{name[:128]}' is not loaded; loaded are: {', '.join(loaded) or 'none'}"
         )
 
+    @property
+    def num_blocks(self) -> Mapping[str, int]:
+        """What the cache of each usable worker holds, by incarnation."""
+        self._refresh()
+        return self._num_blocks
+
     def layouts(self) -> set[Layout]:
         """Of the usable prefill workers: what prefixes are looked up for."""
-        return {(worker.fingerprint, worker.block_size) for worker in self.usable(PREFILL)}
+        self._refresh()
+        return {p.layout for p in self._pools.prefill}
 
     def get(self, worker_id: str) -> WorkerView:
         """The worker as last seen. Raises: Unavailable when it is gone."""
-        for worker in self._registry.snapshot.workers:
-            if worker.worker_id == worker_id:
-                return worker
-        raise Unavailable(f"worker {worker_id} is gone")
+        worker = self.find(worker_id)
+        if worker is None:
+            raise Unavailable(f"worker {worker_id} is gone")
+        return worker
 
-    def suspect(self, worker_id: str) -> None:
-        """An RPC to it failed: for a while it is the last choice, until its heartbeat can tell."""
-        now = self._clock()
-        self._suspect_until = {i: until for i, until in self._suspect_until.items() if until > now}
-        self._suspect_until[worker_id] = now + self._times.suspect_s
+    def find(self, worker_id: str) -> WorkerView | None:
+        """The worker as last seen, whether or not it takes new requests; None when it is gone."""
+        return self._registry.find(worker_id)
 
-    def prefill(
-        self, excluded: Collection[str] = (), adapter: Adapter = NO_ADAPTER
-    ) -> Sequence[WorkerLoad]:
-        """Prefill workers to choose from."""
-        return [
-            self._load(worker, worker.num_free_blocks, worker.num_requests)
-            for worker in self.usable(PREFILL)
-            if worker.worker_id not in excluded and adapter.is_on(worker)
-        ]
+    def pools(
+        self,
+        adapter: Adapter = NO_ADAPTER,
+        *,
+        not_prefill: Collection[str] = (),
+        not_decode: Collection[str] = (),
+    ) -> Pools:
+        """Who may be chosen from, but for those that are named."""
+        self._refresh()
+        pools = self._pools
+        if not (adapter.name or not_prefill or not_decode):
+            return pools
+        return replace(
+            pools,
+            prefill=self._filtered(pools.prefill, adapter, not_prefill),
+            decode=self._filtered(pools.decode, adapter, not_decode),
+        )
 
-    def decode(
-        self, excluded: Collection[str] = (), adapter: Adapter = NO_ADAPTER
-    ) -> Sequence[WorkerLoad]:
-        """Decode workers to choose from."""
-        return [
-            self._decode_load(worker)
-            for worker in self.usable(DECODE)
-            if worker.worker_id not in excluded and adapter.is_on(worker)
-        ]
-
-    def decode_now(self, worker_id: str) -> WorkerLoad:
-        """A decode worker that is chosen already, whether or not it takes new requests.
+    def with_decode(self, pools: Pools, worker_id: str, ask: Ask) -> Pools:
+        """`pools` where the decode worker has reserved blocks for `ask` already, whether or not it
+        takes new requests; it counts as it was before. Prefill workers of its layout only.
 
         Raises: Unavailable when it is gone.
         """
-        return self._decode_load(self.get(worker_id))
+        load = self._load(self.get(worker_id))
+        needed = blocks_needed(ask.num_prompt_tokens, ask.max_tokens, load.block_size)
+        load = replace(
+            load,
+            num_requests=max(0, load.num_requests - 1),
+            num_free_blocks=load.num_free_blocks + needed,
+        )
+        prefill = tuple(p for p in pools.prefill if p.layout == load.layout)
+        return replace(pools, prefill=prefill, decode=(load,))
 
-    def _decode_load(self, worker: WorkerView) -> WorkerLoad:
-        # An idle worker sends no news, and the last may be from before a cancel took effect: then
-        # its heartbeat knows better.
-        num_legs = self._streams.num_legs(worker.worker_id)
-        step = self._streams.load(worker.worker_id) if num_legs else None
-        num_free = step.num_free_blocks if step else worker.num_free_blocks
-        num_requests = step.num_requests if step else worker.num_requests
-        # Our own legs are known before any account of them can arrive.
-        return self._load(worker, num_free, max(num_requests, num_legs))
+    def check_integrity(self) -> None:
+        """Raises: Internal when a load that is kept is not what it would be made to be now."""
+        self._refresh()
+        for worker_id, load in self._loads.items():
+            if load != self._load(self._views[worker_id]):
+                raise Internal(f"the load kept of {worker_id} is old")
+        kept = {load.worker_id for load in (*self._pools.prefill, *self._pools.decode)}
+        if kept != set(self._loads):
+            raise Internal("the pools differ from the loads that are kept")
 
-    def _load(self, worker: WorkerView, num_free_blocks: int, num_requests: int) -> WorkerLoad:
-        is_down = worker.role == DECODE and not self._streams.is_up(worker.worker_id)
+    def _filtered(
+        self, loads: Sequence[WorkerLoad], adapter: Adapter, excluded: Collection[str]
+    ) -> tuple[WorkerLoad, ...]:
+        return tuple(
+            load
+            for load in loads
+            if load.worker_id not in excluded and adapter.is_on(self._views[load.worker_id])
+        )
+
+    def _refresh(self) -> None:
+        """Make again what changed."""
+        if self._registry.snapshot is not self._seen:
+            self._look_again()
+        elif self._changed:
+            for worker_id in self._changed & self._loads.keys():
+                self._loads[worker_id] = self._load(self._views[worker_id])
+            prefill, decode = self._of_roles()
+            self._pools = replace(self._pools, prefill=prefill, decode=decode)
+        self._changed.clear()
+
+    def _look_again(self) -> None:
+        """The registry was read."""
+        self._seen = self._registry.snapshot
+        views = {
+            worker.worker_id: worker
+            for worker in self._seen.workers
+            if not worker.is_draining
+            and worker.role in (PREFILL, DECODE)
+            and find_problem(worker, self._served) is None
+        }
+        before, self._views, self._bounds = self._views, views, None
+        loads = {}
+        has_same_links = views.keys() == before.keys()
+        for worker_id, worker in views.items():
+            old = before.get(worker_id)
+            is_same = worker is old and worker_id not in self._changed
+            loads[worker_id] = self._loads[worker_id] if is_same else self._load(worker)
+            has_same_links &= old is not None and worker.links is old.links
+        self._loads = loads
+        self._num_blocks = {view.incarnation: view.num_blocks for view in views.values()}
+        prefill, decode = self._of_roles()
+        if has_same_links:
+            self._pools = replace(self._pools, prefill=prefill, decode=decode)
+        else:
+            self._pools = Pools.of(prefill, decode, self._costs)
+
+    def _of_roles(self) -> tuple[tuple[WorkerLoad, ...], tuple[WorkerLoad, ...]]:
+        loads, views = self._loads.values(), self._views
+        return (
+            tuple(load for load in loads if views[load.worker_id].role == PREFILL),
+            tuple(load for load in loads if views[load.worker_id].role == DECODE),
+        )
+
+    def _load(self, worker: WorkerView) -> WorkerLoad:
+        name, is_decode = worker.worker_id, worker.role == DECODE
+        is_down = not (self._streams if is_decode else self._prefills).is_up(name)
+        now = self._streams.load(worker) if is_decode else None
         return WorkerLoad(
-            worker_id=worker.worker_id,
+            worker_id=name,
             fingerprint=worker.fingerprint,
             block_size=worker.block_size,
             block_bytes=worker.block_bytes,
             num_blocks=worker.num_blocks,
-            num_free_blocks=num_free_blocks,
-            num_requests=num_requests,
-            num_queued_tokens=self._prefills.num_queued_tokens(worker.worker_id),
+            num_free_blocks=now.num_free_blocks if now else worker.num_free_blocks,
+            num_requests=now.num_requests if now else worker.num_requests,
+            num_queued_tokens=0 if is_decode else self._prefills.num_queued_tokens(name),
             store_node_id=worker.store_node_id,
             transport=worker.transport,
             remote_transport=worker.remote_transport,
             lender_node_id=worker.lender_node_id,
             links=worker.links,
-            is_suspect=is_down or self._suspect_until.get(worker.worker_id, 0.0) > self._clock(),
+            is_suspect=is_down or self._probation.is_suspect(name, worker.incarnation),
+            incarnation=worker.incarnation,
+            context_window=worker.context_window,
         )
+
+
+def _bounds(prefill: Sequence[WorkerView], decode: Sequence[WorkerView]) -> ModelBounds:
+    for role, workers in ((PREFILL, prefill), (DECODE, decode)):
+        if not workers:
+            raise Unavailable(f"no {role} worker is available")
+    windows = [
+        min(p.context_window, d.context_window)
+        for p in _longest(prefill)
+        for d in _longest(decode)
+        if (p.fingerprint, p.block_size) == (d.fingerprint, d.block_size)
+    ]
+    # Without a pair nobody is served anyway; the choice says so.
+    window = max(windows, default=min(w.context_window for w in (*prefill, *decode)))
+    return ModelBounds(window, min(worker.vocab_size for worker in (*prefill, *decode)))
+
+
+def _longest(workers: Sequence[WorkerView]) -> Collection[WorkerView]:
+    """Of each layout the worker with the longest window."""
+    longest: dict[Layout, WorkerView] = {}
+    for worker in workers:
+        layout = (worker.fingerprint, worker.block_size)
+        known = longest.get(layout)
+        if known is None or worker.context_window > known.context_window:
+            longest[layout] = worker
+    return longest.values()

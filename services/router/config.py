@@ -6,14 +6,22 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
+from process import redis_client
 from process.metrics import check_listen
+from process.redis_client import RedisAccess
 from process.settings import SettingsError
+from process.tls import TlsSettings, is_loopback
+from process.tracing import TracingSettings
+from services.router.admission_settings import AdmissionSettings
 from services.router.tenants import parse_scopes
 
 MIB = 1024 * 1024
 
 HandoverMode = Literal["auto", "store", "direct"]
 """Which way a prompt's KV goes from prefill to decode; "auto": the cheaper one of each pair."""
+
+RoutingPolicy = Literal["joint", "prefix_aware", "least_load", "round_robin"]
+"""How workers are chosen; see `services/router/policies`."""
 
 MAX_SAMPLES = 128
 """Samples that a worker's engine takes of one prompt."""
@@ -26,11 +34,26 @@ class RouterLimits:
     max_request_bytes: int = 4 * MIB
     """Largest request message; a larger one is refused with INVALID_ARGUMENT."""
 
-    hard_request_bytes: int = 32 * MIB
+    hard_request_bytes: int = 8 * MIB
     """Above this gRPC itself refuses (RESOURCE_EXHAUSTED), before the message is in memory."""
 
-    max_requests_in_flight: int = 1024
-    """The next request is refused with a retry time."""
+    max_intake_bytes: int = 256 * MIB
+    """Room for all requests' messages together, of which one tenant has at most half. A message
+    that is being read counts with the most that it may have, then with what it has.
+    """
+
+    max_connections: int = 4096
+    """At each port at the same time; the next one is closed at once."""
+
+    max_requests_in_flight: int = 2048
+    """The next request is refused with a retry time, whoever asks. More than `admission` serves and
+    queues together: there it is the noisiest tenant that gives way.
+    """
+
+    max_held_requests: int = 256
+    """Requests that are held while there are no workers, with `hold_without_workers_s`; the next is
+    refused with a retry time.
+    """
 
     default_budget_s: float = 300.0
     """Time of a request that names none."""
@@ -65,6 +88,19 @@ class RouterLimits:
     max_choices: int = 1024
     """Strings of a choice."""
 
+    num_decisions_kept: int = 1024
+    """Requests whose choices of workers are kept with their reasons, of each model."""
+
+    num_prefixes_kept: int = 64 * 1024
+    """Prefixes of which is remembered who should still have them, of each model; about 200 bytes
+    each.
+    """
+
+    max_failovers: int = 3
+    """Decode workers that one request may lose before it fails: it might be what breaks them.
+    Workers that leave on purpose do not count.
+    """
+
     max_grammar_chars: int = 64 * 1024
     """Characters of a schema, pattern, grammar or of all choices together."""
 
@@ -72,6 +108,8 @@ class RouterLimits:
         _check_positive(self)
         if self.hard_request_bytes < self.max_request_bytes:
             raise SettingsError("hard_request_bytes: must not be below max_request_bytes")
+        if self.max_intake_bytes < 2 * self.hard_request_bytes:
+            raise SettingsError("max_intake_bytes: must be at least twice hard_request_bytes")
         if self.max_samples > MAX_SAMPLES:
             raise SettingsError(f"max_samples: at most {MAX_SAMPLES}, got {self.max_samples}")
 
@@ -98,6 +136,10 @@ class RouterTimes:
     reserve_wait_s: float = 5.0
     """How long a request waits for room when every decode worker is full."""
 
+    failover_wait_s: float = 30.0
+    """How long an answer that has begun waits for another decode worker when its own has gone and
+    none has room, or none is there. Longer than a worker takes to start again."""
+
     supersede_wait_s: float = 5.0
     """How long a repeated request waits for its old attempt to end."""
 
@@ -107,17 +149,40 @@ class RouterTimes:
     status_timeout_s: float = 1.0
     """For one process's answer in a cluster status."""
 
-    suspect_s: float = 2.0
-    """How long a worker that failed an RPC is the last choice."""
+    suspect_s: float = 0.5
+    """How long a worker that failed is the last choice before it is probed; each failed probe
+    doubles it.
+    """
+
+    max_suspect_s: float = 30.0
+    """Longest pause between two probes."""
 
     lapse_grace_s: float = 10.0
-    """How long the streams of a worker without heartbeat are kept before they are failed."""
+    """How long the streams and calls of a worker without heartbeat are kept before they fail."""
+
+    read_s: float = 60.0
+    """For a request's message, or body, to arrive. Guessed: 4 MiB at 70 KiB a second."""
+
+    intake_wait_s: float = 5.0
+    """How long a request waits for room to be read, before it is refused with a retry time."""
+
+    stall_s: float = 30.0
+    """How long a client may take nothing of the answer that waits for it; then its request is
+    cancelled.
+    """
+
+    idle_s: float = 75.0
+    """A client's connection without a request is closed after so long. Longer than what proxies
+    keep open, so that they do not meet one that just closed.
+    """
 
     drain_s: float = 10.0
     """How long a stopping router lets requests finish."""
 
     def __post_init__(self) -> None:
         _check_positive(self)
+        if self.max_suspect_s < self.suspect_s:
+            raise SettingsError("max_suspect_s: must not be below suspect_s")
 
 
 @dataclass(frozen=True)
@@ -135,6 +200,11 @@ class RouterCosts:
     decode_request_s: float = 0.02
     """What each request on a decode worker adds to the wait of the next. Guessed."""
 
+    scarce_window_s: float = 0.05
+    """What it costs to take a worker with a longer window than the request needs, where others have
+    a shorter one: it is kept for prompts that need it. Guessed.
+    """
+
     exposed_put_tokens: int = 512
     """Most tokens of a prompt whose way into the store nothing hides: those of its last chunk.
     As many as a worker's step takes by default.
@@ -151,6 +221,9 @@ class RouterSettings:
     listen: str = "127.0.0.1:0"
     """host:port that clients speak to; port 0: a free one, which the `ready` line names."""
 
+    http_listen: str = ""
+    """host:port of the OpenAI API over HTTP; port 0: a free one; empty: nobody listens."""
+
     metrics_listen: str = ""
     """host:port of /metrics, usually on loopback; port 0: a free one; empty: nobody listens."""
 
@@ -160,10 +233,34 @@ class RouterSettings:
     model: str = ""
     """The model served: a bundled name, a local folder, or a Hugging Face hub name. Needed."""
 
-    redis_url: str = "redis://127.0.0.1:6379/0"
+    models: tuple[str, ...] = ()
+    """Further models served beside `model`, each by its own workers; a request names the one that
+    it is for.
+    """
+
+    redis_url: str = field(default="redis://127.0.0.1:6379/0", repr=False)
     """Where workers and stores register and the prefix index lies."""
 
-    tenant_secret: str = ""
+    redis: RedisAccess = field(default_factory=RedisAccess)
+    """TLS and password of that Redis."""
+
+    tls: TlsSettings = field(default_factory=TlsSettings)
+    """Who this router is to workers and stores; empty: no TLS."""
+
+    client_tls: TlsSettings = field(default_factory=TlsSettings)
+    """What clients are shown; empty: no TLS. With a `ca_file` they need a certificate of it, too,
+    of role client or admin.
+    """
+
+    api_keys_file: str = ""
+    """File of API keys and of tenants' limits, written by `baton api-key`, read again when it
+    changes. Empty: nobody is asked for a key, and requests name their own tenant.
+    """
+
+    allow_anonymous: bool = False
+    """Whether other machines may send requests without an API key."""
+
+    tenant_secret: str = field(default="", repr=False)
     """Keys the salts that keep tenants' KV apart. Equal on every router; empty: salts from names
     alone.
     """
@@ -180,6 +277,25 @@ class RouterSettings:
     elsewhere, with the store written behind; "auto": whichever costs less.
     """
 
+    routing_policy: RoutingPolicy = "joint"
+    """How the workers of a request are chosen: "joint": the pair that costs least time (queue,
+    uncached tokens, bytes over links, load); "prefix_aware": fewest tokens to compute;
+    "least_load": fewest requests and tokens under way; "round_robin": in turn.
+    """
+
+    short_prefill_tokens: int = 0
+    """Longest uncached rest of a prompt that a decode worker may compute by itself, where the
+    policy finds that cheaper than a prefill worker and a handover; 0: never.
+    """
+
+    hold_without_workers_s: float = 0.0
+    """How long a request waits for a worker to start while there are none for its model; 0: it is
+    refused at once. Where an autoscaler may take all workers away, longer than one takes to start.
+    """
+
+    admission: AdmissionSettings = field(default_factory=AdmissionSettings)
+    """Who is served when not all can be."""
+
     limits: RouterLimits = field(default_factory=RouterLimits)
     """Bounds."""
 
@@ -189,18 +305,54 @@ class RouterSettings:
     costs: RouterCosts = field(default_factory=RouterCosts)
     """Weights of the choice of workers."""
 
+    tracing: TracingSettings = field(default_factory=TracingSettings)
+    """Traces of requests."""
+
+    log_prompts: bool = False
+    """Whether prompts and answers are written into the log, as events `prompt` and `answer`: for
+    looking into one's own requests, never where others' are served.
+    """
+
     def __post_init__(self) -> None:
         if not self.model:
             raise SettingsError("model: needed; say --set model=<name or folder>")
+        for name in self.models:
+            if (self.model, *self.models).count(name) > 1:
+                raise SettingsError(f"models: {name!r} is named twice")
+            if not name:
+                raise SettingsError("models: an empty name")
+        if not (math.isfinite(self.hold_without_workers_s) and self.hold_without_workers_s >= 0):
+            raise SettingsError("hold_without_workers_s: must be 0 or more")
+        if self.short_prefill_tokens < 0:
+            raise SettingsError("short_prefill_tokens: must be 0 or more")
         if not self.redis_url:
             raise SettingsError("redis_url: needed; workers are found there")
         host, colon, port = self.listen.rpartition(":")
         if not (host and colon and port.isdecimal() and int(port) < 65536):
             raise SettingsError(f"listen: {self.listen!r} is not host:port")
         check_listen("metrics_listen", self.metrics_listen)
+        check_listen("http_listen", self.http_listen)
+        self.tls.check_peers("tls")
+        if self.client_tls.ca_file and not self.client_tls.is_on:
+            raise SettingsError("client_tls.ca_file: needs client_tls.cert_file and key_file")
+        self.check_clients_listen("listen", self.listen)
+        if self.http_listen:
+            self.check_clients_listen("http_listen", self.http_listen)
+        redis_client.check(self.redis_url, self.redis)
         if len(self.tenant_secret.encode()) > 64:
             raise SettingsError("tenant_secret: at most 64 bytes")
         parse_scopes(self.tenant_scopes)
+
+    def check_clients_listen(self, name: str, listen: str) -> None:
+        """Raises: SettingsError for an address where anybody on the network would be served, or
+        would read along.
+        """
+        self.client_tls.check_listen(name, listen, "client_tls")
+        if not (self.api_keys_file or self.allow_anonymous or is_loopback(listen)):
+            raise SettingsError(
+                f"{name}: {listen} is reached from other machines, by anybody; set api_keys_file, "
+                "or allow_anonymous=true"
+            )
 
 
 def _check_positive(settings: RouterLimits | RouterTimes | RouterCosts) -> None:

@@ -3,9 +3,12 @@ not taken yet, sample by sample.
 
 States: RESERVING -> RESERVED -> GENERATING -> OVER. `cancel` leads from each of the first three to
 CANCELLING, and the worker's last word from there to OVER; a broken stream leads to OVER from
-everywhere. Nothing here waits on the network: commands are queued on the stream, events come from
-its reader. Of partial handles that wait on the stream only the newest is kept: a worker that does
-not read holds one of each request, however much is computed meanwhile. One asyncio loop.
+everywhere. A worker that leaves ends it, too, by moving it: the handle that comes with that is
+whoever takes it, and is given back when nobody does.
+
+Nothing here waits on the network: commands are queued on the stream, events come from its reader.
+Of partial handles that wait on the stream only the newest is kept: a worker that does not read
+holds one of each request, however much is computed meanwhile. One asyncio loop.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from process import serving
+from process import serving, spans
 from process.deadline import Deadline
 from process.errors import BatonError, Internal, Unavailable
 from protos import common_pb2, decode_pb2
@@ -55,13 +58,23 @@ class SampleNews:
 
 
 @dataclass(frozen=True)
+class Moved:
+    """The worker let the request go where it was: another one goes on."""
+
+    news: decode_pb2.DecodeMoved
+    """All but the handle."""
+    handle: SealedHandle | None
+
+
+@dataclass(frozen=True)
 class Arrival:
     """All that came since the reader last looked, each sample once, and the request's end if it is
-    there."""
+    there. Its handle is the reader's."""
 
     samples: tuple[SampleNews, ...] = ()
     finished: decode_pb2.DecodeFinished | None = None
     error: BatonError | None = None
+    moved: Moved | None = None
 
 
 @dataclass
@@ -69,6 +82,7 @@ class _Inbox:
     samples: dict[int, SampleNews] = field(default_factory=dict)
     finished: decode_pb2.DecodeFinished | None = None
     error: BatonError | None = None
+    moved: Moved | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -81,6 +95,14 @@ class DecodeLeg:
         self.state = LegState.RESERVING
         self.num_tokens_local = 0
         """Prompt tokens whose KV the worker holds already; known once reserved."""
+        self.span = spans.NOBODY
+        """Of this leg, where its request is traced; it ends with the leg."""
+        self.incarnation = ""
+        """Of the worker, as its owner knows it."""
+        self.block_size = 1
+        """Tokens of a block of the worker's cache."""
+        self.give_back: Callable[[SealedHandle], None] = lambda handle: None
+        """Called with a handle that came when nobody wanted it any more."""
         self._send = send
         self._inbox = _Inbox()
         self._early: Command | None = None  # the last partial handle that was sent
@@ -142,6 +164,7 @@ class DecodeLeg:
 
     def cancel(self) -> None:
         """Ask for the end; any state, idempotent, never waits."""
+        self._give_back_untaken()
         if self.state in (LegState.CANCELLING, LegState.OVER):
             return
         self._move(LegState.CANCELLING)
@@ -154,15 +177,17 @@ class DecodeLeg:
         while not (inbox.samples or self.is_over):
             await self._next_change()
         samples, inbox.samples = tuple(inbox.samples.values()), {}
-        return Arrival(samples, inbox.finished, inbox.error)
+        moved, inbox.moved = inbox.moved, None
+        return Arrival(samples, inbox.finished, inbox.error, moved)
 
-    async def wait_over(self) -> decode_pb2.DecodeFinished | None:
+    async def wait_over(self) -> decode_pb2.DecodeFinished | decode_pb2.DecodeMoved | None:
         """After `cancel`: the worker's last word with its account, None if the stream broke. The
         caller bounds the wait.
         """
         while not self.is_over:
             await self._next_change()
-        return self._inbox.finished
+        moved = self._inbox.moved
+        return moved.news if moved is not None else self._inbox.finished
 
     def on_event(self, event: decode_pb2.DecodeEvent) -> None:
         """The stream's reader: something came for this key."""
@@ -178,6 +203,11 @@ class DecodeLeg:
                 self._put(event.finished)
             self._inbox.finished = event.finished
             self._move(LegState.OVER)
+        elif kind == "moved":
+            self._inbox.moved = _moved(event.moved)
+            if self.state is LegState.CANCELLING:
+                self._give_back_untaken()
+            self._move(LegState.OVER)
         elif kind == "failed":
             failed = event.failed
             retry_after_s = failed.retry_after_s if failed.HasField("retry_after_s") else None
@@ -189,6 +219,12 @@ class DecodeLeg:
         self._inbox.error = error
         self._move(LegState.OVER)
         self._inbox.changed.set()
+
+    def _give_back_untaken(self) -> None:
+        moved = self._inbox.moved
+        if moved is not None and moved.handle is not None:
+            self._inbox.moved = Moved(moved.news, None)
+            self.give_back(moved.handle)
 
     def _put(self, part: decode_pb2.DecodeTokens | decode_pb2.DecodeFinished) -> None:
         # After a cancel nobody reads any more: what overshot is dropped here.
@@ -213,3 +249,13 @@ class DecodeLeg:
         if state not in ALLOWED[self.state]:
             raise Internal(f"decode leg {self.key}: {self.state.value} -> {state.value}")
         self.state = state
+        if state is LegState.OVER:
+            self.span.end(self._inbox.error)
+
+
+def _moved(news: decode_pb2.DecodeMoved) -> Moved:
+    handle = None
+    if news.HasField("handle"):
+        handle = SealedHandle(news.handle.SerializeToString(), is_partial=False)
+        news.ClearField("handle")
+    return Moved(news, handle)

@@ -1,41 +1,31 @@
-"""One multiplexed stream to one life of one decode worker, and the set of all such streams.
+"""One multiplexed stream to one life of one decode worker: a message up carries a whole engine
+step, and the worker's load after it.
 
-Every request of this router that the worker decodes is a leg, named by a key; one message up
-carries a whole engine step. When the stream breaks, every leg on it fails with Unavailable, and the
-stream is opened again with growing pauses until the worker is given up. A worker that comes back
-under the same id with another incarnation is another stream.
-
-Law: a key is in the table from `open` until the worker's last word on it or the stream's end. One
-asyncio loop.
+Law: beside the stream's own, blocks are counted as asked for exactly until the worker answers the
+reservation. One asyncio loop.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import logging
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import grpc.aio
 
-from process import logs, serving
+from process import serving
+from process.access import Role
 from process.deadline import Deadline
-from process.errors import BatonError, Internal, Unavailable
-from process.tasks import end_tasks
+from process.errors import Internal, Unavailable
+from process.serving import Dialer
 from protos import decode_pb2
-from services.router.decode_leg import DecodeLeg
+from services.router.decode_leg import DecodeLeg, LegState
 from services.router.sealed_handle import Command
 from services.router.views import WorkerView
-
-logger = logging.getLogger(__name__)
+from services.router.worker_stream import Call, WorkerStream
 
 _METHOD = "/baton.v1.Decode/Stream"
 """Called by name: the generated stub would read the handles that are only passed on."""
-
-_FIRST_BACKOFF_S = 0.05
-_MAX_BACKOFF_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -43,175 +33,92 @@ class StepLoad:
     """A worker's load as of its last step; fresher than any heartbeat."""
 
     num_free_blocks: int
-    num_requests: int
+    num_others: int
+    """Requests there that are none of ours."""
 
 
-class DecodeStream:
+class DecodeStream(WorkerStream[DecodeLeg]):
     """See the module."""
 
     def __init__(
-        self, worker: WorkerView, *, connect_timeout_s: float, on_progress: Callable[[], None]
+        self,
+        worker: WorkerView,
+        *,
+        connect_timeout_s: float,
+        on_progress: Callable[[], None],
+        on_load: Callable[[], None] = lambda: None,
+        dial: Dialer = serving.PLAIN,
     ) -> None:
-        """`on_progress` is called when a leg ends: room may be free now."""
-        self.worker_id = worker.worker_id
-        self.incarnation = worker.incarnation
-        self.address = worker.address
+        """`on_progress` is called when a leg ends: room may be free now. `on_load`: when what this
+        side knows of the worker's load has changed."""
         self.load: StepLoad | None = None
-        self._connect_timeout_s = connect_timeout_s
         self._on_progress = on_progress
-        self._legs: dict[int, DecodeLeg] = {}
-        self._last_key = 0
-        self._outgoing: asyncio.Queue[Command] = asyncio.Queue()
-        self._is_up = asyncio.Event()
-        self._is_closed = False
-        self._failure = Unavailable(f"decode worker {self.worker_id} is not reached yet")
-        self._task = asyncio.create_task(self._run())
+        self._on_load = on_load
+        self._unanswered: dict[int, int] = {}  # blocks asked for, by key, until there is an answer
+        super().__init__(
+            worker, Role.DECODE, connect_timeout_s=connect_timeout_s, on_change=on_load, dial=dial
+        )
 
     @property
-    def is_up(self) -> bool:
-        return self._is_up.is_set()
+    def num_unanswered_blocks(self) -> int:
+        """Blocks asked for by reservations that the worker has not answered: its own account does
+        not show them yet."""
+        return sum(self._unanswered.values())
 
-    @property
-    def num_legs(self) -> int:
-        """Keys that wait for their worker's last word."""
-        return len(self._legs)
-
-    async def open(self, reserve: decode_pb2.ReserveDecode, deadline: Deadline) -> DecodeLeg:
-        """Send a reservation as soon as the stream is up.
+    async def open(
+        self, reserve: decode_pb2.ReserveDecode, deadline: Deadline, num_blocks: int = 0
+    ) -> DecodeLeg:
+        """Send a reservation, which takes `num_blocks`, as soon as the stream is up.
 
         Returns: the leg, still RESERVING; its owner cancels it whatever happens.
         Raises: Unavailable when the worker is not reached in time.
         """
-        if not self.is_up:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(deadline.sooner(self._connect_timeout_s).left_s()):
-                    await self._is_up.wait()
-        if not self.is_up or self._is_closed:
-            raise self._failure
-        self._last_key += 1
-        leg = DecodeLeg(self._last_key, self.worker_id, self._outgoing.put_nowait)
-        self._legs[leg.key] = leg
+        await self._wait_up(deadline)
+        leg = DecodeLeg(self._next_key(), self.worker_id, self._outgoing.put_nowait)
+        self._enter(leg)
+        self._unanswered[leg.key] = num_blocks
+        self._on_load()
         self._outgoing.put_nowait(Command(decode_pb2.DecodeCommand(key=leg.key, reserve=reserve)))
         return leg
 
-    async def close(self, why: str) -> None:
-        """End the stream for good; its legs fail."""
-        self._is_closed = True
-        self._failure = Unavailable(why)
-        await end_tasks([self._task])
-
     def check_integrity(self) -> None:
-        """Raises: Internal when a leg that is over is still in the table, or one is there without a
-        stream.
-        """
-        if any(leg.is_over or leg.key != key for key, leg in self._legs.items()):
-            raise Internal(f"stream to {self.worker_id} keeps a leg that is over")
-        if self._legs and not self.is_up:
-            raise Internal(f"stream to {self.worker_id} is down and keeps legs")
+        """As the stream's; also when an answer is waited for on behalf of nobody."""
+        super().check_integrity()
+        if not self._unanswered.keys() <= self._legs.keys():
+            raise Internal(f"stream to {self.worker_id} waits for an answer to nobody")
 
-    async def _run(self) -> None:
-        backoff_s = _FIRST_BACKOFF_S
-        while True:
-            was_up = False
-            try:
-                was_up = await self._serve_once()
-            except Exception as error:  # the last line of defence: the worker must be met again
-                self._failure = Unavailable(f"decode worker {self.worker_id}: {error}")
-                logger.exception("decode_stream_failed")
-            finally:
-                self._break()
-            if was_up:
-                backoff_s = _FIRST_BACKOFF_S
-            await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
-            backoff_s = min(_MAX_BACKOFF_S, backoff_s * 2)
+    def _begin(self, channel: grpc.aio.Channel) -> Call:
+        return channel.stream_stream(
+            _METHOD,
+            request_serializer=Command.write,
+            response_deserializer=decode_pb2.DecodeEvents.FromString,
+        )()
 
-    async def _serve_once(self) -> bool:
-        """Connect and serve until the stream ends. Returns: whether it was up at all."""
-        async with serving.channel(self.address) as channel:
-            try:
-                async with asyncio.timeout(self._connect_timeout_s):
-                    await channel.channel_ready()
-            except TimeoutError:
-                self._failure = Unavailable(f"decode worker {self.worker_id} is not reached")
-                return False
-            call = channel.stream_stream(
-                _METHOD,
-                request_serializer=Command.write,
-                response_deserializer=decode_pb2.DecodeEvents.FromString,
-            )()
-            self._outgoing = asyncio.Queue()
-            self._is_up.set()
-            logs.event(logger, "decode_stream_up", worker_id=self.worker_id, address=self.address)
-            writer = asyncio.create_task(self._write(call, self._outgoing))
-            try:
-                await self._read(call)
-                self._failure = Unavailable(f"decode worker {self.worker_id} ended the stream")
-            except grpc.aio.AioRpcError as error:
-                cause = serving.error_from_rpc(error)
-                self._failure = Unavailable(
-                    f"decode worker {self.worker_id} is gone: {cause}", retry_after_s=1.0
-                )
-            finally:
-                writer.cancel()
-                call.cancel()
-                await asyncio.gather(writer, return_exceptions=True)
-        return True
-
-    async def _write(
-        self,
-        call: grpc.aio.StreamStreamCall[Command, decode_pb2.DecodeEvents],
-        outgoing: asyncio.Queue[Command],
-    ) -> None:
-        # The reader sees the end of a broken call, too, and deals with it.
-        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            while True:
-                await call.write(await outgoing.get())
-
-    async def _read(
-        self, call: grpc.aio.StreamStreamCall[Command, decode_pb2.DecodeEvents]
-    ) -> None:
-        while True:
-            message = await call.read()
-            if not isinstance(message, decode_pb2.DecodeEvents):
-                return  # the worker closed its side
-            self.load = StepLoad(message.num_free_blocks, message.num_running + message.num_waiting)
-            for event in message.events:
-                self._dispatch(event)
+    def _take(self, message: Any) -> None:
+        if not isinstance(message, decode_pb2.DecodeEvents):
+            raise Unavailable("a message cannot be read")
+        for event in message.events:
+            self._dispatch(event)
+        # Requests that wait for their prompt are in no account but in that of their blocks.
+        num_ours = sum(leg.state is LegState.GENERATING for leg in self._legs.values())
+        num_there = message.num_running + message.num_waiting
+        self.load = StepLoad(message.num_free_blocks, max(0, num_there - num_ours))
+        self._on_load()
 
     def _dispatch(self, event: decode_pb2.DecodeEvent) -> None:
-        leg = self._legs.get(event.key)
+        leg = self._leg(event.key)
         if leg is None:
-            logs.event(
-                logger,
-                "event_for_unknown_key",
-                level=logging.WARNING,
-                worker_id=self.worker_id,
-                key=event.key,
-            )
             return
+        had_blocks = leg.state is not LegState.RESERVING
         leg.on_event(event)
+        self._unanswered.pop(leg.key, None)
         if leg.is_over:
             del self._legs[leg.key]
-            self._on_progress()
+            # A refusal made no room: those who wait for some would wake one another for ever.
+            if had_blocks:
+                self._on_progress()
 
-    def _break(self) -> None:
-        self._is_up.clear()
+    def _on_break(self) -> None:
         self.load = None
-        legs, self._legs = self._legs, {}
-        if legs:
-            logs.event(
-                logger,
-                "decode_stream_broken",
-                level=logging.WARNING,
-                worker_id=self.worker_id,
-                num_legs=len(legs),
-                why=str(self._failure),
-            )
-        for leg in legs.values():
-            leg.fail(_copy(self._failure))
+        self._unanswered = {}
         self._on_progress()
-
-
-def _copy(error: BatonError) -> BatonError:
-    # One exception object raised in many tasks would mix their tracebacks.
-    return Unavailable(str(error), retry_after_s=error.retry_after_s)

@@ -1,87 +1,98 @@
-"""The streams to all decode workers, kept in step with the registry. One asyncio loop.
+"""The streams to all decode workers, and what the router knows of each worker's load by them.
 
-A worker that is new gets a stream at once, so that the first request need not wait for a
-connection. Another incarnation under a known id: the old stream is closed, its requests fail. Gone
-from the registry: no new request goes there, and when it stays away for the grace time its stream
-is closed as well.
+Which streams there are: `worker_streams`. One asyncio loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
 
+from process import serving
+from process.access import Role
 from process.deadline import Clock, Deadline
 from process.errors import Unavailable
+from process.serving import Dialer
 from protos import decode_pb2
 from services.router.config import RouterTimes
 from services.router.decode_leg import DecodeLeg
-from services.router.decode_stream import DecodeStream, StepLoad
+from services.router.decode_stream import DecodeStream
 from services.router.views import WorkerView
+from services.router.worker_streams import WorkerStreams
+
+
+@dataclass(frozen=True)
+class DecodeLoad:
+    """What a worker has, as far as one router can know."""
+
+    num_free_blocks: int
+    num_requests: int
 
 
 class DecodeStreams:
     """One stream per decode worker."""
 
-    def __init__(self, times: RouterTimes, clock: Clock) -> None:
+    def __init__(self, times: RouterTimes, clock: Clock, dial: Dialer = serving.PLAIN) -> None:
         self._times = times
-        self._clock = clock
-        self._streams: dict[str, DecodeStream] = {}
-        self._gone_since: dict[str, float] = {}
-        self._closing: set[asyncio.Task[None]] = set()
+        self._dial = dial
         self._progress = asyncio.Event()
+        self._streams = WorkerStreams(
+            Role.DECODE, lapse_grace_s=times.lapse_grace_s, clock=clock, make=self._make
+        )
+
+    @property
+    def on_change(self) -> list[Callable[[str], None]]:
+        """Called with the id of a worker of which more, or less, is known now."""
+        return self._streams.on_change
 
     def reconcile(self, workers: Iterable[WorkerView]) -> None:
-        """Have a stream for each of `workers` (the decode workers known now), and for no other
-        life.
-        """
-        known = {worker.worker_id: worker for worker in workers}
-        for worker_id, stream in list(self._streams.items()):
-            worker = known.get(worker_id)
-            if worker is None:
-                since = self._gone_since.setdefault(worker_id, self._clock())
-                if self._clock() - since >= self._times.lapse_grace_s:
-                    self._drop(worker_id, f"decode worker {worker_id} has no heartbeat")
-            elif (worker.incarnation, worker.address) != (stream.incarnation, stream.address):
-                self._drop(worker_id, f"decode worker {worker_id} restarted")
-            else:
-                self._gone_since.pop(worker_id, None)
-        for worker_id, worker in known.items():
-            if worker_id not in self._streams:
-                self._streams[worker_id] = DecodeStream(
-                    worker,
-                    connect_timeout_s=self._times.connect_timeout_s,
-                    on_progress=self._progress.set,
-                )
+        """See `WorkerStreams.reconcile`."""
+        self._streams.reconcile(workers)
 
-    def load(self, worker_id: str) -> StepLoad | None:
-        """The worker's load by its last step."""
-        stream = self._streams.get(worker_id)
-        return stream.load if stream is not None else None
+    def load(self, worker: WorkerView) -> DecodeLoad | None:
+        """The worker's load by its last news and what we have sent since; None: its heartbeat knows
+        better. (Who serves none of ours sends no news, and the last may be from before a cancel
+        took effect.)
+        """
+        stream = self._streams.find(worker.worker_id)
+        if stream is None or not stream.num_legs:
+            return None
+        num_free, num_others = worker.num_free_blocks, worker.num_requests
+        if stream.load is not None:
+            num_free, num_others = stream.load.num_free_blocks, stream.load.num_others
+        return DecodeLoad(
+            max(0, num_free - stream.num_unanswered_blocks), num_others + stream.num_legs
+        )
 
     def num_legs(self, worker_id: str) -> int:
         """Requests of this router on that worker."""
-        stream = self._streams.get(worker_id)
+        stream = self._streams.find(worker_id)
         return stream.num_legs if stream is not None else 0
 
     @property
     def num_open_legs(self) -> int:
         """Keys on all streams that wait for their worker's last word."""
-        return sum(stream.num_legs for stream in self._streams.values())
+        return sum(stream.num_legs for stream in self._streams)
 
     def is_up(self, worker_id: str) -> bool:
         """Whether the worker's stream stands."""
-        stream = self._streams.get(worker_id)
+        stream = self._streams.find(worker_id)
         return stream is not None and stream.is_up
 
     async def open(
-        self, worker_id: str, reserve: decode_pb2.ReserveDecode, deadline: Deadline
+        self,
+        worker_id: str,
+        reserve: decode_pb2.ReserveDecode,
+        deadline: Deadline,
+        num_blocks: int = 0,
     ) -> DecodeLeg:
         """Send a reservation; see `DecodeStream.open`. Raises: Unavailable."""
-        stream = self._streams.get(worker_id)
+        stream = self._streams.find(worker_id)
         if stream is None:
             raise Unavailable(f"decode worker {worker_id} is gone")
-        return await stream.open(reserve, deadline)
+        return await stream.open(reserve, deadline, num_blocks)
 
     async def wait_for_progress(self, timeout_s: float) -> None:
         """Until some leg ended somewhere, so that there may be room; at most `timeout_s`."""
@@ -94,18 +105,17 @@ class DecodeStreams:
 
     async def close(self) -> None:
         """End every stream."""
-        for worker_id in list(self._streams):
-            self._drop(worker_id, "the router stops")
-        await asyncio.gather(*self._closing, return_exceptions=True)
+        await self._streams.close()
 
     def check_integrity(self) -> None:
         """Raises: Internal when a stream breaks its law."""
-        for stream in self._streams.values():
-            stream.check_integrity()
+        self._streams.check_integrity()
 
-    def _drop(self, worker_id: str, why: str) -> None:
-        stream = self._streams.pop(worker_id)
-        self._gone_since.pop(worker_id, None)
-        task = asyncio.create_task(stream.close(why))
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+    def _make(self, worker: WorkerView) -> DecodeStream:
+        return DecodeStream(
+            worker,
+            connect_timeout_s=self._times.connect_timeout_s,
+            on_progress=self._progress.set,
+            on_load=partial(self._streams.tell, worker.worker_id),
+            dial=self._dial,
+        )

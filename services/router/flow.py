@@ -3,45 +3,54 @@
     LOOKING_UP   which stores hold its prefix
     RESERVING    choose the pair; the decode worker sets blocks aside (not for a single token)
     PREFILLING   the prefill worker computes the prompt, draws the first token of each sample (shown
-                 at once), stores the KV; decode fetches what is stored already
+                 at once), stores the KV; decode fetches what is stored already. Passed over where
+                 the decode worker computes a short rest itself
     DECODING     the decode worker takes the KV over and draws the rest of every sample
+    MOVING       the decode worker is gone before the end: as from LOOKING_UP on, with all that was
+                 drawn as context. A worker that left on purpose has given a handle on the KV: then
+                 another one takes it over at once
     FINISHED     the last message is out
-
-Each sample ends with a message of its own; the one that ends last carries the request's account.
 
 Cancel, deadline and errors lead out of every state; `run` then tells both legs before it returns,
 without waiting: the prefill call is cancelled, the decode leg gets its cancel. What is visible to
-the client is made in `answer`; who is chosen, in `policy`. One request, one task.
+the client is made in `answer` and `delivery`; what a decode worker says is heard in `decoding`; who
+is chosen, in `policy`; how often a request may lose its worker, in `failover`. One request, one
+task.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from enum import Enum
+from functools import partial
 
 from process import logs
 from process.deadline import Deadline
-from process.errors import BatonError, Internal, Unavailable
-from protos import common_pb2, decode_pb2, inference_pb2, prefill_pb2
-from services.router.answer import Answer, shows_something
-from services.router.decode_leg import DecodeLeg, SampleNews
+from process.errors import Internal
+from protos import prefill_pb2
+from services.router import request_trace
+from services.router.answer import Answer
+from services.router.decode_leg import DecodeLeg
+from services.router.decoding import Decoding, seconds_of
+from services.router.delivery import Delivery, Send
+from services.router.failover import OTHERS_MAY, Failover, Loss
 from services.router.job import Cluster, Job
-from services.router.policy import Ask, Choice, choose
-from services.router.prefill_leg import TRY_ANOTHER, PrefillLeg
+from services.router.kv_account import KvAccount
+from services.router.policy import Ask, Choice
+from services.router.prefill_leg import PrefillLeg
+from services.router.reserving import Reserving
+from services.router.routing import Asking
 from services.router.samples import Samples
 from services.router.sealed_handle import SealedHandle
 from services.router.times import StageTimes
-from services.router.views import WorkerView
 
 logger = logging.getLogger(__name__)
 
-Send = Callable[[inference_pb2.GenerateResponse], Awaitable[None]]
-
-# Without news a full cluster is asked again after so long; guessed, about one step of a large
-# batch.
-_ROOM_POLL_S = 0.1
+_RETRY_S = 0.2
+"""Between two tries to find a prefill worker for an answer that has begun; guessed."""
 
 
 class State(Enum):
@@ -51,6 +60,7 @@ class State(Enum):
     RESERVING = "waiting for decode blocks"
     PREFILLING = "prefilling"
     DECODING = "decoding"
+    MOVING = "being moved to another decode worker"
     FINISHED = "finished"
 
 
@@ -68,16 +78,23 @@ class RequestFlow:
         send: Send,
     ) -> None:
         self.state = State.LOOKING_UP
+        self.choice: Choice | None = None
+        """The workers chosen last; None: none yet."""
         self._cluster = cluster
         self._job = job
         self._samples = Samples(answers, job.sampling)
         self._times = times
         self._deadline = deadline
-        self._send = send
+        self._account = KvAccount()
+        self._delivery = Delivery(send, job, self._samples, self._account, times)
+        self._failover = Failover(times, cluster.max_failovers)
+        self._decoding = Decoding(
+            cluster, job.request_id, self._samples, self._delivery, self._account, times
+        )
+        self._asking: Asking | None = None
         self._leg: DecodeLeg | None = None
-        # Ours until the decode worker is told of it.
+        # Ours until a decode worker is told of it.
         self._handle: SealedHandle | None = None
-        self._kv_legs: list[common_pb2.KvLeg] = []
         self._fingerprint = ""
 
     async def run(self) -> None:
@@ -86,10 +103,11 @@ class RequestFlow:
         Raises: BatonError; asyncio.CancelledError. Both legs have been told by then.
         """
         try:
-            ask = await self._look_up()
-            choice = await self._reserve(ask)
-            await self._prefill(choice, ask)
-            await self._hand_over()
+            loss = await self._attempt()
+            while loss is not None:
+                self._note_loss(loss)
+                loss = await self._attempt()
+            self._note_answer()
             self.state = State.FINISHED
         finally:
             if self._leg is not None:
@@ -97,80 +115,98 @@ class RequestFlow:
             if self._handle is not None:
                 self._cluster.leases.release(self._handle)
 
-    async def _look_up(self) -> Ask:
-        job = self._job
-        prefixes = await self._cluster.find_prefixes(job)
-        self._times.mark("lookup")
-        return Ask(
-            num_prompt_tokens=len(job.prompt_token_ids),
-            max_tokens=job.sampling.max_tokens * job.num_sequences,
+    async def _attempt(self) -> Loss | None:
+        """One pair of workers. Returns: None when the answer is over."""
+        is_again = self._failover.is_on
+        bound = self._deadline.sooner(self._cluster.times.failover_wait_s)
+        while True:
+            asking = await self._ask_again() if is_again else await self._look_up()
+            choice, asking = await self._reserve(asking)
+            if asking.has_kv:
+                break
+            if choice.prefill_id is None:
+                return await self._decode_alone(asking)
+            try:
+                asking = await self._prefill(choice, asking)
+                break
+            except OTHERS_MAY as error:
+                if not is_again:
+                    raise
+                if bound.expired:
+                    raise self._failover.explained(error) from error
+                # A part of the answer is out: worth to wait for a prefill worker to come.
+                self._need_leg("prefill without decode").cancel()
+                self.state = State.MOVING
+                # Progress of decode workers is no news of prefill's: our own cancelled leg is some.
+                await asyncio.sleep(min(_RETRY_S, bound.left_s()))
+                self._failover.mark("wait_room", None)
+        return await self._hand_over(asking)
+
+    # ---- finding workers
+
+    async def _look_up(self) -> Asking:
+        """What is asked for from here on: of one sample all that was drawn is context now."""
+        job, samples = self._job, self._samples
+        drawn = samples.drawn if samples.is_alone else ()
+        prefixes = await self._cluster.find_prefixes(job, drawn)
+        self._failover.mark("lookup", partial(request_trace.of_lookup, prefixes))
+        num_context_tokens = len(job.prompt_token_ids) + len(drawn)
+        ask = Ask(
+            num_prompt_tokens=num_context_tokens,
+            max_tokens=(job.sampling.max_tokens - len(drawn)) * job.num_sequences,
             affinity=job.affinity,
             prefixes=prefixes,
             needs_decode=job.needs_decode,
+            window=len(job.prompt_token_ids) + job.sampling.max_tokens,
+        )
+        return self._cluster.routing.asking(
+            job.tenant,
+            job.request_id,
+            job.adapter,
+            ask,
+            may_skip_prefill=job.may_skip_prefill and samples.may_skip_prefill,
         )
 
-    async def _reserve(self, ask: Ask) -> Choice:
-        """Choose a pair whose decode worker has set blocks aside.
+    async def _ask_again(self) -> Asking:
+        """As `_look_up`, after a loss; who holds a handle on the KV needs to know no more."""
+        has_kv = self._handle is not None
+        asking = self._asking if has_kv else None
+        if asking is None:
+            asking = await self._look_up()
+        fingerprint = self._fingerprint if has_kv or self._samples.has_drawn else ""
+        return replace(asking, has_kv=has_kv, left=self._failover.left, fingerprint=fingerprint)
 
-        A worker that refuses is left out of the next choice; when all have refused, they are asked
-        again as room comes.
-        """
-        self.state = State.RESERVING
-        candidates, refused = self._cluster.candidates, set[str]()
-        bound = self._deadline.sooner(self._cluster.times.reserve_wait_s)
-        last_error: BatonError | None = None
-        while True:
-            decode = candidates.decode(refused, self._job.adapter)
-            if last_error is not None and not decode:
-                if bound.expired:
-                    raise last_error
-                await self._cluster.streams.wait_for_progress(min(_ROOM_POLL_S, bound.left_s()))
-                refused.clear()
-                decode = candidates.decode((), self._job.adapter)
-            prefill = candidates.prefill((), self._job.adapter)
-            cluster = self._cluster
-            choice = choose(prefill, decode, ask, cluster.costs, cluster.handover)
-            self._times.mark("choose")
-            self._log_choice(choice)
-            if choice.decode_id is None:
-                return choice
-            try:
-                await self._reserve_at(candidates.get(choice.decode_id))
-                return choice
-            except TRY_ANOTHER as error:
-                last_error = error
-                refused.add(choice.decode_id)
-                if isinstance(error, Unavailable):
-                    candidates.suspect(choice.decode_id)
-            finally:
-                self._times.mark("reserve")
-
-    async def _reserve_at(self, worker: WorkerView) -> None:
-        job = self._job
-        request = decode_pb2.ReserveDecode(
-            request_id=job.leg_id,
-            tenant=job.tenant,
-            tenant_salt=job.tenant_salt,
-            prompt_token_ids=job.prompt_token_ids,
-            sampling=job.sampling,
-            model_fingerprint=worker.fingerprint,
-            adapter=job.adapter.name,
-            adapter_digest=job.adapter.digest,
-            priority=job.priority,
-            budget_ms=max(1, int(self._deadline.left_s() * 1000)),
+    async def _reserve(self, asking: Asking) -> tuple[Choice, Asking]:
+        """Choose a pair whose decode worker has set blocks aside."""
+        if not self._failover.is_on:
+            self.state = State.RESERVING
+        reserving = Reserving(
+            self._cluster,
+            self._job,
+            mark=self._failover.mark,
+            deadline=self._deadline,
+            on_choice=self._on_choice,
+            is_again=self._failover.is_on,
         )
-        bound = self._deadline.sooner(self._cluster.times.reserve_answer_s)
-        leg = await self._cluster.streams.open(worker.worker_id, request, bound)
         try:
-            await leg.wait_reserved(bound)
-        except BaseException:
-            leg.cancel()
-            raise
-        self._leg = leg
+            return await reserving.run(asking)
+        except OTHERS_MAY as error:
+            if not self._failover.is_on:
+                raise
+            raise self._failover.explained(error) from error
+        finally:
+            self._leg = reserving.leg
+            self._fingerprint = reserving.fingerprint or self._fingerprint
 
-    async def _prefill(self, choice: Choice, ask: Ask) -> None:
-        """The first token of each sample, and the handle on the prompt's KV if there is one."""
+    def _on_choice(self, choice: Choice) -> None:
+        self.choice = choice
+
+    # ---- the prefill worker
+
+    async def _prefill(self, choice: Choice, asking: Asking) -> Asking:
+        """The next token of each sample, and the handle on the KV before it if there is one."""
         self.state = State.PREFILLING
+        self._samples.begin_prefill()
         leg = PrefillLeg(
             self._cluster,
             self._job,
@@ -179,156 +215,115 @@ class RequestFlow:
             decode=self._leg,
             show_first=self._show_first,
         )
-        prefilled = await leg.run(choice, ask)
+        prefilled, asking = await leg.run(choice, asking)
         self._fingerprint = prefilled.fingerprint
+        if asking.decision is not None:
+            self.choice = asking.decision.choice  # another one than the first, after a retry
+        if self._leg is not None:
+            workers = [prefilled.worker_id, self._leg.worker_id]
+            self._cluster.routing.note_prompt(asking, prefilled.layout, workers)
         account = prefilled.account
         if account is None:
+            self._account.recompute_for("")  # the decode worker says that it is missing
             self._times.mark("prefill_compute")
-            return
+            return asking
         self._handle = account.handle
-        self._kv_legs.append(account.reply.leg)
-        self._times.mark_split(_seconds(account.reply.times), rest="handover")
+        self._account.add(account.reply.leg, prefilled.layout[1])
+        self._times.mark_split(
+            seconds_of(account.reply.times),
+            rest=self._failover.stage("handover"),
+            wire="prefill_wire",
+        )
+        return asking
 
     async def _show_first(self, first: prefill_pb2.PrefillReply) -> None:
         """A sample's first token is there. If it ends the answer, the decode worker is told right
         away.
         """
         message = self._samples.take_first(first)
-        if message is None:
+        self._delivery.embedding = self._delivery.embedding or first.embedding
+        if message is None or self._job.wants_embedding:  # its token means nothing
             return
         if self._samples.is_over and self._leg is not None:
             self._leg.cancel()
-        await self._show(message)
+        await self._delivery.show(message)
 
-    async def _hand_over(self) -> None:
-        """Have the decode worker go on from the first tokens, unless all answers ended with
-        them.
-        """
+    # ---- the decode worker
+
+    async def _decode_alone(self, asking: Asking) -> Loss | None:
+        """The decode worker computes the prompt itself, and draws all the rest."""
+        leg = self._need_leg("nobody was chosen to compute the prompt")
+        self._asking, self.state = asking, State.DECODING
+        self._account.expect_own(min(leg.num_tokens_local, len(self._job.prompt_token_ids) - 1))
+        try:
+            leg.generate(self._samples.handover(computes_prompt=True), None)
+        except OTHERS_MAY as error:
+            return Loss(leg.worker_id, leg.incarnation, error)
+        self._failover.mark("handover", None)
+        return await self._decode(leg)
+
+    async def _hand_over(self, asking: Asking) -> Loss | None:
+        """Have the decode worker go on from what was drawn, unless all answers ended with it."""
+        self._asking = asking
         ended = list(self._samples.ended())
         last = ended.pop() if self._samples.is_over else None
+        leg = self._leg
         if last is None:
-            if self._leg is None:
-                raise Internal("the prefill worker did not end an answer of one token")
+            leg = self._need_leg("the prefill worker did not end an answer of one token")
             self.state = State.DECODING
-            self._leg.generate(self._samples.handover(), self._handle)
+            try:
+                leg.generate(self._samples.handover(), self._handle)
+            except OTHERS_MAY as error:
+                return Loss(leg.worker_id, leg.incarnation, error)
             self._handle = None
-        self._times.mark("handover")
+        self._failover.mark("handover", None)
         for answer in ended:
-            await self._send(self._end(answer, answer.empty()))
+            await self._delivery.end(answer, answer.empty())
+        if last is None and leg is not None:
+            return await self._decode(leg)
         if last is not None:
-            await self._send_last(last, last.empty())
-        elif self._leg is not None:
-            await self._decode(self._leg)
-
-    async def _decode(self, leg: DecodeLeg) -> None:
-        last: tuple[Answer, inference_pb2.GenerateResponse] | None = None
-        while last is None:
-            arrival = await leg.take()
-            if arrival.error is not None:
-                if isinstance(arrival.error, Unavailable):
-                    self._cluster.candidates.suspect(leg.worker_id)
-                raise arrival.error
-            for news in arrival.samples:
-                last = await self._take(leg, news) or last
-            finished = arrival.finished
-            if finished is not None and last is None:
-                raise Unavailable(
-                    f"decode worker {leg.worker_id} gave the request up", retry_after_s=1.0
-                )
-        answer, message = last
-        if finished is None:
-            # A stop string: only text could show it, so the worker must be told.
-            leg.cancel()
-            await self._show(message)
-            message = answer.empty()
-            finished = await self._account_of(leg)
-        if finished is not None:
-            self._kv_legs.append(finished.leg)
-            self._times.mark_split(_seconds(finished.times), rest="stream")
-        await self._send_last(answer, message)
-
-    async def _take(
-        self, leg: DecodeLeg, news: SampleNews
-    ) -> tuple[Answer, inference_pb2.GenerateResponse] | None:
-        """Show what came of one sample. Returns: its message not sent yet, if it ended last."""
-        taken = self._samples.take(news)
-        if taken is None:
-            return None
-        answer, message = taken
-        if not answer.is_over:
-            await self._show(message)
-            return None
-        if self._samples.is_over:
-            return taken
-        if not news.reason:
-            leg.cancel_sample(news.sample_index)
-        await self._send(self._end(answer, message))
+            await self._delivery.end_last(
+                last,
+                last.empty(),
+                model=self._cluster.model,
+                fingerprint=self._fingerprint,
+            )
         return None
 
-    async def _account_of(self, leg: DecodeLeg) -> decode_pb2.DecodeFinished | None:
-        """The cancelled worker's account of its leg; None when it does not come in time."""
+    def _need_leg(self, otherwise: str) -> DecodeLeg:
+        if self._leg is None:
+            raise Internal(otherwise)
+        return self._leg
+
+    async def _decode(self, leg: DecodeLeg) -> Loss | None:
+        """All that comes of one decode worker."""
         try:
-            async with asyncio.timeout(self._cluster.times.finish_wait_s):
-                return await leg.wait_over()
-        except TimeoutError:
-            logs.event(
-                logger,
-                "no_account_after_cancel",
-                level=logging.WARNING,
-                request_id=self._job.request_id,
-                worker_id=leg.worker_id,
-            )
-            return None
+            return await self._decoding.run(leg, self._fingerprint)
+        finally:
+            self._handle = self._decoding.take_handle()  # given back at the end, if not used
 
-    async def _show(self, message: inference_pb2.GenerateResponse) -> None:
-        if shows_something(message):
-            await self._send(message)
-
-    def _end(
-        self, answer: Answer, message: inference_pb2.GenerateResponse
-    ) -> inference_pb2.GenerateResponse:
-        """`message` with what ends its sample."""
-        return answer.last(
-            message,
-            num_prompt_tokens=len(self._job.prompt_token_ids),
-            kv_legs=self._kv_legs,
-            seed=self._job.sampling.seed,
-        )
-
-    async def _send_last(self, answer: Answer, message: inference_pb2.GenerateResponse) -> None:
-        """The end of the last sample, with the request's account."""
-        self._times.mark("stream")
-        last, job = self._end(answer, message), self._job
-        last.provenance.CopyFrom(
-            common_pb2.Provenance(
-                num_prompt_tokens=len(job.prompt_token_ids),
-                legs=self._kv_legs,
-                model=self._cluster.model,
-                model_fingerprint=self._fingerprint,
-                adapter_digest=job.adapter.digest,
-            )
-        )
-        for stage, seconds in self._times.stages():
-            last.times.add(stage=stage, seconds=seconds)
-        if job.sampling.trace:
-            last.prompt_token_ids.extend(job.prompt_token_ids)
-            last.sampling.CopyFrom(job.sampling)
-        await self._send(last)
-
-    def _log_choice(self, choice: Choice) -> None:
+    def _note_loss(self, loss: Loss) -> None:
+        """Raises: BatonError when the request has lost too many workers."""
+        self._failover.note(loss)
+        self.state = State.MOVING
+        event = "stream_moved" if loss.is_on_purpose else "decode_lost"
+        self._cluster.routing.metrics.on_retry(event)
         logs.event(
             logger,
-            "chosen",
-            level=logging.DEBUG,
+            event,
+            level=logging.INFO if loss.is_on_purpose else logging.WARNING,
             request_id=self._job.request_id,
-            prefill=choice.prefill_id,
-            decode=choice.decode_id,
-            why=dict(choice.why),
-            num_pairs=choice.num_pairs,
-            runs=[(run.node_id, run.num_blocks) for run in choice.runs],
-            handover=choice.path.value,
+            worker_id=loss.worker_id,
+            has_handle=self._handle is not None,
+            why=loss.why,
         )
 
-
-def _seconds(times: Iterable[common_pb2.StageTime]) -> Sequence[tuple[str, float]]:
-    return [(entry.stage, entry.seconds) for entry in times]
+    def _note_answer(self) -> None:
+        """The next turn of the conversation may go where this one was decoded."""
+        if self._leg is not None and self._asking is not None and self._decoding.has_drawn:
+            job = self._job
+            # What was drawn last was never fed back: nobody has its KV.
+            context = (*job.prompt_token_ids, *self._samples.drawn[:-1])
+            self._cluster.routing.note_answer(
+                self._asking, job.tenant_salt, context, self._leg.worker_id
+            )

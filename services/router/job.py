@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from protos import common_pb2
 from services.router.candidates import NO_ADAPTER, Adapter, Candidates
-from services.router.config import HandoverMode, RouterCosts, RouterTimes
+from services.router.config import RouterTimes
 from services.router.decode_streams import DecodeStreams
 from services.router.lease_release import LeaseRelease
 from services.router.lookup import PrefixLookup
 from services.router.prefill_client import PrefillClient
 from services.router.prefix_runs import Prefixes
+from services.router.routing import Routing
 
 
 @dataclass(frozen=True)
@@ -28,11 +31,19 @@ class Job:
     affinity: bytes
     priority: int
     adapter: Adapter = NO_ADAPTER
+    wants_embedding: bool = False
+    """Of the prompt, and nothing else."""
 
     @property
     def needs_decode(self) -> bool:
         # Hypotheses are compared at the end, where the beams are, even of one token.
         return self.sampling.max_tokens > 1 or self.sampling.HasField("beam")
+
+    @property
+    def may_skip_prefill(self) -> bool:
+        """Whether a decode worker can compute the prompt and draw all of the answer. A beam search
+        starts from what prefill found."""
+        return not (self.sampling.HasField("beam") or self.wants_embedding)
 
     @property
     def num_sequences(self) -> int:
@@ -44,21 +55,31 @@ class Job:
 class Cluster:
     """What every request works with."""
 
-    candidates: Candidates
+    routing: Routing
     streams: DecodeStreams
     prefills: PrefillClient
     lookup: PrefixLookup
     leases: LeaseRelease
-    costs: RouterCosts
     times: RouterTimes
     model: str
-    handover: HandoverMode = "auto"
+    max_failovers: int = 3
+    """As in RouterLimits."""
 
-    async def find_prefixes(self, job: Job) -> Prefixes:
-        """Where the job's prefix lies, by the index; nothing when the index does not answer."""
-        return await self.lookup.find(
-            job.prompt_token_ids,
+    @property
+    def candidates(self) -> Candidates:
+        return self.routing.candidates
+
+    async def find_prefixes(self, job: Job, drawn: Sequence[int] = ()) -> Prefixes:
+        """Where the job's prefix lies, and what was drawn behind it, by the index; nothing when the
+        index does not answer."""
+        begin_s = time.perf_counter()
+        known = (*job.prompt_token_ids, *drawn) if drawn else job.prompt_token_ids
+        prefixes = await self.lookup.find(
+            known,
             job.tenant_salt,
             self.candidates.layouts(),
             job.adapter.digest,
         )
+        seconds = time.perf_counter() - begin_s
+        self.routing.metrics.on_lookup(seconds, ok=self.lookup.problem is None)
+        return prefixes

@@ -14,7 +14,10 @@ import logging
 import grpc.aio
 from google.protobuf.message import DecodeError
 
+from kvstore.lending import is_lender
 from process import logs, serving
+from process.access import Role
+from process.serving import Dialer
 from protos import kvstore_pb2, kvstore_pb2_grpc
 from services.router.sealed_handle import SealedHandle
 
@@ -24,8 +27,9 @@ logger = logging.getLogger(__name__)
 class LeaseRelease:
     """See the module."""
 
-    def __init__(self, *, timeout_s: float) -> None:
+    def __init__(self, *, timeout_s: float, dial: Dialer = serving.PLAIN) -> None:
         self._timeout_s = timeout_s
+        self._dial = dial
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -40,12 +44,13 @@ class LeaseRelease:
         except DecodeError as error:
             logs.event(logger, "handle_unreadable", level=logging.WARNING, why=str(error))
             return
-        leases: dict[str, set[str]] = {}
+        leases: dict[tuple[str, Role], set[str]] = {}
         for run in (*handle.runs, handle.tail):
             if run.lease_id and run.store_address:
-                leases.setdefault(run.store_address, set()).add(run.lease_id)
-        for address, lease_ids in leases.items():
-            task = asyncio.create_task(self._tell(address, sorted(lease_ids)))
+                role = Role.PREFILL if is_lender(run.node_id) else Role.KVSTORE
+                leases.setdefault((run.store_address, role), set()).add(run.lease_id)
+        for (address, role), lease_ids in leases.items():
+            task = asyncio.create_task(self._tell(address, role, sorted(lease_ids)))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
@@ -53,8 +58,8 @@ class LeaseRelease:
         """Wait for what is under way; bounded by the timeout."""
         await asyncio.gather(*self._tasks)
 
-    async def _tell(self, address: str, lease_ids: list[str]) -> None:
-        async with serving.channel(address) as channel:
+    async def _tell(self, address: str, role: Role, lease_ids: list[str]) -> None:
+        async with self._dial(address, role) as channel:
             try:
                 await kvstore_pb2_grpc.KvStoreStub(channel).Release(
                     kvstore_pb2.ReleaseRequest(lease_ids=lease_ids), timeout=self._timeout_s

@@ -28,6 +28,10 @@ that was busy when it started must not stay idle for ever. Guessed.
 """
 
 
+SlowLink = tuple[float, bool]
+"""What a link counts as, in bytes per second, and whether it is degraded."""
+
+
 class Linked(Protocol):
     """A worker as far as this module cares."""
 
@@ -74,6 +78,15 @@ class LinkCosts:
         if as_good_as is not None:
             rate = _levelled(rate, max(rate, self._rate(worker, as_good_as)))
         return num_bytes / rate
+
+    def slow(self, worker: Linked) -> Mapping[str, SlowLink]:
+        """Those of its links that do not count like the best of their kind, by node."""
+        found = {}
+        for node_id, link in worker.links.items():
+            rate, kind = self._rate(worker, node_id), _kind(worker, node_id)
+            if link.is_degraded or rate != (self._best[kind] or self._guess(kind)):
+                found[node_id] = (rate, link.is_degraded)
+        return found
 
     def _rate(self, worker: Linked, node_id: str) -> float:
         """Bytes per second, above 0."""

@@ -67,23 +67,23 @@ class PrefixLookup:
         """Blocks held, by layout and store node, for each layout with this adapter."""
         stores = {store.node_id: store for store in self._stores()}
         asked = sorted(layouts)
+        chains: dict[Layout, Sequence[bytes]] = {}
         if not stores or not asked:
             return NO_PREFIXES
         try:
             async with asyncio.timeout(self._timeout_s):
-                chains = []
                 for fingerprint, block_size in asked:
                     root = block_hash.root_key(tenant_salt, fingerprint, adapter_digest)
-                    chains.append(await _chain(root, token_ids, block_size))
+                    chains[fingerprint, block_size] = await _chain(root, token_ids, block_size)
                 lives = {node_id: store.incarnation for node_id, store in stores.items()}
-                found = await self._index.lookup_all(chains, lives)
+                found = await self._index.lookup_all(list(chains.values()), lives)
             self.problem = None
         except (BatonError, TimeoutError) as error:
             if self.problem is None:
                 logs.event(logger, "prefix_index_away", level=logging.WARNING, why=str(error))
             self.problem = f"prefix lookups fail: {str(error) or 'no answer in time'}"
-            return NO_PREFIXES
-        return Prefixes(dict(zip(asked, found, strict=True)), stores)
+            return Prefixes(chains=chains)
+        return Prefixes(dict(zip(asked, found, strict=True)), stores, chains)
 
 
 async def _chain(root: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:

@@ -1,38 +1,34 @@
-"""Which prefill and which decode worker serve a request: chosen together, by a pure function over
-values.
+"""What a choice of workers is made from, and what it yields: values, and the Protocol that every
+policy keeps.
 
-The cost of a pair is an estimate in seconds: waiting behind other prompts at P, fetching what the
-stores hold of the prefix, computing the rest, moving KV to D the cheaper way, and the load D has.
-Ties go by rendezvous hash of the request's affinity, so that equal conversations meet the same
-workers. Every choice carries why. Nothing in it is another tenant's: hits are the asker's own,
-since hashes are keyed by tenant. Knows no RPC and no clock.
+A policy is a pure function of `Pools` (one frozen look at the workers that may serve the request)
+and `Ask` (the request): no RPC, no clock, no randomness; equal values give equal choices on every
+router. Nothing in them is another tenant's: what is cached is the asker's own, since hashes are
+keyed by tenant. The policies are in `services/router/policies`.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+from typing import Protocol
 
-from process.errors import Unavailable
-from services.router import handover
-from services.router.config import HandoverMode, RouterCosts
-from services.router.link_costs import LinkCosts
-from services.router.prefix_runs import NO_PREFIXES, Layout, Prefixes, Run, plan_runs
+from services.router.config import RouterCosts
+from services.router.handover import Path
+from services.router.link_costs import LinkCosts, SlowLink
+from services.router.prefix_runs import NO_PREFIXES, Layout, Prefixes, Run
 from services.router.views import Link
 
 PREFILL = "prefill"
 DECODE = "decode"
 
-# A worker that just failed, or has no room by its own account, is taken only when there is no
-# other. Any number of seconds above every real estimate does.
-_LAST_CHOICE_S = 1e6
-
 
 @dataclass(frozen=True)
 class WorkerLoad:
-    """One worker as the choice sees it."""
+    """One worker as a choice sees it."""
 
     worker_id: str
     fingerprint: str
@@ -42,9 +38,10 @@ class WorkerLoad:
     num_free_blocks: int
     """Blocks that could be had now: free ones, and cached ones that nobody uses."""
     num_requests: int
-    """Waiting and running there, by its own account or ours, whichever is more."""
+    """Waiting and running there, of all routers."""
     num_queued_tokens: int
-    """Prompt tokens that this router has sent there and that are not answered."""
+    """Prompt tokens sent there by all routers, as far as they must be computed, not answered yet.
+    """
     store_node_id: str
     """Its own store; empty: none."""
     transport: str = ""
@@ -56,143 +53,167 @@ class WorkerLoad:
     links: Mapping[str, Link] = field(default_factory=dict)
     """What it measured, by node."""
     is_suspect: bool = False
+    incarnation: str = ""
+    context_window: int = 0
+    """Tokens of one request that it can hold; 0: as many as it is asked for."""
 
-    @property
+    @cached_property
     def layout(self) -> Layout:
         return self.fingerprint, self.block_size
+
+    @cached_property
+    def key(self) -> int:
+        """64 bits of its id, for rendezvous."""
+        return int.from_bytes(hashlib.blake2b(self.worker_id.encode(), digest_size=8).digest())
+
+    @cached_property
+    def place(self) -> tuple[str, int, int, str, bool, str]:
+        """Equal for workers that hand over and fetch alike, but for what they measured."""
+        return (
+            self.fingerprint,
+            self.block_size,
+            self.block_bytes,
+            self.store_node_id,
+            bool(self.remote_transport),
+            self.transport,
+        )
+
+    @cached_property
+    def kind(self) -> tuple[str, int, int, bool, bool, str, bool]:
+        """Equal for workers that hand over alike, wherever their stores are."""
+        return (
+            self.fingerprint,
+            self.block_size,
+            self.block_bytes,
+            bool(self.store_node_id),
+            bool(self.remote_transport),
+            self.transport,
+            bool(self.lender_node_id),
+        )
+
+    @cached_property
+    def here(self) -> tuple[object, ...]:
+        """`place` and `kind` together."""
+        return *self.place, bool(self.lender_node_id), self.context_window
+
+
+NOTHING_LOCAL: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class Ask:
-    """One request as the choice sees it."""
+    """One request as a choice sees it."""
 
     num_prompt_tokens: int
     max_tokens: int
     affinity: bytes
     prefixes: Prefixes = NO_PREFIXES
     needs_decode: bool = True
+    local: Mapping[str, int] = field(default_factory=lambda: NOTHING_LOCAL)
+    """Prompt tokens whose KV a worker should have in its own cache, since it had such a prompt
+    lately; by incarnation."""
+    turn: int = 0
+    """How many requests this router has asked for before."""
+    max_own_tokens: int = 0
+    """Most prompt tokens that a decode worker may compute itself; 0: none, ever."""
+    window: int = 0
+    """Tokens of the prompt and its longest output together."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The pair, and why: the terms of its cost in seconds."""
+    """Who serves, and why: the terms of its cost."""
 
-    prefill_id: str
+    prefill_id: str | None
+    """None: the decode worker computes the prompt itself."""
     decode_id: str | None
+    """None: the answer ends with its first token."""
     why: Mapping[str, float]
+    """In the policy's unit; they add up to the cost."""
     num_pairs: int
+    """Pairs that could have served, and decode workers that could alone."""
     runs: tuple[Run, ...] = ()
     """Where the prefill worker finds the prefix."""
-    path: handover.Path = handover.Path.STORE
+    path: Path = Path.STORE
     """Which way the prompt's KV goes to the decode worker."""
+    num_computed: int = 0
+    """Prompt tokens that should have to be computed."""
+    prefill_life: str = ""
+    """Incarnation of the prefill worker: another life under its id may hold another model."""
+
+    @property
+    def cost(self) -> float:
+        return sum(self.why.values())
 
 
-def choose(
-    prefill: Sequence[WorkerLoad],
-    decode: Sequence[WorkerLoad],
-    ask: Ask,
-    costs: RouterCosts,
-    mode: HandoverMode = "auto",
-) -> Choice:
-    """The cheapest pair of equal layout, and the way between the two.
+@dataclass(frozen=True)
+class Pools:
+    """The workers that may serve one request, as of one moment; ids are unique within a role."""
 
-    Raises: Unavailable naming the role that is missing, or saying that no two workers fit.
-    """
-    _need(PREFILL, prefill)
-    if ask.needs_decode:
-        _need(DECODE, decode)
-    best: tuple[tuple[float, bytes], Choice] | None = None
-    num_pairs = 0
-    links = LinkCosts([*prefill, *decode], costs)
-    for p in prefill:
-        runs = _runs(p, ask, costs, links)
-        terms = _prefill_terms(p, runs, ask, costs, links)
-        for d in _partners(p, decode, ask):
-            num_pairs += 1
-            why, path = terms, handover.Path.STORE
-            if d is not None:
-                way = handover.plan(p, d, ask.num_prompt_tokens, mode, costs, links)
-                why, path = {**terms, **_decode_terms(d, way, ask, costs)}, way.path
-            rank = (sum(why.values()), _tie_break(ask.affinity, p, d))
-            if best is None or rank < best[0]:
-                best = (rank, Choice(p.worker_id, d.worker_id if d else None, why, 0, runs, path))
-    if best is None:
-        raise Unavailable("no prefill and decode worker hold the same model")
-    return replace(best[1], num_pairs=num_pairs)
+    prefill: tuple[WorkerLoad, ...]
+    decode: tuple[WorkerLoad, ...]
+    links: LinkCosts
+    slow: Mapping[str, Mapping[str, SlowLink]]
+    """By worker, and the node at the other end; most have none."""
+
+    @classmethod
+    def of(
+        cls, prefill: Sequence[WorkerLoad], decode: Sequence[WorkerLoad], costs: RouterCosts
+    ) -> Pools:
+        """With link costs by what these workers measured."""
+        workers = [*prefill, *decode]
+        links = LinkCosts(workers, costs)
+        slow = {worker.worker_id: links.slow(worker) for worker in workers}
+        return cls(
+            tuple(prefill),
+            tuple(decode),
+            links,
+            {name: found for name, found in slow.items() if found},
+        )
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One worker as a policy weighed it, beside the other one of the winning pair."""
+
+    worker_id: str
+    role: str
+    why: Mapping[str, float]
+    is_chosen: bool = False
+
+    @property
+    def cost(self) -> float:
+        return sum(self.why.values())
+
+
+class Policy(Protocol):
+    """Chooses the workers of a request."""
+
+    @property
+    def name(self) -> str:
+        """As the setting names it."""
+        ...
+
+    @property
+    def unit(self) -> str:
+        """What its costs are counted in."""
+        ...
+
+    def choose(self, pools: Pools, ask: Ask) -> Choice:
+        """The cheapest way to serve `ask`. Workers of a pair have equal layouts; a worker under
+        suspicion, or one without room, is taken only where there is no other.
+
+        Raises: Unavailable naming the role that is missing, or saying that no two workers fit.
+        """
+        ...
+
+    def weigh(self, pools: Pools, ask: Ask, choice: Choice, limit: int) -> list[Candidate]:
+        """What `choose` compared: of each role the chosen worker and the cheapest others, at most
+        `limit` of a role, each with the terms of its pair with the other chosen one.
+        """
+        ...
 
 
 def blocks_needed(num_prompt_tokens: int, max_tokens: int, block_size: int) -> int:
     """Blocks that hold a prompt and all output tokens but the last, whose KV nobody needs."""
     return -(-(num_prompt_tokens + max_tokens - 1) // block_size)
-
-
-def _need(role: str, workers: Sequence[WorkerLoad]) -> None:
-    if not workers:
-        raise Unavailable(f"no {role} worker is available")
-
-
-def _partners(p: WorkerLoad, decode: Sequence[WorkerLoad], ask: Ask) -> Iterable[WorkerLoad | None]:
-    if not ask.needs_decode:
-        return (None,)
-    return (d for d in decode if d.layout == p.layout)
-
-
-def _runs(p: WorkerLoad, ask: Ask, costs: RouterCosts, links: LinkCosts) -> tuple[Run, ...]:
-    """What P should take from which store."""
-    compute_s = p.block_size / costs.prefill_tokens_per_s
-
-    def distance(node_id: str) -> float:
-        if not handover.can_read(p, node_id):
-            return math.inf
-        link, block_s = p.links.get(node_id), links.move_s(p, node_id, p.block_bytes)
-        # Only a link known to be bad is left out: the rate of computing is a guess.
-        if link is not None and link.is_degraded:
-            is_worth_it = link.read_bytes_per_s > 0 and block_s < compute_s
-            return block_s if is_worth_it else math.inf
-        return block_s
-
-    return plan_runs(ask.prefixes.of(p.layout), p.store_node_id, distance)
-
-
-def _prefill_terms(
-    p: WorkerLoad, runs: Sequence[Run], ask: Ask, costs: RouterCosts, links: LinkCosts
-) -> dict[str, float]:
-    # The last prompt token is always computed: its logits are what the first draw needs.
-    left = num_cacheable = ask.num_prompt_tokens - 1
-    link_s = pull_s = 0.0
-    for run in runs:
-        num_tokens = min(left, run.num_blocks * p.block_size)
-        left -= num_tokens
-        seconds = links.move_s(p, run.node_id, handover.num_bytes_of(num_tokens, p))
-        if run.node_id == p.store_node_id:
-            link_s += seconds
-        else:
-            pull_s += seconds
-    num_computed = ask.num_prompt_tokens - (num_cacheable - left)
-    return {
-        "prefill_queue": p.num_queued_tokens / costs.prefill_tokens_per_s,
-        "prefill_compute": num_computed / costs.prefill_tokens_per_s,
-        "prefill_link": link_s,
-        "prefill_pull": pull_s,
-        "prefill_suspect": _LAST_CHOICE_S if p.is_suspect else 0.0,
-    }
-
-
-def _decode_terms(
-    d: WorkerLoad, way: handover.Handover, ask: Ask, costs: RouterCosts
-) -> dict[str, float]:
-    needed = blocks_needed(ask.num_prompt_tokens, ask.max_tokens, d.block_size)
-    has_room = needed <= d.num_free_blocks
-    return {
-        "handover_put": way.put_s,
-        "decode_link": way.link_s,
-        "decode_compute": way.compute_s,
-        "decode_load": d.num_requests * costs.decode_request_s,
-        "decode_full": 0.0 if has_room else _LAST_CHOICE_S / 2,
-        "decode_suspect": _LAST_CHOICE_S if d.is_suspect else 0.0,
-    }
-
-
-def _tie_break(affinity: bytes, p: WorkerLoad, d: WorkerLoad | None) -> bytes:
-    pair = f"{p.worker_id}\0{d.worker_id if d else ''}".encode()
-    return hashlib.blake2b(pair, key=affinity[:64], digest_size=8).digest()

@@ -1,35 +1,30 @@
-"""Calls to prefill workers, and how much this router has sent to each.
+"""Prompts to prefill workers, and how much this router has sent to each.
 
-One channel per worker life. Cancelling the caller cancels the call, which cancels the work. Law:
-tokens counted as sent are taken off again when their call is over, however it ends. One asyncio
-loop.
+One stream per worker life (`prefill_stream`). Cancelling the caller cancels the prompt at the
+worker. Law: tokens counted as sent are taken off again when their caller is done, however that
+ends. One asyncio loop.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
+import time
 from collections import Counter
-from collections.abc import Iterable
-from typing import Any, Protocol
-
-import grpc.aio
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Protocol
 
 from process import serving
-from process.deadline import Deadline
-from process.errors import Cancelled, Internal, Unavailable
+from process.access import Role
+from process.deadline import Clock, Deadline
+from process.errors import Internal, Unavailable
+from process.serving import Dialer
 from protos import common_pb2, prefill_pb2
+from services.router.config import RouterTimes
+from services.router.prefill_call import GiveBack, PrefillCall
+from services.router.prefill_stream import PrefillStream
 from services.router.sealed_handle import PrefillNews, SealedHandle
 from services.router.views import WorkerView
-
-_END_WAIT_S = 1.0
-"""For the end of a call behind its last message; guessed, far above what it takes."""
-
-_METHOD = "/baton.v1.Prefill/Prefill"
-"""Called by name: the generated stub would read the handles that are only passed on."""
-
-Life = tuple[str, str]
-"""Address and incarnation: one life of one worker."""
+from services.router.worker_streams import WorkerStreams
 
 
 class Listener(Protocol):
@@ -40,7 +35,7 @@ class Listener(Protocol):
         ...
 
     def prefetch(self, partial: SealedHandle) -> None:
-        """What the worker has stored so far. Its leases stay the worker's."""
+        """What the worker has stored so far, as it comes. Its leases stay the worker's."""
         ...
 
     def account_deadline(self) -> Deadline:
@@ -51,31 +46,51 @@ class Listener(Protocol):
 class PrefillClient:
     """All prefill workers."""
 
-    def __init__(self) -> None:
-        self._channels: dict[Life, grpc.aio.Channel] = {}
+    def __init__(
+        self,
+        times: RouterTimes,
+        *,
+        give_back: GiveBack,
+        dial: Dialer = serving.PLAIN,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        """`give_back`: takes handles that came too late for whoever had asked."""
+        self._times = times
+        self._give_back = give_back
+        self._dial = dial
+        self._streams = WorkerStreams(
+            Role.PREFILL, lapse_grace_s=times.lapse_grace_s, clock=clock, make=self._make
+        )
         self._queued_tokens: Counter[str] = Counter()
-        self._num_calls: Counter[Life] = Counter()
-        self._closing: set[asyncio.Task[None]] = set()
+        self._others: dict[str, tuple[WorkerView, int]] = {}
+        self._num_under_way = 0
+
+    @property
+    def on_change(self) -> list[Callable[[str], None]]:
+        """Called with the id of a worker whose queue or stream changed."""
+        return self._streams.on_change
 
     def reconcile(self, workers: Iterable[WorkerView]) -> None:
-        """Drop the channels of lives that are no more, once no call is under way on them."""
-        alive = {(worker.address, worker.incarnation) for worker in workers}
-        for life in [life for life in self._channels if life not in alive]:
-            if self._num_calls[life]:
-                continue  # it ends by its deadline, or with the peer's connection
-            task = asyncio.create_task(self._channels.pop(life).close(grace=None))
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
-            del self._num_calls[life]
+        """`workers` are those known now; see `WorkerStreams.reconcile`."""
+        workers = list(workers)
+        self._reckon(workers)
+        self._streams.reconcile(workers)
+
+    def is_up(self, worker_id: str) -> bool:
+        """Whether the worker's stream stands."""
+        stream = self._streams.find(worker_id)
+        return stream is not None and stream.is_up
 
     def num_queued_tokens(self, worker_id: str) -> int:
-        """Prompt tokens sent there and not answered yet."""
-        return self._queued_tokens[worker_id]
+        """Prompt tokens to be computed, sent there and not answered yet: ours as of now, other
+        routers' as of the worker's last heartbeat."""
+        _, num_others = self._others.get(worker_id, (None, 0))
+        return self._queued_tokens[worker_id] + num_others
 
     @property
     def num_calls(self) -> int:
-        """Calls under way."""
-        return self._num_calls.total()
+        """Prompts under way, or without their worker's last word."""
+        return max(self._num_under_way, sum(stream.num_legs for stream in self._streams))
 
     async def prefill(
         self,
@@ -83,87 +98,108 @@ class PrefillClient:
         request: prefill_pb2.PrefillRequest,
         deadline: Deadline,
         listener: Listener,
+        num_tokens: int | None = None,
     ) -> PrefillNews:
         """One prompt in; the first token of each of its samples goes to `listener` as it comes, and
         so does each partial handle.
 
+        Args: num_tokens: prompt tokens that should have to be computed; None: all.
         Returns: the account and the handle.
         Raises: what the worker says; Unavailable when it is gone; DeadlineExceeded.
         """
-        num_tokens = len(request.prompt_token_ids)
-        life = (worker.address, worker.incarnation)
-        if life not in self._channels:
-            self._channels[life] = serving.channel(worker.address)
-        method = self._channels[life].unary_stream(
-            _METHOD,
-            request_serializer=prefill_pb2.PrefillRequest.SerializeToString,
-            response_deserializer=PrefillNews.parse,
-        )
-        self._queued_tokens[worker.worker_id] += num_tokens
-        self._num_calls[life] += 1
-        call = method(request, timeout=deadline.left_s())
+        if num_tokens is None:
+            num_tokens = len(request.prompt_token_ids)
+        stream = self._streams.find(worker.worker_id)
+        if stream is None or stream.incarnation != worker.incarnation:
+            raise Unavailable(f"prefill worker {worker.worker_id} is gone", retry_after_s=1.0)
+        self._count(worker.worker_id, num_tokens)
+        self._num_under_way += 1
         try:
-            for _ in range(num_first_messages(request.sampling)):
-                first = await _next(call, listener)
-                if first is None or not (first.reply.token_ids or first.reply.beam_start):
-                    raise Internal(f"prefill worker {worker.worker_id} answered without a token")
-                await listener.show(first.reply)
-            async with listener.account_deadline().timeout("the prefill worker's account"):
-                last = await _next(call, listener)
-            is_partial = last is not None and last.handle is not None and last.handle.is_partial
-            if last is None or not last.reply.HasField("leg") or is_partial:
-                raise Internal(f"prefill worker {worker.worker_id} gave no account")
-            # The call's end follows at once. A worker that was cancelled before it would take its
-            # handle for lost and release the leases. How the call ends says nothing more.
-            with contextlib.suppress(grpc.aio.AioRpcError, TimeoutError):
-                async with asyncio.timeout(_END_WAIT_S):
-                    await call.read()
-        except grpc.aio.AioRpcError as error:
-            ours = serving.error_from_rpc(error)
-            if isinstance(ours, Cancelled):
-                # A stopping server says so of calls that it had not taken; nobody cancelled.
-                ours = Unavailable(f"prefill worker {worker.worker_id} is stopping")
-            raise ours from error
+            call = await stream.open(request, deadline, listener.prefetch)
+            try:
+                who = f"prefill worker {worker.worker_id}"
+                return await _read(
+                    call, num_first_messages(request.sampling), listener, deadline, who
+                )
+            finally:
+                call.close()  # nothing once it is over
         finally:
-            call.cancel()  # and with it the work; nothing once it is over
-            self._queued_tokens[worker.worker_id] -= num_tokens
-            self._num_calls[life] -= 1
-        return last
+            self._count(worker.worker_id, -num_tokens)
+            self._num_under_way -= 1
 
     async def close(self) -> None:
-        """Close every channel; the router's requests are over by then."""
-        channels, self._channels = self._channels, {}
-        await asyncio.gather(
-            *self._closing, *(channel.close(grace=None) for channel in channels.values())
+        """End every stream; the router's requests are over by then."""
+        await self._streams.close()
+
+    def _make(self, worker: WorkerView) -> PrefillStream:
+        return PrefillStream(
+            worker,
+            connect_timeout_s=self._times.connect_timeout_s,
+            give_back=self._give_back,
+            on_change=partial(self._streams.tell, worker.worker_id),
+            dial=self._dial,
         )
 
+    def _count(self, worker_id: str, num_tokens: int) -> None:
+        self._queued_tokens[worker_id] += num_tokens
+        self._streams.tell(worker_id)
+
+    def _reckon(self, workers: Sequence[WorkerView]) -> None:
+        """Heartbeats came: what a worker has beyond what is ours is other routers'."""
+        others = {}
+        for worker in workers:
+            name = worker.worker_id
+            before = self._others.get(name)
+            if before is not None and before[0] is worker:
+                others[name] = before  # no news
+                continue
+            num_others = max(0, worker.num_queued_tokens - self._queued_tokens[name])
+            others[name] = (worker, num_others)
+            if before is None or before[1] != num_others:
+                self._streams.tell(name)
+        self._others = others
+
     def check_integrity(self) -> None:
-        """Raises: Internal when a count is below none, or tokens are queued without a call."""
-        counts = (*self._queued_tokens.values(), *self._num_calls.values())
-        if min(counts, default=0) < 0:
+        """Raises: Internal when a stream breaks its law, a count is below none, tokens are queued
+        without a prompt under way, or more prompts run than are under way here.
+        """
+        self._streams.check_integrity()
+        if min((*self._queued_tokens.values(), self._num_under_way), default=0) < 0:
             raise Internal("a prefill count is below 0")
-        if (self._queued_tokens.total() > 0) != (self.num_calls > 0):
+        if (self._queued_tokens.total() > 0) != (self._num_under_way > 0):
             raise Internal(
-                f"{self._queued_tokens.total()} prompt tokens queued in {self.num_calls} calls"
+                f"{self._queued_tokens.total()} prompt tokens queued in {self._num_under_way} calls"
             )
+        num_running = sum(stream.num_running for stream in self._streams)
+        if num_running > self._num_under_way:
+            raise Internal(f"{num_running} prompts run for {self._num_under_way} callers")
 
 
-async def _next(
-    call: grpc.aio.UnaryStreamCall[Any, PrefillNews], listener: Listener
-) -> PrefillNews | None:
-    """The call's next message that is no partial handle; None: it has no more."""
-    while True:
-        message: Any = await call.read()
-        if message is None:  # what cannot be parsed comes as None
-            raise Unavailable("a message of the prefill worker cannot be read")
-        if message is grpc.aio.EOF:
-            return None
-        news: PrefillNews = message
-        if news.handle is None or not news.is_only_partial:
-            return news
-        listener.prefetch(news.handle)
+async def _read(
+    call: PrefillCall, num_firsts: int, listener: Listener, deadline: Deadline, who: str
+) -> PrefillNews:
+    """All of a call's messages. Only waits for the worker are bounded here, never the client: what
+    is being shown must not be lost. Returns: the last one.
+    """
+    for _ in range(num_firsts):
+        first = await _next(call, deadline, "the prefill worker's answer")
+        if not (first.reply.token_ids or first.reply.beam_start):
+            raise Internal(f"{who} answered without a token")
+        await listener.show(first.reply)
+    last = await _next(call, listener.account_deadline(), "the prefill worker's account")
+    is_partial = last.handle is not None and last.handle.is_partial
+    if not last.reply.HasField("leg") or is_partial:
+        raise Internal(f"{who} gave no account")
+    return last
+
+
+async def _next(call: PrefillCall, deadline: Deadline, what: str) -> PrefillNews:
+    if call.has_news:
+        return await call.next()
+    async with deadline.timeout(what):
+        return await call.next()
 
 
 def num_first_messages(sampling: common_pb2.SamplingParams) -> int:
-    """Messages of a Prefill call before its account: a beam search has one start for all."""
+    """Messages of a prompt before its account: a beam search has one start for all."""
     return 1 if sampling.HasField("beam") else sampling.n or 1

@@ -3,7 +3,7 @@
     CALLING      a worker computes the prompt; first tokens are shown as they come, and what it has
                  stored so far is passed on to the decode leg, which fetches it meanwhile
     RETRYING     it failed before all first tokens were there: another one, which is told where the
-                 prefix lies by now
+                 prefix lies by now; MAX_TRIES in all
     OVER         with its account, or without: once the tokens are shown there is no other try,
                  decode computes what was not handed over
 
@@ -14,10 +14,10 @@ the worker's; they are never kept here. Knows no text and no client. One request
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
-from process import logs
+from process import logs, spans
 from process.deadline import Deadline
 from process.errors import (
     BatonError,
@@ -26,12 +26,14 @@ from process.errors import (
     NoCapacity,
     Unavailable,
 )
+from process.spans import Kind
 from protos import common_pb2, prefill_pb2
 from services.router.decode_leg import DecodeLeg
 from services.router.handover import Path
 from services.router.job import Cluster, Job
-from services.router.policy import Ask, Choice, choose
-from services.router.prefix_runs import to_hints
+from services.router.policy import Choice
+from services.router.prefix_runs import Layout, to_hints
+from services.router.routing import Asking
 from services.router.samples import Samples
 from services.router.sealed_handle import PrefillNews, SealedHandle
 from services.router.views import WorkerView
@@ -46,6 +48,9 @@ _PATHS = {
 TRY_ANOTHER = (Unavailable, NoCapacity, FailedPrecondition)
 """What another worker may be able to do although this one cannot."""
 
+MAX_TRIES = 3
+"""Prefill workers asked in turn: each costs the client the time until it failed."""
+
 ShowFirst = Callable[[prefill_pb2.PrefillReply], Awaitable[None]]
 
 
@@ -53,9 +58,14 @@ ShowFirst = Callable[[prefill_pb2.PrefillReply], Awaitable[None]]
 class Prefilled:
     """All first tokens are drawn and shown."""
 
-    fingerprint: str
+    worker_id: str
+    layout: Layout
     account: PrefillNews | None
     """The worker's last message, which holds the handle; None: it was lost."""
+
+    @property
+    def fingerprint(self) -> str:
+        return self.layout[0]
 
 
 class PrefillLeg:
@@ -81,30 +91,29 @@ class PrefillLeg:
         self._decode = decode
         self._show_first = show_first
 
-    async def run(self, choice: Choice, ask: Ask) -> Prefilled:
-        """Have the prompt computed where `choice` says.
+    async def run(self, choice: Choice, asking: Asking) -> tuple[Prefilled, Asking]:
+        """Have the prompt computed where `choice` says, or where a later one does.
 
         Raises: BatonError, when first tokens are missing and nobody else can draw them.
         """
-        for is_retry in (False, True):
-            worker: WorkerView | None = None
+        failed: set[str] = set()
+        while True:
+            prefill_id, worker = choice.prefill_id or "", None
             try:
-                worker = self._cluster.candidates.get(choice.prefill_id)
-                hints = to_hints(choice.runs, ask.prefixes.stores)
-                account = await self._call(worker, hints, choice.path)
-                return Prefilled(worker.fingerprint, account)
+                worker = self._chosen(choice)
+                with self._cluster.routing.trial(worker):
+                    account = await self._call(worker, choice, asking)
+                return self._prefilled(worker, account), asking
             except BatonError as error:
-                if isinstance(error, Unavailable):
-                    self._cluster.candidates.suspect(choice.prefill_id)
                 if worker is not None and self._samples.has_all_firsts:
                     if isinstance(error, DeadlineExceeded) and not self._samples.is_over:
                         raise
                     self._log("handle_lost", worker.worker_id, error)
-                    return Prefilled(worker.fingerprint, None)
-                if is_retry or not isinstance(error, TRY_ANOTHER):
+                    return self._prefilled(worker, None), asking
+                failed.add(prefill_id)
+                if len(failed) == MAX_TRIES or not isinstance(error, TRY_ANOTHER):
                     raise
-                choice, ask = await self._another(choice.prefill_id, ask, error)
-        raise AssertionError("both tries either return or raise")
+                choice, asking = await self._another(failed, prefill_id, asking, error)
 
     # What the prefill client asks for: services.router.prefill_client.Listener.
 
@@ -123,9 +132,17 @@ class PrefillLeg:
             return self._deadline
         return self._deadline.sooner(self._cluster.times.finish_wait_s)
 
-    async def _call(
-        self, worker: WorkerView, hints: Sequence[common_pb2.PrefixRun], path: Path
-    ) -> PrefillNews:
+    def _prefilled(self, worker: WorkerView, account: PrefillNews | None) -> Prefilled:
+        return Prefilled(worker.worker_id, (worker.fingerprint, worker.block_size), account)
+
+    def _chosen(self, choice: Choice) -> WorkerView:
+        """Raises: Unavailable when it is gone, or begun anew since it was chosen."""
+        worker = self._cluster.candidates.get(choice.prefill_id or "")
+        if worker.incarnation != choice.prefill_life:
+            raise Unavailable(f"prefill worker {worker.worker_id} restarted")
+        return worker
+
+    async def _call(self, worker: WorkerView, choice: Choice, asking: Asking) -> PrefillNews:
         job = self._job
         request = prefill_pb2.PrefillRequest(
             request_id=job.leg_id,
@@ -138,31 +155,38 @@ class PrefillLeg:
             adapter_digest=job.adapter.digest,
             priority=job.priority,
             wants_handle=job.needs_decode,
-            hints=hints,
-            handover=_PATHS[path],
+            wants_embedding=job.wants_embedding,
+            hints=to_hints(choice.runs, asking.ask.prefixes.stores),
+            handover=_PATHS[choice.path],
+            output_token_ids=self._samples.told_to_prefill,
         )
-        return await self._cluster.prefills.prefill(worker, request, self._deadline, self)
+        about = {"baton.worker_id": worker.worker_id, "server.address": worker.address}
+        with spans.current().child("call prefill", about, kind=Kind.CLIENT) as span:
+            request.traceparent = span.traceparent
+            return await self._cluster.prefills.prefill(
+                worker, request, self._deadline, self, choice.num_computed
+            )
 
-    async def _another(self, failed_id: str, ask: Ask, error: BatonError) -> tuple[Choice, Ask]:
+    async def _another(
+        self, failed: set[str], last_id: str, asking: Asking, error: BatonError
+    ) -> tuple[Choice, Asking]:
         """Who tries again; the same model only, because blocks may be reserved for it already. The
         index is asked anew: the first worker has stored a part, maybe at another node.
 
         Raises: `error` when there is nobody.
         """
-        candidates = self._cluster.candidates
-        others = candidates.prefill({failed_id}, self._job.adapter)
-        decode = []
-        if self._decode is not None:
-            decode = [candidates.decode_now(self._decode.worker_id)]
-            others = [load for load in others if load.layout == decode[0].layout]
-        if not others:
+        drawn = self._samples.drawn if self._samples.is_alone else ()
+        asking = asking.with_prefixes(await self._cluster.find_prefixes(self._job, drawn))
+        decode = self._decode
+        decode_id = decode.worker_id if decode is not None and not decode.is_over else None
+        again = self._cluster.routing.again(asking, failed, decode_id)
+        if again is None:
             raise error
-        self._log("prefill_retried", failed_id, error)
-        prefixes = await self._cluster.find_prefixes(self._job)
-        ask = replace(ask, prefixes=prefixes, needs_decode=bool(decode))
-        return choose(others, decode, ask, self._cluster.costs, self._cluster.handover), ask
+        self._log("prefill_retried", last_id, error)
+        return again
 
     def _log(self, event: str, worker_id: str, error: BatonError) -> None:
+        self._cluster.routing.metrics.on_retry(event)
         logs.event(
             logger,
             event,

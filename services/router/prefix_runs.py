@@ -36,6 +36,8 @@ class Prefixes:
     """Blocks of the prompt from its first on, by layout and store node."""
     stores: Mapping[str, StoreView] = field(default_factory=dict)
     """By node id."""
+    chains: Mapping[Layout, Sequence[bytes]] = field(default_factory=dict)
+    """The chain hashes of its full blocks, by layout."""
 
     def of(self, layout: Layout) -> Mapping[str, int]:
         """Blocks by store node; empty when nobody holds any."""
@@ -57,17 +59,20 @@ def plan_runs(
     """
     if not home:
         return ()
-    num_home = held.get(home, 0)
+    num_home = max(0, held.get(home, 0))
     runs = [Run(home, 0, num_home)] if num_home > 0 else []
-    longer = [
-        (-num_blocks, distance(node_id), node_id)
-        for node_id, num_blocks in held.items()
-        if node_id != home and num_blocks > num_home and not math.isinf(distance(node_id))
-    ]
-    if longer:
-        minus_blocks, _, node_id = min(longer)
-        start = max(num_home, 0)
-        runs.append(Run(node_id, start, -minus_blocks - start))
+    best: tuple[float, str] | None = None
+    num_best = num_home
+    for node_id, num_blocks in held.items():
+        if node_id == home or num_blocks < num_best or num_blocks == num_home:
+            continue
+        away = distance(node_id)
+        if not math.isinf(away) and (
+            num_blocks > num_best or best is None or (away, node_id) < best
+        ):
+            best, num_best = (away, node_id), num_blocks
+    if best is not None:
+        runs.append(Run(best[1], num_home, num_best - num_home))
     return tuple(runs)
 
 

@@ -1,8 +1,11 @@
-"""The samples of one request: their answers, the first token of each, and what decode is told of
-them.
+"""The samples of one request: their answers, what has been drawn of each, and what workers are told
+of that.
 
-Joins what the two workers say with what clients see, sample by sample. No I/O, no clock. One
-request.
+Joins what workers say with what clients see, sample by sample. A token that came counts as drawn,
+shown or held back: whoever goes on, goes on behind it. No I/O, no clock. One request.
+
+Law: of each sample the tokens drawn are those that its answer was given, in order; what overshot
+its end is drawn, too, and given to nobody.
 """
 
 from __future__ import annotations
@@ -23,7 +26,11 @@ class Samples:
         """`answers`: of each sample, in their order."""
         self._answers = answers
         self._sampling = sampling
-        self._firsts: dict[int, prefill_pb2.PrefillReply] = {}
+        self._drawn: list[list[int]] = [[] for _ in answers]
+        self._firsts: set[int] = set()
+        self._beam_start: Sequence[common_pb2.BeamCandidate] = ()
+        self._num_told = 0
+        self._said: set[int] = set()
 
     @property
     def is_over(self) -> bool:
@@ -31,51 +38,113 @@ class Samples:
         return all(answer.is_over for answer in self._answers)
 
     @property
+    def has_drawn(self) -> bool:
+        """Whether any token of any sample came."""
+        return any(self._drawn)
+
+    @property
     def has_all_firsts(self) -> bool:
-        """Whether every sample has its first token (a beam search: its first candidates)."""
+        """Whether the prefill worker has drawn all it was asked for: a token of every sample (a
+        beam search: its first candidates)."""
         return len(self._firsts) == num_first_messages(self._sampling)
 
+    @property
+    def drawn(self) -> Sequence[int]:
+        """Of the first sample."""
+        return self._drawn[0]
+
+    @property
+    def is_alone(self) -> bool:
+        """There is one sample, and it is no beam's."""
+        return len(self._answers) == 1 and not self._sampling.HasField("beam")
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether another worker could take all of it up. Beams are compared where they are: once
+        one is shown, there is no way back; before that they begin anew.
+        """
+        return not (self._sampling.HasField("beam") and self.has_drawn)
+
+    @property
+    def may_skip_prefill(self) -> bool:
+        """Whether a decode worker could go on from here alone: it draws no sample's first token
+        where others have theirs."""
+        return all(self._drawn) or not self.has_drawn
+
+    def begin_prefill(self) -> None:
+        """A prefill worker is asked next, maybe once more: it draws behind what it is told."""
+        self._firsts = set()
+        self._num_told = len(self._drawn[0]) if self.is_alone else 0
+
+    @property
+    def told_to_prefill(self) -> Sequence[int]:
+        """Output tokens that are context to the prefill worker now. Of several samples it is told
+        none: it draws their first tokens again, and they must be equal."""
+        return self._drawn[0][: self._num_told]
+
     def ended(self) -> Iterator[Answer]:
-        """Those that are over, in their order."""
-        return (answer for answer in self._answers if answer.is_over)
+        """Those that are over and were not said to be, in their order."""
+        return (
+            answer
+            for answer in self._answers
+            if answer.is_over and answer.sample_index not in self._said
+        )
+
+    def say_ended(self, answer: Answer) -> None:
+        """Its client is told that it is over."""
+        self._said.add(answer.sample_index)
 
     def take_first(self, first: prefill_pb2.PrefillReply) -> inference_pb2.GenerateResponse | None:
-        """A sample's first token. Returns: what it makes visible; None: nothing new.
+        """A sample's first tokens of this call. Returns: what they make visible; None: nothing new.
 
         Raises: Internal when the worker drew a sample that was not asked for, or another token
-            than one before it, which was lost with other samples unshown.
+            than one before it, which is shown already.
         """
         index = first.sample_index
         if index >= len(self._answers):
             raise Internal(f"the prefill worker drew sample {index} of {len(self._answers)}")
-        earlier = self._firsts.get(index)
-        if earlier is not None:
-            if list(earlier.token_ids) != list(first.token_ids):
-                raise Internal("two prefill workers drew different first tokens")
-            return None
-        self._firsts[index] = first
         if first.beam_start:
+            self._firsts.add(index)
+            self._beam_start = first.beam_start
             return None  # hypotheses come at the end
+        known = self._drawn[index][self._num_told :][: len(first.token_ids)]
+        if list(first.token_ids[: len(known)]) != known:
+            raise Internal("two workers drew different first tokens")
+        self._firsts.add(index)
+        num_known = len(known)
+        if num_known == len(first.token_ids):
+            return None
+        self._drawn[index] += first.token_ids[num_known:]
         return self._answers[index].take(
-            first.token_ids,
-            first.logprobs,
-            traces=first.traces,
+            first.token_ids[num_known:],
+            first.logprobs[num_known:],
+            traces=first.traces[num_known:],
             reason=first.finish_reason,
             stop_token_id=first.stop_token_id if first.HasField("stop_token_id") else None,
         )
 
-    def handover(self) -> decode_pb2.GenerateFromHandle:
-        """What the decode worker goes on from, but for the handle."""
-        command = decode_pb2.GenerateFromHandle()
-        firsts = [self._firsts[index] for index in sorted(self._firsts)]
+    def handover(self, *, computes_prompt: bool = False) -> decode_pb2.GenerateFromHandle:
+        """What a decode worker goes on from, but for the handle; `computes_prompt`: it needs
+        none."""
+        command = decode_pb2.GenerateFromHandle(computes_prompt=computes_prompt)
         if self._sampling.HasField("beam"):
-            command.beam_start.extend(firsts[0].beam_start)
-        elif len(firsts) == 1:
-            command.output_token_ids.extend(firsts[0].token_ids)
+            command.beam_start.extend(self._beam_start)
+        elif len(self._answers) == 1:
+            command.output_token_ids.extend(self._drawn[0])
         else:
-            for answer, first in zip(self._answers, firsts, strict=True):
-                command.outputs.add(token_ids=first.token_ids, is_over=answer.is_over)
+            for answer, drawn in zip(self._answers, self._drawn, strict=True):
+                command.outputs.add(token_ids=drawn, is_over=answer.is_over)
         return command
+
+    def check_sent(self, num_tokens: Sequence[int]) -> None:
+        """A decode worker says to have sent so many tokens of each sample, with those that it was
+        told of. Raises: Internal when others came: a token was lost, or came twice.
+        """
+        came = [len(drawn) for drawn in self._drawn]
+        if self._sampling.HasField("beam"):
+            came, num_tokens = [sum(came)], [sum(num_tokens)]
+        if list(num_tokens) != came:
+            raise Internal(f"a decode worker sent {list(num_tokens)} tokens, and {came} came")
 
     def take(self, news: SampleNews) -> tuple[Answer, inference_pb2.GenerateResponse] | None:
         """What the decode worker drew for one sample. Returns: its answer and what became visible;
@@ -85,6 +154,7 @@ class Samples:
         """
         if news.sample_index >= len(self._answers):
             raise Internal(f"the decode worker drew sample {news.sample_index}")
+        self._drawn[news.sample_index] += news.token_ids
         answer = self._answers[news.sample_index]
         if answer.is_over:
             return None

@@ -10,12 +10,17 @@ Knows no RPC and no request. Pure but for `Command`, which belongs to one asynci
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from protos import common_pb2, decode_pb2, prefill_pb2
 from services.router.wire_fields import LENGTH, VARINT, Field, fields_of, nested, varint
 
+_EVENTS = prefill_pb2.PrefillEvents.EVENTS_FIELD_NUMBER
+_REPLY = prefill_pb2.PrefillEvent.REPLY_FIELD_NUMBER
 _HANDLE = prefill_pb2.PrefillReply.HANDLE_FIELD_NUMBER
+_SMALL_BYTES = 1024
+"""A message up to this size is read as a whole to see that it has no handle: most have none."""
 _IS_PARTIAL = common_pb2.KvHandle.IS_PARTIAL_FIELD_NUMBER
 
 _PLACES = {
@@ -81,6 +86,65 @@ class PrefillNews:
         reply = self.reply
         says_more = reply.token_ids or reply.beam_start or reply.HasField("leg")
         return self.handle is not None and self.handle.is_partial and not says_more
+
+
+@dataclass(frozen=True)
+class PrefillWord:
+    """What a prefill worker says of one key: a reply, or that the prompt has failed."""
+
+    key: int
+    news: PrefillNews | None
+    failed: prefill_pb2.PrefillFailed | None
+
+    @property
+    def is_last(self) -> bool:
+        """Whether nothing comes under this key any more."""
+        return self.news is None or self.news.reply.HasField("leg")
+
+
+def words_of(data: bytes) -> Iterator[PrefillWord]:
+    """What an encoded PrefillEvents says, in its order.
+
+    Raises: ValueError or DecodeError for what is none, behind the words that were.
+    """
+    if len(data) <= _SMALL_BYTES:
+        events = prefill_pb2.PrefillEvents.FromString(data).events
+        if not any(event.reply.HasField("handle") for event in events):
+            for event in events:
+                news = PrefillNews(event.reply, None) if event.HasField("reply") else None
+                yield _word(event, news)
+            return
+    rest, position = [], 0
+    for field in fields_of(data):
+        if field.number == _EVENTS:
+            _need(field, LENGTH)
+            yield _word_in(data, field)
+            rest.append(data[position : field.start])
+            position = field.end
+    rest.append(data[position:])
+    prefill_pb2.PrefillEvents.FromString(b"".join(rest))  # nothing of ours, but of its form
+
+
+def _word_in(data: bytes, event: Field) -> PrefillWord:
+    replies, rest, position = [], [], event.begin
+    for field in fields_of(data, event.begin, event.end):
+        if field.number == _REPLY:
+            _need(field, LENGTH)
+            replies.append(data[field.begin : field.end])
+            rest.append(data[position : field.start])
+            position = field.end
+    rest.append(data[position : event.end])
+    about = prefill_pb2.PrefillEvent.FromString(b"".join(rest))
+    return _word(about, PrefillNews.parse(b"".join(replies)) if replies else None)
+
+
+def _word(event: prefill_pb2.PrefillEvent, news: PrefillNews | None) -> PrefillWord:
+    """Raises: ValueError when there is none."""
+    if news is not None:
+        return PrefillWord(event.key, news, None)
+    if event.HasField("failed"):
+        return PrefillWord(event.key, None, event.failed)
+    raise ValueError("an event without news")
 
 
 class Command:

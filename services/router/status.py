@@ -7,12 +7,14 @@ last heard of. One asyncio loop.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import grpc.aio
 
 from kvstore.lending import is_lender
 from process import serving
+from process.access import Role
+from process.serving import Dialer
 from protos import (
     common_pb2,
     decode_pb2_grpc,
@@ -24,7 +26,7 @@ from protos import (
 from services.router.lookup import PrefixLookup
 from services.router.policy import PREFILL
 from services.router.registry import Registry
-from services.router.views import ServedModel, StoreView, find_problem, worker_view
+from services.router.views import ServedModel, Snapshot, StoreView, find_problem_of_all
 
 
 class ClusterStatus:
@@ -35,10 +37,11 @@ class ClusterStatus:
         registry: Registry,
         lookup: PrefixLookup,
         *,
-        served: ServedModel,
+        served: Sequence[ServedModel],
         router_id: str,
         timeout_s: float,
         check_integrity: Callable[[], str],
+        dial: Dialer = serving.PLAIN,
     ) -> None:
         """`check_integrity` recomputes the router's own laws; it returns what is broken, or an
         empty string.
@@ -49,6 +52,7 @@ class ClusterStatus:
         self._router_id = router_id
         self._timeout_s = timeout_s
         self._check_integrity = check_integrity
+        self._dial = dial
 
     async def collect(self) -> inference_pb2.GetClusterStatusReply:
         """All but the servicer's counters."""
@@ -58,6 +62,26 @@ class ClusterStatus:
             asyncio.gather(*(self._worker(status) for status in heartbeats)),
             asyncio.gather(*(self._store(store) for store in snapshot.stores)),
         )
+        problems = self._problems(snapshot)
+        problems += _silent((w.worker_id, ok) for w, ok in workers)
+        problems += _silent((store.node_id, store.reachable) for store in stores)
+        statuses = [status for status, _ in workers]
+        problems += (problem for status in statuses for problem in link_problems(status))
+        problems += _tiers_off(stores)
+        problems += filter(None, [self._check_integrity()])
+        return self._reply(snapshot, statuses, stores, problems)
+
+    async def as_heard(self) -> inference_pb2.GetClusterStatusReply:
+        """The same as of the last heartbeats: nobody is asked, and no law is recomputed."""
+        snapshot = self._registry.snapshot
+        workers, stores = self._registry.statuses(), self._registry.store_statuses()
+        problems = self._problems(snapshot)
+        problems += (problem for status in workers for problem in link_problems(status))
+        problems += _tiers_off(stores)
+        return self._reply(snapshot, workers, stores, problems)
+
+    def _problems(self, snapshot: Snapshot) -> list[str]:
+        """What the router sees by itself."""
         problems = [*snapshot.problems]
         if not snapshot.is_redis_reachable:
             problems.append("Redis is not reachable: workers and stores are shown as last known")
@@ -65,20 +89,20 @@ class ClusterStatus:
             problems.append(self._lookup.problem)
         problems += [
             problem
-            for status in heartbeats
-            if (problem := find_problem(worker_view(status), self._served)) is not None
+            for worker in snapshot.workers
+            if (problem := find_problem_of_all(worker, self._served)) is not None
         ]
-        problems += _silent((w.worker_id, ok) for w, ok in workers)
-        problems += _silent((store.node_id, store.reachable) for store in stores)
-        problems += (problem for status, _ in workers for problem in link_problems(status))
-        problems += (
-            f"the file tier of store {store.node_id} is off: {store.file_tier_problem}"
-            for store in stores
-            if store.file_tier_problem
-        )
-        problems += filter(None, [self._check_integrity()])
+        return problems
+
+    def _reply(
+        self,
+        snapshot: Snapshot,
+        workers: Iterable[common_pb2.WorkerStatus],
+        stores: Iterable[inference_pb2.StoreStatus],
+        problems: Iterable[str],
+    ) -> inference_pb2.GetClusterStatusReply:
         return inference_pb2.GetClusterStatusReply(
-            workers=[status for status, _ in workers],
+            workers=workers,
             stores=stores,
             redis_reachable=snapshot.is_redis_reachable,
             router_id=self._router_id,
@@ -93,7 +117,7 @@ class ClusterStatus:
             if heartbeat.role == PREFILL
             else decode_pb2_grpc.DecodeStub
         )
-        async with serving.channel(heartbeat.address) as channel:
+        async with self._dial(heartbeat.address, Role(heartbeat.role)) as channel:
             try:
                 status: common_pb2.WorkerStatus = await make_stub(channel).GetWorkerStatus(
                     common_pb2.GetWorkerStatusRequest(), timeout=self._timeout_s
@@ -106,7 +130,7 @@ class ClusterStatus:
         reply = inference_pb2.StoreStatus(
             node_id=store.node_id, address=store.address, incarnation=store.incarnation
         )
-        async with serving.channel(store.address) as channel:
+        async with self._dial(store.address, Role.KVSTORE) as channel:
             try:
                 own: kvstore_pb2.GetStatusReply = await kvstore_pb2_grpc.KvStoreStub(
                     channel
@@ -172,6 +196,14 @@ def link_problems(status: common_pb2.WorkerStatus) -> list[str]:
 
 def _rate(bytes_per_s: float) -> str:
     return f"{bytes_per_s / 1e6:.3g} MB/s"
+
+
+def _tiers_off(stores: Iterable[inference_pb2.StoreStatus]) -> list[str]:
+    return [
+        f"the file tier of store {store.node_id} is off: {store.file_tier_problem}"
+        for store in stores
+        if store.file_tier_problem
+    ]
 
 
 def _silent(answers: Iterable[tuple[str, bool]]) -> list[str]:

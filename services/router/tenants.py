@@ -10,12 +10,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
+from process.api_keys import TENANT
 from process.settings import SettingsError
 from services.router import identity
 
 # As validation allows tenants, but without the "=" that ends the tenant's name.
 _SCOPE = re.compile(r"[A-Za-z0-9._:@/+-]{1,64}")
-_TENANT = re.compile(r"[A-Za-z0-9._:@/+=-]{1,64}")
 
 
 def parse_scopes(entries: Sequence[str]) -> Mapping[str, str]:
@@ -26,7 +26,7 @@ def parse_scopes(entries: Sequence[str]) -> Mapping[str, str]:
     scopes: dict[str, str] = {}
     for entry in entries:
         tenant, _, scope = entry.rpartition("=")
-        if not (_TENANT.fullmatch(tenant) and _SCOPE.fullmatch(scope)):
+        if not (TENANT.fullmatch(tenant) and _SCOPE.fullmatch(scope)):
             raise SettingsError(
                 f"tenant_scopes: {entry!r} is not tenant=scope; both are 1 to 64 letters, digits "
                 "and any of . _ : @ / + -"

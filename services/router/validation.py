@@ -29,10 +29,7 @@ def check_request(
     request: inference_pb2.GenerateRequest, *, served: Sequence[str], limits: RouterLimits
 ) -> None:
     """Raises: InvalidArgument for what the request alone shows to be wrong."""
-    if request.model and request.model not in served:
-        raise InvalidArgument(
-            "model", f"'{request.model[:128]}' is not served here; '{served[0]}' is"
-        )
+    check_model(request.model, served)
     _check_identifier("request_id", request.request_id, _MAX_REQUEST_ID_CHARS)
     _check_identifier("tenant", request.tenant, _MAX_TENANT_CHARS)
     if len(request.session) > _MAX_SESSION_CHARS or not request.session.isprintable():
@@ -43,8 +40,16 @@ def check_request(
         raise InvalidArgument("adapter", f"must be at most {_MAX_NAME_CHARS} printable characters")
     if request.budget_ms > limits.max_budget_s * 1000:
         raise InvalidArgument("budget_ms", f"must be at most {int(limits.max_budget_s * 1000)}")
+    if request.embed and request.sampling.ByteSize():
+        raise InvalidArgument("sampling", "does not go with embed, which draws nothing")
     sampling_checks.check(request.sampling, limits)
     _check_prompt(request)
+
+
+def check_model(model: str, served: Sequence[str]) -> None:
+    """Raises: InvalidArgument for a name that is none of `served`; empty is the only one."""
+    if model and model not in served:
+        raise InvalidArgument("model", f"'{model[:128]}' is not served here; '{served[0]}' is")
 
 
 def check_tokens(

@@ -51,6 +51,8 @@ class WorkerView:
     """Digest of each loaded adapter, by name."""
     links: Mapping[str, Link] = field(default_factory=dict)
     """The measured ones, by node."""
+    num_queued_tokens: int = 0
+    """Prompt tokens that it was sent, by all routers, and has yet to compute."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +84,17 @@ class ServedModel:
     tokenizer_digest: str
 
 
-def worker_view(status: common_pb2.WorkerStatus) -> WorkerView:
-    """A heartbeat's status as a value."""
+_MAX_QUEUED_TOKENS = 2**40
+"""What a worker may say: no number of a peer may make a cost that no order has."""
+
+
+def worker_view(status: common_pb2.WorkerStatus, before: WorkerView | None = None) -> WorkerView:
+    """A heartbeat's status as a value; what it measured is the same object as in the view `before`
+    while it is equal.
+    """
+    links = _links(status.links)
+    if before is not None and links == before.links:
+        links = before.links
     return WorkerView(
         worker_id=status.worker_id,
         role=status.role,
@@ -107,7 +118,8 @@ def worker_view(status: common_pb2.WorkerStatus) -> WorkerView:
         is_draining=status.draining,
         dtype=status.dtype,
         adapters={adapter.name: adapter.digest for adapter in status.adapters},
-        links=_links(status.links),
+        links=links,
+        num_queued_tokens=min(_MAX_QUEUED_TOKENS, status.num_queued_tokens),
     )
 
 
@@ -139,3 +151,12 @@ def find_problem(worker: WorkerView, served: ServedModel) -> str | None:
     if not (worker.address and worker.block_size and worker.context_window and worker.vocab_size):
         return f"worker {worker.worker_id} published an incomplete status"
     return None
+
+
+def find_problem_of_all(worker: WorkerView, served: Sequence[ServedModel]) -> str | None:
+    """Why `worker` cannot be used for any model of `served`; None when it can."""
+    problems = [(worker.model in model.names, find_problem(worker, model)) for model in served]
+    if any(problem is None for _, problem in problems):
+        return None
+    # What keeps it from its own model says more than that it is none of the others.
+    return max(problems, key=lambda entry: entry[0], default=(False, None))[1]

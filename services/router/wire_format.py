@@ -19,6 +19,14 @@ from process.errors import InvalidArgument
 from protos import inference_pb2
 from services.router.wire_fields import LENGTH, fields_of
 
+MAX_PARTS = 32_768
+"""Chat messages, tool calls and the like in one request. Each takes microseconds to check, on the
+loop that serves everybody.
+"""
+
+MAX_SEARCHED_BYTES = 64 * 1024
+"""Of a damaged message that is searched for the field to name, for the same reason."""
+
 
 def parse_request(data: bytes, *, max_bytes: int) -> inference_pb2.GenerateRequest:
     """The message in `data`.
@@ -32,6 +40,9 @@ def parse_request(data: bytes, *, max_bytes: int) -> inference_pb2.GenerateReque
     try:
         request = inference_pb2.GenerateRequest.FromString(data)
     except DecodeError as error:
+        if len(data) > MAX_SEARCHED_BYTES:
+            why = "is no GenerateRequest: damaged message, or text that is not valid UTF-8"
+            raise InvalidArgument("request", why) from error
         field = find_broken_text(inference_pb2.GenerateRequest(), data)
         if field is not None:
             raise InvalidArgument(field, "is not valid UTF-8") from error
@@ -40,8 +51,11 @@ def parse_request(data: bytes, *, max_bytes: int) -> inference_pb2.GenerateReque
     return request
 
 
-def _check_known(message: Message, path: str) -> None:
-    """Raises: InvalidArgument naming the first part that has a field unknown here."""
+def _check_known(message: Message, path: str, left: int = MAX_PARTS) -> int:
+    """`left`: how many parts there may be. Returns: how many more.
+
+    Raises: InvalidArgument naming the first part that has a field unknown here, or is too many.
+    """
     for unknown in UnknownFieldSet(message):  # type: ignore[attr-defined]
         raise InvalidArgument(
             path or "request", f"has field number {unknown.field_number}, unknown here"
@@ -51,10 +65,14 @@ def _check_known(message: Message, path: str) -> None:
             continue  # the maps here hold numbers
         name = f"{path}.{field.name}" if path else field.name
         if isinstance(value, Message):
-            _check_known(value, name)
+            left = _check_known(value, name, left)
             continue
+        left -= len(value)
+        if left < 0:
+            raise InvalidArgument(name, f"has too many entries: {MAX_PARTS} are allowed in all")
         for index, part in enumerate(value):
-            _check_known(part, f"{name}[{index}]")
+            left = _check_known(part, f"{name}[{index}]", left)
+    return left
 
 
 def find_broken_text(kind: Message, data: bytes, path: str = "") -> str | None:

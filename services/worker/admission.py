@@ -61,7 +61,7 @@ class Admission:
                 retry_after_s=1.0,
             )
         if self._pump is None:
-            self._pump = start_task(self._grant_forever(), "admission")
+            self._pump = start_task(self._grant_forever(), "admission", is_for_many=True)
         future: asyncio.Future[Reservation] = asyncio.get_running_loop().create_future()
         waiter = _Waiter(request, future, adapter_digest)
         self._waiting.append(waiter)

@@ -19,9 +19,10 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from engine.request import FilledBlock
+from engine.step_output import FilledBlock
 from kvstore.block import Block
 from kvstore.client import StoreClient
+from process import spans
 from process.deadline import Deadline
 from process.errors import BatonError
 from process.tasks import start_task
@@ -105,6 +106,7 @@ class BlockWriter:
         self._problem: str | None = None
         self._finishing = False
         self._wake = asyncio.Event()
+        self._span = spans.current()  # it may outlive its request's answer
         self._task = start_task(self._write(), "block writer")
 
     @property
@@ -201,16 +203,17 @@ class BlockWriter:
         deadline = self._deadline.sooner(self._put_budget_s)
         had_s = deadline.left_s()
         try:
-            result = await self.client.put_blocks(
-                self.lease_id or None,
-                self._refs[-1].chain_hash if self._refs else b"",
-                [(block.chain_hash, block.block_id) for block in blocks],
-                (tail.name, tail.block_id, tail.num_tokens) if tail is not None else None,
-                self._ttl_s,
-                deadline,
-                num_tokens=self._block_size,
-                tenant=self._tenant,
-            )
+            with self._span.child("put"):
+                result = await self.client.put_blocks(
+                    self.lease_id or None,
+                    self._refs[-1].chain_hash if self._refs else b"",
+                    [(block.chain_hash, block.block_id) for block in blocks],
+                    (tail.name, tail.block_id, tail.num_tokens) if tail is not None else None,
+                    self._ttl_s,
+                    deadline,
+                    num_tokens=self._block_size,
+                    tenant=self._tenant,
+                )
         except BatonError as error:
             self._problem = reason_of(error)
             self._connector.suspect(self.client, error, had_s=had_s)

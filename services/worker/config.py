@@ -9,11 +9,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine.config import EngineConfig
+from process import redis_client
 from process.metrics import check_listen
+from process.redis_client import RedisAccess
 from process.settings import SettingsError
+from process.tls import TlsSettings
+from process.tracing import TracingSettings
 
 TRANSPORTS = ("shm", "nixl", "grpc")
 REMOTE_TRANSPORTS = ("nixl", "grpc", "")
+DIRECT_TRANSPORTS = ("cuda_ipc", "nixl", "grpc", "")
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,13 @@ class WorkerLimits:
     """How long a starting worker waits for its store before it serves without."""
 
     drain_s: float = 10.0
-    """How long a stopping worker lets requests finish."""
+    """How long a stopping worker, or one that changes its role, lets requests finish or move
+    elsewhere, and waits for those who read its blocks."""
+
+    step_timeout_s: float = 300.0
+    """A step of the engine that takes longer has failed: its device does not answer, and the worker
+    ends. Far above the longest step, compilations included. 0: never.
+    """
 
     write_back: bool = True
     """Whether a decode worker stores the blocks that it fills, so that the next turn of a
@@ -79,7 +90,7 @@ class WorkerLimits:
         ):
             if not getattr(self, name) > 0:
                 raise SettingsError(f"{name}: must be above 0")
-        for name in ("attach_budget_s", "store_wait_s", "drain_s"):
+        for name in ("attach_budget_s", "store_wait_s", "drain_s", "step_timeout_s"):
             if not getattr(self, name) >= 0:
                 raise SettingsError(f"{name}: must not be negative")
         if self.replicate_after_hits < 0:
@@ -103,8 +114,14 @@ class WorkerSettings:
     worker_id: str = ""
     """Unique among the workers of a deployment; empty: the role and a random part."""
 
-    redis_url: str = "redis://127.0.0.1:6379/0"
+    redis_url: str = field(default="redis://127.0.0.1:6379/0", repr=False)
     """Where workers register; empty: this worker registers nowhere."""
+
+    redis: RedisAccess = field(default_factory=RedisAccess)
+    """TLS and password of that Redis."""
+
+    tls: TlsSettings = field(default_factory=TlsSettings)
+    """Who this worker is to routers, stores and other workers; empty: no TLS."""
 
     store_address: str = ""
     """host:port of its KV store; empty: it has none and computes everything itself."""
@@ -119,6 +136,22 @@ class WorkerSettings:
     """How blocks are pulled from other nodes' stores: "nixl" or "grpc".
 
     Empty: they are never pulled; what only another node holds is computed again.
+    """
+
+    direct_transport: str = ""
+    """How blocks are pulled out of the cache of a prefill worker that lends them: "cuda_ipc",
+    "nixl" or "grpc".
+
+    "cuda_ipc" maps that worker's whole cache into this process: both on one host, on GPUs that
+    reach each other, and it with lend_mapped. Empty: as remote_transport says.
+    """
+
+    lend_mapped: bool = False
+    """Whether decode workers of this host may map this worker's whole cache (direct_transport
+    "cuda_ipc"), once they have attached.
+
+    A mapping lets them read, and write, all of it, whichever tenant's, as long as they live. Only
+    where the workers of a host trust each other.
     """
 
     link_floor_bytes_per_s: float = 0.0
@@ -137,6 +170,11 @@ class WorkerSettings:
     metrics_listen: str = ""
     """host:port of /metrics, usually on loopback; port 0: a free one; empty: nobody listens."""
 
+    step_log: str = ""
+    """Folder for a log of every step, and of what delayed it, written when the worker ends; empty:
+    none. For finding out why a step was late.
+    """
+
     adapters: tuple[str, ...] = ()
     """LoRA adapters loaded at start, each as "name=folder". More may be loaded at run time."""
 
@@ -146,6 +184,9 @@ class WorkerSettings:
     limits: WorkerLimits = field(default_factory=WorkerLimits)
     """Bounds."""
 
+    tracing: TracingSettings = field(default_factory=TracingSettings)
+    """Traces of requests that the router traces."""
+
     def __post_init__(self) -> None:
         if self.transport not in TRANSPORTS:
             raise SettingsError(f"transport: {self.transport!r} is none of {', '.join(TRANSPORTS)}")
@@ -153,11 +194,24 @@ class WorkerSettings:
             raise SettingsError(
                 f"remote_transport: {self.remote_transport!r} is none of nixl, grpc and ''"
             )
+        if self.direct_transport not in DIRECT_TRANSPORTS:
+            raise SettingsError(
+                f"direct_transport: {self.direct_transport!r} is none of cuda_ipc, nixl, grpc and "
+                "''"
+            )
+        if self.direct_transport and not self.remote_transport:
+            raise SettingsError(
+                "direct_transport: needs remote_transport, for a worker that pulls no blocks from "
+                "elsewhere pulls none from other workers"
+            )
         if not self.link_floor_bytes_per_s >= 0:
             raise SettingsError("link_floor_bytes_per_s: must not be negative")
         host, colon, port = self.listen.rpartition(":")
         if not (host and colon and port.isdecimal() and int(port) < 65536):
             raise SettingsError(f"listen: {self.listen!r} is not host:port")
+        self.tls.check_peers("tls")
+        self.tls.check_listen("listen", self.listen, "tls")
+        redis_client.check(self.redis_url, self.redis)
         if self.store_address and not self.handle_keys_file:
             raise SettingsError(
                 "handle_keys_file: is needed with store_address, for handles are signed; "

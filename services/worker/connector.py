@@ -142,7 +142,9 @@ class StoreConnector:
         """
         if self._target is None:
             return False
-        self._keeper = start_task(self._keep_attached(self._target), "store keeper")
+        self._keeper = start_task(
+            self._keep_attached(self._target), "store keeper", is_for_many=True
+        )
         try:
             async with asyncio.timeout(wait_s):
                 await self._attached.wait()
@@ -277,7 +279,7 @@ class StoreConnector:
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run bounded work that nobody waits for; `stop` does."""
-        task = start_task(work, "store background")
+        task = start_task(work, "store background", is_for_many=True)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
         return task

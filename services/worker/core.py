@@ -11,19 +11,27 @@ Belongs to the loop's thread. Knows no request states and no RPC.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import secrets
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from engine.metrics import MetricsSnapshot
 from engine.request import BlockHasher, EngineStats
 from kvstore import block_hash
-from process import incarnation
+from kvstore.client import StoreClient
+from process import incarnation, tls
+from process.access import Role
 from process.deadline import Deadline
 from process.errors import BatonError, FailedPrecondition, InvalidArgument, NoCapacity, Unavailable
+from process.serving import Dialer
+from process.spans import Value
+from process.tracing import Tracing
 from protos import common_pb2
 from services.worker import status
 from services.worker.adapters import WorkerAdapters
@@ -34,14 +42,20 @@ from services.worker.engine_port import WorkerEngine
 from services.worker.engine_thread import EngineThread
 from services.worker.handle_keys import HandleKeys
 from services.worker.handle_ledger import HandleLedger
+from services.worker.law_check import LawCheck
 from services.worker.lender import WorkerLender
 from services.worker.links import Links
+from services.worker.multiplexed import Outbox
 from services.worker.parking import StoreParking
 from services.worker.provenance import Leg, WorkerCounts
+from services.worker.step_log import StepLog
 from services.worker.store_target import StoreTarget
 from services.worker.stores import RemoteStores
+from services.worker.transfer_metrics import TransferMetrics
 
 INTEGRITY_BUDGET_S = 5.0
+
+LOOK_S = 0.005
 
 RETRY_AFTER_S = 1.0
 """Guessed: about what one prompt takes."""
@@ -71,21 +85,34 @@ class WorkerCore:
         identity: Identity,
         *,
         idle_check_s: float = 0.25,
+        before: WorkerCore | None = None,
     ) -> None:
+        """before: of this worker's life in another role, over the same engine, which is over."""
         self.settings = settings
         self.limits = settings.limits
         self.identity = identity
         self.model = engine.model_info
         self.layout = engine.kv.layout
-        target = _store_target(engine, settings, identity)
+        self.tls = tls.Identity.of(settings.tls, Role(identity.role))
+        """Who this worker is to its peers; None: no TLS."""
+        self._dial = Dialer(self.tls)
+        target = _store_target(engine, settings, identity, self._dial)
+        self.step_log = StepLog() if settings.step_log else None
+        if before is not None:
+            self.step_log = before.step_log
+        """What the engine did when; None: nobody wants to know."""
         self.thread = EngineThread(
             engine,
+            log=self.step_log,
             idle_check_s=idle_check_s,
+            step_timeout_s=settings.limits.step_timeout_s,
             wait_for_kernels=kernel_wait(
                 None if target is None else target.memory, engine.kv.settle
             ),
         )
         self.on_room: Callable[[], None] = _nothing
+        self.num_queued_tokens: Callable[[], int] = lambda: 0
+        """Prompt tokens yet to be computed here; what a prefill worker says of itself."""
         self.links = Links(
             self.thread,
             self.layout.block_bytes,
@@ -93,40 +120,52 @@ class WorkerCore:
             on_room=lambda: self.on_room(),
         )
         """What was measured of the ways to stores."""
+        self.transfers = TransferMetrics(identity.worker_id, identity.role)
         self.connector = StoreConnector(
             target,
             self.thread,
             settings.limits,
             on_room=lambda: self.on_room(),
-            on_attached=self.links.measure_later,
+            on_attached=lambda client: self._attached(client, is_home=True),
         )
         self.remote_stores = RemoteStores(
             None if target is None else replace(target, transport=settings.remote_transport),
+            direct_transport=settings.direct_transport,
             max_stores=settings.limits.max_remote_stores,
             attach_budget_s=settings.limits.attach_budget_s,
             lease_ttl_s=settings.limits.lease_ttl_s,
-            on_attached=self.links.measure_later,
+            on_attached=lambda client: self._attached(client, is_home=False),
         )
         """The ways to other nodes' stores."""
         self.connector.on_other_suspect = self.remote_stores.suspect
         self.lender = self._make_lender(target, engine.kv.is_whole)
         """Who lends this worker's blocks to others; None: it lends none."""
-        self.parking = self._store_parking(engine)
+        self.parking = self._store_parking(target, engine)
         """Where preempted requests' blocks go, with a store; None: where the engine says."""
         self.adapters = WorkerAdapters(self.thread, engine.adapters())
         self.counts = WorkerCounts()
+        self._laws = LawCheck(self._check_laws)
         self.handle_keys = HandleKeys.of(settings.handle_keys_file)
         """Without a file, so without a store: none; every handle is refused."""
         self.handle_ledger = HandleLedger()
+        self.tracing = Tracing.of(settings.tracing, identity.role, identity.worker_id)
         self.address = settings.advertised or settings.listen
         self.metrics_address = ""
         """Where /metrics is served; empty: nowhere."""
         self.draining = False
-        self.failed = asyncio.Event()
+        self.failed: asyncio.Event = asyncio.Event() if before is None else before.failed
+        """Of the worker, in whatever role."""
         self.num_live = 0
+        self.outboxes: set[Outbox[Any]] = set()
+        """Of the routers' streams."""
         self._idle = asyncio.Event()
         self._idle.set()
         self._numbers = itertools.count(1)
+
+    def _attached(self, client: StoreClient, *, is_home: bool) -> None:
+        """A new way to a store or lender."""
+        self.transfers.watch(client, is_home=is_home)
+        self.links.measure_later(client)
 
     def _make_lender(self, target: StoreTarget | None, is_whole: bool) -> WorkerLender | None:
         """Only prefill workers lend, and only where the engine takes no blocks away: those of a
@@ -139,12 +178,14 @@ class WorkerCore:
             target,
             self.thread,
             self.limits.lease_ttl_s,
+            lets_map=self.settings.lend_mapped,
             address=lambda: self.address,
             on_room=lambda: self.on_room(),
         )
 
-    def _store_parking(self, engine: WorkerEngine) -> StoreParking | None:
-        target = _store_target(engine, self.settings, self.identity)
+    def _store_parking(
+        self, target: StoreTarget | None, engine: WorkerEngine
+    ) -> StoreParking | None:
         if target is None or not engine.park_bytes:
             return None
         parking = StoreParking(
@@ -158,6 +199,11 @@ class WorkerCore:
         )
         engine.use_parking(parking)
         return parking
+
+    @property
+    def about(self) -> dict[str, Value]:
+        """What a span says of this worker."""
+        return {"baton.worker_id": self.identity.worker_id, "baton.role": self.identity.role}
 
     # ---- requests
 
@@ -264,8 +310,16 @@ class WorkerCore:
             return False
         return True
 
-    async def stop(self, timeout_s: float = 5.0) -> None:
-        """Let the store and the engine's thread go.
+    async def say_last_words(self, timeout_s: float) -> None:
+        """Wait until routers were sent all that they are to be told; one may not read."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while any(outbox.num_unwritten for outbox in self.outboxes):
+                    await asyncio.sleep(LOOK_S)
+
+    async def stop(self, timeout_s: float = 5.0, *, closes_engine: bool = True) -> None:
+        """Let the store and the engine's thread go, and the engine with it, unless another life is
+        to have it.
 
         Requests must have ended or been cancelled before.
         """
@@ -278,7 +332,19 @@ class WorkerCore:
         await self.connector.stop(timeout_s=timeout_s)
         if self.lender is not None:
             await self.lender.stop(timeout_s=timeout_s)
-        await self.thread.stop(timeout_s)
+        if not closes_engine:
+            await self._have_blocks_back(Deadline.after(timeout_s))
+        await self.thread.stop(timeout_s, closes_engine=closes_engine)
+        await asyncio.to_thread(self.tracing.stop)
+
+    async def _have_blocks_back(self, deadline: Deadline) -> None:
+        """What is still copied into comes back through this life's thread: behind its end nobody
+        would give it to the engine."""
+        while not deadline.expired:
+            stats = self.thread.stats
+            if not stats.num_quarantined_blocks and not stats.num_referenced_blocks:
+                return
+            await asyncio.sleep(LOOK_S)
 
     # ---- our own account
 
@@ -305,6 +371,12 @@ class WorkerCore:
             num_quarantined_blocks=stats.num_quarantined_blocks,
             num_waiting=stats.num_waiting + stats.num_reserved,
             num_running=stats.num_running,
+            num_queued_tokens=self.num_queued_tokens(),
+            num_step_tokens=self.settings.engine.max_num_tokens_per_step,
+            num_steps=stats.num_computing_steps,
+            step_s=stats.step_s,
+            num_computed_tokens=stats.num_computed_tokens,
+            num_decode_tokens=stats.num_decode_tokens,
             num_holding=stats.num_holding,
             context_window=self.model.context_window,
             vocab_size=self.model.vocab_size,
@@ -326,20 +398,33 @@ class WorkerCore:
             num_lent_blocks=self.lender.num_lent_blocks if self.lender is not None else 0,
         )
 
+    async def _check_laws(self) -> float:
+        """Recompute them all. Returns: the seconds that the engine was held."""
+
+        def checked(engine: WorkerEngine) -> float:
+            begun_s = time.perf_counter()
+            engine.check_integrity()
+            return time.perf_counter() - begun_s
+
+        async with Deadline.after(INTEGRITY_BUDGET_S).timeout("checking integrity"):
+            held_s = await self.thread.call(checked)
+        self.remote_stores.check_integrity()
+        if self.lender is not None:
+            self.lender.check_integrity()
+        self.handle_ledger.check_integrity()
+        return held_s
+
     async def checked_status(self) -> common_pb2.WorkerStatus:
-        """`status` after recomputing the conservation laws."""
-        problem = ""
+        """`status` with what the conservation laws came to: recomputed, but while the engine works
+        only as often as `LawCheck` lets."""
         metrics: MetricsSnapshot | None = None
+        stats: EngineStats = self.thread.stats
+        problem = await self._laws.problem(is_busy=stats.num_running > 0)
         try:
-            async with Deadline.after(INTEGRITY_BUDGET_S).timeout("checking integrity"):
-                await self.thread.call(lambda engine: engine.check_integrity())
-                self.remote_stores.check_integrity()
-                if self.lender is not None:
-                    self.lender.check_integrity()
+            async with Deadline.after(INTEGRITY_BUDGET_S).timeout("reading metrics"):
                 metrics = await self.thread.call(lambda engine: engine.metrics())
-                self.handle_ledger.check_integrity()
         except BatonError as error:
-            problem = str(error)
+            problem = problem or str(error)
         reply = self.status()
         if metrics is not None:
             reply.num_prefix_tokens_asked = metrics.num_prompt_tokens
@@ -368,11 +453,13 @@ class Chain:
 
 
 def _store_target(
-    engine: WorkerEngine, settings: WorkerSettings, identity: Identity
+    engine: WorkerEngine, settings: WorkerSettings, identity: Identity, dial: Dialer
 ) -> StoreTarget | None:
     if not settings.store_address:
         return None
-    check_transports(engine.kv, settings.transport, settings.remote_transport)
+    check_transports(
+        engine.kv, settings.transport, settings.remote_transport, settings.direct_transport
+    )
     return StoreTarget(
         address=settings.store_address,
         worker_id=identity.worker_id,
@@ -381,6 +468,7 @@ def _store_target(
         memory=block_memory(engine.kv),
         transport=settings.transport,
         nixl_net_devices=settings.nixl_net_devices,
+        dial=dial,
     )
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvstore.transport.base import BlockMemory
+from baton_kernels.block_checksums import fits
+
+from kvstore.transport.base import CUDA_IPC, BlockMemory
 from kvstore.transport.cuda_device import CudaDevice
 from kvstore.transport.device import wait_for
 from kvstore.transport.spread_device import BASE, Part, Run, SpreadDevice
 from process.errors import FailedPrecondition
+from services.worker.device_checksums import DeviceChecksums
 from services.worker.engine_port import KvMemoryPort
 
 
@@ -27,7 +30,9 @@ def block_memory(kv: KvMemoryPort) -> BlockMemory:
     if not kv.is_whole:
         return _spread(kv)
     device = CudaDevice.open(int(number or 0))
-    return BlockMemory.on_device(device, kv.address, kv.layout.block_bytes, kv.num_blocks)
+    block_bytes = kv.layout.block_bytes
+    checksums = DeviceChecksums(kv.cache) if fits(block_bytes) else None
+    return BlockMemory.on_device(device, kv.address, block_bytes, kv.num_blocks, checksums)
 
 
 def _spread(kv: KvMemoryPort) -> BlockMemory:
@@ -52,12 +57,19 @@ def _spread(kv: KvMemoryPort) -> BlockMemory:
 
 
 def check_transports(kv: KvMemoryPort, *transports: str) -> None:
-    """Raises: FailedPrecondition for NIXL, where blocks are spread over devices: it moves what lies
-    together."""
-    if not kv.is_whole and "nixl" in transports:
+    """Raises: FailedPrecondition for NIXL and CUDA IPC, where blocks are spread over devices: they
+    move what lies together; and for CUDA IPC without CUDA."""
+    for name in ("nixl", CUDA_IPC):
+        if not kv.is_whole and name in transports:
+            raise FailedPrecondition(
+                f"transport {name}: each block of several ranks lies on several devices, where it "
+                "does not reach; set transport to shm or grpc, and remote_transport and "
+                "direct_transport to grpc"
+            )
+    if CUDA_IPC in transports and kv.device.partition(":")[0] != "cuda":
         raise FailedPrecondition(
-            "transport nixl: each block of several ranks lies on several devices, where NIXL does "
-            "not reach; set transport to shm or grpc, and remote_transport to grpc"
+            f"direct_transport cuda_ipc: this worker's KV is on {kv.device}, and only CUDA devices "
+            "can map one another's; set direct_transport to nixl or grpc"
         )
 
 

@@ -12,14 +12,17 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from engine.held import Held
 from engine.kv.layout import KvLayout
 from engine.lora.config import LoraLimits
 from engine.lora.files import Adapter
 from engine.lora.registry import AdapterInfo
 from engine.metrics import MetricsSnapshot
 from engine.parking import Parking
-from engine.request import EngineStats, ModelInfo, Request, Reservation, StepOutput
+from engine.request import EngineStats, ModelInfo, Request, Reservation
+from engine.step_output import StepOutput
 
 
 class KvPart(Protocol):
@@ -45,6 +48,10 @@ class KvMemoryPort(Protocol):
     @property
     def device(self) -> str:
         """cpu, cuda or cuda:N."""
+
+    @property
+    def cache(self) -> torch.Tensor:
+        """[num_blocks, ...], the memory itself."""
 
     @property
     def address(self) -> int: ...
@@ -83,6 +90,7 @@ class WorkerEngine(Protocol):
     def step(self) -> StepOutput: ...
     def abort(self, request_id: str) -> None: ...
     def finish_sample(self, request_id: str, sample_index: int) -> None: ...
+    def hold(self, request_id: str) -> Held: ...
     def release(self, request_id: str) -> None: ...
     def quarantine(self, request_id: str, block_ids: Iterable[int]) -> None: ...
     def unquarantine(self, block_ids: Iterable[int]) -> None: ...

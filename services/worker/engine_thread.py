@@ -1,16 +1,20 @@
 """The one thread that owns an engine, and the way to it from asyncio.
 
-Life: `start` -> jobs and steps alternate until `stop`. Between two steps every waiting job runs, in
-the order it came; each step's output goes to the loop by one `call_soon_threadsafe`. With neither
-jobs nor work the thread blocks on its queue; after `idle_check_s` of that it checks the engine's
-conservation laws once.
+Life: `start` -> jobs and steps alternate until `stop`. Between two steps waiting jobs run, in the
+order they came, one at least and then for a share of a step's time: the others wait for one step
+more, since whoever decodes waits for that step. Each step's output goes to the loop by one
+`call_soon_threadsafe`. With neither jobs nor work the thread blocks on its queue; after
+`idle_check_s` of that it checks the engine's conservation laws once.
 
 On a GPU a step may return before its kernels are over. Blocks are copied beside them (kvstore's
 transports), so with a store nobody hears of a step or a job until those are over which write into
 blocks that may be copied: `wait_for_kernels`. Not before a launch for the next step is over, which
 is the point of it (`Engine.is_device_behind`).
 
-The engine is closed when the thread ends.
+A step or job that takes longer than `step_timeout_s` waits for a device that will not answer:
+nothing can end it, so the thread `is_stuck`, and its process must end.
+
+The engine is closed when the thread ends, unless `stop` was told to leave it to a next thread.
 
 An exception out of `step` is the engine's own mistake: `on_failure` hears of it (the worker fails
 its requests), the laws
@@ -24,21 +28,35 @@ may be read anywhere.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import queue
 import threading
-from collections.abc import Callable
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from engine.request import EngineStats, StepOutput
+from engine.request import EngineStats
+from engine.step_output import StepOutput
 from process import logs
 from process.errors import Internal, Unavailable
+from process.tasks import end_tasks, start_task
 from services.worker.engine_port import WorkerEngine
+from services.worker.step_log import StepLog
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+WATCH_S = 1.0
+"""How often it is looked whether a step is late; more often where that is short."""
+
+JOBS_S = 0.001
+JOBS_SHARE = 0.2
+"""Between two steps no job begins later than this: a share of the step before, and at least so
+long. A device that computes a step ahead loses nothing by it."""
 
 
 @dataclass(frozen=True)
@@ -56,17 +74,31 @@ class EngineThread:
         engine: WorkerEngine,
         *,
         idle_check_s: float = 0.25,
+        step_timeout_s: float = 0.0,
         wait_for_kernels: Callable[[], None] = lambda: None,
+        log: StepLog | None = None,
     ) -> None:
-        """wait_for_kernels: returns when the device has done all that the engine gave it."""
+        """
+        Args:
+            step_timeout_s: 0: a step or job may take as long as it likes.
+            wait_for_kernels: returns when the device has done all that the engine gave it.
+            log: is told of every job and step.
+        """
         self._engine = engine
         self._wait_for_kernels = wait_for_kernels
+        self._log = log
         self._idle_check_s = idle_check_s
+        self._step_timeout_s = step_timeout_s
+        self._watching: asyncio.Task[None] | None = None
+        self._busy_since_s: float | None = None
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._late: deque[_Job | None] = deque()  # taken from it, and not run yet
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._stats = engine.stats()
         self._failure: Internal | None = None
         self._closed = False
+        self._closes_engine = True
+        self._step_s = 0.0
         self.num_steps = 0
         self.num_idle_checks = 0
 
@@ -82,6 +114,8 @@ class EngineThread:
         self._on_failure = on_failure
         self._engine.watch(self._wake)
         self._thread.start()
+        if self._step_timeout_s:
+            self._watching = start_task(self._watch(), "engine watch")
 
     @property
     def stats(self) -> EngineStats:
@@ -92,6 +126,11 @@ class EngineThread:
     def failure(self) -> Internal | None:
         """Why this thread is unhealthy; None while it is not."""
         return self._failure
+
+    @property
+    def is_stuck(self) -> bool:
+        """It failed because a step or job does not end; as long as that is so."""
+        return self._failure is not None and self._is_late()
 
     async def call(self, run: Callable[[WorkerEngine], T]) -> T:
         """Run `run(engine)` between two steps and return what it returns.
@@ -118,12 +157,14 @@ class EngineThread:
         if not self._closed:
             self._jobs.put(_Job(run, None, then))
 
-    async def stop(self, timeout_s: float) -> None:
+    async def stop(self, timeout_s: float, *, closes_engine: bool = True) -> None:
         """End after the step in progress; jobs that did not run are refused.
 
         Raises: Unavailable if it does not end.
         """
+        await end_tasks([self._watching])
         if not self._closed:
+            self._closes_engine = closes_engine
             self._closed = True
             self._jobs.put(None)
         try:
@@ -138,6 +179,21 @@ class EngineThread:
         if self._closed:
             raise Unavailable("the worker is stopping")
 
+    def _is_late(self) -> bool:
+        since_s = self._busy_since_s
+        return since_s is not None and time.monotonic() - since_s > self._step_timeout_s
+
+    async def _watch(self) -> None:
+        while self._failure is None:
+            await asyncio.sleep(min(WATCH_S, self._step_timeout_s / 4))
+            if self._is_late() and self._failure is None:
+                self._failure = Internal(
+                    f"the engine's step did not end within {self._step_timeout_s:g} s "
+                    "(limits.step_timeout_s): its device does not answer"
+                )
+                logs.event(logger, "engine_stuck", level=logging.ERROR, why=str(self._failure))
+                self._on_failure(self._failure)
+
     def _wake(self) -> None:
         """A process of the engine's has ended: look, also when there is nothing else to do. Any
         thread."""
@@ -148,30 +204,39 @@ class EngineThread:
     def _run(self) -> None:
         stopping = False
         while not stopping:
-            for job in self._next_jobs():
+            for job in self._jobs_before_step():
                 if job is None:
                     stopping = True
                     break
+                self._busy_since_s = time.monotonic()
                 self._do(job)
+                self._busy_since_s = None
             if not stopping and self._failure is None:
+                self._busy_since_s = time.monotonic()
                 self._step()
+                self._busy_since_s = None
         self._refuse_rest()
+        self._stats = self._engine.stats()
         try:
-            self._engine.close()
+            if self._closes_engine:
+                self._engine.close()
         except Exception:  # nothing is left to fail; the log must know
             logger.exception("engine_close_failed")
         self._deliver(self._end)
 
-    def _next_jobs(self) -> list[_Job | None]:
-        """All jobs that wait; blocks when there is nothing else to do."""
-        jobs: list[_Job | None] = []
-        if self._failure is not None or not self._engine.has_work():
-            jobs.append(self._wait_for_job())
-        try:
+    def _jobs_before_step(self) -> Iterator[_Job | None]:
+        """Those that waited when asked for the first, as long as there is time; blocks when there
+        is nothing else to do."""
+        if not self._late and (self._failure is not None or not self._engine.has_work()):
+            self._late.append(self._wait_for_job())
+        with contextlib.suppress(queue.Empty):
             while True:
-                jobs.append(self._jobs.get_nowait())
-        except queue.Empty:
-            return jobs
+                self._late.append(self._jobs.get_nowait())
+        ends_s = time.monotonic() + max(JOBS_S, JOBS_SHARE * self._step_s)
+        while self._late:
+            yield self._late.popleft()
+            if time.monotonic() >= ends_s:
+                return
 
     def _wait_for_job(self) -> _Job | None:
         if self._failure is None:
@@ -194,12 +259,15 @@ class EngineThread:
             self._deliver(_settle, job.future, None, refusal)
             return
         result, problem = None, None
+        begun_s = time.monotonic()
         try:
             result = job.run(self._engine)
             self._wait_if_behind()
             self._stats = self._engine.stats()
         except Exception as error:  # handed to the caller, or the last line of defence
             problem = error
+        if self._log is not None:
+            self._log.job(begun_s, job.run.__qualname__.rpartition(".")[2])
         if job.future is not None:
             self._deliver(_settle, job.future, result, problem)
         elif problem is not None:
@@ -208,6 +276,7 @@ class EngineThread:
             self._deliver(job.then)
 
     def _step(self) -> None:
+        begun_s = time.monotonic()
         try:
             if not self._engine.has_work():
                 return
@@ -217,7 +286,12 @@ class EngineThread:
         except Exception as error:  # the last line of defence
             self._fail(error)
             return
+        if self._failure is not None:
+            return  # it was late: those who waited for it were told so
         self.num_steps += 1
+        self._step_s = time.monotonic() - begun_s
+        if self._log is not None:
+            self._log.step(begun_s, output.num_scheduled_tokens, output.num_running)
         self._deliver(self._on_step, output)
 
     def _wait_if_behind(self) -> None:
@@ -237,14 +311,13 @@ class EngineThread:
         self._deliver(self._on_failure, self._failure)
 
     def _refuse_rest(self) -> None:
-        try:
+        with contextlib.suppress(queue.Empty):
             while True:
-                job = self._jobs.get_nowait()
-                if job is not None and job.future is not None:
-                    refusal = Unavailable("the worker is stopping")
-                    self._deliver(_settle, job.future, None, refusal)
-        except queue.Empty:
-            return
+                self._late.append(self._jobs.get_nowait())
+        for job in self._late:
+            if job is not None and job.future is not None:
+                refusal = Unavailable("the worker is stopping")
+                self._deliver(_settle, job.future, None, refusal)
 
     def _deliver(self, callback: Callable[..., object], *arguments: object) -> None:
         try:

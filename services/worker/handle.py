@@ -17,6 +17,7 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import overload
 
 from kvstore import wire
 from kvstore.block import Block
@@ -60,7 +61,48 @@ class Run:
     store_incarnation: bytes
     lease_id: str
     first_block: int
-    blocks: tuple[Block, ...]
+    blocks: Sequence[Block]
+
+
+class WireBlocks(Sequence[Block]):
+    """The blocks of a run as they came, each made a value when it is asked for: decode has most
+    blocks of most handles already."""
+
+    __slots__ = ("messages",)
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, messages: Sequence[common_pb2.BlockRef]) -> None:
+        """messages: nobody changes them any more."""
+        self.messages = messages
+
+    def __len__(self) -> int:
+        return len(self.messages)
+
+    @overload
+    def __getitem__(self, index: int) -> Block: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Block]: ...
+    def __getitem__(self, index: int | slice) -> Block | Sequence[Block]:
+        if isinstance(index, slice):
+            return tuple(wire.blocks_from_proto(self.messages[index]))
+        return wire.block_from_proto(self.messages[index])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+
+def num_matching(blocks: Sequence[Block], chain_hashes: Sequence[bytes], num_tokens: int) -> int:
+    """How many leading blocks have these hashes, and so many tokens each."""
+    refs: Sequence[Block | common_pb2.BlockRef] = blocks
+    if isinstance(blocks, WireBlocks):
+        refs = blocks.messages  # unmade: both have these two
+    for index, (ref, chain_hash) in enumerate(zip(refs, chain_hashes, strict=False)):
+        if ref.chain_hash != chain_hash or ref.num_tokens != num_tokens:
+            return index
+    return min(len(refs), len(chain_hashes))
 
 
 @dataclass(frozen=True)
@@ -188,29 +230,44 @@ def check(
         raise HandleRefused(DEADLINE, "the handle's deadline has passed")
 
 
-def blocks_in_order(
-    handle: Handle, chain_hashes: Sequence[bytes]
-) -> tuple[list[tuple[Run, Block]], str | None]:
+@dataclass(frozen=True)
+class Stretch:
+    """Blocks [first, end) of the prompt, as one run names them."""
+
+    run: Run
+    first: int
+    end: int
+
+    def blocks(self, first: int, end: int) -> Sequence[Block]:
+        """Those of [first, end) that are of it."""
+        offset = self.run.first_block
+        return self.run.blocks[
+            max(first, self.first) - offset : max(0, min(end, self.end) - offset)
+        ]
+
+
+def stretches(handle: Handle, chain_hashes: Sequence[bytes]) -> tuple[list[Stretch], str | None]:
     """The handle's full blocks from block 0, as far as each is the one that the prompt asks for.
 
     Args: chain_hashes: of the prompt's full blocks, computed here with our own tenant key.
-    Returns: (run, block) per leading block, and why it ends before the handle does (None: it does
-    not).
+    Returns: them, without a gap, and why they end before the handle does (None: they do not).
     """
-    found: list[tuple[Run, Block]] = []
+    found: list[Stretch] = []
+    first = 0
     for run in handle.runs:
-        if run.first_block != len(found):
+        if run.first_block != first:
             return found, FINGERPRINT
-        for block in run.blocks:
-            index = len(found)
-            is_ours = index < len(chain_hashes) and block.chain_hash == chain_hashes[index]
-            if not is_ours or block.num_tokens != handle.block_size:
-                return found, FINGERPRINT
-            found.append((run, block))
+        ours = chain_hashes[first : first + len(run.blocks)]
+        num_ours = num_matching(run.blocks, ours, handle.block_size)
+        if num_ours:
+            found.append(Stretch(run, first, first + num_ours))
+        if num_ours < len(run.blocks):
+            return found, FINGERPRINT
+        first += num_ours
     return found, None
 
 
-def tail_block(handle: Handle, num_full_blocks: int) -> tuple[Run, Block] | None:
+def tail_stretch(handle: Handle, num_full_blocks: int) -> Stretch | None:
     """The tail behind `num_full_blocks` full blocks; None if there is none that fits."""
     tail = handle.tail
     if tail is None or tail.first_block != num_full_blocks or len(tail.blocks) != 1:
@@ -221,12 +278,12 @@ def tail_block(handle: Handle, num_full_blocks: int) -> tuple[Run, Block] | None
         and 0 < block.num_tokens < handle.block_size
         and num_full_blocks * handle.block_size + block.num_tokens == handle.num_tokens
     )
-    return (tail, block) if fits else None
+    return Stretch(tail, num_full_blocks, num_full_blocks + 1) if fits else None
 
 
 _HEAD = struct.Struct("<IIIq??I")
 _RUN = struct.Struct("<II")
-_BLOCK = struct.Struct("<IQQIi")
+_BLOCK = struct.Struct("<IQQIiQ")  # and behind it the hash, of the size that comes last
 _LENGTH = struct.Struct("<Q")
 
 
@@ -271,9 +328,9 @@ def _add_run(parts: list[bytes], run: common_pb2.BlockRun) -> None:
         run.lease_id.encode(),
     )
     for block in run.blocks:
+        chain_hash = block.chain_hash
         numbers = (block.frame, block.generation, block.checksum, block.num_tokens, block.tier)
-        parts.append(_BLOCK.pack(*numbers))
-        _add_sized(parts, block.chain_hash)
+        parts += (_BLOCK.pack(*numbers, len(chain_hash)), chain_hash)
 
 
 def _add_sized(parts: list[bytes], *values: bytes) -> None:
@@ -299,5 +356,5 @@ def _run_from_proto(run: common_pb2.BlockRun) -> Run:
         store_incarnation=run.store_incarnation,
         lease_id=run.lease_id,
         first_block=run.first_block,
-        blocks=tuple(wire.blocks_from_proto(run.blocks)),
+        blocks=WireBlocks(run.blocks),
     )

@@ -34,6 +34,7 @@ class WorkerLender:
         thread: EngineThread,
         max_ttl_s: float,
         *,
+        lets_map: bool = False,
         address: Callable[[], str],
         on_room: Callable[[], None],
     ) -> None:
@@ -41,6 +42,7 @@ class WorkerLender:
         Args:
             target: as whom, of which memory.
             max_ttl_s: longest lease.
+            lets_map: readers of this host may map the whole cache.
             address: where readers find it, once the worker listens.
             on_room: told when the engine has blocks back.
         """
@@ -61,6 +63,7 @@ class WorkerLender:
             self.loans,
             self._find_free,
             nixl_net_devices=target.nixl_net_devices,
+            lets_map=lets_map,
         )
 
     @property

@@ -71,7 +71,7 @@ class Links:
         """In the background, after those that wait already."""
         if self._is_stopped:
             return
-        task = start_task(self._measure(client), "link measurement")
+        task = start_task(self._measure(client), "link measurement", is_for_many=True)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

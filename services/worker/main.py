@@ -1,136 +1,76 @@
 """How a worker of either role starts, serves and ends.
 
-Start: load the engine on a thread (progress as log lines) -> engine thread -> store (bounded wait;
-it may come later) -> gRPC server -> registry -> ready line. End, on a signal or when the engine
-failed: out of the registry -> drain (bounded) -> server -> store -> engine thread. The process's
+Start: load the engine on a thread (progress as log lines) -> a worker (services/worker/worker.py)
+-> ready line. End, on a signal or when the engine failed: as the worker does. The process's
 signals, exit codes and parent watch are `process.entry`'s.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
 
-import grpc.aio
-
-from process import logs, serving
+from process import entry, interpreter, logs, tls
+from process.access import Role as PeerRole
+from process.health import Health
 from process.metrics import MetricsServer
-from services.worker.config import WorkerSettings, adapter_folders
-from services.worker.core import Identity, WorkerCore
+from process.tasks import end_tasks, start_task
+from process.tracing import Tracing
+from services.worker.config import WorkerSettings
+from services.worker.core import WorkerCore
 from services.worker.engine_port import WorkerEngine
 from services.worker.handle_keys import HandleKeys
-from services.worker.heartbeat import Heartbeat
-from services.worker.metrics import WorkerCollector
+from services.worker.roles import MakeRole
+from services.worker.worker import STOP_GRACE_S, Worker, start
 
 logger = logging.getLogger(__name__)
 
-AddService = Callable[[grpc.aio.Server], None]
-
-STOP_GRACE_S = 1.0
-"""For the last messages of cancelled RPCs."""
-
 PROGRESS_EVERY = 0.02
 """Loading is logged when it moved by this share; each line costs a write."""
-
-
-class Role(Protocol):
-    """What a prefill or a decode worker adds to the core."""
-
-    def start(self) -> None: ...
-    def add_service(self, server: grpc.aio.Server) -> None: ...
-    async def stop(self) -> None: ...
-
-
-@dataclass
-class Worker:
-    """A started worker; `stop` ends it. Tests and `run` use the same one."""
-
-    core: WorkerCore
-    role: Role
-    server: grpc.aio.Server
-    heartbeat: Heartbeat | None
-    metrics: MetricsServer
-
-    @property
-    def address(self) -> str:
-        return self.core.address
-
-    async def stop(self) -> None:
-        """Leave the registry, let requests finish within the drain time, then end."""
-        self.core.draining = True
-        if self.heartbeat is not None:
-            await self.heartbeat.stop()
-        drain_s = self.core.limits.drain_s if self.core.thread.failure is None else 0.0
-        if not await self.core.drain(drain_s):
-            logs.event(logger, "drain_cut_short", level=logging.WARNING, num=self.core.num_live)
-        await asyncio.to_thread(self.metrics.stop)
-        await self.server.stop(STOP_GRACE_S)
-        await self.role.stop()
-        await self.core.stop()
-
-
-async def start(
-    engine: WorkerEngine,
-    settings: WorkerSettings,
-    role_name: str,
-    make_role: Callable[[WorkerCore], Role],
-) -> Worker:
-    """Serve with a loaded engine. Returns when the worker answers.
-
-    Raises: Unavailable when the port is taken; InvalidArgument for an adapter that does not fit.
-    """
-    core = WorkerCore(engine, settings, Identity.new(role_name, settings.worker_id))
-    role = make_role(core)
-    role.start()
-    metrics = MetricsServer(WorkerCollector(core, asyncio.get_running_loop()))
-    try:
-        for name, folder in adapter_folders(settings):
-            await core.adapters.load(name, folder)
-        await core.attach(settings.limits.store_wait_s)
-        if settings.metrics_listen:
-            metrics.start(settings.metrics_listen)
-            core.metrics_address = metrics.address
-        server, address = await serving.listen(settings.listen, [role.add_service])
-    except BaseException:
-        await asyncio.to_thread(metrics.stop)
-        await role.stop()
-        await core.stop()
-        raise
-    core.address = settings.advertised or address
-    heartbeat: Heartbeat | None = None
-    if settings.redis_url:
-        heartbeat = Heartbeat(
-            settings.redis_url,
-            worker_id=core.identity.worker_id,
-            incarnation=core.identity.incarnation.hex(),
-            status=core.status,
-        )
-        core.adapters.on_change = heartbeat.beat_now
-        heartbeat.start()
-    return Worker(core, role, server, heartbeat, metrics)
 
 
 async def run(
     settings: WorkerSettings,
     stop: asyncio.Event,
     role_name: str,
-    make_role: Callable[[WorkerCore], Role],
+    make_role: MakeRole,
 ) -> None:
     """A worker process's whole life.
 
     Raises: what keeps it from starting (one line: what and how to fix it); Internal when the engine
     failed.
     """
-    HandleKeys.of(settings.handle_keys_file)  # what is wrong there is told before a model is loaded
-    engine = await _load(settings, stop)
-    if engine is None:
-        return
-    worker = await start(engine, settings, role_name, make_role)
+    # What is wrong with these files is told before a model is loaded.
+    HandleKeys.of(settings.handle_keys_file)
+    tls.Identity.of(settings.tls, PeerRole(role_name))
+    Tracing.check(settings.tracing)
+    health = Health("loading the model")
+    metrics = MetricsServer(health=health)
+    health.follow()
+    if settings.metrics_listen:
+        # Before the model: whoever probes shall see that this process lives, and what it does.
+        metrics.start(settings.metrics_listen)
+    try:
+        engine = await _load(settings, stop, health)
+        if engine is None:
+            return
+        worker = await start(engine, settings, role_name, make_role, metrics)
+        health.judge_by(worker.why_not_ready)
+        await _serve(worker, role_name, stop)
+    finally:
+        health.end()
+        await asyncio.to_thread(metrics.stop)
+
+
+async def _serve(worker: Worker, role_name: str, stop: asyncio.Event) -> None:
+    """From ready to the end, by `stop` or by the engine's failure, which is raised."""
     core = worker.core
+    interpreter.begin_serving()
     logs.event(
         logger,
         "ready",
@@ -146,13 +86,38 @@ async def run(
         metrics=core.metrics_address,
     )
     try:
-        await _first(stop, core.failed)
+        async with _logging_steps(core):
+            await _first(stop, core.failed)
+            if worker.core.thread.is_stuck:
+                await asyncio.sleep(STOP_GRACE_S)
+                entry.end_now(role_name, worker.failure)
     finally:
-        logs.event(logger, "stopping", num_live=core.num_live)
+        logs.event(logger, "stopping", num_live=worker.core.num_live)
         await worker.stop()
         logs.event(logger, "stopped")
-    if core.thread.failure is not None:
-        raise core.thread.failure
+    if worker.failure is not None:
+        raise worker.failure
+
+
+@contextlib.asynccontextmanager
+async def _logging_steps(core: WorkerCore) -> AsyncIterator[None]:
+    """Where the settings ask for it: a log of what the engine did, written at the end. One that
+    cannot be written is said, and ends nothing."""
+    log = core.step_log
+    if log is None:
+        yield
+        return
+    watching = start_task(log.run(), "step log")
+    try:
+        yield
+    finally:
+        await end_tasks([watching])
+        folder, worker_id = Path(core.settings.step_log), core.identity.worker_id
+        try:
+            path = await asyncio.to_thread(log.write, folder, worker_id)
+            logs.event(logger, "step_log_written", path=str(path), num=len(log))
+        except OSError as error:
+            logs.event(logger, "step_log_lost", level=logging.ERROR, why=str(error))
 
 
 async def _first(*events: asyncio.Event) -> None:
@@ -165,7 +130,9 @@ async def _first(*events: asyncio.Event) -> None:
             wait.cancel()
 
 
-async def _load(settings: WorkerSettings, stop: asyncio.Event) -> WorkerEngine | None:
+async def _load(
+    settings: WorkerSettings, stop: asyncio.Event, health: Health
+) -> WorkerEngine | None:
     """Load the engine on a thread that does not hold the process back when it is told to stop.
 
     Returns: None when `stop` came first.
@@ -187,7 +154,7 @@ async def _load(settings: WorkerSettings, stop: asyncio.Event) -> WorkerEngine |
             # Here, because torch takes seconds: wrong settings are told before that.
             from engine.loop import load_engine
 
-            outcome = (load_engine(settings.engine, progress=_Progress()), None)
+            outcome = (load_engine(settings.engine, progress=_Progress(health)), None)
         except Exception as error:  # handed to the loop, which raises it
             outcome = (None, error)
         try:
@@ -203,9 +170,10 @@ async def _load(settings: WorkerSettings, stop: asyncio.Event) -> WorkerEngine |
 
 
 class _Progress:
-    """Progress of loading as log lines, not more of them than anybody can look at."""
+    """Progress of loading, for probes and as log lines: not more than anybody can look at."""
 
-    def __init__(self) -> None:
+    def __init__(self, health: Health) -> None:
+        self._health = health
         self._what = ""
         self._logged = 0
 
@@ -214,4 +182,5 @@ class _Progress:
         is_step = done - self._logged >= max(1, int(total * PROGRESS_EVERY))
         if is_new or is_step or done >= total:
             self._what, self._logged = what, done
+            self._health.say(f"loading the model: {what}, {done} of {total}")
             logs.event(logger, "loading", what=what, done=done, total=total)

@@ -9,24 +9,19 @@ from the metrics server's thread.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import TimeoutError as WaitTimeoutError
 
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-)
+from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from engine.metrics import HistogramSnapshot, MetricsSnapshot
+from engine.metrics import MetricsSnapshot
 from process.errors import BatonError
+from process.families import Labels, counter, counters, gauge, gauges, histogram, spans
+from process.metrics import SCRAPE_WAIT_S
 from services.worker.core import WorkerCore
 from services.worker.parking import StoreParking
-
-SCRAPE_WAIT_S = 2.0
-"""For the engine's answer: longer than a step should take."""
 
 
 class WorkerCollector(Collector):
@@ -37,18 +32,25 @@ class WorkerCollector(Collector):
         self._core = core
         self._loop = loop
 
+    def follow(self, core: WorkerCore) -> None:
+        """The worker's next life, on the same loop."""
+        self._core = core
+
     def collect(self) -> Iterable[Metric]:
         """All metrics, now."""
-        labels = {"worker_id": self._core.identity.worker_id, "role": self._core.identity.role}
-        names, values = tuple(labels), tuple(labels.values())
+        core = self._core
+        labels = {"worker_id": core.identity.worker_id, "role": core.identity.role}
         snapshot = self._snapshot()
-        yield _gauge("baton_up", "1 while the engine answers.", names, values, snapshot is not None)
-        yield from _of_worker(self._core, names, values)
-        yield from _of_links(self._core, names, values)
-        if self._core.parking is not None:
-            yield from _of_parking(self._core.parking, names, values)
+        yield gauge("baton_up", "1 while the process answers.", labels, snapshot is not None)
+        yield from _of_worker(core, labels)
+        yield from _of_links(core, labels)
+        yield from core.transfers.collect()
+        counts = core.tracing.counters
+        yield spans(labels, counts.num_exported, counts.num_failed, counts.num_dropped)
+        if core.parking is not None:
+            yield from _of_parking(core.parking, labels)
         if snapshot is not None:
-            yield from _of_engine(snapshot, names, values)
+            yield from _of_engine(snapshot, labels)
 
     def _snapshot(self) -> MetricsSnapshot | None:
         asking = asyncio.run_coroutine_threadsafe(
@@ -61,7 +63,7 @@ class WorkerCollector(Collector):
             return None
 
 
-def _of_worker(core: WorkerCore, names: Sequence[str], values: Sequence[str]) -> Iterator[Metric]:
+def _of_worker(core: WorkerCore, labels: Labels) -> Iterator[Metric]:
     """The worker's own counts; they need no engine."""
     stats, counts = core.thread.stats, core.counts
     sources = {
@@ -81,88 +83,93 @@ def _of_worker(core: WorkerCore, names: Sequence[str], values: Sequence[str]) ->
         "running": stats.num_running,
         "holding": stats.num_holding,
     }
-    yield _counters(
+    yield counters(
         "baton_kv_source_tokens",
         "Prompt tokens of ended requests by where their KV came from.",
-        (*names, "source"),
-        values,
+        labels,
+        "source",
         sources.items(),
     )
-    yield _counters(
-        "baton_kv_recomputed_blocks",
-        "Blocks that were or should have been in the store and had to be computed, by reason.",
-        (*names, "reason"),
-        values,
-        sorted(counts.recomputed.items()),
+    by_reason = (
+        (
+            "baton_kv_recomputed_blocks",
+            "Blocks that were or should have been in the store and had to be computed, by reason.",
+            counts.recomputed,
+        ),
+        (
+            "baton_kv_early_pulls_failed",
+            "Pulls while prefill ran that did not bring all; the final handle tried again.",
+            counts.early_pulls_failed,
+        ),
+        (
+            "baton_kv_not_written_back_blocks",
+            "Full blocks of answers that decode could not store, by reason.",
+            counts.not_written_back,
+        ),
+        (
+            "baton_decode_moved_requests",
+            "Requests that left a draining worker: draining: with their KV; else why without.",
+            counts.moved,
+        ),
     )
-    yield _counters(
-        "baton_kv_early_tokens",
-        "Prompt tokens whose KV was fetched while prefill still ran.",
-        names,
-        values,
-        [(None, counts.num_prompt_tokens_early)],
-    )
-    yield _counters(
-        "baton_kv_direct_tokens",
-        "Prompt tokens whose KV was read out of a prefill worker's own cache.",
-        names,
-        values,
-        [(None, counts.num_prompt_tokens_direct)],
-    )
-    yield _counters(
+    for name, text, found in by_reason:
+        yield counters(name, text, labels, "reason", sorted(dict(found).items()))
+    yield counters(
         "baton_kv_handovers",
         "Prompts handed over to decode, by the way that the KV went.",
-        (*names, "path"),
-        values,
-        sorted((path.name.lower(), count) for path, count in counts.handovers.items()),
+        labels,
+        "path",
+        sorted((path.name.lower(), count) for path, count in dict(counts.handovers).items()),
     )
-    yield _counters(
-        "baton_kv_early_pulls_failed",
-        "Pulls while prefill ran that did not bring all; the final handle tried again; by reason.",
-        (*names, "reason"),
-        values,
-        sorted(counts.early_pulls_failed.items()),
+    one_by_one = (
+        (
+            "baton_kv_early_tokens",
+            "Prompt tokens whose KV was fetched while prefill still ran.",
+            counts.num_prompt_tokens_early,
+        ),
+        (
+            "baton_kv_direct_tokens",
+            "Prompt tokens whose KV was read out of a prefill worker's own cache.",
+            counts.num_prompt_tokens_direct,
+        ),
+        (
+            "baton_kv_written_back_blocks",
+            "Full blocks of answers that decode stored.",
+            counts.num_blocks_written_back,
+        ),
     )
-    yield _counters(
-        "baton_kv_written_back_blocks",
-        "Full blocks of answers that decode stored.",
-        names,
-        values,
-        [(None, counts.num_blocks_written_back)],
+    for name, text, count in one_by_one:
+        yield counter(name, text, labels, count)
+    yield gauges(
+        "baton_kv_blocks", "Blocks of the device cache by class.", labels, "class", blocks.items()
     )
-    yield _counters(
-        "baton_kv_not_written_back_blocks",
-        "Full blocks of answers that decode could not store, by reason.",
-        (*names, "reason"),
-        values,
-        sorted(counts.not_written_back.items()),
+    yield gauges(
+        "baton_engine_requests", "Live requests by state.", labels, "state", requests.items()
     )
-    blocks_family = GaugeMetricFamily(
-        "baton_kv_blocks", "Blocks of the device cache by class.", labels=(*names, "class")
+    yield gauge("baton_worker_draining", "1: takes no new request.", labels, core.draining)
+    yield gauge(
+        "baton_store_attached",
+        "1 while the worker's own store answers it.",
+        labels,
+        core.connector.client is not None,
     )
-    requests_family = GaugeMetricFamily(
-        "baton_engine_requests", "Live requests by state.", labels=(*names, "state")
-    )
-    for family, levels in ((blocks_family, blocks), (requests_family, requests)):
-        for name, level in levels.items():
-            family.add_metric((*values, name), level)
-        yield family
     if core.lender is not None:
         lent = core.lender.num_lent_blocks
-        yield _gauge("baton_kv_lent_blocks", "Blocks that others may read.", names, values, lent)
+        yield gauge("baton_kv_lent_blocks", "Blocks that others may read.", labels, lent)
 
 
-def _of_links(core: WorkerCore, names: Sequence[str], values: Sequence[str]) -> Iterator[Metric]:
+def _of_links(core: WorkerCore, labels: Labels) -> Iterator[Metric]:
     """The ways to stores, as measured when each was attached to."""
-    labels = (*names, "peer", "transport")
+    values = tuple(labels.values())
+    names = (*labels, "peer", "transport")
     speeds = GaugeMetricFamily(
-        "baton_link_bytes_per_s", "Measured when attached.", labels=(*labels, "direction")
+        "baton_link_bytes_per_second", "Measured when attached.", labels=(*names, "direction")
     )
     latencies = GaugeMetricFamily(
-        "baton_link_latency_seconds", "One block, there and back.", labels=labels
+        "baton_link_latency_seconds", "One block, there and back.", labels=names
     )
     degraded = GaugeMetricFamily(
-        "baton_link_degraded", "1: below its floor, or not measurable.", labels=labels
+        "baton_link_degraded", "1: below its floor, or not measurable.", labels=names
     )
     for link, verdict in core.links.links:
         peer = (*values, link.node_id, link.transport)
@@ -172,44 +179,41 @@ def _of_links(core: WorkerCore, names: Sequence[str], values: Sequence[str]) -> 
             speeds.add_metric((*peer, "read"), link.rates.read_bytes_per_s)
             latencies.add_metric(peer, link.rates.latency_s)
     yield from (speeds, latencies, degraded)
-    yield _counters(
+    yield counters(
         "baton_remote_store_refused",
         "Other nodes' stores that could not be used when asked for, by reason.",
-        (*names, "reason"),
-        values,
+        labels,
+        "reason",
         sorted(dict(core.remote_stores.refused).items()),
     )
 
 
-def _of_parking(
-    parking: StoreParking, names: Sequence[str], values: Sequence[str]
-) -> Iterator[Metric]:
+def _of_parking(parking: StoreParking, labels: Labels) -> Iterator[Metric]:
     """Preempted requests' blocks on their way to the store and back."""
-    yield _counters(
+    yield counters(
         "baton_parked_bytes",
         "Moved between this worker and its store for preempted requests.",
-        (*names, "direction"),
-        values,
+        labels,
+        "direction",
         [("out", parking.num_bytes_stored), ("back", parking.num_bytes_fetched)],
     )
-    yield _counters(
+    yield counters(
         "baton_parked_lost",
         "Preempted requests whose blocks did not come back, by reason.",
-        (*names, "reason"),
-        values,
+        labels,
+        "reason",
         sorted(dict(parking.lost).items()),
     )
-    rows = GaugeMetricFamily(
-        "baton_parking_rows", "Blocks of staging memory by class.", labels=(*names, "class")
+    yield gauges(
+        "baton_parking_rows",
+        "Blocks of staging memory by class.",
+        labels,
+        "class",
+        parking.num_rows.items(),
     )
-    for name, level in parking.num_rows.items():
-        rows.add_metric((*values, name), level)
-    yield rows
 
 
-def _of_engine(
-    snapshot: MetricsSnapshot, names: Sequence[str], values: Sequence[str]
-) -> Iterator[Metric]:
+def _of_engine(snapshot: MetricsSnapshot, labels: Labels) -> Iterator[Metric]:
     """What the engine measured."""
     histograms = (
         ("baton_time_to_first_token_seconds", "From reserve to first token.", snapshot.ttft_s),
@@ -218,64 +222,53 @@ def _of_engine(
         ("baton_queue_seconds", "From start to first scheduled.", snapshot.queue_s),
         ("baton_step_seconds", "One step of the engine.", snapshot.step_s),
     )
-    for name, text, histogram in histograms:
-        family = HistogramMetricFamily(name, text, labels=names)
-        family.add_metric(values, _buckets(histogram), histogram.sum)
-        yield family
-    counters = (
-        ("baton_requests", "Reserved since start.", snapshot.num_requests),
-        ("baton_prompt_tokens", "Asked for by all requests.", snapshot.num_prompt_tokens),
-        ("baton_prompt_tokens_cached", "Found in the device cache.", snapshot.num_cached_tokens),
-        ("baton_prompt_tokens_loaded", "Brought before start.", snapshot.num_loaded_tokens),
-        ("baton_prefill_tokens", "Computed for prompts.", snapshot.num_prefill_tokens),
-        ("baton_decode_tokens", "Computed for later draws.", snapshot.num_decode_tokens),
-        ("baton_output_tokens", "Drawn or forced.", snapshot.num_output_tokens),
+    for name, text, seen in histograms:
+        yield histogram(name, text, labels, seen.bounds, seen.counts, seen.sum)
+    one_by_one = (
+        ("baton_requests", "Requests that were reserved for.", snapshot.num_requests),
+        ("baton_prompt_tokens", "Prompt tokens of all requests.", snapshot.num_prompt_tokens),
+        (
+            "baton_prompt_tokens_cached",
+            "Of those, found in the device cache.",
+            snapshot.num_cached_tokens,
+        ),
+        (
+            "baton_prompt_tokens_loaded",
+            "Of those, brought from a store before the start.",
+            snapshot.num_loaded_tokens,
+        ),
+        ("baton_prefill_tokens", "Prompt tokens that were computed.", snapshot.num_prefill_tokens),
+        ("baton_decode_tokens", "Tokens computed after the prompt.", snapshot.num_decode_tokens),
+        ("baton_output_tokens", "Tokens drawn or forced.", snapshot.num_output_tokens),
     )
-    for name, text, count in counters:
-        yield _counters(name, text, names, values, [(None, count)])
+    for name, text, count in one_by_one:
+        yield counter(name, text, labels, count)
     by_name = (
-        ("baton_requests_ended", "By outcome.", "outcome", snapshot.ended),
-        ("baton_samples_finished", "By finish reason.", "reason", snapshot.finished),
-        ("baton_preemptions", "By cause.", "cause", snapshot.preemptions),
+        ("baton_requests_ended", "Requests that ended, by outcome.", "outcome", snapshot.ended),
+        (
+            "baton_samples_finished",
+            "Samples that ended, by finish reason.",
+            "reason",
+            snapshot.finished,
+        ),
+        (
+            "baton_preemptions",
+            "Requests that lost their blocks for a while.",
+            "cause",
+            snapshot.preemptions,
+        ),
     )
-    for name, text, label, pairs in by_name:
-        yield _counters(name, text, (*names, label), values, pairs)
-    gauges = (
+    for name, text, by, pairs in by_name:
+        yield counters(name, text, labels, by, pairs)
+    levels = (
         ("baton_prefix_hit_ratio", "Cached / asked prompt tokens.", snapshot.hit_rate),
-        ("baton_kv_utilisation_ratio", "Blocks that requests use.", snapshot.cache_utilisation),
-        ("baton_prefill_tokens_per_second", "Of late.", snapshot.prefill_tokens_per_s),
-        ("baton_decode_tokens_per_second", "Of late.", snapshot.decode_tokens_per_s),
+        (
+            "baton_kv_utilisation_ratio",
+            "Share of the blocks that requests use.",
+            snapshot.cache_utilisation,
+        ),
+        ("baton_prefill_tokens_per_second", "Of the last seconds.", snapshot.prefill_tokens_per_s),
+        ("baton_decode_tokens_per_second", "Of the last seconds.", snapshot.decode_tokens_per_s),
     )
-    for name, text, level in gauges:
-        yield _gauge(name, text, names, values, level)
-
-
-def _gauge(
-    name: str, text: str, names: Sequence[str], values: Sequence[str], level: float
-) -> Metric:
-    family = GaugeMetricFamily(name, text, labels=names)
-    family.add_metric(values, float(level))
-    return family
-
-
-def _counters(
-    name: str,
-    text: str,
-    names: Sequence[str],
-    values: Sequence[str],
-    counts: Iterable[tuple[str | None, int]],
-) -> Metric:
-    family = CounterMetricFamily(name, text, labels=names)
-    for label, count in counts:
-        family.add_metric(values if label is None else (*values, label), count)
-    return family
-
-
-def _buckets(histogram: HistogramSnapshot) -> list[tuple[str, float]]:
-    """Prometheus counts what is at most each bound, all smaller ones included."""
-    buckets: list[tuple[str, float]] = []
-    total = 0
-    for bound, count in zip((*histogram.bounds, None), histogram.counts, strict=True):
-        total += count
-        buckets.append(("+Inf" if bound is None else repr(bound), total))
-    return buckets
+    for name, text, level in levels:
+        yield gauge(name, text, labels, level)

@@ -8,6 +8,7 @@ tokens.
 from __future__ import annotations
 
 import enum
+import itertools
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -89,14 +90,15 @@ class Leg:
         if node_id is None:
             node_id = self.store_node_id
         end_token = min(end_token, self.num_prompt_tokens)
-        for block in blocks:
-            place = Place(node_id, block.tier)
-            num_tokens = max(0, min(block.num_tokens, end_token - first_token))
+        for tier, neighbours in itertools.groupby(blocks, key=lambda block: block.tier):
+            counts = [block.num_tokens for block in neighbours]
+            num_tokens = max(0, min(sum(counts), end_token - first_token))
+            place = Place(node_id, tier)
             self.tokens_by_place[place] += num_tokens
-            self.bytes_by_place[place] += block_bytes
+            self.bytes_by_place[place] += len(counts) * block_bytes
             self.num_tokens_early += num_tokens if is_early else 0
             self.num_tokens_direct += num_tokens if is_lender(node_id) else 0
-            first_token += block.num_tokens
+            first_token += sum(counts)
 
 
 class StageClock:
@@ -107,12 +109,15 @@ class StageClock:
         self._stage: str | None = None
         self._since = clock()
         self.seconds: dict[str, float] = {}
+        self.laps: list[tuple[str, float, float]] = []
+        """(stage, from, to) on the clock, in order."""
 
     def enter(self, stage: str | None) -> None:
         """Time from now on belongs to `stage`; None: to nobody."""
         now = self._clock()
         if self._stage is not None:
             self.seconds[self._stage] = self.seconds.get(self._stage, 0.0) + now - self._since
+            self.laps.append((self._stage, self._since, now))
         self._stage, self._since = stage, now
 
 
@@ -136,6 +141,9 @@ class WorkerCounts:
     """Pulls while prefill still ran that did not bring all they were for, by reason; the final
     handle tried again."""
     recomputed: Counter[str] = field(default_factory=Counter)
+    moved: Counter[str] = field(default_factory=Counter)
+    """Requests that left a draining decode worker: "draining" with their KV, else by the reason why
+    it is not all of it."""
 
     def add(self, leg: Leg) -> None:
         """Count a leg that ran."""

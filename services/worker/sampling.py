@@ -21,6 +21,7 @@ _WIRE_NAMES = {
     "num_samples": "sampling.n",
     "beam": "sampling.beam",
     "bad_words": "sampling.bad_word_ids",
+    "wants_embedding": "embed",
 }
 """What the engine calls otherwise than the wire."""
 _GRAMMARS = {

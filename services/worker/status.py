@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping
 
 from google.protobuf import json_format
 
-from engine.request import FinishReason, StepTrace, TokenLogprobs
+from engine.request import FinishReason
+from engine.step_output import StepTrace, TokenLogprobs
 from kvstore.link import Link, Verdict
 from protos import common_pb2
 from services.worker.provenance import Leg

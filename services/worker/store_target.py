@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from kvstore.client import StoreClient
 from kvstore.transport.base import BlockMemory
+from process import serving
+from process.access import Role
+from process.serving import Dialer
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,10 @@ class StoreTarget:
     memory: BlockMemory
     transport: str
     nixl_net_devices: str = "lo"
+    dial: Dialer = serving.PLAIN
+    """How the worker connects to its peers."""
+    role: Role = Role.KVSTORE
+    """Of who answers at `address`: a store, or a prefill worker that lends."""
 
 
 async def attach(target: StoreTarget, timeout_s: float) -> StoreClient:
@@ -34,4 +41,6 @@ async def attach(target: StoreTarget, timeout_s: float) -> StoreClient:
         transport=target.transport,
         timeout_s=timeout_s,
         nixl_net_devices=target.nixl_net_devices,
+        dial=target.dial,
+        role=target.role,
     )

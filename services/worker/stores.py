@@ -28,7 +28,9 @@ from typing import Any
 from engine.errors import IntegrityError
 from kvstore.client import StoreClient
 from kvstore.errors import DEADLINE, INCARNATION, STORE_UNAVAILABLE
+from kvstore.lending import is_lender
 from process import logs
+from process.access import Role
 from process.deadline import Clock, Deadline
 from process.errors import BatonError, DeadlineExceeded
 from process.tasks import end_tasks, start_task
@@ -62,6 +64,7 @@ class RemoteStores:
         self,
         target: StoreTarget | None,
         *,
+        direct_transport: str = "",
         max_stores: int,
         attach_budget_s: float,
         lease_ttl_s: float,
@@ -72,11 +75,13 @@ class RemoteStores:
         Args:
             target: as whom, over which transport; an empty transport: blocks are never pulled from
                 other nodes.
+            direct_transport: to workers that lend; empty: the target's.
             lease_ttl_s: of the leases that are held at those stores.
             on_attached: told of every new client; must not raise.
             clock: seconds, for back-off and idleness.
         """
         self._target = target
+        self._direct_transport = direct_transport
         self._max_stores = max_stores
         self._attach_budget_s = attach_budget_s
         self._min_idle_s = max(MIN_IDLE_S, lease_ttl_s * LEASE_SHARE)
@@ -175,7 +180,10 @@ class RemoteStores:
             peer = RemotePeer(node_id, address, self._clock, self._spawn)
             self._peers[node_id, address] = peer
         peer.touch()
-        target = replace(self._target, address=address)
+        role, transport = Role.KVSTORE, self._target.transport
+        if is_lender(node_id):
+            role, transport = Role.PREFILL, self._direct_transport or transport
+        target = replace(self._target, address=address, role=role, transport=transport)
         async with deadline.timeout(f"attaching to store {address}"):
             client = await self._attached(peer, target)
             if client.incarnation != incarnation:
@@ -197,7 +205,7 @@ class RemoteStores:
                 raise peer.refusal()
             self._make_room()
             if self._sweeper is None:
-                self._sweeper = start_task(self._sweep(), "remote stores")
+                self._sweeper = start_task(self._sweep(), "remote stores", is_for_many=True)
             peer.begin(partial(attach, target, self._attach_budget_s), self._note)
         return await peer.attached()
 
@@ -226,8 +234,10 @@ class RemoteStores:
             self.sweep()
 
     def sweep(self) -> None:
-        """Close what nobody asks for, and forget the peers that nobody asks for."""
+        """Close what is gone, for a client may keep a dead worker's memory alive, and what nobody
+        asks for; forget the peers that nobody asks for."""
         for key, peer in list(self._peers.items()):
+            peer.drop_if_gone()
             idle_s = peer.idle_s()
             if idle_s >= self._idle_s:
                 peer.drop()
@@ -242,7 +252,7 @@ class RemoteStores:
             logs.event(logger, "lease_not_released", level=logging.WARNING, why=str(error))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = start_task(work, "remote store background")
+        task = start_task(work, "remote store background", is_for_many=True)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
         return task

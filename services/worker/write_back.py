@@ -28,12 +28,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from engine.request import FilledBlock
+from engine.step_output import FilledBlock
 from kvstore.client import StoreClient
 from kvstore.errors import DEADLINE, MISSING, STORE_UNAVAILABLE
 from kvstore.putting import PutResult
+from process import spans
 from process.deadline import Deadline
 from process.errors import BatonError, FailedPrecondition
+from process.spans import Span
 from services.worker.block_writer import NO_ROOM
 from services.worker.config import WorkerLimits
 from services.worker.connector import StoreConnector, reason_of
@@ -68,6 +70,8 @@ class AnswerChain:
     problem: str = ""
     ends_by: Deadline | None = None
     """Set when no further block will come."""
+    span: Span = field(default_factory=spans.current)
+    """Of the request."""
     num_reached: int = field(init=False)
     """The most that `num_stored` ever was."""
 
@@ -231,16 +235,17 @@ class WriteBack:
     ) -> PutResult | None:
         """Returns: None when it came to nothing; the chain begins anew or has a problem."""
         try:
-            return await client.put_blocks(
-                None,
-                hashes[first - 1] if first else b"",
-                list(zip(hashes[first:], held, strict=False)),
-                None,
-                self._limits.lease_ttl_s,
-                Deadline.after(self._limits.put_budget_s),
-                num_tokens=self._block_size,
-                tenant=chain.tenant,
-            )
+            with chain.span.child("write_back"):
+                return await client.put_blocks(
+                    None,
+                    hashes[first - 1] if first else b"",
+                    list(zip(hashes[first:], held, strict=False)),
+                    None,
+                    self._limits.lease_ttl_s,
+                    Deadline.after(self._limits.put_budget_s),
+                    num_tokens=self._block_size,
+                    tenant=chain.tenant,
+                )
         except FailedPrecondition:  # what it follows is not there (any more)
             if first == 0 or chain.num_restarts == MAX_RESTARTS:
                 self._give_up(chain, MISSING)

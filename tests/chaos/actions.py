@@ -40,14 +40,13 @@ _REDIS_S = 5.0
 class Action:
     """One disturbance.
 
-    may_fail: streams may end with a clear error. may_cause: reasons beyond those of timing.
-    lasts: these reasons may show up in later rounds, too. seen: that it really happened, by what
-    the cluster itself says after the round; None: it need not leave a trace.
+    may_cause: reasons beyond those of timing. lasts: these reasons may show up in later rounds,
+    too. seen: that it really happened, by what the cluster itself says after the round; None: it
+    need not leave a trace.
     """
 
     name: str
     disturb: Disturb
-    may_fail: bool = False
     may_cause: frozenset[str] = frozenset()
     lasts: bool = False
     seen: Seen | None = None
@@ -95,8 +94,7 @@ def kill(kind: str) -> Draw:
 
         seen = None if kind == "redis" else _another_life(victim)
         name = f"kill {victim} {wait_s:.3f} s after the first token"
-        # A decode worker's death ends its streams until exact failover exists.
-        return Action(name, disturb, may_fail=kind == "decode", seen=seen)
+        return Action(name, disturb, seen=seen)
 
     return draw
 
@@ -113,7 +111,7 @@ def restart(kind: str) -> Draw:
             await asyncio.to_thread(arena.cluster.restart, victim)
 
         name = f"restart {victim} {wait_s:.3f} s after the first token"
-        return Action(name, disturb, may_fail=kind == "decode", seen=_another_life(victim))
+        return Action(name, disturb, seen=_another_life(victim))
 
     return draw
 
@@ -135,7 +133,7 @@ def pause(kind: str) -> Draw:
                 arena.send(victim, signal.SIGCONT)
 
         name = f"pause {victim} for {pause_s} s, {wait_s:.3f} s after the first token"
-        return Action(name, disturb, may_fail=kind == "decode")
+        return Action(name, disturb)
 
     return draw
 
@@ -186,7 +184,7 @@ def spoil_frames(arena: Arena, rng: random.Random) -> Action:
             made = Round(f"{made.name}, storm {number + 2}", arena.plan(len(made.asks)))
             await arena.run(made, disturb)
             await arena.settle(made)
-            arena.check(made, may_fail=False, may_cause=may_cause)
+            arena.check(made, may_cause=may_cause)
         return made.reasons["checksum"] > 0
 
     may_cause = frozenset({"checksum"})
@@ -410,7 +408,6 @@ def together(actions: list[Action]) -> Action:
     return Action(
         " and ".join(action.name for action in actions),
         disturb,
-        may_fail=any(action.may_fail for action in actions),
         may_cause=frozenset().union(*(action.may_cause for action in actions)),
         lasts=any(action.lasts for action in actions),
     )

@@ -167,6 +167,8 @@ async def hunt(rng: random.Random, transport: str) -> Any:
         await reader.attach(store.address)
         try:
             yield Hunt(rng, store, writer, reader)
+            # While the store looks into a report it holds the blocks itself.
+            await reader.client.settle()
             status = await writer.status()
             held = (status.num_writing, status.num_quarantined, status.num_leases)
             assert held == (0, 0, 0), "something is held for nobody"

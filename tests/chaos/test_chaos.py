@@ -1,6 +1,5 @@
 """A cluster that is killed, paused, cut off, lied to and spoiled while it serves: every stream is
-exact or ends clearly before its deadline, no wrong byte is used, nothing leaks, each loss is
-counted under its reason.
+exact, no wrong byte is used, nothing leaks, each loss is counted under its reason.
 
     make chaos                              the long form: all clusters, some minutes each
     BATON_TEST_SEED=<seed> make chaos       the same prompts, actions and pauses again
@@ -86,7 +85,7 @@ def _schedule(arena: Arena, num_rounds: int) -> list[list[actions.Draw]]:
     return schedule
 
 
-async def test_a_cluster_under_attack_is_exact_or_says_why_not(arena: Arena, seed: int) -> None:
+async def test_a_cluster_under_attack_is_exact(arena: Arena, seed: int) -> None:
     log: list[str] = []
     schedule: list[list[actions.Draw]] = [[], *_schedule(arena, NUM_ROUNDS), []]
     try:
@@ -96,10 +95,7 @@ async def test_a_cluster_under_attack_is_exact_or_says_why_not(arena: Arena, see
             made = Round(f"round {number}", arena.plan(NUM_STREAMS))
             log.append(f"round {number}: {action.name or 'nothing is done'}")
             await _play(arena, made, action)
-            log[-1] += (
-                f"; {len(made.completed)} exact, {len(made.failed)} ended early; "
-                f"{actions.count(made.reasons)}"
-            )
+            log[-1] += f"; {len(made.completed)} exact; {actions.count(made.reasons)}"
             logger.info(log[-1])
     except BaseException as error:
         error.add_note(f"replay with BATON_TEST_SEED={seed}\n" + "\n".join(log))
@@ -110,7 +106,7 @@ async def test_a_cluster_under_attack_is_exact_or_says_why_not(arena: Arena, see
 async def _play(arena: Arena, made: Round, action: actions.Action) -> None:
     await arena.run(made, action.disturb)
     await arena.settle(made)
-    arena.check(made, may_fail=action.may_fail, may_cause=action.may_cause)
+    arena.check(made, may_cause=action.may_cause)
     assert action.seen is None or await action.seen(made), f"{action.name}: it left no trace"
     if action.lasts:
         arena.tolerated |= action.may_cause

@@ -1,5 +1,5 @@
-"""A part dies in the middle: every stream is exact or ends with a clear status before its deadline,
-nothing leaks, and its next life is met by incarnation."""
+"""A part dies in the middle, or all are restarted in their turn: no request fails, every stream is
+exact, nothing leaks, and the next lives are met by incarnation."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from baton import errors
 from baton.client import Client
 from baton.local_cluster import ClusterConfig, LocalCluster
 from baton.messages import Completion
+from tests.chaos.rolling import Load, asks
 from tests.conftest import LONG
 from tests.e2e.conftest import assert_idle
 from tests.e2e.oracle import Oracle, oracle, prompts
 
-pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.timeout(1500 if LONG else 240)]
 
 MODEL = ClusterConfig().model
 BUDGET_S = 30.0
@@ -33,7 +33,7 @@ VICTIMS = ("store", "prefill-0", "prefill-1", "redis", "decode-0")
 KILLS = [
     (transport, victim)
     for transport, victim in itertools.product(("shm", "nixl", "grpc"), VICTIMS)
-    if LONG or transport == "shm" or victim == "store"
+    if LONG or (transport == "shm" and victim != "prefill-1") or victim == "store"
 ]
 
 
@@ -165,7 +165,7 @@ async def test_a_prefill_worker_killed_before_its_answer_is_replaced(
 
 
 @pytest.mark.parametrize(("pairs", "victim"), KILLS, indirect=["pairs"])
-async def test_killing_a_part_leaves_every_stream_exact_or_ended(
+async def test_killing_a_part_leaves_every_stream_exact(
     pairs: LocalCluster, reference: Oracle, seed: int, victim: str
 ) -> None:
     rng = random.Random(f"{seed}-{victim}")
@@ -173,15 +173,8 @@ async def test_killing_a_part_leaves_every_stream_exact_or_ended(
     answers = await _disturbed(pairs, wanted, victim)
     expected = _expected(reference, wanted)
     for answer, right in zip(answers, expected, strict=True):
-        if isinstance(answer, BaseException):
-            # Decode death mid-stream ends with UNAVAILABLE until exact failover exists.
-            assert isinstance(answer, errors.Unavailable), repr(answer)
-            assert answer.retry_after_s is not None
-        else:
-            assert list(answer.token_ids) == right
-    failed = sum(isinstance(answer, BaseException) for answer in answers)
-    if victim in ("store", "redis", "prefill-0", "prefill-1"):
-        assert failed == 0, answers
+        assert not isinstance(answer, BaseException), repr(answer)
+        assert list(answer.token_ids) == right
     await asyncio.to_thread(pairs.wait_ready, 60)
     await asyncio.to_thread(assert_idle, pairs)
     # The new life serves, and by the usual way.
@@ -191,4 +184,28 @@ async def test_killing_a_part_leaves_every_stream_exact_or_ended(
         )
         assert list(again.token_ids) == expected[0][:4]
         assert [leg.role for leg in again.provenance.legs] == ["prefill", "decode"]
+    await asyncio.to_thread(assert_idle, pairs)
+
+
+@pytest.mark.parametrize("pairs", ["shm"], indirect=True)
+async def test_no_request_fails_while_all_parts_are_restarted(
+    pairs: LocalCluster, seed: int, scale: Callable[[int], int]
+) -> None:
+    """As in a rollout of every role at once, and then with fewer workers for a while. The short
+    run only restarts one part of each kind."""
+    waves = [("prefill-0", "decode-0", "router"), ("store",)]
+    waves += [("prefill-1", "decode-1", "router-1")] * LONG
+    load = Load(pairs, asks(MODEL, seed, 60 if LONG else 12), num_wanted=scale(2000))
+    async with load, asyncio.TaskGroup() as group:
+        group.create_task(load.run())
+        before = {name: info.pid for name, info in pairs.processes.items()}
+        for names in waves:
+            await load.restart(*names)
+        after = {name: info.pid for name, info in pairs.processes.items()}
+        if LONG:
+            await load.scale_down_and_up("prefill-0", "decode-1")
+        load.is_enough = True
+    assert load.num_right == load.num_asked >= load.num_wanted
+    assert all(before[name] != after[name] for names in waves for name in names)
+    assert load.moves["moved"] > 0, "no stream was moved"
     await asyncio.to_thread(assert_idle, pairs)

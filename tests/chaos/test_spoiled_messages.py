@@ -74,14 +74,14 @@ class _Spoiler:
         stub.Read = self._streaming(stub.Read)
 
     def _unary(self, method: Any) -> Any:
-        async def call(request: Any, timeout: float) -> Any:
-            return self._turned(await method(request, timeout=timeout))
+        async def call(request: Any, **options: Any) -> Any:
+            return self._turned(await method(request, **options))
 
         return call
 
     def _streaming(self, method: Any) -> Any:
-        def call(request: Any, timeout: float) -> Any:
-            return _Turning(method(request, timeout=timeout), self._turned)
+        def call(request: Any, **options: Any) -> Any:
+            return _Turning(method(request, **options), self._turned)
 
         return call
 

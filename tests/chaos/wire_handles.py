@@ -19,6 +19,7 @@ from protos import (
     prefill_pb2,
     prefill_pb2_grpc,
 )
+from tests.wire.prefill_call import PrefillCall
 from tests.wire.prefill_decode_pair import Answer, RouterStream, sampling_params
 
 MAX_TOKENS = 8
@@ -191,7 +192,7 @@ async def _prefill(
     account = prefill_pb2.PrefillReply()
     async with serving.channel(workers.prefill_address) as channel:
         stub = prefill_pb2_grpc.PrefillStub(channel)
-        async for reply in stub.Prefill(request, timeout=CALL_S):
+        async for reply in PrefillCall(stub, request, timeout_s=CALL_S):
             tokens += reply.token_ids
             if reply.HasField("leg"):
                 account = reply

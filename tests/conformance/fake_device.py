@@ -1,11 +1,13 @@
 """A device in plain memory behind kvstore.transport.device.Device, as strict as a real one: copies
-happen later, on a thread of its own, in order; host memory that was not registered is refused; and
-a copy that was given cannot be taken back."""
+happen later, on a thread of its own, in order; host memory that was not registered is refused; a
+copy that was given cannot be taken back; and another device's memory is reached only while it is
+mapped."""
 
 from __future__ import annotations
 
 import ctypes
 import queue
+import secrets
 import threading
 from collections.abc import Callable
 
@@ -13,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import TransferFailed
-from kvstore.transport.device import Copies
+from kvstore.transport.device import Copies, Shared
 from process.errors import FailedPrecondition
 
 
@@ -37,6 +39,15 @@ class FakeQueue:
 
     def to_device(self, copies: Copies) -> None:
         self._give([(device, host, n) for device, host, n in copies.tolist()], copies)
+
+    def between(self, copies: Copies) -> None:
+        if self._device.problem:
+            raise TransferFailed(self._device.problem)
+        for target, source, num_bytes in copies.tolist():
+            self._device.check_between(target, source, num_bytes)
+            self._jobs.put(
+                lambda t=target, s=source, n=num_bytes: self._device.move(t, s, n)  # type: ignore[misc]
+            )
 
     def mark(self) -> FakeMark:
         mark = FakeMark()
@@ -69,7 +80,7 @@ class FakeDevice:
         engine_runs: cleared: copies that were given stay under way.
         computes: set while kernels run.
         problem: what the next copies fail with.
-        refusal: what registering fails with.
+        refusal: what registering and mapping fail with.
         on_move: called before each copy with (target, source, bytes).
     """
 
@@ -86,6 +97,7 @@ class FakeDevice:
         self.registered: dict[int, int] = {}
         self.blocks: list[npt.NDArray[np.uint8]] = []
         self.num_moved_bytes = 0
+        self.num_mapped: dict[int, int] = {}
 
     def holding(self, view: npt.NDArray[np.uint8]) -> int:
         """Let an array be this device's memory. Returns: its address."""
@@ -116,6 +128,34 @@ class FakeDevice:
     def use_in_this_thread(self) -> None:
         return
 
+    def share(self, address: int) -> Shared:
+        """Of one array: the handle is its key, as the driver's is of an allocation."""
+        for block in self.blocks:
+            start = int(block.ctypes.data)
+            if start <= address < start + block.nbytes:
+                handle = _handles.setdefault(start, secrets.token_bytes(64))
+                _shared[handle] = (start, block.nbytes)
+                return Shared(handle, address - start)
+        raise FailedPrecondition("cuMemGetAddressRange_v2: CUDA_ERROR_NOT_FOUND (500)")
+
+    def map_shared(self, shared: Shared) -> int:
+        if self.refusal or shared.handle not in _shared:
+            raise FailedPrecondition(self.refusal or "CUDA_ERROR_INVALID_HANDLE (400)")
+        start, _ = _shared[shared.handle]
+        self.num_mapped[start] = self.num_mapped.get(start, 0) + 1
+        return start + shared.offset_bytes
+
+    def unmap_shared(self, shared: Shared, address: int) -> None:
+        start = address - shared.offset_bytes
+        assert self.num_mapped[start] > 0
+        self.num_mapped[start] -= 1
+
+    def check_between(self, target: int, source: int, num_bytes: int) -> None:
+        blocks = [(block.ctypes.data, block.nbytes) for block in self.blocks]
+        assert _lies_in(target, num_bytes, blocks), "a copy over what is not this device's"
+        mapped = [place for place in _shared.values() if self.num_mapped.get(place[0])]
+        assert _lies_in(source, num_bytes, mapped), "a copy of memory that is not mapped"
+
     def check(self, device: int, host: int, num_bytes: int) -> None:
         blocks = [(block.ctypes.data, block.nbytes) for block in self.blocks]
         assert _lies_in(device, num_bytes, blocks), "a copy beside the device's memory"
@@ -126,6 +166,11 @@ class FakeDevice:
         self.on_move(target, source, num_bytes)
         ctypes.memmove(target, source, num_bytes)
         self.num_moved_bytes += num_bytes
+
+
+_handles: dict[int, bytes] = {}
+_shared: dict[bytes, tuple[int, int]] = {}
+"""Handle -> (address, bytes): what the driver knows of all processes."""
 
 
 def _lies_in(address: int, num_bytes: int, ranges: list[tuple[int, int]]) -> bool:

@@ -29,7 +29,8 @@ from tests.conformance.conftest import BLOCK_BYTES, FINGERPRINT, NUM_BLOCKS, OnD
 from tests.conformance.fake_device import FakeDevice
 
 NewWorker = Callable[..., Any]
-TRANSPORTS = ("grpc", "nixl", OnDevice("grpc"), OnDevice("nixl"))
+MAPPED = OnDevice("cuda_ipc")
+TRANSPORTS = ("grpc", "nixl", OnDevice("grpc"), OnDevice("nixl"), MAPPED)
 TTL_S = 30.0
 
 
@@ -40,7 +41,15 @@ def within(seconds: float = 10.0) -> Deadline:
 class Lending:
     """A worker that lends, without an engine: what it kept in place is counted here."""
 
-    def __init__(self, seed: int, block_bytes: int, num_blocks: int, *, is_on_device: bool) -> None:
+    def __init__(
+        self,
+        seed: int,
+        block_bytes: int,
+        num_blocks: int,
+        *,
+        is_on_device: bool,
+        lets_map: bool = True,
+    ) -> None:
         draw = np.random.default_rng(seed)
         self.view = draw.integers(0, 256, (num_blocks, block_bytes), dtype=np.uint8)
         memory = BlockMemory.of(self.view)
@@ -58,6 +67,7 @@ class Lending:
             memory,
             self.loans,
             self.find_free,
+            lets_map=lets_map,
         )
         self.address = ""
 
@@ -100,8 +110,9 @@ async def lending(
     num_blocks: int = NUM_BLOCKS,
     *,
     is_on_device: bool = False,
+    lets_map: bool = True,
 ) -> AsyncIterator[Lending]:
-    made = Lending(seed, block_bytes, num_blocks, is_on_device=is_on_device)
+    made = Lending(seed, block_bytes, num_blocks, is_on_device=is_on_device, lets_map=lets_map)
     server, made.address = await serving.listen("127.0.0.1:0", [LenderServicer(made.lender).add_to])
     made.lender.start()
     try:
@@ -114,25 +125,31 @@ async def lending(
         assert made.loans.num_lent == 0
 
 
+def _is_mapped(request: pytest.FixtureRequest) -> bool:
+    """Whether this test's reader maps the lender's memory, which lies on a device then."""
+    names = {"reading", "reading_anywhere"} & set(request.fixturenames)
+    return any(request.getfixturevalue(name) == MAPPED for name in names)
+
+
 @pytest.fixture
-async def lent(seed: int) -> AsyncIterator[Lending]:
-    """Out of host memory."""
-    async with lending(seed) as made:
+async def lent(request: pytest.FixtureRequest, seed: int) -> AsyncIterator[Lending]:
+    """Out of host memory, unless the reader needs a device's."""
+    async with lending(seed, is_on_device=_is_mapped(request)) as made:
         yield made
 
 
 @pytest.fixture(params=[False, True], ids=["host", "device"])
 async def lent_anywhere(request: pytest.FixtureRequest, seed: int) -> AsyncIterator[Lending]:
-    async with lending(seed, is_on_device=request.param) as made:
+    async with lending(seed, is_on_device=request.param or _is_mapped(request)) as made:
         yield made
 
 
-@pytest.fixture(params=["grpc", "nixl"])
+@pytest.fixture(params=["grpc", "nixl", MAPPED])
 def reading(request: pytest.FixtureRequest) -> str:
     return request.param  # type: ignore[no-any-return]
 
 
-@pytest.fixture(params=TRANSPORTS, ids=["grpc", "nixl", "grpc-device", "nixl-device"])
+@pytest.fixture(params=TRANSPORTS, ids=["grpc", "nixl", "grpc-device", "nixl-device", "mapped"])
 def reading_anywhere(request: pytest.FixtureRequest) -> str:
     """Equal to its name, wherever the reader's blocks lie."""
     return request.param  # type: ignore[no-any-return]
@@ -171,7 +188,8 @@ async def test_blocks_larger_than_any_chunk(
     new_worker: NewWorker, reading_anywhere: str, seed: int
 ) -> None:
     block_bytes = 5 * 2**20 + 1234
-    async with lending(seed, block_bytes, 5) as lent:
+    is_mapped = reading_anywhere == MAPPED
+    async with lending(seed, block_bytes, 5, is_on_device=is_mapped) as lent:
         reader = await new_worker(
             lent.address, reading_anywhere, block_bytes=block_bytes, num_blocks=9
         )
@@ -346,7 +364,7 @@ async def test_a_push_that_cannot_begin_holds_nothing(
 async def test_shared_memory_and_strangers_are_refused(
     lent: Lending, new_worker: NewWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(FailedPrecondition, match=r"^transport shm: .* grpc or nixl"):
+    with pytest.raises(FailedPrecondition, match=r"^transport shm: .* cuda_ipc or nixl or grpc"):
         await new_worker(lent.address, "shm")
     for reading in ("grpc", "nixl"):
         with pytest.raises(FailedPrecondition, match="block_bytes"):
@@ -469,7 +487,7 @@ async def test_a_cancelled_measurement_gives_the_blocks_back(
 async def test_a_lender_that_stops_lends_no_more(
     new_worker: NewWorker, reading: str, seed: int
 ) -> None:
-    async with lending(seed) as lent:
+    async with lending(seed, is_on_device=reading == MAPPED) as lent:
         reader = await new_worker(lent.address, reading)
         lease_id, blocks = await lent.lend([1, 2])
         await lent.lender.stop(5.0)

@@ -15,7 +15,7 @@ import grpc.aio
 import numpy as np
 import pytest
 
-from kvstore import errors, memory, serve, wire
+from kvstore import attaching, errors, memory, serve, wire
 from kvstore.config import KvStoreSettings
 from kvstore.errors import IntegrityError
 from kvstore.nixl_agent import NixlAgent, Region
@@ -277,3 +277,18 @@ async def test_an_agent_that_cannot_take_the_slab_is_not_left_behind(
     await until(lambda: not any(a._thread is not None and a._thread.is_alive() for a in refused))
     monkeypatch.undo()
     await new_worker(store.address, "nixl")
+
+
+async def test_a_store_that_dies_is_known_to_be_gone_before_the_next_heartbeat(
+    new_worker: NewWorker, new_store: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client must not keep what belongs to a dead process: memory of its GPU, for one."""
+    monkeypatch.setattr(attaching, "HEARTBEAT_S", 1000.0)
+    process = await new_store()
+    worker = await new_worker(process.address, "grpc")
+    assert (await worker.status()).num_attachments == 1
+    await process.end()
+    async with asyncio.timeout(20):
+        while worker.client.broken is None:
+            await asyncio.sleep(0.01)
+    assert "connect" in worker.client.broken

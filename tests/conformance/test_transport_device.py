@@ -122,9 +122,14 @@ async def test_locked_memory_that_nobody_takes_is_given_back(
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await until(lambda: not registered_slab._opening)
+    await until(lambda: not _opening_for(device))
     await until(lambda: not device.registered)
     slab.close()
+
+
+def _opening_for(*devices: FakeDevice) -> list[Any]:
+    """Slabs that are being locked for these, or wait to be taken; of other tests' nothing."""
+    return [key for key in registered_slab._opening if key[1] in devices]
 
 
 async def test_of_two_that_wait_each_gets_a_slab_of_its_own_or_none_is_left(
@@ -156,7 +161,7 @@ async def test_of_two_that_wait_each_gets_a_slab_of_its_own_or_none_is_left(
     may_go_on.set()
     await until(lambda: len(device.registered) == 2)
     await until(lambda: list(device.registered) == [slab.frames_address])
-    assert not registered_slab._opening
+    assert not _opening_for(device)
     registered_slab.close_registered(device, slab)
     assert not device.registered
     created.close()
@@ -175,7 +180,7 @@ async def test_a_slab_is_locked_for_the_device_that_asked(
     slab = await registered_slab.open_registered(device, created.path, bytes(16))
     assert list(device.registered) == [slab.frames_address]
     registered_slab.close_registered(device, slab)
-    await until(lambda: not registered_slab._opening)
+    await until(lambda: not _opening_for(left, device))
     await until(lambda: not left.registered)
     created.close()
 
@@ -197,7 +202,7 @@ async def test_who_hears_late_of_a_failure_takes_nothing_of_a_later_attempt(tmp_
         await registered_slab.open_registered(device, created.path, bytes(16))
     slab = await first
     assert list(device.registered) == [slab.frames_address]
-    assert not registered_slab._opening
+    assert not _opening_for(device)
     registered_slab.close_registered(device, slab)
     created.close()
 

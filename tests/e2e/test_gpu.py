@@ -253,7 +253,8 @@ def test_nixl_moves_a_gpus_blocks_to_a_store_elsewhere(
 
 
 @pytest.mark.parametrize(
-    ("handover", "way"), [("direct", "grpc"), ("direct", "nixl"), ("auto", "nixl")]
+    ("handover", "way"),
+    [("direct", "grpc"), ("direct", "nixl"), ("direct", "cuda_ipc"), ("auto", "nixl")],
 )
 def test_decode_reads_the_prefill_workers_gpu(
     handover: str, way: str, seed: int, record_property: Record
@@ -265,7 +266,7 @@ def test_decode_reads_the_prefill_workers_gpu(
         port=0,
         device=gpus(),
         handover=handover,
-        overrides=(f'worker.remote_transport="{way}"',),
+        direct_transport=way,
     )
     wanted = prompts(oracle(MODEL), random.Random(f"{seed}-{way}"), 30)
     sampling = Sampling(max_tokens=MAX_TOKENS, ignore_eos=True)

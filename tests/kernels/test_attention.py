@@ -174,6 +174,53 @@ def test_options(options: dict[str, Any], generator: torch.Generator, seed: int)
     close(cache.kernel(scaling=0.7, **options), cache.truth(scaling=0.7, **its))
 
 
+def test_one_long_sequence_beside_short_ones(
+    generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No program has much more to do than the others, and the numbers are the same."""
+    from baton_kernels.gpu import attention_plan
+
+    monkeypatch.setattr(attention_plan, "num_sms", lambda _: 4)
+    monkeypatch.setattr(attention_plan, "LONG_POSITIONS", 128)
+    monkeypatch.setattr(attention_plan, "SPAN_POSITIONS", 64)
+    cache = Cache(Shape(), [5, 63, 64, 65, 0, 400, 33, 7], torch.float32, generator)
+    config = dataclasses.replace(
+        attention_plan.config_for(cache.rows, 2, torch.float32, False), min_split_positions=16
+    )
+    plan = attention_plan.plan_launch(
+        cache.rows, cache.tables, 8, 2, 1, torch.float32, window=None, exact=False, is_tree=False,
+        has_tails=False, config=config, num_splits=None,
+    )  # fmt: skip
+    assert plan.num_pairs >= 2 * attention_plan.num_sms(cache.tables.device)  # they fill the device
+    assert plan.min_split <= 64 and plan.num_splits >= 400 / 64
+    close(cache.kernel(scaling=0.3, config=config), cache.truth(scaling=0.3))
+
+
+def test_many_wide_trees_are_not_cut_at_all() -> None:
+    """Their parts take more room than there is, also when no sequence is cut."""
+    from baton_kernels.gpu import attention_plan
+
+    cache = Cache(Shape(), [5], torch.float32, torch.Generator(DEVICE))
+    plan = attention_plan.plan_launch(
+        cache.rows, cache.tables, 1 << 16, 4, 64, torch.float32, window=None, exact=False,
+        is_tree=True, has_tails=False, config=None, num_splits=None,
+    )  # fmt: skip
+    assert plan.num_splits == 1 and plan.merges == 0
+
+
+@pytest.mark.parametrize("wanted", [1, 2, 5, 33])
+@pytest.mark.parametrize("max_positions", [100, 4096, 4097, 8320, 30320, 131072])
+def test_no_split_is_long_and_none_is_cut_that_was_short(wanted: int, max_positions: int) -> None:
+    from baton_kernels.gpu import attention_plan
+
+    num_splits, min_split = attention_plan.cut_long(wanted, 64, max_positions)
+    assert num_splits * min_split >= max_positions or num_splits == wanted
+    if max_positions <= wanted * attention_plan.LONG_POSITIONS:
+        assert (num_splits, min_split) == (wanted, 64)  # as for sequences that are alike
+    else:
+        assert min_split <= attention_plan.SPAN_POSITIONS
+
+
 @pytest.mark.parametrize(
     ("block_size", "fields"),
     [

@@ -107,16 +107,45 @@ def test_a_chain_of_nodes_is_a_chunk(dtype: torch.dtype, generator: torch.Genera
     assert torch.equal(tree, chunk)
 
 
-def test_one_after_the_other_where_parts_would_be_too_large(
-    generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("what", ["_SERIAL_SHARE", "MAX_PART_BYTES"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_one_after_the_other_where_sequences_fill_the_device_or_parts_would_be_too_large(
+    what: str, dtype: torch.dtype, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bits as with parts, and padding gives zeros."""
-    from baton_kernels.gpu import attention
+    from baton_kernels.gpu import attention, attention_plan
 
-    cache = Cache(Shape(block_size=16), [530, 0, 17], torch.float32, generator)
-    options: dict[str, Any] = {"scaling": 0.3, "exact": True, "window": 520}
-    with_parts = cache.kernel(**options)
-    monkeypatch.setattr(attention, "MAX_PART_BYTES", 0)
-    monkeypatch.setattr(attention, "_launch_attend", None)
-    assert torch.equal(cache.kernel(**options), with_parts)
-    assert not with_parts[1].any()
+    merges: list[bool] = []
+    launched = attention._launch_attend
+
+    def launch(*args: Any) -> None:
+        plan = next(one for one in args if isinstance(one, attention_plan.Plan))
+        merges.append(plan.num_splits > 1)
+        launched(*args)
+
+    monkeypatch.setattr(attention, "_launch_attend", launch)
+    monkeypatch.setattr(attention_plan, "_SERIAL_SHARE", 1e9)
+    cache = Cache(Shape(block_size=16), [1100, 0, 17, 512], dtype, generator)
+    for options in ({"window": 520}, {}):
+        with_parts = cache.kernel(scaling=0.3, exact=True, **options)
+        with monkeypatch.context() as changed:
+            changed.setattr(attention_plan, what, 0)
+            assert torch.equal(cache.kernel(scaling=0.3, exact=True, **options), with_parts)
+        assert not with_parts[1].any()
+    assert merges == [True, False, True, False]
+
+
+@pytest.mark.parametrize(("num_positions", "is_serial"), [(4096, True), (4112, False)])
+def test_a_sequence_that_may_be_long_is_cut(
+    num_positions: int, is_serial: bool, generator: torch.Generator
+) -> None:
+    """However many sequences there are: the others would wait for its one program."""
+    from baton_kernels.gpu import attention_plan
+
+    rows = Cache(Shape(block_size=16), [16], torch.bfloat16, generator).rows
+    tables = torch.zeros(512, num_positions // 16, dtype=torch.int32, device=DEVICE)
+    plan = attention_plan.plan_launch(
+        rows, tables, 512, 2, 1, torch.bfloat16, window=None, exact=True, is_tree=False,
+        has_tails=False, config=None, num_splits=None,
+    )  # fmt: skip
+    assert plan.is_serial == is_serial == (plan.num_splits == 1)

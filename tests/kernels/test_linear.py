@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from baton_kernels.layer_ops import silu_mul
 from baton_kernels.linear import Extras, linear, linear_reference
 
 from tests.kernels.conftest import DEVICE
@@ -143,6 +144,47 @@ def test_exact_rows_do_not_depend_on_others(
         for num_rows in (1, 5, 16, 17, 64, 65, 300):
             part = x[7 : 7 + num_rows]
             assert torch.equal(linear(part, weight, **kwargs), whole[7 : 7 + len(part)]), num_rows
+
+
+def test_exact_swiglu_in_one_launch_has_the_bits_of_two(
+    randn: Callable[..., torch.Tensor],
+) -> None:
+    for num_rows, width, depth in ((1, 40, 128), (5, 72, 512), (33, 24, 256)):
+        x = randn(num_rows, depth, dtype=torch.bfloat16)
+        weight = randn(2 * width, depth, dtype=torch.bfloat16) / depth**0.5
+        bias, norm = randn(2 * width, dtype=torch.bfloat16), randn(depth, dtype=torch.bfloat16)
+        kwargs: dict[str, Any] = {"norm_weight": norm, "exact": True, "backend": "triton"}
+        apart = silu_mul(linear(x, weight, bias, **kwargs), backend="triton")
+        assert torch.equal(linear(x, weight, bias, activation="silu_mul", **kwargs), apart)
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="a kernel in Gluon, for Hopper: no interpreter")
+@pytest.mark.parametrize(
+    ("num_rows", "width", "depth"), [(1, 128, 64), (300, 384, 1024), (1025, 256, 192)]
+)
+def test_swiglu_of_many_rows_in_one_launch(
+    num_rows: int,
+    width: int,
+    depth: int,
+    randn: Callable[..., torch.Tensor],
+    poisoned: Callable[..., torch.Tensor],
+) -> None:
+    from baton_kernels.gpu import hopper
+    from baton_kernels.gpu.hopper_gated import silu_gated
+
+    x = randn(num_rows, depth + 64, dtype=torch.bfloat16)[:, :depth]
+    weight = randn(2 * width, depth, dtype=torch.bfloat16) / depth**0.5
+    out = poisoned(num_rows, width + 8, dtype=torch.bfloat16)
+    if not hopper.can_gate(x, weight, out[:, :width]):
+        pytest.skip("not this GPU's, or not this Triton's")
+    silu_gated(x, weight, out[:, :width])
+    truth = truth_of(x, weight, {"is_gated": True})
+    assert error_of(out[:, :width], truth) < TOLERANCE[torch.bfloat16]
+    assert out[:, width:].isnan().all(), "written beside the output"
+    again = torch.empty_like(out[:, :width].contiguous())
+    assert torch.equal(silu_gated(x, weight, again), out[:, :width])
+    if num_rows >= 1024:
+        assert torch.equal(linear(x, weight, activation="silu_mul"), again), "not the door's"
 
 
 def test_residual_may_be_the_output(randn: Callable[..., torch.Tensor]) -> None:

@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM
 from checkpoints.resolve import resolve
 from engine import beam_search
 from engine.loop import Engine
-from engine.request import Beam, FinishReason, Request, RequestEvent, Sampling
+from engine.request import Beam, FinishReason, Request, Sampling
+from engine.step_output import RequestEvent
 from tests.parity.conftest import block_hash
 from tests.parity.models import VOCAB_SIZE, Tiny
 

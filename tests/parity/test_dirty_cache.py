@@ -9,14 +9,26 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from engine.request import Sampling
 from tests.parity.models import VOCAB_SIZE, Tiny
 
+CASES = [
+    ("llama", "transformers", "cpu"),
+    ("mistral-window", "transformers", "cpu"),
+    ("qwen3", "own", "cpu"),
+    ("mistral-window", "own", "cpu"),
+    # Where steps are launched ahead: they clear no block that they enter.
+    *([("llama", "own", "cuda:0")] if torch.cuda.is_available() else []),
+]
 
-@pytest.mark.parametrize("family", ["llama", "mistral-window"])
+
+@pytest.mark.parametrize(("family", "decoder", "device"), CASES)
 def test_nan_in_every_free_block_changes_no_token(
     family: str,
+    decoder: str,
+    device: str,
     get_tiny: Callable[[str], Tiny],
     load: Callable[..., Any],
     run: Callable[..., Any],
@@ -24,7 +36,14 @@ def test_nan_in_every_free_block_changes_no_token(
 ) -> None:
     rng = random.Random(seed)
     tiny = get_tiny(family)
-    engine = load(tiny.path, max_num_tokens_per_step=24, max_num_running=8)
+    engine = load(
+        tiny.path,
+        decoder=decoder,
+        device=device,
+        dtype="float32",
+        max_num_tokens_per_step=24,
+        max_num_running=8,
+    )
     engine.kv.cache.fill_(float("nan"))
     prompts = [[rng.randrange(2, VOCAB_SIZE) for _ in range(n)] for n in (1, 5, 16, 17, 33, 100)]
     sampling = Sampling(max_tokens=40, ignore_eos=True)

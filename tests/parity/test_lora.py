@@ -25,6 +25,7 @@ from engine.config import EngineConfig
 from engine.kv.memory import KvMemory
 from engine.lora.errors import InvalidAdapter
 from engine.lora.files import WEIGHTS
+from engine.models import built
 from engine.models import load as model_loading
 from engine.models.hugging_face import HuggingFaceModel
 from engine.models.lora_sites import find_sites
@@ -65,9 +66,9 @@ def _adapters(folder: Path, oracle: Any, seed: int) -> list[Path]:
 
 def _load(path: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> HuggingFaceModel:
     if way != "packed":
-        monkeypatch.setattr(model_loading, "unavailable_reason", lambda *_: "a test's wish")
+        monkeypatch.setattr(built, "unavailable_reason", lambda *_: "a test's wish")
     if way == "untouched":
-        monkeypatch.setattr(model_loading, "fuse", lambda *_, **__: ())
+        monkeypatch.setattr(built, "fuse", lambda *_, **__: ())
     return model_loading.load_model(EngineConfig(model=str(path), device="cpu"))
 
 

@@ -23,8 +23,9 @@ from services.prefill.role import PrefillRole
 from services.worker import main
 from services.worker.config import WorkerLimits, WorkerSettings
 from services.worker.sampling import beam_from_proto, num_samples_of, sampling_from_proto
-from services.worker.status import FINISH_REASONS
+from services.worker.status import FINISH_REASONS, logprobs_to_proto
 from tests.unit.worker.builders import SALT
+from tests.wire.prefill_call import PrefillCall
 from tests.wire.prefill_decode_pair import RouterStream, Sample, handover, sampling_params
 
 MODEL = "baton-5m-draft"
@@ -82,7 +83,7 @@ class Workers:
             event = await stream.next(key)
             assert event.WhichOneof("event") == "reserved", event
             request = prefill_pb2.PrefillRequest(wants_handle=True, **fields)
-            call = prefill_stub.Prefill(request, timeout=WAIT_S)
+            call = PrefillCall(prefill_stub, request, timeout_s=WAIT_S)
             messages = []
             async for message in call:
                 if message.handle.is_partial:
@@ -135,9 +136,11 @@ def alone(engine: Engine, prompt: Sequence[int] = PROMPT, **sampling: Any) -> li
     while engine.has_work():
         for event in engine.step().events:
             assert event.error is None, event.error
-            samples[event.sample_index].token_ids += event.token_ids
+            sample = samples[event.sample_index]
+            sample.token_ids += event.token_ids
+            sample.logprobs += logprobs_to_proto(event.logprobs or ())
             if event.finish_reason is not None:
-                samples[event.sample_index].finish_reason = FINISH_REASONS[event.finish_reason]
+                sample.finish_reason = FINISH_REASONS[event.finish_reason]
     engine.check_integrity()
     return samples
 

@@ -20,6 +20,7 @@ from engine.request import Request
 from kvstore import block_hash, serve
 from kvstore.config import KvStoreSettings
 from process import keys, serving
+from process.tracing import TracingSettings
 from protos import (
     common_pb2,
     decode_pb2,
@@ -36,6 +37,7 @@ from services.worker.config import WorkerLimits, WorkerSettings
 from services.worker.sampling import beam_from_proto, num_samples_of, sampling_from_proto
 from services.worker.status import FINISH_REASONS, logprobs_to_proto, traces_to_proto
 from tests.unit.worker.builders import SALT, GatedModel, fake_engine
+from tests.wire.prefill_call import PrefillCall
 
 WAIT_S = 10.0
 FRAME_BYTES = 4096
@@ -152,7 +154,9 @@ class Pair:
         self, prompt: Sequence[int], *, timeout_s: float = WAIT_S, **options: Any
     ) -> prefill_pb2.PrefillReply:
         return await whole(
-            self.prefill_stub.Prefill(self.prefill_request(prompt, **options), timeout=timeout_s)
+            PrefillCall(
+                self.prefill_stub, self.prefill_request(prompt, **options), timeout_s=timeout_s
+            )
         )
 
     def reserve(
@@ -214,8 +218,8 @@ class Pair:
         async with self.stream() as stream:
             key = await stream.reserve(self.reserve(prompt, **options))
             assert (await stream.next(key)).WhichOneof("event") == "reserved"
-            call = self.prefill_stub.Prefill(
-                self.prefill_request(prompt, **options), timeout=WAIT_S
+            call = PrefillCall(
+                self.prefill_stub, self.prefill_request(prompt, **options), timeout_s=WAIT_S
             )
             *firsts, account = await spoken(call)
             for first in firsts:
@@ -422,8 +426,8 @@ class RouterStream:
         cancel = decode_pb2.CancelDecode()
         await self._write(decode_pb2.DecodeCommand(key=key, cancel=cancel))
 
-    async def next(self, key: int) -> decode_pb2.DecodeEvent:
-        async with asyncio.timeout(WAIT_S):
+    async def next(self, key: int, timeout_s: float = WAIT_S) -> decode_pb2.DecodeEvent:
+        async with asyncio.timeout(timeout_s):
             return await self._queue(key).get()
 
     async def collect(self, key: int) -> Answer:
@@ -519,6 +523,9 @@ async def pair(
     limits: WorkerLimits | None = None,
     has_two_nodes: bool = False,
     remote_transport: str = "grpc",
+    direct_transport: str = "",
+    lend_mapped: bool = False,
+    tracing: TracingSettings | None = None,
 ) -> AsyncIterator[Pair]:
     """Start all three; at the end stop them and check that what is left is nothing.
 
@@ -535,6 +542,7 @@ async def pair(
             slab_dir=str(slab_dir),
             capacity_bytes=num_frames * FRAME_BYTES,
             stop_timeout_s=0.0,
+            tracing=tracing or TracingSettings(),
         )
         store = decode_store = await store_exit.enter_async_context(serve.running(settings))
         if has_two_nodes:
@@ -556,8 +564,11 @@ async def pair(
                     store_address=home.address,
                     transport=transport,
                     remote_transport=remote_transport,
+                    direct_transport=direct_transport,
+                    lend_mapped=lend_mapped,
                     handle_keys_file=str(key_file),
                     limits=limits,
+                    tracing=tracing or TracingSettings(),
                 ),
                 name,
                 role,

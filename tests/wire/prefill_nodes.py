@@ -29,6 +29,7 @@ from services.worker import main
 from services.worker.config import WorkerLimits, WorkerSettings
 from services.worker.core import WorkerCore
 from tests.unit.worker.builders import BLOCK_SIZE, SALT, GatedModel, fake_engine, prompt_of
+from tests.wire.prefill_call import PrefillCall
 from tests.wire.prefill_decode_pair import FRAME_BYTES, WAIT_S, sampling_params, until, whole
 
 
@@ -157,7 +158,7 @@ class Nodes:
         **options: Any,
     ) -> prefill_pb2.PrefillReply:
         """One prompt, whose first token must be the right one; its account must add up."""
-        call = node.stub.Prefill(self.request(prompt, hints, **options), timeout=WAIT_S)
+        call = PrefillCall(node.stub, self.request(prompt, hints, **options), timeout_s=WAIT_S)
         reply = await whole(call, partials)
         assert list(reply.token_ids) == self.model.generate(prompt, 1)
         leg = reply.leg

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 import checkpoints
 from protos import common_pb2
 from tests.wire.bundled_pair import MODEL, workers
+from tests.wire.prefill_call import PrefillCall
 from tests.wire.prefill_decode_pair import handover, pair
 
 
@@ -107,7 +108,7 @@ async def test_a_beam_search_can_be_cancelled(tmp_path: Path) -> None:
         }
         key = await stream.reserve(p.reserve(prompt, **asked))
         await stream.next(key)
-        call = p.prefill_stub.Prefill(p.prefill_request(prompt, **asked), timeout=10)
+        call = PrefillCall(p.prefill_stub, p.prefill_request(prompt, **asked), timeout_s=10)
         first, account = [message async for message in call]
         assert not first.token_ids and len(first.beam_start) >= 8
         await stream.generate_from(key, handover(account, [first]))

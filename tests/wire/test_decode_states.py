@@ -20,6 +20,7 @@ from services.decode.states import DecodeState
 from services.worker.config import WorkerLimits
 from tests.unit.worker.builders import prompt_of
 from tests.wire.partial_handles import partial, prefetch
+from tests.wire.prefill_call import PrefillCall
 from tests.wire.prefill_decode_pair import (
     WAIT_S,
     Gate,
@@ -333,7 +334,7 @@ async def test_outputs_that_do_not_fit_give_the_leases_back(
         monkeypatch.setattr(connector, "release_later", release)
         key = await stream.reserve(p.reserve(prompt))
         await stream.next(key)
-        call = p.prefill_stub.Prefill(p.prefill_request(prompt), timeout=WAIT_S)
+        call = PrefillCall(p.prefill_stub, p.prefill_request(prompt), timeout_s=WAIT_S)
         *firsts, account = [message async for message in call]
         command = handover(account, firsts)
         first = decode_pb2.SampleOutput(token_ids=command.output_token_ids)

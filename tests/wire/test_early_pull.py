@@ -21,6 +21,7 @@ from services.decode.states import DecodeState
 from services.worker import handle as handles
 from tests.unit.worker.builders import prompt_of
 from tests.wire.partial_handles import partial, prefetch
+from tests.wire.prefill_call import PrefillCall
 from tests.wire.prefill_decode_pair import WAIT_S, Gate, Pair, handover, pair, until
 
 PROMPT = prompt_of(30, start=3)
@@ -91,7 +92,7 @@ async def test_what_a_running_prefill_has_stored_is_pulled_meanwhile(tmp_path: P
         p.prefill_model.forward = in_turn  # type: ignore[method-assign]
         key = await stream.reserve(p.reserve(prompt))
         await stream.next(key)
-        call = p.prefill_stub.Prefill(p.prefill_request(prompt), timeout=WAIT_S)
+        call = PrefillCall(p.prefill_stub, p.prefill_request(prompt), timeout_s=WAIT_S)
         rest = []
         is_first = True
         async for message in call:

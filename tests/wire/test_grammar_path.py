@@ -11,16 +11,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import grpc.aio
 import pytest
 
 import checkpoints
 from engine.config import EngineConfig
 from engine.loop import Engine, load_engine
-from process import serving
-from process.errors import InvalidArgument
+from process.errors import BatonError, InvalidArgument
 from protos import common_pb2, prefill_pb2
 from tests.wire.bundled_pair import MODEL, PROMPT, WAIT_S, alone, workers
+from tests.wire.prefill_call import PrefillCall
 from tests.wire.prefill_decode_pair import Sample, whole
 from tokens.tokenizer import Tokenizer
 
@@ -122,11 +121,11 @@ async def test_a_grammar_that_cannot_be_followed_is_its_senders_mistake(tmp_path
     async with workers(tmp_path) as w:
         for grammar, field in BROKEN:
             fields = w.fields(PROMPT, "r", "", "", max_tokens=4, **grammar)
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
+            with pytest.raises(BatonError) as caught:
                 await whole(
-                    w.stubs[0].Prefill(prefill_pb2.PrefillRequest(**fields), timeout=WAIT_S)
+                    PrefillCall(w.stubs[0], prefill_pb2.PrefillRequest(**fields), timeout_s=WAIT_S)
                 )
-            error = serving.error_from_rpc(caught.value)
+            error = caught.value
             assert isinstance(error, InvalidArgument), error
             assert error.field == field
         # And nobody else is hurt.

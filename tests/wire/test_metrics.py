@@ -82,7 +82,7 @@ async def test_workers_say_what_they_did(tmp_path: Path) -> None:
         assert not link.problem and link.latency_s > 0
         labels = f"peer={link.node_id},transport=shm"
         rates = {
-            direction: found[f"baton_link_bytes_per_s,direction={direction},{labels}"]
+            direction: found[f"baton_link_bytes_per_second,direction={direction},{labels}"]
             for direction in ("write", "read")
         }
         assert rates == {"write": link.write_bytes_per_s, "read": link.read_bytes_per_s}

@@ -10,16 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import grpc.aio
 import pytest
 
 from kvstore.errors import Quarantine, TransferTimeout
 from kvstore.transport.base import GetResult
-from process import serving
 from process.deadline import Deadline
 from process.errors import InvalidArgument
 from protos import common_pb2, prefill_pb2
 from tests.unit.worker.builders import BLOCK_SIZE, prompt_of
+from tests.wire.prefill_call import PrefillCall
 from tests.wire.prefill_decode_pair import WAIT_S, until, whole
 from tests.wire.prefill_nodes import Node, Nodes, nodes, remote_client
 
@@ -353,11 +352,9 @@ async def test_hints_that_no_router_makes_are_refused_by_name(
     async with nodes(tmp_path) as n:
         hints = [n[1].hint(0, 6), n[0].hint(6, 4)]
         change(hints)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await whole(n[1].stub.Prefill(n.request(PROMPT, hints), timeout=WAIT_S))
-        error = serving.error_from_rpc(caught.value)
-        assert isinstance(error, InvalidArgument)
-        assert error.field == "hints"
+        with pytest.raises(InvalidArgument) as caught:
+            await whole(PrefillCall(n[1].stub, n.request(PROMPT, hints), timeout_s=WAIT_S))
+        assert caught.value.field == "hints"
 
 
 async def test_any_prefix_anywhere_gives_the_same_answer(

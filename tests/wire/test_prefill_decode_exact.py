@@ -13,6 +13,7 @@ import pytest
 
 from protos import common_pb2, prefill_pb2
 from tests.unit.worker.builders import BLOCK_SIZE, prompt_of
+from tests.wire.prefill_call import PrefillCall
 from tests.wire.prefill_decode_pair import Answer, pair, until, whole
 
 TRANSPORTS = ("shm", "nixl", "grpc")
@@ -184,7 +185,7 @@ async def test_a_stream_is_taken_up_again_from_its_tokens(tmp_path: Path, preemp
             await stream.next(key)
             request = p.prefill_request(prompt, name=name, max_tokens=16)
             request.output_token_ids.extend(expected[:num_drawn])
-            reply = await whole(p.prefill_stub.Prefill(request, timeout=10))
+            reply = await whole(PrefillCall(p.prefill_stub, request, timeout_s=10))
             assert list(reply.token_ids) == expected[num_drawn : num_drawn + 1]
             assert reply.handle.num_tokens == len(prompt) + num_drawn
             del reply.token_ids[:]

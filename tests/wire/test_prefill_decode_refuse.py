@@ -17,13 +17,14 @@ from engine.config import EngineConfig
 from engine.fake import FakeModel
 from engine.loop import Engine
 from process import serving
-from process.errors import BatonError, FailedPrecondition, InvalidArgument
+from process.errors import BatonError, FailedPrecondition, Internal, InvalidArgument, Unavailable
 from protos import common_pb2, prefill_pb2
 from services.prefill.role import PrefillRole
 from services.worker import main
 from services.worker.config import WorkerLimits, WorkerSettings
 from services.worker.status import status_to_json
 from tests.unit.worker.builders import prompt_of
+from tests.wire.prefill_call import PrefillCall
 from tests.wire.prefill_decode_pair import WAIT_S, Pair, pair, until, whole
 
 PROMPT = prompt_of(30, start=3)
@@ -64,15 +65,14 @@ def changed(message: Any, changes: dict[str, Any]) -> Any:
 
 async def refusals(p: Pair, changes: dict[str, Any]) -> list[BatonError]:
     """What prefill and decode say to the same wrong request."""
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await whole(
-            p.prefill_stub.Prefill(changed(p.prefill_request(PROMPT), changes), timeout=WAIT_S)
-        )
+    request = changed(p.prefill_request(PROMPT), changes)
+    with pytest.raises(BatonError) as caught:
+        await whole(PrefillCall(p.prefill_stub, request, timeout_s=WAIT_S))
     async with p.stream() as stream:
         key = await stream.reserve(changed(p.reserve(PROMPT), changes))
         failed = (await stream.next(key)).failed
     return [
-        serving.error_from_rpc(caught.value),
+        caught.value,
         serving.error_of_code(failed.code, failed.message),
     ]
 
@@ -117,9 +117,8 @@ async def test_logits_that_are_no_numbers_end_their_request_only(tmp_path: Path)
         bad = prompt_of(10, start=5)
         p.prefill_model.poison = frozenset({bad[-1]})
         good = asyncio.create_task(p.run_prefill(prompt_of(9, start=6), name="good"))
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
+        with pytest.raises(Internal):
             await p.run_prefill(bad, name="bad")
-        assert caught.value.code() is grpc.StatusCode.INTERNAL
         reply = await good
         expected = p.expected(PROMPT, 3)
         p.decode_model.poison = frozenset({expected[1]})
@@ -147,9 +146,8 @@ async def test_a_draining_worker_finishes_what_it_has_and_takes_nothing_new(
         reply = await p.run_prefill(PROMPT)
         drained = [asyncio.create_task(w.core.drain(WAIT_S)) for w in (p.prefill, p.decode)]
         await asyncio.sleep(0)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
+        with pytest.raises(Unavailable):
             await p.run_prefill(PROMPT)
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         other = await stream.reserve(p.reserve(PROMPT, name="new"))
         failed = (await stream.next(other)).failed
         assert failed.code == grpc.StatusCode.UNAVAILABLE.value[0]
@@ -162,6 +160,7 @@ async def test_a_draining_worker_finishes_what_it_has_and_takes_nothing_new(
 
 
 async def test_a_failed_engine_fails_its_requests_and_takes_no_more(tmp_path: Path) -> None:
+    """As UNAVAILABLE: by no fault of theirs, so that routers go on with them elsewhere."""
     async with pair(tmp_path) as p, p.stream() as stream:
         for model in (p.prefill_model, p.decode_model):
             model.hold()
@@ -175,17 +174,17 @@ async def test_a_failed_engine_fails_its_requests_and_takes_no_more(tmp_path: Pa
             await until(model.is_held.is_set)
             model._memory = None  # the step that is held will raise
             model.release()
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
+        with pytest.raises(Unavailable, match="the engine failed") as caught:
             await running
-        assert caught.value.code() is grpc.StatusCode.INTERNAL
+        assert caught.value.retry_after_s != 0.0  # it is not one that goes in order
         failed = (await stream.collect(key)).failed
-        assert failed is not None and failed.code == grpc.StatusCode.INTERNAL.value[0]
+        assert failed is not None and failed.code == grpc.StatusCode.UNAVAILABLE.value[0]
+        assert "the engine failed" in failed.message and failed.retry_after_s != 0.0
         await stream.generate(waiting, prefill_pb2.PrefillReply())
         failed = (await stream.collect(waiting)).failed
         assert failed is not None and failed.code == grpc.StatusCode.UNAVAILABLE.value[0]
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
+        with pytest.raises(Unavailable):
             await p.run_prefill(PROMPT, name="next")
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         for worker in (p.prefill, p.decode):
             assert worker.core.failed.is_set()
             status = await worker.core.checked_status()

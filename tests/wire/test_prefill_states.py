@@ -10,17 +10,16 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import grpc
-import grpc.aio
 import pytest
 
 from engine.request import Request, Reservation
 from process import serving
-from process.errors import Cancelled, DeadlineExceeded
+from process.errors import Cancelled, DeadlineExceeded, NoCapacity
 from protos import prefill_pb2_grpc
 from services.prefill.job import PrefillState
 from services.worker.config import WorkerLimits
 from tests.unit.worker.builders import BLOCK_SIZE, prompt_of
+from tests.wire.prefill_call import PrefillCall
 from tests.wire.prefill_decode_pair import WAIT_S, Gate, Pair, pair, until, whole
 
 STATES = ["queued", "matching", "copying", "computing", "storing"]
@@ -63,7 +62,7 @@ async def held_in(p: Pair, state: str, **options: Any) -> AsyncIterator[Any]:
         gate = Gate(client, "put_blocks")
     options.setdefault("timeout_s", WAIT_S)
     timeout_s = options.pop("timeout_s")
-    call = p.prefill_stub.Prefill(p.prefill_request(PROMPT, **options), timeout=timeout_s)
+    call = PrefillCall(p.prefill_stub, p.prefill_request(PROMPT, **options), timeout_s=timeout_s)
     try:
         if gate is not None:
             await gate.wait_entered()
@@ -75,7 +74,7 @@ async def held_in(p: Pair, state: str, **options: Any) -> AsyncIterator[Any]:
             gate.open()
         if filler is not None:
             await filler
-        call.cancel()
+        call.vanish()
 
 
 async def assert_served(p: Pair) -> None:
@@ -92,30 +91,29 @@ async def test_cancel_in_each_state_leaves_nothing(tmp_path: Path, state: str) -
     async with pair(tmp_path, prefill_blocks=64) as p:
         async with held_in(p, state) as call:
             call.cancel()
-            assert await call.code() is grpc.StatusCode.CANCELLED
+            assert isinstance(await call.error(), Cancelled)
             if state != "computing":  # there the abort comes after the step that is held
                 await until(lambda: NAMES[state] not in p.prefill_role.worker.states.values())
         await p.check()
         await assert_served(p)
 
 
-@pytest.mark.parametrize("whose", ["rpc", "worker"])
+@pytest.mark.parametrize("whose", ["request", "worker"])
 @pytest.mark.parametrize("state", STATES)
 async def test_the_deadline_ends_it_in_each_state(tmp_path: Path, state: str, whose: str) -> None:
-    """The RPC's own deadline, and the worker's bound for a client that named none."""
+    """The request's own deadline, and the worker's bound for a router that named none."""
     async with pair(tmp_path, prefill_blocks=64) as p:
         if whose == "worker":
             deadline = p.prefill.core.deadline
             p.prefill.core.deadline = lambda left: deadline(  # type: ignore[method-assign]
                 0.5 if left is None else left
             )
-        timeout_s = 0.5 if whose == "rpc" else None
+        timeout_s = 0.5 if whose == "request" else None
         async with held_in(p, state, timeout_s=timeout_s) as call:
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
+            with pytest.raises(DeadlineExceeded):
                 await asyncio.wait_for(whole(call), WAIT_S)
-            assert isinstance(serving.error_from_rpc(caught.value), DeadlineExceeded)
         await p.check()
-        if whose == "rpc":
+        if whose == "request":
             await assert_served(p)
 
 
@@ -154,12 +152,11 @@ async def test_a_router_that_is_gone_before_the_answer_is_a_cancel(tmp_path: Pat
         p.prefill_model.hold()
         async with serving.channel(p.prefill.address) as channel:
             stub = prefill_pb2_grpc.PrefillStub(channel)
-            call = stub.Prefill(p.prefill_request(PROMPT), timeout=WAIT_S)
+            call = PrefillCall(stub, p.prefill_request(PROMPT), timeout_s=WAIT_S)
             await until(p.prefill_model.is_held.is_set)
-        with pytest.raises((asyncio.CancelledError, grpc.aio.AioRpcError)) as caught:
+        with pytest.raises((asyncio.CancelledError, Cancelled)):
             await whole(call)
-        if isinstance(caught.value, grpc.aio.AioRpcError):
-            assert isinstance(serving.error_from_rpc(caught.value), Cancelled)
+        call.vanish()
         p.prefill_model.release()
         await until(lambda: not p.prefill_role.worker.states)
         await p.check()
@@ -203,11 +200,9 @@ async def test_a_full_queue_refuses_with_a_retry_time(tmp_path: Path) -> None:
     limits = WorkerLimits(max_waiting_requests=1, store_wait_s=WAIT_S, drain_s=0.2)
     async with pair(tmp_path, prefill_blocks=64, limits=limits) as p:
         async with held_in(p, "queued") as call:
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
+            with pytest.raises(NoCapacity) as caught:
                 await p.run_prefill(prompt_of(100), name="one too many")
-            error = serving.error_from_rpc(caught.value)
-            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            assert error.retry_after_s is not None
+            assert caught.value.retry_after_s is not None
             call.cancel()
         await p.check()
 
@@ -224,3 +219,23 @@ async def test_room_for_whole_blocks_only_is_waited_for(tmp_path: Path) -> None:
         assert reply.handle.num_tokens == len(PROMPT)
         assert len(reply.handle.runs[0].blocks) == len(PROMPT) // BLOCK_SIZE
         await p.check(leases=1)
+
+
+@pytest.mark.parametrize("num_tokens", [BLOCK_SIZE - 1, BLOCK_SIZE])
+async def test_a_store_is_asked_only_for_what_it_can_have(tmp_path: Path, num_tokens: int) -> None:
+    """Full blocks: a shorter prompt's first token waits for no answer of a store."""
+    async with pair(tmp_path) as p:
+        client: Any = p.prefill.core.connector.client
+        match, asked = client.match, []
+
+        async def noting(chain_hashes: Any, **options: Any) -> Any:
+            asked.append(len(chain_hashes))
+            return await match(chain_hashes, **options)
+
+        client.match = noting
+        prompt = prompt_of(num_tokens, start=5)
+        answer = await p.generate(prompt)
+        assert answer.token_ids == p.expected(prompt, 8)
+        assert answer.leg.num_tokens_computed == 0  # it came by the store, its tail with it
+        assert asked == [1] * (num_tokens // BLOCK_SIZE)
+        await p.check()

@@ -10,16 +10,14 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import grpc
-import grpc.aio
 import pytest
 
 from kvstore.errors import Quarantine, TransferCancelled
-from process import serving
-from process.errors import DeadlineExceeded
+from process.errors import Cancelled, DeadlineExceeded
 from services.prefill.job import PrefillState
 from services.worker import stores
 from tests.unit.worker.builders import prompt_of
+from tests.wire.prefill_call import PrefillCall
 from tests.wire.prefill_decode_pair import WAIT_S, Gate, until, whole
 from tests.wire.prefill_nodes import Nodes, nodes, remote_client
 
@@ -53,7 +51,7 @@ async def held_in(n: Nodes, state: str, *, timeout_s: float | None = WAIT_S) -> 
             method = {"matching": "match", "copying": "get_blocks", "storing": "put_blocks"}[state]
             gates.append(Gate(client, method))
     hints = [n[0].hint(0, NUM_FILLED)]
-    call = n[1].stub.Prefill(n.request(PROMPT, hints), timeout=timeout_s)
+    call = PrefillCall(n[1].stub, n.request(PROMPT, hints), timeout_s=timeout_s)
     try:
         for gate in gates:
             await gate.wait_entered()
@@ -63,7 +61,7 @@ async def held_in(n: Nodes, state: str, *, timeout_s: float | None = WAIT_S) -> 
         n[1].model.release()
         for gate in gates:
             gate.open()
-        call.cancel()
+        call.vanish()
 
 
 def policy_of(state: str) -> dict[str, int]:
@@ -83,7 +81,7 @@ async def test_cancel_in_each_state_leaves_nothing(tmp_path: Path, state: str) -
     async with nodes(tmp_path, **policy_of(state)) as n:
         async with held_in(n, state) as call:
             call.cancel()
-            assert await call.code() is grpc.StatusCode.CANCELLED
+            assert isinstance(await call.error(), Cancelled)
             if state != "computing":  # there the abort comes after the step that is held
                 await until(lambda: not n[1].prefills.states)
         await n.check()
@@ -94,9 +92,8 @@ async def test_cancel_in_each_state_leaves_nothing(tmp_path: Path, state: str) -
 async def test_the_deadline_ends_it_in_each_state(tmp_path: Path, state: str) -> None:
     async with nodes(tmp_path, **policy_of(state)) as n:
         async with held_in(n, state, timeout_s=0.5) as call:
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
+            with pytest.raises(DeadlineExceeded):
                 await whole(call)
-            assert isinstance(serving.error_from_rpc(caught.value), DeadlineExceeded)
         await n.check()
         await assert_served(n)
 
@@ -162,7 +159,7 @@ async def test_a_cancel_while_bytes_come_keeps_their_blocks_out_of_use_until_non
                 raise TransferCancelled("under way", Quarantine(block_ids, settled)) from error
 
         client.get_blocks = uncallable  # type: ignore[method-assign]
-        call = n[1].stub.Prefill(n.request(PROMPT, [n[0].hint(0, 10)]), timeout=WAIT_S)
+        call = PrefillCall(n[1].stub, n.request(PROMPT, [n[0].hint(0, 10)]), timeout_s=WAIT_S)
         async with asyncio.timeout(WAIT_S):
             await entered.wait()
         call.cancel()

@@ -11,6 +11,7 @@ import pytest
 from process import serving
 from process.errors import Unavailable
 from protos import kvstore_pb2, kvstore_pb2_grpc
+from services.router.decode_stream import DecodeStream
 from services.router.fakes.prefill import FakePrefill
 from tests.unit.router.bench import Bench, expected_ids, request, rest_of, running, until
 
@@ -137,6 +138,13 @@ class _Long(FakePrefill):
         return reply
 
 
+def _newest(stream: DecodeStream) -> int:
+    """Tokens that the partial handle covers which the only leg has sent last."""
+    (leg,) = stream._legs.values()
+    handle = leg._early.handle if leg._early is not None else None
+    return handle.opened().num_tokens if handle is not None else 0
+
+
 async def test_a_decode_worker_that_stopped_reading_gets_the_newest_and_not_all() -> None:
     """What waits for it here is one partial handle of each request, however many were made."""
     async with running(num_prefill=0) as bench:
@@ -148,8 +156,10 @@ async def test_a_decode_worker_that_stopped_reading_gets_the_newest_and_not_all(
         bench.decode.read_gate.let_pass(1)  # the reservation
         call = bench.stub.Generate(request(**FIELDS), timeout=10)
         await until(lambda: worker.gate.reached.is_set())
-        stream = bench.router._streams._streams["d0"]
-        await until(lambda: stream._outgoing.qsize() == 1)
+        stream = bench.router._streams._streams.find("d0")
+        assert stream is not None
+        await until(lambda: _newest(stream) == 100)
+        assert stream._outgoing.qsize() == 1
         bench.decode.read_gate.open()
         await until(lambda: _partials(bench)[-1:] == [100])
         assert len(_partials(bench)) < 50

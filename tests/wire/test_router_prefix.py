@@ -21,9 +21,9 @@ SHORT = {"max_tokens": 2}
 SECRET = "hush"
 
 
-def _chain(bench: Bench, salt: bytes) -> list[bytes]:
+def _chain(bench: Bench, salt: bytes, prompt: list[int] = PROMPT) -> list[bytes]:
     root = block_hash.root_key(salt, bench.model.fingerprint)
-    return block_hash.chain(root, PROMPT, bench.model.block_size)
+    return block_hash.chain(root, prompt, bench.model.block_size)
 
 
 def _salt(tenant: str = "default") -> bytes:
@@ -148,24 +148,30 @@ async def test_a_scope_is_shared_by_its_tenants_only() -> None:
 
 async def test_another_tenant_s_blocks_move_no_choice() -> None:
     """Which worker a request meets depends on what its own tenant left, not on others' hits."""
-    async with running(num_prefill=3, tenant_secret=SECRET) as bench:
+    # The router shall not remember where it sent the same prompt before.
+    forgets = {"num_prefixes_kept": 1}
+    async with running(num_prefill=3, tenant_secret=SECRET, limits=forgets) as bench:
         lives = {}
         for number, worker in enumerate(bench.prefills):
             await _at(bench, worker, f"n{number}")
             lives[worker.worker_id] = await bench.add_store(f"n{number}")
         before = [await _met(bench, "b", number) for number in range(12)]
         assert set(before) == {"p0", "p1", "p2"}  # ties spread
-        await bench.hold("n2", lives["p2"], _chain(bench, _salt("a")))
+        for number in range(12):
+            await bench.hold("n2", lives["p2"], _chain(bench, _salt("a"), _prompt(number)))
         assert [await _met(bench, "b", number) for number in range(12)] == before
         assert {await _met(bench, "a", number) for number in range(12)} == {"p2"}
 
 
-async def _met(bench: Bench, tenant: str, session: int) -> str:
-    """Which prefill worker a request of that session met."""
+def _prompt(number: int) -> list[int]:
+    """One of many that differ from the first token on."""
+    return [number + 5, *PROMPT]
+
+
+async def _met(bench: Bench, tenant: str, number: int) -> str:
+    """Which prefill worker a request met."""
     before = [len(worker.requests) for worker in bench.prefills]
-    await bench.generate(
-        request(token_ids={"ids": PROMPT}, sampling=SHORT, tenant=tenant, session=f"s{session}")
-    )
+    await bench.generate(request(token_ids={"ids": _prompt(number)}, sampling=SHORT, tenant=tenant))
     (met,) = (
         worker.worker_id
         for worker, num_requests in zip(bench.prefills, before, strict=True)
@@ -182,13 +188,14 @@ async def test_a_degraded_link_is_not_pulled_over_and_not_met_by_choice() -> Non
         for worker in bench.prefills:
             await _at(bench, worker, "n0")
         first, second = bench.prefills
-        chain = _chain(bench, _salt())
-        await bench.hold("n0", lives["n0"], chain[:4])
+        chains = [_chain(bench, _salt(), _prompt(number)) for number in range(8)]
+        for chain in chains:
+            await bench.hold("n0", lives["n0"], chain[:4])
         first.links = [{"node_id": "n0", **slow}]
         await bench.publish(first)
         assert {await _met(bench, "", number) for number in range(8)} == {"p1"}
         # The home store is asked whatever its link; another one only where that is quicker.
-        await bench.hold("n1", lives["n1"], chain)
+        await bench.hold("n1", lives["n1"], chains[0])
         second.links = [{"node_id": "n1", **slow}]
         await bench.publish(second)
         first.is_draining = True

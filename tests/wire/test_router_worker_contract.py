@@ -19,6 +19,7 @@ from services.router.fakes.decode import FakeDecode
 from services.router.fakes.model import FakeModel
 from services.router.fakes.prefill import FakePrefill
 from tests.unit.worker.builders import SALT
+from tests.wire.prefill_call import PrefillCall
 from tests.wire.prefill_decode_pair import (
     WAIT_S,
     RouterStream,
@@ -66,7 +67,7 @@ class Workers:
     ) -> list[prefill_pb2.PrefillReply]:
         """All messages of one call."""
         messages = []
-        async for message in self.prefill.Prefill(request, timeout=WAIT_S):
+        async for message in PrefillCall(self.prefill, request, timeout_s=WAIT_S):
             messages.append(message)
             if self.holds is not None and message.handle.is_partial:
                 self.holds.release()

@@ -21,11 +21,9 @@ import triton
 import triton.language as tl
 
 from baton_kernels.block_rows import BlockRows, Tails
-from baton_kernels.gpu import exact_prefill
 from baton_kernels.gpu.attention_merge import extent, merge, merge_splits
 from baton_kernels.gpu.attention_plan import (
     LOG2_E,
-    MAX_PART_BYTES,
     Config,
     Plan,
     Rotation,
@@ -78,11 +76,13 @@ def attend(
     CR: tl.constexpr, QUANT: tl.constexpr, PER_TOKEN: tl.constexpr, LATENT: tl.constexpr,
     TAILS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
     TREE: tl.constexpr, EXACT: tl.constexpr, SPLIT: tl.constexpr, MERGES: tl.constexpr,
-    OVERLAPS: tl.constexpr, EARLY: tl.constexpr, PREFETCH: tl.constexpr, LINE: tl.constexpr,
+    SERIAL: tl.constexpr, OVERLAPS: tl.constexpr, EARLY: tl.constexpr,
+    PREFETCH: tl.constexpr, LINE: tl.constexpr,
     ROTATES: tl.constexpr, NORMS: tl.constexpr, KV_HEADS: tl.constexpr,
 ):  # fmt: skip
     """See the module, and launch() in the same order for what the arguments are. MERGES 0: no
-    sequence has several splits; 1: the last program merges; 2: merge_splits will. EARLY: lengths
+    sequence has several splits; 1: the last program merges; 2: merge_splits will. SERIAL: a program
+    takes all of its sequence's exact splits, one after the other. EARLY: lengths
     and tables may be read before the wait for the kernel ahead. ROTATES: `query` is all heads
     before their rotation, `ends` are positions, and the newest token is written here."""
     if OVERLAPS:
@@ -147,12 +147,17 @@ def attend(
     )
     index = split - first_split
     begin = first + split * span
-    if EXACT:
+    if SERIAL:
+        index = 0
+        begin = first
+    elif EXACT:
         begin = tl.maximum(split * span, first)
     if index < 0 or begin >= end:
         return
     stop = tl.minimum(begin + span, end)
-    if EXACT:
+    if SERIAL:
+        stop = end
+    elif EXACT:
         stop = tl.minimum((split + 1) * span, end)
 
     table = tables + sequence.to(tl.int64) * table_stride
@@ -221,12 +226,31 @@ def attend(
     if TREE:
         plain = tl.minimum(body, tl.maximum(num_cached // BLOCK_N * BLOCK_N, begin))
     line_starts = tl.where(is_row, q_rows * visible_stride, 0)
-    greatest, total, weighted = walk_positions(
-        q0, q1, greatest, total, weighted, begin, plain,
-        key_base, value_base, ks_base, vs_base, table, visible, line_starts, low, num_cached,
-        k_block_stride, v_block_stride, ks_block_stride, vs_block_stride, scale, cap,
-        D, DV, P, BLOCK_N, D0, D1, DV_WIDTH, QUANT, PER_TOKEN, LATENT, WINDOW, SOFTCAP, 0, EXACT,
-    )  # fmt: skip
+    if SERIAL:
+        for number in tl.range(begin // SPLIT, (stop + SPLIT - 1) // SPLIT):
+            its_greatest, its_total, its_weighted = walk_positions(
+                q0, q1,
+                tl.full([BLOCK_M], float("-inf"), tl.float32),
+                tl.zeros([BLOCK_M], tl.float32),
+                tl.zeros([BLOCK_M, DV_WIDTH], tl.float32),
+                tl.maximum(number * SPLIT, begin), tl.minimum((number + 1) * SPLIT, stop),
+                key_base, value_base, ks_base, vs_base, table, visible, line_starts, low,
+                num_cached,
+                k_block_stride, v_block_stride, ks_block_stride, vs_block_stride, scale, cap,
+                D, DV, P, BLOCK_N, D0, D1, DV_WIDTH, QUANT, PER_TOKEN, LATENT, WINDOW, SOFTCAP, 0,
+                EXACT,
+            )  # fmt: skip
+            greatest, total, weighted = merge_parts(
+                greatest, total, weighted, its_greatest, its_total, its_weighted
+            )
+    else:
+        greatest, total, weighted = walk_positions(
+            q0, q1, greatest, total, weighted, begin, plain,
+            key_base, value_base, ks_base, vs_base, table, visible, line_starts, low, num_cached,
+            k_block_stride, v_block_stride, ks_block_stride, vs_block_stride, scale, cap,
+            D, DV, P, BLOCK_N, D0, D1, DV_WIDTH, QUANT, PER_TOKEN, LATENT, WINDOW, SOFTCAP, 0,
+            EXACT,
+        )  # fmt: skip
     if TREE:
         greatest, total, weighted = walk_positions(
             q0, q1, greatest, total, weighted, plain, body,
@@ -251,7 +275,7 @@ def attend(
 
     # the end: alone, or with the others' parts
     if MERGES == 0 or num_used == 1:
-        if EXACT:  # as the first of several: that it is the only one must not show
+        if EXACT and not SERIAL:  # as the first of several: that it is the only one must not show
             greatest, total, weighted = merge_parts(
                 tl.full([BLOCK_M], float("-inf"), tl.float32),
                 tl.zeros([BLOCK_M], tl.float32),
@@ -333,17 +357,9 @@ def launch(
     group = out.shape[1] // rows.num_heads
     plan = plan_launch(
         rows, block_tables, ends.shape[0], group, max_num_nodes, query.dtype,
-        window=window, exact=exact, is_tree=tree is not None, config=config,
-        num_splits=num_splits,
+        window=window, exact=exact, is_tree=tree is not None, has_tails=tails is not None,
+        config=config, num_splits=num_splits,
     )  # fmt: skip
-    if exact and plan.part_bytes > MAX_PART_BYTES and tree is None and not rows.dtype:
-        # Chunks of one token: a program takes all splits of a sequence in turn. The same bits.
-        exact_prefill.launch(
-            query, rows, block_tables,
-            torch.arange(len(ends) + 1, dtype=torch.int32, device=ends.device), ends - 1, out,
-            max_query_len=1, scaling=scaling, window=window, softcap=softcap, sinks=sinks,
-        )  # fmt: skip
-        return
     parts = norms = torch.empty(0, device=query.device)
     counters = ends
     if plan.num_splits > 1:
@@ -423,7 +439,7 @@ def _launch_attend(
         QUANT=_quant(rows), PER_TOKEN=rows.scales_per_row > 1,
         LATENT=rows.is_latent, TAILS=tails is not None, WINDOW=window is not None,
         SOFTCAP=softcap is not None, SINKS=sinks is not None, TREE=tree is not None,
-        EXACT=exact, SPLIT=SPLIT_POSITIONS, MERGES=plan.merges,
+        EXACT=exact, SPLIT=SPLIT_POSITIONS, MERGES=plan.merges, SERIAL=plan.is_serial,
         num_warps=plan.config.num_warps, num_stages=plan.config.num_stages,
         enable_fp_fusion=not exact,
         PREFETCH=plan.num_prefetched, LINE=128 // rows.keys.itemsize,

@@ -23,7 +23,21 @@ from baton_kernels.gpu.attention_tiles import (
 LOG2_E = 1.4426950408889634
 
 MAX_PART_BYTES = 256 << 20
-"""Of a launch's parts: exact attention of many long sequences goes without them."""
+"""Of a launch's parts: exact attention of long sequences goes without them."""
+
+_SERIAL_SHARE = 1.5
+"""Sequences' programs for each multiprocessor from which on exact ones are not cut: a part costs a
+program that much more than its bytes."""
+
+LONG_POSITIONS = 4096
+SPAN_POSITIONS = 1024
+"""Splits that could be longer than the first are cut to the second, shared by as many programs as
+fill the device. One program reads some 30 bytes a nanosecond: of a launch whose sequences fill the
+device by their number, one that is far longer than the others would be its whole time (seen: a
+sequence of 8192 positions beside 16 short ones cost 0.18 ms more in each layer)."""
+
+_MAX_LONG_PART_BYTES = 64 << 20
+"""Of a launch that is cut for that alone."""
 
 _MAX_FUSED_NUMBERS = 2048
 """Of a part: one that is larger is merged by a kernel of its own."""
@@ -102,11 +116,15 @@ def num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def config_for(rows: BlockRows, num_rows: int, dtype: torch.dtype, exact: bool) -> Config:
+def config_for(
+    rows: BlockRows, num_rows: int, dtype: torch.dtype, exact: bool, *, fills: bool = True
+) -> Config:
     """By shapes alone, never by measuring: numbers must not differ between workers or runs.
 
     Args:
         num_rows: query rows of a kv head in one sequence: its group, times its nodes.
+        fills: there is more than one program for each multiprocessor without splitting. Where there
+            is not, each has more of the shared memory for tiles on their way.
     """
     width = max(rows.k_head_dim, rows.v_head_dim) * dtype.itemsize // 2
     if dtype == torch.float32:  # its products use no matrix unit: small tiles
@@ -118,7 +136,7 @@ def config_for(rows: BlockRows, num_rows: int, dtype: torch.dtype, exact: bool) 
     if width <= 128 and rows.dtype:
         return Config(block_m, 128, 4, 3)
     if width <= 128 and block_m == 16:
-        return Config(block_m, 32, 2, 4)
+        return Config(block_m, 32, 2, 4 if fills else 6)
     return Config(block_m, 32, 4, 3)
 
 
@@ -128,6 +146,19 @@ def plan_splits(num_pairs: int, max_positions: int, min_split_positions: int, sm
     turn of its own."""
     wanted = max(1, round(2 * sms / num_pairs))
     return min(wanted, -(-max_positions // min_split_positions))
+
+
+def cut_long(num_splits: int, min_split: int, max_positions: int) -> tuple[int, int]:
+    """(splits of a sequence at most, positions of a split at least), where some sequence may be far
+    longer than the others. Programs beyond a sequence's end leave at once.
+
+    Args:
+        num_splits: as `plan_splits` has it, for sequences that are alike.
+    """
+    if -(-max_positions // num_splits) <= LONG_POSITIONS:
+        return num_splits, min_split
+    min_split = max(min_split, SPAN_POSITIONS // num_splits)
+    return -(-max_positions // min_split), min_split
 
 
 @dataclass(frozen=True)
@@ -144,6 +175,8 @@ class Plan:
     min_split: int
     """Positions of a split, at least."""
     grid: tuple[int, int, int]
+    is_serial: bool
+    """A program takes all exact splits of its sequence."""
     merges: int
     """0: no splits; 1: in the same kernel; 2: in one of its own."""
     pitch: int
@@ -160,8 +193,6 @@ class Plan:
     """and in the second one, padded; 0: none."""
     dv_width: int
     """Columns of values, padded."""
-    part_bytes: int
-    """Of all parts."""
     num_prefetched: int
     """Blocks that a program asks L2 for, a power of two."""
 
@@ -177,24 +208,41 @@ def plan_launch(
     window: int | None,
     exact: bool,
     is_tree: bool,
+    has_tails: bool,
     config: Config | None,
     num_splits: int | None,
 ) -> Plan:
     """See gpu/attention.py's launch for the arguments; `group`: query heads of a kv head."""
-    config = config or config_for(rows, group * max_num_nodes, dtype, exact)
+    fills = num_sequences * rows.num_heads > num_sms(block_tables.device) or is_tree
+    config = config or config_for(rows, group * max_num_nodes, dtype, exact, fills=fills)
     num_m_blocks = -(-group * max_num_nodes // config.block_m)
     num_pairs = num_sequences * rows.num_heads * num_m_blocks
     max_positions = block_tables.shape[1] * rows.block_size
+    is_serial = False
+    pitch = config.block_m if is_tree else min(group, config.block_m)
     if exact:
         num_splits, min_split = -(-max_positions // SPLIT_POSITIONS), SPLIT_POSITIONS
+        # The same bits: one program or several, that is a matter of filling the device, and of not
+        # waiting for one sequence that is far longer than the others.
+        fills = num_pairs >= _SERIAL_SHARE * num_sms(block_tables.device)
+        fills = fills and max_positions <= LONG_POSITIONS
+        is_large = _part_bytes(num_pairs, num_splits, pitch, rows) > MAX_PART_BYTES
+        if (fills or is_large) and not is_tree and not has_tails:
+            is_serial, num_splits = True, 1
     else:
         if window is not None:
             max_positions = min(max_positions, window + max_num_nodes + config.block_n)
         sms = num_sms(block_tables.device)
         min_split = config.min_split_positions
-        num_splits = num_splits or plan_splits(num_pairs, max_positions, min_split, sms)
+        if num_splits is None:
+            num_splits = plan_splits(num_pairs, max_positions, min_split, sms)
+            num_splits, min_split = cut_long(num_splits, min_split, max_positions)
+            while (
+                num_splits > 1
+                and _part_bytes(num_pairs, num_splits, pitch, rows) > _MAX_LONG_PART_BYTES
+            ):
+                num_splits, min_split = -(-num_splits // 2), 2 * min_split
     d0, d1, dv_width = widths(rows)
-    pitch = config.block_m if is_tree else min(group, config.block_m)
     num_merged_rows = 1 << (pitch - 1).bit_length()
     merges_apart = (
         config.merges_apart
@@ -209,6 +257,7 @@ def plan_launch(
         num_splits=num_splits,
         min_split=min_split,
         grid=(rows.num_heads * num_m_blocks, num_sequences, num_splits),
+        is_serial=is_serial,
         merges=0 if num_splits == 1 else 2 if merges_apart else 1,
         pitch=pitch,
         num_merged_rows=num_merged_rows,
@@ -217,9 +266,12 @@ def plan_launch(
         d0=d0,
         d1=d1,
         dv_width=dv_width,
-        part_bytes=0 if num_splits == 1 else 4 * num_pairs * num_splits * pitch * rows.v_head_dim,
         num_prefetched=1 << (max(1, config.prefetch_positions // rows.block_size) - 1).bit_length(),
     )
+
+
+def _part_bytes(num_pairs: int, num_splits: int, pitch: int, rows: BlockRows) -> int:
+    return 4 * num_pairs * num_splits * pitch * rows.v_head_dim
 
 
 def widths(rows: BlockRows) -> tuple[int, int, int]:

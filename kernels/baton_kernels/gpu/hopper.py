@@ -1,7 +1,8 @@
-"""What gpu/hopper_prefill.py can run. Imports nothing that another GPU, or another Triton, lacks.
+"""What gpu/hopper_prefill.py and gpu/hopper_gated.py can run. Imports nothing that another GPU, or
+another Triton, lacks.
 
-That kernel is written in Gluon, Triton's lower language, whose names still change: it runs under
-the Triton that it was tested with. No state; any thread.
+Those kernels are written in Gluon, Triton's lower language, whose names still change: they run
+under the Triton that they were tested with. No state; any thread.
 """
 
 from __future__ import annotations
@@ -21,6 +22,21 @@ NUM_KEYS = 128
 
 GROUP_ROWS = 64
 """Rows of queries of a group of warps: what one matrix instruction takes."""
+
+GATED_ROWS, GATED_COLUMNS, GATED_DEPTH = 128, 128, 64
+"""Of a tile of gpu/hopper_gated.py: rows of x, columns of the result, columns of x at a time."""
+
+
+def can_gate(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> bool:
+    """Are this GPU and this product gpu/hopper_gated.py's? Whole tiles but for rows of x."""
+    return (
+        x.is_cuda
+        and x.dtype == torch.bfloat16
+        and out.shape[1] % GATED_COLUMNS == 0
+        and x.shape[1] % GATED_DEPTH == 0
+        and all(one.stride(0) % 8 == 0 and one.data_ptr() % 16 == 0 for one in (x, weight, out))
+        and _is_hopper(x.device)
+    )
 
 
 def can_run(query: torch.Tensor, rows: BlockRows) -> bool:

@@ -176,27 +176,48 @@ def _attend_rows(
     gl.store(out + target[:, None] + dim[None, :], result, mask=live[:, None])
 
 
+@gluon.jit
+def _find(query_starts, num_sequences, TOKENS: gl.constexpr):
+    """Whose tile this program's is: tiles of sequence after sequence, as many as each has. Returns:
+    (sequence, its first row, its tokens, tile; -1: there are no more)."""
+    place = gl.program_id(1)
+    before = 0
+    sequence = 0
+    first_row = 0
+    num_tokens = 0
+    tile = -1
+    begin = gl.load(query_starts)
+    for number in range(num_sequences):
+        end = gl.load(query_starts + number + 1)
+        after = before + (end - begin + TOKENS - 1) // TOKENS
+        is_it = (before <= place) & (place < after)
+        sequence = gl.where(is_it, number, sequence)
+        first_row = gl.where(is_it, begin, first_row)
+        num_tokens = gl.where(is_it, end - begin, num_tokens)
+        # The last tile sees most keys: the longest programs begin first.
+        tile = gl.where(is_it, after - 1 - place, tile)
+        before = after
+        begin = end
+    return sequence, first_row, num_tokens, tile
+
+
 @gluon.jit(
-    do_not_specialize=["table_stride"],
+    do_not_specialize=["table_stride", "num_sequences"],
     do_not_specialize_on_alignment=["block_tables", "query_starts", "starts"],
 )
 def _attend_paged(
     query, keys, values, out, block_tables, query_starts, starts,
     query_stride, query_head_stride, out_stride, out_head_stride, table_stride,
-    rows_per_block, head_step, pitch, factor,
+    rows_per_block, head_step, pitch, factor, num_sequences,
     G: gl.constexpr, D: gl.constexpr, N: gl.constexpr, P: gl.constexpr, ROWS: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
     TOKENS: gl.constexpr = 2 * ROWS // G
     TILES: gl.constexpr = STAGES * (D // 64) * (N // P)
     kv_head = gl.program_id(0)
-    # The last tile sees most keys: the longest programs begin first.
-    tile = gl.num_programs(1) - 1 - gl.program_id(1)
-    sequence = gl.program_id(2)
-    first_row = gl.load(query_starts + sequence)
-    num_tokens = gl.load(query_starts + sequence + 1) - first_row
+    sequence, first_row, num_tokens, tile = _find(query_starts, num_sequences, TOKENS)
     first = tile * TOKENS
-    if first < num_tokens:
+    if tile >= 0:
         start = gl.load(starts + sequence)
         end = start + gl.minimum(first + TOKENS, num_tokens)
         num_tiles = (end + N - 1) // N
@@ -256,8 +277,8 @@ def prefill_attention(
     scaling: float,
     out: torch.Tensor,
 ) -> None:
-    """See prefill_attention.prefill_attention: plain causal attention, where
-    `hopper.can_run`."""
+    """See prefill_attention.prefill_attention: plain causal attention, where `hopper.can_run`. A
+    sequence without tokens costs nothing."""
     if starts.shape[0] == 0 or max_query_len == 0 or rows.values is None:
         return
     num_heads, dim = query.shape[1:]
@@ -271,10 +292,11 @@ def prefill_attention(
         TensorDescriptor(x, [num_tokens, dim], [dim, 1], block, layout)
         for x in (rows.keys, rows.values)
     ]
-    tiles = -(-max_query_len // (2 * GROUP_ROWS // group))
-    _attend_paged[(rows.num_heads, tiles, starts.shape[0])](
+    # As many as all rows fill, and one that is not full for each sequence.
+    tiles = query.shape[0] // (2 * GROUP_ROWS // group) + starts.shape[0]
+    _attend_paged[(rows.num_heads, tiles)](
         query, *described, out, block_tables, query_starts, starts, query.stride(0),
         query.stride(1), out.stride(0), out.stride(1), block_tables.stride(0),
-        rows.rows_per_block, rows.head_step, pitch, scaling * _LOG2_E, G=group, D=dim, N=NUM_KEYS,
-        P=size, ROWS=GROUP_ROWS, STAGES=_NUM_STAGES, num_warps=4,
+        rows.rows_per_block, rows.head_step, pitch, scaling * _LOG2_E, starts.shape[0],
+        G=group, D=dim, N=NUM_KEYS, P=size, ROWS=GROUP_ROWS, STAGES=_NUM_STAGES, num_warps=4,
     )  # fmt: skip

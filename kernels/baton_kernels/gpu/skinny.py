@@ -16,6 +16,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from baton_kernels.gpu.gate import silu_times
+
 
 @triton.jit  # type: ignore[untyped-decorator]
 def prefetch_rows(  # type: ignore[no-untyped-def]
@@ -51,6 +53,10 @@ def skinny_kernel(  # type: ignore[no-untyped-def]
     weight_scales,
     partials,
     counters,
+    squares,
+    next_weight,
+    next_scaled,
+    next_squares,
     M,
     N,
     K,
@@ -58,10 +64,14 @@ def skinny_kernel(  # type: ignore[no-untyped-def]
     weight_stride,
     out_stride,
     residual_stride,
+    norm_eps,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     HAS_SCALES: tl.constexpr,
+    NUM_RUNS: tl.constexpr,
+    LEAVES: tl.constexpr,
     IS_GATED: tl.constexpr,
+    ROUNDS: tl.constexpr,
     IS_EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -82,7 +92,9 @@ def skinny_kernel(  # type: ignore[no-untyped-def]
 
     Grid: (tiles of M times tiles of N, SPLIT_K); a program reads NUM_STEPS * BLOCK_K columns, that
     NUM_PARTS times: a sum of parts has the same bits whether they are computed by several programs
-    or by one. UPCASTS: for Triton's interpreter, whose product takes float32 alone.
+    or by one. NUM_RUNS > 0: x's rows are half normed, and `squares` has so many sums of each.
+    LEAVES: the result is left half normed, too (half_norm.py). ROUNDS: SwiGLU is of the sums as
+    they would be stored. UPCASTS: for Triton's interpreter, whose product takes float32 alone.
     """
     tile = tl.program_id(0)
     split = tl.program_id(1)
@@ -121,6 +133,9 @@ def skinny_kernel(  # type: ignore[no-untyped-def]
             if IS_GATED:
                 prefetch_rows(weight, rows + N, weight_stride, first, end, PREFETCH, LINE)
         tl.extra.cuda.gdc_wait()
+    sums = 0.0
+    if NUM_RUNS > 0:  # asked for early: they are there when the products are
+        sums = read_squares(squares, m, M, NUM_RUNS)
     acc, acc_up = accumulate(
         w, up, weight_rows, up_rows, x_rows, is_row, k, end,
         IS_GATED, IS_EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, K_WARPS, NUM_STEPS, NUM_STAGES,
@@ -158,10 +173,41 @@ def skinny_kernel(  # type: ignore[no-untyped-def]
                     acc_up += tl.load(up_base + index * tile_size + place, cache_modifier=".cg")
             tl.store(counters + tile, 0)
     if is_last:
-        finish(
+        if NUM_RUNS > 0:
+            factor = tl.rsqrt(tl.sum(sums, axis=0) / K + norm_eps)[None, :]
+            acc *= factor
+            acc_up *= factor
+        result = finish(
             acc, acc_up, m, n, out, bias, residual, x_scales, weight_scales,
-            M, N, out_stride, residual_stride, HAS_BIAS, HAS_RESIDUAL, HAS_SCALES, IS_GATED,
+            M, N, out_stride, residual_stride, HAS_BIAS, HAS_RESIDUAL, HAS_SCALES, IS_GATED, ROUNDS,
         )  # fmt: skip
+        if LEAVES:
+            run = tile % group_size // height
+            leave_half_norm(result, m, n, run, next_weight, next_scaled, next_squares, M, N)
+
+
+@triton.jit
+def read_squares(squares, m, M, NUM_RUNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[runs, rows], zeros beyond them."""
+    PADDED: tl.constexpr = triton.next_power_of_2(NUM_RUNS)
+    runs = tl.arange(0, PADDED)[:, None]
+    return tl.load(
+        squares + runs * M + m[None, :], mask=(runs < NUM_RUNS) & (m < M)[None, :], other=0.0
+    )
+
+
+@triton.jit
+def leave_half_norm(  # type: ignore[no-untyped-def]
+    result, m, n, run, next_weight, next_scaled, next_squares, M, N
+):
+    """Of a tile of the result as it was stored: its rows times the next norm's weight, and their
+    squares' sums."""
+    wide = tl.where((n < N)[:, None], result.to(tl.float32), 0.0)
+    scale = tl.load(next_weight + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+    inside = (n < N)[:, None] & (m < M)[None, :]
+    place = m[None, :].to(tl.int64) * N + n[:, None]
+    tl.store(next_scaled + place, (wide * scale).to(next_scaled.dtype.element_ty), mask=inside)
+    tl.store(next_squares + run * M + m, tl.sum(wide * wide, axis=0), mask=m < M)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -296,9 +342,10 @@ def finish(  # type: ignore[no-untyped-def]
     HAS_RESIDUAL: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     IS_GATED: tl.constexpr,
+    ROUNDS: tl.constexpr,
 ):
     """What follows the product, in float32: scales, bias, SiLU, residual; then the
-    store."""
+    store. Returns: what was stored."""
     is_n = n < N
     inside = is_n[:, None] & (m < M)[None, :]
     if HAS_SCALES:
@@ -311,9 +358,16 @@ def finish(  # type: ignore[no-untyped-def]
         if IS_GATED:
             acc_up += tl.load(bias + N + n, mask=is_n, other=0.0).to(tl.float32)[:, None]
     if IS_GATED:
-        acc = acc * tl.sigmoid(acc) * acc_up
+        if ROUNDS:
+            acc = acc.to(out.dtype.element_ty).to(tl.float32)
+            acc_up = acc_up.to(out.dtype.element_ty).to(tl.float32)
+            acc = silu_times(acc, acc_up)
+        else:
+            acc = acc * tl.sigmoid(acc) * acc_up
     if HAS_RESIDUAL:
         place = m[None, :].to(tl.int64) * residual_stride + n[:, None]
         acc += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
     place = m[None, :].to(tl.int64) * out_stride + n[:, None]
-    tl.store(out + place, acc.to(out.dtype.element_ty), mask=inside)
+    result = acc.to(out.dtype.element_ty)
+    tl.store(out + place, result, mask=inside)
+    return result

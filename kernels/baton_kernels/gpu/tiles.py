@@ -200,6 +200,13 @@ def exact_tile(num_rows: int, width: int, depth: int) -> Tile:
     return Tile(256, 128, 64, 1, 8, 4, group_m=8, prefetch_bytes=0)
 
 
+def exact_gated_tile(num_rows: int, height: int, depth: int, element_bytes: int) -> Tile | None:
+    """For SwiGLU in the product's launch: the order of the product by itself. None: no room."""
+    if element_bytes == 4 or num_rows > 64:
+        return None
+    return exact_tile(num_rows, height, depth)
+
+
 def split_for(
     width: int, block_n: int, depth: int, block_k: int, num_programs: int = 264, most: int = 8
 ) -> int:

@@ -5,6 +5,7 @@ asyncio loop.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,20 +13,30 @@ from typing import Any
 import grpc.aio
 
 from process import serving
-from process.errors import BatonError
+from process.errors import BatonError, NoCapacity, Unavailable
 from protos import common_pb2, decode_pb2, decode_pb2_grpc
 from services.router.fakes.gate import Gate
 from services.router.fakes.model import FakeModel, logprobs
 from services.router.fakes.worker import Context, FakeWorker
 
+Events = asyncio.Queue[decode_pb2.DecodeEvent | None]
 
-@dataclass
+
+@dataclass(eq=False)
 class _Leg:
     reserve: decode_pb2.ReserveDecode
+    table: dict[int, _Leg]
+    """Of its stream."""
+    key: int
+    events: Events
     task: asyncio.Task[None] | None = None
     outputs: list[list[int]] = field(default_factory=list)
     open: set[int] = field(default_factory=set)
     """Samples that go on."""
+    num_blocks: int = 0
+    is_generating: bool = False
+    is_alone: bool = False
+    """It computes the prompt itself."""
 
 
 class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
@@ -45,32 +56,86 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         """Output position at which the token gate closes by itself."""
         self.error: BatonError | None = None
         """Answers reservations instead of blocks."""
+        self.num_tokens_local = 0
+        """Prompt tokens that it says to have, of each request."""
+        self.most_taken = 0
+        """Blocks that were reserved at once."""
         self.generated: list[decode_pb2.GenerateFromHandle] = []
         self.prefetched: list[tuple[str, common_pb2.KvHandle]] = []
         """Partial handles by request id of the reservation, in the order in which they came."""
+        self.traceparents: list[str] = []
+        """Of the reservations, in their order."""
         self.num_misplaced = 0
         """Prefetches for a key that generates, or that the router has cancelled itself."""
+        self.moved: list[decode_pb2.DecodeMoved] = []
+        """What it said of requests that it moved."""
+        self.store_address = ""
+        """Store that the handles of those say to hold leases of."""
         self.num_reserved = 0
         self.num_refused = 0
         self.num_cancelled = 0
         self.num_samples_cancelled = 0
         self.num_streams = 0
         self.num_open = 0
+        self._legs: list[_Leg] = []
         self.idle = asyncio.Event()
         self.idle.set()
+
+    @property
+    def num_generating(self) -> int:
+        """Requests that draw, whichever router they are of."""
+        return sum(leg.is_generating for leg in self._legs)
+
+    def move_all(self, *, with_handles: bool = True, num_lost: int = 0) -> None:
+        """Leave as a draining worker does: what runs is moved, what only holds blocks is given up,
+        nothing new is taken. `num_lost`: tokens that it says to have sent, but did not.
+        """
+        self.is_draining = True
+        self.error = Unavailable(f"{self.worker_id} is leaving", retry_after_s=0.0)
+        for leg in list(self._legs):
+            self._end(leg.table, leg.key)
+            if leg.is_generating:
+                moved = self._moved(leg, with_handle=with_handles, num_lost=num_lost)
+                self.moved.append(moved)
+                leg.events.put_nowait(decode_pb2.DecodeEvent(key=leg.key, moved=moved))
+            else:
+                failed = _failed(self.error)
+                leg.events.put_nowait(decode_pb2.DecodeEvent(key=leg.key, failed=failed))
+
+    def _moved(self, leg: _Leg, *, with_handle: bool, num_lost: int) -> decode_pb2.DecodeMoved:
+        num_prompt_tokens = len(leg.reserve.prompt_token_ids)
+        moved = decode_pb2.DecodeMoved(
+            num_output_tokens=[len(output) + num_lost for output in leg.outputs],
+            leg=self.leg(num_prompt_tokens, is_computed=leg.is_alone),
+            times=[common_pb2.StageTime(stage="decode", seconds=1e-6)],
+            reason="draining",
+        )
+        if with_handle and len(leg.outputs) == 1:
+            moved.handle.request_id = leg.reserve.request_id
+            moved.handle.num_tokens = num_prompt_tokens + len(leg.outputs[0]) - 1
+            moved.handle.nonce = os.urandom(16)
+            if self.store_address:
+                moved.handle.runs.add(store_address=self.store_address, lease_id="lease-moved")
+        return moved
+
+    def _blocks_for(self, reserve: decode_pb2.ReserveDecode) -> int:
+        tokens = len(reserve.prompt_token_ids) + reserve.sampling.max_tokens - 1
+        return -(-tokens // self.model.block_size)
 
     @serving.streaming
     async def Stream(
         self, commands: AsyncIterator[decode_pb2.DecodeCommand], context: Context
     ) -> AsyncIterator[decode_pb2.DecodeEvents]:
-        events: asyncio.Queue[decode_pb2.DecodeEvent | None] = asyncio.Queue()
+        events: Events = asyncio.Queue()
         legs: dict[int, _Leg] = {}
         self.num_streams += 1
         reader = asyncio.create_task(self._obey(commands, legs, events))
         try:
             while (event := await events.get()) is not None:
                 yield decode_pb2.DecodeEvents(
-                    events=[event], num_free_blocks=1000, num_running=len(legs)
+                    events=[event],
+                    num_free_blocks=self.num_free_blocks,
+                    num_running=self.num_generating,
                 )
         finally:
             self.num_streams -= 1
@@ -87,7 +152,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         self,
         commands: AsyncIterator[decode_pb2.DecodeCommand],
         legs: dict[int, _Leg],
-        events: asyncio.Queue[decode_pb2.DecodeEvent | None],
+        events: Events,
     ) -> None:
         cancelled: set[int] = set()
         async for command in commands:
@@ -96,7 +161,9 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
             if kind == "prefetch":
                 self._prefetch(command, legs.get(key), was_cancelled=key in cancelled)
             elif kind == "reserve":
-                legs[key] = _Leg(command.reserve)
+                self.traceparents.append(command.reserve.traceparent)
+                legs[key] = _Leg(command.reserve, legs, key, events)
+                self._legs.append(legs[key])
                 self.num_open += 1
                 self.idle.clear()
                 legs[key].task = asyncio.create_task(self._reserve(legs, key, events))
@@ -130,7 +197,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         self,
         legs: dict[int, _Leg],
         key: int,
-        events: asyncio.Queue[decode_pb2.DecodeEvent | None],
+        events: Events,
     ) -> None:
         leg = self._end(legs, key)
         finished = decode_pb2.DecodeFinished(
@@ -143,30 +210,33 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         self,
         legs: dict[int, _Leg],
         key: int,
-        events: asyncio.Queue[decode_pb2.DecodeEvent | None],
+        events: Events,
     ) -> None:
         await self.reserve_gate.passed()
-        if self.error is None:
+        leg, error = legs[key], self.error
+        num_blocks = self._blocks_for(leg.reserve)
+        if error is None and num_blocks > self.num_free_blocks:
+            error = NoCapacity("no room for so many blocks")
+        if error is None:
             self.num_reserved += 1
-            events.put_nowait(decode_pb2.DecodeEvent(key=key, reserved=decode_pb2.DecodeReserved()))
+            leg.num_blocks = num_blocks
+            self.num_blocks_taken += num_blocks
+            self.most_taken = max(self.most_taken, self.num_blocks_taken)
+            reserved = decode_pb2.DecodeReserved(num_tokens_local=self.num_tokens_local)
+            events.put_nowait(decode_pb2.DecodeEvent(key=key, reserved=reserved))
             return
         self.num_refused += 1
-        code, message = serving.status_of(self.error)
-        failed = decode_pb2.DecodeFailed(
-            code=serving.code_number(code),
-            message=message,
-            retry_after_s=self.error.retry_after_s,
-        )
         self._end(legs, key, by_itself=True)
-        events.put_nowait(decode_pb2.DecodeEvent(key=key, failed=failed))
+        events.put_nowait(decode_pb2.DecodeEvent(key=key, failed=_failed(error)))
 
     async def _generate(
         self,
         legs: dict[int, _Leg],
         key: int,
-        events: asyncio.Queue[decode_pb2.DecodeEvent | None],
+        events: Events,
     ) -> None:
         leg = legs[key]
+        leg.is_generating = True
         while True:
             if max(map(len, leg.outputs)) == self.pause_at:
                 self.token_gate.close()
@@ -181,7 +251,11 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
                     token_ids=tokens.token_ids,
                     logprobs=tokens.logprobs,
                     finish_reason=tokens.finish_reason,
-                    leg=self.leg(len(leg.reserve.prompt_token_ids), is_computed=False),
+                    leg=self.leg(
+                        len(leg.reserve.prompt_token_ids),
+                        is_computed=leg.is_alone,
+                        num_local=self.num_tokens_local,
+                    ),
                     times=[common_pb2.StageTime(stage="decode", seconds=1e-6)],
                 )
                 if tokens.HasField("stop_token_id"):
@@ -211,6 +285,8 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
 
     def _end(self, legs: dict[int, _Leg], key: int, *, by_itself: bool = False) -> _Leg:
         leg = legs.pop(key)
+        self.num_blocks_taken -= leg.num_blocks
+        self._legs.remove(leg)
         if leg.task is not None and not by_itself:
             leg.task.cancel()
         self.num_open -= 1
@@ -223,8 +299,16 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         add(self, server)
 
 
+def _failed(error: BatonError) -> decode_pb2.DecodeFailed:
+    code, message = serving.status_of(error)
+    return decode_pb2.DecodeFailed(
+        code=serving.code_number(code), message=message, retry_after_s=error.retry_after_s
+    )
+
+
 def _take_over(leg: _Leg, command: decode_pb2.GenerateFromHandle) -> None:
     """What was drawn already, and who goes on."""
+    leg.is_alone = command.computes_prompt
     if not command.outputs:
         leg.outputs, leg.open = [list(command.output_token_ids)], {0}
         return

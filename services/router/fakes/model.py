@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -38,6 +39,13 @@ class FakeModel:
         seed = repr((params.seed, tuple(prompt), position, sample_index)).encode()
         number = int.from_bytes(hashlib.blake2b(seed, digest_size=8).digest(), "little")
         return self.alphabet[number % len(self.alphabet)]
+
+    def embedding(self, prompt: Sequence[int]) -> list[float]:
+        """Four numbers of length 1."""
+        digest = hashlib.blake2b(repr(tuple(prompt)).encode(), digest_size=4).digest()
+        numbers = [byte - 127.5 for byte in digest]
+        length = math.hypot(*numbers)
+        return [number / length for number in numbers]
 
     def reason(
         self, token_id: int, params: common_pb2.SamplingParams, num_output_tokens: int

@@ -1,15 +1,19 @@
-"""A prefill worker without a model. Law: `num_active` calls are under way. One asyncio loop."""
+"""A prefill worker without a model. Law: `num_active` prompts have not had their last word. One
+asyncio loop.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import grpc.aio
 
 from process import serving
-from process.errors import BatonError
+from process.errors import BatonError, Cancelled
 from protos import common_pb2, prefill_pb2, prefill_pb2_grpc
 from services.router.fakes.gate import Gate
 from services.router.fakes.model import FakeModel, logprobs
@@ -31,8 +35,6 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
         """Partial handles between the first tokens and the account."""
         self.account_gate = Gate()
         """Between the token and the account."""
-        self.end_gate = Gate()
-        """Between the account and the end of the call."""
         self.account_error: BatonError | None = None
         """Raised instead of the account."""
         self.error: BatonError | None = None
@@ -41,40 +43,96 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
         self.store_address = ""
         """Store that its handles say to hold leases of."""
         self.requests: list[prefill_pb2.PrefillRequest] = []
+        self.traceparents: list[str] = []
+        """Of the prompts, in their order; empty for one without."""
         self.num_active = 0
         self.num_cancelled = 0
+        self.num_cancelled_late = 0
+        """Cancels of prompts whose last word was said."""
         self.idle = asyncio.Event()
         self.idle.set()
 
-    @serving.unary
-    async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Context) -> None:
+    @serving.streaming
+    async def Stream(
+        self, commands: AsyncIterator[prefill_pb2.PrefillCommand], context: Context
+    ) -> AsyncIterator[prefill_pb2.PrefillEvents]:
+        events: asyncio.Queue[prefill_pb2.PrefillEvent | None] = asyncio.Queue()
+        tasks: dict[int, asyncio.Task[None]] = {}
+        reader = asyncio.create_task(self._obey(commands, tasks, events))
+        try:
+            while (event := await events.get()) is not None:
+                yield prefill_pb2.PrefillEvents(events=[event])
+        finally:
+            reader.cancel()
+            for task in tasks.values():
+                task.cancel()
+
+    async def _obey(
+        self,
+        commands: AsyncIterator[prefill_pb2.PrefillCommand],
+        tasks: dict[int, asyncio.Task[None]],
+        events: asyncio.Queue[prefill_pb2.PrefillEvent | None],
+    ) -> None:
+        async for command in commands:
+            key = command.key
+            if command.WhichOneof("command") == "prefill":
+                tasks[key] = asyncio.create_task(self._live(key, command.prefill, events))
+                tasks[key].add_done_callback(partial(_forget, tasks, key))
+            elif key in tasks:
+                tasks[key].cancel()
+            else:
+                self.num_cancelled_late += 1
+        events.put_nowait(None)
+
+    async def _live(
+        self,
+        key: int,
+        request: prefill_pb2.PrefillRequest,
+        events: asyncio.Queue[prefill_pb2.PrefillEvent | None],
+    ) -> None:
         self.requests.append(request)
+        self.traceparents.append(request.traceparent)
         self.num_active += 1
         self.idle.clear()
+        problem: BatonError | None = None
         try:
-            for message in self._partials(request, 0, self.num_partials):
-                await context.write(message)
-            await self.gate.passed()
-            firsts = [self._first(request, index) for index in range(request.sampling.n or 1)]
-            for index, first in enumerate(firsts):
-                if self.error is not None and index == self.error_after:
-                    raise self.error
-                await context.write(first)
-            for message in self._partials(request, self.num_partials, self.num_late_partials):
-                await context.write(message)
-            await self.account_gate.passed()
-            if self.account_error is not None:
-                raise self.account_error
-            is_over = all(first.finish_reason for first in firsts)
-            await context.write(self._last(request, is_over=is_over))
-            await self.end_gate.passed()
+            async for reply in self._replies(request):
+                events.put_nowait(prefill_pb2.PrefillEvent(key=key, reply=reply))
         except asyncio.CancelledError:
             self.num_cancelled += 1
-            raise
+            problem = Cancelled("cancelled")
+        except BatonError as error:
+            problem = error
         finally:
             self.num_active -= 1
             if not self.num_active:
                 self.idle.set()
+        if problem is not None:
+            code, message = serving.status_of(problem)
+            failed = prefill_pb2.PrefillFailed(
+                code=serving.code_number(code),
+                message=message,
+                retry_after_s=problem.retry_after_s,
+            )
+            events.put_nowait(prefill_pb2.PrefillEvent(key=key, failed=failed))
+
+    async def _replies(
+        self, request: prefill_pb2.PrefillRequest
+    ) -> AsyncIterator[prefill_pb2.PrefillReply]:
+        for reply in self._partials(request, 0, self.num_partials):
+            yield reply
+        await self.gate.passed()
+        firsts = [self._first(request, index) for index in range(request.sampling.n or 1)]
+        for index, first in enumerate(firsts):
+            if self.error is not None and index == self.error_after:
+                raise self.error
+            yield first
+        for reply in self._partials(request, self.num_partials, self.num_late_partials):
+            yield reply
+        await self.account_gate.passed()
+        if self.account_error is not None:
+            raise self.account_error
+        yield self._last(request, is_over=all(first.finish_reason for first in firsts))
 
     async def GetWorkerStatus(
         self, request: common_pb2.GetWorkerStatusRequest, context: Context
@@ -84,8 +142,13 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
     def _first(
         self, request: prefill_pb2.PrefillRequest, sample_index: int
     ) -> prefill_pb2.PrefillReply:
-        token_id = self.model.token(request.prompt_token_ids, request.sampling, 0, sample_index)
-        reason = self.model.reason(token_id, request.sampling, 1)
+        prompt, sampling, num_drawn = (
+            request.prompt_token_ids,
+            request.sampling,
+            len(request.output_token_ids),
+        )
+        token_id = self.model.token(prompt, sampling, num_drawn, sample_index)
+        reason = self.model.reason(token_id, sampling, num_drawn + 1)
         reply = prefill_pb2.PrefillReply(
             sample_index=sample_index,
             token_ids=[token_id],
@@ -94,6 +157,8 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
         )
         if reason in (common_pb2.FINISH_REASON_EOS, common_pb2.FINISH_REASON_STOP_TOKEN):
             reply.stop_token_id = token_id
+        if request.wants_embedding:
+            reply.embedding.extend(self.model.embedding(request.prompt_token_ids))
         return reply
 
     def _last(
@@ -104,7 +169,8 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
             times=[common_pb2.StageTime(stage="prefill_compute", seconds=1e-6)],
         )
         if request.wants_handle and not is_over:
-            reply.handle.CopyFrom(self._handle(request, len(request.prompt_token_ids)))
+            num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
+            reply.handle.CopyFrom(self._handle(request, num_tokens))
             if self.store_address:
                 reply.handle.tail.store_address = self.store_address
                 reply.handle.tail.lease_id = "lease-tail"
@@ -136,3 +202,7 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
     def _add_to(self, server: grpc.aio.Server) -> None:
         add: Any = prefill_pb2_grpc.add_PrefillServicer_to_server
         add(self, server)
+
+
+def _forget(tasks: dict[int, asyncio.Task[None]], key: int, task: asyncio.Task[None]) -> None:
+    del tasks[key]

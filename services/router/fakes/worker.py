@@ -26,6 +26,10 @@ class FakeWorker:
         self.incarnation = incarnation.new().hex()
         self.address = ""
         self.is_draining = False
+        self.num_blocks = 1000
+        self.num_blocks_taken = 0
+        self.num_queued_tokens = 0
+        """Prompt tokens that it says to have yet to compute."""
         self.store_node_id = ""
         self.transport = "shm"
         self.remote_transport = "grpc"
@@ -60,10 +64,12 @@ class FakeWorker:
             dtype="float32",
             block_size=model.block_size,
             block_bytes=1024,
-            num_blocks=1000,
-            num_free_blocks=1000,
+            num_blocks=self.num_blocks,
+            num_free_blocks=self.num_free_blocks,
+            num_queued_tokens=self.num_queued_tokens,
             context_window=model.context_window,
             vocab_size=model.vocab_size,
+            num_step_tokens=512,
             store_node_id=self.store_node_id,
             transport=self.transport,
             remote_transport=self.remote_transport,
@@ -82,8 +88,13 @@ class FakeWorker:
         await client.hset("baton:workers", self.worker_id, entry)
         await client.set(f"baton:worker:{self.worker_id}:beat", self.incarnation, px=ttl_ms)
 
-    def leg(self, num_tokens: int, *, is_computed: bool) -> common_pb2.KvLeg:
-        """An account: all computed here, or all from the store."""
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that nobody has reserved."""
+        return self.num_blocks - self.num_blocks_taken
+
+    def leg(self, num_tokens: int, *, is_computed: bool, num_local: int = 0) -> common_pb2.KvLeg:
+        """An account: all computed here but for `num_local`, or all from the store."""
         leg = common_pb2.KvLeg(
             role=self.role,
             worker_id=self.worker_id,
@@ -92,7 +103,8 @@ class FakeWorker:
             dtype="float32",
         )
         if is_computed:
-            leg.num_tokens_computed = num_tokens
+            leg.num_tokens_local = num_local
+            leg.num_tokens_computed = num_tokens - num_local
         else:
             leg.from_store.add(tier=common_pb2.TIER_HOST, node_id="fake", num_tokens=num_tokens)
         return leg

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import pytest
 import redis.asyncio
@@ -171,7 +172,7 @@ def test_the_command_finds_the_local_cluster_and_says_what_it_found(
         StoreAudit("bad", "a:2", "cd", 10, 9, 8, num_missing=2, num_false=1, sequence_lag=3),
     ]
 
-    async def audited(url: str, *, settle_s: float, timeout_s: float) -> list[StoreAudit]:
+    async def audited(url: str, *, settle_s: float, **options: Any) -> list[StoreAudit]:
         assert (url, settle_s) == (redis_server.url, 2.5)
         return found
 

@@ -10,9 +10,11 @@ import pytest
 from baton import cli, cluster_plan, command_options
 from baton.cluster_plan import ClusterConfig, ProcessSpec
 from baton.errors import ClusterError
+from baton.secured import OPEN
 from engine.config import EngineConfig
 from kvstore.config import KvStoreSettings
 from process import settings
+from services.autoscaler.config import AutoscalerSettings
 from services.router.config import RouterSettings
 from services.worker.config import WorkerSettings
 
@@ -30,7 +32,7 @@ def _all(config: ClusterConfig) -> dict[str, ProcessSpec]:
         *cluster_plan.workers(
             config,
             redis_url="redis://x",
-            store_addresses=[f"127.0.0.1:{i + 1}" for i in range(config.num_stores)],
+            store_addresses=[f"127.0.0.1:{i + 1}" for i in range(config.num_all_stores)],
             handle_keys_file="/x/handle.keys",
         ),
         cluster_plan.router(config, redis_url="redis://x", listen="127.0.0.1:0"),
@@ -79,6 +81,45 @@ def test_the_router_is_told_which_way_to_hand_over(handover: str) -> None:
     config = command_options.cluster_of(parser.parse_args(["--handover", handover]))
     router = settings.load(RouterSettings, overrides=_sets(_all(config)["router"]))
     assert config.handover == router.handover == handover
+
+
+def test_every_part_is_told_where_traces_go() -> None:
+    parser = argparse.ArgumentParser()
+    command_options.add_cluster(parser, default_port=1)
+    line = ["--trace-to", "127.0.0.1:4317", "--trace-ratio", "0.25"]
+    specs = _all(command_options.cluster_of(parser.parse_args(line)))
+    for name, kind in (
+        ("router", RouterSettings),
+        ("store", KvStoreSettings),
+        ("prefill-0", WorkerSettings),
+        ("decode-0", WorkerSettings),
+    ):
+        tracing = settings.load(kind, overrides=_sets(specs[name])).tracing
+        assert (tracing.endpoint, tracing.sample_ratio) == ("127.0.0.1:4317", 0.25)
+    assert not settings.load(
+        RouterSettings, overrides=_sets(_all(ClusterConfig())["router"])
+    ).tracing.endpoint
+    for wrong in ({"trace_to": "4317"}, {"trace_to": "a:1", "trace_ratio": 1.5}):
+        with pytest.raises(ClusterError, match="--trace-to"):
+            ClusterConfig(**wrong)  # type: ignore[arg-type]
+
+
+def test_prefill_workers_let_readers_map_their_cache_only_where_that_was_asked_for() -> None:
+    parser = argparse.ArgumentParser()
+    command_options.add_cluster(parser, default_port=1)
+    for way, is_mapped in (("cuda_ipc", True), ("nixl", False), ("", False)):
+        line = ["--device", "cuda:0,cuda:1", *(["--direct-transport", way] if way else [])]
+        specs = _all(command_options.cluster_of(parser.parse_args(line)))
+        prefill, decode = (
+            settings.load(WorkerSettings, overrides=_sets(specs[f"{role}-0"]))
+            for role in ("prefill", "decode")
+        )
+        assert prefill.direct_transport == decode.direct_transport == way
+        assert (prefill.lend_mapped, decode.lend_mapped) == (is_mapped, False)
+    with pytest.raises(ClusterError, match="--direct-transport pigeon: choose one of cuda_ipc"):
+        ClusterConfig(direct_transport="pigeon")
+    with pytest.raises(ClusterError, match=r"--direct-transport cuda_ipc: .* --device is cpu"):
+        ClusterConfig(direct_transport="cuda_ipc")
 
 
 @pytest.mark.parametrize(
@@ -234,3 +275,84 @@ def test_wrong_configuration_says_what_and_how(wrong: dict[str, object], says: s
 def test_redis_keeps_nothing_and_listens_on_no_port() -> None:
     argv = " ".join(cluster_plan.redis(Path("/bin/redis-server"), Path("/run/x/s")).argv)
     assert "--port 0" in argv and "--save  " in argv and "--unixsocketperm 700" in argv
+
+
+def test_several_models_have_workers_and_stores_of_their_own() -> None:
+    parser = argparse.ArgumentParser()
+    command_options.add_cluster(parser, default_port=0)
+    line = ["--model", "a", "--model", "b", "--prefill", "2", "--stores", "2"]
+    config = command_options.cluster_of(parser.parse_args(line))
+    assert config.models == ("a", "b") and config.num_workers == 6
+    specs = _all(config)
+    assert [name for name in specs if name.startswith("store")] == [f"store-{i}" for i in range(4)]
+    placed: dict[str, tuple[str, str]] = {}
+    for name, spec in specs.items():
+        if spec.kind in ("prefill", "decode"):
+            worker = settings.load(WorkerSettings, overrides=_sets(spec))
+            assert isinstance(worker.engine, EngineConfig) and worker.worker_id == name
+            placed[name] = (worker.engine.model, worker.store_address)
+    assert placed == {
+        "prefill-0": ("a", "127.0.0.1:1"),
+        "prefill-1": ("a", "127.0.0.1:2"),
+        "prefill-2": ("b", "127.0.0.1:3"),
+        "prefill-3": ("b", "127.0.0.1:4"),
+        "decode-0": ("a", "127.0.0.1:1"),
+        "decode-1": ("b", "127.0.0.1:3"),
+    }
+    router = settings.load(RouterSettings, overrides=_sets(specs["router"]))
+    assert (router.model, router.models) == ("a", ("b",))
+
+
+def test_one_model_is_not_named_to_the_router_twice() -> None:
+    router = settings.load(RouterSettings, overrides=_sets(_all(ClusterConfig())["router"]))
+    assert router.models == ()
+    with pytest.raises(ClusterError, match="each model once"):
+        ClusterConfig(model="a", more_models=("a",))
+
+
+def test_an_autoscaler_is_told_its_bounds_and_the_router_to_hold() -> None:
+    config = ClusterConfig(
+        autoscale=True, num_prefill_min=0, num_prefill_max=3, num_decode_min=0, num_decode_max=5
+    )
+    spec = cluster_plan.autoscaler(config, redis_url="redis://x", scale_address="unix:/x/y.sock")
+    made = settings.load(AutoscalerSettings, overrides=_sets(spec))
+    assert (made.scaler, made.local_address) == ("local", "unix:/x/y.sock")
+    limits = made.plan.limits
+    assert (limits.prefill.min_workers, limits.prefill.max_workers) == (0, 3)
+    assert (limits.decode.min_workers, limits.decode.max_workers) == (0, 5)
+    router = settings.load(RouterSettings, overrides=_sets(_all(config)["router"]))
+    assert router.hold_without_workers_s > 0
+    quiet = settings.load(RouterSettings, overrides=_sets(_all(ClusterConfig())["router"]))
+    assert quiet.hold_without_workers_s == 0
+
+
+def test_a_worker_s_place_depends_on_its_number_alone() -> None:
+    """Whichever workers there are when it is started: device, store and command line are the
+    same."""
+    config = ClusterConfig(
+        autoscale=True, num_prefill=2, num_decode=2, num_stores=2, device="cuda:0,cuda:1"
+    )
+    parts = cluster_plan.WorkerSpec(
+        "redis://x", ("127.0.0.1:1", "127.0.0.1:2"), "/x/handle.keys", OPEN
+    )
+    for name, spec in _all(config).items():
+        role, _, index = name.partition("-")
+        if role in ("prefill", "decode"):
+            assert cluster_plan.numbered_worker(config, role, int(index), parts) == spec
+    first, second = (cluster_plan.numbered_worker(config, "decode", i, parts) for i in (0, 1))
+    devices = {s for each in (first, second) for s in _sets(each) if "device=" in s}
+    assert devices == {'engine.device="cuda:0"', 'engine.device="cuda:1"'}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"more_models": ("x",)}, "--autoscale: goes with one --model"),
+        ({"num_prefill_min": 2, "num_prefill_max": 1}, "--min-prefill 2 --max-prefill 1"),
+        ({"num_decode_min": 0, "num_decode_max": 0}, "--max-decode 0"),
+        ({"num_decode": 9}, r"--decode 9: with --autoscale from --min-decode \(1\) to"),
+    ],
+)
+def test_bounds_that_contradict_are_named(changes: dict[str, object], says: str) -> None:
+    with pytest.raises(ClusterError, match=says):
+        ClusterConfig(autoscale=True, **changes)  # type: ignore[arg-type]

@@ -324,3 +324,47 @@ def test_no_child_outlives_a_supervisor_that_ended(
         supervisor.wait_failure(timeout_s=30)
     supervisor.stop((("store",),))
     assert not psutil.pid_exists(pid)
+
+
+def test_a_part_that_retires_is_told_to_end_and_forgotten(
+    supervisor: Supervisor, watcher: Watcher
+) -> None:
+    supervisor.launch([_spec("a", GOOD), _spec("b", GOOD)])
+    supervisor.wait_ready(["a", "b"], _soon())
+    supervisor.keep_up()
+    supervisor.retire(["a"], 20.0)
+    watcher.wait(lambda events: ClusterEvent("a", "stopped", "for good") in events)
+    assert list(supervisor.processes()) == ["b"]
+    assert not watcher.count("a", "died") and not watcher.count("a", "restarting")
+    # Its name is free again.
+    supervisor.launch([_spec("a", GOOD)])
+    supervisor.wait_ready(["a"], _soon())
+
+
+def test_one_that_does_not_end_in_time_is_killed(supervisor: Supervisor, watcher: Watcher) -> None:
+    supervisor.launch([_spec("a", STUBBORN)])
+    supervisor.wait_ready(["a"], _soon())
+    supervisor.retire(["a"], 0.05)
+    supervisor.retire(["a"], 60.0)  # again: its time is not prolonged
+    watcher.wait(lambda events: ClusterEvent("a", "stopped", "for good") in events)
+    assert not supervisor.processes()
+
+
+def test_one_between_two_lives_retires_at_once(
+    supervisor: Supervisor, watcher: Watcher, tmp_path: Path
+) -> None:
+    supervisor.launch([_spec("a", ONCE, str(tmp_path / "mark"))])
+    supervisor.wait_ready(["a"], _soon())
+    supervisor.keep_up()
+    supervisor.kill("a", restart=False)
+    assert supervisor.processes()["a"].state is State.HELD
+    supervisor.retire(["a"], 60.0)
+    assert not supervisor.processes()
+
+
+def test_who_is_not_there_cannot_retire_and_nobody_else_does(supervisor: Supervisor) -> None:
+    supervisor.launch([_spec("a", GOOD)])
+    supervisor.wait_ready(["a"], _soon())
+    with pytest.raises(ClusterError, match="no part 'x'"):
+        supervisor.retire(["a", "x"], 1.0)
+    assert supervisor.processes()["a"].state is State.READY

@@ -16,7 +16,8 @@ from engine.fake import FakeModel
 from engine.loop import Engine
 from engine.models.interface import LoadedModel
 from engine.plain_ahead import AheadModel
-from engine.request import Request, RequestEvent, Sampling
+from engine.request import Request, Sampling
+from engine.step_output import RequestEvent
 
 
 def hasher(root: bytes = b"") -> Callable[[bytes, Sequence[int]], bytes]:

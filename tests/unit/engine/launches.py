@@ -10,8 +10,8 @@ from engine.fake import FakeModel
 from engine.loop import Engine
 from engine.models.interface import DecodeRow, Launch
 from engine.plain_ahead import AheadModel, PlainAhead
-from engine.request import RequestEvent, StepOutput
 from engine.sampling.row import Drawn
+from engine.step_output import RequestEvent, StepOutput
 
 SIZE = 4
 WINDOW = 64

@@ -3,6 +3,8 @@ and it stops when nobody waits."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -58,3 +60,27 @@ def test_work_that_nobody_waits_for_stops() -> None:
     with pytest.raises(ValueError, match="other work"), Background(work, None):
         raise ValueError("other work")
     assert stopped.is_set()
+
+
+def test_a_process_that_ends_does_not_wait_for_it() -> None:
+    """As a worker that is told to stop while it loads: its loading thread is no reason to stay, nor
+    is what goes on beside it and does not report for long."""
+    code = """if True:
+        import threading
+        from engine.models.background import Background
+
+        began = threading.Event()
+
+        def work(report):
+            began.set()
+            threading.Event().wait()
+
+        def load():
+            with Background(work, None) as beside:
+                beside.result()
+
+        threading.Thread(target=load, daemon=True).start()
+        began.wait(10)
+    """
+    ended = subprocess.run([sys.executable, "-c", code], timeout=60, check=False)
+    assert ended.returncode == 0

@@ -12,7 +12,8 @@ from engine.config import EngineConfig
 from engine.errors import EngineError, InvalidRequest
 from engine.fake import FakeModel
 from engine.loop import Engine
-from engine.request import Beam, GrammarKind, GrammarSpec, Request, RequestEvent, Sampling
+from engine.request import Beam, GrammarKind, GrammarSpec, Request, Sampling
+from engine.step_output import RequestEvent
 from tests.unit.engine.conftest import hasher
 from tests.unit.engine.workloads import VOCAB, Outcome, outcomes, random_sampling, undisturbed
 

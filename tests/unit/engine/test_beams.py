@@ -14,7 +14,8 @@ import torch
 from engine import beam_search
 from engine.errors import InvalidRequest, NoBlocks, RequestTooLong
 from engine.fake import FakeModel
-from engine.request import Beam, FinishReason, Request, RequestEvent
+from engine.request import Beam, FinishReason, Request
+from engine.step_output import RequestEvent
 
 Make = Callable[..., Any]
 EOS = 0

@@ -185,6 +185,39 @@ def test_integrity_notices_a_miscount() -> None:
         pool.check_integrity({block_id: 1})
 
 
+@pytest.mark.parametrize("damage", range(9))
+def test_integrity_notices_whatever_is_damaged(damage: int) -> None:
+    pool = BlockPool(12)
+    tree = RadixTree(pool)
+    used, cached, held, idle = (pool.take(2).block_ids for _ in range(4))
+    for number, block_id in enumerate(cached):
+        assert tree.insert(b"", number.to_bytes(16, "little"), block_id)
+    pool.hold(held)
+    pool.put_back([*cached, *held, *idle])
+    references = dict.fromkeys(used, 1)
+    pool.check_integrity(references)
+    if damage == 0:
+        pool._num_references[used[0]] = 2
+    elif damage == 1:
+        pool._num_references[idle[0]] = references[idle[0]] = 1  # and is free
+    elif damage == 2:
+        pool._free.give(held[0])
+    elif damage == 3:
+        pool._evictable[idle[0]] = None
+    elif damage == 4:
+        del pool._evictable[cached[0]]
+    elif damage == 5:
+        pool._is_cached[idle[0]] = True
+    elif damage == 6:
+        pool._is_cached[cached[0]] = False
+    elif damage == 7:
+        del pool._num_holds[held[0]]
+    elif damage == 8:
+        pool._num_references[used[0]] = references[used[0]] = -1
+    with pytest.raises(IntegrityError):
+        pool.check_integrity(references)
+
+
 def test_putting_back_twice_is_noticed() -> None:
     pool = BlockPool(3)
     taken = pool.take(1).block_ids

@@ -25,7 +25,8 @@ from engine.grammar.errors import GrammarFailed
 from engine.grammar.service import Compilation, GrammarService
 from engine.grammar.vocabulary import Vocabulary
 from engine.loop import Engine, load_engine
-from engine.request import FinishReason, GrammarKind, GrammarSpec, Request, RequestEvent, State
+from engine.request import FinishReason, GrammarKind, GrammarSpec, Request, State
+from engine.step_output import RequestEvent
 from tests.unit.engine.workloads import outcomes
 from tokens.tokenizer import Tokenizer
 
@@ -157,6 +158,23 @@ def test_a_request_that_waits_can_be_aborted(make: Make, make_request: Make) -> 
     engine.start("a")
     engine.abort("a")
     assert not engine.has_work() and engine.stats().num_referenced_blocks == 0
+
+
+def test_a_request_that_waits_can_be_taken_out_to_wait_elsewhere(
+    make: Make, make_request: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make()
+    spec = GrammarSpec(GrammarKind.CHOICE, choices=("later", "elsewhere"))
+    engine.reserve(_ask(make_request, "a", spec))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._constraints, "is_ready", lambda group: False)  # it takes its time
+        engine.start("a")
+        engine.step()
+        assert engine._groups["a"].state is State.WAITING_FOR_GRAMMAR
+        held = engine.hold("a")
+    assert (held.token_ids, held.num_computed_tokens) == (PROMPT, 0)
+    assert not engine.has_work() and engine.step().events == ()  # ready now, and nobody waits
+    engine.release("a")
 
 
 @pytest.mark.parametrize(

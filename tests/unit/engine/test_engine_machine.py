@@ -24,6 +24,7 @@ from hypothesis.stateful import (
 from engine.config import EngineConfig
 from engine.errors import NoBlocks, WrongState
 from engine.fake import FakeModel
+from engine.held import Held
 from engine.loop import Engine
 from engine.models.interface import LoadedModel
 from engine.plain_ahead import AheadModel
@@ -44,10 +45,11 @@ class Known:
     state: State = State.RESERVED
     outputs: list[int] = field(default_factory=list)
     quarantined: set[int] = field(default_factory=set)
+    held: Held | None = None
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """reserve, load, start, submit, step, preempt, abort, release, quarantine, unquarantine,
+    """reserve, load, start, submit, step, preempt, hold, abort, release, quarantine, unquarantine,
     refill, hold_cached, lend and return, in any order."""
 
     def __init__(self) -> None:
@@ -204,6 +206,21 @@ class EngineMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
+    def hold(self, data: st.DataObject) -> None:
+        """It shall go on elsewhere."""
+        known = self.pick(data, State.WAITING, State.PREFILLING, State.RUNNING)
+        if known is None:
+            return
+        try:
+            held = self.engine.hold(known.request.request_id)
+        except WrongState:
+            assert known.request.hold_after is not None or known.state is State.WAITING
+            return
+        assert held.token_ids == (*known.request.prompt_token_ids, *known.outputs)
+        known.state, known.held = State.HOLDING, held
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         known = self.pick(data, State.HOLDING)
         if known is not None:
@@ -303,6 +320,13 @@ class EngineMachine(RuleBasedStateMachine):
             cell = self.engine.kv.cache[block_id, 0, 0, :, :, 0]
             assert cell[0].tolist() == tokens
             assert cell[1].tolist() == list(range(start, start + SIZE))
+
+    @invariant()
+    def what_was_taken_out_stays_as_it_was(self) -> None:
+        for held in [known.held for known in self.live.values() if known.held is not None]:
+            for place, token_id in enumerate(held.token_ids[: held.num_computed_tokens]):
+                cell = self.engine.kv.cache[held.block_ids[place // SIZE], 0, 0, :, place % SIZE, 0]
+                assert cell.tolist() == [token_id, place]
 
     @invariant()
     def holds_its_law(self) -> None:

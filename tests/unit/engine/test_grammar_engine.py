@@ -23,7 +23,8 @@ from engine.grammar.service import GrammarService
 from engine.grammar.vocabulary import Vocabulary
 from engine.loop import Engine, load_engine
 from engine.models.interface import LoadedModel
-from engine.request import FinishReason, GrammarSpec, Request, RequestEvent
+from engine.request import FinishReason, GrammarSpec, Request
+from engine.step_output import RequestEvent
 from tests.unit.engine.grammar.driver import (
     BUNDLED,
     VOCAB_SIZE,

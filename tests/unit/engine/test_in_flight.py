@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from engine.errors import IntegrityError, NoBlocks
 from engine.loop import Engine
 from engine.plain_ahead import AheadModel
-from engine.request import RequestEvent
+from engine.step_output import RequestEvent
 from tests.unit.engine.launches import (
     PROMPT,
     SIZE,
@@ -151,6 +152,24 @@ def test_what_a_launch_enters_is_cleared(make_request: Make) -> None:
     assert model.launches.num_launches == 12
 
 
+@pytest.mark.parametrize("reads_unwritten", [True, False])
+def test_nothing_is_cleared_for_a_model_that_reads_only_what_was_written(
+    reads_unwritten: bool, make_request: Make
+) -> None:
+    """Each clear is a launch of its own, for every sequence and block."""
+    model = AheadModel(fake_model(), is_late=True)
+    model.reads_unwritten = reads_unwritten
+    engine = make(model)
+    cleared: list[int] = []
+    engine.kv.clear = cleared.append  # type: ignore[method-assign]
+    engine.submit(make_request("a", PROMPT, max_tokens=20))
+    engine.step()
+    cleared.clear()  # of the prompt's last block
+    events = [event for output in all_steps(engine) for event in output.events]
+    assert tokens_of(events) == fake_model().generate(PROMPT, 20)[1:]
+    assert len(cleared) == (5 if reads_unwritten else 0)
+
+
 # -- left over, errors, the end
 
 
@@ -273,3 +292,32 @@ def test_what_is_in_flight_is_counted(make_request: Make) -> None:
     engine._pool.unhold([next(iter(engine._in_flight._held()))])
     with pytest.raises(IntegrityError, match="not held"):
         engine.check_integrity()
+
+
+def test_a_copy_between_two_launches_is_behind_both(make_request: Make) -> None:
+    """The block that is copied from may be another's from here on: whoever writes into it must
+    wait for the copy, which no draw has waited for."""
+    engine, _ = recording_engine(num_blocks=32)
+    copied: list[tuple[int, int]] = []
+    copy = engine.kv.copy
+
+    def noting(source: int, target: int) -> None:
+        copied.append((source, target))
+        copy(source, target)
+
+    engine.kv.copy = noting  # type: ignore[method-assign]
+    engine.submit(make_request("a", PROMPT, max_tokens=30))
+    for _ in range(3):
+        engine.step()
+    assert not engine.is_device_behind  # only launches are under way
+    prompt = [*range(30, 30 + SIZE), 1, 2]
+    request = dataclasses.replace(make_request("b", prompt, max_tokens=6), num_samples=2)
+    engine.reserve(request)
+    engine.start("b", num_loaded_tokens=len(prompt), outputs=((3,), (4,)))
+    was_behind = []
+    while engine.has_work():
+        num_before = len(copied)
+        engine.step()
+        was_behind.append((len(copied) > num_before, engine.is_device_behind))
+    assert (True, True) in was_behind and (True, False) not in was_behind
+    assert (False, False) in was_behind

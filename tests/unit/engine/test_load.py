@@ -11,14 +11,15 @@ import pytest
 import torch
 import transformers
 
+from engine import loop as loop_module
 from engine.batch import Batch, Span
 from engine.config import EngineConfig
 from engine.errors import LoadError, ModelNotSupported, TooFewBlocks
 from engine.kv.memory import KvMemory
 from engine.loop import load_engine
+from engine.models import built, packed_linear
 from engine.models import fuse as fuse_module
 from engine.models import load as load_module
-from engine.models import packed_linear
 from engine.models.hugging_face import HuggingFaceModel
 from engine.models.load import choose_device, load_model
 from process.settings import SettingsError
@@ -179,13 +180,13 @@ def test_every_family_is_fused_and_gives_the_plain_models_logits(
 ) -> None:
     save(FAMILIES[family](), tmp_path, 2)
     if not is_packed:
-        monkeypatch.setattr(load_module, "unavailable_reason", lambda *_: "switched off")
+        monkeypatch.setattr(built, "unavailable_reason", lambda *_: "switched off")
     fused = _load(tmp_path, dtype=dtype)
     reason = packed_linear.unavailable_reason(getattr(torch, dtype), "cpu")
     assert fused.info.fused[0] == "3 of 3 decoder layers"
     assert fused.info.linear == ("packed" if is_packed and reason is None else fused.info.linear)
     assert (fused.info.linear == "packed") == (is_packed and reason is None)
-    monkeypatch.setattr(load_module, "fuse", lambda *_, **__: ())
+    monkeypatch.setattr(built, "fuse", lambda *_, **__: ())
     plain = _load(tmp_path, dtype=dtype)
     batch = _prompt(40)
     for model in (plain, fused):
@@ -204,7 +205,7 @@ def test_a_window_that_the_models_code_ignores_is_ignored(
     config.sliding_window = 20
     save(config, tmp_path, 3)
     if not is_packed:
-        monkeypatch.setattr(load_module, "unavailable_reason", lambda *_: "switched off")
+        monkeypatch.setattr(built, "unavailable_reason", lambda *_: "switched off")
     model = _load(tmp_path)
     assert model.info.fused[0] == "3 of 3 decoder layers"
     model.attach(KvMemory(model.layout, 4))
@@ -227,7 +228,7 @@ def test_a_fusion_that_changes_numbers_is_undone_and_said(
         return done
 
     expected = _load(llama)
-    monkeypatch.setattr(load_module, "fuse", wrong)
+    monkeypatch.setattr(built, "fuse", wrong)
     model = _load(llama)
     assert model.info.fused[0].startswith("nothing: fused logits were")
     assert model.info.linear.startswith("plain")
@@ -307,3 +308,57 @@ def test_an_engine_that_cannot_be_made_closes_its_model(
     with pytest.raises(TooFewBlocks):
         load_engine(EngineConfig(model=str(llama), device="cpu", num_blocks=43))
     assert len(closed) == 1
+
+
+def test_a_start_that_ends_behind_the_model_closes_it(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint may be gone when the tokenizer's folder is asked for."""
+    closed: list[object] = []
+    monkeypatch.setattr(HuggingFaceModel, "close", lambda model: closed.append(model))
+
+    def gone(*_: object, **__: object) -> None:
+        raise LoadError("the checkpoint is gone")
+
+    monkeypatch.setattr(loop_module, "resolve", gone)
+    with pytest.raises(LoadError, match="gone"):
+        load_engine(EngineConfig(model=str(llama), device="cpu"))
+    assert len(closed) == 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_a_checkpoint_that_is_overwritten_after_the_start_changes_nothing(
+    dtype: str, is_packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In place, as a download that begins anew does it: the file that was read is the same."""
+    config = FAMILIES["llama"]()
+    config.dtype = dtype
+    save(config, tmp_path, 4)
+    if not is_packed:
+        monkeypatch.setattr(built, "unavailable_reason", lambda *_: "switched off")
+    model = _load(tmp_path, dtype=dtype, decoder="transformers")
+    model.attach(KvMemory(model.layout, 4))
+    expected = model.forward(_prompt(20)).clone()
+    for path in tmp_path.glob("*.safetensors"):
+        with path.open("r+b") as file:
+            num_bytes = path.stat().st_size
+            file.seek(num_bytes // 4)
+            file.write(bytes(num_bytes - num_bytes // 4))
+    assert torch.equal(model.forward(_prompt(20)), expected)
+
+
+def test_a_cache_that_there_is_no_memory_for_is_named(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(LoadError, match=r"KV cache of \d+ blocks .*num_blocks"):
+        load_engine(EngineConfig(model=str(llama), device="cpu", num_blocks=1 << 46))
+
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.\nSee docs")
+
+    layout = _load(llama).layout
+    monkeypatch.setattr(torch, "zeros", full)
+    with pytest.raises(LoadError, match=r"on cuda:1 .*KV cache of 9 blocks") as caught:
+        KvMemory(layout, 9, "cuda:1")
+    assert "\n" not in str(caught.value)

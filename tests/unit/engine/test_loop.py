@@ -20,7 +20,8 @@ from engine.errors import (
 )
 from engine.fake import FakeModel
 from engine.loop import Engine
-from engine.request import FinishReason, RequestEvent
+from engine.request import FinishReason
+from engine.step_output import RequestEvent
 
 Make = Callable[..., Any]
 PROMPT = tuple(range(1, 15))  # 3 full blocks of 4, and 2 tokens

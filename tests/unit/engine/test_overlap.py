@@ -13,7 +13,8 @@ from engine.config import EngineConfig
 from engine.loop import Engine
 from engine.models.interface import DRAWN_BEFORE
 from engine.plain_ahead import AheadModel
-from engine.request import Beam, Request, RequestEvent, Sampling
+from engine.request import Beam, Request, Sampling
+from engine.step_output import RequestEvent
 from tests.unit.engine.conftest import hasher
 from tests.unit.engine.launches import (
     PROMPT,

@@ -15,7 +15,8 @@ from engine.errors import IntegrityError, NoBlocks, ParkingRefused, WrongState
 from engine.fake import FakeModel
 from engine.loop import Engine
 from engine.parking import Blocks, HostParking, choose_parking
-from engine.request import Request, RequestEvent, State
+from engine.request import Request, State
+from engine.step_output import RequestEvent
 from process.settings import SettingsError
 from tests.unit.engine.workloads import (
     BadParking,

@@ -152,6 +152,24 @@ class TreeMachine(RuleBasedStateMachine):
             self.settle()
 
     @precondition(lambda self: self.owners)
+    @rule(data=st.data())
+    def insert_chain(self, data: st.DataObject) -> None:
+        """All that an owner has left to offer, as if block by block."""
+        owner = self.pick(data)
+        first, num_blocks = owner.num_offered, min(len(owner.path), len(owner.block_ids))
+        if first >= num_blocks:
+            return
+        owner.num_offered = num_blocks
+        paths = [owner.path[: index + 1] for index in range(first, num_blocks)]
+        parent = key(owner.path[:first]) if first else b""
+        block_ids = owner.block_ids[first:num_blocks]
+        self.tree.insert_chain(parent, [key(path) for path in paths], block_ids)
+        for path, block_id in zip(paths, block_ids, strict=True):
+            if path not in self.naive.cached and (len(path) == 1 or path[:-1] in self.naive.cached):
+                self.naive.cached[path] = block_id
+        self.settle()
+
+    @precondition(lambda self: self.owners)
     @rule(data=st.data(), is_in_order=st.booleans())
     def end(self, data: st.DataObject, is_in_order: bool) -> None:
         owner = self.pick(data)
@@ -331,6 +349,18 @@ def test_copy_on_write() -> None:
         tree.share([fresh])
         tree.writable(fresh)
     assert pool.num_references(fresh) == 2
+
+
+def test_a_chain_that_breaks_the_law_spoils_nothing() -> None:
+    """A hash that comes twice, or behind another block already, is passed over."""
+    for hashes in (["a", "b", "b", "c"], ["a", "x", "b"], ["x", "a", "b"]):
+        tree = RadixTree(BlockPool(8))
+        (other,) = tree.take(1)
+        tree.insert(b"", b"x", other)
+        block_ids = tree.take(len(hashes))
+        tree.insert_chain(b"", [name.encode() for name in hashes], block_ids)
+        tree.check_integrity()
+        assert tree.match([b"x"]) == (other,)
 
 
 def test_hashes_that_are_no_chain_are_noticed() -> None:

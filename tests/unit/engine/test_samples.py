@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from engine.errors import InvalidRequest, RequestTooLong
-from engine.request import FinishReason, Request, RequestEvent
+from engine.request import FinishReason, Request
+from engine.step_output import RequestEvent
 from tests.unit.engine.workloads import outcomes
 
 Make = Callable[..., Any]

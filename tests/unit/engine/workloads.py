@@ -17,7 +17,8 @@ from engine.loop import Engine
 from engine.models.interface import LoadedModel
 from engine.parking import Blocks, HostParking, Parked, Parking
 from engine.plain_ahead import AheadModel
-from engine.request import FinishReason, GrammarSpec, Request, RequestEvent, Sampling, State
+from engine.request import FinishReason, GrammarSpec, Request, Sampling, State
+from engine.step_output import RequestEvent
 from tests.unit.engine.conftest import hasher
 
 SIZE = 4

@@ -10,7 +10,6 @@ from engine.config import EngineConfig
 from engine.fake import FakeModel
 from engine.loop import Engine
 from engine_client import bench
-from engine_client.bench import Spread
 from engine_client.in_process import InProcessClient
 from engine_client.llm import ClientLLM
 from process.errors import InvalidArgument
@@ -21,13 +20,6 @@ def llm() -> Iterator[ClientLLM]:
     engine = Engine(EngineConfig(num_blocks=400, max_num_running=8), FakeModel())
     with ClientLLM(InProcessClient(engine)) as made:
         yield made
-
-
-def test_quantiles() -> None:
-    assert Spread.of([0.003]) == Spread(3.0, 3.0, 3.0, 1)
-    hundred = [index / 1000 for index in range(100, 0, -1)]
-    assert Spread.of(hundred) == Spread(50.5, 50.0, 99.0, 100)
-    assert Spread.of([*hundred, *hundred, 9.0]).p99_ms == 100.0
 
 
 def test_latency_measures_the_rounds_after_the_warm_up(llm: ClientLLM) -> None:

@@ -42,6 +42,15 @@ def test_a_chain_continues_from_a_parent(tokens: list[int], size: int, split: in
     assert whole[:split] + block_hash.chain(ROOT, tokens[split * size :], size, parent) == whole
 
 
+@given(TOKENS, st.integers(1, 20))
+def test_a_chain_is_made_of_its_blocks_one_by_one(tokens: list[int], size: int) -> None:
+    parent, hashes = b"", []
+    for start in range(0, len(tokens) - size + 1, size):
+        parent = block_hash.extend(ROOT, parent, tokens[start : start + size])
+        hashes.append(parent)
+    assert block_hash.chain(ROOT, tuple(tokens), size) == hashes
+
+
 @given(st.lists(st.integers(0, 9), min_size=8, max_size=8), st.integers(0, 7))
 def test_one_other_token_changes_every_later_hash(tokens: list[int], at: int) -> None:
     """False alarm: a collision of 128 bits."""

@@ -32,7 +32,7 @@ def _transport(chunks: list[kvstore_pb2.ReadChunk], view: np.ndarray) -> GrpcTra
     """Over a store that answers with just these chunks."""
 
     class Call:
-        def __init__(self, request: kvstore_pb2.ReadRequest, timeout: float) -> None:
+        def __init__(self, request: kvstore_pb2.ReadRequest, timeout: float, metadata: Any) -> None:
             assert [block.frame for block in request.blocks] == [0, 1]
             self.cancelled = False
 

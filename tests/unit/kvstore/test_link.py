@@ -28,6 +28,8 @@ def link(transport: str, write: float, read: float, copy: float = 8 * GB) -> Lin
         ("shm", 4 * GB, 4 * GB, 0.0, False),
         ("shm", 4 * GB, 0.1 * GB, 0.0, True),  # under a fiftieth of a plain copy
         ("shm", 0.2 * GB, 0.2 * GB, 0.0, False),
+        ("cuda_ipc", 0.0, 0.1 * GB, 0.0, True),  # a lender's: nothing is written
+        ("cuda_ipc", 0.0, 300 * GB, 0.0, False),
         ("shm", 0.2 * GB, 0.2 * GB, 1 * GB, True),
         ("nixl", 0.0, 2 * GB, 1 * GB, False),  # a lender takes no writes
         ("nixl", 0.0, 0.5 * GB, 1 * GB, True),

@@ -180,6 +180,21 @@ def test_bad_bytes_end_the_leases_that_name_them_and_no_other() -> None:
     assert table.num_lent == 2
 
 
+def test_what_was_given_back_is_stale_though_it_is_lent_again() -> None:
+    table = LoanTable(NUM_BLOCKS, 64, TTL_S, lambda block_ids: None)
+    first, blocks = table.lend([offer(1), offer(2)])
+    second, _ = table.lend([offer(2)])
+    pairs = [(block.frame, block.generation) for block in blocks]
+    assert table.find_stale(pairs) == []
+    assert table.find_stale([(3, FIRST_GENERATION), (NUM_BLOCKS + 7, 2)]) == [0, 1]
+    table.release([first], 0.0)
+    assert table.find_stale(pairs) == [0], "block 2 was lent all the time"
+    table.lend([offer(1)])
+    assert table.find_stale(pairs) == [0]
+    table.release([second], 0.0)
+    assert table.find_stale(pairs) == [0, 1]
+
+
 @pytest.mark.parametrize(
     ("spoil", "law"),
     [

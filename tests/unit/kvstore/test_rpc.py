@@ -7,6 +7,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import pytest
 
 from kvstore.rpc import StoreRpc
@@ -21,7 +22,7 @@ class _Slow:
         self.began = asyncio.Event()
         self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
-    async def __call__(self, request: Any, timeout: float) -> Any:
+    async def __call__(self, request: Any, timeout: float, metadata: Any) -> Any:
         self.began.set()
         return await self.future
 
@@ -49,3 +50,33 @@ async def test_a_cancel_of_the_caller_stays_one() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert task.cancelled()
+
+
+async def test_rests_on_one_connection_leave_one_watch_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """gRPC keeps a watch until the connection changes, whoever still waits for it."""
+    server = grpc.aio.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    rpc = StoreRpc(f"127.0.0.1:{port}")
+    await asyncio.wait_for(rpc._channel.channel_ready(), 5)
+    num_watches = 0
+    watch = rpc._channel.wait_for_state_change
+
+    async def counted(state: grpc.ChannelConnectivity) -> None:
+        nonlocal num_watches
+        num_watches += 1
+        await watch(state)
+
+    monkeypatch.setattr(rpc._channel, "wait_for_state_change", counted)
+    try:
+        for _ in range(5):
+            await rpc.rest(0.001)
+        assert num_watches == 1
+        resting = asyncio.create_task(rpc.rest(60))
+        await server.stop(0)
+        await asyncio.wait_for(resting, 10)  # the connection is lost
+    finally:
+        await server.stop(0)
+        await rpc.close()

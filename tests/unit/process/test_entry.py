@@ -55,6 +55,25 @@ def test_exit_codes(arguments: tuple[str, ...], expected: tuple[int, str]) -> No
     assert run(*arguments) == expected
 
 
+@pytest.mark.parametrize(
+    "override",
+    [
+        "fail_secret=hunter2",
+        "redis.password='hunter2'",
+        "url=redis://:hunter2@h/0",
+        'url="rediss://me:hunter2@h:1/0?x=1"',
+    ],
+)
+def test_a_secret_on_the_command_line_is_refused_and_not_repeated(override: str) -> None:
+    code, line = run("--set", override)
+    assert code == 2 and "read a command line" in line and "hunter2" not in line
+
+
+def test_what_is_no_secret_may_stand_there() -> None:
+    for override in ("password_file=/x", "url=redis://h:1/0", "url=unix:///x@y:z", "url=x://[y"):
+        assert "unknown key" in run("--set", override)[1]
+
+
 def test_a_process_whose_parent_is_gone_does_not_start() -> None:
     code, line = run(environment={"BATON_PARENT_PID": "1"})
     assert (code, line) == (2, "part: the parent process 1 is gone")

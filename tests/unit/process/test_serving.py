@@ -37,6 +37,28 @@ class _Raises(kvstore_pb2_grpc.KvStoreServicer):
         raise self.error
 
 
+class _Superseded(kvstore_pb2_grpc.KvStoreServicer):
+    """Its answer is cancelled while the first message is on its way."""
+
+    @serving.unary
+    async def Read(self, request: Any, context: Any) -> None:
+        first = asyncio.create_task(
+            serving.write_first(context, kvstore_pb2.ReadChunk(data=bytes(100_000)))
+        )
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.wait([first])
+        assert first.cancelled()
+        raise errors.Cancelled("another attempt took over")
+
+
+class _Echo(kvstore_pb2_grpc.KvStoreServicer):
+    @serving.unary
+    async def GetStatus(self, request: Any, context: Any) -> kvstore_pb2.GetStatusReply:
+        return kvstore_pb2.GetStatusReply(node_id="here")
+
+
 async def _over_the_wire(error: BaseException, *, stream: bool) -> errors.BatonError:
     server, address = await serving.listen(
         "127.0.0.1:0",
@@ -179,3 +201,39 @@ def test_details_that_cannot_be_are_none(details: bytes) -> None:
     ours = serving.error_from_rpc(_failed(details))
     assert type(ours) is errors.Unavailable and str(ours) == "gone"
     assert ours.retry_after_s == errors.Unavailable.retry_after_s
+
+
+async def test_headers_are_bounded_and_the_next_call_is_served() -> None:
+    server, address = await serving.listen(
+        "127.0.0.1:0",
+        [lambda server: kvstore_pb2_grpc.add_KvStoreServicer_to_server(_Echo(), server)],
+    )
+    try:
+        async with grpc.aio.insecure_channel(address) as channel:  # a client without our bounds
+            stub = kvstore_pb2_grpc.KvStoreStub(channel)
+            long = (("x-long", "a" * (serving.MAX_METADATA_BYTES + 1)),)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.GetStatus(kvstore_pb2.GetStatusRequest(), timeout=10, metadata=long)
+            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            fits = (("x-long", "a" * (serving.MAX_METADATA_BYTES // 2)),)
+            assert await stub.GetStatus(kvstore_pb2.GetStatusRequest(), timeout=10, metadata=fits)
+    finally:
+        await server.stop(0)
+
+
+async def test_a_cancel_during_the_first_message_still_tells_its_client() -> None:
+    """Or it would wait until its deadline for a status that gRPC could not send."""
+    server, address = await serving.listen(
+        "127.0.0.1:0",
+        [lambda s: kvstore_pb2_grpc.add_KvStoreServicer_to_server(_Superseded(), s)],
+    )
+    try:
+        async with serving.channel(address) as channel:
+            call = kvstore_pb2_grpc.KvStoreStub(channel).Read(kvstore_pb2.ReadRequest(), timeout=20)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                while await call.read() is not grpc.aio.EOF:
+                    pass
+            assert caught.value.code() is grpc.StatusCode.CANCELLED
+            assert "another attempt" in str(caught.value.details())
+    finally:
+        await server.stop(0)

@@ -43,9 +43,30 @@ def test_file_then_overrides(tmp_path: Path) -> None:
     file = tmp_path / "c.toml"
     file.write_text('timeout_s = 2\nnames = ["a"]\n[inner]\nnum_blocks = 7\n')
     loaded = settings.load(
-        Outer, file=file, overrides=["inner.num_blocks=9", "listen=127.0.0.1:80", "limit=3"]
+        Outer, files=[file], overrides=["inner.num_blocks=9", "listen=127.0.0.1:80", "limit=3"]
     )
     assert loaded == Outer("127.0.0.1:80", 2.0, "shm", ("a",), "", 3, Inner(9))
+
+
+def test_later_files_win_key_by_key(tmp_path: Path) -> None:
+    """A secret lies in a file of its own, beside a group that the first file has begun."""
+    first, second = tmp_path / "a.toml", tmp_path / "b.toml"
+    first.write_text('timeout_s = 2\nnames = ["a", "b"]\n[inner]\nnum_blocks = 7\n')
+    second.write_text('api_secret = "hush"\nnames = ["c"]\ninner.num_blocks = 8\n')
+    loaded = settings.load(Outer, files=[first, second])
+    assert loaded == Outer(timeout_s=2.0, names=("c",), api_secret="hush", inner=Inner(8))
+    assert settings.load(Outer, files=[second, first]).inner == Inner(7)
+
+
+@pytest.mark.parametrize("text", ["tiemout_s = 1", "[inner]\nnum_block = 1"])
+def test_the_file_with_the_wrong_key_is_named(tmp_path: Path, text: str) -> None:
+    right, wrong = tmp_path / "right.toml", tmp_path / "wrong.toml"
+    right.write_text("timeout_s = 2\n")
+    wrong.write_text(text)
+    for order in ([right, wrong], [wrong, right]):
+        with pytest.raises(settings.SettingsError, match=r"/wrong\.toml: .*unknown key") as told:
+            settings.load(Outer, files=order)
+        assert "right.toml" not in str(told.value)
 
 
 @pytest.mark.parametrize(
@@ -73,9 +94,15 @@ def test_broken_file_is_named(tmp_path: Path) -> None:
     file = tmp_path / "c.toml"
     file.write_text("timeout_s = [")
     with pytest.raises(settings.SettingsError, match="cannot be read as TOML"):
-        settings.load(Outer, file=file)
+        settings.load(Outer, files=[file])
     with pytest.raises(settings.SettingsError, match=r"absent\.toml"):
-        settings.load(Outer, file=tmp_path / "absent.toml")
+        settings.load(Outer, files=[tmp_path / "absent.toml"])
+
+
+def test_a_secret_of_the_wrong_kind_is_not_repeated() -> None:
+    with pytest.raises(settings.SettingsError) as raised:
+        settings.load(Outer, overrides=["api_secret=['hunter2']"])
+    assert "api_secret" in str(raised.value) and "hunter2" not in str(raised.value)
 
 
 def test_secrets_are_masked() -> None:

@@ -125,13 +125,7 @@ class Bench:
 
     @property
     def model_for_router(self) -> Model:
-        return Model(
-            self.model.name,
-            served=ServedModel((self.model.name,), self.model.tokenizer_digest),
-            tokenizer=TOKENIZER,
-            template=ChatTemplate(TEMPLATE, special_tokens={}),
-            defaults=SamplingDefaults(),
-        )
+        return model_for_router(self.model)
 
     async def add(self, worker: FakeWorker) -> None:
         """Start a worker and have the router know it."""
@@ -169,8 +163,9 @@ class Bench:
         finally:
             await client.aclose()
 
-    async def start_router(self, settings: RouterSettings) -> None:
-        self.router = Router(settings, self.model_for_router)
+    async def start_router(self, settings: RouterSettings, *others: Model) -> None:
+        """`others`: models served beside the bench's own."""
+        self.router = Router(settings, self.model_for_router, *others)
         await self.router.start()
         self.channel = serving.channel(self.router.address)
         self.stub = inference_pb2_grpc.InferenceStub(self.channel)
@@ -210,7 +205,13 @@ async def rest_of(call: Any) -> list[Any]:
 
 
 def settings_for(redis_server: RedisServer, **changes: Any) -> RouterSettings:
-    times = {"reserve_wait_s": 0.3, "drain_s": 0.2, "lapse_grace_s": 0.5, "suspect_s": 0.5}
+    times = {
+        "reserve_wait_s": 0.3,
+        "failover_wait_s": 0.3,
+        "drain_s": 0.2,
+        "lapse_grace_s": 0.5,
+        "suspect_s": 0.5,
+    }
     limits = changes.pop("limits", {})
     return RouterSettings(
         model="fake",
@@ -218,6 +219,17 @@ def settings_for(redis_server: RedisServer, **changes: Any) -> RouterSettings:
         times=RouterTimes(**{**times, **changes.pop("times", {})}),
         limits=RouterLimits(**limits),
         **changes,
+    )
+
+
+def model_for_router(model: FakeModel) -> Model:
+    """What a router knows of it."""
+    return Model(
+        model.name,
+        served=ServedModel((model.name,), model.tokenizer_digest),
+        tokenizer=TOKENIZER,
+        template=ChatTemplate(TEMPLATE, special_tokens={}),
+        defaults=SamplingDefaults(),
     )
 
 
@@ -237,14 +249,18 @@ async def running(
     num_decode: int = 1,
     model: FakeModel | None = None,
     expect_idle: bool = True,
+    make: Callable[[RedisServer, FakeModel], Bench] | None = None,
+    others: Sequence[FakeModel] = (),
     **changes: Any,
 ) -> AsyncIterator[Bench]:
-    """A bench with that many workers; on leaving, nothing may be left over."""
+    """A bench with that many workers, of another class if `make` says so; on leaving, nothing may
+    be left over. `others`: models that the router serves beside the workers'.
+    """
     server = RedisServer()
     try:
         await server.start()
-        bench = Bench(server, model or fake_model())
-        await bench.start_router(settings_for(server, **changes))
+        bench = (make or Bench)(server, model or fake_model())
+        await bench.start_router(settings_for(server, **changes), *map(model_for_router, others))
         try:
             for index in range(num_prefill):
                 await bench.add(FakePrefill(f"p{index}", bench.model))

@@ -19,6 +19,12 @@ def test_defaults_with_a_model() -> None:
     assert loaded.listen.startswith("127.0.0.1:") and loaded.times.drain_s == 1.0
 
 
+def test_a_full_admission_queue_can_still_be_asked_who_gives_way() -> None:
+    loaded = settings.load(RouterSettings, overrides=["model=baton-5m"])
+    admitted = loaded.admission.max_active_requests + loaded.admission.max_queued_requests
+    assert loaded.limits.max_requests_in_flight > admitted
+
+
 @pytest.mark.parametrize(
     ("override", "word"),
     [
@@ -38,6 +44,12 @@ def test_defaults_with_a_model() -> None:
         ('tenant_scopes=["=team"]', "is not tenant=scope"),
         ('tenant_scopes=["a=team","a=other"]', "tenant 'a' is in two scopes"),
         ("pol_interval=1", "unknown key"),
+        ("routing_policy=random", "routing_policy: expected one of joint, prefix_aware"),
+        ("short_prefill_tokens=-1", "short_prefill_tokens: must be 0 or more"),
+        ('models=["b","m"]', "models: 'm' is named twice"),
+        ("limits.num_decisions_kept=0", "num_decisions_kept: must be above 0"),
+        ("client_tls.ca_file=/ca", "client_tls.ca_file: needs client_tls.cert_file"),
+        ("times.max_suspect_s=0.1", "max_suspect_s: must not be below suspect_s"),
     ],
 )
 def test_what_is_wrong_is_named(override: str, word: str) -> None:
@@ -53,3 +65,41 @@ def test_scopes_from_the_command_line() -> None:
 def test_a_secret_is_not_logged() -> None:
     loaded = settings.load(RouterSettings, overrides=["model=m", "tenant_secret=hush"])
     assert "hush" not in settings.to_json(loaded)
+
+
+OUTSIDE = "0.0.0.0:1"
+TLS = ("client_tls.cert_file=/c", "client_tls.key_file=/k")
+
+
+@pytest.mark.parametrize("port", ["listen", "http_listen"])
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ((), "in the clear and by anybody; set client_tls.cert_file"),
+        (("api_keys_file=/f",), "in the clear and by anybody; set client_tls.cert_file"),
+        (TLS, "by anybody; set api_keys_file, or allow_anonymous=true"),
+        (("client_tls.allow_plaintext=true",), "by anybody; set api_keys_file"),
+        ((*TLS, "api_keys_file=/f"), ""),
+        ((*TLS, "allow_anonymous=true"), ""),
+        (("client_tls.allow_plaintext=true", "api_keys_file=/f"), ""),
+    ],
+)
+def test_who_listens_to_the_network_says_what_protects_it(
+    port: str, overrides: tuple[str, ...], said: str
+) -> None:
+    whole = ["model=m", f"{port}={OUTSIDE}", *overrides]
+    if not said:
+        assert settings.load(RouterSettings, overrides=whole)
+        return
+    with pytest.raises(settings.SettingsError, match=f"{port}: .*{said}"):
+        settings.load(RouterSettings, overrides=whole)
+
+
+def test_loopback_needs_nothing() -> None:
+    for host in ("127.0.0.1", "localhost", "[::1]"):
+        assert settings.load(RouterSettings, overrides=["model=m", f"listen={host}:1"])
+
+
+def test_a_certificate_for_peers_is_whole_or_not_there() -> None:
+    with pytest.raises(settings.SettingsError, match=r"tls\.ca_file: goes with"):
+        settings.load(RouterSettings, overrides=["model=m", "tls.cert_file=/c", "tls.key_file=/k"])

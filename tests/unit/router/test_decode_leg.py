@@ -218,3 +218,55 @@ async def test_samples_are_kept_apart_and_end_one_by_one() -> None:
     ]
     assert [bool(news.reason) for news in arrival.samples] == [True, False]
     assert _kinds(sent) == ["generate", "cancel_sample"]
+
+
+def _moved(*, with_handle: bool = True) -> decode_pb2.DecodeEvent:
+    event = _event(moved={"num_output_tokens": [2], "reason": "draining"})
+    if with_handle:
+        event.moved.handle.num_tokens = 7
+    return event
+
+
+def _generating() -> tuple[DecodeLeg, list[SealedHandle]]:
+    leg, _ = _leg()
+    given_back: list[SealedHandle] = []
+    leg.give_back = given_back.append
+    leg.on_event(RESERVED)
+    leg.generate(GENERATE)
+    return leg, given_back
+
+
+async def test_a_move_comes_behind_its_tokens_and_its_handle_is_the_reader_s() -> None:
+    leg, given_back = _generating()
+    leg.on_event(_event(tokens={"token_ids": [1, 2]}))
+    leg.on_event(_moved())
+    assert leg.is_over
+    arrival = await leg.take()
+    assert _ids(arrival) == [1, 2]
+    assert arrival.moved is not None and arrival.moved.handle is not None
+    assert arrival.moved.handle.opened().num_tokens == 7
+    assert not arrival.moved.news.HasField("handle")
+    leg.cancel()
+    assert not given_back
+
+
+@pytest.mark.parametrize("is_cancelled_first", [False, True])
+async def test_a_handle_that_nobody_took_is_given_back_once(is_cancelled_first: bool) -> None:
+    leg, given_back = _generating()
+    if is_cancelled_first:
+        leg.cancel()
+    leg.on_event(_moved())
+    leg.cancel()
+    leg.cancel()
+    assert [handle.opened().num_tokens for handle in given_back] == [7]
+    last = await leg.wait_over()
+    assert isinstance(last, decode_pb2.DecodeMoved) and last.reason == "draining"
+
+
+async def test_a_move_may_have_no_handle() -> None:
+    leg, given_back = _generating()
+    leg.on_event(_moved(with_handle=False))
+    arrival = await leg.take()
+    assert arrival.moved is not None and arrival.moved.handle is None
+    leg.cancel()
+    assert not given_back

@@ -58,7 +58,11 @@ async def test_a_failing_or_slow_index_is_no_hint_and_a_problem() -> None:
     failing, index_ = _Index(Unavailable("away")), _Index(wait=True)
     for broken in (failing, index_):
         lookup = PrefixLookup(broken, lambda: [STORE], timeout_s=0.02)
-        assert await lookup.find(range(50), b"salt", [LAYOUT]) == NO_PREFIXES
+        found = await lookup.find(range(50), b"salt", [LAYOUT])
+        assert not found.held and not found.stores
+        # What this router remembers itself is found by these.
+        root = block_hash.root_key(b"salt", LAYOUT[0])
+        assert found.chains == {LAYOUT: block_hash.chain(root, range(50), LAYOUT[1])}
         assert lookup.problem is not None
     failing.error = None
     lookup = PrefixLookup(failing, lambda: [STORE], timeout_s=0.02)

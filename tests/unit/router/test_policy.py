@@ -1,9 +1,9 @@
-"""The choice of a pair: pure, total, and for the reasons it gives."""
+"""The joint choice of a pair: pure, total, and for the reasons it gives."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -11,14 +11,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from process.errors import Unavailable
-from services.router.config import RouterCosts
+from services.router.config import HandoverMode, RouterCosts
 from services.router.handover import Path
-from services.router.policy import Ask, WorkerLoad, blocks_needed, choose
+from services.router.policies.joint import Joint
+from services.router.policy import Ask, Choice, Pools, WorkerLoad, blocks_needed
 from services.router.prefix_runs import Prefixes, Run
 from services.router.views import Link
 
 COSTS = RouterCosts(prefill_tokens_per_s=1000, link_bytes_per_s=1e6, decode_request_s=0.1)
 ASK = Ask(num_prompt_tokens=160, max_tokens=17, affinity=b"a")
+
+
+def choose(
+    prefill: Sequence[WorkerLoad],
+    decode: Sequence[WorkerLoad],
+    ask: Ask,
+    costs: RouterCosts,
+    mode: HandoverMode = "auto",
+) -> Choice:
+    return Joint(costs, mode).choose(Pools.of(prefill, decode, costs), ask)
 
 
 def _holding(held: Mapping[str, int], fingerprint: str = "f") -> Ask:

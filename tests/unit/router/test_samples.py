@@ -72,3 +72,82 @@ def test_overshoot_and_samples_that_are_none() -> None:
     for wrong in (lambda: samples.take(SampleNews(1)), lambda: samples.take_first(_first(1, A))):
         with pytest.raises(Internal, match="drew sample 1"):
             wrong()
+
+
+def test_who_goes_on_is_told_all_that_was_drawn() -> None:
+    samples = _samples(1)
+    samples.begin_prefill()
+    assert not samples.told_to_prefill
+    samples.take_first(_first(0, A))
+    samples.take(SampleNews(0, [B, C]))
+    assert list(samples.drawn) == [A, B, C]
+    samples.begin_prefill()
+    assert list(samples.told_to_prefill) == [A, B, C] and not samples.has_all_firsts
+    message = samples.take_first(_first(0, A))  # the next one, though it is equal to the first
+    assert message is not None and message.text == "a"
+    assert list(samples.told_to_prefill) == [A, B, C]  # of that call, also when it is asked again
+    assert list(samples.handover().output_token_ids) == [A, B, C, A]
+    alone = samples.handover(computes_prompt=True)
+    assert alone.computes_prompt and list(alone.output_token_ids) == [A, B, C, A]
+
+
+def test_several_samples_draw_their_first_tokens_again_and_show_what_was_missing() -> None:
+    samples = _samples(2, logprobs=0)
+    samples.begin_prefill()
+    samples.take(SampleNews(0, [A]))
+    samples.take(SampleNews(0, [B]))
+    assert not samples.may_skip_prefill  # nobody draws a first token where others have theirs
+    samples.begin_prefill()
+    assert not samples.told_to_prefill
+    assert samples.take_first(_first(0, A)) is None
+    message = samples.take_first(_first(1, C))
+    assert message is not None and message.text == "c"
+    assert samples.has_all_firsts and samples.may_skip_prefill
+    assert [list(o.token_ids) for o in samples.handover().outputs] == [[A, B], [C]]
+    samples.begin_prefill()
+    with pytest.raises(Internal, match="different first tokens"):
+        samples.take_first(_first(0, C))
+
+
+def test_of_several_first_tokens_those_that_are_new_are_shown_with_their_logprobs() -> None:
+    samples = _samples(2, logprobs=0)
+    samples.take_first(_first(0, A))
+    probs = [common_pb2.TokenLogprobs(chosen={"token_id": token_id}) for token_id in (A, B)]
+    message = samples.take_first(_first(0, A, B, logprobs=probs))
+    assert message is not None and list(message.token_ids) == [B]
+    assert [entry.chosen.token_id for entry in message.logprobs] == [B]
+
+
+def test_what_a_worker_says_to_have_sent_is_compared_with_what_came() -> None:
+    samples = _samples(2)
+    for index, first in enumerate((A, B)):
+        samples.take_first(_first(index, first))
+    samples.take(SampleNews(1, [C], reason=common_pb2.FINISH_REASON_LENGTH))
+    samples.take(SampleNews(1, [A]))  # behind its end: drawn, and shown to nobody
+    samples.check_sent([1, 3])
+    for wrong in ([1, 2], [2, 3], [1], []):
+        with pytest.raises(Internal, match="sent"):
+            samples.check_sent(wrong)
+
+
+def test_beams_go_on_until_one_is_shown() -> None:
+    samples = _samples(2, beam=common_pb2.BeamParams(num_beams=2))
+    start = [common_pb2.BeamCandidate(token_id=A, logprob=-0.5)]
+    samples.take_first(_first(0, beam_start=start))
+    samples.check_sent([])
+    samples.check_sent([0, 0])
+    assert samples.can_go_on
+    samples.begin_prefill()
+    assert not samples.has_all_firsts and samples.take_first(_first(0, beam_start=start)) is None
+    samples.take(SampleNews(1, [A], reason=common_pb2.FINISH_REASON_LENGTH))
+    assert not samples.can_go_on
+
+
+def test_an_end_is_said_once() -> None:
+    samples = _samples(2)
+    samples.take_first(_first(0, A, finish_reason=common_pb2.FINISH_REASON_LENGTH))
+    (answer,) = samples.ended()
+    samples.say_ended(answer)
+    assert not list(samples.ended())
+    samples.take_first(_first(1, B, finish_reason=common_pb2.FINISH_REASON_LENGTH))
+    assert [answer.sample_index for answer in samples.ended()] == [1]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protos import common_pb2, decode_pb2, prefill_pb2
-from services.router.sealed_handle import Command, PrefillNews, SealedHandle
+from services.router.sealed_handle import Command, PrefillNews, SealedHandle, words_of
 from services.router.wire_fields import LENGTH, fields_of, nested, varint
 
 handles = st.builds(
@@ -49,6 +49,59 @@ def test_a_reply_is_the_same_in_two_parts(
     says_more = bool(token_ids) or has_leg
     is_partial = handle is not None and handle.is_partial
     assert news.is_only_partial == (is_partial and not says_more)
+
+
+events = st.builds(
+    lambda key, token_ids, handle, has_leg, problem: (
+        prefill_pb2.PrefillEvent(key=key, failed={"code": 14, "message": problem})
+        if problem
+        else prefill_pb2.PrefillEvent(
+            key=key,
+            reply={
+                "token_ids": token_ids,
+                "handle": handle,
+                "leg": common_pb2.KvLeg(worker_id="p") if has_leg else None,
+            },
+        )
+    ),
+    st.integers(0, 2**64 - 1),
+    token_lists,
+    st.none() | handles,
+    st.booleans(),
+    st.sampled_from(["", "", "", "no room"]),
+)
+
+
+@given(st.lists(events, max_size=5))
+def test_what_a_prefill_worker_says_is_the_same_word_by_word(
+    sent: list[prefill_pb2.PrefillEvent],
+) -> None:
+    data = prefill_pb2.PrefillEvents(events=sent).SerializeToString()
+    words = list(words_of(data))
+    assert [word.key for word in words] == [event.key for event in sent]
+    for word, event in zip(words, sent, strict=True):
+        if event.HasField("failed"):
+            assert word.failed == event.failed and word.news is None and word.is_last
+            continue
+        assert word.failed is None
+        assert word.news == PrefillNews.parse(event.reply.SerializeToString())
+        assert word.is_last == event.reply.HasField("leg")
+
+
+@given(st.binary(max_size=40))
+def test_bytes_that_are_no_events_are_refused_or_say_what_protobuf_reads(data: bytes) -> None:
+    try:
+        words = list(words_of(data))
+    except (ValueError, DecodeError):
+        return
+    read = prefill_pb2.PrefillEvents.FromString(data)
+    assert [word.key for word in words] == [event.key for event in read.events]
+
+
+def test_an_event_without_news_is_refused() -> None:
+    data = prefill_pb2.PrefillEvents(events=[{"key": 3}]).SerializeToString()
+    with pytest.raises(ValueError, match="without news"):
+        list(words_of(data))
 
 
 @given(handle=st.none() | handles, token_ids=token_lists)

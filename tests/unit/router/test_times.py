@@ -1,4 +1,5 @@
-"""Stage times sum to the whole, whatever other processes report."""
+"""Stage times sum to the whole, whatever other processes report; those up to the first token sum to
+the time that it took."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.times import StageTimes
+from services.router.times import BEFORE_FIRST, StageTimes
 
 
 class _Clock:
@@ -18,19 +19,74 @@ class _Clock:
 
 
 seconds = st.floats(0, 1e3)
-
-
-@given(
-    st.lists(st.tuples(seconds, st.lists(st.tuples(st.sampled_from("abc"), st.floats(-1, 1e3)))))
+parts = st.lists(
+    st.tuples(st.sampled_from([*sorted(BEFORE_FIRST), "decode", "store"]), st.floats(-1, 1e3))
 )
-def test_stages_sum_to_the_total(laps: list[tuple[float, list[tuple[str, float]]]]) -> None:
+steps = st.lists(
+    st.tuples(
+        st.floats(0, 1e3),
+        st.one_of(st.just("mark"), st.just("first_token"), parts),
+    ),
+    max_size=12,
+)
+
+
+def _run(steps: list[tuple[float, str | list[tuple[str, float]]]]) -> StageTimes:
     clock = _Clock()
     times = StageTimes(clock)
-    for lap_s, parts in laps:
+    for lap_s, step in steps:
         clock.now_s += lap_s
-        times.mark_split(parts, rest="rest")
+        if step == "first_token":
+            times.first_token()
+        elif isinstance(step, str):
+            times.mark("own")
+        else:
+            times.mark_split(step, rest="rest", wire="wire")
+    return times
+
+
+@given(steps)
+def test_stages_sum_to_the_total(steps: list[tuple[float, str | list[tuple[str, float]]]]) -> None:
+    times = _run(steps)
     assert sum(s for _, s in times.stages()) == pytest.approx(times.total_s, rel=1e-6, abs=1e-6)
     assert all(s >= 0 for _, s in times.stages())
+
+
+@given(steps)
+def test_laps_follow_each_other_exactly(
+    steps: list[tuple[float, str | list[tuple[str, float]]]],
+) -> None:
+    """No gap, no overlap, not even by a rounding; the first token is out between two of them."""
+    times = _run(steps)
+    laps = times.laps()
+    bounds = [times.begin_s, *(lap.end_s for lap in laps)]
+    assert [lap.begin_s for lap in laps] == bounds[:-1]
+    assert bounds[-1] == times.last_s
+    assert all(lap.end_s > lap.begin_s for lap in laps)
+    if times.first_token_s is not None and times.first_token_s <= times.last_s:
+        assert times.first_token_s in bounds
+
+
+@given(steps)
+def test_laps_are_the_stages(steps: list[tuple[float, str | list[tuple[str, float]]]]) -> None:
+    times = _run(steps)
+    by_stage: dict[str, float] = {}
+    for lap in times.laps():
+        by_stage[lap.stage] = by_stage.get(lap.stage, 0.0) + (lap.end_s - lap.begin_s)
+    stages = {stage: s for stage, s in times.stages() if s > 0}
+    assert by_stage == pytest.approx(stages, rel=1e-6, abs=1e-6)
+
+
+def test_a_lap_of_no_length_takes_nothing_from_a_stage() -> None:
+    clock = _Clock()
+    clock.now_s = 1e-13
+    times = StageTimes(clock)
+    clock.now_s = 2e-13
+    times.mark("own")
+    clock.now_s = 1000.0
+    times.mark("other")
+    times.mark("own")
+    assert dict(times.stages())["own"] == pytest.approx(1e-13)
 
 
 def test_what_the_other_process_did_not_count_is_the_rest() -> None:
@@ -44,3 +100,33 @@ def test_what_the_other_process_did_not_count_is_the_rest() -> None:
     times.mark("handover")
     stages = dict(times.stages())
     assert stages == pytest.approx({"receive": 1, "compute": 6, "store": 1, "handover": 3.5})
+
+
+def test_the_first_token_parts_what_came_before_it_from_what_came_after() -> None:
+    clock = _Clock()
+    times = StageTimes(clock)
+    clock.now_s += 4
+    assert times.first_token() == 4
+    clock.now_s += 3
+    assert times.first_token() == 4, "there is only one first token"
+    account = [("prefill_queue", 0.5), ("prefill_compute", 3.0), ("prefill_store", 2.0)]
+    times.mark_split(account, rest="handover", wire="prefill_wire")
+    laps = [(lap.stage, lap.begin_s - 100, lap.end_s - 100) for lap in times.laps()]
+    assert laps == [
+        ("prefill_queue", 0, 0.5),
+        ("prefill_compute", 0.5, 3.5),
+        ("prefill_wire", 3.5, 4),
+        ("prefill_store", 4, 6),
+        ("handover", 6, 7),
+    ]
+
+
+def test_an_account_that_says_more_than_passed_is_cut_to_it() -> None:
+    clock = _Clock()
+    times = StageTimes(clock)
+    clock.now_s += 2
+    times.first_token()
+    clock.now_s += 1
+    times.mark_split([("prefill_compute", 8.0), ("prefill_store", 2.0)], rest="handover")
+    laps = [(lap.stage, lap.end_s - 100) for lap in times.laps()]
+    assert laps == [("prefill_compute", 2), ("prefill_store", 3)]

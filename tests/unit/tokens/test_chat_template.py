@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.unit.tokens.builders import byte_level
 from tokens.chat_template import ChatTemplate
-from tokens.errors import ChatTemplateError, TokenizerError
+from tokens.errors import ChatTemplateError, ReservedNameError, TokenizerError
 
 CHATML = (
     "{%- for message in messages %}\n"
@@ -174,3 +174,19 @@ def test_the_clock_is_given() -> None:
         "{{ strftime_now('%d %b %Y') }}", special_tokens={}, now=lambda: datetime(2024, 2, 29)
     )
     assert template.render(CHATS[0]) == "29 Feb 2024"
+
+
+def test_tools_and_arguments_are_variables_of_the_template() -> None:
+    template = ChatTemplate(
+        "{% for t in tools or () %}{{ t.function.name }} {% endfor %}{{ mood or 'calm' }}"
+        "{{ '' if tools is none else '!' }}",
+        special_tokens={"bos_token": "<s>"},
+    )
+    assert template.takes_tools
+    assert template.render([]) == "calm"
+    tool = {"type": "function", "function": {"name": "look"}}
+    assert template.render([], tools=[tool], arguments={"mood": "glad"}) == "look glad!"
+    for name in ("messages", "tools", "add_generation_prompt", "bos_token"):
+        with pytest.raises(ReservedNameError, match=f"'{name}' is not the request's"):
+            template.render([], arguments={name: "x"})
+    assert not ChatTemplate("{{ messages }}", special_tokens={}).takes_tools

@@ -15,7 +15,8 @@ from engine.batch import Batch
 from engine.config import EngineConfig
 from engine.fake import FakeModel
 from engine.loop import Engine
-from engine.request import Request, Sampling, StepOutput
+from engine.request import Request, Sampling
+from engine.step_output import StepOutput
 from kvstore import block_hash
 from process.errors import Internal
 from services.worker.engine_thread import EngineThread
@@ -100,9 +101,10 @@ async def running(
     on_step: Callable[[StepOutput], None] = lambda output: None,
     on_failure: Callable[[Internal], None] = lambda error: None,
     idle_check_s: float = 0.01,
+    step_timeout_s: float = 0.0,
 ) -> AsyncIterator[EngineThread]:
     """The engine on its thread; stopped at the end, and its laws checked when it is healthy."""
-    thread = EngineThread(engine, idle_check_s=idle_check_s)
+    thread = EngineThread(engine, idle_check_s=idle_check_s, step_timeout_s=step_timeout_s)
     thread.start(on_step, on_failure)
     try:
         yield thread

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from engine.request import FilledBlock
+from engine.step_output import FilledBlock
 from kvstore.block import Block
 from kvstore.errors import LeaseLapsed, TransferFailed
 from kvstore.putting import PutResult

@@ -28,17 +28,31 @@ def test_adapters_are_names_and_folders() -> None:
         ("listen=nowhere", "host:port"),
         ("transport=pigeon", "none of shm, nixl, grpc"),
         ("remote_transport=shm", "remote_transport: 'shm' is none of nixl, grpc and ''"),
+        ("direct_transport=shm", "direct_transport: 'shm' is none of cuda_ipc, nixl, grpc and"),
         ("link_floor_bytes_per_s=-1", "link_floor_bytes_per_s: must not be negative"),
         ("limits.replicate_after_hits=-1", "replicate_after_hits: must not be negative"),
         ("limits.max_remote_stores=0", "remote_transport='' pulls from none"),
         ("store_address=h:1", "handle_keys_file: is needed.*`baton keys new FILE`"),
         ("limits.max_waiting_requests=0", "at least 1"),
         ("limits.drain_s=-1", "negative"),
+        (
+            "listen=0.0.0.0:1",
+            r"listen: 0\.0\.0\.0:1 is reached from other machines.*tls\.cert_file",
+        ),
+        ("tls.cert_file=x", "goes with key_file"),
+        ("tls.ca_file=x", r"tls\.ca_file: goes with cert_file"),
+        ("redis.ca_file=x", "rediss://"),
     ],
 )
 def test_what_is_wrong_is_named(override: str, word: str) -> None:
     with pytest.raises(SettingsError, match=word):
         settings.load(WorkerSettings, overrides=[override])
+
+
+def test_a_way_to_other_workers_needs_ways_to_other_nodes() -> None:
+    overrides = ["direct_transport=cuda_ipc", 'remote_transport=""']
+    with pytest.raises(SettingsError, match="direct_transport: needs remote_transport"):
+        settings.load(WorkerSettings, overrides=overrides)
 
 
 def test_handles_are_always_signed_where_there_are_any() -> None:

@@ -37,6 +37,14 @@ def test_host_memory_is_shared() -> None:
     kernel_wait(None)()
 
 
+def test_cuda_ipc_is_refused_where_it_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(FailedPrecondition, match=r"direct_transport cuda_ipc: .* is on cpu"):
+        check_transports(_kv("cpu"), "shm", "grpc", "cuda_ipc")
+    with pytest.raises(FailedPrecondition, match=r"transport cuda_ipc: .*several devices"):
+        check_transports(_spread(monkeypatch), "shm", "grpc", "cuda_ipc")
+    check_transports(_kv("cuda:1"), "shm", "grpc", "cuda_ipc")
+
+
 def test_another_kind_of_device_is_refused_by_name() -> None:
     with pytest.raises(FailedPrecondition, match=r"engine\.device: KV on xpu:0"):
         block_memory(_kv("xpu:0"))

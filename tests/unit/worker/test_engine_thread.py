@@ -10,8 +10,9 @@ import threading
 import pytest
 
 from engine.errors import RankFailed
-from engine.request import StepOutput
+from engine.step_output import StepOutput
 from process.errors import FailedPrecondition, Internal, Unavailable
+from services.worker import engine_thread
 from services.worker.engine_thread import EngineThread
 from tests.unit.worker.builders import GatedModel, fake_engine, prompt_of, request, running
 
@@ -40,6 +41,31 @@ async def test_jobs_run_in_the_order_they_came() -> None:
         await thread.call(lambda e: ran.append(50))
         assert ran == list(range(51))
         assert told == list(range(50))
+
+
+async def test_jobs_leave_those_who_decode_their_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_thread, "JOBS_S", 0.0)
+    monkeypatch.setattr(engine_thread, "JOBS_SHARE", 0.0)
+    engine = fake_engine()
+    steps_before: list[int] = []
+    waiting = threading.Event()
+
+    async with running(engine) as thread:
+
+        def begin(_: object) -> None:
+            engine.reserve(request(engine, prompt_of(5), max_tokens=40))
+            engine.start("r")
+            assert waiting.wait(5)
+
+        thread.post(begin)
+        for _ in range(6):
+            thread.post(lambda e: steps_before.append(thread.num_steps))
+        waiting.set()
+        await thread.call(lambda e: None)
+        # The device has work all the time: one step at least between any two jobs.
+        assert steps_before == sorted(set(steps_before)) and len(steps_before) == 6
+        thread.post(lambda e: e.abort("r"))
+        await thread.call(lambda e: None)
 
 
 async def test_each_step_is_delivered_once_and_in_order() -> None:
@@ -270,3 +296,38 @@ async def test_an_idle_engine_that_lost_a_process_fails_at_once() -> None:
 
 def _gone() -> None:
     raise RankFailed("rank 1 ended (signal 9)")
+
+
+async def test_a_step_that_does_not_end_is_the_engines_failure() -> None:
+    model = GatedModel()
+    engine = fake_engine(model=model)
+    heard: list[Internal] = []
+    outputs: list[StepOutput] = []
+    thread = EngineThread(engine, step_timeout_s=0.05)
+    thread.start(outputs.append, heard.append)
+    await thread.call(lambda e: engine.reserve(request(engine, prompt_of(5), name="r")))
+    model.hold()
+    await thread.call(lambda e: e.start("r"))
+    async with asyncio.timeout(10):
+        while not heard:
+            await asyncio.sleep(0.01)
+    assert heard == [thread.failure] and thread.is_stuck
+    assert "limits.step_timeout_s" in str(heard[0])
+    with pytest.raises(Unavailable):
+        await thread.call(lambda e: None)
+    # A device that answers after all: nobody hears of that step, and blocks can be given back.
+    thread.post(lambda e: e.abort("r"))
+    model.release()
+    await thread.stop(5.0)
+    assert not thread.is_stuck and not outputs
+    assert engine.stats().num_referenced_blocks == 0
+    engine.check_integrity()
+
+
+async def test_steps_in_time_are_no_failure() -> None:
+    engine = fake_engine()
+    async with running(engine, step_timeout_s=0.2) as thread:
+        await thread.call(lambda e: engine.reserve(request(engine, prompt_of(5), name="r")))
+        thread.post(lambda e: e.start("r"))
+        await asyncio.sleep(0.5)  # longer than a step may take, and idle
+        assert thread.failure is None and not thread.is_stuck

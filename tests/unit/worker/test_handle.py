@@ -5,6 +5,7 @@ name.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 from google.protobuf.descriptor import FieldDescriptor
@@ -286,26 +287,56 @@ def test_what_no_producer_writes_is_refused(field: str, value: object, reason: s
     assert caught.value.reason == reason
 
 
-def test_blocks_come_in_order_as_far_as_they_are_ours() -> None:
-    handle = small_handle()
-    found, why = handles.blocks_in_order(handle, OURS)
-    assert [block.frame for _, block in found] == [0, 1, 2]
+def frames_of(found: list[handles.Stretch]) -> list[int]:
+    return [block.frame for stretch in found for block in stretch.blocks(0, 99)]
+
+
+def read_back(handle: handles.Handle) -> handles.Handle:
+    wire = handles.to_proto(handle, KEYS).SerializeToString()
+    return handles.from_proto(common_pb2.KvHandle.FromString(wire), KEYS)
+
+
+@pytest.mark.parametrize("came", [lambda handle: handle, read_back], ids=["made here", "came"])
+def test_blocks_come_in_order_as_far_as_they_are_ours(
+    came: Callable[[handles.Handle], handles.Handle],
+) -> None:
+    handle = came(small_handle())
+    found, why = handles.stretches(handle, OURS)
+    assert frames_of(found) == [0, 1, 2]
     assert why is None
-    found, why = handles.blocks_in_order(handle, OURS[:2])
-    assert (len(found), why) == (2, "fingerprint")
-    found, why = handles.blocks_in_order(handle, [OURS[0], b"x" * 16, OURS[2]])
-    assert (len(found), why) == (1, "fingerprint")
+    found, why = handles.stretches(handle, OURS[:2])
+    assert (frames_of(found), why) == ([0, 1], "fingerprint")
+    found, why = handles.stretches(handle, [OURS[0], b"x" * 16, OURS[2]])
+    assert (frames_of(found), why) == ([0], "fingerprint")
     late = dataclasses.replace(handle.runs[0], first_block=1)
-    found, why = handles.blocks_in_order(dataclasses.replace(handle, runs=(late,)), OURS)
+    found, why = handles.stretches(dataclasses.replace(handle, runs=(late,)), OURS)
     assert (found, why) == ([], "fingerprint")
+    short = dataclasses.replace(handle, block_size=8)
+    assert handles.stretches(short, OURS) == ([], "fingerprint")
+
+
+@given(st.lists(st.integers(0, 3), max_size=5), st.integers(0, 16), st.integers(0, 16))
+def test_a_stretch_gives_what_is_asked_for_of_it(sizes: list[int], first: int, end: int) -> None:
+    """However the blocks are cut into runs, and whatever part is asked for."""
+    ours = [bytes([i]) * 16 for i in range(sum(sizes))]
+    cut, made = 0, []
+    for size in sizes:
+        run = tuple(Block(ours[i], i, 2, 0, 4) for i in range(cut, cut + size))
+        made.append(dataclasses.replace(small_handle().runs[0], first_block=cut, blocks=run))
+        cut += size
+    handle = read_back(dataclasses.replace(small_handle(), runs=tuple(made), tail=None))
+    found, why = handles.stretches(handle, ours)
+    assert why is None
+    asked = [block.frame for stretch in found for block in stretch.blocks(first, end)]
+    assert asked == list(range(len(ours)))[first:end]
 
 
 def test_the_tail_must_continue_the_full_blocks_exactly() -> None:
     handle = small_handle()
     assert handle.tail is not None
-    found = handles.tail_block(handle, 3)
-    assert found is not None and found[1].frame == 9
-    assert handles.tail_block(handle, 2) is None
+    found = handles.tail_stretch(handle, 3)
+    assert found is not None and frames_of([found]) == [9]
+    assert handles.tail_stretch(handle, 2) is None
     for change in (
         {"chain_hash": OURS[0]},
         {"num_tokens": 0},
@@ -314,5 +345,5 @@ def test_the_tail_must_continue_the_full_blocks_exactly() -> None:
     ):
         block = dataclasses.replace(handle.tail.blocks[0], **change)  # type: ignore[arg-type]
         tail = dataclasses.replace(handle.tail, blocks=(block,))
-        assert handles.tail_block(dataclasses.replace(handle, tail=tail), 3) is None
+        assert handles.tail_stretch(dataclasses.replace(handle, tail=tail), 3) is None
     assert handle.lease_ids == ("lease",)

@@ -91,7 +91,7 @@ def test_a_file_that_went_bad_changes_nothing_and_is_logged(
     for _ in range(3):
         assert keys.signing_key_id() == key.key_id
     assert keys.is_signed(key.key_id, b"x", keys.mac(key.key_id, b"x"))
-    assert [record.message for record in caplog.records] == ["handle_keys_not_reloaded"]
+    assert [record.message for record in caplog.records] == ["file_not_reloaded"]
     with pytest.raises(SettingsError):
         HandleKeys.load(path)
 
@@ -113,7 +113,7 @@ def test_a_dropped_key_is_dropped_where_nothing_is_ever_signed(tmp_path: Path) -
 def test_the_fix_that_the_log_asks_for_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.worker.handle_keys.RETRY_S", 0.0)
+    monkeypatch.setattr("process.watched_file.RETRY_S", 0.0)
     path = tmp_path / "keys"
     key_files.create(path)
     keys = HandleKeys.load(path)

@@ -10,8 +10,9 @@ import pytest
 import redis.asyncio
 from google.protobuf import json_format
 
+from process.registry_beat import BEAT_TTL_MS
 from protos import common_pb2
-from services.worker.heartbeat import BEAT_TTL_MS, WORKERS_KEY, Heartbeat, beat_key
+from services.worker.heartbeat import WORKERS_KEY, Heartbeat, beat_key
 from tests.unit.worker.redis_process import RedisProcess
 
 ID = "decode-7"
@@ -96,3 +97,17 @@ async def test_an_old_life_does_not_remove_its_successor(server: RedisProcess) -
 
 async def _is(value: bool) -> bool:
     return value
+
+
+async def test_what_killed_workers_left_goes_with_the_next_one_that_comes(
+    server: RedisProcess,
+) -> None:
+    client = redis.asyncio.from_url(server.url)
+    await client.hset(WORKERS_KEY, mapping={"dead": "{}", "alive": "{}"})
+    await client.set(beat_key("alive"), "bb", px=60_000)
+    beat = heartbeat(server)
+    beat.start()
+    await until(lambda: _is(beat.num_beats >= 2))
+    assert {key.decode() for key in await client.hkeys(WORKERS_KEY)} == {"alive", ID}
+    await beat.stop()
+    await client.connection_pool.disconnect()

@@ -20,7 +20,7 @@ from engine.errors import IntegrityError, ParkingRefused, WrongState
 from engine.kv.layout import KvLayout
 from engine.loop import Engine
 from engine.parking import Blocks
-from engine.request import StepOutput
+from engine.step_output import StepOutput
 from kvstore import serve
 from kvstore.config import KvStoreSettings
 from kvstore.errors import Quarantine, TransferCancelled, TransferTimeout

@@ -16,6 +16,7 @@ import pytest
 
 from kvstore.client import StoreClient
 from kvstore.errors import Quarantine, TransferTimeout
+from kvstore.lending import lender_node_id
 from kvstore.transport.base import BlockMemory
 from process.deadline import Deadline
 from process.errors import BatonError, DeadlineExceeded, Unavailable
@@ -138,14 +139,7 @@ async def test_in_any_order_the_laws_hold_and_nothing_is_refused_for_ever(
     rng = random.Random(seed * 4 + variant)
     world = World(rng)
     monkeypatch.setattr(module, "attach", world.attach)
-    memory = BlockMemory.of(np.zeros((1, 8), dtype=np.uint8))
-    stores = RemoteStores(
-        StoreTarget("", "worker", bytes(16), "ab", memory, "grpc"),
-        max_stores=MAX_STORES,
-        attach_budget_s=5.0,
-        lease_ttl_s=30.0,
-        clock=lambda: world.now_s,
-    )
+    stores = _stores(world)
     asking: set[asyncio.Task[None]] = set()
     for _ in range(scale(50_000)):
         if rng.random() < 0.4:
@@ -183,3 +177,55 @@ async def test_in_any_order_the_laws_hold_and_nothing_is_refused_for_ever(
         assert client.incarnation == life
     await stores.stop(timeout_s=5.0)
     assert all(client.broken is not None for client in world.clients), "one was never closed"
+
+
+async def test_a_client_that_broke_is_closed_though_nobody_asks(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """One that maps a dead worker's cache keeps that memory from the worker's next life."""
+    world = World(random.Random(seed))
+    monkeypatch.setattr(module, "attach", world.attach)
+    stores = _stores(world)
+    life = world.lives["n0:1"]
+    assert life is not None
+    client = cast(FakeClient, await stores.client("n0", "n0:1", life, Deadline.after(5)))
+    client.broken = "no heartbeat"
+    stores.sweep()
+    assert stores.clients == []
+    await stores.settle()
+    assert client.broken == "closed"
+    await stores.stop(timeout_s=5.0)
+
+
+async def test_workers_that_lend_have_a_transport_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    world = World(random.Random(seed))
+    targets: dict[str, StoreTarget] = {}
+
+    async def attach(target: StoreTarget, timeout_s: float) -> StoreClient:
+        targets[target.address] = target
+        client = FakeClient(world, target.address, bytes(16))
+        client.node_id = names[target.address]
+        return cast(StoreClient, client)
+
+    names = {"a:1": "a", "b:1": lender_node_id("b")}
+    monkeypatch.setattr(module, "attach", attach)
+    for direct, expected in (("cuda_ipc", "cuda_ipc"), ("", "grpc")):
+        stores = _stores(world, direct_transport=direct)
+        for address, node_id in names.items():
+            await stores.client(node_id, address, bytes(16), Deadline.after(5))
+        assert [targets[address].transport for address in names] == ["grpc", expected]
+        await stores.stop(timeout_s=5.0)
+
+
+def _stores(world: World, **options: Any) -> RemoteStores:
+    memory = BlockMemory.of(np.zeros((1, 8), dtype=np.uint8))
+    return RemoteStores(
+        StoreTarget("", "worker", bytes(16), "ab", memory, "grpc"),
+        max_stores=MAX_STORES,
+        attach_budget_s=5.0,
+        lease_ttl_s=30.0,
+        clock=lambda: world.now_s,
+        **options,
+    )

@@ -16,7 +16,7 @@ import pytest
 
 from engine.fake import FakeModel
 from engine.loop import Engine
-from engine.request import RequestEvent, StepOutput
+from engine.step_output import RequestEvent, StepOutput
 from kvstore import block_hash
 from kvstore.block import Block
 from kvstore.errors import TransferFailed

@@ -153,3 +153,19 @@ def test_what_fits_no_shape_is_not_taken(seed: int) -> None:
     assert taken(single._replace(adapter=1)) is None
     assert taken(single._replace(block_ids=())) is None, "a warm-up"
     assert taken(single._replace(block_ids=tuple(range(WINDOW // BLOCK + 1)))) is None
+
+
+def test_a_step_with_more_draws_than_a_shape_has_is_not_taken(seed: int) -> None:
+    """Every token of a prompt is drawn from where its log probabilities are asked for."""
+    model = _model("cpu", torch.float32, seed)
+    model.attach(KvMemory(model.layout, NUM_BLOCKS, "cpu"))
+    steps = _steps(model)
+    steps.capture()
+    chunk = Span(0, 40, tuple(range(5)))
+
+    def taken(num_draws: int) -> StepShape | None:
+        return steps.shape_of(Batch((1,) * 40, (chunk,), tuple(range(num_draws))))
+
+    assert taken(16) == (0, 64)
+    assert taken(17) == (8, 64), "the smallest with room for its logits"
+    assert taken(37) is None

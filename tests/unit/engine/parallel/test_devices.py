@@ -101,8 +101,9 @@ def _logits(engine: Engine) -> torch.Tensor:
     for start, end in ((0, 37), (37, 58), (58, 59), (59, 60)):
         span = Span(start, end - start, tuple(range(5, 5 + -(-end // 16))))
         draws = tuple(range(end - start))
-        found.append(engine._model.forward(Batch(tuple(token_ids[start:end]), (span,), draws)))
-    return torch.cat(found).float().cpu()
+        logits = engine._model.forward(Batch(tuple(token_ids[start:end]), (span,), draws))
+        found.append(logits.float().cpu())  # a graph's own hold until the next step only
+    return torch.cat(found)
 
 
 @pytest.mark.parametrize("dtype", MAX_ERROR)

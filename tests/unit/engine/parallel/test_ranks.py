@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +17,9 @@ from engine.batch import Batch, Span
 from engine.decoder.verify import NUM_TOKENS, verify_logits
 from engine.errors import RankFailed
 from engine.kv.memory import KvMemory
+from engine.parallel import process_ranks
 from engine.parallel.memory import RankMemory, runs
+from engine.parallel.model import ParallelModel
 from engine.parallel.pieces import pieces
 from engine.parallel.place import Grid
 from engine.parallel.process_ranks import ProcessRanks
@@ -256,3 +262,90 @@ def test_after_an_abort_nothing_is_waited_for() -> None:
             ranks.add_up(torch.zeros(3))
 
     run_ranks(Grid(2, 1), act)
+
+
+class _Group:
+    """NCCL's, as far as its end is concerned: it parts when no graph is left."""
+
+    def __init__(self) -> None:
+        self.graphs_are_gone = threading.Event()
+        self.num_aborts = 0
+        self.has_parted = False
+
+    def abort(self) -> None:
+        self.num_aborts += 1
+        assert self.graphs_are_gone.wait(20)
+        self.has_parted = True
+        raise RuntimeError("NCCL error: the peer has parted before")
+
+
+def test_an_abort_does_not_wait_for_graphs_and_an_end_waits_a_bounded_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever sees a rank die aborts while the graph that waits for it still runs."""
+    for graphs_go in (True, False):
+        ranks, group = ProcessRanks(Grid(2, 1), 0, "cuda:0", 1.0), _Group()
+        ranks._shares = group
+        ranks.abort()
+        ranks.abort()
+        assert not group.has_parted
+        if graphs_go:
+            group.graphs_are_gone.set()
+        else:
+            monkeypatch.setattr(process_ranks, "_PART_S", 0.05)
+        ranks.close()
+        assert (group.num_aborts, group.has_parted) == (1, graphs_go)
+        group.graphs_are_gone.set()
+        for thread in ranks._parting:
+            thread.join(20)
+
+
+def test_an_end_lets_the_graphs_go_before_the_ranks_part() -> None:
+    ended: list[str] = []
+    model = ParallelModel.__new__(ParallelModel)
+    model._processes = SimpleNamespace(close=lambda: ended.append("processes"))  # type: ignore[assignment]
+    model._finalizer = lambda: ended.append("ranks")  # type: ignore[assignment, method-assign]
+    model.ahead = SimpleNamespace(close=lambda: ended.append("graphs"))  # type: ignore[assignment]
+    model.close()
+    assert ended == ["processes", "graphs", "ranks"]
+
+
+_OUTLIVED = """
+import gc, os, socket, threading, torch
+from engine.errors import RankFailed
+from engine.parallel.place import Grid
+from engine.parallel.process_ranks import ProcessRanks
+
+held, meeting_file = [], os.memfd_create("meeting")
+
+def go(rank):
+    ranks = ProcessRanks(Grid(2, 1), rank, "cpu", 0.5)
+    ranks.form(meeting_file)
+    try:
+        if rank == 0:
+            ranks.add_up(torch.zeros(3))
+    except RankFailed as error:
+        held.append(error)
+    ranks.close()
+
+gc.disable()
+threads = [threading.Thread(target=go, args=(rank,)) for rank in range(2)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+os.close(meeting_file)
+assert held
+sockets = [socket.socket() for _ in range(64)]  # they get the numbers of files that were closed
+held.clear()
+gc.collect()
+print("alive")
+"""
+
+
+def test_an_error_that_outlives_its_ranks_does_not_end_the_process() -> None:
+    """It holds on to what they met in, which looks for its file when it goes."""
+    ended = subprocess.run(
+        [sys.executable, "-c", _OUTLIVED], capture_output=True, text=True, timeout=60
+    )
+    assert ended.stdout == "alive\n", ended.stderr[-2000:]

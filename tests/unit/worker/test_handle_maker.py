@@ -8,12 +8,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.request import Sampling
 from kvstore.block import Block
-from services.prefill.handle_maker import HandleMaker
-from services.prefill.job import PrefillAsk
-from services.prefill.parts import Part, runs_of
-from services.worker.core import Chain
+from services.worker.handle_maker import HandleMaker
+from services.worker.parts import Part, runs_of
 
 SIZE = 4
 
@@ -48,22 +45,12 @@ def test_runs_cover_the_longest_prefix_once_from_the_first_store_that_has_it(
 
 
 def maker(num_tokens: int) -> HandleMaker:
-    ask = PrefillAsk(
-        request_id="r",
-        tenant="t",
-        adapter="",
-        prompt_token_ids=tuple(range(num_tokens)),
-        output_token_ids=(),
-        sampling=Sampling(max_tokens=4),
-        chain=Chain(b"root", SIZE),
-        priority=0,
-        wants_handle=True,
-    )
+    ask: Any = SimpleNamespace(request_id="r", tenant="t", adapter="")
     core: Any = SimpleNamespace(
         model=SimpleNamespace(block_size=SIZE, fingerprint="ab"),
         identity=SimpleNamespace(worker_id="prefill-0", incarnation=bytes(16)),
     )
-    return HandleMaker(core, ask)
+    return HandleMaker(core, ask, num_tokens)
 
 
 TAIL = Block(b"", 9, 2, 7, 2)

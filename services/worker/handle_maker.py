@@ -6,20 +6,35 @@ Pure but for the nonce and the wall clock that a handle needs. Knows no request 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 from kvstore.block import Block
-from services.prefill.job import PrefillAsk
-from services.prefill.parts import Part, runs_of
 from services.worker import handle as handles
 from services.worker.core import WorkerCore
+from services.worker.parts import Part, runs_of
+
+
+class Asked(Protocol):
+    """Whose KV a handle is on."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def tenant(self) -> str: ...
+    @property
+    def adapter(self) -> str: ...
 
 
 class HandleMaker:
-    """Makes the handles of one request."""
+    """Makes the handles of one request.
 
-    def __init__(self, core: WorkerCore, ask: PrefillAsk) -> None:
+    Args: num_tokens: whose KV there is to hand over, once all of it is kept.
+    """
+
+    def __init__(self, core: WorkerCore, ask: Asked, num_tokens: int) -> None:
         self._core = core
         self._ask = ask
+        self._num_tokens = num_tokens
 
     def partial(self, parts: Iterable[Part], ttl_s: float) -> handles.Handle | None:
         """Of the full blocks kept so far; None if there are none. Its leases stay ours."""
@@ -31,11 +46,11 @@ class HandleMaker:
         """Of all that is kept; None if nothing is.
 
         Args: parts: the last is where the tail lies.
-        tail: the unfilled block behind all full ones of the prompt. It is left out where full
+        tail: the unfilled block behind all full ones there. It is left out where full
             blocks are missing.
         """
         runs = runs_of(parts)
-        num_full_blocks = self._ask.num_context_tokens // self._core.model.block_size
+        num_full_blocks = self._num_tokens // self._core.model.block_size
         tail_run = None
         if tail is not None and _num_blocks(runs) == num_full_blocks:
             tail_run = parts[-1].run(num_full_blocks, [tail])

@@ -1,0 +1,61 @@
+"""Changes of a file of API keys: a key in, a key out, all else as its owner wrote it.
+
+Readers see the old file or the new one. Blocking; any thread.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from pathlib import Path
+
+from baton.errors import BatonError
+from process import api_keys
+
+_HEAD = "# API keys of a Baton deployment: digests, no secrets. Written by `baton api-key`.\n"
+
+
+class KeyFileError(BatonError):
+    """The file cannot be changed; the message says why."""
+
+
+def add(path: Path, key_id: str, entry: api_keys.ApiKey) -> None:
+    """Write one more key into a file, which is made when it is not there.
+
+    Raises: SettingsError when what is there is no such file; KeyFileError.
+    """
+    text = _HEAD
+    if path.exists():
+        api_keys.load(path)
+        text = path.read_text(encoding="utf-8").rstrip("\n") + "\n"
+    lines = [f"\n[keys.{key_id}]", f'tenant = "{entry.tenant}"', f'digest = "{entry.digest}"']
+    lines += ["is_admin = true"] if entry.is_admin else []
+    lines += [f"min_priority = {entry.min_priority}", f"max_priority = {entry.max_priority}"]
+    lines += [f'expires = "{entry.expires}"'] if entry.expires else []
+    _replace(path, text + "\n".join(lines) + "\n")
+
+
+def remove(path: Path, key_id: str) -> None:
+    """Take a key out. Raises: SettingsError; KeyFileError when it is not there."""
+    if key_id not in api_keys.load(path).keys:
+        raise KeyFileError(f"{path}: has no key {key_id!r}; `baton api-key list` shows them")
+    table = re.compile(rf"^\[keys\.{re.escape(key_id)}\][^\n]*\n(?:(?!\[)[^\n]*\n?)*", re.MULTILINE)
+    text = table.sub("", path.read_text(encoding="utf-8"), count=1)
+    _replace(path, text)
+    if key_id in api_keys.load(path).keys:
+        raise KeyFileError(f"{path}: key {key_id} is written in a way of your own; remove it")
+
+
+def _replace(path: Path, text: str) -> None:
+    """Readers see the old file or the new one."""
+    path = path.resolve()  # a link stays one
+    try:
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            if path.exists():
+                os.fchmod(file.fileno(), path.stat().st_mode & 0o755)
+        os.replace(name, path)
+    except OSError as error:
+        raise KeyFileError(f"{path}: {error.strerror}") from error

@@ -1,0 +1,220 @@
+"""Two ways to send a request of a load: Baton's gRPC, and the OpenAI API over HTTP, which Baton and
+others speak (`/v1/completions` with token ids as the prompt, streamed, with usage).
+
+A sender yields what arrives, in token counts, and raises a BatonError for what failed. It belongs
+to one event loop.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from baton.client import Client
+from baton.load.planned import Planned
+from process import errors
+
+_LINE_LIMIT_BYTES = 4 * 1024 * 1024
+"""Longest line of a stream: a chunk with the account of a long prompt."""
+
+_ERROR_LIMIT_CHARS = 500
+
+
+@dataclass(frozen=True)
+class News:
+    """What one message brought."""
+
+    num_tokens: int = 0
+    num_cached_tokens: int | None = None
+    num_output_tokens: int | None = None
+    """Of the whole answer, where the message says so."""
+    stages: tuple[tuple[str, float], ...] = ()
+
+
+class Sender(Protocol):
+    """See the module."""
+
+    def send(self, planned: Planned, timeout_s: float) -> AsyncGenerator[News, None]:
+        """Messages until the answer's end. Closing it early cancels. Raises: BatonError."""
+
+    async def vocab_size(self) -> int:
+        """Of the model served; 0: it does not say. Raises: BatonError."""
+
+    async def close(self) -> None:
+        """End all connections."""
+
+
+class GrpcSender:
+    """Through `baton.client.Client`."""
+
+    def __init__(self, client: Client, options: Mapping[str, Any]) -> None:
+        """`options`: what else goes to `Client.generate`, as model and tenant."""
+        self._client = client
+        self._options = dict(options)
+
+    async def send(self, planned: Planned, timeout_s: float) -> AsyncGenerator[News, None]:
+        """See `Sender`."""
+        chunks = self._client.generate(
+            list(planned.prompt_token_ids),
+            max_tokens=planned.num_output_tokens,
+            ignore_eos=True,
+            timeout_s=timeout_s,
+            **self._options,
+        )
+        try:
+            async for chunk in chunks:
+                end = chunk.end
+                yield News(
+                    num_tokens=len(chunk.token_ids),
+                    num_cached_tokens=end.usage.num_cached_tokens if end else None,
+                    num_output_tokens=end.usage.num_output_tokens if end else None,
+                    stages=tuple(end.times.items()) if end else (),
+                )
+        finally:
+            await chunks.aclose()
+
+    async def vocab_size(self) -> int:
+        """See `Sender`."""
+        models = await self._client.models()
+        wanted = self._options.get("model", "")
+        sizes = [model.vocab_size for model in models if wanted in ("", model.model)]
+        if not sizes:
+            raise errors.NotFound(f"nobody serves {wanted or 'any model'} there")
+        return min(sizes)
+
+    async def close(self) -> None:
+        """See `Sender`."""
+        await self._client.close()
+
+
+class OpenAiSender:
+    """Over HTTP, to whoever speaks that API."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        model: str,
+        api_key: str = "",
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        """
+        Args:
+            url: with the version, as http://127.0.0.1:8501/v1.
+            extra: fields more for each body, as {"ignore_eos": true}.
+        """
+        import aiohttp
+
+        self._url = url.rstrip("/")
+        self._model = model
+        self._extra = dict(extra or {})
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        # As many connections as requests are under way: an open loop waits for nobody.
+        self._session = aiohttp.ClientSession(
+            headers=headers,
+            connector=aiohttp.TCPConnector(limit=0),
+            read_bufsize=_LINE_LIMIT_BYTES,
+        )
+
+    async def send(self, planned: Planned, timeout_s: float) -> AsyncGenerator[News, None]:
+        """See `Sender`."""
+        import aiohttp
+
+        body = {
+            "model": self._model,
+            "prompt": list(planned.prompt_token_ids),
+            "max_tokens": planned.num_output_tokens,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **self._extra,
+        }
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        try:
+            async with self._session.post(
+                f"{self._url}/completions", json=body, timeout=timeout
+            ) as response:
+                if response.status != 200:
+                    raise _http_error(
+                        response.status, await response.text(), response.headers.get("Retry-After")
+                    )
+                async for news in _read_events(response.content):
+                    yield news
+        except TimeoutError as error:
+            raise errors.DeadlineExceeded(f"no end within {timeout_s:g} s") from error
+        except aiohttp.ClientError as error:
+            raise errors.Unavailable(f"{self._url}: {error or type(error).__name__}") from error
+
+    async def vocab_size(self) -> int:
+        """See `Sender`. The API does not tell."""
+        return 0
+
+    async def close(self) -> None:
+        """See `Sender`."""
+        await self._session.close()
+
+
+async def _read_events(lines: AsyncIterable[bytes]) -> AsyncIterator[News]:
+    """Server-sent events to their `[DONE]`. Raises: BatonError for an error in the stream, or when
+    it ends without its end."""
+    async for line in lines:
+        text = line.decode("utf-8", "replace").strip()
+        if not text.startswith("data:"):
+            continue
+        data = text.removeprefix("data:").strip()
+        if data == "[DONE]":
+            return
+        try:
+            event = json.loads(data)
+        except ValueError as error:
+            raise errors.Internal(f"an event is no JSON: {data[:80]!r}") from error
+        if not isinstance(event, dict):
+            raise errors.Internal(f"an event is no object: {data[:80]!r}")
+        if "error" in event:
+            raise _stream_error(event["error"])
+        yield _news(event)
+    raise errors.Internal("the stream ended without [DONE]")
+
+
+def _news(event: Mapping[str, Any]) -> News:
+    # A chunk with text, or that says it has tokens: the API does not say how many. The account at
+    # the end does, for all of them.
+    choices = event.get("choices") or ()
+    has_tokens = any(choice.get("text") or choice.get("token_ids") for choice in choices)
+    usage = event.get("usage") or {}
+    details = usage.get("prompt_tokens_details") or {}
+    return News(
+        num_tokens=int(has_tokens),
+        num_cached_tokens=details.get("cached_tokens"),
+        num_output_tokens=usage.get("completion_tokens"),
+    )
+
+
+def _http_error(status: int, text: str, retry_after: str | None) -> errors.BatonError:
+    message = f"HTTP {status}: {_message_of(text)}"
+    retry_after_s = float(retry_after) if retry_after and retry_after.isdecimal() else None
+    if status == 429:
+        return errors.NoCapacity(message, retry_after_s=retry_after_s)
+    if status in (502, 503):
+        return errors.Unavailable(message, retry_after_s=retry_after_s)
+    if status in (408, 504):
+        return errors.DeadlineExceeded(message)
+    if status == 404:
+        return errors.NotFound(message)
+    if 400 <= status < 500:
+        return errors.FailedPrecondition(message)
+    return errors.Internal(message)
+
+
+def _stream_error(error: Any) -> errors.BatonError:
+    code = error.get("code") if isinstance(error, dict) else None
+    status = code if isinstance(code, int) and 400 <= code < 600 else 500
+    return _http_error(status, json.dumps({"error": error}), None)
+
+
+def _message_of(text: str) -> str:
+    try:
+        return str(json.loads(text)["error"]["message"])[:_ERROR_LIMIT_CHARS]
+    except (ValueError, KeyError, TypeError):
+        return text.strip()[:_ERROR_LIMIT_CHARS]

@@ -1,0 +1,81 @@
+"""How much memory a model takes: the formula of docs/sizing.md over a checkpoint's config. Pure.
+
+    weights + blocks x (2 x layers x KV heads x head dim x bytes per number) x tokens per block
+
+and for latent attention (MLA) the latent and its rotary part instead of keys and values. An
+estimate: the worker measures what a step needs and refuses to start where it does not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_BYTES = {
+    "float32": 4.0,
+    "bfloat16": 2.0,
+    "float16": 2.0,
+    "int8": 1.0,
+    "fp8_e4m3": 1.0,
+}
+_MAX_GUESSED_WINDOW = 8192
+"""Tokens, where neither settings nor config name a window."""
+
+
+@dataclass(frozen=True)
+class ModelMemory:
+    """What one worker of a model needs, in bytes."""
+
+    weight_bytes: float
+    """All weights, as they are computed with."""
+
+    kv_bytes_per_token: float
+    """Of every layer."""
+
+    context_window: int
+    """Tokens of the longest request."""
+
+    @property
+    def least_bytes(self) -> float:
+        """Weights, and KV of one request that fills the window: below it no worker starts."""
+        return self.weight_bytes + self.kv_bytes_per_token * self.context_window
+
+
+def estimate(
+    config: Mapping[str, Any], stored_bytes: float, engine: Mapping[str, Any]
+) -> ModelMemory | None:
+    """Of a checkpoint with this config.json and `stored_bytes` of weights in its files, run with
+    these settings of the engine. None: the config does not say enough."""
+    config = {**config, **(config.get("text_config") or {})}
+    stored = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    computed = stored if engine.get("dtype", "auto") == "auto" else str(engine["dtype"])
+    if stored not in _BYTES or computed not in _BYTES:
+        return None
+    factor = _BYTES[computed] / _BYTES[stored]
+    if engine.get("weight_dtype", "auto") == "fp8_e4m3":
+        factor = _BYTES["fp8_e4m3"] / _BYTES[stored]
+    kv = computed if engine.get("kv_dtype", "auto") == "auto" else str(engine["kv_dtype"])
+    numbers = _kv_numbers_per_token(config)
+    if numbers is None or kv not in _BYTES:
+        return None
+    window = int(
+        engine.get("context_window") or config.get("max_position_embeddings") or _MAX_GUESSED_WINDOW
+    )
+    return ModelMemory(stored_bytes * factor, numbers * _BYTES[kv], window)
+
+
+def _kv_numbers_per_token(config: Mapping[str, Any]) -> float | None:
+    num_layers = config.get("num_hidden_layers") or config.get("n_layer")
+    if not num_layers:
+        return None
+    if config.get("kv_lora_rank"):
+        latent = config["kv_lora_rank"] + (config.get("qk_rope_head_dim") or 0)
+        return float(num_layers * latent)
+    num_heads = config.get("num_attention_heads") or config.get("n_head")
+    hidden = config.get("hidden_size") or config.get("n_embd")
+    if not num_heads or not hidden:
+        return None
+    num_kv_heads = config.get("num_key_value_heads") or num_heads
+    head_dim = config.get("head_dim") or hidden // num_heads
+    return float(2 * num_layers * num_kv_heads * head_dim)

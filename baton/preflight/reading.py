@@ -1,0 +1,262 @@
+"""Looks at a cluster with the official client, and never changes anything there.
+
+Every call is bounded in time. What this user may not look at is left out of the view, so that the
+checks can say so; only a cluster that does not answer is an error. Blocking; needs
+`baton[kubernetes]`, which is imported here and not before.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from baton.preflight import quantities
+from baton.preflight.cluster_view import Cluster, Node, Resource, Taint
+from baton.preflight.manifests import PreflightError
+from baton.preflight.needs import Kind, Needs, PodNeed
+
+CALL_S = 15.0
+"""For one call to the API server."""
+
+_PAGE = 500
+_NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+_MAX_PAGES = 1000
+_MAX_CHARS = 200
+
+
+class Reader:
+    """One API server, as one user sees it."""
+
+    def __init__(self, api: Any, namespace: str) -> None:
+        """`api`: an ApiClient of the official package."""
+        from kubernetes import client
+
+        self._api = api
+        self._client = client
+        self._core = client.CoreV1Api(api)
+        self.namespace = namespace
+
+    def version(self) -> tuple[int, int]:
+        """Such as (1, 33). Raises: PreflightError when nobody answers."""
+        body = self._call(self._client.VersionApi(self._api).get_code)
+        if body is None:
+            raise PreflightError("the API server does not say its version")
+        # Some providers write "33+".
+        major, minor = (re.sub(r"\D.*", "", str(body[key])) for key in ("major", "minor"))
+        return int(major), int(minor)
+
+    def look(self, needs: Needs) -> Cluster:
+        """All that the checks want to know. Raises: PreflightError when the server goes away."""
+        resources = {kind: self._resource(kind) for kind in needs.kinds}
+        labels, is_known = self._namespace()
+        nodes, is_usage_known = self._nodes()
+        asked = {
+            ("create", kind.group, resource.plural)
+            for kind, resource in resources.items()
+            if resource is not None
+        }
+        asked.add(("create", "", "secrets"))  # where helm keeps its releases
+        return Cluster(
+            version=self.version(),
+            namespace=self.namespace,
+            namespace_labels=labels,
+            is_namespace_known=is_known,
+            resources=resources,
+            groups=self._groups(),
+            allowed={each: self._may(*each) for each in sorted(asked)},
+            nodes=nodes,
+            is_usage_known=is_usage_known,
+            found=dict(self._references(needs)),
+        )
+
+    def _call(self, what: Any, *arguments: Any, **options: Any) -> Any:
+        """The answer as JSON has it; None where it is not there or not allowed. Raises:
+        PreflightError."""
+        from kubernetes.client.exceptions import ApiException
+        from urllib3.exceptions import HTTPError
+
+        try:
+            answer = what(*arguments, _request_timeout=CALL_S, **options)
+        except ApiException as error:
+            if error.status in (403, 404):
+                return None
+            if error.status == 401:
+                raise PreflightError(
+                    "the API server does not know you (401): renew the credentials of your "
+                    "kubeconfig's context"
+                ) from None
+            words = " ".join(str(error.body or error.reason).split())[:_MAX_CHARS]
+            raise PreflightError(f"the API server answered {error.status}: {words}") from None
+        except HTTPError as error:
+            host = self._api.configuration.host
+            reason = " ".join(str(getattr(error, "reason", error)).split())[:_MAX_CHARS]
+            raise PreflightError(
+                f"no answer from the API server {host}: {reason}; check --context, or the network"
+            ) from None
+        except ValueError:
+            # The client checks what it is answered. Its words may hold the answer, a Secret's even.
+            name = getattr(what, "__name__", "a call")
+            raise PreflightError(
+                f"the API server answered {name} with what the client cannot read"
+            ) from None
+        return self._api.sanitize_for_serialization(answer)
+
+    def _resource(self, kind: Kind) -> Resource | None:
+        if kind.group:
+            listing = self._client.CustomObjectsApi(self._api).get_api_resources
+            body = self._call(listing, *kind.api_version.split("/"))
+        else:
+            body = self._call(self._core.get_api_resources)
+        for each in (body or {}).get("resources") or ():
+            if each["kind"] == kind.name and "/" not in each["name"]:
+                return Resource(each["name"], bool(each["namespaced"]))
+        return None
+
+    def _groups(self) -> frozenset[str]:
+        body = self._call(self._client.ApisApi(self._api).get_api_versions) or {}
+        return frozenset(each["name"] for each in body.get("groups") or ())
+
+    def _namespace(self) -> tuple[Mapping[str, str] | None, bool]:
+        """(its labels, or None if it is not there; whether anything is known of it)."""
+        body = self._call(self._core.read_namespace, self.namespace)
+        if body is not None:
+            return body["metadata"].get("labels") or {}, True
+        return None, self._may("get", "", "namespaces")
+
+    def _may(self, verb: str, group: str, plural: str) -> bool:
+        client = self._client
+        asked = client.V1ResourceAttributes(
+            verb=verb, group=group, resource=plural, namespace=self.namespace
+        )
+        review = client.V1SelfSubjectAccessReview(
+            spec=client.V1SelfSubjectAccessReviewSpec(resource_attributes=asked)
+        )
+        authorization = client.AuthorizationV1Api(self._api)
+        answer = self._call(authorization.create_self_subject_access_review, review)
+        return answer is not None and bool(answer["status"]["allowed"])
+
+    def _all(self, listing: Any) -> list[dict[str, Any]] | None:
+        """A whole list, fetched page by page; None where it is not allowed."""
+        items: list[dict[str, Any]] = []
+        token = None
+        for _ in range(_MAX_PAGES):
+            page = self._call(listing, limit=_PAGE, **({"_continue": token} if token else {}))
+            if page is None:
+                return None
+            items += page.get("items") or ()
+            token = (page.get("metadata") or {}).get("continue")
+            if not token:
+                return items
+        raise PreflightError(f"a list of the API server has more than {_MAX_PAGES * _PAGE} items")
+
+    def _nodes(self) -> tuple[tuple[Node, ...] | None, bool]:
+        listed = self._all(self._core.list_node)
+        if listed is None:
+            return None, False
+        pods = self._all(self._core.list_pod_for_all_namespaces)
+        requested: dict[str, dict[str, float]] = {}
+        for pod in pods or ():
+            name, phase = pod["spec"].get("nodeName"), pod.get("status", {}).get("phase")
+            if name and phase not in ("Succeeded", "Failed"):
+                asked = {**PodNeed("", 1, pod["spec"]).requests, "pods": 1.0}
+                requested[name] = quantities.total(requested.get(name, {}), asked)
+        nodes = tuple(_node(each, requested.get(each["metadata"]["name"], {})) for each in listed)
+        return nodes, pods is not None
+
+    def _references(self, needs: Needs) -> Iterator[tuple[tuple[str, str], frozenset[str] | None]]:
+        core, classes = self._core, self._client.SchedulingV1Api(self._api)
+        readers = {
+            "Secret": (core.read_namespaced_secret, "", "secrets"),
+            "ConfigMap": (core.read_namespaced_config_map, "", "configmaps"),
+            "PersistentVolumeClaim": (
+                core.read_namespaced_persistent_volume_claim,
+                "",
+                "persistentvolumeclaims",
+            ),
+            "ServiceAccount": (core.read_namespaced_service_account, "", "serviceaccounts"),
+            "PriorityClass": (
+                classes.read_priority_class,
+                "scheduling.k8s.io",
+                "priorityclasses",
+            ),
+        }
+        for wanted in needs.references:
+            read, group, plural = readers[wanted.kind]
+            where = () if wanted.kind == "PriorityClass" else (self.namespace,)
+            body = self._call(read, wanted.name, *where)
+            if body is not None:
+                keys = frozenset((*(body.get("data") or ()), *(body.get("binaryData") or ())))
+                yield (wanted.kind, wanted.name), keys
+            elif self._may("get", group, plural):
+                yield (wanted.kind, wanted.name), None
+
+
+def _node(body: Mapping[str, Any], requested: Mapping[str, float]) -> Node:
+    spec, status = body.get("spec") or {}, body.get("status") or {}
+    conditions = {each["type"]: each["status"] for each in status.get("conditions") or ()}
+    return Node(
+        name=body["metadata"]["name"],
+        allocatable=quantities.parse_all(status.get("allocatable") or {}),
+        requested=requested,
+        labels=body["metadata"].get("labels") or {},
+        taints=tuple(
+            Taint(each["key"], each.get("value", ""), each["effect"])
+            for each in spec.get("taints") or ()
+        ),
+        images=frozenset(
+            name for each in status.get("images") or () for name in each.get("names") or ()
+        ),
+        is_ready=conditions.get("Ready") == "True" and not spec.get("unschedulable"),
+    )
+
+
+def connect(context: str, namespace: str) -> Reader:
+    """As the user's kubeconfig (or, inside a cluster, the pod's service account) says. An empty
+    `namespace` is the context's own. Raises: PreflightError."""
+    try:
+        from kubernetes import client, config
+    except ModuleNotFoundError:
+        raise PreflightError(
+            "the Kubernetes client is missing: pip install 'baton[kubernetes]'"
+        ) from None
+    settings = client.Configuration()
+    try:
+        if _is_inside_a_pod() and not context:
+            config.load_incluster_config(settings)  # type: ignore[no-untyped-call]
+            namespace = namespace or _own_namespace()
+        else:
+            config.load_kube_config(  # type: ignore[no-untyped-call]
+                config_file=_kubeconfig(),
+                context=context or None,
+                client_configuration=settings,
+            )
+            namespace = namespace or _context_namespace(config, context)
+    except (config.ConfigException, OSError) as error:
+        words = " ".join(str(error).split())[:_MAX_CHARS]
+        raise PreflightError(f"no cluster is configured: {words}; see `kubectl config`") from None
+    # One attempt: whoever waits at a terminal would rather know.
+    settings.retries = False
+    return Reader(client.ApiClient(settings), namespace)
+
+
+def _kubeconfig() -> str:
+    """Now: the client looks at the environment only when it is imported."""
+    return os.environ.get("KUBECONFIG") or str(Path("~/.kube/config").expanduser())
+
+
+def _is_inside_a_pod() -> bool:
+    has_config = "KUBECONFIG" in os.environ or Path(_kubeconfig()).exists()
+    return "KUBERNETES_SERVICE_HOST" in os.environ and not has_config
+
+
+def _own_namespace() -> str:
+    return _NAMESPACE_FILE.read_text(encoding="utf-8").strip()
+
+
+def _context_namespace(config: Any, context: str) -> str:
+    contexts, active = config.list_kube_config_contexts(config_file=_kubeconfig())
+    chosen = next((each for each in contexts if each["name"] == context), active)
+    return str(chosen["context"].get("namespace", "default"))

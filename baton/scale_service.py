@@ -1,0 +1,128 @@
+"""The service beside the supervisor through which the autoscaler starts and stops workers of `baton
+up`: baton.v1.LocalScale on a socket file that only this user may open.
+
+Knows no load and no plan: it does what it is told, and says what there is. A thread of its own with
+a loop; `cluster` is called from threads that may block.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Protocol
+
+import grpc.aio
+
+from baton.errors import ClusterError
+from process import serving
+from process.errors import BatonError, InvalidArgument, Unavailable
+from protos import local_scale_pb2, local_scale_pb2_grpc
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+ROLES = ("prefill", "decode")
+_WAIT_S = 10.0
+"""For the thread to begin, and to end."""
+
+
+class Workers(Protocol):
+    """Who has the workers; a LocalCluster fits it."""
+
+    def list_workers(self) -> Sequence[tuple[str, str, str]]:
+        """(name, role that it was started with, state) of each; states as in the proto."""
+
+    def start_workers(self, role: str, num: int) -> Sequence[str]:
+        """Start more. Returns: their names. Raises: ClusterError."""
+
+    def stop_workers(self, names: Sequence[str]) -> None:
+        """Tell them to end. Raises: ClusterError for one that there is not."""
+
+
+class ScaleService:
+    """See the module."""
+
+    def __init__(self, workers: Workers, socket: Path) -> None:
+        """socket: a file to listen at; its folder is its user's alone."""
+        self.address = f"unix:{socket}"
+        self._workers = workers
+        self._changing = asyncio.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop = asyncio.Event()
+        self._ready: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, name="scale service", daemon=True)
+
+    def start(self) -> None:
+        """Serve. Raises: ClusterError."""
+        self._thread.start()
+        try:
+            self._ready.result(_WAIT_S)
+        except (BatonError, TimeoutError) as error:
+            raise ClusterError(f"workers cannot be scaled: {error}") from error
+
+    def stop(self) -> None:
+        """End, within a bound. Idempotent."""
+        loop = self._loop
+        if loop is not None and self._thread.is_alive():
+            loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join(_WAIT_S)
+
+    def _run(self) -> None:
+        asyncio.run(self._serve())
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        try:
+            server, _ = await serving.listen(self.address, [self._add_to])
+        except BaseException as error:
+            self._ready.set_exception(error)
+            return
+        self._ready.set_result(None)
+        await self._stop.wait()
+        await server.stop(0.5)
+
+    def _add_to(self, server: grpc.aio.Server) -> None:
+        add: Any = local_scale_pb2_grpc.add_LocalScaleServicer_to_server
+        add(self, server)
+
+    @serving.unary
+    async def ListWorkers(
+        self, request: local_scale_pb2.ListWorkersRequest, context: Context
+    ) -> local_scale_pb2.ListWorkersReply:
+        """All workers, those on their way out among them."""
+        reply = local_scale_pb2.ListWorkersReply()
+        for name, role, state in await asyncio.to_thread(self._workers.list_workers):
+            reply.workers.add(worker_id=name, role=role, state=state)
+        return reply
+
+    @serving.unary
+    async def StartWorkers(
+        self, request: local_scale_pb2.StartWorkersRequest, context: Context
+    ) -> local_scale_pb2.StartWorkersReply:
+        """More of one role."""
+        if request.role not in ROLES:
+            raise InvalidArgument("role", f"is one of {', '.join(ROLES)}")
+        if not request.num_workers:
+            raise InvalidArgument("num_workers", "must be at least 1")
+        try:
+            async with self._changing:
+                names = await asyncio.to_thread(
+                    self._workers.start_workers, request.role, request.num_workers
+                )
+        except ClusterError as error:
+            raise Unavailable(str(error)) from error
+        return local_scale_pb2.StartWorkersReply(worker_ids=names)
+
+    @serving.unary
+    async def StopWorkers(
+        self, request: local_scale_pb2.StopWorkersRequest, context: Context
+    ) -> local_scale_pb2.StopWorkersReply:
+        """Fewer: these."""
+        try:
+            async with self._changing:
+                await asyncio.to_thread(self._workers.stop_workers, list(request.worker_ids))
+        except ClusterError as error:
+            raise InvalidArgument("worker_ids", str(error)) from error
+        return local_scale_pb2.StopWorkersReply()

@@ -1,0 +1,268 @@
+"""A cluster in simulated time, whose requests are routed by the router's own policies: how much of
+the prompts each finds cached, beside what an endless cache would have, and how long the first token
+takes.
+
+Workers are reckoned by rates, not run: a prefill worker computes one prompt after the other, a
+decode worker all of its requests at once. Stores and device caches keep what was used last, in
+blocks of 512 tokens, as the trace format has them. Nothing here decides anything: the policy does.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from baton.load.trace_file import BLOCK_TOKENS, TraceLine
+from services.router.config import RouterCosts
+from services.router.conversations import Conversations
+from services.router.link_costs import LinkCosts
+from services.router.policy import Ask, Choice, Policy, Pools, WorkerLoad
+from services.router.prefix_runs import Prefixes
+from services.router.views import StoreView
+
+TOKEN_BYTES = 128 * 1024
+"""KV of one token of an 8B model with 8 KV heads."""
+
+FINGERPRINT = "sim"
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What the simulated cluster consists of."""
+
+    num_prefill: int = 8
+    num_decode: int = 8
+    store_blocks: int = 1000
+    """Blocks of 512 tokens that each store keeps; each prefill worker has one of its own."""
+    device_blocks: int = 500
+    """Blocks that each worker's own cache keeps."""
+    prefill_tokens_per_s: float = 33_000.0
+    link_bytes_per_s: float = 20e9
+    token_s: float = 0.012
+    """Between two tokens of a stream."""
+    can_pull: bool = True
+    """Whether workers read the stores of other nodes."""
+
+
+@dataclass
+class Outcome:
+    """Of one replay."""
+
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_pulled_tokens: int = 0
+    """Of the cached ones, those that another node's store had."""
+    first_token_s: list[float] = field(default_factory=list)
+
+    @property
+    def hit_rate(self) -> float:
+        return self.num_cached_tokens / self.num_prompt_tokens
+
+
+class _Cache:
+    """Blocks by id, the last used ones; a prefix is found as far as it has no gap."""
+
+    def __init__(self, max_blocks: int) -> None:
+        self._max_blocks = max_blocks
+        self._blocks: OrderedDict[int, None] = OrderedDict()
+
+    def match(self, hash_ids: Sequence[int]) -> int:
+        """Leading blocks that it has."""
+        return sum(1 for _ in itertools.takewhile(self._blocks.__contains__, hash_ids))
+
+    def use(self, hash_ids: Sequence[int]) -> None:
+        """All of them are there now, the first ones latest used: what goes first are tails."""
+        for hash_id in reversed(hash_ids):
+            self._blocks.pop(hash_id, None)
+            self._blocks[hash_id] = None
+        while len(self._blocks) > self._max_blocks:
+            self._blocks.popitem(last=False)
+
+
+@dataclass
+class _Prefill:
+    name: str
+    store: _Cache
+    device: _Cache
+    free_at_s: float = 0.0
+    waiting: list[tuple[float, int]] = field(default_factory=list)
+    """When each prompt is done, and how many of its tokens are computed."""
+
+    def num_queued_tokens(self, now_s: float) -> int:
+        self.waiting = [entry for entry in self.waiting if entry[0] > now_s]
+        return sum(num_tokens for _, num_tokens in self.waiting)
+
+
+@dataclass
+class _Decode:
+    name: str
+    device: _Cache
+    ends: list[float] = field(default_factory=list)
+
+    def num_requests(self, now_s: float) -> int:
+        while self.ends and self.ends[0] <= now_s:
+            heapq.heappop(self.ends)
+        return len(self.ends)
+
+
+class Replay:
+    """One trace through one policy."""
+
+    def __init__(self, policy: Policy, hardware: Hardware, costs: RouterCosts) -> None:
+        self._policy = policy
+        self._hardware = hardware
+        self._prefill = [
+            _Prefill(f"p{i}", _Cache(hardware.store_blocks), _Cache(hardware.device_blocks))
+            for i in range(hardware.num_prefill)
+        ]
+        self._decode = [
+            _Decode(f"d{i}", _Cache(hardware.device_blocks)) for i in range(hardware.num_decode)
+        ]
+        self._stores = {
+            f"store of {p.name}": StoreView(f"store of {p.name}", "", "") for p in self._prefill
+        }
+        self._conversations = Conversations(65_536)
+        self._num_blocks = {
+            f"life of {worker.name}": hardware.device_blocks
+            for worker in (*self._prefill, *self._decode)
+        }
+        self._links = LinkCosts((), costs)
+
+    def run(self, trace: Sequence[TraceLine]) -> Outcome:
+        """All of it, in its own time."""
+        outcome = Outcome()
+        for turn, line in enumerate(trace):
+            self._serve(line, turn, outcome)
+        return outcome
+
+    def _serve(self, line: TraceLine, turn: int, outcome: Outcome) -> None:
+        now_s = line.timestamp_ms / 1000
+        chain = _chain(line.hash_ids)
+        held = {
+            f"store of {p.name}": num
+            for p in self._prefill
+            if (num := p.store.match(line.hash_ids))
+        }
+        layout = (FINGERPRINT, BLOCK_TOKENS)
+        local = self._conversations.find(chain, self._num_blocks)
+        ask = Ask(
+            num_prompt_tokens=line.num_input_tokens,
+            max_tokens=line.num_output_tokens,
+            affinity=chain[0],
+            prefixes=Prefixes({layout: held}, self._stores, {layout: chain}),
+            local={life: num * BLOCK_TOKENS for life, num in local.items()},
+            turn=turn,
+        )
+        choice = self._policy.choose(self._pools(now_s), ask)
+        self._carry_out(choice, line, chain, now_s, outcome)
+
+    def _carry_out(
+        self,
+        choice: Choice,
+        line: TraceLine,
+        chain: Sequence[bytes],
+        now_s: float,
+        outcome: Outcome,
+    ) -> None:
+        p = next(p for p in self._prefill if p.name == choice.prefill_id)
+        d = next(d for d in self._decode if d.name == choice.decode_id)
+        most = line.num_input_tokens - 1
+        num_local = p.device.match(line.hash_ids) * BLOCK_TOKENS
+        num_home = p.store.match(line.hash_ids) * BLOCK_TOKENS
+        num_held = max([num_local, num_home, *_ends(choice)])
+        num_cached = min(most, num_held)
+        num_pulled = max(0, num_cached - max(num_local, num_home))
+        num_computed = line.num_input_tokens - num_cached
+        hardware = self._hardware
+        fetched_bytes = (num_cached - min(num_cached, num_local) + num_pulled) * TOKEN_BYTES
+        # What is fetched comes while others compute.
+        ready_s = now_s + fetched_bytes / hardware.link_bytes_per_s
+        p.free_at_s = max(ready_s, p.free_at_s) + num_computed / hardware.prefill_tokens_per_s
+        p.waiting.append((p.free_at_s, num_computed))
+        num_moved = line.num_input_tokens - min(
+            line.num_input_tokens, d.device.match(line.hash_ids) * BLOCK_TOKENS
+        )
+        handed_s = p.free_at_s + num_moved * TOKEN_BYTES / hardware.link_bytes_per_s
+        heapq.heappush(d.ends, handed_s + line.num_output_tokens * hardware.token_s)
+        for cache in (p.store, p.device, d.device):
+            cache.use(line.hash_ids)
+        self._conversations.note(chain, [f"life of {p.name}", f"life of {d.name}"])
+        outcome.num_prompt_tokens += line.num_input_tokens
+        outcome.num_cached_tokens += num_cached
+        outcome.num_pulled_tokens += num_pulled
+        outcome.first_token_s.append(p.free_at_s - now_s)
+
+    def _pools(self, now_s: float) -> Pools:
+        prefill = tuple(self._load(p.name, p.num_queued_tokens(now_s), 0) for p in self._prefill)
+        decode = tuple(self._load(d.name, 0, d.num_requests(now_s)) for d in self._decode)
+        return Pools(prefill, decode, self._links, {})
+
+    def _load(self, name: str, num_queued_tokens: int, num_requests: int) -> WorkerLoad:
+        return WorkerLoad(
+            worker_id=name,
+            fingerprint=FINGERPRINT,
+            block_size=BLOCK_TOKENS,
+            block_bytes=BLOCK_TOKENS * TOKEN_BYTES,
+            num_blocks=100_000,
+            num_free_blocks=100_000,
+            num_requests=num_requests,
+            num_queued_tokens=num_queued_tokens,
+            store_node_id=f"store of {name.replace('d', 'p')}",
+            transport="shm",
+            remote_transport="nixl" if self._hardware.can_pull or name[0] == "d" else "",
+            lender_node_id=f"{name}/lent" if name[0] == "p" else "",
+            incarnation=f"life of {name}",
+        )
+
+
+def ceiling(trace: Sequence[TraceLine]) -> float:
+    """The hit rate of one endless cache that all prompts share."""
+    seen: set[int] = set()
+    num_cached = 0
+    for line in trace:
+        num_blocks = sum(1 for _ in itertools.takewhile(seen.__contains__, line.hash_ids))
+        num_cached += min(line.num_input_tokens - 1, num_blocks * BLOCK_TOKENS)
+        seen.update(line.hash_ids)
+    return num_cached / sum(line.num_input_tokens for line in trace)
+
+
+def conversations(
+    num_requests: int, requests_per_s: float, seed: int, *, num_groups: int = 40
+) -> list[TraceLine]:
+    """A trace of conversations: each begins with one of a few long instructions, some far more
+    usual than others, and grows by question and answer until it ends."""
+    rng, ids = random.Random(seed), itertools.count(1)
+    heads = [[next(ids) for _ in range(rng.randint(2, 10))] for _ in range(num_groups)]
+    weights = [1 / (rank + 1) for rank in range(num_groups)]
+    due: list[tuple[float, int, list[int], int]] = []
+    lines: list[TraceLine] = []
+    now_s, number = 0.0, itertools.count()
+    while len(lines) < num_requests:
+        # About five turns a conversation.
+        now_s += rng.expovariate(requests_per_s / 5)
+        head = rng.choices(heads, weights)[0]
+        heapq.heappush(due, (now_s, next(number), list(head), rng.randint(1, 9)))
+        while due and due[0][0] <= now_s and len(lines) < num_requests:
+            at_s, _, history, num_left = heapq.heappop(due)
+            history = [*history, *(next(ids) for _ in range(rng.randint(1, 3)))]
+            num_output = rng.randint(50, 500)
+            # The last block is filled in part; its id is this request's alone.
+            num_input = (len(history) - 1) * BLOCK_TOKENS + rng.randint(1, BLOCK_TOKENS)
+            lines.append(TraceLine(at_s * 1000, num_input, num_output, tuple(history)))
+            if num_left > 1:
+                again_s = at_s + 5 + rng.expovariate(1 / 20)
+                heapq.heappush(due, (again_s, next(number), history, num_left - 1))
+    return sorted(lines, key=lambda line: line.timestamp_ms)
+
+
+def _chain(hash_ids: Sequence[int]) -> list[bytes]:
+    """The ids as chain hashes: equal ids in front are equal prefixes."""
+    return [hash_id.to_bytes(16) for hash_id in hash_ids]
+
+
+def _ends(choice: Choice) -> list[int]:
+    return [(run.first_block + run.num_blocks) * BLOCK_TOKENS for run in choice.runs]

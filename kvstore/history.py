@@ -1,0 +1,166 @@
+"""BlockHistory: what happened to each block of one store of late, by its chain hash.
+
+    written      a worker committed it              refused    a reader found its bytes bad
+    demoted      its bytes are in a page, too       damaged    the store looked, and they are
+    left_memory  it lies in a page only             evicted    it gave way to others
+    promoted     its bytes are in a frame again     lost       what it hangs on is gone
+    pulled       the store sent its bytes
+    verified     a reader has it and compared its checksum
+
+Remembered after the block itself is gone, until others have newer news; bounded in blocks and in
+events of one. A traced request leaves its trace, so that what happens to a block later can be
+linked to who wrote it: its span gets an event, and what happens outside of a request a span of its
+own. Tail blocks, which have no chain hash, have no history.
+
+Knows no store. Plain and synchronous, one thread; the clock is the wall's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from process import spans
+from process.spans import Value
+from process.trace_context import TraceContext
+from process.tracing import OFF, Tracing
+
+MAX_EVENTS = 24
+"""Of one block: what is older is forgotten."""
+
+WRITTEN = "written"
+DEMOTED = "demoted"
+LEFT_MEMORY = "left_memory"
+PROMOTED = "promoted"
+PULLED = "pulled"
+VERIFIED = "verified"
+REFUSED = "refused"
+DAMAGED = "damaged"
+EVICTED = "evicted"
+LOST = "lost"
+
+_OF_ITS_OWN = frozenset({DEMOTED, LEFT_MEMORY, DAMAGED, EVICTED, LOST})
+"""What a store does by itself, for no request."""
+
+
+class BlockEvent(NamedTuple):
+    """One event. A tuple: one is made for each block of each prompt."""
+
+    unix_s: float
+    what: str
+    worker_id: str
+    """Who did it; empty: the store itself."""
+    trace: TraceContext | None
+    """Of the span that it happened in, if that is traced."""
+
+
+class OneHistory:
+    """One block's events, oldest first."""
+
+    __slots__ = ("events", "num_events", "writer")
+
+    def __init__(self) -> None:
+        self.events: deque[BlockEvent] = deque(maxlen=MAX_EVENTS)
+        self.num_events = 0
+        self.writer: TraceContext | None = None
+        """Of the last write, where that was traced."""
+
+
+class BlockHistory:
+    """See the module. `max_blocks` 0: nothing is remembered."""
+
+    def __init__(
+        self,
+        max_blocks: int = 0,
+        *,
+        tracing: Tracing = OFF,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._max_blocks = max_blocks
+        self._tracing = tracing
+        self._clock = wall_clock
+        self._blocks: OrderedDict[bytes, OneHistory] = OrderedDict()  # by the latest news
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    @property
+    def is_kept(self) -> bool:
+        return self._max_blocks > 0
+
+    def note(
+        self,
+        what: str,
+        chain_hashes: Sequence[bytes],
+        worker_id: str = "",
+        trace: TraceContext | None = None,
+    ) -> None:
+        """The same happened to each of these, now; in the span `trace`, or the current one."""
+        if not self._max_blocks or not chain_hashes:
+            return
+        if trace is None:
+            self._trace(what, chain_hashes)
+            trace = spans.current().context
+        event = BlockEvent(self._clock(), what, worker_id, trace)
+        blocks = self._blocks
+        for chain_hash in chain_hashes:
+            if not chain_hash:
+                continue
+            one = blocks.get(chain_hash)
+            if one is None:
+                one = blocks[chain_hash] = OneHistory()
+                if len(blocks) > self._max_blocks:
+                    blocks.popitem(last=False)
+            else:
+                blocks.move_to_end(chain_hash)
+            one.events.append(event)
+            one.num_events += 1
+            if what is WRITTEN:
+                one.writer = event.trace
+
+    def find(self, prefix: bytes, max_blocks: int) -> list[tuple[bytes, OneHistory]]:
+        """Blocks whose chain hash begins so, those with the latest news first. O(n) but for a whole
+        hash."""
+        whole = self._blocks.get(prefix)
+        if whole is not None:
+            return [(prefix, whole)]
+        found: list[tuple[bytes, OneHistory]] = []
+        for chain_hash in reversed(self._blocks):
+            if len(found) == max_blocks:
+                break
+            if chain_hash.startswith(prefix):
+                found.append((chain_hash, self._blocks[chain_hash]))
+        return found
+
+    def links(self, chain_hashes: Iterable[bytes]) -> list[spans.Link]:
+        """To the spans that wrote these blocks, each once, where they are remembered and were
+        traced."""
+        found: dict[tuple[int, int], spans.Link] = {}
+        for chain_hash in chain_hashes:
+            one = self._blocks.get(chain_hash)
+            if one is not None and one.writer is not None:
+                place = (one.writer.trace_id, one.writer.span_id)
+                if place not in found and len(found) < spans.MAX_LINKS:
+                    about = {"baton.block": chain_hash.hex(), "baton.link": WRITTEN}
+                    found[place] = spans.Link(one.writer, about)
+        return list(found.values())
+
+    def _trace(self, what: str, chain_hashes: Sequence[bytes]) -> None:
+        """As an event of the span that it happens in, which is linked to those that wrote the
+        blocks; with no such span, as one of its own, where there is one to link to."""
+        span = spans.current()
+        if not (span.is_recording or self._tracing.is_on):
+            return
+        about: dict[str, Value] = {
+            "baton.num_blocks": len(chain_hashes),
+            "baton.block.first": chain_hashes[0].hex(),
+        }
+        links = [] if what is WRITTEN else self.links(chain_hashes)
+        if span.is_recording:
+            span.event(f"block {what}", about)
+            for link in links:
+                span.link(link.context, link.attributes)
+        elif what in _OF_ITS_OWN:
+            self._tracing.linked(f"block {what}", links, about).end()

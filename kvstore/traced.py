@@ -1,0 +1,90 @@
+"""What spans say of a store's calls and of the way of blocks, and the calls of a store or lender as
+spans of the requests that made them.
+
+Nothing is said of a request that is not traced. Chain hashes are keyed by tenant: they tell nobody
+what a prompt is. Knows no store.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import grpc.aio
+
+from kvstore.block import Block
+from kvstore.moved import Moved
+from process import trace_context
+from process.spans import NOBODY, Span, Value
+from process.tracing import Tracing
+
+Request = TypeVar("Request")
+Reply = TypeVar("Reply")
+Context = grpc.aio.ServicerContext[Any, Any]
+Unary = Callable[[Any, Request, Context], Awaitable[Reply]]
+
+
+class Servicer(Protocol):
+    """Whose calls are traced."""
+
+    tracing: Tracing
+
+    @property
+    def node_id(self) -> str: ...
+
+
+def span_of(servicer: Servicer, name: str, context: Context) -> Span:
+    """The span of one call, within the caller's."""
+    if not servicer.tracing.is_on:
+        return NOBODY
+    headers = trace_context.headers_of(context.invocation_metadata() or ())
+    about: dict[str, Value] = {"baton.store.node_id": servicer.node_id}
+    return servicer.tracing.follow(f"kvstore {name}", trace_context.from_headers(headers), about)
+
+
+def call(handler: Unary[Request, Reply]) -> Unary[Request, Reply]:
+    """Wrap a servicer's unary method: while it runs, its span is the current one."""
+    name = handler.__name__
+
+    @functools.wraps(handler)
+    async def wrapped(self: Servicer, request: Request, context: Context) -> Reply:
+        with span_of(self, name, context):
+            return await handler(self, request, context)
+
+    return wrapped
+
+
+def of_match(node_id: str, asked: Sequence[bytes], found: Sequence[Block]) -> dict[str, Value]:
+    """A lookup at one store."""
+    about: dict[str, Value] = {
+        "baton.store.node_id": node_id,
+        "baton.num_blocks_asked": len(asked),
+        "baton.num_blocks": len(found),
+    }
+    return about | of_blocks(found)
+
+
+def of_move(node_id: str, moved: Moved, num_blocks: int) -> dict[str, Value]:
+    """Blocks on their way into a store or out of one."""
+    about: dict[str, Value] = {
+        "baton.store.node_id": node_id,
+        "baton.transport": moved.transport,
+        "baton.num_bytes": moved.num_bytes,
+        "baton.num_blocks": num_blocks,
+    }
+    for reason, num_failed in moved.failed.items():
+        about[f"baton.not_usable.{reason}"] = num_failed
+    return about
+
+
+def of_blocks(blocks: Sequence[Block]) -> dict[str, Value]:
+    """Which blocks: by the first and the last, and by tier."""
+    hashes = [block.chain_hash for block in blocks if block.chain_hash]
+    about: dict[str, Value] = {}
+    if hashes:
+        about |= {"baton.block.first": hashes[0].hex(), "baton.block.last": hashes[-1].hex()}
+    for tier, num_blocks in Counter(block.tier for block in blocks).items():
+        about[f"baton.tier.{tier.name.lower()}"] = num_blocks
+    return about

@@ -1,0 +1,221 @@
+"""MappedTransport (`cuda_ipc`): blocks out of a lender's cache on a device, which is mapped here,
+by copies between the devices: over NVLink where there is one. For readers on the lender's host
+that it trusts; the lender moves no byte.
+
+A mapping lets its reader into the whole cache, so a lender gives one only where it was told to
+(`lend_mapped`), after the handshake, to its own host. It is given back when the transport closes;
+until then the memory stays, also should its owner die.
+
+How it is verified. Checksums are computed over what arrived, by the reader's device, a piece's
+while the next ones come. When the last byte is here, the lender is asked which of the blocks are
+still lent at the generation that the handle says (Confirm). Generations only grow, and a lent block
+does not change: what is lent now as it was then was never anything else in between. So one look
+after the copy says what a look before and one after would. A lender that is gone, or another life
+of it, confirms nothing.
+
+A copy goes in pieces (pump.py); deadline and cancellation as in device_shm.py. Only reads: a lender
+takes no bytes. One asyncio loop; copies are given and waited for on threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore import answer_checks
+from kvstore.errors import GENERATION, MISSING
+from kvstore.rpc import Attached, StoreRpc
+from kvstore.transport.base import CUDA_IPC, BlockMemory, GetItem, GetResult, PutItem
+from kvstore.transport.copy_job import IsStopped, Unsettled, run_copy
+from kvstore.transport.device import Copies, CopyQueue, Device, PendingChecksums, Shared
+from kvstore.transport.pump import Pump
+from process.deadline import Deadline
+from process.errors import FailedPrecondition
+from protos import kvstore_pb2
+
+PIECE_BYTES = 128 * 1024 * 1024
+"""Bytes of one piece: 0.35 ms of NVLink, long against what giving it and its checksums costs."""
+
+Ids = npt.NDArray[np.int64]
+Generations = npt.NDArray[np.uint64]
+
+
+class MappedTransport:
+    """See the module."""
+
+    name = CUDA_IPC
+    counts_own_reads = False
+
+    def __init__(
+        self,
+        memory: BlockMemory,
+        device: Device,
+        rpc: StoreRpc,
+        attached: Attached,
+        shared: Shared,
+        address: int,
+    ) -> None:
+        """address: where `shared` is mapped; owned by the transport from here on."""
+        self._memory = memory
+        self._device = device
+        self._rpc = rpc
+        self._attached = attached
+        self._shared = shared
+        self._address = address
+        self._pump = Pump(device, max(1, PIECE_BYTES // memory.block_bytes))
+        self._unsettled: set[asyncio.Future[None]] = set()
+
+    @classmethod
+    async def connect(
+        cls, memory: BlockMemory, rpc: StoreRpc, attached: Attached
+    ) -> MappedTransport:
+        """Map the lender's cache. Raises: FailedPrecondition when that cannot be done here."""
+        device, shared = memory.device, attached.shared
+        if device is None:
+            raise FailedPrecondition(
+                "transport cuda_ipc: this worker's cache lies in host memory; set "
+                "direct_transport to nixl or grpc"
+            )
+        if shared is None:
+            raise FailedPrecondition("transport cuda_ipc: the lender gave nothing to map")
+        mapping = asyncio.ensure_future(asyncio.to_thread(_map, device, shared))
+        try:
+            address = await asyncio.shield(mapping)
+        except asyncio.CancelledError:
+            mapping.add_done_callback(lambda done: _give_back(done, device, shared))
+            raise
+        return cls(memory, device, rpc, attached, shared, address)
+
+    async def put(
+        self, lease_id: str, items: Sequence[PutItem], deadline: Deadline
+    ) -> Sequence[int]:
+        """See Transport; nothing is ever written here. Raises: FailedPrecondition."""
+        raise FailedPrecondition("transport cuda_ipc: a lender takes no bytes")
+
+    async def get(self, lease_id: str, items: Sequence[GetItem], deadline: Deadline) -> GetResult:
+        """See Transport."""
+        frames = np.fromiter((item.ref.frame for item in items), np.int64, len(items))
+        blocks = np.fromiter((item.block_id for item in items), np.int64, len(items))
+        generations = np.fromiter((item.ref.generation for item in items), np.uint64, len(items))
+        exists = frames < self._attached.num_frames
+        wanted = np.flatnonzero(exists)
+        failed = dict.fromkeys(np.flatnonzero(~exists).tolist(), MISSING)
+        if len(wanted) == 0:
+            return GetResult(0, failed)
+        self._rpc.check()
+        frames, blocks, generations = frames[wanted], blocks[wanted], generations[wanted]
+        loop, is_here = asyncio.get_running_loop(), asyncio.Event()
+
+        def copy(is_stopped: IsStopped) -> list[int]:
+            return self._copy_in(
+                frames, blocks, is_stopped, lambda: loop.call_soon_threadsafe(is_here.set)
+            )
+
+        confirming = asyncio.create_task(
+            self._confirm_when(is_here, lease_id, frames, generations, deadline)
+        )
+        confirming.add_done_callback(lambda done: done.cancelled() or done.exception())
+        try:
+            checksums = await run_copy(copy, deadline)
+            stale = await confirming
+        except Unsettled as error:
+            self._remember(error.settled)
+            raise error.with_quarantine(blocks.tolist()) from error
+        finally:
+            confirming.cancel()
+        found = dict(zip(wanted.tolist(), checksums, strict=True))
+        for at in stale:
+            index = int(wanted[at])
+            failed[index] = GENERATION
+            del found[index]
+        return GetResult(len(found) * self._memory.block_bytes, failed, found)
+
+    async def close(self) -> None:
+        """Waits for whatever still moves, however long: the caller bounds its own patience."""
+        while self._unsettled:
+            await asyncio.wait(self._unsettled)
+        await asyncio.to_thread(self._close)
+
+    def _close(self) -> None:
+        self._pump.close()
+        self._device.unmap_shared(self._shared, self._address)
+
+    def _copy_in(
+        self, frames: Ids, blocks: Ids, is_stopped: IsStopped, on_here: Callable[[], object]
+    ) -> list[int]:
+        """On the executor's thread. Each piece's checksums are computed while the next ones come.
+
+        Args: on_here: called when the last byte has come.
+        """
+        hasher = self._memory.device_checksums
+        pending: list[PendingChecksums] = []
+
+        def give(queue: CopyQueue, part: slice) -> None:
+            queue.between(self._copies(frames[part], blocks[part]))
+
+        def landed(part: slice) -> None:
+            if hasher is not None:
+                pending.append(hasher.begin(blocks[part].tolist()))
+
+        self._pump.run(len(frames), give, is_stopped, landed)
+        on_here()
+        if hasher is None:
+            return self._memory.checksums(blocks.tolist())
+        return [checksum for part in pending for checksum in part.result()]
+
+    async def _confirm_when(
+        self,
+        is_here: asyncio.Event,
+        lease_id: str,
+        frames: Ids,
+        generations: Generations,
+        deadline: Deadline,
+    ) -> set[int]:
+        """Which of the frames were not lent any more, asked when they are here. Raises:
+        LeaseLapsed, Unavailable, DeadlineExceeded."""
+        await is_here.wait()  # whoever awaits this one ends it with the copy
+        request = kvstore_pb2.ConfirmRequest(
+            attachment_id=self._attached.attachment_id,
+            lease_id=lease_id,
+            frames=frames.tolist(),
+            generations=generations.tolist(),
+            num_bytes_read=len(frames) * self._memory.block_bytes,
+        )
+        reply = await self._rpc.call(self._rpc.stub.Confirm, request, deadline)
+        with self._rpc.reading():
+            answer_checks.check_confirmed(reply, request)
+        return set(reply.stale)
+
+    def _copies(self, frames: Ids, blocks: Ids) -> Copies:
+        """The copies of a piece; neighbours that continue one another on both sides are one."""
+        num_bytes = self._memory.block_bytes
+        breaks = (np.diff(frames) != 1) | (np.diff(blocks) != 1)
+        starts = np.concatenate([[0], np.flatnonzero(breaks) + 1])
+        copies: Copies = np.empty((len(starts), 3), dtype=np.uint64)
+        copies[:, 0] = self._memory.address + blocks[starts].astype(np.uint64) * num_bytes
+        copies[:, 1] = self._address + frames[starts].astype(np.uint64) * num_bytes
+        copies[:, 2] = np.diff(starts, append=len(frames)) * num_bytes
+        return copies
+
+    def _remember(self, settled: asyncio.Future[None]) -> None:
+        self._unsettled.add(settled)
+        settled.add_done_callback(self._unsettled.discard)
+
+
+def _map(device: Device, shared: Shared) -> int:
+    try:
+        return device.map_shared(shared)
+    except FailedPrecondition as error:
+        raise FailedPrecondition(
+            f"transport cuda_ipc: the lender's cache cannot be mapped here ({error}): both devices "
+            "must be of this host and reach each other; set direct_transport to nixl or grpc"
+        ) from error
+
+
+def _give_back(done: asyncio.Future[int], device: Device, shared: Shared) -> None:
+    """Of an attempt that nobody waits for any more."""
+    if not done.cancelled() and done.exception() is None:
+        done.get_loop().run_in_executor(None, device.unmap_shared, shared, done.result())

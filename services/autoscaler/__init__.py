@@ -1,0 +1,1 @@
+"""The autoscaler: how many prefill and decode workers there shall be, and why."""

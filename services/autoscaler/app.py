@@ -1,0 +1,300 @@
+"""One autoscaler put together: it looks, plans, acts and records, every interval. Knows every part,
+does none of their work.
+
+    registry + scaler -> Observing -> plan (pure) -> Acting -> Records
+
+Every replica looks and plans, so that each can be asked; only who leads acts, and begins with an
+empty plan state when it comes to lead: what it learned while another acted may not be true for its
+own actions. A look or action that fails ends nothing: the next interval begins anew. One asyncio
+loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Sequence
+
+import grpc.aio
+from prometheus_client.metrics_core import Metric
+
+from process import logs, redis_client, serving
+from process.access import RULES
+from process.access import Role as PeerRole
+from process.errors import BatonError, Unavailable
+from process.health import Health as ProcessHealth
+from process.metrics import LoopCollector, MetricsServer
+from process.serving import Dialer
+from process.standard_services import Health, Reflection
+from process.tasks import end_tasks, start_task
+from process.tls import Identity
+from protos import autoscaler_pb2, common_pb2
+from services.autoscaler import metrics, registry_look
+from services.autoscaler.acting import Acting
+from services.autoscaler.advice import as_advised
+from services.autoscaler.config import AutoscalerSettings
+from services.autoscaler.flips import Flips
+from services.autoscaler.keda import ExternalScaler
+from services.autoscaler.kubernetes_api import KubernetesApi
+from services.autoscaler.kubernetes_scaler import KubernetesScaler
+from services.autoscaler.leader import Alone, Leadership, LeaseLeader
+from services.autoscaler.local_scaler import LocalScaler
+from services.autoscaler.observing import Observing, Seen
+from services.autoscaler.plan import PlanState, plan
+from services.autoscaler.records import Record, Records
+from services.autoscaler.registry_look import RegistryLook
+from services.autoscaler.scaler import PoolScale, Scaler, ScalerError
+from services.autoscaler.server import SERVICE, AutoscalerServicer, callers, max_message_bytes
+from services.autoscaler.signals import ByRole, Observations, Role
+
+logger = logging.getLogger(__name__)
+
+
+class Autoscaler:
+    """See the module."""
+
+    def __init__(self, settings: AutoscalerSettings, scaler: Scaler | None = None) -> None:
+        """scaler: instead of the one that `settings` name, to be closed with this one.
+
+        Raises: SettingsError where what the settings name cannot be made.
+        """
+        self.autoscaler_id = settings.autoscaler_id or f"autoscaler-{secrets.token_hex(4)}"
+        self.address = ""
+        """host:port of its services; known once started."""
+        self._settings = settings
+        self._identity = Identity.of(settings.tls, PeerRole.AUTOSCALER)
+        self._redis = redis_client.connect(
+            settings.redis_url, settings.look_timeout_s, settings.redis
+        )
+        self._leadership: Leadership = Alone()
+        self._scaler = scaler or self._make_scaler()
+        self._flips = Flips(
+            Dialer(self._identity), timeout_s=settings.flip_timeout_s, on_end=self._on_flip_end
+        )
+        self._acting = Acting(
+            self._scaler,
+            self._flips,
+            self._leadership,
+            act=settings.act,
+            timeout_s=settings.act_timeout_s,
+        )
+        self._observing = Observing(settings.model, self._can_flip)
+        self._state = PlanState()
+        self.records = Records(settings.num_decisions_kept)
+        self._observations: Observations | None = None
+        self._problems: tuple[str, ...] = ()
+        self._keda = ExternalScaler(self._wanted)
+        self._health = ProcessHealth()
+        self._metrics_server: MetricsServer | None = None
+        self._server: grpc.aio.Server | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def _make_scaler(self) -> Scaler:
+        settings = self._settings
+        if settings.scaler == "local":
+            return LocalScaler(settings.local_address, settings.act_timeout_s)
+        api = KubernetesApi(settings.kubernetes)
+        if settings.act:
+            self._leadership = LeaseLeader(
+                api, settings.kubernetes, self.autoscaler_id, on_change=self._on_leadership
+            )
+        return KubernetesScaler(api, settings.kubernetes, self.autoscaler_id)
+
+    async def start(self) -> None:
+        """Look and act from now on. Raises: Unavailable when a port is taken."""
+        self._health.follow()
+        collector = LoopCollector(
+            asyncio.get_running_loop(), self._read_metrics, lambda: metrics.silent(self._labels)
+        )
+        self._metrics_server = MetricsServer(collector, health=self._health)
+        if self._settings.metrics_listen:
+            self._metrics_server.start(self._settings.metrics_listen)
+        max_bytes = max_message_bytes(self._settings.num_decisions_kept)
+        self._server, self.address = await serving.listen(
+            self._settings.listen,
+            [
+                AutoscalerServicer(self._answer).add_to,
+                self._keda.add_to,
+                Health({SERVICE: lambda: not self._why_not_ready()}).add_to,
+                Reflection((SERVICE, "externalscaler.ExternalScaler")).add_to,
+            ],
+            max_message_bytes=max_bytes,
+            identity=self._identity,
+            rules=RULES[PeerRole.AUTOSCALER],
+            strangers=callers(max_bytes),
+        )
+        self._leadership.start()
+        self._task = start_task(self._run(), "autoscaling")
+        self._health.judge_by(self._why_not_ready)
+
+    async def stop(self) -> None:
+        """Act no more, let another lead, and end. Workers that were told to flip go on."""
+        self._health.end()
+        await end_tasks([self._task])
+        await self._flips.stop()
+        await self._leadership.stop()
+        if self._server is not None:
+            await self._server.stop(1.0)
+        if self._metrics_server is not None:
+            await asyncio.to_thread(self._metrics_server.stop)
+        await self._scaler.close()
+        await self._redis.aclose()
+
+    @property
+    def metrics_address(self) -> str:
+        """host:port of /metrics; empty: nobody listens."""
+        return self._metrics_server.address if self._metrics_server is not None else ""
+
+    def check_integrity(self) -> None:
+        """Raises: Internal naming the law that is broken."""
+        self._flips.check_integrity()
+
+    async def decide(self) -> Record:
+        """One look, one plan, one action."""
+        now_s = time.monotonic()
+        registry, problems = await self._look()
+        self._observing.take(registry, now_s)
+        flipping = self._flips.under_way
+        roles = self._observing.roles(flipping)
+        scale = await self._scale(roles, problems)
+        observations = self._observing.observe(Seen(now_s, registry, scale, flipping))
+        if not self._settings.act:
+            last = self.records.last
+            observations = as_advised(observations, None if last is None else last.decision)
+        settings = self._settings.plan
+        decision, self._state = plan(
+            observations,
+            settings.targets,
+            settings.limits,
+            self._state,
+            pace=settings.pace,
+            priors=settings.priors,
+        )
+        outcome, problem = await self._acting.act(
+            decision,
+            roles=roles,
+            leave_first=self._observing.leave_first(),
+            workers=self._workers(),
+        )
+        record = Record(time.time_ns() // 1_000_000, decision, outcome, problem)
+        self._note(record, observations, [*problems, *self._observing.problems])
+        return record
+
+    def _note(self, record: Record, observations: Observations, problems: Sequence[str]) -> None:
+        last, decision = self.records.last, record.decision
+        is_news = last is None or (last.decision.direction, last.decision.reason) != (
+            decision.direction,
+            decision.reason,
+        )
+        if is_news or decision.is_action:
+            logs.event(
+                logger,
+                "decision",
+                level=logging.WARNING if record.problem else logging.INFO,
+                summary=decision.line(),
+                outcome=record.outcome.value,
+                problem=record.problem,
+                why=decision.to_json(),
+            )
+        for problem in set(problems) - set(self._problems):
+            logs.event(logger, "problem", level=logging.WARNING, why=problem)
+        self._problems = tuple(dict.fromkeys(problems))
+        self._observations = observations
+        self.records.add(record)
+        self._keda.changed()
+
+    async def _run(self) -> None:
+        while True:
+            began_s = time.monotonic()
+            try:
+                await self.decide()
+                self.check_integrity()
+            except Exception:  # the last line of defence: nobody else starts a loop that ended
+                logger.exception("decision_failed")
+            took_s = time.monotonic() - began_s
+            await asyncio.sleep(max(0.0, self._settings.interval_s - took_s))
+
+    async def _look(self) -> tuple[RegistryLook | None, list[str]]:
+        try:
+            return await registry_look.look(self._redis, self._settings.look_timeout_s), []
+        except Unavailable as error:
+            return None, [str(error)]
+
+    async def _scale(self, roles: dict[str, Role], problems: list[str]) -> ByRole[PoolScale] | None:
+        try:
+            async with asyncio.timeout(self._settings.act_timeout_s):
+                return await self._scaler.get(roles)
+        except ScalerError as error:
+            problems.append(str(error))
+        except TimeoutError:
+            problems.append(f"workers were not counted in {self._settings.act_timeout_s:g} s")
+        return None
+
+    def _workers(self) -> dict[str, common_pb2.WorkerStatus]:
+        return {each.entry_id: each.status for each in self._observing.registry.workers}
+
+    def _can_flip(self, worker: common_pb2.WorkerStatus) -> bool:
+        limits = self._settings.plan.limits
+        is_alike = limits.prefill.num_devices == limits.decode.num_devices
+        return self._settings.allow_flips and is_alike and self._flips.may_ask(worker)
+
+    def _on_flip_end(self, worker_id: str, to: Role, problem: str) -> None:
+        self.records.outcomes["failed" if problem else "done"] += 1
+
+    def _on_leadership(self, is_leader: bool) -> None:
+        self._state = PlanState()
+
+    @property
+    def _acts(self) -> bool:
+        return self._settings.act and self._leadership.left_s > 0
+
+    def _wanted(self, role: Role) -> int | None:
+        last = self.records.last
+        return None if last is None else last.decision.wanted.of(role)
+
+    def _why_not_ready(self) -> str:
+        return "" if self.records.last is not None else "nothing was decided yet"
+
+    @property
+    def _labels(self) -> dict[str, str]:
+        return {"autoscaler_id": self.autoscaler_id}
+
+    def _all_problems(self) -> list[str]:
+        found = [*self._problems, *filter(None, [self._leadership.problem])]
+        try:
+            self.check_integrity()
+        except BatonError as error:
+            found.append(str(error))
+        return found
+
+    def _read_metrics(self) -> Sequence[Metric]:
+        return metrics.read(
+            self._labels,
+            self.records,
+            self._observations,
+            is_leader=self._acts,
+            num_problems=len(self._all_problems()),
+        )
+
+    def _answer(
+        self, request: autoscaler_pb2.GetDecisionsRequest
+    ) -> autoscaler_pb2.GetDecisionsReply:
+        kept = self.records.newest(request.num_decisions, only_actions=request.only_actions)
+        reply = autoscaler_pb2.GetDecisionsReply(
+            autoscaler_id=self.autoscaler_id,
+            is_leader=self._acts,
+            decisions=[record.to_proto() for record in kept],
+            problems=self._all_problems(),
+        )
+        if self._observations is not None:
+            for role in Role:
+                pool = self._observations.pools.of(role)
+                reply.pools.add(
+                    role=role.value,
+                    num_wanted=pool.wanted,
+                    num_ready=pool.num_ready,
+                    num_draining=pool.num_draining,
+                )
+        return reply

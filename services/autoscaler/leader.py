@@ -1,0 +1,200 @@
+"""Who of several autoscalers acts: the holder of a Lease in Kubernetes.
+
+    follower -> leader    the Lease is free, or was not renewed for its whole duration
+    leader   -> follower  it was not renewed for `renew_s`, or somebody else has it
+
+A leader acts only while `left_s` is above 0: counted from the moment in which the last renewal that
+succeeded was SENT, and shorter than the time after which another may take the Lease. A follower
+counts the other's time from when it saw the last renewal. So clocks need not agree, only run
+equally fast, and two never act at once. One asyncio loop; `left_s` may be read by any thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import logging
+import math
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from process import logs
+from process.tasks import end_tasks, start_task
+from services.autoscaler.config import KubernetesSettings
+from services.autoscaler.kubernetes_api import ApiError, KubernetesApi
+
+logger = logging.getLogger(__name__)
+
+
+class Leadership(Protocol):
+    """Whether this autoscaler may act."""
+
+    @property
+    def left_s(self) -> float:
+        """For so long it may act, if nothing is heard any more; 0: not now."""
+
+    @property
+    def problem(self) -> str:
+        """Why it cannot be known; empty: it is."""
+
+    def start(self) -> None: ...
+    async def stop(self) -> None: ...
+
+
+class Alone:
+    """The only autoscaler there is."""
+
+    left_s = math.inf
+    problem = ""
+
+    def start(self) -> None:
+        """Nothing to do."""
+
+    async def stop(self) -> None:
+        """Nothing to do."""
+
+
+class LeaseLeader:
+    """See the module."""
+
+    def __init__(
+        self,
+        api: KubernetesApi,
+        settings: KubernetesSettings,
+        autoscaler_id: str,
+        *,
+        on_change: Callable[[bool], None] = lambda is_leader: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`api` stays its owner's. on_change: told of each change, in the loop."""
+        self._api = api
+        self._settings = settings
+        self._id = autoscaler_id
+        self._on_change = on_change
+        self._clock = clock
+        self._renewed_s = -math.inf
+        self._was_leader = False
+        self._seen = ("", "")
+        """Holder and version of the Lease, as last seen."""
+        self._seen_s = -math.inf
+        self._task: asyncio.Task[None] | None = None
+        self.problem = ""
+
+    @property
+    def left_s(self) -> float:
+        """See Leadership."""
+        return max(0.0, self._renewed_s + self._settings.renew_s - self._clock())
+
+    def start(self) -> None:
+        """Begin to take or renew it."""
+        self._task = start_task(self._run(), "leadership")
+
+    async def stop(self) -> None:
+        """Act no more, then let the Lease go, so that another need not wait for it."""
+        await end_tasks([self._task])
+        was_leader, self._renewed_s = self.left_s > 0, -math.inf
+        if was_leader:
+            try:
+                lease = await self._api.lease(self._settings.lease_name)
+                if lease is not None and _holder(lease) == self._id:
+                    body = self._body(lease, holder="")
+                    await self._api.replace_lease(self._settings.lease_name, body)
+            except ApiError as error:
+                logs.event(logger, "lease_not_released", level=logging.WARNING, why=str(error))
+        self._tell()
+
+    async def try_once(self) -> None:
+        """Take the Lease if it may be taken, renew it if it is ours. Raises: ApiError."""
+        sent_s = self._clock()
+        lease = await self._api.lease(self._settings.lease_name)
+        if lease is None:
+            sent_s = self._clock()
+            await self._api.create_lease(self._body(None, holder=self._id))
+            self._renewed_s = sent_s
+            return
+        holder, version = _holder(lease), str(lease.metadata.resource_version)
+        if (holder, version) != self._seen:
+            self._seen, self._seen_s = (holder, version), self._clock()
+        if holder != self._id:
+            self._renewed_s = -math.inf
+            if holder and self._clock() < self._seen_s + _duration_s(lease):
+                return
+        sent_s = self._clock()
+        body = self._body(lease, holder=self._id)
+        await self._api.replace_lease(self._settings.lease_name, body)
+        self._renewed_s = sent_s
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self.try_once()
+                self.problem = ""
+            except ApiError as error:
+                # 409: somebody was faster; whoever it was is seen the next time.
+                if error.status != 409:
+                    if not self.problem:
+                        logs.event(logger, "lease_failed", level=logging.WARNING, why=str(error))
+                    self.problem = str(error)
+            except Exception as error:  # the last line of defence: leadership lapses by itself
+                logger.exception("leadership_failed")
+                self.problem = f"the lease cannot be understood: {error!r}"
+            self._tell()
+            await asyncio.sleep(self._settings.retry_s)
+            self._tell()
+
+    def _tell(self) -> None:
+        is_leader = self.left_s > 0
+        if is_leader is not self._was_leader:
+            self._was_leader = is_leader
+            logs.event(logger, "leading" if is_leader else "following", autoscaler_id=self._id)
+            self._on_change(is_leader)
+
+    def _body(self, lease: Any | None, holder: str) -> dict[str, Any]:
+        """What to write over `lease`, in exactly the version that was read."""
+        now = _timestamp()
+        metadata: dict[str, Any] = {
+            "name": self._settings.lease_name,
+            "namespace": self._api.namespace,
+        }
+        spec: dict[str, Any] = {
+            "holderIdentity": holder,
+            "leaseDurationSeconds": math.ceil(self._settings.lease_s) if holder else 1,
+            "renewTime": now,
+            "acquireTime": now,
+            "leaseTransitions": 0,
+        }
+        if lease is not None:
+            metadata["resourceVersion"] = lease.metadata.resource_version
+            transitions = int(_told(lease, "lease_transitions") or 0)
+            acquired_at = _told(lease, "acquire_time")
+            if _holder(lease) == holder and acquired_at is not None:
+                spec["acquireTime"] = _timestamp(acquired_at)
+            elif holder:
+                transitions += 1
+            spec["leaseTransitions"] = transitions
+        return {
+            "apiVersion": "coordination.k8s.io/v1",
+            "kind": "Lease",
+            "metadata": metadata,
+            "spec": spec,
+        }
+
+
+def _holder(lease: Any) -> str:
+    return str(_told(lease, "holder_identity") or "")
+
+
+def _duration_s(lease: Any) -> float:
+    return float(_told(lease, "lease_duration_seconds") or 0)
+
+
+def _told(lease: Any, name: str) -> Any:
+    """A field of its spec; None: it says nothing, as one that somebody made by hand may."""
+    return getattr(lease.spec, name, None)
+
+
+def _timestamp(at: datetime.datetime | None = None) -> str:
+    """As Kubernetes writes times with microseconds, all six digits of them."""
+    at = at or datetime.datetime.now(datetime.UTC)
+    return at.astimezone(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")

@@ -1,0 +1,237 @@
+"""What the plan is told by its user: targets, bounds, pace, and what to believe of workers before
+any was seen. Settings; values only.
+
+Each default says where it comes from: measured here, a peer's, or guessed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+
+from process.settings import SettingsError
+from services.autoscaler.signals import ByRole, Role
+
+
+def _check_positive(settings: object, *names: str) -> None:
+    for name in names:
+        value = getattr(settings, name)
+        if not (math.isfinite(value) and value > 0):
+            raise SettingsError(f"{name}: must be above 0")
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What requests shall get."""
+
+    ttft_s: float = 1.0
+    """Seconds to the first token. A chat is felt to hang beyond it; half of it is what a peer's
+    planner starts from, for short prompts."""
+
+    tpot_s: float = 0.05
+    """Seconds between two tokens of a stream: 20 tokens a second, more than people read."""
+
+    quantile: float = 0.9
+    """Share of requests that shall meet each of the two; in (0, 1)."""
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "ttft_s", "tpot_s")
+        if not 0 < self.quantile < 1:
+            raise SettingsError("quantile: must be above 0 and below 1")
+
+
+@dataclass(frozen=True)
+class PoolLimits:
+    """Bounds of one pool."""
+
+    min_workers: int = 1
+    """Never fewer are asked for. 0 for both pools: when nobody has asked for anything for
+    `pace.idle_s`, there are none."""
+
+    max_workers: int = 8
+    """Never more are asked for."""
+
+    num_devices: int = 1
+    """Devices (or, without any, shares of the budget) that one worker takes."""
+
+    def __post_init__(self) -> None:
+        if self.min_workers < 0:
+            raise SettingsError("min_workers: must not be negative")
+        if self.max_workers < max(1, self.min_workers):
+            raise SettingsError("max_workers: must be at least 1, and at least min_workers")
+        if self.num_devices < 1:
+            raise SettingsError("num_devices: must be at least 1")
+
+
+@dataclass(frozen=True)
+class ScaleLimits:
+    """Bounds of both pools, and the one budget that they share."""
+
+    prefill: PoolLimits = field(default_factory=PoolLimits)
+    """Of the prefill workers."""
+
+    decode: PoolLimits = field(default_factory=PoolLimits)
+    """Of the decode workers."""
+
+    budget_devices: int = 0
+    """Devices that both pools may take together; 0: only their own maximum bounds them."""
+
+    max_added_workers: int = 4
+    """Of both pools together, in one decision. Guessed: a burst that is over before they have
+    started costs no more than these."""
+
+    max_removed_workers: int = 1
+    """Of both pools together, in one decision."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_added_workers", "max_removed_workers"):
+            if getattr(self, name) < 1:
+                raise SettingsError(f"{name}: must be at least 1")
+        if self.budget_devices < 0:
+            raise SettingsError("budget_devices: must not be negative")
+        least = self.devices(self.least)
+        if self.budget_devices and least > self.budget_devices:
+            raise SettingsError(
+                f"budget_devices: {self.budget_devices} do not suffice for the fewest workers that "
+                f"there must be ({least} devices)"
+            )
+
+    def of(self, role: Role) -> PoolLimits:
+        """Of one pool."""
+        return self.prefill if role is Role.PREFILL else self.decode
+
+    @property
+    def scales_to_zero(self) -> bool:
+        """Whether there may be no worker at all."""
+        return self.prefill.min_workers == 0 and self.decode.min_workers == 0
+
+    @property
+    def least(self) -> ByRole[int]:
+        """Workers while anybody asks for anything: one of each at least, for one without the other
+        serves nobody."""
+        return ByRole(max(1, self.prefill.min_workers), max(1, self.decode.min_workers))
+
+    @property
+    def budget(self) -> int:
+        """Devices; what both maxima take where none is set."""
+        most = self.devices(ByRole(self.prefill.max_workers, self.decode.max_workers))
+        return min(most, self.budget_devices) if self.budget_devices else most
+
+    def devices(self, workers: ByRole[int]) -> int:
+        """That so many workers take."""
+        return workers.prefill * self.prefill.num_devices + workers.decode * self.decode.num_devices
+
+    def allows(self, workers: ByRole[int]) -> bool:
+        """Whether so many may be asked for while anybody asks for anything."""
+        return (
+            all(
+                self.least.of(role) <= workers.of(role) <= self.of(role).max_workers
+                for role in Role
+            )
+            and self.devices(workers) <= self.budget
+        )
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How soon what was seen is acted upon. Up fast, down slowly: a worker too many costs money,
+    one too few costs everybody who waits."""
+
+    window_s: float = 30.0
+    """Rates are taken over so long. Guessed: at 5 requests a second chance moves such a mean by 8
+    %, within `slack`."""
+
+    up_s: float = 10.0
+    """More workers must have been needed for so long."""
+
+    down_s: float = 300.0
+    """Fewer must have sufficed for so long; what Kubernetes' own autoscaler waits."""
+
+    flip_s: float = 30.0
+    """A worker may go over to the other pool when its own did without it for so long: it can be
+    back within seconds."""
+
+    flip_cooldown_s: float = 20.0
+    """Between two flips: a flipped worker begins with an empty cache, and takes seconds."""
+
+    down_cooldown_s: float = 30.0
+    """Between two removals: what the one before did must be seen."""
+
+    settle_s: float = 30.0
+    """After any change latencies tell nothing for so long."""
+
+    idle_s: float = 600.0
+    """After so long without any request there are no workers, where none are allowed."""
+
+    stale_s: float = 15.0
+    """Signals older than this are not acted upon: three of a router's beats, five of a worker's."""
+
+    slack: float = 0.2
+    """Fewer workers suffice only if they would at so much more load, as a share. As long as load
+    and what workers are measured to do stay within half of it to both sides of their mean, nothing
+    is taken away that would have to come back."""
+
+    lead_s: float = 60.0
+    """How far a rising load is thought on: about what a worker takes to start; 0: not at all. 8B
+    models take a minute with an engine of our kind."""
+
+    def __post_init__(self) -> None:
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if not (math.isfinite(value) and value >= 0):
+                raise SettingsError(f"{entry.name}: must not be negative")
+        _check_positive(self, "window_s", "stale_s")
+        if self.down_s < self.up_s:
+            raise SettingsError("down_s: must not be less than up_s: up fast, down slowly")
+
+
+@dataclass(frozen=True)
+class Priors:
+    """What is believed before enough was seen; each decision says while it still is. What comes in
+    takes its place as it is seen, so wrong ones cost the first minutes."""
+
+    prefill_tokens_per_s: float = 10_000.0
+    """Prompt tokens that one busy prefill worker computes a second. An 8B model on one large GPU
+    does two to three times as many."""
+
+    decode_step_s: float = 0.008
+    """One step of a decode worker with one stream. 8B, one large GPU: 6 ms."""
+
+    decode_stream_s: float = 0.00005
+    """What each further stream adds to a step. 8B, 1,024 tokens of context: 19.3 ms of 256 streams
+    less 6.7 of one, each."""
+
+    num_prompt_tokens: int = 1024
+    """Of a request. Guessed: between chats and retrieval."""
+
+    num_output_tokens: int = 256
+    """Of a request; the router's own default."""
+
+    max_num_running: int = 64
+    """Streams that one decode worker takes; the engine's own default. Never learned."""
+
+    max_utilisation: float = 0.8
+    """Share of its time that a worker shall be busy at most, whatever latency that would give;
+    beyond it queues grow without measure. Never learned."""
+
+    def __post_init__(self) -> None:
+        _check_positive(self, *(entry.name for entry in fields(self)))
+        if self.max_utilisation >= 1:
+            raise SettingsError("max_utilisation: must be below 1")
+
+
+@dataclass(frozen=True)
+class PlanSettings:
+    """All that the plan is told."""
+
+    targets: Targets = field(default_factory=Targets)
+    """What requests shall get."""
+
+    limits: ScaleLimits = field(default_factory=ScaleLimits)
+    """What must not be exceeded."""
+
+    pace: Pace = field(default_factory=Pace)
+    """How soon it acts."""
+
+    priors: Priors = field(default_factory=Priors)
+    """What it believes at first."""

@@ -1,0 +1,26 @@
+"""DecodeAsk: what a router asks of a decode worker for one prompt, as a value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.request import Beam, Sampling
+from process.trace_context import TraceContext
+from services.worker.core import Chain
+
+
+@dataclass(frozen=True)
+class DecodeAsk:
+    """The samples of one prompt to decode."""
+
+    request_id: str
+    tenant: str
+    adapter: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: Sampling
+    chain: Chain
+    priority: int
+    num_samples: int = 1
+    beam: Beam | None = None
+    trace: TraceContext | None = None
+    """Of the router's span; None: the request is not traced."""

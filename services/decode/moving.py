@@ -1,0 +1,100 @@
+"""From a request that was taken out of the engine's steps to a handle on its KV, with which another
+worker goes on: full blocks and the unfilled last one go into our store, under a lease that the
+handle hands over. What the store has already costs nothing.
+
+What cannot be stored makes the handle shorter, or leaves none: it is computed again elsewhere, and
+counted here by reason. Knows no stream and no request state. Belongs to the loop's thread.
+
+Invariant: the held blocks do not change until this has returned or was cancelled; a cancelled put
+never commits, and its lease is given back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.held import Held
+from engine.step_output import FilledBlock
+from kvstore.errors import MISSING, STORE_UNAVAILABLE
+from process.deadline import Deadline
+from services.worker import handle as handles
+from services.worker.block_writer import BlockWriter, TailSource
+from services.worker.core import WorkerCore
+from services.worker.handle_maker import Asked, HandleMaker
+from services.worker.parts import Part
+from services.worker.provenance import Leg
+
+DRAINING = "draining"
+SEVERAL_SAMPLES = "several_samples"
+"""Beside the reasons of `kvstore.errors`: why a request moves, and why without its KV."""
+
+
+@dataclass(frozen=True)
+class Luggage:
+    """What a request takes along. `reason`: DRAINING, or why it is not all of its KV."""
+
+    handle: handles.Handle | None
+    reason: str
+
+
+async def pack(
+    core: WorkerCore,
+    ask: Asked,
+    engine_id: str,
+    held: Held,
+    leg: Leg,
+    *,
+    ttl_s: float,
+    deadline: Deadline,
+) -> Luggage:
+    """Store what is held, as far as it gets within the deadline; the leg is told.
+
+    Args:
+        ask: whose.
+        engine_id: a name that no other attempt of this request has.
+        ttl_s: how long the handle's lease lives.
+    """
+    client = core.connector.client
+    num_full, num_rest = divmod(held.num_computed_tokens, core.model.block_size)
+    # An unfilled block of a quantized cache has no bytes of its own; `held` counts none then.
+    tail = None
+    if num_rest:
+        name = f"{engine_id}@{core.identity.incarnation.hex()}"
+        tail = TailSource(name, held.block_ids[num_full], num_rest)
+    num_wanted = num_full + (tail is not None)
+    if not num_wanted:
+        return Luggage(None, MISSING)
+    if client is None:
+        leg.not_stored[STORE_UNAVAILABLE] += num_wanted
+        return Luggage(None, STORE_UNAVAILABLE)
+    writer = BlockWriter(
+        core.connector,
+        client,
+        lease_id="",
+        refs=(),
+        block_size=core.model.block_size,
+        ttl_s=ttl_s,
+        put_budget_s=core.limits.put_budget_s,
+        deadline=deadline,
+        tenant=ask.tenant,
+    )
+    handle: handles.Handle | None = None
+    try:
+        writer.add(
+            FilledBlock(index, block_id, chain_hash)
+            for index, (block_id, chain_hash) in enumerate(
+                zip(held.block_ids, held.chain_hashes, strict=False)
+            )
+        )
+        written = await writer.finish(tail)
+        leg.num_bytes_written += written.num_bytes
+        handle = HandleMaker(core, ask, held.num_computed_tokens).whole(
+            [Part(client, written.lease_id, written.refs)], written.tail, ttl_s
+        )
+    finally:
+        if handle is None:
+            writer.cancel()
+    num_missing = num_wanted - len(written.refs) - (written.tail is not None)
+    if num_missing:
+        leg.not_stored[written.problem or MISSING] += num_missing
+    return Luggage(handle, written.problem or DRAINING)

@@ -1,0 +1,110 @@
+"""One router's stream: its keys, the prompts behind them, and the end of all of them when it
+breaks.
+
+States of a key: RUNNING -> its account | its failure, each the last word; a cancel leads from
+RUNNING to the failure CANCELLED and is nothing afterwards. Law: a handle is the router's from the
+moment when its account was written; one whose account was not is taken back.
+
+Knows no stubs. Belongs to the loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Protocol
+
+from process.deadline import Deadline
+from process.errors import AlreadyExists, BatonError, Cancelled, Internal
+from process.spans import Span
+from process.tasks import start_task
+from services.prefill.handover import PrefillAnswer
+from services.prefill.job import PrefillAsk
+from services.prefill.worker import Audience, PrefillWorker
+
+logger = logging.getLogger(__name__)
+
+
+class EventSink(Audience, Protocol):
+    """One key's way out. None of it blocks."""
+
+    def answered(self, answer: PrefillAnswer) -> None:
+        """The account. Raises: when it cannot be told."""
+
+    def failed(self, error: BaseException) -> None: ...
+
+
+class PrefillSession:
+    """See the module."""
+
+    def __init__(self, worker: PrefillWorker) -> None:
+        self._worker = worker
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._untold: dict[int, PrefillAnswer] = {}
+        self._is_closed = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def begin(
+        self, key: int, ask: PrefillAsk, deadline: Deadline, sink: EventSink, span: Span
+    ) -> None:
+        """Begin a prompt; `span` ends with it. Raises: AlreadyExists when the key is in use."""
+        if key in self._tasks:
+            raise AlreadyExists(f"key {key} is in use on this stream")
+        self._idle.clear()
+        work = self._live(key, ask, deadline, sink, span)
+        self._tasks[key] = start_task(work, f"prefill {key}", is_for_many=True)
+        self._tasks[key].add_done_callback(lambda _: self._over(key))
+
+    def cancel(self, key: int) -> None:
+        """End a prompt; nothing happens when it is over already."""
+        task = self._tasks.get(key)
+        if task is not None:
+            task.cancel()
+
+    def told(self, key: int) -> None:
+        """The key's account was written: its handle is the router's."""
+        self._untold.pop(key, None)
+
+    async def wait_idle(self) -> None:
+        """Until every prompt of the stream is over. Each has its own deadline."""
+        await self._idle.wait()
+
+    def close(self) -> None:
+        """The stream is gone: cancel all of its prompts, and take back what nobody heard of.
+        Idempotent."""
+        self._is_closed = True
+        for task in list(self._tasks.values()):
+            task.cancel()
+        while self._untold:
+            self._untold.popitem()[1].take_back()
+
+    async def _live(
+        self, key: int, ask: PrefillAsk, deadline: Deadline, sink: EventSink, span: Span
+    ) -> None:
+        try:
+            with span:
+                answer = await self._worker.prefill(ask, deadline, sink)
+                self._tell(key, answer, sink)
+        except asyncio.CancelledError:
+            sink.failed(Cancelled(f"request {ask.request_id} was cancelled"))
+        except Exception as error:  # the translator of this border: the sink makes a status of it
+            if isinstance(error, Internal) or not isinstance(error, BatonError):
+                fields = {"fields": {"request_id": ask.request_id}}
+                logger.error("prefill_request_failed", exc_info=error, extra=fields)
+            sink.failed(error)
+
+    def _tell(self, key: int, answer: PrefillAnswer, sink: EventSink) -> None:
+        try:
+            if self._is_closed:
+                raise Cancelled("the stream is gone")
+            sink.answered(answer)
+        except BaseException:
+            answer.take_back()
+            raise
+        self._untold[key] = answer
+
+    def _over(self, key: int) -> None:
+        del self._tasks[key]
+        if not self._tasks:
+            self._idle.set()

@@ -1,0 +1,230 @@
+"""FairQueue: who is next among requests that wait, by priority and by tenants' shares.
+
+Classes of equal priority go strictly one before the other, but for every LOWER_EVERY-th turn, which
+the lower ones get in rotation, so that none starves. Within a class tenants share by deficit round
+robin over tokens (Shreedhar and Varghese, 1995): each turn a tenant is credited its quantum times
+its weight, and served while its credit covers the request at its queue's head. So of two tenants
+that always wait neither gets ahead of the other by more than a quantum and a request.
+
+A structure over values: no clock, no I/O. Laws: `check_integrity`. One asyncio loop.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from process.errors import Internal
+
+QUANTUM_TOKENS = 512
+"""A tenant's credit per turn, at weight 1. Less than most requests: turns stay short."""
+
+LOWER_EVERY = 10
+"""Of so many turns one goes to a lower class."""
+
+IsBlocked = Callable[[str], bool]
+"""Whether a tenant may not be served now, for a reason of its own."""
+
+
+@dataclass(eq=False)
+class Waiting:
+    """One request in the queue. `num_tokens`: what serving it is expected to cost."""
+
+    tenant: str
+    priority: int
+    num_tokens: int
+    weight: float = 1.0
+
+
+@dataclass
+class _Line:
+    """One tenant's requests of one class, oldest first."""
+
+    weight: float
+    requests: deque[Waiting] = field(default_factory=deque)
+    credit: float = 0.0
+    num_tokens: int = 0
+
+
+class _Class:
+    """The lines of one priority; `ring`: in whose turn they are, the first one's turn now."""
+
+    def __init__(self) -> None:
+        self.lines: dict[str, _Line] = {}
+        self.ring: deque[str] = deque()
+        self._is_credited = False
+
+    def push(self, waiting: Waiting) -> None:
+        line = self.lines.get(waiting.tenant)
+        if line is None:
+            line = self.lines[waiting.tenant] = _Line(waiting.weight)
+            self.ring.append(waiting.tenant)
+        line.weight = waiting.weight  # as it is configured by now
+        line.requests.append(waiting)
+        line.num_tokens += waiting.num_tokens
+
+    def remove(self, waiting: Waiting) -> None:
+        line = self.lines[waiting.tenant]
+        self._take_out(waiting)
+        if line.requests:
+            # Nobody saves up by asking for much and taking it back.
+            line.credit = min(line.credit, line.requests[0].num_tokens)
+
+    def pop(self, is_blocked: IsBlocked) -> Waiting | None:
+        free = {tenant for tenant in self.ring if not is_blocked(tenant)}
+        if not free:
+            return None
+        num_passed = 0
+        while True:
+            line = self.lines[self.ring[0]]
+            if self.ring[0] in free:
+                if not self._is_credited:
+                    line.credit += QUANTUM_TOKENS * line.weight
+                    self._is_credited = True
+                if line.requests[0].num_tokens <= line.credit:
+                    line.credit -= line.requests[0].num_tokens
+                    waiting = line.requests[0]
+                    self._take_out(waiting)
+                    return waiting
+            self.ring.rotate(-1)
+            self._is_credited = False
+            num_passed += 1
+            if num_passed % len(self.ring) == 0:
+                self._skip_rounds(free)
+
+    def _skip_rounds(self, free: set[str]) -> None:
+        """Credit at once all the rounds in which nobody could be served."""
+        lines = [self.lines[tenant] for tenant in free]
+        num_rounds = min(
+            math.ceil((line.requests[0].num_tokens - line.credit) / (QUANTUM_TOKENS * line.weight))
+            for line in lines
+        )
+        for line in lines:
+            line.credit += max(0, num_rounds - 1) * QUANTUM_TOKENS * line.weight
+
+    def _take_out(self, waiting: Waiting) -> None:
+        line = self.lines[waiting.tenant]
+        line.requests.remove(waiting)
+        line.num_tokens -= waiting.num_tokens
+        if not line.requests:
+            self._drop(waiting.tenant)
+
+    def _drop(self, tenant: str) -> None:
+        """An idle tenant keeps no credit: it would come back with a burst."""
+        if self.ring[0] == tenant:
+            self._is_credited = False
+        self.ring.remove(tenant)
+        del self.lines[tenant]
+
+
+class FairQueue:
+    """See the module."""
+
+    def __init__(self) -> None:
+        self._classes: dict[int, _Class] = {}
+        self._num_waiting: dict[str, int] = {}
+        self._num_turns = 0
+        self._num_lower_turns = 0
+        self.num_tokens = 0
+        """Expected cost of all that wait."""
+
+    def __len__(self) -> int:
+        return sum(self._num_waiting.values())
+
+    def num_of(self, tenant: str) -> int:
+        """Requests of this tenant that wait."""
+        return self._num_waiting.get(tenant, 0)
+
+    def push(self, waiting: Waiting) -> None:
+        """Behind all others of its tenant and class."""
+        self._classes.setdefault(waiting.priority, _Class()).push(waiting)
+        self._num_waiting[waiting.tenant] = self.num_of(waiting.tenant) + 1
+        self.num_tokens += waiting.num_tokens
+
+    def remove(self, waiting: Waiting) -> None:
+        """It waits no longer: cancelled, or its time is over."""
+        self._classes[waiting.priority].remove(waiting)
+        self._forget(waiting)
+
+    def pop(self, is_blocked: IsBlocked = lambda tenant: False) -> Waiting | None:
+        """Take out who is next; None: nobody waits who may be served."""
+        for priority in self._turn():
+            waiting = self._classes[priority].pop(is_blocked)
+            if waiting is not None:
+                self._num_turns += 1
+                self._forget(waiting)
+                return waiting
+        return None
+
+    def longest(self) -> str | None:
+        """The tenant with most requests waiting."""
+        return max(self._num_waiting, key=lambda tenant: self._num_waiting[tenant], default=None)
+
+    def newest_of(self, tenant: str) -> Waiting | None:
+        """The tenant's least urgent request that came last."""
+        for priority in sorted(self._classes):
+            line = self._classes[priority].lines.get(tenant)
+            if line is not None:
+                return line.requests[-1]
+        return None
+
+    def tokens_ahead(
+        self, newcomer: Waiting, is_blocked: IsBlocked = lambda tenant: False
+    ) -> float:
+        """What will about be served before `newcomer`, if nothing else comes, itself left out."""
+        ahead = 0.0
+        for priority, of_class in self._classes.items():
+            if priority > newcomer.priority:
+                ahead += sum(
+                    line.num_tokens
+                    for tenant, line in of_class.lines.items()
+                    if not is_blocked(tenant)
+                )
+            elif priority == newcomer.priority:
+                own = of_class.lines.get(newcomer.tenant)
+                own_tokens = own.num_tokens if own is not None else 0
+                # While its own line is served to its end, others get as much by their weights.
+                turns = (own_tokens + newcomer.num_tokens) / newcomer.weight
+                ahead += own_tokens + sum(
+                    min(line.num_tokens, turns * line.weight + QUANTUM_TOKENS)
+                    for tenant, line in of_class.lines.items()
+                    if tenant != newcomer.tenant and not is_blocked(tenant)
+                )
+        return ahead
+
+    def check_integrity(self) -> None:
+        """Raises: Internal naming the law that is broken."""
+        counts: dict[str, int] = {}
+        num_tokens = 0
+        for of_class in self._classes.values():
+            if sorted(of_class.ring) != sorted(of_class.lines) or not of_class.lines:
+                raise Internal("the admission queue's ring differs from its lines")
+            for tenant, line in of_class.lines.items():
+                costs = [waiting.num_tokens for waiting in line.requests]
+                if not costs or line.num_tokens != sum(costs):
+                    raise Internal(f"the admission queue's tokens of {tenant} do not sum up")
+                if line.credit < 0:
+                    raise Internal(f"the admission queue's credit of {tenant} is {line.credit}")
+                counts[tenant] = counts.get(tenant, 0) + len(costs)
+                num_tokens += line.num_tokens
+        if counts != self._num_waiting or num_tokens != self.num_tokens:
+            raise Internal("the admission queue's counts differ from its lines")
+
+    def _turn(self) -> Iterator[int]:
+        """Priorities in the order in which they are asked this turn."""
+        falling = sorted(self._classes, reverse=True)
+        if len(falling) > 1 and self._num_turns % LOWER_EVERY == LOWER_EVERY - 1:
+            place = 1 + self._num_lower_turns % (len(falling) - 1)
+            self._num_lower_turns += 1
+            falling.insert(0, falling.pop(place))
+        return iter(falling)
+
+    def _forget(self, waiting: Waiting) -> None:
+        if not self._classes[waiting.priority].lines:
+            del self._classes[waiting.priority]
+        self.num_tokens -= waiting.num_tokens
+        self._num_waiting[waiting.tenant] -= 1
+        if not self._num_waiting[waiting.tenant]:
+            del self._num_waiting[waiting.tenant]

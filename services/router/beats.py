@@ -1,0 +1,50 @@
+"""This router's entry in the registry: what its traffic is, for the autoscaler. The counts are
+`traffic`'s; how an entry lives and lapses is `process.registry_beat`'s.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from google.protobuf import json_format
+
+from process.redis_client import RedisAccess
+from process.registry_beat import RegistryBeat
+from protos import router_status_pb2
+from services.router.traffic import Traffic
+
+KIND = "router"
+
+
+def make(
+    redis_url: str,
+    access: RedisAccess,
+    *,
+    router_id: str,
+    incarnation: str,
+    address: Callable[[], str],
+    traffic: Traffic,
+) -> RegistryBeat:
+    """Not started. `address`: where this router serves, by then."""
+
+    began_s = time.monotonic()
+
+    def entry() -> str:
+        status = router_status_pb2.RouterStatus(
+            router_id=router_id,
+            incarnation=incarnation,
+            address=address(),
+            models=traffic.to_proto(),
+            uptime_s=time.monotonic() - began_s,
+        )
+        return json_format.MessageToJson(status, indent=None)
+
+    return RegistryBeat(
+        redis_url,
+        KIND,
+        entry_id=router_id,
+        incarnation=incarnation,
+        entry=entry,
+        access=access,
+    )

@@ -1,0 +1,84 @@
+"""The why-record of one request as a message: which workers were weighed, by which terms, who won.
+
+Pure but for the looking up. Made only when somebody asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from process.errors import NotFound
+from protos import common_pb2, inference_pb2
+from services.router.decisions import Decision
+from services.router.handover import Path
+from services.router.policy import Candidate
+from services.router.served_models import ServedModels
+
+_PATHS = {
+    Path.STORE: common_pb2.HANDOVER_PATH_STORE,
+    Path.DIRECT: common_pb2.HANDOVER_PATH_DIRECT,
+}
+
+
+def explain(
+    models: ServedModels, request: inference_pb2.ExplainRequest
+) -> inference_pb2.ExplainReply:
+    """Raises: NotFound for a request that this router does not know (any more)."""
+    found = [
+        (model.name, *known)
+        for model in models
+        if (known := model.routing.decisions.find(request.request_id, request.tenant))
+    ]
+    if not found:
+        which = f"{request.request_id[:128]!r} is not known" if request.request_id else "none was"
+        raise NotFound(
+            f"request_id: {which} here (any more); a router remembers its own latest requests"
+        )
+    name, (tenant, request_id), decisions = max(found, key=lambda f: f[2][-1].decided_unix_s)
+    return inference_pb2.ExplainReply(
+        request_id=request_id,
+        tenant=tenant,
+        model=name,
+        decisions=[_decision(decision) for decision in decisions],
+    )
+
+
+def _decision(decision: Decision) -> inference_pb2.RoutingDecision:
+    choice = decision.choice
+    return inference_pb2.RoutingDecision(
+        occasion=decision.occasion,
+        policy=decision.policy.name,
+        unit=decision.policy.unit,
+        decided_unix_ms=round(decision.decided_unix_s * 1000),
+        took_s=decision.took_s,
+        prefill_id=choice.prefill_id or "",
+        decode_id=choice.decode_id or "",
+        cost=choice.cost,
+        num_prefill=len(decision.pools.prefill),
+        num_decode=len(decision.pools.decode),
+        num_pairs=choice.num_pairs,
+        handover=_PATHS[choice.path] if choice.prefill_id and choice.decode_id else None,
+        num_prompt_tokens=decision.ask.num_prompt_tokens,
+        num_computed=choice.num_computed,
+        runs=[
+            common_pb2.PrefixRun(
+                node_id=run.node_id, first_block=run.first_block, num_blocks=run.num_blocks
+            )
+            for run in choice.runs
+        ],
+        candidates=[_candidate(candidate) for candidate in decision.weighed()],
+    )
+
+
+def _candidate(candidate: Candidate) -> inference_pb2.RoutingCandidate:
+    return inference_pb2.RoutingCandidate(
+        worker_id=candidate.worker_id,
+        role=candidate.role,
+        chosen=candidate.is_chosen,
+        cost=candidate.cost,
+        terms=_terms(candidate.why),
+    )
+
+
+def _terms(why: Mapping[str, float]) -> list[inference_pb2.CostTerm]:
+    return [inference_pb2.CostTerm(name=name, value=value) for name, value in why.items()]

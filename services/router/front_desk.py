@@ -1,0 +1,329 @@
+"""The front desk: one request in, its messages out, whatever it came by.
+
+Everything between the edge and `flow` that is not a protocol: the checks, the table of attempts,
+the deadline, counting. gRPC and HTTP both come here; it knows neither. One asyncio loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from process import logs
+from process.deadline import Deadline
+from process.errors import Cancelled, DeadlineExceeded, InvalidArgument
+from process.tracing import OFF, Tracing
+from protos import inference_pb2
+from services.router import explain, identity, prompt_log, validation
+from services.router.admission import Admission, Asked, Ticket
+from services.router.caller import ANYBODY, Caller
+from services.router.config import RouterLimits
+from services.router.cost_estimate import asked_of
+from services.router.delivery import Send
+from services.router.flow import RequestFlow
+from services.router.holding import Holding
+from services.router.inflight import Attempt, InFlight
+from services.router.keys import ApiKeys
+from services.router.loop_pace import LoopPace
+from services.router.metrics import RouterMetrics, code_of
+from services.router.prompt import PromptEncoder
+from services.router.request_log import RequestLog, RequestRecord
+from services.router.request_trace import RequestTrace
+from services.router.served_models import OneModel, ServedModels
+from services.router.status import ClusterStatus
+from services.router.times import StageTimes
+from services.router.traffic import Place, RequestTraffic, Traffic
+from services.router.usage_history import INTERVAL_S, UsageHistory
+
+logger = logging.getLogger(__name__)
+
+NO_HEADERS: Mapping[str, str] = MappingProxyType({})
+
+
+@dataclass
+class Counters:
+    """Requests since start, by how they ended. Refused ones (INVALID_ARGUMENT) are neither."""
+
+    num_finished: int = 0
+    num_failed: int = 0
+
+
+@dataclass(frozen=True)
+class FrontDesk:
+    """See the module."""
+
+    models: ServedModels
+    in_flight: InFlight
+    limits: RouterLimits
+    status: ClusterStatus
+    metrics: RouterMetrics
+    log: RequestLog
+    history: UsageHistory
+    admission: Admission
+    traffic: Traffic
+    holding: Holding
+    keys: ApiKeys | None = None
+    """Where clients are asked for API keys."""
+    counters: Counters = field(default_factory=Counters)
+    tracing: Tracing = OFF
+    pace: LoopPace = field(default_factory=LoopPace)
+    log_prompts: bool = False
+    last_infos: dict[str, Sequence[inference_pb2.ModelInfo]] = field(default_factory=dict)
+    """Of each model's workers when there were some, where requests are held while there are
+    none."""
+
+    def caller_of(self, authorization: str) -> Caller:
+        """Who sends this `authorization` header (empty: none was sent). Raises: Unauthenticated."""
+        return ANYBODY if self.keys is None else self.keys.caller_of(authorization)
+
+    def encoder(self, model: str) -> PromptEncoder:
+        """Of the model of this name; empty: of the only one. Raises: InvalidArgument."""
+        return self.models.find(model).preparer.encoder
+
+    def deadline(
+        self, request: inference_pb2.GenerateRequest, left_s: float | None = None
+    ) -> Deadline:
+        """When `request` must be over: by its budget, the router's, or the `left_s` seconds that
+        its protocol gives it.
+        """
+        budget_s = self.limits.default_budget_s
+        if request.budget_ms:
+            budget_s = request.budget_ms / 1000
+        return Deadline.after(budget_s if left_s is None else min(budget_s, left_s))
+
+    async def serve(
+        self,
+        request: inference_pb2.GenerateRequest,
+        caller: Caller,
+        *,
+        deadline: Deadline,
+        send: Send,
+        times: StageTimes,
+        trace_headers: Mapping[str, str] = NO_HEADERS,
+    ) -> None:
+        """Serve one request; its messages go to `send` as they come.
+
+        Cancelling the calling task cancels the request at both workers. `times` began with the
+        request's first byte; `trace_headers`: W3C trace context as it came, lower-case names, not
+        checked.
+        Raises: BatonError.
+        """
+        name = self.models.name_of(request.model)
+        trace = RequestTrace(self.tracing, trace_headers, request, times, name)
+        with self.metrics.errors_counted(), trace:
+            await self._admit(
+                request, caller, deadline=deadline, send=send, times=times, trace=trace
+            )
+
+    async def _admit(
+        self,
+        request: inference_pb2.GenerateRequest,
+        caller: Caller,
+        *,
+        deadline: Deadline,
+        send: Send,
+        times: StageTimes,
+        trace: RequestTrace,
+    ) -> None:
+        model = self.models.find(request.model)
+        validation.check_request(request, served=model.served.names, limits=self.limits)
+        times.mark("receive")
+        tenant = caller.tenant_of(request)
+        caller.check_priority(request)
+        request_id = request.request_id or identity.fresh_request_id()
+        digest = identity.body_digest(request)
+        with self.traffic.follow(model.name) as traffic:
+            async with self.in_flight.admit(tenant, request_id, digest, deadline) as attempt:
+                asked = asked_of(request, tenant, default_max_tokens=self.limits.default_max_tokens)
+                with self.log.follow(request_id, tenant, model.name, times) as record:
+                    async with self._admitted(
+                        asked, deadline, record, times, model=model, traffic=traffic
+                    ) as ticket:
+                        await self._serve(
+                            request,
+                            attempt,
+                            model,
+                            times=times,
+                            deadline=deadline,
+                            send=send,
+                            record=record,
+                            trace=trace,
+                            ticket=ticket,
+                            traffic=traffic,
+                        )
+
+    @asynccontextmanager
+    async def _admitted(
+        self,
+        asked: Asked,
+        deadline: Deadline,
+        record: RequestRecord,
+        times: StageTimes,
+        *,
+        model: OneModel,
+        traffic: RequestTraffic,
+    ) -> AsyncIterator[Ticket]:
+        """The body runs when there are workers and it is the request's turn; who does not get one
+        is counted, too."""
+        try:
+            await self._hold(model, deadline, record, times, traffic)
+            async with self.admission.admit(asked, deadline) as ticket:
+                times.mark("queue")
+                record.doing = "being tokenized"
+                traffic.move(Place.RUNNING)
+                yield ticket
+        except BaseException as error:
+            if not record.outcome:
+                times.mark("queue")
+                record.outcome, record.code = _outcome_of(error), code_of(error)
+                self.counters.num_failed += record.outcome == "failed"
+                self.metrics.on_end(record.outcome, times.elapsed_s, times.stages())
+            raise
+
+    async def _hold(
+        self,
+        model: OneModel,
+        deadline: Deadline,
+        record: RequestRecord,
+        times: StageTimes,
+        traffic: RequestTraffic,
+    ) -> None:
+        """Wait for the model's first workers, where requests are held for them."""
+        doing = record.doing
+
+        def on_held() -> None:
+            record.doing = "waiting for a worker to start"
+            traffic.move(Place.HELD)
+
+        if await self.holding.wait(model.candidates.bounds, deadline, on_held):
+            times.mark("hold")
+            record.doing = doing
+            traffic.move(Place.QUEUED)
+
+    def list_models(self) -> inference_pb2.ListModelsReply:
+        """The models served, each once for each fingerprint among its workers; one whose requests
+        are held until there are some, as its last workers had it."""
+        return inference_pb2.ListModelsReply(
+            models=[info for model in self.models for info in self._infos(model)]
+        )
+
+    def _infos(self, model: OneModel) -> Sequence[inference_pb2.ModelInfo]:
+        return tuple(model.infos()) or self.last_infos.get(model.name, ())
+
+    def note_workers(self) -> None:
+        """Workers came or went: where requests may be held, what a model's last ones were like is
+        kept, for those who ask while there are none."""
+        if self.holding.is_on:
+            for model in self.models:
+                infos = tuple(model.infos())
+                if infos:
+                    self.last_infos[model.name] = infos
+        self.holding.look()
+
+    def ready(self) -> None:
+        """Raises: Unavailable when a request for some model would find no workers, and would not be
+        held until there are some."""
+        if self.holding.is_on:
+            return
+        for model in self.models:
+            model.candidates.bounds()
+
+    def explain(self, request: inference_pb2.ExplainRequest) -> inference_pb2.ExplainReply:
+        """Why a request went where it did. Raises: NotFound."""
+        return explain.explain(self.models, request)
+
+    async def cluster_status(
+        self, request: inference_pb2.GetClusterStatusRequest
+    ) -> inference_pb2.GetClusterStatusReply:
+        """Workers, stores, counters, and what is not as it should be."""
+        reply = await (self.status.as_heard() if request.as_heard else self.status.collect())
+        reply.requests.extend(self.log.newest(request.num_requests))
+        if request.with_history:
+            reply.history.extend(self.history.points)
+            reply.history_interval_ms = round(INTERVAL_S * 1000)
+        reply.problems.extend(filter(None, [self.admission.problem]))
+        reply.num_requests_in_flight = self.in_flight.num_attempts
+        reply.num_requests_finished = self.counters.num_finished
+        reply.num_requests_failed = self.counters.num_failed
+        return reply
+
+    async def _serve(
+        self,
+        request: inference_pb2.GenerateRequest,
+        attempt: Attempt,
+        model: OneModel,
+        *,
+        times: StageTimes,
+        deadline: Deadline,
+        send: Send,
+        record: RequestRecord,
+        trace: RequestTrace,
+        ticket: Ticket,
+        traffic: RequestTraffic,
+    ) -> None:
+        flow: RequestFlow | None = None
+        meter = self.metrics.meter(lambda: times.elapsed_s, others=(traffic,))
+
+        async def send_counted(message: inference_pb2.GenerateResponse) -> None:
+            await send(message)
+            is_first = times.first_token_s is None
+            if message.token_ids:
+                times.first_token()
+                prompt = record.num_prompt_tokens if is_first else 0
+                ticket.on_tokens(prompt + len(message.token_ids))
+            elif message.embedding:
+                ticket.on_tokens(record.num_prompt_tokens)
+            trace.on_message(message)
+            if self.log_prompts:
+                prompt_log.on_message(message)
+            meter.on_message(message)
+            traffic.on_message(message)
+            record.on_message(message)
+            if self.pace.pause_s and not (is_first or message.finish_reason):
+                await asyncio.sleep(self.pace.pause_s)
+
+        try:
+            async with deadline.timeout("request"):
+                job, answers = await model.preparer.prepare(request, attempt, times)
+                flow = RequestFlow(
+                    model.cluster, job, answers, times=times, deadline=deadline, send=send_counted
+                )
+                record.flow, record.num_prompt_tokens = flow, len(job.prompt_token_ids)
+                trace.on_job(job)
+                if self.log_prompts:
+                    prompt_log.on_prompt(job, model.preparer.encoder)
+                await flow.run()
+            record.outcome = "finished"
+            self.counters.num_finished += 1
+        except BaseException as error:
+            record.outcome, record.code = _outcome_of(error), code_of(error)
+            if isinstance(error, DeadlineExceeded):
+                where = flow.state.value if flow is not None else "being tokenized"
+                raise DeadlineExceeded(f"the request's time ran out while {where}") from error
+            raise
+        finally:
+            self.counters.num_failed += record.outcome == "failed"
+            trace.on_end(record.outcome, flow.state.value if flow is not None else "preparing")
+            self.metrics.on_end(record.outcome, times.elapsed_s, times.stages())
+            traffic.on_stages(times.stages())
+            logs.event(
+                logger,
+                "request_over",
+                request_id=attempt.request_id,
+                tenant=attempt.tenant,
+                outcome=record.outcome,
+                state=flow.state.name if flow is not None else "PREPARING",
+                times={stage: round(seconds, 6) for stage, seconds in times.stages()},
+            )
+
+
+def _outcome_of(error: BaseException) -> str:
+    if isinstance(error, InvalidArgument):
+        return "refused"
+    if isinstance(error, asyncio.CancelledError | Cancelled):  # by its client or a newer attempt
+        return "cancelled"
+    return "failed"

@@ -1,0 +1,97 @@
+"""Holding: requests that came while no worker could serve them are kept for a while, instead of
+refused, so that whoever scales up from nothing loses none.
+
+    asked -> free     there are workers, or holding is off
+    asked -> refused  as many are held as may
+    asked -> held -> free | refused (the time is up) | over (cancelled, its deadline)
+
+Knows neither workers nor models: the caller's `find` says whether there is somebody, and `look`
+is called when that may have changed. Law: `num_held` is the number of callers inside `wait`. One
+asyncio loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from process.deadline import Deadline
+from process.errors import DeadlineExceeded, Internal, NoCapacity, Unavailable
+
+_RETRY_S = 1.0
+
+
+class Holding:
+    """See the module."""
+
+    def __init__(self, hold_s: float, max_requests: int) -> None:
+        """hold_s: how long one request is held at most; 0: none is."""
+        self._hold_s = hold_s
+        self._max_requests = max_requests
+        self._waiting: set[asyncio.Future[None]] = set()
+        self.num_held = 0
+
+    @property
+    def is_on(self) -> bool:
+        """Whether requests are held at all."""
+        return self._hold_s > 0
+
+    def look(self) -> None:
+        """Who may serve may have changed: all that are held look again."""
+        for future in self._waiting:
+            if not future.done():
+                future.set_result(None)
+
+    async def wait(
+        self, find: Callable[[], object], deadline: Deadline, on_held: Callable[[], None]
+    ) -> bool:
+        """Until `find` does not raise Unavailable any more. `on_held`: called when it must wait.
+
+        Returns: whether it had to. Raises: NoCapacity when as many are held as may; Unavailable,
+        the last one of `find`, when the time is up; DeadlineExceeded.
+        """
+        if not self.is_on or _problem(find) is None:
+            return False
+        if self.num_held >= self._max_requests:
+            raise NoCapacity(
+                f"{self.num_held} requests wait for the first worker to start",
+                retry_after_s=_RETRY_S,
+            )
+        bound = deadline.sooner(self._hold_s)
+        self.num_held += 1
+        try:
+            on_held()
+            while (problem := _problem(find)) is not None:
+                if bound.expired:
+                    if deadline.expired:
+                        raise DeadlineExceeded("the request's time ran out: no worker started")
+                    raise Unavailable(
+                        f"{problem}; none started within {self._hold_s:g} s",
+                        retry_after_s=_RETRY_S,
+                    )
+                await self._news(bound)
+        finally:
+            self.num_held -= 1
+        return True
+
+    def check_integrity(self) -> None:
+        """Raises: Internal when more wait for news than are held."""
+        if len(self._waiting) > self.num_held:
+            raise Internal(f"{len(self._waiting)} wait for workers, {self.num_held} are held")
+
+    async def _news(self, bound: Deadline) -> None:
+        future = asyncio.get_running_loop().create_future()
+        self._waiting.add(future)
+        try:
+            await asyncio.wait([future], timeout=bound.left_s())
+        finally:
+            self._waiting.discard(future)
+            future.cancel()
+
+
+def _problem(find: Callable[[], object]) -> Unavailable | None:
+    try:
+        find()
+    except Unavailable as error:
+        return error
+    return None

@@ -1,0 +1,110 @@
+"""Errors to HTTP: the status, OpenAI's envelope, and headers that say whether to try again. Pure.
+
+    {"error": {"message": ..., "type": ..., "param": the field or null, "code": ...}}
+
+The same object stands in the body of a failed request and in the event that ends a failed stream.
+What we did not expect is 500 and does not leak its text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from process import errors
+
+CLIENT_CLOSED = 499
+"""Nobody is there to read it; what proxies log for it."""
+
+
+class ModelNotFound(errors.InvalidArgument):
+    """A name that no model has: OpenAI's API answers it as a thing that is not there."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__("model", problem)
+
+
+@dataclass(frozen=True)
+class HttpError:
+    """How one error looks to an HTTP client."""
+
+    status: int
+    message: str
+    kind: str
+    """`type` of the envelope."""
+    code: str
+    param: str | None = None
+    retry_after_s: float | None = None
+
+    def body(self) -> dict[str, Any]:
+        """The envelope."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def headers(self) -> Mapping[str, str]:
+        """When to come again; openai's client obeys both names, and a plain "no"."""
+        if self.retry_after_s is None:
+            return {"x-should-retry": "false"}
+        return {
+            "retry-after": str(max(1, math.ceil(self.retry_after_s))),
+            "retry-after-ms": str(max(1, math.ceil(self.retry_after_s * 1000))),
+            "x-should-retry": "true",
+        }
+
+
+# Most specific first: the first that matches decides.
+_KINDS: tuple[tuple[type[errors.BatonError], int, str, str], ...] = (
+    (errors.InvalidArgument, 400, "invalid_request_error", "invalid_value"),
+    (errors.Unauthenticated, 401, "authentication_error", "invalid_api_key"),
+    (errors.PermissionDenied, 403, "permission_error", "permission_denied"),
+    (errors.NotFound, 404, "invalid_request_error", "not_found"),
+    (errors.AlreadyExists, 409, "invalid_request_error", "already_exists"),
+    (errors.FailedPrecondition, 409, "invalid_request_error", "failed_precondition"),
+    (errors.NoCapacity, 429, "rate_limit_error", "no_capacity"),
+    (errors.Unavailable, 503, "service_unavailable_error", "unavailable"),
+    (errors.DeadlineExceeded, 504, "timeout_error", "deadline_exceeded"),
+    (errors.Cancelled, CLIENT_CLOSED, "invalid_request_error", "cancelled"),
+)
+
+
+def http_error_of(
+    error: BaseException, rename: Callable[[str], str] = lambda field: field
+) -> HttpError:
+    """`rename`: what the client calls a field of ours."""
+    if isinstance(error, errors.InvalidArgument):
+        problem = str(error).removeprefix(f"{error.field}: ")
+        field = rename(error.field)
+        is_model = isinstance(error, ModelNotFound)
+        return HttpError(
+            404 if is_model else 400,
+            f"{field}: {problem}",
+            "invalid_request_error",
+            "model_not_found" if is_model else "invalid_value",
+            param=field,
+        )
+    for kind, status, name, code in _KINDS:
+        if isinstance(error, kind):
+            return HttpError(status, str(error), name, code, retry_after_s=error.retry_after_s)
+    text = f"internal error ({type(error).__name__}); see the server's log"
+    return HttpError(500, text, "server_error", "internal_error")
+
+
+def http_error_of_status(status: int, message: str) -> HttpError:
+    """What HTTP itself refuses: no such path, no such method, too large."""
+    codes = {
+        404: "not_found",
+        405: "method_not_allowed",
+        411: "length_required",
+        413: "too_large",
+        415: "unsupported_media_type",
+        417: "expectation_failed",
+    }
+    return HttpError(status, message, "invalid_request_error", codes.get(status, "invalid_request"))

@@ -1,0 +1,64 @@
+"""API keys: who a client is by the key that it sends.
+
+The file is `process.api_keys`'. An unknown id is compared, too: the time of an answer tells no ids.
+The file is read again when it changes; a key that was taken out of it is refused from the next
+request on. One asyncio loop.
+"""
+
+from __future__ import annotations
+
+import hmac
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from process import api_keys
+from process.api_keys import TenantLimits
+from process.errors import Unauthenticated
+from process.watched_file import Watched
+from services.router.caller import Caller
+
+_NO_DIGEST = "0" * 64
+_HELP = "send `Authorization: Bearer <key>`; `baton api-key add` makes one"
+
+
+class ApiKeys:
+    """The keys of a running router."""
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
+        """`clock`: unix seconds. Raises: SettingsError when the file cannot be used."""
+        self._file = Watched("api_keys_file", [path], lambda: api_keys.load(path))
+        self._clock = clock
+
+    @property
+    def tenants(self) -> Mapping[str, TenantLimits]:
+        """Limits of the tenants that have their own."""
+        return self._file.get().tenants
+
+    def caller_of(self, authorization: str) -> Caller:
+        """Who sends this header.
+
+        Raises: Unauthenticated; the key is never part of the message.
+        """
+        scheme, _, key = authorization.strip().partition(" ")
+        if not authorization:
+            raise Unauthenticated(f"authorization: an API key is needed; {_HELP}")
+        prefix, _, rest = key.strip().partition("-")
+        key_id, _, secret = rest.partition("-")
+        if scheme.lower() != "bearer" or prefix != api_keys.PREFIX:
+            raise Unauthenticated(f"authorization: is no API key of this kind; {_HELP}")
+        found = self._file.get().keys.get(key_id)
+        digest = found.digest if found is not None else _NO_DIGEST
+        is_right = hmac.compare_digest(api_keys.digest_of(secret), digest)
+        if found is None or not is_right:
+            raise Unauthenticated("authorization: this API key is not valid (any more)")
+        expires_s = found.expires_unix_s()
+        if expires_s is not None and self._clock() >= expires_s:
+            raise Unauthenticated(f"authorization: API key {key_id} expired at {found.expires}")
+        return Caller(
+            found.tenant,
+            key_id=key_id,
+            is_admin=found.is_admin,
+            min_priority=found.min_priority,
+            max_priority=found.max_priority,
+        )

@@ -1,0 +1,74 @@
+"""KvAccount: what the workers of one request say of its KV, worker by worker, in the order in which
+they worked; some of them were left behind.
+
+A leg that went on elsewhere says why (`MOVED`, `LOST`). What the next one computes of the prompt
+had been computed before, so it counts as recomputed for that reason; the workers do not know it.
+No I/O. One request.
+"""
+
+from __future__ import annotations
+
+from protos import common_pb2
+from services.router.policy import DECODE, PREFILL
+
+MOVED = "moved"
+"""Its worker was leaving, and let the answer go where it was."""
+LOST = "worker_lost"
+"""Its worker broke."""
+
+
+class KvAccount:
+    """See the module."""
+
+    def __init__(self) -> None:
+        self._legs: list[common_pb2.KvLeg] = []
+        self._expected: common_pb2.KvLeg | None = None
+        self._again = ""
+
+    @property
+    def legs(self) -> tuple[common_pb2.KvLeg, ...]:
+        """So far, in order."""
+        return tuple(self._legs)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that who computed the prompt first did not have to compute: the prefill
+        worker, or the decode worker where no other was asked. 0 while nobody has told.
+        """
+        told = [leg for leg in self._legs if leg.num_tokens_computed or _num_found(leg)]
+        expected = [self._expected] if self._expected is not None else []
+        by_prefill = [leg for leg in told if leg.role == PREFILL]
+        return next(map(_num_found, [*by_prefill, *told, *expected]), 0)
+
+    def expect_own(self, num_tokens_local: int) -> None:
+        """A decode worker computes the prompt; its account comes at the end, but samples that end
+        before it tell of the prompt, too."""
+        self._expected = common_pb2.KvLeg(role=DECODE, num_tokens_local=num_tokens_local)
+
+    def add(self, leg: common_pb2.KvLeg, block_size: int, ended_by: str = "") -> None:
+        """A worker's own account. `block_size`: tokens of a block of its cache; `ended_by`: see the
+        module, empty for one whose part is done."""
+        if self._again and leg.num_tokens_computed:
+            num_blocks = -(-leg.num_tokens_computed // block_size)
+            leg.recomputed.add(reason=self._again, num_blocks=num_blocks)
+        self._again = ""
+        leg.ended_by = ended_by
+        self._legs.append(leg)
+
+    def add_silent(self, worker_id: str, incarnation: str, ended_by: str) -> None:
+        """A decode worker that has no account: it broke, or left before it did anything."""
+        self._legs.append(
+            common_pb2.KvLeg(
+                role=DECODE, worker_id=worker_id, incarnation=incarnation, ended_by=ended_by
+            )
+        )
+
+    def recompute_for(self, reason: str) -> None:
+        """What the next worker computes of the prompt was computed before; empty: or is counted
+        by itself."""
+        self._again = reason
+
+
+def _num_found(leg: common_pb2.KvLeg) -> int:
+    """Prompt tokens that the worker had, or found in a store."""
+    return leg.num_tokens_local + sum(count.num_tokens for count in leg.from_store)

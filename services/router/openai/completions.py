@@ -1,0 +1,130 @@
+"""/v1/completions: a body to one request for each prompt, and their messages to choices. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from process.errors import InvalidArgument
+from protos import inference_pb2
+from services.router.openai.answers import FINISH_REASONS
+from services.router.openai.asked import Look, base_request
+from services.router.openai.logprobs import CompletionLogprobs, shown_logprobs
+from services.router.openai.sampling import sampling_of
+from tokens.token_bytes import TokenBytes
+from tokens.tokenizer import Tokenizer
+
+KIND = "text_completion"
+
+
+def requests_of(body: Mapping[str, Any]) -> list[inference_pb2.GenerateRequest]:
+    """One for each prompt, in their order. Raises: InvalidArgument."""
+    if body.get("echo") and "logprobs" in body:
+        raise InvalidArgument(
+            "echo", "logprobs of a prompt are not computed; leave one of them out"
+        )
+    base = base_request(body)
+    base.sampling.CopyFrom(sampling_of(body, body.get("max_tokens")))
+    if "logprobs" in body:
+        base.sampling.logprobs = body["logprobs"]
+    return [with_prompt(base, prompt) for prompt in prompts_of(body["prompt"])]
+
+
+class CompletionSample:
+    """One choice."""
+
+    def __init__(
+        self,
+        index: int,
+        body: Mapping[str, Any],
+        request: inference_pb2.GenerateRequest,
+        look: Look,
+        prompt_text: Callable[[], str],
+        names: TokenBytes,
+    ) -> None:
+        """`index`: of the choice in the answer; `request`: the one that it is a sample of;
+        `prompt_text`: its prompt's, asked for only when an answer comes, so that nothing is
+        decoded of a prompt that is refused.
+        """
+        self._index = index
+        self._look = look
+        self._has_stop_text = request.sampling.include_stop_text
+        self._echo = prompt_text if body.get("echo") else None
+        self._logprobs = None
+        if request.sampling.HasField("logprobs"):
+            self._logprobs = CompletionLogprobs(names)  # `echo` does not go with them
+        self._whole: dict[str, Any] = {
+            "index": index,
+            "text": "",
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        if look.has_token_ids:
+            self._whole["token_ids"] = []
+
+    def delta(self, message: inference_pb2.GenerateResponse) -> dict[str, Any]:
+        """A message as an entry of a chunk's `choices`."""
+        text = message.text
+        if self._echo is not None:
+            text, self._echo = self._echo() + text, None
+        reason = FINISH_REASONS.get(message.finish_reason)
+        delta: dict[str, Any] = {
+            "index": self._index,
+            "text": text,
+            "logprobs": None,
+            "finish_reason": "stop" if reason == "tool_calls" else reason,
+        }
+        if self._logprobs is not None:
+            delta["logprobs"] = self._logprobs.take(
+                shown_logprobs(message, has_stop_text=self._has_stop_text)
+            )
+        if self._look.has_token_ids:
+            delta["token_ids"] = list(message.token_ids)
+        self._add(delta)
+        return delta
+
+    def whole(self) -> dict[str, Any]:
+        """All of it."""
+        return self._whole
+
+    def _add(self, delta: Mapping[str, Any]) -> None:
+        whole = self._whole
+        whole["text"] += delta["text"]
+        whole["finish_reason"] = delta["finish_reason"]
+        if self._look.has_token_ids:
+            whole["token_ids"] += delta["token_ids"]
+        if delta["logprobs"] is None:
+            return
+        if whole["logprobs"] is None:
+            whole["logprobs"] = {key: [] for key in delta["logprobs"]}
+        for key, values in delta["logprobs"].items():
+            whole["logprobs"][key] += values
+
+
+def prompts_of(prompt: Any) -> list[str] | list[list[int]]:
+    """One prompt or several, as texts or as token ids, each by itself."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt[0], int):
+        return [prompt]
+    return prompt  # type: ignore[no-any-return]
+
+
+def with_prompt(
+    base: inference_pb2.GenerateRequest, prompt: str | list[int]
+) -> inference_pb2.GenerateRequest:
+    """`base` for one prompt."""
+    request = inference_pb2.GenerateRequest()
+    request.CopyFrom(base)
+    if isinstance(prompt, str):
+        request.text = prompt
+    else:
+        request.token_ids.ids.extend(prompt)
+    return request
+
+
+def text_of(request: inference_pb2.GenerateRequest, tokenizer: Tokenizer) -> str:
+    """A request's prompt as text."""
+    if request.WhichOneof("prompt") == "text":
+        return request.text
+    return tokenizer.decode(request.token_ids.ids, skip_special_tokens=False)

@@ -1,0 +1,93 @@
+"""One body's requests at the front desk, several prompts at the same time. One asyncio loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from process.deadline import Deadline
+from process.errors import BatonError, InvalidArgument
+from protos import inference_pb2
+from services.router.caller import Caller
+from services.router.front_desk import FrontDesk
+from services.router.times import StageTimes
+
+Take = Callable[[int, inference_pb2.GenerateResponse], Awaitable[None]]
+"""Gets each message with the number of its prompt."""
+
+
+_PROMPT_FIELDS = ("text", "token_ids.ids")
+
+
+@dataclass(frozen=True)
+class EachPrompt:
+    """The requests of one body, named and ready."""
+
+    desk: FrontDesk
+    caller: Caller
+    requests: Sequence[inference_pb2.GenerateRequest]
+    times: StageTimes
+    """Began with the body; the first request's."""
+    trace_headers: Mapping[str, str]
+    most_at_once: int
+
+    async def serve(self, take: Take) -> None:
+        """Serve all of them.
+
+        Raises: BatonError, or ConnectionError of `take`: the first one; the other requests have
+            been cancelled by then.
+        """
+        # One for the whole body: those that wait for others' end do not get their time anew.
+        deadline = self.desk.deadline(self.requests[0])
+        if len(self.requests) == 1:
+            await self._one(0, take, deadline)
+            return
+        room = asyncio.Semaphore(self.most_at_once)
+
+        async def in_turn(prompt: int) -> None:
+            async with room:
+                try:
+                    await self._one(prompt, take, deadline)
+                except InvalidArgument as error:
+                    raise _of_prompt(error, prompt) from None
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for prompt in range(len(self.requests)):
+                    group.create_task(in_turn(prompt))
+        except* (BatonError, ConnectionError) as errors:
+            raise _first(errors) from None
+
+    async def _one(self, prompt: int, take: Take, deadline: Deadline) -> None:
+        await self.desk.serve(
+            self.requests[prompt],
+            self.caller,
+            deadline=deadline,
+            send=partial(take, prompt),
+            times=self.times if prompt == 0 else StageTimes(),
+            trace_headers=self.trace_headers,
+        )
+
+
+def name_requests(requests: Sequence[inference_pb2.GenerateRequest], request_id: str) -> None:
+    """Several prompts have an id each, the same ones when the body is sent again."""
+    for number, request in enumerate(requests):
+        request.request_id = request_id if len(requests) == 1 else f"{request_id}.{number}"
+
+
+def _of_prompt(error: InvalidArgument, prompt: int) -> InvalidArgument:
+    """`error` with the number of the prompt in its field's name, where it is the prompt's."""
+    field, bracket, rest = error.field.partition("[")
+    if field not in _PROMPT_FIELDS:
+        return error
+    problem = str(error).removeprefix(f"{error.field}: ")
+    return InvalidArgument(f"{field}[{prompt}]{bracket}{rest}", problem)
+
+
+def _first(errors: BaseExceptionGroup[Exception]) -> BaseException:
+    error: BaseException = errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

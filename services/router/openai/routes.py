@@ -1,0 +1,203 @@
+"""The routes of the OpenAI API, and those that probes and tools ask for.
+
+Each request is one handler, whose cancellation (its client went away) ends the request at both
+workers. Knows the front desk and how bodies are translated, not what they mean. One asyncio loop.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from aiohttp import web
+
+from process import trace_context
+from process.errors import BatonError
+from process.intake import Room
+from protos import inference_pb2
+from services.router.caller import Caller
+from services.router.clients import Clients
+from services.router.front_desk import FrontDesk
+from services.router.http_errors import ModelNotFound, http_error_of
+from services.router.http_server import error_response
+from services.router.openai import embeddings, openapi
+from services.router.openai.answers import account_of
+from services.router.openai.bodies import (
+    REQUEST_ID,
+    Bodies,
+    authorization_of,
+    request_id_of,
+)
+from services.router.openai.each_prompt import EachPrompt, name_requests
+from services.router.openai.event_stream import EventStream
+from services.router.openai.fields import CHAT, COMPLETION, EMBEDDING, MAX_PROMPTS
+from services.router.openai.generation import Read, collect, read_chat, read_completion, stream
+from services.router.openai.model_names import adapters_of, with_model
+from services.router.openai.records import Record
+from services.router.openai.sampling import json_name
+from services.router.times import StageTimes
+
+
+class OpenAiRoutes:
+    """See the module."""
+
+    def __init__(self, desk: FrontDesk, clients: Clients) -> None:
+        self._desk = desk
+        self._clients = clients
+        self._bodies = Bodies(clients.read_s)
+        self._started_s = int(time.time())
+
+    def add_to(self, app: web.Application) -> None:
+        """Register every path."""
+        app.on_cleanup.append(self._close)
+        app.router.add_post("/v1/completions", self.completions)
+        app.router.add_post("/v1/chat/completions", self.chat_completions)
+        app.router.add_post("/v1/embeddings", self.embeddings)
+        app.router.add_get("/v1/models", self.models)
+        app.router.add_get("/v1/models/{model:.+}", self.model)
+        app.router.add_get("/health", self.health)
+        app.router.add_get("/ready", self.ready)
+        app.router.add_get("/openapi.json", self.openapi)
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        """/v1/completions."""
+        rename = partial(json_name, is_chat=False)
+        return await self._generate(request, COMPLETION, read_completion, rename)
+
+    async def chat_completions(self, request: web.Request) -> web.StreamResponse:
+        """/v1/chat/completions."""
+        return await self._generate(request, CHAT, read_chat, partial(json_name, is_chat=True))
+
+    async def embeddings(self, request: web.Request) -> web.StreamResponse:
+        """/v1/embeddings."""
+        times, headers = StageTimes(), dict[str, str]()
+        found: dict[int, inference_pb2.GenerateResponse] = {}
+
+        async def take(prompt: int, message: inference_pb2.GenerateResponse) -> None:
+            found[prompt] = message
+
+        try:
+            headers[REQUEST_ID] = request_id_of(request.headers)
+            caller = self._caller(request)
+            async with self._room(request, caller) as room:
+                given = await self._bodies.read(request, room, EMBEDDING)
+                fields, model = with_model(given, self._desk.models)
+                requests = embeddings.requests_of(fields)
+                most = embeddings.MOST_AT_ONCE
+                each = self._each(request, caller, requests, headers, times, most)
+                await each.serve(take)
+        except BatonError as error:
+            return _refused(error, _name_in_embeddings, headers)
+        messages = [found[prompt] for prompt in range(len(requests))]
+        wants_accounts = fields.get("baton", {}).get("provenance", False)
+        accounts = [account_of(message) for message in messages] if wants_accounts else []
+        name = given.get("model") or model.name
+        text = await embeddings.answer(fields, name, messages, accounts)
+        return web.json_response(text=text, headers=headers)
+
+    async def models(self, request: web.Request) -> web.Response:
+        """/v1/models."""
+        self._caller(request)
+        return web.json_response({"object": "list", "data": self._models()})
+
+    async def model(self, request: web.Request) -> web.Response:
+        """/v1/models/{model}."""
+        self._caller(request)
+        name = request.match_info["model"]
+        for entry in self._models():
+            if entry["id"] == name:
+                return web.json_response(entry)
+        raise ModelNotFound(f"'{name[:128]}' is not served here")
+
+    async def health(self, request: web.Request) -> web.Response:
+        """/health: this process answers."""
+        return web.json_response({"status": "ok"})
+
+    async def ready(self, request: web.Request) -> web.Response:
+        """/ready: a request would find workers."""
+        self._desk.ready()
+        return web.json_response({"status": "ready"})
+
+    async def openapi(self, request: web.Request) -> web.Response:
+        """/openapi.json."""
+        return web.json_response(openapi.document())
+
+    async def _generate(
+        self,
+        request: web.Request,
+        record: Record,
+        read: Read,
+        rename: Callable[[str], str],
+    ) -> web.StreamResponse:
+        times, headers = StageTimes(), dict[str, str]()
+        try:
+            headers[REQUEST_ID] = request_id_of(request.headers)
+            caller = self._caller(request)
+            async with self._room(request, caller) as room:
+                fields = await self._bodies.read(request, room, record)
+                asked = read(fields, headers[REQUEST_ID], self._desk.models)
+                each = self._each(request, caller, asked.requests, headers, times, MAX_PROMPTS)
+                if asked.look.is_streamed:
+                    return await stream(asked, each, EventStream(request, headers), rename)
+                return web.json_response(await collect(asked, each), headers=headers)
+        except BatonError as error:
+            return _refused(error, rename, headers)
+
+    def _each(
+        self,
+        request: web.Request,
+        caller: Caller,
+        requests: Sequence[inference_pb2.GenerateRequest],
+        headers: Mapping[str, str],
+        times: StageTimes,
+        most_at_once: int,
+    ) -> EachPrompt:
+        name_requests(requests, headers[REQUEST_ID])
+        trace_headers = trace_context.headers_of(request.headers.items())
+        return EachPrompt(self._desk, caller, requests, times, trace_headers, most_at_once)
+
+    async def _close(self, app: web.Application) -> None:
+        self._bodies.close()
+
+    def _room(self, request: web.Request, caller: Caller) -> Room:
+        return self._clients.room(caller, request.remote or "", request.content_length)
+
+    def _caller(self, request: web.Request) -> Caller:
+        return self._desk.caller_of(authorization_of(request.headers))
+
+    def _models(self) -> list[dict[str, Any]]:
+        """Those served, each with what its workers can take if there are any, and their adapters,
+        which are asked for in the same way.
+        """
+        listed = []
+        for model in self._desk.models:
+            windows = [info.context_window for info in model.infos()]
+            more: dict[str, Any] = {"max_model_len": min(windows)} if windows else {}
+            listed += [self._entry(name, more) for name in dict.fromkeys(model.served.names)]
+            for adapter in sorted(adapters_of(model)):
+                listed.append(self._entry(adapter, {**more, "parent": model.name}))
+        return listed
+
+    def _entry(self, name: str, more: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._started_s,
+            "owned_by": "baton",
+            **more,
+        }
+
+
+def _name_in_embeddings(field: str) -> str:
+    name = json_name(field, is_chat=False)
+    return name.replace("prompt", "input", 1) if name.partition("[")[0] == "prompt" else name
+
+
+def _refused(
+    error: BatonError, rename: Callable[[str], str], headers: Mapping[str, str]
+) -> web.Response:
+    response = error_response(http_error_of(error, rename))
+    response.headers.update(headers)
+    return response

@@ -1,0 +1,117 @@
+"""Life: one life of a worker in one role, from its core to its entry in the registry. A worker that
+changes its role ends one and begins the next over the same engine, under a new incarnation.
+
+Life of one: `begin` (core, role, adapters, store) -> `announce` (registered) -> `drain` (nothing
+new; what can move goes on elsewhere) -> `leave_registry` -> `end`. Knows no server. The loop's
+thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from process import logs
+from process.deadline import Deadline
+from process.errors import Internal
+from services.worker.config import WorkerSettings, adapter_folders
+from services.worker.core import Identity, WorkerCore
+from services.worker.engine_port import WorkerEngine
+from services.worker.heartbeat import Heartbeat
+from services.worker.roles import MakeRole, Role
+
+logger = logging.getLogger(__name__)
+
+MOVE_SHARE = 0.8
+"""Of the drain time: by then what has not moved with its KV moves without."""
+
+LAST_WORDS_S = 1.0
+"""For messages that are on their way to routers."""
+
+
+@dataclass
+class Life:
+    """See the module."""
+
+    core: WorkerCore
+    role: Role
+    heartbeat: Heartbeat | None = None
+
+    def announce(self, address: str, metrics_address: str) -> None:
+        """It serves at `address`: routers may know."""
+        core, settings = self.core, self.core.settings
+        core.address = settings.advertised or address
+        core.metrics_address = metrics_address
+        if not settings.redis_url:
+            return
+        self.heartbeat = Heartbeat(
+            settings.redis_url,
+            worker_id=core.identity.worker_id,
+            incarnation=core.identity.incarnation.hex(),
+            status=core.status,
+            access=settings.redis,
+        )
+        core.adapters.on_change = self.heartbeat.beat_now
+        self.heartbeat.start()
+
+    async def drain(self) -> None:
+        """Take nothing new, have what can move go on elsewhere, and wait for the rest and for who
+        reads our blocks; at most `drain_s`, and not at all with an engine that failed."""
+        core = self.core
+        drain_s = core.limits.drain_s if core.thread.failure is None else 0.0
+        core.draining = True
+        if self.heartbeat is not None:
+            self.heartbeat.beat_now()  # routers choose others
+        self.role.leave(Deadline.after(MOVE_SHARE * drain_s))
+        if not await core.drain(drain_s):
+            logs.event(logger, "drain_cut_short", level=logging.WARNING, num=core.num_live)
+        await core.say_last_words(LAST_WORDS_S)
+
+    async def leave_registry(self) -> None:
+        """Bounded by Redis' timeouts."""
+        if self.heartbeat is not None:
+            await self.heartbeat.stop()
+
+    async def end(self, *, closes_engine: bool = True) -> None:
+        """Nobody calls any more: let everything go. Raises: Internal for an engine that is to be
+        kept, and is not as it was before the first request."""
+        await self.role.stop()
+        await self.core.stop(closes_engine=closes_engine)
+        stats = self.core.thread.stats
+        num_left = stats.num_reserved + stats.num_waiting + stats.num_running + stats.num_holding
+        num_blocks = stats.num_quarantined_blocks + stats.num_referenced_blocks
+        if not closes_engine and (num_left or num_blocks):
+            raise Internal(
+                f"{num_left} requests and {num_blocks} of their blocks are left in the engine of a "
+                "life that is over"
+            )
+
+
+async def begin(
+    engine: WorkerEngine,
+    settings: WorkerSettings,
+    role_name: str,
+    make_role: MakeRole,
+    *,
+    before: WorkerCore | None = None,
+) -> Life:
+    """A life that is not announced yet.
+
+    Args: before: the core of the life before, over the same engine.
+    Raises: FailedPrecondition from the store; InvalidArgument for an adapter that does not fit.
+    """
+    worker_id = settings.worker_id if before is None else before.identity.worker_id
+    core = WorkerCore(engine, settings, Identity.new(role_name, worker_id), before=before)
+    core.tracing.start()
+    role = make_role(core)
+    role.start()
+    life = Life(core, role)
+    try:
+        if before is None:
+            for name, folder in adapter_folders(settings):
+                await core.adapters.load(name, folder)
+        await core.attach(settings.limits.store_wait_s)
+    except BaseException:
+        await life.end()
+        raise
+    return life

@@ -1,0 +1,61 @@
+"""What a worker's span says of its leg of one request: the stages, the chunks of its prompt, and
+where the KV came from. Nothing for a request that is not traced. Values in, spans out."""
+
+from __future__ import annotations
+
+from engine.step_output import RequestEvent, StepOutput
+from process.spans import Span, Value
+from services.worker.provenance import Leg, StageClock
+
+
+def tell(span: Span, clock: StageClock, leg: Leg) -> None:
+    """The leg is over, however it ended."""
+    if not span.is_recording:
+        return
+    clock.enter(None)
+    for stage, begin_s, end_s in clock.laps:
+        span.add_child(stage, begin_s, end_s, {"baton.stage": stage})
+    about: dict[str, Value] = {
+        "baton.num_prompt_tokens": leg.num_prompt_tokens,
+        "baton.num_tokens_computed": leg.num_tokens_computed,
+        "baton.num_tokens_local": leg.num_tokens_local,
+        "baton.num_tokens_from_store": leg.num_tokens_from_store,
+        "baton.num_bytes_read": leg.num_bytes_read,
+        "baton.num_bytes_written": leg.num_bytes_written,
+        "baton.transport": leg.transport,
+        "baton.handover": leg.handover.name.lower(),
+    }
+    for reason, num_blocks in leg.recomputed.items():
+        about[f"baton.recomputed.{reason}"] = num_blocks
+    for reason, num_blocks in leg.not_stored.items():
+        about[f"baton.not_stored.{reason}"] = num_blocks
+    span.set(about)
+
+
+class TracedChunks:
+    """The steps that compute one prompt, each as a span."""
+
+    def __init__(self, span: Span, num_prompt_tokens: int) -> None:
+        """num_prompt_tokens: with those that an earlier leg drew."""
+        self._span = span
+        self._num_prompt_tokens = num_prompt_tokens
+        self._num_known = 0
+
+    def start(self, num_loaded_tokens: int) -> None:
+        """The first tokens' KV is there already."""
+        self._num_known = num_loaded_tokens
+
+    def add(self, event: RequestEvent, output: StepOutput) -> None:
+        """A step's news of the request."""
+        if not self._span.is_recording:
+            return
+        num_tokens = min(event.num_computed_tokens, self._num_prompt_tokens) - self._num_known
+        if num_tokens <= 0:
+            return  # another sample of it, or a token of the answer
+        self._num_known += num_tokens
+        about: dict[str, Value] = {
+            "baton.num_tokens": num_tokens,
+            "baton.step": output.step,
+            "baton.step.num_tokens": output.num_scheduled_tokens,
+        }
+        self._span.add_child("prefill_chunk", output.began_s, output.ended_s, about)

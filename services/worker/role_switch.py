@@ -1,0 +1,132 @@
+"""RoleSwitch: the gRPC methods of every role at one server, of which those of the present role are
+served; whoever calls another is told which role this worker has now.
+
+gRPC takes methods before a server starts, and for good: so all of them are registered, and each
+call goes to whoever serves the method at that moment. Calls under way belong to the role that they
+began with: `end` ends them. Knows no request. One asyncio loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, cast
+
+import grpc.aio
+
+from process import serving
+from process.errors import Unavailable
+from process.tasks import end_tasks
+from protos import decode_pb2_grpc, kvstore_pb2_grpc, prefill_pb2_grpc
+
+AddService = Callable[[grpc.aio.Server], None]
+
+_KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
+
+_SHAPES: tuple[AddService, ...] = (
+    lambda server: prefill_pb2_grpc.add_PrefillServicer_to_server(
+        prefill_pb2_grpc.PrefillServicer(), server
+    ),
+    lambda server: decode_pb2_grpc.add_DecodeServicer_to_server(
+        decode_pb2_grpc.DecodeServicer(), server
+    ),
+    lambda server: kvstore_pb2_grpc.add_KvStoreServicer_to_server(  # of a lender
+        kvstore_pb2_grpc.KvStoreServicer(), server
+    ),
+)
+"""Every service that some role has, as generated: what its methods are like."""
+
+
+class _Collector:
+    """Stands for a server while a role says what it serves."""
+
+    def __init__(self) -> None:
+        self.handlers: dict[str, dict[str, Any]] = {}
+
+    def add_generic_rpc_handlers(self, handlers: object) -> None:
+        """The same methods, as older gRPC has them."""
+
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
+        self.handlers[service] = dict(handlers)
+
+    @classmethod
+    def of(cls, add_service: AddService) -> dict[str, dict[str, Any]]:
+        collector = cls()
+        add_service(cast(grpc.aio.Server, collector))
+        return collector.handlers
+
+
+class RoleSwitch:
+    """See the module."""
+
+    def __init__(self, worker_id: str) -> None:
+        self._worker_id = worker_id
+        self._says = "is starting"
+        self._behaviours: dict[str, Any] = {}  # of the present role, by path
+        self._calls: set[asyncio.Task[Any]] = set()
+        self._ended: set[asyncio.Task[Any]] = set()
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Register every role's methods with a server that is not started yet."""
+        for shape in _SHAPES:
+            for service, handlers in _Collector.of(shape).items():
+                switched = {
+                    name: self._switched(handler, f"/{service}/{name}")
+                    for name, handler in handlers.items()
+                }
+                server.add_registered_method_handlers(service, switched)
+
+    def serve(self, role_name: str, add_service: AddService) -> None:
+        """From now on calls are that role's."""
+        self._says = f"has the role {role_name} now"
+        self._behaviours = {
+            f"/{service}/{name}": _behaviour(handler)[1]
+            for service, handlers in _Collector.of(add_service).items()
+            for name, handler in handlers.items()
+        }
+
+    async def end(self, next_role: str) -> None:
+        """The present role serves no longer: its calls end, and nobody takes new ones."""
+        self._says = f"is taking the role {next_role}"
+        self._behaviours = {}
+        calls = set(self._calls)
+        self._ended |= calls
+        await end_tasks(calls)
+
+    def _switched(self, handler: Any, path: str) -> Any:
+        kind, _ = _behaviour(handler)
+
+        async def call(request: Any, context: Any) -> Any:
+            behaviour = self._behaviours.get(path)
+            if behaviour is None:
+                return await self._refuse(context)
+            task = asyncio.current_task()
+            assert task is not None
+            self._calls.add(task)
+            try:
+                if not inspect.isasyncgenfunction(behaviour):
+                    return await behaviour(request, context)
+                async for reply in behaviour(request, context):
+                    await context.write(reply)
+            except asyncio.CancelledError:
+                if task not in self._ended:
+                    raise
+                task.uncancel()
+                return await self._refuse(context)
+            finally:
+                self._calls.discard(task)
+                self._ended.discard(task)
+
+        return handler._replace(**{kind: call})
+
+    async def _refuse(self, context: Any) -> NoReturn:
+        await serving.abort(
+            context, Unavailable(f"{self._worker_id} {self._says}", retry_after_s=0.0)
+        )
+
+
+def _behaviour(handler: Any) -> tuple[str, Any]:
+    """Which kind of method it is, and what serves it."""
+    (kind,) = [kind for kind in _KINDS if getattr(handler, kind) is not None]
+    return kind, getattr(handler, kind)

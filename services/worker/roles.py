@@ -1,0 +1,46 @@
+"""The roles that a worker can have, by name, and what each adds to the core.
+
+A role's code is imported when it is taken: services know of one another by these names alone, and a
+worker that never changes its role loads no other's. Values and one import.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Protocol, cast
+
+import grpc.aio
+
+from process.deadline import Deadline
+from process.errors import InvalidArgument
+from services.worker.core import WorkerCore
+
+_CLASSES = {
+    "prefill": ("services.prefill.role", "PrefillRole"),
+    "decode": ("services.decode.role", "DecodeRole"),
+}
+ROLES = tuple(_CLASSES)
+
+
+class Role(Protocol):
+    """What a prefill or a decode worker adds to the core."""
+
+    def start(self) -> None: ...
+    def add_service(self, server: grpc.aio.Server) -> None: ...
+    def leave(self, by: Deadline) -> None:
+        """The worker drains: let go of what can go on elsewhere, by then. New requests are refused
+        already."""
+
+    async def stop(self) -> None: ...
+
+
+MakeRole = Callable[[WorkerCore], Role]
+
+
+def role_class(name: str) -> MakeRole:
+    """Raises: InvalidArgument naming the roles there are."""
+    if name not in _CLASSES:
+        raise InvalidArgument("role", f"{name!r} is none of {', '.join(ROLES)}")
+    module, attribute = _CLASSES[name]
+    return cast(MakeRole, getattr(importlib.import_module(module), attribute))

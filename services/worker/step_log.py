@@ -1,0 +1,105 @@
+"""StepLog: when this worker's engine did what, for finding out why a step was late: steps, jobs
+between them, transfers of blocks beside them, collections of garbage, and moments in which the loop
+was held up.
+
+Kept in memory, the newest MAX_ENTRIES of them, and written when the worker ends: a file in the
+folder of the setting `step_log`, one JSON array per line behind one object that says what they are.
+Times are seconds of the machine's monotonic clock, so that logs of several processes fit together.
+No names of requests, no tokens.
+
+Any thread adds; `run` and `write` belong to the loop's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import time
+from collections import deque
+from pathlib import Path
+
+MAX_ENTRIES = 1 << 18
+"""Some 40 MB; 10 minutes of 5 ms steps with a few jobs each."""
+
+LOOP_EVERY_S = 0.005
+LOOP_LATE_S = 0.001
+"""How often the loop is asked for a turn, and how late it must be to be noted."""
+
+FIELDS = {
+    "step": ["begun_s", "took_s", "num_tokens", "num_running"],
+    "job": ["begun_s", "took_s", "name"],
+    "transfer": ["begun_s", "took_s", "num_blocks"],
+    "collection": ["begun_s", "took_s", "generation"],
+    "loop_late": ["due_s", "late_s"],
+}
+
+Entry = tuple[str | float | int, ...]
+
+
+class StepLog:
+    """See the module."""
+
+    def __init__(self) -> None:
+        self._entries: deque[Entry] = deque(maxlen=MAX_ENTRIES)
+        self._collecting_s = 0.0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def step(self, begun_s: float, num_tokens: int, num_running: int) -> None:
+        """One has ended now."""
+        took_s = time.monotonic() - begun_s
+        self._entries.append(("step", begun_s, took_s, num_tokens, num_running))
+
+    def job(self, begun_s: float, name: str) -> None:
+        """One has ended now."""
+        self._entries.append(("job", begun_s, time.monotonic() - begun_s, name))
+
+    def transfer(self, begun_s: float, num_blocks: int) -> None:
+        """Blocks that were fetched and verified by now."""
+        took_s = time.monotonic() - begun_s
+        self._entries.append(("transfer", begun_s, took_s, num_blocks))
+
+    async def run(self) -> None:
+        """Watch the loop and the collector until cancelled."""
+        gc.callbacks.append(self._on_collection)
+        try:
+            while True:
+                due_s = time.monotonic() + LOOP_EVERY_S
+                await asyncio.sleep(LOOP_EVERY_S)
+                late_s = time.monotonic() - due_s
+                if late_s > LOOP_LATE_S:
+                    self._entries.append(("loop_late", due_s, late_s))
+        finally:
+            gc.callbacks.remove(self._on_collection)
+
+    def write(self, folder: Path, worker_id: str) -> Path:
+        """Returns: the file. Raises: OSError."""
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{worker_id}.steps.jsonl"
+        with path.open("w", encoding="utf-8") as file:
+            file.write(json.dumps({"worker_id": worker_id, "fields": FIELDS}) + "\n")
+            for entry in tuple(self._entries):
+                file.write(json.dumps(entry) + "\n")
+        return path
+
+    def _on_collection(self, phase: str, info: dict[str, int]) -> None:
+        now_s = time.monotonic()
+        if phase == "start":
+            self._collecting_s = now_s
+            return
+        took_s = now_s - self._collecting_s
+        self._entries.append(("collection", self._collecting_s, took_s, info["generation"]))
+
+
+def read(path: Path) -> dict[str, list[Entry]]:
+    """The entries of a file by kind, in order. Raises: OSError; ValueError for another file."""
+    found: dict[str, list[Entry]] = {kind: [] for kind in FIELDS}
+    with path.open(encoding="utf-8") as file:
+        if json.loads(file.readline()).get("fields") != FIELDS:
+            raise ValueError(f"{path.name} is no step log of this version")
+        for line in file:
+            kind, *values = json.loads(line)
+            found[kind].append(tuple(values))
+    return found

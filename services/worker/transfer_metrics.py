@@ -1,0 +1,80 @@
+"""How long this worker's transfers take and how much they move: histograms by direction, transport
+and place, and the blocks that failed, by reason.
+
+`watch` is told of every client of a store or lender that the worker attaches to. Transfers that
+measure a link are none of these. Loop's thread; read from the metrics server's thread at any time
+(prometheus_client's values are made for that).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.metrics_core import Metric
+
+from kvstore.client import StoreClient
+from kvstore.errors import REASONS
+from kvstore.lending import is_lender
+from kvstore.moved import Moved
+
+_BOUNDS_S = (
+    *(0.000_25, 0.000_5, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05),
+    *(0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
+)
+"""From one small block over shared memory to a long prompt over a slow network. Guessed."""
+
+_BOUNDS_BYTES = tuple(float(1 << power) for power in range(12, 34, 2))
+"""4 KiB to 4 GiB, by fours."""
+
+HOME, ELSEWHERE, LENDER = "home", "elsewhere", "lender"
+
+
+class TransferMetrics:
+    """See the module."""
+
+    def __init__(self, worker_id: str, role: str) -> None:
+        self._who = (worker_id, role)
+        self._registry = registry = CollectorRegistry()
+        names = ("worker_id", "role", "direction", "transport", "place")
+        self._seconds = Histogram(
+            "baton_transfer_seconds",
+            "One transfer of blocks, from the call until they are verified or committed.",
+            names,
+            registry=registry,
+            buckets=_BOUNDS_S,
+        )
+        self._bytes = Histogram(
+            "baton_transfer_bytes",
+            "Moved by one transfer and of use.",
+            names,
+            registry=registry,
+            buckets=_BOUNDS_BYTES,
+        )
+        self._failed = Counter(
+            "baton_transfer_failed_blocks",
+            "Blocks that a transfer did not bring, or whose verification failed, by reason.",
+            (*names, "reason"),
+            registry=registry,
+        )
+
+    def watch(self, client: StoreClient, *, is_home: bool) -> None:
+        """Count what this client moves. is_home: of the worker's own store."""
+        place = HOME if is_home else LENDER if is_lender(client.node_id) else ELSEWHERE
+
+        for reason in REASONS:  # from 0 on: the first failure is an increase, too
+            self._failed.labels(*self._who, "read", client.transport_name, place, reason)
+
+        def on_moved(moved: Moved) -> None:
+            labels = (*self._who, moved.direction, moved.transport, place)
+            if moved.num_bytes:
+                self._seconds.labels(*labels).observe(moved.seconds)
+                self._bytes.labels(*labels).observe(moved.num_bytes)
+            for reason, num_blocks in moved.failed.items():
+                self._failed.labels(*labels, reason).inc(num_blocks)
+
+        client.on_moved = on_moved
+
+    def collect(self) -> Iterable[Metric]:
+        """All metrics, now."""
+        return self._registry.collect()

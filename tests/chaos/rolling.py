@@ -1,0 +1,145 @@
+"""Load on a cluster whose parts are restarted one after the other: clients that ask all the time,
+of routers that take new requests, and compare each answer with the right one."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+from baton import cluster_plan
+from baton.client import Client, SyncClient
+from baton.local_cluster import LocalCluster
+from engine.request import Sampling
+from tests.e2e.oracle import oracle, prompts, run_engine, single_engine
+
+NUM_CLIENTS = 8
+MAX_TOKENS = 48
+BUDGET_S = 60.0
+SECOND = "router-1"
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request, and what is right."""
+
+    prompt: Sequence[int]
+    temperature: float
+    seed: int
+    right: Sequence[int]
+
+
+def asks(model: str, seed: int, count: int) -> list[Ask]:
+    """Different ones, greedy and sampled, with what one engine alone draws."""
+    rng = random.Random(seed)
+    made = [
+        (prompt, rng.choice((0.0, 0.7, 1.0)), rng.randrange(2**63))
+        for prompt in prompts(oracle(model), rng, count)
+    ]
+    wanted = [
+        (prompt, Sampling(max_tokens=MAX_TOKENS, ignore_eos=True, temperature=heat, seed=number))
+        for prompt, heat, number in made
+    ]
+    right = run_engine(single_engine(model), wanted, prefix_cache=f"{seed}-rolling")
+    return [Ask(*each, tokens) for each, tokens in zip(made, right, strict=True)]
+
+
+@dataclass
+class Load:
+    """See the module. It goes on until `num_wanted` were asked and `is_enough` is set."""
+
+    cluster: LocalCluster
+    asks: Sequence[Ask]
+    num_wanted: int
+    num_asked: int = 0
+    num_right: int = 0
+    is_enough: bool = False
+    moves: Counter[str] = field(default_factory=Counter)
+    """Answers that a worker left, by why."""
+    _clients: dict[str, Client] = field(default_factory=dict)
+
+    async def __aenter__(self) -> Self:
+        """With a second router, as behind one Service."""
+        cluster = self.cluster
+        plan = cluster_plan.router(
+            cluster.config,
+            redis_url=cluster.redis_url,
+            listen="127.0.0.1:0",
+            secured=cluster.secured,
+        )
+        await asyncio.to_thread(cluster._parts().launch, [replace(plan, name=SECOND)])
+        await asyncio.to_thread(cluster.wait_ready, BUDGET_S)
+        for name in ("router", SECOND):
+            self._clients[name] = Client(cluster.processes[name].address)
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        for client in self._clients.values():
+            await client.close()
+        with SyncClient(self.cluster.processes[SECOND].address) as second:
+            num_left = second.status().num_requests_in_flight
+        await self._retire(SECOND)
+        assert not num_left, f"{num_left} requests are left at {SECOND}"
+
+    async def run(self) -> None:
+        """Raises: what any request fails with."""
+        async with asyncio.TaskGroup() as group:
+            for _ in range(NUM_CLIENTS):
+                group.create_task(self._ask_on())
+
+    async def restart(self, *names: str) -> None:
+        """End these parts (SIGTERM) and wait until their next lives serve."""
+        async with self._out_of_rotation([name for name in names if name in self._clients]):
+            for name in names:
+                await asyncio.to_thread(self.cluster.restart, name)
+            await asyncio.to_thread(self.cluster.wait_ready, BUDGET_S)
+
+    async def scale_down_and_up(self, *names: str) -> None:
+        """End these workers for good, and start as many later."""
+        parts = self.cluster._parts()
+        specs = [parts._parts[name].spec for name in names]
+        await self._retire(*names)
+        await asyncio.to_thread(parts.launch, specs)
+        await asyncio.to_thread(self.cluster.wait_ready, BUDGET_S)
+
+    async def _retire(self, *names: str) -> None:
+        parts = self.cluster._parts()
+        await asyncio.to_thread(parts.retire, names, BUDGET_S)
+        async with asyncio.timeout(2 * BUDGET_S):
+            while any(name in self.cluster.processes for name in names):
+                await asyncio.sleep(0.05)
+
+    async def _ask_on(self) -> None:
+        while self.num_asked < self.num_wanted or not self.is_enough:
+            number, self.num_asked = self.num_asked, self.num_asked + 1
+            ask = self.asks[number % len(self.asks)]
+            names = sorted(self._clients)
+            answer = await self._clients[names[number % len(names)]].complete(
+                list(ask.prompt),
+                max_tokens=MAX_TOKENS,
+                ignore_eos=True,
+                temperature=ask.temperature,
+                seed=ask.seed,
+                timeout_s=BUDGET_S,
+            )
+            assert list(answer.token_ids) == list(ask.right), (number, answer.provenance.legs)
+            self.num_right += 1
+            self.moves.update(leg.ended_by for leg in answer.provenance.legs if leg.ended_by)
+
+    @asynccontextmanager
+    async def _out_of_rotation(self, routers: Sequence[str]) -> AsyncIterator[None]:
+        """Routers that are about to end get no new requests in the body, as behind a Service. They
+        end when what they have has ended: a pod's grace is longer than what `baton up` gives."""
+        leaving = [self._clients.pop(name) for name in routers]
+        async with asyncio.timeout(BUDGET_S):
+            for client in leaving:
+                while (await client.status()).num_requests_in_flight:
+                    await asyncio.sleep(0.05)
+                await client.close()
+        yield
+        for name in routers:
+            self._clients[name] = Client(self.cluster.processes[name].address)

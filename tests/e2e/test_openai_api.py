@@ -1,0 +1,117 @@
+"""The openai client against a whole cluster: what comes over HTTP is what comes over gRPC, computed
+by the same two workers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from baton.client import SyncClient
+from baton.local_cluster import ClusterConfig, LocalCluster
+from tests.e2e.conftest import assert_idle
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+PROMPT = "Once upon a time"
+TALK: Any = [{"role": "user", "content": "Tell me a story about a dog."}]
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[LocalCluster]:
+    with LocalCluster(ClusterConfig(port=0)) as cluster:
+        yield cluster
+        assert_idle(cluster)
+
+
+@pytest.fixture
+def http(running: LocalCluster) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(
+        base_url=f"http://{running.http_address}/v1", api_key="none", max_retries=0, timeout=60
+    ) as client:
+        yield client
+
+
+def test_both_doors_give_the_same_answer(running: LocalCluster, http: openai.OpenAI) -> None:
+    with SyncClient(running.address) as grpc_client:
+        expected = grpc_client.complete(PROMPT, max_tokens=24, seed=7, temperature=1.0)
+    stream = http.completions.create(
+        model="baton-5m",
+        prompt=PROMPT,
+        max_tokens=24,
+        seed=7,
+        temperature=1.0,
+        stream=True,
+        extra_body={"baton": {"provenance": True}},
+    )
+    chunks = list(stream)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == expected.text
+    extra: Any = chunks[-1].model_extra
+    (account,) = extra["baton"]["requests"]
+    assert [leg["role"] for leg in account["provenance"]["legs"]] == ["prefill", "decode"]
+    assert account["seed"] == 7
+
+
+def test_a_cached_prompt_shows_in_the_usage(http: openai.OpenAI) -> None:
+    prompt = "One day a little girl went to the park with her mom and her dog. " * 4
+
+    def num_cached() -> int:
+        usage = http.completions.create(model="baton-5m", prompt=prompt, max_tokens=2).usage
+        assert usage is not None and usage.prompt_tokens_details is not None
+        return usage.prompt_tokens_details.cached_tokens or 0
+
+    assert num_cached() == 0
+    assert num_cached() >= 32
+
+
+def test_a_schema_holds_and_logprobs_spell_the_text(http: openai.OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 12},
+            "age": {"type": "integer", "minimum": 0, "maximum": 99},
+        },
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    answer = http.chat.completions.create(
+        model="baton-5m",
+        messages=TALK,
+        max_tokens=64,
+        n=2,
+        logprobs=True,
+        top_logprobs=3,
+        response_format={
+            "type": "json_schema",
+            "json_schema": {"name": "who", "schema": schema, "strict": True},
+        },
+    )
+    for choice in answer.choices:
+        content = choice.message.content or ""
+        found = json.loads(content)
+        assert choice.finish_reason == "stop" and set(found) == {"name", "age"}
+        assert choice.logprobs is not None and choice.logprobs.content is not None
+        entries = choice.logprobs.content
+        assert b"".join(bytes(entry.bytes or ()) for entry in entries).decode() == content
+        assert all(len(entry.top_logprobs) == 3 and entry.logprob <= 0 for entry in entries)
+
+
+def test_embeddings_are_of_length_1_and_alike_for_alike_texts(http: openai.OpenAI) -> None:
+    texts = ["The dog ran home.", "The dog ran home.", "She gave him a red ball."]
+    answer = http.embeddings.create(model="baton-5m", input=texts)
+    one, same, other = (entry.embedding for entry in answer.data)
+    assert sum(x * x for x in one) == pytest.approx(1, abs=1e-3)
+    assert one == pytest.approx(same, abs=1e-4) and one != pytest.approx(other, abs=1e-2)
+
+
+def test_a_model_without_tools_says_so(http: openai.OpenAI) -> None:
+    tool: Any = {"type": "function", "function": {"name": "f"}}
+    with pytest.raises(openai.BadRequestError) as refused:
+        http.chat.completions.create(
+            model="baton-5m", messages=TALK, tools=[tool], tool_choice="required"
+        )
+    assert refused.value.param == "tools" and "takes no tools" in refused.value.message

@@ -1,0 +1,94 @@
+"""What `baton autoscale` shows, and says where there is nothing to show."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from baton import cli, command_autoscale
+from protos import autoscaler_pb2
+
+REPLY = autoscaler_pb2.GetDecisionsReply(
+    autoscaler_id="me",
+    is_leader=True,
+    pools=[autoscaler_pb2.PoolView(role="decode", num_wanted=2, num_ready=1, num_draining=1)],
+    problems=["Redis does not answer"],
+    decisions=[
+        autoscaler_pb2.ScalingDecision(
+            decided_unix_ms=1_700_000_000_000,
+            direction="up",
+            reason="load",
+            summary="up (prefill 1, decode 1 -> 2): load",
+            why_json=json.dumps(
+                {
+                    "terms": {"decode.needed": 2.0},
+                    "notes": ["seen for long enough"],
+                    "num_candidates": 16,
+                    "num_affordable": 10,
+                }
+            ),
+            outcome="failed",
+            problem="no rights",
+        )
+    ],
+)
+
+
+def shown(reply: autoscaler_pb2.GetDecisionsReply, *, with_why: bool = False) -> str:
+    out = io.StringIO()
+    Console(file=out, width=120).print(command_autoscale.decisions_view(reply, with_why=with_why))
+    return out.getvalue()
+
+
+def test_decisions_and_pools_are_shown() -> None:
+    text = shown(REPLY)
+    assert "me acts" in text and "problem: Redis does not answer" in text
+    assert "up (prefill 1, decode 1 -> 2): load [failed]: no rights" in text
+    assert "decode.needed" not in text
+    text = shown(REPLY, with_why=True)
+    assert "decode.needed" in text and "note: seen for long enough" in text
+    assert "16 pairs within the limits, 10 of them within the budget" in text
+
+
+def test_who_does_not_lead_says_so() -> None:
+    text = shown(autoscaler_pb2.GetDecisionsReply(autoscaler_id="me"))
+    assert "does not act" in text and "nothing was decided yet" in text
+
+
+def test_as_json_the_why_is_an_object() -> None:
+    plain = command_autoscale.to_plain(REPLY)
+    assert plain["decisions"][0]["why"]["terms"] == {"decode.needed": 2.0}
+    assert "why_json" not in plain["decisions"][0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["autoscale"], "start one with `baton up --autoscale`"),
+        (["autoscale", "-n", "0"], "must be at least 1"),
+        (["autoscale", "--address", "127.0.0.1:9"], "127.0.0.1:9"),
+    ],
+)
+def test_what_is_wrong_is_one_line(
+    arguments: list[str],
+    says: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    assert cli.main(arguments) == 1
+    said = capsys.readouterr().err
+    assert says in said and said.count("\n") == 1
+
+
+def test_its_options_are_parsed() -> None:
+    parsed = cli.build_parser().parse_args(["autoscale", "-n", "3", "--all", "--why"])
+    assert isinstance(parsed, argparse.Namespace)
+    assert (parsed.n, parsed.all, parsed.why) == (3, True, True)

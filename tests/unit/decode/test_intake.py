@@ -1,0 +1,54 @@
+"""Intake: what of a handle is fetched, and where to."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engine.sequence import HOLE
+from kvstore.block import Block, Tier
+from services.decode.intake import Intake, IntakeAsk
+from services.worker.handle import Run, Stretch
+from services.worker.provenance import Leg
+
+SIZE = 16
+
+
+def _intake(block_ids: tuple[int, ...], num_local: int) -> Intake:
+    core: Any = SimpleNamespace(
+        model=SimpleNamespace(block_size=SIZE), connector=SimpleNamespace(client=None)
+    )
+    reservation: Any = SimpleNamespace(block_ids=block_ids, num_local_tokens=num_local * SIZE)
+    nobody: Any = None
+    ask = IntakeAsk("r", "t", "", nobody, "e", reservation, ())
+    return Intake(core, ask, Leg(len(block_ids) * SIZE, transport="shm"))
+
+
+def _stretch(node_id: str, first: int, end: int) -> Stretch:
+    blocks = [Block(bytes([i]) * 16, i, 2, i, SIZE, Tier.HOST) for i in range(first, end)]
+    return Stretch(
+        Run(node_id, "address", bytes(16), f"lease of {node_id}", first, blocks), first, end
+    )
+
+
+@pytest.mark.parametrize(
+    ("holes", "expected"),
+    [
+        ((), [("a", [1, 2]), ("b", [3, 4, 5])]),
+        ((5,), [("a", [1, 2]), ("b", [3, 4])]),
+        ((3,), [("a", [1, 2])]),
+        ((1, 4), []),
+    ],
+)
+def test_nobody_is_asked_for_nothing(
+    holes: tuple[int, ...], expected: list[tuple[str, list[int]]]
+) -> None:
+    """Blocks up to the first lost place; no store is met for none at all."""
+    block_ids = tuple(HOLE if index in holes else 100 + index for index in range(8))
+    intake = _intake(block_ids, num_local=1)
+    wanted, has_hole = intake._wanted([_stretch("a", 0, 3), _stretch("b", 3, 6)])
+    found = [(run.node_id, [block.frame for block, _ in items]) for run, items in wanted]
+    assert found == expected and has_hole == bool(holes)
+    assert all(block_id == 100 + block.frame for _, items in wanted for block, block_id in items)

@@ -1,0 +1,229 @@
+"""A block's history: each thing that happens to it, once, in order, with who did it; bounded; and
+linked to whoever wrote it.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore import history
+from kvstore.answers import StoreLimits, Written
+from kvstore.block import Block
+from kvstore.catalog import Entry
+from kvstore.history import MAX_EVENTS, BlockHistory
+from kvstore.store import Store
+from process.spans import NOBODY, Recording, SpanData
+from process.trace_context import TraceContext
+from process.tracing import SpanCounters, Tracing, TracingSettings
+
+TRACE = TraceContext(0xA1, 0xB2, True)
+
+
+def _hash(prompt: int, index: int) -> bytes:
+    return bytes([prompt, index]).rjust(16, b"h")
+
+
+class _Kept:
+    """An exporter that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.counters = SpanCounters()
+        self.spans: list[SpanData] = []
+
+    def start(self) -> None: ...
+    def take(self, span: SpanData) -> None:
+        self.spans.append(span)
+
+    def stop(self, timeout_s: float) -> None: ...
+
+
+class _Bench:
+    """A store over a file tier, whose bytes nobody moves."""
+
+    def __init__(self, num_frames: int = 4, num_pages: int = 0, max_blocks: int = 64) -> None:
+        self.kept = _Kept()
+        tracing = Tracing(TracingSettings(endpoint="127.0.0.1:1"), self.kept)
+        ticks = itertools.count(1)
+        past = BlockHistory(max_blocks, tracing=tracing, wall_clock=lambda: float(next(ticks)))
+        self.store = Store(num_frames, 100, StoreLimits(), past=past)
+        if num_pages:
+            self.store.places.open_pages(num_pages, [])
+        self.worker = self.store.attach("w", b"1", "grpc", False, 0.0).attachment_id
+
+    def put(self, prompt: int, length: int, *, is_traced: bool = False) -> list[Entry]:
+        hashes = [_hash(prompt, i) for i in range(length)]
+        span = Recording(self.kept.take, "commit", TRACE, None) if is_traced else NOBODY
+        with span:
+            lease_id, answers, _ = self.store.writes.reserve(
+                self.worker, b"", hashes, ttl_s=9.0, now_s=0.0
+            )
+            written = [Written(a.frame, a.generation, 7, 16) for a in answers if a.frame >= 0]
+            self.store.writes.commit(self.worker, lease_id, written, 0.0)
+        self.store.release([lease_id], now_s=0.0)
+        self.store.check_integrity()
+        return self.store.catalog.longest_prefix(hashes)
+
+    def demote_all(self) -> None:
+        while (demotion := self.store.moves.begin_demotion(8)) is not None:
+            self.store.moves.end_demotion(demotion, [True] * len(demotion.writes))
+
+    def whats(self, prompt: int, index: int) -> list[str]:
+        found = self.store.history.find(_hash(prompt, index), 1)
+        return [event.what for event in found[0][1].events] if found else []
+
+
+def _blocks(entries: list[Entry]) -> list[Block]:
+    return [entry.block for entry in entries if entry.block is not None]
+
+
+def test_a_write_is_told_once_and_with_its_writer() -> None:
+    bench = _Bench()
+    bench.put(0, 2)
+    bench.put(0, 2)  # there already: nothing happened to it
+    ((_, past),) = bench.store.history.find(_hash(0, 1), 1)
+    assert [(event.what, event.worker_id) for event in past.events] == [("written", "w")]
+
+
+def test_an_eviction_is_remembered_after_the_block_is_gone() -> None:
+    bench = _Bench(num_frames=2)
+    bench.put(0, 2)
+    bench.put(1, 2)
+    assert bench.store.catalog.find(_hash(0, 0)) is None
+    assert bench.whats(0, 0) == bench.whats(0, 1) == ["written", "evicted"]
+
+
+def test_the_way_through_the_file_tier() -> None:
+    bench = _Bench(num_frames=2, num_pages=8)
+    entries = bench.put(0, 2)
+    bench.demote_all()
+    bench.put(1, 2)
+    assert bench.whats(0, 0) == ["written", "demoted", "left_memory"]
+    bench.demote_all()
+    promotion = bench.store.moves.begin_promotion(entries[0])
+    assert promotion is not None
+    bench.store.moves.end_promotion(promotion, True)
+    assert bench.whats(0, 0) == ["written", "demoted", "left_memory", "promoted"]
+    bench.store.check_integrity()
+
+
+def test_a_bad_page_is_damage_and_what_hangs_on_it_is_lost() -> None:
+    bench = _Bench(num_frames=2, num_pages=8)
+    entries = bench.put(0, 2)
+    bench.demote_all()
+    bench.put(1, 2)
+    bench.demote_all()
+    promotion = bench.store.moves.begin_promotion(entries[0])
+    assert promotion is not None
+    bench.store.moves.end_promotion(promotion, False)
+    assert bench.whats(0, 0)[-1] == "damaged" and bench.whats(0, 1)[-1] == "lost"
+
+
+def test_bad_bytes_found_in_memory_are_damage_too() -> None:
+    bench = _Bench()
+    entries = bench.put(0, 3)
+    bench.store.note_read(history.REFUSED, _blocks(entries[1:2]), "reader")
+    bench.store.drop(_blocks(entries[1:2]))
+    assert bench.whats(0, 0) == ["written"]
+    assert bench.whats(0, 1) == ["written", "refused", "damaged"]
+    assert bench.whats(0, 2) == ["written", "lost"]
+
+
+def test_only_what_still_is_the_block_counts_as_verified() -> None:
+    bench = _Bench()
+    blocks = _blocks(bench.put(0, 2))
+    frames, generations = [b.frame for b in blocks], [b.generation for b in blocks]
+    bench.store.note_verified(bench.worker, frames, [generations[0], generations[1] + 2], TRACE)
+    bench.store.note_verified("nobody", frames, generations, TRACE)
+    bench.store.note_verified(bench.worker, [9999, -1], [2, 2], None)
+    bench.store.note_verified(bench.worker, frames, [], None)
+    assert bench.whats(0, 0) == ["written", "verified"] and bench.whats(0, 1) == ["written"]
+    ((_, past),) = bench.store.history.find(_hash(0, 0), 1)
+    assert past.events[-1].trace == TRACE
+
+
+def test_a_tail_has_no_history() -> None:
+    bench = _Bench()
+    lease_id, _, tail = bench.store.writes.reserve(
+        bench.worker, b"", [], tail_name="t", ttl_s=9.0, now_s=0.0
+    )
+    assert tail is not None
+    bench.store.writes.commit(
+        bench.worker, lease_id, [Written(tail.frame, tail.generation, 7, 3)], 0.0
+    )
+    assert len(bench.store.history) == 0
+
+
+def test_what_happens_later_is_linked_to_who_wrote_it() -> None:
+    bench = _Bench(num_frames=2)
+    bench.put(0, 2, is_traced=True)
+    (write,) = bench.kept.spans
+    assert [(event.name, event.attributes["baton.num_blocks"]) for event in write.events] == [
+        ("block written", 2)
+    ]
+    bench.put(1, 2)  # by a request that is not traced
+    evictions = [span for span in bench.kept.spans if span.name == "block evicted"]
+    assert len(evictions) == 2
+    for span in evictions:
+        assert span.parent is None and span.context.trace_id != TRACE.trace_id
+        assert [link.context for link in span.links] == [TRACE]
+    bench.put(0, 2, is_traced=True)
+    assert len([span for span in bench.kept.spans if span.name == "block evicted"]) == 2, (
+        "of blocks that nobody traced"
+    )
+
+
+def test_an_eviction_by_a_traced_request_is_an_event_of_its_span() -> None:
+    bench = _Bench(num_frames=2)
+    bench.put(0, 2, is_traced=True)
+    bench.put(1, 2, is_traced=True)
+    last = bench.kept.spans[-1]
+    assert [event.name for event in last.events] == ["block evicted"] * 2 + ["block written"]
+    assert [link.context for link in last.links] == [TRACE, TRACE]
+
+
+def test_nothing_is_remembered_where_that_is_not_wanted() -> None:
+    bench = _Bench(num_frames=2, max_blocks=0)
+    bench.put(0, 2, is_traced=True)
+    bench.put(1, 2)
+    assert len(bench.store.history) == 0 and not bench.store.history.is_kept
+    assert [span.name for span in bench.kept.spans] == ["commit"]
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(st.integers(0, 12).map(lambda n: _hash(0, n)), max_size=5),
+            st.sampled_from([history.WRITTEN, history.VERIFIED]),
+        ),
+        max_size=60,
+    )
+)
+def test_it_is_bounded_and_keeps_the_latest(news: list[tuple[list[bytes], str]]) -> None:
+    ticks = itertools.count()
+    kept = BlockHistory(5, wall_clock=lambda: float(next(ticks)))
+    order: dict[bytes, int] = {}
+    for hashes, what in news:
+        kept.note(what, hashes)
+        for chain_hash in hashes:
+            order.pop(chain_hash, None)
+            order[chain_hash] = 0
+    assert len(kept) <= 5
+    found = kept.find(b"", 100)
+    assert [chain_hash for chain_hash, _ in found] == list(reversed(order))[:5]
+    for _, past in found:
+        times = [event.unix_s for event in past.events]
+        assert times == sorted(times) and len(times) <= MAX_EVENTS
+        assert past.num_events >= len(times)
+    assert kept.find(b"other", 100) == []
+    assert len(kept.find(b"h", 2)) == min(2, len(found))
+
+
+def test_the_oldest_events_of_one_block_are_forgotten() -> None:
+    kept = BlockHistory(2)
+    for _ in range(3 * MAX_EVENTS):
+        kept.note(history.VERIFIED, [_hash(0, 0)])
+    ((_, past),) = kept.find(_hash(0, 0), 1)
+    assert len(past.events) == MAX_EVENTS and past.num_events == 3 * MAX_EVENTS

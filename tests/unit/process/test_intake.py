@@ -1,0 +1,109 @@
+"""Room for messages: who gets it, who waits, and that none of it is ever lost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+
+import pytest
+
+from process.errors import Internal, InvalidArgument, NoCapacity
+from process.intake import Intake
+
+WAIT_S = 10.0
+
+
+async def turn() -> None:
+    """Let everything that can go on do so."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_who_sends_slowly_leaves_others_theirs() -> None:
+    intake = Intake(100, wait_s=WAIT_S)
+    await intake.room("noisy", 25).take()
+    await intake.room("noisy", 25).take()
+    third = asyncio.create_task(intake.room("noisy", 25).take())
+    await turn()
+    assert not third.done() and intake.num_waiting == 1
+    # It waits for its own share, and is in nobody's way.
+    await intake.room("quiet", 25).take()
+    intake.check_integrity()
+    third.cancel()
+    await turn()
+    assert intake.num_waiting == 0 and intake.num_bytes == 75
+    intake.check_integrity()
+
+
+async def test_in_the_order_of_coming() -> None:
+    intake = Intake(100, wait_s=WAIT_S)
+    rooms = [intake.room(name, 50) for name in "ab"]
+    for room in rooms:
+        await room.take()
+    order: list[str] = []
+
+    async def wait(name: str, num_bytes: int) -> None:
+        async with intake.room(name, num_bytes):
+            order.append(name)
+            await turn()
+
+    large = asyncio.create_task(wait("large", 50))
+    await turn()
+    small = asyncio.create_task(wait("small", 1))
+    await turn()
+    rooms[0].shrink(10)  # enough for the small one, which came later
+    await turn()
+    assert order == []
+    intake.check_integrity()
+    rooms[0].release()
+    await asyncio.gather(large, small)
+    assert order == ["large", "small"]
+    rooms[1].release()
+    assert intake.num_bytes == 0
+    intake.check_integrity()
+
+
+async def test_a_wait_in_vain_is_refused_with_a_retry_time() -> None:
+    intake = Intake(10, wait_s=0.01)
+    await intake.room("a", 5).take()
+    with pytest.raises(NoCapacity) as caught:
+        await intake.room("a", 5).take()
+    assert caught.value.retry_after_s and intake.num_refused == 1
+    assert intake.num_bytes == 5 and intake.num_waiting == 0
+    with pytest.raises(InvalidArgument):
+        await intake.room("b", 6).take()
+    intake.check_integrity()
+
+
+async def test_more_than_was_taken_is_a_mistake_of_ours() -> None:
+    async with Intake(10, wait_s=WAIT_S).room("a", 2) as room:
+        with pytest.raises(Internal):
+            room.shrink(3)
+
+
+async def test_nothing_is_lost_whatever_comes(seed: int) -> None:
+    rng = random.Random(seed)
+    intake = Intake(200, wait_s=0.005)
+    num_served = 0
+
+    async def call() -> None:
+        nonlocal num_served
+        with contextlib.suppress(NoCapacity):
+            async with intake.room(rng.choice("abc"), rng.randint(0, 100)) as room:
+                num_served += 1
+                await asyncio.sleep(rng.choice((0, 0, 0.001, 0.004)))
+                room.shrink(rng.randint(0, room.num_bytes))
+                await asyncio.sleep(rng.choice((0, 0.002)))
+
+    calls = []
+    for _ in range(300):
+        calls.append(asyncio.create_task(call()))
+        intake.check_integrity()
+        if rng.random() < 0.3:
+            await asyncio.sleep(rng.choice((0, 0.001)))
+        if rng.random() < 0.2:
+            rng.choice(calls).cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
+    intake.check_integrity()
+    assert num_served and intake.num_bytes == 0 and intake.num_waiting == 0

@@ -1,0 +1,39 @@
+"""What begin_serving leaves behind, in a process of its own: garbage is gone, what stays is not
+looked at again, and a thread that waits for the interpreter waits but shortly."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+CODE = """if True:
+    import gc
+    import sys
+    import weakref
+
+    from process import interpreter
+
+    class Node:
+        pass
+
+    garbage = Node()
+    garbage.itself = garbage
+    gone = weakref.ref(garbage)
+    del garbage
+    kept = [[] for _ in range(1000)]
+    interpreter.begin_serving()
+    assert gone() is None
+    assert gc.get_freeze_count() > len(kept)
+    assert not any(each is kept for each in gc.get_objects())  # no collection comes upon it
+    assert sys.getswitchinterval() == interpreter.SWITCH_S < 0.001
+    later = Node()
+    later.itself = later
+    gone = weakref.ref(later)
+    del later
+    gc.collect()
+    assert gone() is None  # what is made from here on is collected as ever
+"""
+
+
+def test_what_is_loaded_is_out_of_the_collectors_way() -> None:
+    subprocess.run([sys.executable, "-c", CODE], timeout=60, check=True)

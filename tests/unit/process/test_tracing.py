@@ -1,0 +1,378 @@
+"""Who is traced, and how spans reach a receiver: over OTLP's real wire, where there is one."""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import logging
+import threading
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from process import spans
+from process.settings import SettingsError
+from process.span_export import BATCH_SPANS, OtlpExporter
+from process.spans import NOBODY, Kind, Link, SpanData
+from process.trace_context import TraceContext, parse
+from process.tracing import OFF, SpanCounters, Tracing, TracingSettings
+from tests.wire.otlp_receiver import receiving
+
+PARENT = TraceContext(0xA1, 0xB2, True, "vendor=1")
+SILENT = TraceContext(0xA1, 0xB2, False)
+
+
+class _Kept:
+    """An exporter that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.counters = SpanCounters()
+        self.spans: list[SpanData] = []
+
+    def start(self) -> None: ...
+    def take(self, span: SpanData) -> None:
+        self.spans.append(span)
+
+    def stop(self, timeout_s: float) -> None: ...
+
+
+def tracing(**settings: Any) -> tuple[Tracing, list[SpanData]]:
+    kept = _Kept()
+    return Tracing(TracingSettings(endpoint="127.0.0.1:4317", **settings), kept), kept.spans
+
+
+def test_a_caller_decides_and_its_trace_goes_on() -> None:
+    traced, ended = tracing(sample_ratio=0.0)
+    assert traced.begin("x", {}) is NOBODY, "our share is none of them"
+    assert traced.begin("x", dict(SILENT.headers)) is NOBODY
+    span = traced.begin("x", dict(PARENT.headers))
+    span.end()
+    (data,) = ended
+    assert (data.context.trace_id, data.context.state) == (0xA1, "vendor=1")
+    assert data.parent == PARENT and data.is_parent_remote and data.kind is Kind.SERVER
+    assert parse(span.traceparent) == TraceContext(0xA1, data.context.span_id, True)
+
+
+def test_callers_need_not_be_followed() -> None:
+    traced, ended = tracing(sample_ratio=1.0, follow_callers=False)
+    traced.begin("x", dict(SILENT.headers)).end()
+    (data,) = ended
+    assert data.parent is None and data.context.trace_id != 0xA1
+    assert [link.context for link in data.links] == [SILENT]
+
+
+def test_callers_cannot_have_everything_traced() -> None:
+    kept, now_s = _Kept(), 100.0
+    settings = TracingSettings(endpoint="127.0.0.1:4317", sample_ratio=0.0, max_followed_per_s=2.0)
+    traced = Tracing(settings, kept, clock=lambda: now_s)
+
+    def num_traced(num: int) -> int:
+        begun = [traced.begin("x", dict(PARENT.headers)) for _ in range(num)]
+        return sum(span is not NOBODY for span in begun)
+
+    assert num_traced(100) == 2 and traced.num_not_followed == 98
+    now_s += 0.5
+    assert num_traced(100) == 1
+    now_s += 3600.0
+    assert num_traced(100) == 2, "what was not used is not saved up"
+    # Who asks for none costs none, and takes none from others.
+    assert all(traced.begin("x", dict(SILENT.headers)) is NOBODY for _ in range(100))
+    now_s += 0.5
+    assert num_traced(1) == 1
+
+
+def test_one_too_many_is_sampled_like_the_others_and_linked() -> None:
+    kept = _Kept()
+    settings = TracingSettings(endpoint="127.0.0.1:4317", max_followed_per_s=1.0)
+    traced = Tracing(settings, kept, clock=lambda: 0.0)
+    for _ in range(2):
+        traced.begin("x", dict(PARENT.headers)).end()
+    first, second = kept.spans
+    assert first.context.trace_id == 0xA1
+    assert second.context.trace_id != 0xA1 and second.parent is None
+    assert [link.context for link in second.links] == [PARENT]
+
+
+def test_a_broken_header_begins_a_trace_of_our_own() -> None:
+    traced, ended = tracing()
+    traced.begin("x", {"traceparent": "00-zz", "tracestate": "\x00"}).end()
+    assert ended[0].parent is None
+
+
+def test_workers_only_follow() -> None:
+    traced, ended = tracing(sample_ratio=1.0)
+    assert traced.follow("x", None) is NOBODY
+    assert traced.follow("x", SILENT) is NOBODY
+    traced.follow("x", PARENT, {"a": 1}).end()
+    assert ended[0].parent == PARENT and ended[0].attributes == {"a": 1}
+
+
+def test_what_nobody_asked_for_is_traced_where_it_has_to_do_with_who_was() -> None:
+    traced, ended = tracing(sample_ratio=0.0)
+    assert traced.linked("x", []) is NOBODY
+    traced.linked("x", [Link(PARENT, {"why": "written"})]).end()
+    assert ended[0].parent is None and ended[0].links == [Link(PARENT, {"why": "written"})]
+
+
+def test_baggage_becomes_attributes_by_name_only() -> None:
+    traced, ended = tracing(baggage=("team",))
+    traced.begin("x", {"baggage": "team=a,user=b"}).end()
+    assert ended[0].attributes == {"baggage.team": "a"}
+
+
+def test_off_means_nothing_and_loads_nothing() -> None:
+    assert not OFF.is_on and OFF.begin("x", dict(PARENT.headers)) is NOBODY
+    assert OFF.follow("x", PARENT) is NOBODY
+    OFF.start()
+    OFF.stop()
+    assert Tracing.of(TracingSettings(), "router", "r").is_on is False
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [
+        ({"endpoint": "4317"}, "tracing.endpoint"),
+        ({"endpoint": "host:99999"}, "tracing.endpoint"),
+        ({"ca_file": "x"}, "tracing.ca_file"),
+        ({"sample_ratio": 1.5}, "tracing.sample_ratio"),
+        ({"sample_ratio": float("nan")}, "tracing.sample_ratio"),
+        ({"max_waiting_spans": 0}, "tracing.max_waiting_spans"),
+        ({"send_interval_s": 0.0}, "tracing.send_interval_s"),
+    ],
+)
+def test_wrong_settings_are_named(settings: dict[str, Any], word: str) -> None:
+    with pytest.raises(SettingsError, match=word):
+        TracingSettings(**settings)
+
+
+def test_a_certificate_that_is_not_there_is_named() -> None:
+    settings = TracingSettings(endpoint="127.0.0.1:1", ca_file="/no/such.pem")
+    for make in (lambda: Tracing.of(settings, "router", "r"), lambda: Tracing.check(settings)):
+        with pytest.raises(SettingsError, match=r"tracing\.ca_file"):
+            make()
+
+
+def test_without_opentelemetry_the_setting_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> None:
+        raise ImportError(f"no module {name}")
+
+    monkeypatch.setattr("process.span_export.importlib.import_module", refuse)
+    with pytest.raises(SettingsError, match="opentelemetry-sdk"):
+        Tracing.of(TracingSettings(endpoint="127.0.0.1:1"), "router", "r")
+
+
+# ---- on the wire
+
+
+@pytest.fixture
+def quick() -> dict[str, Any]:
+    return {"send_interval_s": 0.02, "send_timeout_s": 2.0, "stop_timeout_s": 5.0}
+
+
+def test_all_of_a_span_arrives(quick: dict[str, Any]) -> None:
+    with receiving() as receiver:
+        settings = TracingSettings(endpoint=receiver.address, **quick)
+        exporter = OtlpExporter(settings, "router", "router-1")
+        traced = Tracing(settings, exporter)
+        traced.start()
+        span = traced.begin("whole", dict(PARENT.headers), begin_s=100.0)
+        values = {"text": "a", "flag": True, "number": 7, "part": 0.5, "list": ["x", "y"]}
+        span.set(values)
+        span.event("happened", {"n": 1}, at_s=101.0)
+        span.link(SILENT, {"why": "z"})
+        span.child("call", kind=Kind.CLIENT, begin_s=100.5).end(at_s=101.5)
+        span.end(ValueError("hidden"), at_s=102.0)
+        traced.stop()
+        call, whole = sorted(receiver.spans, key=lambda each: each.name)
+        exporter.check_integrity()
+        assert traced.counters.num_exported == 2
+    assert whole.attributes == values | {"error.type": "ValueError"}
+    assert (whole.trace_id, whole.parent_id) == (f"{0xA1:032x}", f"{0xB2:016x}")
+    assert call.parent_id == whole.span_id and call.trace_id == whole.trace_id
+    assert whole.span.trace_state == call.span.trace_state == "vendor=1"
+    assert (whole.span.kind, call.span.kind) == (2, 3), "server, client"
+    assert whole.span.status.code == 2 and whole.span.status.message == "ValueError"
+    assert whole.end_ns - whole.begin_ns == 2 * 10**9
+    assert call.begin_ns - whole.begin_ns == 5 * 10**8
+    (event,) = whole.span.events
+    assert event.name == "happened" and event.time_unix_nano - whole.begin_ns == 10**9
+    (link,) = whole.span.links
+    assert link.trace_id == (0xA1).to_bytes(16, "big")
+    assert whole.service == "baton-router"
+    assert whole.resource["service.instance.id"] == "router-1"
+
+
+def test_a_receiver_behind_tls_must_be_the_one_that_the_authority_knows(
+    quick: dict[str, Any], tmp_path: Path
+) -> None:
+    certificate, key = self_signed()
+    other, _ = self_signed()
+    num_exported = []
+    with receiving(credentials=grpc.ssl_server_credentials([(key, certificate)])) as receiver:
+        for name, authority in (("ours", certificate), ("other", other)):
+            path = tmp_path / f"{name}.pem"
+            path.write_bytes(authority)
+            settings = TracingSettings(
+                endpoint=receiver.address,
+                ca_file=str(path),
+                **(quick | {"send_timeout_s": 0.5, "stop_timeout_s": 2.0}),
+            )
+            exporter = OtlpExporter(settings, "router", "r")
+            traced = Tracing(settings, exporter)
+            traced.start()
+            traced.begin(name, {}).end()
+            traced.stop()
+            exporter.check_integrity()
+            num_exported.append(exporter.counters.num_exported)
+        assert [each.name for each in receiver.spans] == ["ours"]
+    assert num_exported == [1, 0]
+
+
+def self_signed() -> tuple[bytes, bytes]:
+    """A certificate for 127.0.0.1 that is its own authority, and its key; PEM."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "collector")])
+    now = datetime.datetime.now(datetime.UTC)
+    address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(minutes=1))
+        .not_valid_after(now + datetime.timedelta(hours=1))
+        .add_extension(x509.SubjectAlternativeName([address]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    private = key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
+    return certificate.public_bytes(serialization.Encoding.PEM), private
+
+
+def test_a_receiver_that_comes_back_gets_what_ends_from_then_on(
+    quick: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with receiving() as receiver:
+        address = receiver.address
+    settings = TracingSettings(endpoint=address, **(quick | {"send_timeout_s": 0.3}))
+    exporter = OtlpExporter(settings, "router", "r")
+    traced = Tracing(settings, exporter)
+    with caplog.at_level(logging.INFO):
+        traced.start()
+        traced.begin("lost", {}).end()
+        _until(lambda: exporter.counters.num_failed == 1)
+        with receiving(address) as receiver:
+            for _ in range(200):  # its connection is made again with growing pauses
+                traced.begin("found", {}).end()
+                if exporter.counters.num_exported:
+                    break
+                threading.Event().wait(0.05)
+            traced.stop()
+            assert {each.name for each in receiver.spans} == {"found"}
+    exporter.check_integrity()
+    told = [record.getMessage() for record in caplog.records]
+    assert told.count("trace_receiver_lost") == 1
+    assert told.count("trace_receiver_reached") == 1
+
+
+def test_a_stop_does_not_wait_for_a_receiver_that_is_away(quick: dict[str, Any]) -> None:
+    with receiving() as receiver:
+        address = receiver.address
+    settings = TracingSettings(endpoint=address, **(quick | {"stop_timeout_s": 0.2}))
+    exporter = OtlpExporter(settings, "router", "r")
+    traced = Tracing(settings, exporter)
+    traced.start()
+    for _ in range(3):
+        traced.begin("lost", {}).end()
+    traced.stop()
+    traced.stop()
+    traced.begin("after the end", {}).end()
+    exporter.stop(0.1)
+    exporter.check_integrity()
+    assert exporter.counters.num_ended == 4 and exporter.counters.num_exported == 0
+
+
+class _Stuck:
+    """A receiver that never answers, as long as the gate is closed."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+
+    def export(self, batch: Any) -> Any:
+        self.gate.wait(10)
+        return types.SimpleNamespace(value=0)
+
+    def shutdown(self) -> None:
+        self.gate.set()
+
+
+@pytest.fixture
+def stuck() -> Iterator[_Stuck]:
+    sender = _Stuck()
+    yield sender
+    sender.gate.set()
+
+
+def test_what_waits_is_bounded_and_the_rest_is_counted(
+    quick: dict[str, Any], stuck: _Stuck
+) -> None:
+    settings = TracingSettings(endpoint="127.0.0.1:1", max_waiting_spans=100, **quick)
+    exporter = OtlpExporter(settings, "router", "r", stuck)
+    traced = Tracing(settings, exporter)
+    traced.start()
+    for _ in range(250):
+        traced.begin("x", {}).end()
+    exporter.check_integrity()
+    assert exporter.counters.num_dropped == 150
+    stuck.gate.set()
+    _until(lambda: exporter.counters.num_exported == 100)
+    traced.begin("x", {}).end()
+    traced.stop()
+    exporter.check_integrity()
+    assert exporter.counters.num_exported == 101
+
+
+def test_many_threads_lose_none(quick: dict[str, Any]) -> None:
+    num_each = BATCH_SPANS
+    with receiving() as receiver:
+        settings = TracingSettings(endpoint=receiver.address, **quick)
+        exporter = OtlpExporter(settings, "router", "r")
+        traced = Tracing(settings, exporter)
+        traced.start()
+
+        def work() -> None:
+            for _ in range(num_each):
+                with traced.begin("x", {}) as span:
+                    assert spans.current() is span
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        traced.stop()
+        assert len(receiver.spans) == 4 * num_each
+        assert len({each.span_id for each in receiver.spans}) == 4 * num_each
+        assert receiver.num_calls >= 4
+    exporter.check_integrity()
+
+
+def _until(is_so: Any) -> None:
+    for _ in range(1000):
+        if is_so():
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError("it did not come about")

@@ -1,0 +1,355 @@
+"""Admission: who is served, who waits, who is refused and why; no cancel breaks a law."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from process.api_keys import TenantLimits
+from process.deadline import Deadline
+from process.errors import DeadlineExceeded, NoCapacity
+from process.settings import SettingsError
+from services.router.admission import Admission, Asked, Ticket
+from services.router.admission_settings import AdmissionSettings
+
+WAIT_S = 10.0
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Rates:
+    """Counts; refuses whoever is in `over`."""
+
+    def __init__(self) -> None:
+        self.charged: Counter[str] = Counter()
+        self.over: set[str] = set()
+        self.problem = ""
+
+    async def take(self, tenant: str, limits: TenantLimits, num_tokens: int) -> None:
+        if tenant in self.over:
+            raise NoCapacity("over", retry_after_s=7.0)
+        self.charged[tenant] += num_tokens
+
+    async def give_back(self, tenant: str, limits: TenantLimits, num_tokens: int) -> None:
+        self.charged[tenant] -= num_tokens
+
+
+class World:
+    """An admission, and tasks in it that end when they are told."""
+
+    def __init__(self, limits: dict[str, TenantLimits] | None = None, **settings: int) -> None:
+        self.rates, self.clock = Rates(), Clock()
+        rates: Any = self.rates
+        self.admission = Admission(
+            AdmissionSettings(**settings),
+            rates,
+            limits_of=(limits or {}).get,
+            clock=self.clock,
+        )
+        self.order: list[str] = []
+        self.ends: dict[str, asyncio.Event] = {}
+        self.tickets: dict[str, Ticket] = {}
+
+    async def ask(
+        self,
+        name: str,
+        tenant: str = "a",
+        *,
+        prompt: int = 10,
+        output: int = 10,
+        priority: int = 0,
+        deadline: Deadline | None = None,
+    ) -> asyncio.Task[None]:
+        self.ends[name] = asyncio.Event()
+        asked = Asked(tenant, priority, prompt, output)
+
+        async def serve() -> None:
+            async with self.admission.admit(asked, deadline or Deadline.after(WAIT_S)) as ticket:
+                self.order.append(name)
+                self.tickets[name] = ticket
+                await self.ends[name].wait()
+
+        task = asyncio.create_task(serve())
+        await self.settle()
+        return task
+
+    async def end(self, name: str) -> None:
+        self.ends[name].set()
+        await self.settle()
+
+    async def settle(self) -> None:
+        for _ in range(5):
+            await asyncio.sleep(0)
+        self.admission.check_integrity()
+
+
+async def test_who_finds_room_is_served_and_the_others_in_turn() -> None:
+    world = World(max_active_requests=1)
+    tasks = [await world.ask(name, tenant) for name, tenant in (("1", "a"), ("2", "a"), ("3", "b"))]
+    assert world.order == ["1"]
+    assert (world.admission.num_active, world.admission.num_waiting) == (1, 2)
+    for name in "123":
+        await world.end(name)
+    assert world.order == ["1", "2", "3"] and all(task.done() for task in tasks)
+    assert (world.admission.num_active, world.admission.num_waiting) == (0, 0)
+    assert world.admission.counts.num_admitted == 3 and world.admission.counts.num_waited == 2
+
+
+async def test_prompts_ahead_bound_who_begins_and_one_alone_always_does() -> None:
+    world = World(num_steps_ahead=1)
+    await world.ask("huge", prompt=5_000)
+    await world.ask("next")
+    assert world.order == ["huge"]
+    world.tickets["huge"].on_tokens(1)  # its first token is out; it goes on
+    await world.settle()
+    assert world.order == ["huge", "next"]
+    for name in ("huge", "next"):
+        await world.end(name)
+
+
+async def test_a_long_prompt_leaves_room_for_another_beside_it() -> None:
+    world = World(num_steps_ahead=3)
+    await world.ask("long", prompt=1_000_000)
+    await world.ask("short")
+    assert world.order == ["long", "short"]
+    await world.ask("long too", prompt=1_000_000)
+    await world.ask("waits")
+    assert world.order == ["long", "short", "long too"]
+    for name in world.ends:
+        await world.end(name)
+
+
+async def test_a_higher_class_goes_first_and_a_noisy_tenant_waits_for_itself() -> None:
+    world = World(max_active_requests=1)
+    await world.ask("running")
+    for number in range(5):
+        await world.ask(f"noisy{number}", "noisy", prompt=500)
+    await world.ask("quiet", "quiet", prompt=500)
+    await world.ask("urgent", "noisy", priority=5)
+    for name in ("running", "urgent"):
+        await world.end(name)
+    assert world.order[:2] == ["running", "urgent"]
+    for _ in range(2):
+        await world.end(world.order[-1])
+    assert "quiet" in world.order[:5]
+    for name in world.ends:
+        await world.end(name)
+
+
+async def test_a_tenants_own_bound_makes_only_that_tenant_wait() -> None:
+    world = World({"a": TenantLimits(max_active_requests=1)})
+    await world.ask("a1")
+    await world.ask("a2")
+    await world.ask("b1", "b")
+    assert world.order == ["a1", "b1"]
+    await world.end("a1")
+    assert world.order == ["a1", "b1", "a2"]
+    for name in ("a2", "b1"):
+        await world.end(name)
+
+
+async def test_a_full_queue_refuses_and_says_when_to_come_again() -> None:
+    world = World(max_active_requests=1, max_queued_requests=4, max_queued_per_tenant=3)
+    tasks = [await world.ask(f"a{number}") for number in range(5)]
+    with pytest.raises(NoCapacity, match="3 requests of your tenant wait; try again in 1 s"):
+        await tasks[4]
+    tasks.append(await world.ask("b0", "b"))
+    # Full: b has one waiting, a three; a's newest gives way.
+    tasks.append(await world.ask("b1", "b"))
+    with pytest.raises(NoCapacity, match="your tenant has most of the requests that wait"):
+        await tasks[3]
+    with pytest.raises(NoCapacity, match="4 requests wait"):
+        await (await world.ask("b2", "b"))
+    assert world.admission.counts.refused == {"tenant_queue": 1, "pushed_out": 1, "queue": 1}
+    for name in world.ends:
+        await world.end(name)
+    assert sorted(world.order) == ["a0", "a1", "a2", "b0", "b1"]
+    await world.admission.close()
+    assert not +world.rates.charged or True
+
+
+async def test_who_cannot_be_served_in_time_is_refused_before_it_waits() -> None:
+    world = World(max_active_requests=1)
+    await world.ask("first", prompt=1000, output=0)
+    for number in range(8):
+        await world.ask(f"w{number}", prompt=1000, output=0)
+    # Nothing is known of the pace yet; then 1,000 tokens take 2 s.
+    for name in ("first", "w0", "w1", "w2"):
+        world.clock.now_s += 2.0
+        await world.end(name)
+    late = Deadline(world.clock.now_s + 5.0, world.clock)
+    with pytest.raises(NoCapacity, match=r"would wait for about .* and has 5\.0 s") as raised:
+        await (await world.ask("late", prompt=1000, output=0, deadline=late))
+    assert raised.value.retry_after_s is not None and raised.value.retry_after_s >= 1
+    assert world.admission.counts.refused == {"deadline": 1}
+    # Another tenant does not wait behind all of this one's, and has a turn in time.
+    await world.ask("other", "b", prompt=1000, output=0, deadline=late)
+    assert world.admission.num_waiting == 5
+    for name in world.ends:
+        await world.end(name)
+
+
+async def test_a_deadline_and_a_cancel_in_the_queue_leave_nothing() -> None:
+    world = World(max_active_requests=1)
+    await world.ask("first")
+    short = await world.ask("short", deadline=Deadline.after(0.05))
+    gone = await world.ask("gone")
+    await world.ask("last")
+    gone.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await gone
+    with pytest.raises(DeadlineExceeded, match="waiting to be admitted"):
+        await short
+    await world.settle()
+    assert world.admission.num_waiting == 1
+    for name in ("first", "last"):
+        await world.end(name)
+    assert world.order == ["first", "last"]
+
+
+async def test_a_cancel_in_the_moment_of_ones_turn_gives_the_turn_on() -> None:
+    world = World(max_active_requests=1)
+    await world.ask("first")
+    second = await world.ask("second")
+    await world.ask("third")
+    world.ends["first"].set()
+    await asyncio.sleep(0)  # first is over, second's turn has come, and it has not run yet
+    assert world.admission.num_active == 1 and world.order == ["first"]
+    second.cancel()
+    await world.settle()
+    assert world.order == ["first", "third"]
+    await world.end("third")
+    assert world.admission.num_active == 0
+
+
+async def test_a_rate_limit_refuses_and_what_was_not_used_is_given_back() -> None:
+    limits = {"a": TenantLimits(max_tokens_per_min=1000)}
+    world = World(limits, max_active_requests=1)
+    await world.ask("1", prompt=30, output=70)
+    waiting = await world.ask("2", prompt=30, output=70)
+    assert world.rates.charged["a"] == 200
+    waiting.cancel()
+    world.tickets["1"].on_tokens(31)
+    world.tickets["1"].on_tokens(4)
+    await world.end("1")
+    await asyncio.gather(waiting, return_exceptions=True)
+    await world.admission.close()
+    assert world.rates.charged["a"] == 35
+    world.rates.over.add("a")
+    with pytest.raises(NoCapacity) as raised:
+        await (await world.ask("3"))
+    assert raised.value.retry_after_s == 7.0
+    assert world.admission.counts.refused == {"rate": 1}
+
+
+async def test_the_laws_hold_under_any_order_of_events(
+    seed: int, scale: Callable[[int], int]
+) -> None:
+    rng = random.Random(seed)
+    for round_number in range(scale(100)):
+        world = World(
+            {"t0": TenantLimits(max_active_requests=2, weight=3.0)},
+            max_active_requests=rng.choice([1, 3]),
+            max_queued_requests=rng.choice([2, 20]),
+            max_queued_per_tenant=rng.choice([1, 15]),
+            num_steps_ahead=rng.choice([1, 5]),
+        )
+        tasks: dict[str, asyncio.Task[None]] = {}
+        for number in range(60):
+            what = rng.random()
+            if what < 0.5:
+                name = f"{round_number}.{number}"
+                tasks[name] = await world.ask(
+                    name,
+                    f"t{rng.randrange(3)}",
+                    prompt=rng.choice([1, 50, 700]),
+                    priority=rng.choice([0, 0, 1]),
+                )
+            elif what < 0.7 and tasks:
+                tasks[rng.choice(list(tasks))].cancel()
+            elif what < 0.8 and world.tickets:
+                name = rng.choice(list(world.tickets))
+                if not tasks[name].done():
+                    world.tickets[name].on_tokens(1)
+            elif tasks:
+                world.ends[rng.choice(list(tasks))].set()
+            if rng.random() < 0.7:
+                await world.settle()
+        for end in world.ends.values():
+            end.set()
+        results = await asyncio.gather(*tasks.values(), return_exceptions=True)
+        assert all(
+            result is None or isinstance(result, NoCapacity | asyncio.CancelledError)
+            for result in results
+        )
+        await world.settle()
+        assert (world.admission.num_active, world.admission.num_waiting) == (0, 0)
+
+
+def test_settings_out_of_range_are_named() -> None:
+    for name in ("max_active_requests", "max_queued_requests", "num_steps_ahead"):
+        with pytest.raises(SettingsError, match=f"{name}: must be at least 1"):
+            AdmissionSettings(**{name: 0})
+    with pytest.raises(SettingsError, match="max_tokens_per_min: must not be negative"):
+        AdmissionSettings(max_tokens_per_min=-1)
+    with pytest.raises(SettingsError, match="rate_timeout_s"):
+        AdmissionSettings(rate_timeout_s=0.0)
+
+
+async def test_a_tenant_held_up_by_its_own_bound_makes_nobody_else_wait_longer() -> None:
+    world = World(limits={"a": TenantLimits(max_active_requests=1)}, max_active_requests=10)
+    tasks = [await world.ask(f"a{i}", "a", output=990) for i in range(20)]
+    world.clock.now_s = 10.0
+    await world.end("a0")  # one in ten seconds: as slow as the tenant itself
+    world.clock.now_s = 20.0
+    tasks.append(await world.ask("b0", "b", prompt=10, output=0, deadline=Deadline.after(5)))
+    assert world.order == ["a0", "a1", "b0"] and not world.admission.counts.refused
+    # One that does have to wait for room is not told to wait for those either.
+    tasks += [await world.ask(f"b{i}", "b", output=490) for i in range(1, 9)]
+    assert world.admission.num_active == 10
+    world.clock.now_s = 21.0
+    tasks.append(await world.ask("c0", "c", prompt=10, output=0, deadline=Deadline.after(5)))
+    world.clock.now_s = 23.0
+    await world.end("b0")
+    assert world.order[-1] == "c0" and not world.admission.counts.refused
+    for task in tasks:
+        task.cancel()
+    await world.settle()
+    assert (world.admission.num_active, world.admission.num_waiting) == (0, 0)
+
+
+async def test_who_is_cancelled_while_it_is_charged_gets_all_back() -> None:
+    world = World(limits={"a": TenantLimits(max_tokens_per_min=1000)})
+    answer, take = asyncio.Event(), world.rates.take
+
+    async def slow(tenant: str, limits: TenantLimits, num_tokens: int) -> None:
+        await answer.wait()
+        await take(tenant, limits, num_tokens)
+
+    world.rates.take = slow  # type: ignore[method-assign]
+    task = await world.ask("1")
+    task.cancel()
+    await world.settle()
+    assert task.cancelled() and not world.order
+    answer.set()
+    await world.admission.close()
+    assert world.rates.charged == {"a": 0}
+
+
+async def test_who_leaves_before_the_first_token_has_had_its_prompt_computed() -> None:
+    world = World(limits={"a": TenantLimits(max_tokens_per_min=1000)})
+    task = await world.ask("1", prompt=100, output=10)
+    task.cancel()
+    await world.settle()
+    await world.admission.close()
+    assert world.rates.charged == {"a": 100}

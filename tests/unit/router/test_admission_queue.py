@@ -1,0 +1,143 @@
+"""The fair queue: shares by weight, classes in order, nobody starves, and the laws hold."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from services.router.admission_queue import LOWER_EVERY, QUANTUM_TOKENS, FairQueue, Waiting
+
+
+def drain(queue: FairQueue) -> list[Waiting]:
+    found = []
+    while (waiting := queue.pop()) is not None:
+        queue.check_integrity()
+        found.append(waiting)
+    return found
+
+
+def test_one_tenant_is_served_in_order() -> None:
+    queue = FairQueue()
+    sent = [Waiting("a", 0, cost) for cost in (10, 100_000, 1, 5_000)]
+    for waiting in sent:
+        queue.push(waiting)
+    assert drain(queue) == sent and len(queue) == 0 and queue.num_tokens == 0
+
+
+def test_a_quiet_tenant_does_not_wait_behind_a_noisy_one() -> None:
+    queue = FairQueue()
+    for _ in range(1000):
+        queue.push(Waiting("noisy", 0, 400))
+    for _ in range(10):
+        queue.pop()
+    quiet = Waiting("quiet", 0, 400)
+    queue.push(quiet)
+    assert queue.tokens_ahead(Waiting("quiet", 0, 400)) < 3000  # it says so, too
+    order = [queue.pop() for _ in range(5)]
+    assert quiet in order
+
+
+def test_served_tokens_follow_the_weights(seed: int, scale: Callable[[int], int]) -> None:
+    """While tenants always wait, none gets ahead of its share by more than a turn and a request."""
+    rng = random.Random(seed)
+    for _ in range(scale(400)):
+        weights = {f"t{n}": rng.choice([0.25, 1.0, 1.0, 3.0]) for n in range(rng.randint(2, 5))}
+        largest = rng.choice([10, 400, 3000, 50_000])
+        queue, served = FairQueue(), Counter[str]()
+        for tenant in sorted([*weights] * 3):
+            queue.push(Waiting(tenant, 0, rng.randint(1, largest), weights[tenant]))
+        for _ in range(rng.randint(50, 300)):
+            waiting = queue.pop()
+            assert waiting is not None
+            served[waiting.tenant] += waiting.num_tokens
+            again = Waiting(waiting.tenant, 0, rng.randint(1, largest), waiting.weight)
+            queue.push(again)
+            queue.check_integrity()
+        shares = {tenant: served[tenant] / weights[tenant] for tenant in weights}
+        for one in weights:
+            for other in weights:
+                slack = 2 * QUANTUM_TOKENS + largest / weights[one] + largest / weights[other]
+                assert shares[one] - shares[other] <= slack, (one, other, weights)
+
+
+def test_higher_classes_go_first_and_lower_ones_still_move() -> None:
+    queue = FairQueue()
+    for priority in (5, 0, -5):
+        for _ in range(200):
+            queue.push(Waiting("a", priority, 10))
+    first = [queue.pop() for _ in range(100)]
+    counts = Counter(waiting.priority for waiting in first if waiting is not None)
+    assert counts == {5: 90, 0: 5, -5: 5}
+    assert LOWER_EVERY == 10
+
+
+def test_a_blocked_tenant_is_passed_over_and_gains_nothing() -> None:
+    queue = FairQueue()
+    for tenant in ("a", "b"):
+        for _ in range(20):
+            queue.push(Waiting(tenant, 0, 500))
+    for _ in range(10):
+        waiting = queue.pop(lambda tenant: tenant == "a")
+        assert waiting is not None and waiting.tenant == "b"
+    order = [waiting.tenant for waiting in drain(queue)][:8]
+    assert order.count("a") <= 5
+    assert queue.pop(lambda tenant: True) is None
+    queue.push(Waiting("a", 0, 1))
+    assert queue.pop(lambda tenant: True) is None and len(queue) == 1
+
+
+def test_asking_for_much_and_taking_it_back_saves_nothing_up() -> None:
+    queue = FairQueue()
+    for _ in range(10):
+        queue.push(Waiting("honest", 0, 600))
+    trick = Waiting("sly", 0, 50_000)
+    queue.push(trick)
+    for _ in range(10):
+        queue.push(Waiting("sly", 0, 600))
+    for _ in range(3):
+        queue.pop()
+    queue.remove(trick)
+    order = [waiting.tenant for waiting in drain(queue)][:6]
+    assert order.count("honest") >= 2
+
+
+@pytest.mark.parametrize("num_tenants", [1, 3])
+def test_the_laws_hold_whatever_is_done(
+    seed: int, scale: Callable[[int], int], num_tenants: int
+) -> None:
+    rng = random.Random(seed)
+    for _ in range(scale(200)):
+        queue, held = FairQueue(), list[Waiting]()
+        for _ in range(120):
+            what = rng.random()
+            if what < 0.5:
+                waiting = Waiting(
+                    f"t{rng.randrange(num_tenants)}",
+                    rng.choice([-1, 0, 0, 7]),
+                    rng.choice([1, 1, 300, 9_000]),
+                    rng.choice([0.01, 1.0, 100.0]),
+                )
+                queue.push(waiting)
+                held.append(waiting)
+            elif what < 0.7 and held:
+                queue.remove(held.pop(rng.randrange(len(held))))
+            else:
+                blocked = {f"t{rng.randrange(num_tenants)}"} if rng.random() < 0.3 else set()
+                popped = queue.pop(lambda tenant, blocked=blocked: tenant in blocked)
+                free = [waiting for waiting in held if waiting.tenant not in blocked]
+                assert (popped is None) == (not free)
+                if popped is not None:
+                    held.remove(popped)
+            queue.check_integrity()
+            assert len(queue) == len(held)
+            longest = queue.longest()
+            if held:
+                assert longest is not None
+                counts = Counter(waiting.tenant for waiting in held)
+                assert queue.num_of(longest) == max(counts.values())
+                assert queue.newest_of(longest) in held
+            else:
+                assert longest is None

@@ -1,0 +1,95 @@
+"""How often a request may lose its worker, and what its account says of those it lost."""
+
+from __future__ import annotations
+
+import pytest
+
+from process.errors import NoCapacity, Unavailable
+from protos import common_pb2
+from services.router.failover import Failover, Loss
+from services.router.kv_account import LOST, MOVED, KvAccount
+from services.router.times import StageTimes
+
+
+def _broken(worker_id: str) -> Loss:
+    return Loss(worker_id, f"{worker_id}-life", Unavailable("gone", retry_after_s=1.0))
+
+
+def _leaving(worker_id: str) -> Loss:
+    return Loss(worker_id, f"{worker_id}-life", None)
+
+
+def test_workers_that_break_are_counted_and_those_that_leave_are_not_asked_again() -> None:
+    failover = Failover(StageTimes(), max_lost=2)
+    assert not failover.is_on and failover.stage("handover") == "handover"
+    failover.note(_broken("a"))
+    for index in range(5):
+        failover.note(_leaving(f"l{index}"))
+    failover.note(_broken("b"))
+    assert failover.is_on and failover.stage("handover") == "move"
+    assert failover.left == {f"l{index}-life" for index in range(5)}
+    with pytest.raises(Unavailable, match="the last of 3 decode workers") as caught:
+        failover.note(_broken("c"))
+    assert caught.value.retry_after_s == 1.0
+
+
+def test_who_refuses_because_it_leaves_has_not_broken() -> None:
+    failover = Failover(StageTimes(), max_lost=1)
+    for index in range(3):
+        error = Unavailable("leaving", retry_after_s=0.0)
+        failover.note(Loss(f"d{index}", f"life{index}", error))
+    assert failover.num_lost == 0 and len(failover.left) == 3
+
+
+def test_an_error_says_what_made_it_necessary_to_look() -> None:
+    failover = Failover(StageTimes(), max_lost=1)
+    error = NoCapacity("full", retry_after_s=2.0)
+    failover.note(_leaving("d0"))
+    told = failover.explained(error)
+    assert isinstance(told, Unavailable) and told.retry_after_s == 2.0
+    assert str(told) == "decode worker d0 left, and nobody goes on: full"
+
+
+def test_time_between_two_workers_is_of_one_stage() -> None:
+    now = [0.0]
+    times = StageTimes(lambda: now[0])
+    failover = Failover(times, max_lost=1)
+    for is_moved in (False, True):
+        if is_moved:
+            failover.note(_leaving("d0"))
+        for stage in ("lookup", "choose", "reserve"):
+            now[0] += 1.0
+            failover.mark(stage, None)
+    assert dict(times.stages()) == {"lookup": 1.0, "choose": 1.0, "reserve": 1.0, "move": 3.0}
+
+
+def _leg(role: str, *, computed: int = 0, local: int = 0, stored: int = 0) -> common_pb2.KvLeg:
+    leg = common_pb2.KvLeg(role=role, num_tokens_computed=computed, num_tokens_local=local)
+    if stored:
+        leg.from_store.add(num_tokens=stored)
+    return leg
+
+
+def test_what_is_cached_is_said_by_who_computed_the_prompt_first() -> None:
+    account = KvAccount()
+    assert account.num_cached_tokens == 0
+    account.add(_leg("prefill", computed=30, local=10, stored=5), 16)
+    account.add_silent("d0", "life", LOST)
+    account.recompute_for(LOST)
+    account.add(_leg("prefill", computed=17, local=28), 16)
+    account.add(_leg("decode", stored=45), 16)
+    assert account.num_cached_tokens == 15
+    assert [leg.ended_by for leg in account.legs] == ["", LOST, "", ""]
+    assert [
+        {entry.reason: entry.num_blocks for entry in leg.recomputed} for leg in account.legs
+    ] == [{}, {}, {LOST: 2}, {}]
+
+
+def test_without_a_prefill_worker_the_one_that_told_counts() -> None:
+    account = KvAccount()
+    account.expect_own(7)
+    assert account.num_cached_tokens == 7
+    account.add_silent("d0", "life", LOST)
+    assert account.num_cached_tokens == 7
+    account.add(_leg("decode", computed=5, local=3), 16, MOVED)
+    assert account.num_cached_tokens == 3

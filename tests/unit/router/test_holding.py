@@ -1,0 +1,120 @@
+"""Holding: who comes while there are no workers waits for them, a bounded time, not too many."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from process.deadline import Deadline
+from process.errors import DeadlineExceeded, Internal, NoCapacity, Unavailable
+from services.router.holding import Holding
+
+
+class Workers:
+    """Whether there are any."""
+
+    def __init__(self) -> None:
+        self.are_there = False
+        self.num_asked = 0
+
+    def find(self) -> object:
+        self.num_asked += 1
+        if not self.are_there:
+            raise Unavailable("no decode worker is available")
+        return self
+
+
+class Bench:
+    def __init__(self, hold_s: float = 10.0, max_requests: int = 8) -> None:
+        self.holding = Holding(hold_s, max_requests)
+        self.workers = Workers()
+        self.num_told = 0
+
+    def _on_held(self) -> None:
+        self.num_told += 1
+
+    def wait(self, budget_s: float = 20.0) -> asyncio.Task[bool]:
+        deadline = Deadline.after(budget_s)
+        return asyncio.create_task(self.holding.wait(self.workers.find, deadline, self._on_held))
+
+    async def held(self, num: int) -> None:
+        async with asyncio.timeout(5):
+            while self.holding.num_held != num:
+                await asyncio.sleep(0.001)
+
+
+async def test_with_workers_nobody_waits() -> None:
+    bench = Bench()
+    bench.workers.are_there = True
+    assert await bench.wait() is False
+    assert bench.num_told == 0
+
+
+async def test_where_nobody_is_held_nobody_is_asked() -> None:
+    bench = Bench(hold_s=0.0)
+    assert await bench.wait() is False
+    assert bench.workers.num_asked == 0
+
+
+async def test_all_that_are_held_go_on_when_workers_come() -> None:
+    bench = Bench()
+    tasks = [bench.wait() for _ in range(3)]
+    await bench.held(3)
+    bench.holding.check_integrity()
+    bench.holding.look()  # nothing has changed
+    await asyncio.sleep(0.01)
+    assert bench.holding.num_held == 3
+    bench.workers.are_there = True
+    bench.holding.look()
+    assert await asyncio.gather(*tasks) == [True, True, True]
+    assert (bench.holding.num_held, bench.num_told) == (0, 3)
+
+
+async def test_more_than_may_be_held_are_refused() -> None:
+    bench = Bench(max_requests=2)
+    tasks = [bench.wait(), bench.wait()]
+    await bench.held(2)
+    with pytest.raises(NoCapacity, match="2 requests wait for the first worker") as refused:
+        await bench.wait()
+    assert refused.value.retry_after_s
+    bench.workers.are_there = True
+    bench.holding.look()
+    await asyncio.gather(*tasks)
+
+
+async def test_nobody_comes_in_time() -> None:
+    bench = Bench(hold_s=0.02)
+    with pytest.raises(Unavailable, match=r"no decode worker is available; none started within"):
+        await bench.wait()
+    assert bench.holding.num_held == 0
+
+
+async def test_the_request_s_own_time_ends_first() -> None:
+    bench = Bench(hold_s=30.0)
+    with pytest.raises(DeadlineExceeded):
+        await bench.wait(budget_s=0.02)
+    assert bench.holding.num_held == 0
+
+
+async def test_who_is_cancelled_is_held_no_more() -> None:
+    bench = Bench()
+    task = bench.wait()
+    await bench.held(1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert bench.holding.num_held == 0
+    bench.holding.check_integrity()
+    bench.holding.look()
+
+
+async def test_who_waits_and_is_not_held_breaks_the_law() -> None:
+    bench = Bench()
+    task = bench.wait()
+    await bench.held(1)
+    bench.holding.num_held = 0
+    with pytest.raises(Internal):
+        bench.holding.check_integrity()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

@@ -1,0 +1,93 @@
+"""Locks of the images agree with what the project asks for and with what its tests passed with."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.markers import Marker
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from tools import lock_images
+from tools.lock_images import LOCKS, Lock
+
+ROOT = Path(__file__).resolve().parents[3]
+_PIN = re.compile(r"^([A-Za-z0-9._-]+)==([^ ;\\]+)")
+
+
+def _pins(text: str) -> dict[str, Version]:
+    found = (_PIN.match(line) for line in text.splitlines())
+    return {canonicalize_name(pin[1]): Version(pin[2]) for pin in found if pin}
+
+
+def _lock(name: str) -> dict[str, Version]:
+    return _pins((ROOT / "images" / f"{name}.lock").read_text())
+
+
+def _asked(lock: Lock) -> list[Requirement]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = list(project["dependencies"])
+    for extra in lock.extras:
+        lines += project["optional-dependencies"][extra]
+    asked = [Requirement(line) for line in lines]
+    here = {"sys_platform": "linux", "python_version": lock_images.PYTHON_VERSION}
+    return [each for each in asked if each.marker is None or each.marker.evaluate(here)]
+
+
+@pytest.mark.parametrize("lock", LOCKS, ids=lambda lock: lock.name)
+def test_a_lock_holds_all_that_its_image_asks_for(lock: Lock) -> None:
+    pins = _lock(lock.name)
+    for each in _asked(lock):
+        name = canonicalize_name(each.name)
+        assert name in pins, f"{name}: run tools/lock_images.py"
+        assert each.specifier.contains(pins[name]), f"{name}: run tools/lock_images.py"
+
+
+@pytest.mark.parametrize("lock", LOCKS, ids=lambda lock: lock.name)
+def test_a_lock_has_the_versions_that_the_tests_passed_with(lock: Lock) -> None:
+    tested = _pins((ROOT / "constraints.txt").read_text())
+    # CUDA's torch names its own triton; the tests' is for the interpreter on CPU.
+    tested.pop("triton")
+    differing = {
+        name: (str(version), str(tested[name]))
+        for name, version in _lock(lock.name).items()
+        if name in tested and version.public != tested[name].public
+    }
+    assert not differing, f"{differing}: run tools/lock_images.py"
+
+
+@pytest.mark.parametrize("name", [*(lock.name for lock in LOCKS), "build"])
+def test_every_package_of_a_lock_has_hashes(name: str) -> None:
+    entries = re.split(r"\n(?=[A-Za-z0-9])", (ROOT / "images" / f"{name}.lock").read_text())
+    packages = [entry for entry in entries if _PIN.match(entry)]
+    assert packages
+    bare = [entry for entry in packages if "--hash=sha256:" not in entry]
+    assert not bare
+    assert not [line for entry in entries for line in entry.splitlines() if "://" in line]
+
+
+def test_the_control_image_has_no_torch_and_the_worker_without_cuda_no_cuda() -> None:
+    assert not _lock("control").keys() & {"torch", "transformers", "triton"}
+    assert _lock("worker-cpu")["torch"].local == "cpu"
+    assert not [name for name in _lock("worker-cpu") if name.startswith(("nvidia-", "cuda-"))]
+    assert _lock("worker-cuda")["torch"].local is None
+    assert "nvidia-cublas" in _lock("worker-cuda")
+
+
+def test_what_an_image_goes_without_is_asked_for_by_others_only() -> None:
+    """A package of our own list that is left out would be missed at run time."""
+    for lock in LOCKS:
+        assert not {each.name for each in _asked(lock)} & set(lock.without)
+        assert not _lock(lock.name).keys() & set(lock.without)
+    assert Marker("sys_platform == 'none'").evaluate() is False
+
+
+def test_the_locks_are_for_the_python_of_the_base_image() -> None:
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    assert "ARG BASE_IMAGE=debian:bookworm-" in dockerfile  # its python3 is 3.11
+    assert lock_images.PYTHON_VERSION == "3.11"
+    assert f"libpython{lock_images.PYTHON_VERSION}-dev" in dockerfile

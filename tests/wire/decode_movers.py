@@ -1,0 +1,242 @@
+"""A store and two decode workers in one process, and requests that go from one to the other when a
+worker is told to drain: what a router does, in small. Workers compute prompts themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from engine.loop import Engine
+from kvstore import serve
+from kvstore.config import KvStoreSettings
+from process import keys, serving
+from process.deadline import Deadline
+from protos import common_pb2, decode_pb2, decode_pb2_grpc
+from services.decode.role import DecodeRole
+from services.worker import main
+from services.worker.config import WorkerLimits, WorkerSettings
+from tests.unit.worker.builders import SALT, fake_engine
+from tests.wire.prefill_decode_pair import WAIT_S, RouterStream, Sample, sampling_params, until
+
+LEAVE_S = 5.0
+NEXT_S = 45.0
+"""For the first grammar: the process that compiles it must start."""
+_names = itertools.count(1)
+
+
+@dataclass
+class Told:
+    """What came of one request, over all of its legs."""
+
+    sample: Sample = field(default_factory=Sample)
+    legs: list[common_pb2.KvLeg] = field(default_factory=list)
+    moved: list[decode_pb2.DecodeMoved] = field(default_factory=list)
+    num_refused: int = 0
+    had_handle: list[bool] = field(default_factory=list)
+    """Of each leg. A handle that crosses a refusal is spent."""
+
+
+@dataclass
+class Movers:
+    """Everything of one test."""
+
+    store: Any
+    workers: list[main.Worker]
+    stubs: list[Any]
+    streams: list[RouterStream]
+
+    def engine(self, index: int) -> Any:
+        return self.workers[index].core.thread._engine
+
+    def states(self, index: int) -> list[str]:
+        role = self.workers[index].role
+        assert isinstance(role, DecodeRole)
+        return [state.value for state in role.worker.states.values()]
+
+    def leave(self, index: int, by_s: float = LEAVE_S) -> None:
+        """As a worker begins to drain."""
+        self.workers[index].core.draining = True
+        self.workers[index].role.leave(Deadline.after(by_s))
+
+    def stay(self, index: int) -> None:
+        """It drained enough."""
+        self.workers[index].core.draining = False
+
+    def reserve(
+        self, prompt: Sequence[int], name: str, *, budget_ms: int = 60_000, **sampling: Any
+    ) -> decode_pb2.ReserveDecode:
+        return decode_pb2.ReserveDecode(
+            request_id=name,
+            tenant="t",
+            tenant_salt=SALT,
+            prompt_token_ids=prompt,
+            sampling=sampling_params(**sampling),
+            model_fingerprint=self.workers[0].core.model.fingerprint,
+            budget_ms=budget_ms,
+        )
+
+    async def begin(
+        self, index: int, prompt: Sequence[int], name: str = "r", **options: Any
+    ) -> int:
+        """A request that computes its own prompt. Returns: its key on that worker's stream."""
+        stream = self.streams[index]
+        key = await stream.reserve(self.reserve(prompt, name, **options))
+        assert (await stream.next(key)).HasField("reserved")
+        await stream.generate_from(key, alone(options.get("n", 1)))
+        return key
+
+    async def follow(
+        self,
+        prompt: Sequence[int],
+        on_tokens: Callable[[], None] = lambda: None,
+        **sampling: Any,
+    ) -> Told:
+        """One request of one sample to its end, wherever it goes."""
+        told, name = Told(), f"r{next(_names)}"
+        command = alone()
+        while True:
+            index = next(i for i, one in enumerate(self.workers) if not one.core.draining)
+            stream = self.streams[index]
+            key = await stream.reserve(self.reserve(prompt, name, **sampling))
+            event = await stream.next(key, NEXT_S)
+            has_handle = command.HasField("handle")
+            if event.HasField("reserved"):
+                await stream.generate_from(key, command)
+                event = await stream.next(key, NEXT_S)
+                if event.HasField("failed"):
+                    command.ClearField("handle")
+            while event.HasField("tokens"):
+                told.sample.add(event.tokens)
+                on_tokens()
+                event = await stream.next(key, NEXT_S)
+            if event.HasField("failed"):
+                assert event.failed.code == grpc.StatusCode.UNAVAILABLE.value[0], event
+                assert event.failed.retry_after_s == 0 and event.failed.HasField("retry_after_s")
+                told.num_refused += 1
+                await asyncio.sleep(0)
+            elif event.HasField("moved"):
+                assert list(event.moved.num_output_tokens) == [len(told.sample.token_ids)]
+                told.moved.append(event.moved)
+                told.legs.append(event.moved.leg)
+                told.had_handle.append(has_handle)
+                command = going_on(event.moved, [told.sample])
+            else:
+                told.sample.add(event.finished)
+                told.legs.append(event.finished.leg)
+                told.had_handle.append(has_handle)
+                return told
+
+    async def check(self) -> None:
+        """Nothing is held any more, anywhere, and every law holds."""
+        for worker, stub in zip(self.workers, self.stubs, strict=True):
+            await worker.core.connector.settle()
+            await until(lambda worker=worker: worker.core.num_live == 0)
+
+            async def is_idle(stub: Any = stub) -> bool:
+                status = await stub.GetWorkerStatus(
+                    common_pb2.GetWorkerStatusRequest(), timeout=WAIT_S
+                )
+                assert status.integrity_error == ""
+                num_held = status.num_blocks - status.num_free_blocks - status.num_cached_blocks
+                return num_held == 0
+
+            await until(is_idle)
+        await until(self._is_store_idle)
+
+    def _is_store_idle(self) -> bool:
+        status = self.store.node.store
+        self.store.node.check_integrity()
+        assert self.store.node.integrity_error == ""
+        return status is None or (len(status.leases) == 0 and status.num_pinned() == 0)
+
+
+def hold_at(model: Any, num_forwards: int) -> None:
+    """That forward pass from now on waits for `release`."""
+    real, left = model.forward, num_forwards
+
+    def forward(batch: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            model.hold()
+            model.forward = real
+        return real(batch)
+
+    model.forward = forward
+
+
+def alone(num_samples: int = 1) -> decode_pb2.GenerateFromHandle:
+    """Nobody has computed the prompt."""
+    command = decode_pb2.GenerateFromHandle(computes_prompt=True)
+    for _ in range(num_samples if num_samples > 1 else 0):
+        command.outputs.add()
+    return command
+
+
+def going_on(
+    moved: decode_pb2.DecodeMoved, samples: Sequence[Sample]
+) -> decode_pb2.GenerateFromHandle:
+    """As the router makes it of what came so far."""
+    command = decode_pb2.GenerateFromHandle(
+        handle=moved.handle if moved.HasField("handle") else None
+    )
+    if len(samples) == 1:
+        command.output_token_ids.extend(samples[0].token_ids)
+        return command
+    for sample in samples:
+        command.outputs.add(token_ids=sample.token_ids, is_over=bool(sample.finish_reason))
+    return command
+
+
+@contextlib.asynccontextmanager
+async def movers(
+    slab_dir: Path,
+    *,
+    make_engine: Callable[[int], Engine] = lambda index: fake_engine(),
+    limits: WorkerLimits | None = None,
+    store_bytes: int = 16 * 1024 * 1024,
+    has_two_nodes: bool = False,
+    settings: Callable[[WorkerSettings], WorkerSettings] = lambda made: made,
+) -> AsyncIterator[Movers]:
+    """Start all; at the end stop them. With two nodes the second worker has a store of its own."""
+    limits = limits or WorkerLimits(store_wait_s=WAIT_S, attach_budget_s=5.0, drain_s=0.2)
+    key_file = slab_dir / "handle.keys"
+    keys.create(key_file)
+    async with contextlib.AsyncExitStack() as stack:
+        store_settings = KvStoreSettings(
+            slab_dir=str(slab_dir), capacity_bytes=store_bytes, stop_timeout_s=0.0
+        )
+        store = await stack.enter_async_context(serve.running(store_settings))
+        homes = [store, store]
+        if has_two_nodes:
+            other = dataclasses.replace(store_settings, node_id="other")
+            homes[1] = await stack.enter_async_context(serve.running(other))
+        workers = []
+        for index, home in enumerate(homes):
+            engine = make_engine(index)
+            made = WorkerSettings(
+                worker_id=f"decode-{index}",
+                redis_url="",
+                store_address=home.address,
+                handle_keys_file=str(key_file),
+                limits=limits,
+            )
+            worker = await main.start(engine, settings(made), "decode", DecodeRole)
+            stack.push_async_callback(worker.stop)
+            workers.append(worker)
+        stubs, streams = [], []
+        for worker in workers:
+            channel = await stack.enter_async_context(serving.channel(worker.address))
+            stubs.append(decode_pb2_grpc.DecodeStub(channel))
+            streams.append(RouterStream(stubs[-1].Stream()))
+            stack.push_async_callback(streams[-1].close)
+        yield Movers(store, workers, stubs, streams)

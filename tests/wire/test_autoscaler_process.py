@@ -1,0 +1,354 @@
+"""One autoscaler as a whole: what it does, says, and does not do when something is missing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.request
+from dataclasses import replace
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from process import registry_beat, serving
+from process.errors import FailedPrecondition, InvalidArgument, Unavailable
+from protos import (
+    autoscaler_pb2,
+    autoscaler_pb2_grpc,
+    externalscaler_pb2,
+    externalscaler_pb2_grpc,
+)
+from services.autoscaler.acting import Outcome
+from services.autoscaler.decision import Decision, Direction, Flip, Reason
+from services.autoscaler.limits import Pace
+from services.autoscaler.scaler import ScalerError, UnitState
+from services.autoscaler.signals import ByRole, Role
+from tests.unit.router.bench import until
+from tests.wire.autoscaler_bench import Cluster, running
+
+
+async def ask(address: str, **fields: Any) -> autoscaler_pb2.GetDecisionsReply:
+    async with serving.channel(address) as channel:
+        stub = autoscaler_pb2_grpc.AutoscalerStub(channel)
+        reply: autoscaler_pb2.GetDecisionsReply = await stub.GetDecisions(
+            autoscaler_pb2.GetDecisionsRequest(**fields), timeout=5
+        )
+        return reply
+
+
+async def test_load_that_one_pair_cannot_serve_starts_workers() -> None:
+    async with running() as cluster:
+        for _ in range(4):
+            cluster.traffic.num_arrived += 500
+            cluster.traffic.num_finished += 10
+            cluster.traffic.num_prompt_tokens += 10 * 4000
+            cluster.traffic.num_output_tokens += 10 * 400
+            cluster.traffic.num_queued = 400
+            await asyncio.sleep(0.05)
+            record = await cluster.decide()
+            cluster.scaler.settle()
+            if record.decision.is_action:
+                break
+        assert record.decision.direction is Direction.UP, record.decision.line()
+        assert record.outcome is Outcome.DONE
+        scale = await cluster.scaler.get({})
+        wanted = ByRole(scale.prefill.wanted, scale.decode.wanted)
+        assert wanted == record.decision.wanted
+        assert wanted.prefill + wanted.decode > 2
+        # What was decided, and why, is told to who asks and to who watches the pools.
+        reply = await ask(cluster.autoscaler.address, num_decisions=1, only_actions=True)
+        (told,) = reply.decisions
+        assert (told.direction, told.outcome) == ("up", "done")
+        assert json.loads(told.why_json)["terms"] and told.summary == record.decision.line()
+        assert reply.is_leader and not reply.problems
+        ((announced, outcome, _),) = cluster.scaler.announced
+        assert (announced, outcome) == (record.decision, "done")
+
+
+async def test_nobody_asks_so_nobody_is_there_until_somebody_waits() -> None:
+    async with running(least=0) as cluster:
+        async with asyncio.timeout(20):
+            while (await cluster.scaler.get({})).decode.wanted:
+                await cluster.decide()
+                cluster.scaler.settle()
+                await asyncio.sleep(0.02)
+        scale = await cluster.scaler.get({})
+        assert (scale.prefill.wanted, scale.decode.wanted) == (0, 0)
+        for worker in cluster.workers.values():
+            await worker.stop()
+        cluster.workers.clear()
+        await cluster.client.delete(registry_beat.entries_key("worker"))
+        cluster.traffic.num_arrived += 1
+        cluster.traffic.num_held = 1
+        record = await cluster.decide()
+        assert record.decision.reason is Reason.WAKE, record.decision.line()
+        scale = await cluster.scaler.get({})
+        assert scale.prefill.wanted >= 1 and scale.decode.wanted >= 1
+
+
+async def test_without_redis_it_changes_nothing_and_says_so() -> None:
+    async with running(least=0) as cluster:
+        cluster.redis.kill()
+        await asyncio.sleep(0.4)  # longer than nobody may have asked
+        record = await cluster.autoscaler.decide()
+        assert not record.decision.is_action
+        assert cluster.scaler.num_changes == 0
+        reply = await ask(cluster.autoscaler.address, num_decisions=1)
+        assert any("Redis does not answer" in problem for problem in reply.problems)
+
+
+async def test_workers_that_cannot_be_counted_are_left_alone() -> None:
+    async with running(least=0) as cluster:
+        cluster.scaler.error = ScalerError("no rights")
+        await asyncio.sleep(0.4)
+        for _ in range(3):
+            record = await cluster.decide()
+        assert not record.decision.is_action or record.outcome is Outcome.FAILED
+        cluster.scaler.error = None
+        assert cluster.scaler.num_changes == 0
+        reply = await ask(cluster.autoscaler.address)
+        assert any("no rights" in problem for problem in reply.problems)
+
+
+def decision(direction: Direction, wanted: ByRole[int], *flips: Flip) -> Decision:
+    return Decision(
+        at_s=1.0,
+        direction=direction,
+        reason=Reason.BALANCE,
+        before=ByRole(1, 1),
+        wanted=wanted,
+        flips=flips,
+    )
+
+
+async def act(cluster: Cluster, decided: Decision) -> tuple[Outcome, str]:
+    acting, observing = cluster.autoscaler._acting, cluster.autoscaler._observing
+    return await acting.act(
+        decided,
+        roles=observing.roles(cluster.autoscaler._flips.under_way),
+        leave_first=observing.leave_first(),
+        workers=cluster.autoscaler._workers(),
+    )
+
+
+async def test_a_flip_is_ordered_once_and_counted_where_it_goes() -> None:
+    async with running(decode=2, pace=Pace()) as cluster:
+        worker = cluster.workers["decode-1"]
+        worker.gate.clear()
+        flip = decision(Direction.FLIP, ByRole(2, 1), Flip("decode-1", Role.PREFILL))
+        assert await act(cluster, flip) == (Outcome.ORDERED, "")
+        await until(lambda: worker.asked == ["prefill"])
+        assert await act(cluster, flip) == (Outcome.ORDERED, "")
+        await cluster.decide()
+        seen = cluster.autoscaler._observations
+        assert seen is not None and seen.num_flipping == 1
+        assert (seen.pools.prefill.wanted, seen.pools.decode.wanted) == (2, 1)
+        # It serves nobody while it changes.
+        assert (seen.pools.prefill.num_ready, seen.pools.decode.num_ready) == (1, 1)
+        worker.gate.set()
+        await until(lambda: not cluster.autoscaler._flips.under_way)
+        assert worker.asked == ["prefill"]
+        await cluster.decide()
+        seen = cluster.autoscaler._observations
+        assert seen is not None and seen.num_flipping == 0
+        assert (seen.pools.prefill.num_ready, seen.pools.decode.num_ready) == (2, 1)
+        assert cluster.scaler.num_changes == 0
+
+
+async def test_a_worker_that_refuses_is_not_asked_again_in_that_life() -> None:
+    async with running(decode=2) as cluster:
+        worker = cluster.workers["decode-1"]
+        worker.refusal = FailedPrecondition("its certificate names one role")
+        flip = decision(Direction.FLIP, ByRole(2, 1), Flip("decode-1", Role.PREFILL))
+        await act(cluster, flip)
+        await until(lambda: cluster.autoscaler.records.outcomes["failed"] == 1)
+
+        async def can_flip() -> dict[str, bool]:
+            await cluster.decide()
+            seen = cluster.autoscaler._observations
+            assert seen is not None
+            return {w.worker_id: w.can_flip for w in seen.pools.decode.workers}
+
+        assert await can_flip() == {"decode-0": True, "decode-1": False}
+        worker.status.incarnation = "c" * 32
+        assert await can_flip() == {"decode-0": True, "decode-1": True}
+
+
+async def test_a_worker_that_is_busy_may_be_asked_again() -> None:
+    async with running(decode=2) as cluster:
+        cluster.workers["decode-1"].refusal = Unavailable("draining")
+        flip = decision(Direction.FLIP, ByRole(2, 1), Flip("decode-1", Role.PREFILL))
+        await act(cluster, flip)
+        await until(lambda: not cluster.autoscaler._flips.under_way)
+        await cluster.decide()
+        assert cluster.autoscaler._flips.may_ask(cluster.workers["decode-1"].status)
+
+
+async def test_a_worker_that_is_gone_is_said() -> None:
+    async with running() as cluster:
+        gone = decision(Direction.FLIP, ByRole(2, 0), Flip("decode-9", Role.PREFILL))
+        outcome, problem = await act(cluster, gone)
+        assert outcome is Outcome.FAILED and "decode-9" in problem
+
+
+class Elsewhere:
+    """Leadership that another has."""
+
+    left_s = 0.0
+    problem = ""
+
+    def start(self) -> None: ...
+    async def stop(self) -> None: ...
+
+
+async def test_who_does_not_lead_or_only_advises_changes_nothing() -> None:
+    up = decision(Direction.UP, ByRole(2, 2))
+    async with running() as cluster:
+        cluster.autoscaler._acting._leadership = Elsewhere()
+        assert await act(cluster, up) == (Outcome.NOT_LEADER, "")
+        assert cluster.scaler.num_changes == 0
+    async with running(act=False) as cluster:
+        assert await act(cluster, up) == (Outcome.ADVISED, "")
+        assert cluster.scaler.num_changes == 0
+
+
+async def test_leadership_that_ends_in_the_middle_ends_the_action() -> None:
+    async with running() as cluster:
+        acting = cluster.autoscaler._acting
+        change = cluster.scaler.set
+
+        async def set_then_lose(role: Role, *given: Any, **named: Any) -> None:
+            await change(role, *given, **named)
+            acting._leadership = Elsewhere()
+
+        cluster.scaler.set = set_then_lose  # type: ignore[method-assign]
+        outcome, problem = await act(cluster, decision(Direction.UP, ByRole(2, 2)))
+        assert outcome is Outcome.FAILED and "another autoscaler may lead" in problem
+        scale = await cluster.scaler.get({})
+        assert (scale.prefill.wanted, scale.decode.wanted) == (2, 1)
+
+
+async def test_keda_is_told_what_is_wanted() -> None:
+    async with running(decode=2) as cluster:
+        await cluster.decide()
+        wanted = cluster.autoscaler.records.last.decision.wanted  # type: ignore[union-attr]
+        async with serving.channel(cluster.autoscaler.address) as channel:
+            stub: Any = externalscaler_pb2_grpc.ExternalScalerStub(channel)
+            for role in ("prefill", "decode"):
+                ref = externalscaler_pb2.ScaledObjectRef(
+                    name="x", namespace="y", scalerMetadata={"role": role}
+                )
+                assert (await stub.IsActive(ref, timeout=5)).result
+                (spec,) = (await stub.GetMetricSpec(ref, timeout=5)).metricSpecs
+                assert (spec.metricName, spec.targetSizeFloat) == (f"baton-{role}-workers", 1.0)
+                request = externalscaler_pb2.GetMetricsRequest(
+                    scaledObjectRef=ref, metricName=spec.metricName
+                )
+                (value,) = (await stub.GetMetrics(request, timeout=5)).metricValues
+                assert value.metricValueFloat == wanted.of(Role(role))
+                stream = stub.StreamIsActive(ref, timeout=5)
+                assert (await stream.read()).result
+                stream.cancel()
+            wrong = externalscaler_pb2.ScaledObjectRef(scalerMetadata={"role": "king"})
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.IsActive(wrong, timeout=5)
+            error = serving.error_from_rpc(caught.value)
+            assert isinstance(error, InvalidArgument)
+            assert error.field == "scalerMetadata.role"
+
+
+async def test_anybody_may_call_and_nobody_sends_much() -> None:
+    """KEDA's port is open to others than our own processes; long replies are ours to send."""
+    async with running() as cluster:
+        async with serving.channel(cluster.autoscaler.address) as channel:
+            stub: Any = externalscaler_pb2_grpc.ExternalScalerStub(channel)
+            ref = externalscaler_pb2.ScaledObjectRef(name="x" * (8 << 20))
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.IsActive(ref, timeout=5)
+            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        records = cluster.autoscaler.records
+        record = await cluster.decide()
+        assert record.decision.terms
+        for _ in range(500):  # all that are kept
+            records.add(record)
+        reply = await ask(cluster.autoscaler.address)
+        assert len(reply.decisions) == 500
+
+
+async def test_only_what_serves_is_told_to_flip_when_another_is_left() -> None:
+    """decode-1 never comes; decode-0 is all that decodes, and prefill lacks one."""
+    async with running(decode=2) as cluster:
+        await cluster.workers.pop("decode-1").stop()
+        await cluster.client.hdel("baton:workers", "decode-1")
+        cluster.scaler.units = [
+            replace(unit, state=UnitState.STARTING) if unit.worker_id == "decode-1" else unit
+            for unit in cluster.scaler.units
+        ]
+        directions = set()
+        for _ in range(5):
+            cluster.traffic.num_arrived += 20
+            cluster.traffic.num_finished += 1
+            cluster.traffic.num_prompt_tokens += 8000
+            cluster.traffic.num_output_tokens += 2
+            cluster.traffic.num_queued = 20
+            directions.add((await cluster.decide()).decision.direction)
+        assert Direction.FLIP not in directions and directions != {Direction.HOLD}
+
+
+async def test_a_stream_hears_that_the_last_worker_is_not_wanted() -> None:
+    async with running(least=0) as cluster:
+        async with serving.channel(cluster.autoscaler.address) as channel:
+            stub: Any = externalscaler_pb2_grpc.ExternalScalerStub(channel)
+            ref = externalscaler_pb2.ScaledObjectRef(scalerMetadata={"role": "decode"})
+            stream = stub.StreamIsActive(ref, timeout=20)
+            assert (await stream.read()).result
+            async with asyncio.timeout(20):
+                while (await cluster.scaler.get({})).decode.wanted:
+                    await cluster.decide()
+                    cluster.scaler.settle()
+                    await asyncio.sleep(0.02)
+            await cluster.decide()
+            assert not (await stream.read()).result
+            stream.cancel()
+
+
+async def test_metrics_and_probes() -> None:
+    async with running() as cluster:
+        await cluster.decide()
+
+        def get(path: str) -> str:
+            url = f"http://{cluster.autoscaler.metrics_address}{path}"
+            with urllib.request.urlopen(url, timeout=5) as answer:
+                return str(answer.read().decode())
+
+        text = await asyncio.to_thread(get, "/metrics")
+        name = cluster.autoscaler.autoscaler_id
+        for line in (
+            f'baton_autoscaler_leader{{autoscaler_id="{name}"}} 1.0',
+            f'baton_autoscaler_wanted_workers{{autoscaler_id="{name}",role="decode"}} 1.0',
+            f'baton_autoscaler_ready_workers{{autoscaler_id="{name}",role="prefill"}} 1.0',
+            f'baton_autoscaler_signal_age_seconds{{autoscaler_id="{name}",signal="routers"}}',
+        ):
+            assert line in text, text
+        assert "baton_autoscaler_decisions_total" in text
+        await asyncio.to_thread(get, "/readyz")
+        await asyncio.to_thread(get, "/livez")
+
+
+async def test_a_failure_that_goes_on_is_announced_once() -> None:
+    async with running() as cluster:
+        up = decision(Direction.UP, ByRole(2, 2))
+        cluster.scaler.error = ScalerError("no rights")
+        for _ in range(3):
+            assert await act(cluster, up) == (Outcome.FAILED, "no rights")
+        assert [problem for _, _, problem in cluster.scaler.announced] == ["no rights"]
+        cluster.scaler.error = None
+        assert await act(cluster, up) == (Outcome.DONE, "")
+        cluster.scaler.error = ScalerError("no rights")
+        await act(cluster, up)
+        assert [problem for _, _, problem in cluster.scaler.announced] == [
+            "no rights",
+            "",
+            "no rights",
+        ]

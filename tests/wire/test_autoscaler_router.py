@@ -1,0 +1,139 @@
+"""What a router does for an autoscaler: it says what its traffic is, and holds requests while there
+are no workers."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc.aio
+import pytest
+from google.protobuf import json_format
+
+from process import registry_beat, serving
+from process.errors import Unavailable
+from protos import inference_pb2, router_status_pb2
+from services.router.fakes.decode import FakeDecode
+from services.router.fakes.prefill import FakePrefill
+from tests.unit.router.bench import BOUND_S, Bench, request, running, until
+
+
+async def entry(bench: Bench) -> router_status_pb2.RouterStatus:
+    client: Any = bench.redis.client()
+    try:
+        raw = await client.hget(registry_beat.entries_key("router"), bench.router.router_id)
+        beat = await client.get(registry_beat.beat_key("router", bench.router.router_id))
+    finally:
+        await client.aclose()
+    status = router_status_pb2.RouterStatus()
+    if raw is not None and beat is not None:
+        json_format.Parse(raw, status)
+        assert status.incarnation.encode() == beat
+    return status
+
+
+async def model(bench: Bench) -> router_status_pb2.ModelTraffic:
+    bench.router._beat.beat_now()
+    status = await entry(bench)
+    return status.models[0] if status.models else router_status_pb2.ModelTraffic()
+
+
+async def test_traffic_is_told_in_the_registry() -> None:
+    async with running() as bench:
+        for index in range(3):
+            await bench.generate(
+                request(text=f"hello {index}", sampling={"max_tokens": 5, "ignore_eos": True})
+            )
+
+        async def is_told() -> bool:
+            return (await model(bench)).num_finished == 3
+
+        await until(is_told)
+        told = await model(bench)
+        assert (told.model, told.num_arrived) == (bench.model.name, 3)
+        assert told.num_output_tokens == 15
+        assert told.num_prompt_tokens > 0
+        assert sum(told.first_token.counts) == 3
+        assert sum(told.per_token.counts) == 3
+        assert (told.num_held, told.num_queued, told.num_running) == (0, 0, 0)
+        status = await entry(bench)
+        assert (status.router_id, status.address) == (bench.router.router_id, bench.router.address)
+
+
+async def test_a_router_that_stops_is_no_longer_there() -> None:
+    async with running() as bench:
+        await until(lambda: bench.router._beat.is_registered)
+        await bench.router._beat.stop()
+        assert not (await entry(bench)).router_id
+
+
+async def test_the_first_requests_wait_for_the_first_workers() -> None:
+    async with running(num_prefill=0, num_decode=0, hold_without_workers_s=BOUND_S) as bench:
+        bench.router.desk.ready()  # a balancer must send it something
+        asked = [
+            asyncio.create_task(bench.generate(request(text="hi", sampling={"max_tokens": 3})))
+            for _ in range(3)
+        ]
+
+        async def are_told() -> bool:
+            return (await model(bench)).num_held == 3
+
+        await until(are_told)
+        await bench.add(FakePrefill("p0", bench.model))
+        assert not any(task.done() for task in asked)
+        await bench.add(FakeDecode("d0", bench.model))
+        for messages in await asyncio.gather(*asked):
+            last = messages[-1]
+            assert last.finish_reason
+            assert sum(stage.seconds for stage in last.times if stage.stage == "hold") > 0
+        assert (await model(bench)).num_held == 0
+
+
+async def test_a_model_without_workers_is_listed_as_its_last_ones_had_it() -> None:
+    async with running(hold_without_workers_s=BOUND_S) as bench:
+        ask = inference_pb2.ListModelsRequest()
+        before = await bench.stub.ListModels(ask, timeout=BOUND_S)
+        assert before.models
+        client: Any = bench.redis.client()
+        await client.delete(registry_beat.entries_key("worker"))
+        await client.aclose()
+        await bench.router._registry.poll()
+        assert not bench.router._registry.snapshot.workers
+        assert await bench.stub.ListModels(ask, timeout=BOUND_S) == before
+    async with running() as bench:
+        client = bench.redis.client()
+        await client.delete(registry_beat.entries_key("worker"))
+        await client.aclose()
+        await bench.router._registry.poll()
+        assert not (await bench.stub.ListModels(ask, timeout=BOUND_S)).models
+
+
+async def test_too_many_and_too_long_are_refused() -> None:
+    async with running(
+        num_prefill=0, num_decode=0, hold_without_workers_s=0.3, limits={"max_held_requests": 1}
+    ) as bench:
+        first = asyncio.create_task(bench.generate(request()))
+        await until(lambda: bench.router._holding.num_held == 1)
+        with pytest.raises(grpc.aio.AioRpcError) as second:
+            await bench.generate(request())
+        assert second.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await first
+        error = serving.error_from_rpc(caught.value)
+        assert isinstance(error, Unavailable) and "none started within 0.3 s" in str(error)
+        assert error.retry_after_s is not None
+
+
+async def test_a_client_that_leaves_is_held_no_more() -> None:
+    async with running(num_prefill=0, num_decode=0, hold_without_workers_s=BOUND_S) as bench:
+        call = bench.stub.Generate(request(), timeout=BOUND_S)
+        await until(lambda: bench.router._holding.num_held == 1)
+        call.cancel()
+        await until(lambda: bench.router._holding.num_held == 0)
+
+
+async def test_without_holding_it_is_refused_at_once() -> None:
+    async with running(num_prefill=0, num_decode=0) as bench:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await bench.generate(inference_pb2.GenerateRequest(text="hello"))
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE

@@ -1,0 +1,332 @@
+"""What strangers can hold of a router: nothing before they are known, a bounded part of its memory,
+its connections and its workers after that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+import uvloop
+from aiohttp import web
+
+from baton import key_files
+from process import api_keys, serving
+from process.errors import NoCapacity
+from protos import inference_pb2_grpc
+from services.router.http_connections import HttpConnections
+from services.router.http_server import HttpServer
+from tests.unit.router.bench import BOUND_S, Bench, request, rest_of, running, until
+from tests.wire.http_bench import HttpBench, http_bench
+
+GENERATE = "/baton.v1.Inference/Generate"
+MIB = 1024 * 1024
+SMALL = {"max_request_bytes": 1000, "hard_request_bytes": 2000, "max_intake_bytes": 8000}
+"""Two of a host, or of a tenant, are read at the same time."""
+NARROW = [("grpc.http2.lookahead_bytes", 64), ("grpc.http2.bdp_probe", 0)]
+"""A client that grants almost no window: writes to it block as soon as it does not read."""
+
+
+async def never() -> AsyncIterator[bytes]:
+    """A message that does not come."""
+    await asyncio.Event().wait()
+    yield b""
+
+
+def opened(bench: Bench, channel: grpc.aio.Channel | None = None, **options: Any) -> Any:
+    """A call of Generate whose message does not come."""
+    return (channel or bench.channel).stream_stream(GENERATE)(never(), **options)
+
+
+async def refusal(call: Any) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async with asyncio.timeout(BOUND_S):
+            await call.read()
+    return caught.value
+
+
+def new_keys(tmp_path: Path, *tenants: str) -> tuple[Path, list[tuple[str, str]]]:
+    """A file with a key of each, and the metadata that they send."""
+    path, headers = tmp_path / "keys.toml", []
+    for tenant in tenants:
+        key, key_id, entry = api_keys.new_key(tenant)
+        key_files.add(path, key_id, entry)
+        headers.append(("authorization", f"Bearer {key}"))
+    return path, headers
+
+
+@asynccontextmanager
+async def raw(address: str, data: bytes) -> AsyncIterator[asyncio.StreamReader]:
+    """A bare connection, with something sent."""
+    host, _, port = address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        writer.write(data)
+        async with asyncio.timeout(BOUND_S):
+            yield reader
+    finally:
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+def posted(path: str, body: bytes, num_bytes: int | None = None) -> bytes:
+    """A request, or the part of it that comes."""
+    return (
+        f"POST {path} HTTP/1.1\r\nhost: h\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(body) if num_bytes is None else num_bytes}\r\n\r\n"
+    ).encode() + body
+
+
+# -- before anybody is known
+
+
+async def test_who_has_no_key_is_refused_before_its_message_comes(tmp_path: Path) -> None:
+    path, _ = new_keys(tmp_path, "acme")
+    async with running(api_keys_file=str(path)) as bench:
+        for method in ("Generate", "ListModels", "GetClusterStatus", "Explain"):
+            call = bench.channel.stream_stream(f"/baton.v1.Inference/{method}")(never())
+            assert (await refusal(call)).code() is grpc.StatusCode.UNAUTHENTICATED, method
+        # One that does come is not taken in.
+        large = bench.channel.unary_stream(GENERATE)(b"x" * MIB)
+        assert (await refusal(large)).code() is grpc.StatusCode.UNAUTHENTICATED
+        assert not bench.prefill.requests
+
+
+async def test_over_http_too(tmp_path: Path) -> None:
+    path, _ = new_keys(tmp_path, "acme")
+    async with http_bench(api_keys_file=str(path)) as bench:
+        asked = posted("/v1/completions", b"{", 1_000_000)
+        async with raw(bench.router.http_address, asked) as reader:
+            assert (await reader.readline()).startswith(b"HTTP/1.1 401")
+            assert bench.router._clients.intake.num_bytes == 0
+
+
+# -- while messages are read
+
+
+async def test_a_tenant_that_sends_slowly_leaves_room_for_others(tmp_path: Path) -> None:
+    path, (noisy, quiet) = new_keys(tmp_path, "noisy", "quiet")
+    times = {"intake_wait_s": 0.1}
+    async with running(api_keys_file=str(path), limits=SMALL, times=times) as bench:
+        intake = bench.router._clients.intake
+        slow = [opened(bench, metadata=[noisy]) for _ in range(2)]
+        await until(lambda: intake.num_bytes == 2 * SMALL["hard_request_bytes"])
+        error = await refusal(opened(bench, metadata=[noisy]))
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert isinstance(found := serving.error_from_rpc(error), NoCapacity)
+        assert found.retry_after_s
+        asked = request(sampling={"max_tokens": 2})
+        assert await bench.generate(asked, metadata=[quiet])
+        bench.router.check_integrity()
+        for call in slow:
+            call.cancel()
+        await until(lambda: not intake.num_bytes)
+        assert await bench.generate(asked, metadata=[noisy])
+
+
+async def test_what_was_read_counts_with_what_it_has_until_its_end() -> None:
+    async with running(limits=SMALL) as bench:
+        bench.prefill.gate.close()
+        asked = request(text="hello", sampling={"max_tokens": 1})
+        calls = [bench.stub.Generate(asked, timeout=BOUND_S) for _ in range(20)]
+        await until(lambda: bench.router._in_flight.num_attempts == 20)
+        assert bench.router._clients.intake.num_bytes == 20 * asked.ByteSize()
+        bench.router.check_integrity()
+        bench.prefill.gate.open()
+        assert all([await rest_of(call) for call in calls])
+
+
+async def test_a_message_that_does_not_come_is_not_waited_for() -> None:
+    async with running(times={"read_s": 0.1}) as bench:
+        error = await refusal(opened(bench))
+        assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+        async def nothing() -> AsyncIterator[bytes]:
+            return
+            yield b""
+
+        error = await refusal(bench.channel.stream_stream(GENERATE)(nothing()))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_nor_is_a_body() -> None:
+    async with http_bench(times={"read_s": 0.1}) as bench:
+        asked = posted("/v1/completions", b"{", 1000)
+        async with raw(bench.router.http_address, asked) as reader:
+            assert (await reader.readline()).startswith(b"HTTP/1.1 408")
+
+
+# -- connections
+
+
+async def test_one_connection_too_many_is_closed() -> None:
+    asked = b"GET /health HTTP/1.1\r\nhost: h\r\n\r\n"
+    async with http_bench(limits={"max_connections": 2}) as bench:
+        connections, address = bench.router._http.connections, bench.router.http_address
+        assert connections is not None
+        async with raw(address, asked) as first:
+            async with raw(address, asked) as second:
+                for reader in (first, second):
+                    assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+                async with raw(address, b"") as reader:
+                    answer = await reader.read()
+                assert answer.startswith(b"HTTP/1.1 503") and b"retry-after: 1" in answer
+                body = json.loads(answer.partition(b"\r\n\r\n")[2])
+                assert body["error"]["code"] == "no_capacity" and connections.num_refused == 1
+            await until(lambda: len(connections._open_now()) == 1)
+            async with raw(address, asked) as reader:
+                assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+
+
+async def test_nor_one_of_grpc() -> None:
+    check = "/grpc.health.v1.Health/Check"
+    async with running(limits={"max_connections": 2}) as bench:
+        await bench.channel.unary_unary(check)(b"")
+        async with serving.channel(bench.router.address) as second:
+            await second.unary_unary(check)(b"")
+            async with serving.channel(bench.router.address) as third:
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await third.unary_unary(check)(b"", timeout=BOUND_S)
+                assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+                await second.close()
+                await third.unary_unary(check)(b"", timeout=BOUND_S, wait_for_ready=True)
+
+
+async def test_a_connection_that_asks_for_nothing_is_closed() -> None:
+    async with http_bench(times={"idle_s": 0.2}) as bench:
+        for begun in (b"", b"GET /hea"):
+            async with raw(bench.router.http_address, begun) as reader:
+                assert await reader.read() == b""
+        begun = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00"
+        async with raw(bench.router.address, begun) as reader:
+            while await reader.read(1000):
+                pass
+        # A channel meets the router again by itself.
+        assert await bench.generate(request(sampling={"max_tokens": 1}))
+
+
+# -- answers that nobody takes
+
+
+async def test_who_takes_nothing_loses_its_request(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "ABORT_S", 0.2)
+    caplog.set_level(logging.INFO)
+    async with running(times={"stall_s": 0.2}) as bench:
+        async with grpc.aio.insecure_channel(bench.router.address, options=NARROW) as channel:
+            bench.decode.pause_at = 100
+            fields = {"request_id": "idle", "sampling": {"max_tokens": 300}}
+            call = inference_pb2_grpc.InferenceStub(channel).Generate(request(**fields))
+            assert await call.read()
+            # The decode worker waits for the test: whatever ends the request, it is not its end.
+            await until(lambda: bench.router._clients.readers.num_stalled == 1)
+            await until(lambda: not bench.decode.num_open)
+            await until(bench.is_idle)
+            bench.router.check_integrity(is_idle=True)
+            assert bench.decode.num_cancelled == 1
+            bench.decode.token_gate.open()
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await rest_of(call)
+            assert caught.value.code() is grpc.StatusCode.CANCELLED
+    (line,) = [record for record in caplog.records if record.msg == "reader_stalled"]
+    assert line.fields["request_id"] == "idle"  # type: ignore[attr-defined]
+
+
+async def test_who_reads_slowly_does_not() -> None:
+    async with running(times={"stall_s": 0.2}) as bench:
+        async with grpc.aio.insecure_channel(bench.router.address, options=NARROW) as channel:
+            stub = inference_pb2_grpc.InferenceStub(channel)
+            call = stub.Generate(request(sampling={"max_tokens": 30}))
+            num_tokens = 0
+            while (message := await call.read()) is not grpc.aio.EOF:
+                num_tokens += len(message.token_ids)
+                bench.router._clients.readers._look()
+                await asyncio.sleep(0.02)
+        assert num_tokens == 30 and not bench.router._clients.readers.num_stalled
+
+
+@asynccontextmanager
+async def deaf(bench: HttpBench, asked: bytes) -> AsyncIterator[HttpConnections]:
+    """A client that asks and reads nothing of the answer; the system keeps little of it either."""
+    connections, address = bench.router._http.connections, bench.router.http_address
+    assert connections is not None
+    host, _, port = address.rpartition(":")
+    with socket.socket() as peer:
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        peer.connect((host, int(port)))
+        await until(connections._open_now)
+        (protocol,) = connections._open_now()
+        theirs = protocol.transport.get_extra_info("socket")  # type: ignore[attr-defined]
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        peer.sendall(asked)
+        yield connections
+    await until(lambda: not connections._open_now())
+
+
+async def test_nor_over_http(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    async with http_bench(times={"stall_s": 0.2}) as bench:
+        bench.decode.pause_at = 480
+        sampling = {"max_tokens": 500, "n": 16, "logprobs": 5, "stream": True}
+        body = json.dumps({"prompt": "x", **sampling}).encode()
+        async with deaf(bench, posted("/v1/completions", body)) as connections:
+            await until(lambda: connections.num_stalled == 1)
+            await until(bench.is_idle)
+            assert bench.decode.num_cancelled == 1
+        # An answer in one piece, whose handler is over: its connection is all that is left.
+        asked = b"GET /openapi.json HTTP/1.1\r\nhost: h\r\n\r\n"
+        async with deaf(bench, asked * 5) as connections:
+            await until(lambda: connections.num_stalled == 2)
+    assert [record for record in caplog.records if record.msg == "http_reader_stalled"]
+
+
+def test_all_of_it_on_the_loop_that_routers_run_on() -> None:
+    """uvloop's transports say and do some things otherwise."""
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(body=b"x" * MIB)
+
+    async def both(server: HttpServer) -> None:
+        await server.start("127.0.0.1:0")
+        connections = server.connections
+        assert connections is not None
+        async with raw(server.address, b"") as first:
+            await until(connections._open_now)
+            async with raw(server.address, b"") as reader:
+                assert (await reader.read()).startswith(b"HTTP/1.1 503")
+            assert not first.at_eof()
+        await until(lambda: not connections._open_now())
+        host, _, port = server.address.rpartition(":")
+        with socket.socket() as peer:
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            peer.connect((host, int(port)))
+            peer.sendall(b"GET / HTTP/1.1\r\nhost: h\r\n\r\n" * 20)
+            await until(lambda: connections.num_stalled == 1)
+            await until(lambda: not connections._open_now())
+
+    async def stopped() -> None:
+        server = HttpServer(
+            [lambda app: app.router.add_get("/", answer) and None],
+            max_body_bytes=MIB,
+            drain_s=0.2,
+            max_connections=1,
+            stall_s=0.2,
+        )
+        try:
+            await both(server)
+        finally:
+            await server.stop()
+
+    uvloop.run(stopped())

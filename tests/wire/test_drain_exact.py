@@ -1,0 +1,198 @@
+"""Streams move from decode worker to decode worker at random moments, and nobody can tell by the
+tokens: real workers on real gRPC, with a model whose tokens show each wrong byte, and with the
+small bundled one."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.loop import Engine, load_engine
+from engine.plain_ahead import AheadModel
+from process.tasks import end_tasks
+from protos import common_pb2
+from tests.unit.worker.builders import GatedModel, fake_engine, prompt_of
+from tests.wire import bundled_pair
+from tests.wire.decode_movers import LEAVE_S, Movers, Told, going_on, hold_at, movers
+from tests.wire.prefill_decode_pair import Sample, until
+
+SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
+
+
+async def drained_meanwhile(
+    m: Movers, rng: random.Random, asks: list[tuple[list[int], dict[str, Any]]]
+) -> list[Told]:
+    """Run all at once; again and again, after some more tokens, whichever worker serves drains."""
+    num_tokens = 0
+    news = asyncio.Event()
+
+    def on_tokens() -> None:
+        nonlocal num_tokens
+        num_tokens += 1
+        news.set()
+
+    async def drain() -> None:
+        index = 0
+        while True:
+            wanted = num_tokens + rng.randint(1, 40)
+            while num_tokens < wanted:
+                news.clear()
+                await news.wait()
+            m.stay(1 - index)
+            m.leave(index, LEAVE_S)
+            await until(lambda index=index: not m.states(index))
+            index = 1 - index
+
+    draining = asyncio.create_task(drain())
+    told = await asyncio.gather(*(m.follow(prompt, on_tokens, **ask) for prompt, ask in asks))
+    await end_tasks([draining])
+    for index in range(2):
+        m.stay(index)
+    return told
+
+
+def check_legs(told: Told, prompt: list[int]) -> None:
+    """Every leg behind a move had the prompt's KV by the handle."""
+    legs = zip(told.moved, told.legs[1:], told.had_handle[1:], strict=True)
+    for moved, leg, had_handle in legs:
+        if moved.reason == "missing":  # nothing was computed yet
+            assert moved.num_output_tokens[0] == 0 and not moved.HasField("handle")
+            assert not moved.HasField("leg")
+            continue
+        assert moved.HasField("handle") and moved.reason == "draining", moved
+        assert moved.HasField("leg")
+        num_left = len(prompt) + moved.num_output_tokens[0] - 1 - moved.handle.num_tokens
+        assert 0 <= num_left
+        if had_handle and moved.handle.num_tokens >= len(prompt):
+            assert leg.num_tokens_computed == 0 and not leg.recomputed, leg
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+@pytest.mark.parametrize("preemption", ["never", "recompute", "swap"])
+async def test_moved_streams_draw_what_they_would_have_drawn(
+    tmp_path: Path,
+    preemption: str,
+    is_ahead: bool,
+    seed: int,
+    scale: Callable[[int], int],
+) -> None:
+    """60 rounds of 6 requests."""
+    rng = random.Random(seed)
+
+    def make_engine(index: int) -> Engine:
+        model: Any = GatedModel()
+        if is_ahead:
+            model = AheadModel(model, is_late=True)
+        return fake_engine(model=model, preemption=preemption, num_blocks=120)
+
+    fake = GatedModel()
+    num_moved = num_whole = 0
+    async with movers(tmp_path, make_engine=make_engine) as m:
+        for round_ in range(scale(60)):
+            asks = []
+            for place in range(6):
+                prompt = prompt_of(rng.randint(1, 40), start=rng.randint(1, 9) + place)
+                asks.append((list(prompt), {"max_tokens": rng.randint(1, 60)}))
+            told = await drained_meanwhile(m, rng, asks)
+            for one, (prompt, ask) in zip(told, asks, strict=True):
+                assert one.sample.token_ids == fake.generate(prompt, ask["max_tokens"]), round_
+                num_moved += len(one.moved)
+                num_whole += sum(moved.HasField("handle") for moved in one.moved)
+                if preemption == "never":
+                    check_legs(one, prompt)
+            await m.check()
+    assert num_moved > scale(60) and num_whole > num_moved / 2
+
+
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.9, "seed": 7, "logprobs": 2},
+    {"temperature": 0.8, "seed": 8, "min_p": 0.02, "top_k": 40, "repetition_penalty": 1.2},
+    {"presence_penalty": 0.8, "frequency_penalty": 0.4, "logprobs": 0, "trace": True},
+    {"json_schema": SCHEMA, "ignore_eos": False, "temperature": 0.7, "seed": 3},
+    {"regex": "(ab|cd){3,30} [0-9]+", "ignore_eos": False, "temperature": 1.0, "seed": 5},
+    {"stop_token_ids": list(range(0, 2048, 17)), "temperature": 1.0, "seed": 11, "min_tokens": 9},
+    {"no_repeat_ngram": 2, "temperature": 0.5, "seed": 12},
+]
+
+
+async def test_a_real_model_goes_on_exactly_with_every_kind_of_parameter(
+    tmp_path: Path, seed: int, scale: Callable[[int], int]
+) -> None:
+    """20 rounds of all kinds at once, against one engine alone."""
+    rng = random.Random(seed)
+    config = EngineConfig(model=bundled_pair.MODEL, device="cpu", kv_bytes=8 * 1024 * 1024)
+    reference = load_engine(config)
+    num_moved = 0
+    async with movers(tmp_path, make_engine=lambda index: load_engine(config)) as m:
+        for round_ in range(scale(20)):
+            asks = []
+            for kind in KINDS:
+                length = rng.choice([5, 16, 21, 40])
+                prompt = [rng.randrange(30, 2000) for _ in range(length)]
+                asks.append((prompt, {"max_tokens": 40, **kind}))
+            told = await drained_meanwhile(m, rng, asks)
+            for one, (prompt, ask) in zip(told, asks, strict=True):
+                (expected,) = bundled_pair.alone(reference, prompt, **ask)
+                assert one.sample.token_ids == expected.token_ids, (round_, ask)
+                assert one.sample.finish_reason == expected.finish_reason, (round_, ask)
+                num_tokens = len(one.sample.token_ids)
+                assert len(one.sample.logprobs) == (num_tokens if "logprobs" in ask else 0)
+                assert len(one.sample.traces) == (num_tokens if "trace" in ask else 0)
+                num_moved += len(one.moved)
+                check_legs(one, prompt)
+            await m.check()
+    reference.close()
+    assert num_moved >= scale(20) * 4
+
+
+async def test_another_node_fetches_what_the_leaving_worker_stored(tmp_path: Path) -> None:
+    async with movers(tmp_path, has_two_nodes=True) as m:
+        prompt = list(prompt_of(30))
+        told = await drained_meanwhile(m, random.Random(1), [(prompt, {"max_tokens": 60})] * 3)
+        for one in told:
+            assert one.sample.token_ids == GatedModel().generate(prompt, 60)
+            assert one.moved
+            check_legs(one, prompt)
+            (source, *_) = one.legs[1].from_store or [common_pb2.TierCount(node_id="")]
+            assert source.node_id != "other"
+        await m.check()
+
+
+async def test_several_samples_move_without_their_kv_and_go_on_exactly(tmp_path: Path) -> None:
+    """Each was told how far it had come; what is computed again is counted."""
+    async with movers(tmp_path) as m:
+        prompt = prompt_of(30)
+        options = {"n": 3, "temperature": 1.0, "max_tokens": 30}
+        model = m.engine(0)._model
+        hold_at(model, 6)
+        key = await m.begin(0, prompt, **options)
+        samples = [Sample() for _ in range(3)]
+        await until(model.is_held.is_set)
+        m.leave(0)
+        model.release()
+        while not (event := await m.streams[0].next(key)).HasField("moved"):
+            samples[event.tokens.sample_index].add(event.tokens)
+        moved = event.moved
+        assert list(moved.num_output_tokens) == [len(one.token_ids) for one in samples]
+        assert not moved.HasField("handle") and moved.reason == "several_samples"
+        stream = m.streams[1]
+        key = await stream.reserve(m.reserve(prompt, "r", **options))
+        await stream.next(key)
+        await stream.generate_from(key, going_on(moved, samples))
+        while True:
+            event = await stream.next(key)
+            part = event.finished if event.HasField("finished") else event.tokens
+            samples[part.sample_index].add(part)
+            if event.HasField("finished"):
+                break
+        expected = bundled_pair.alone(fake_engine(), prompt, **options)
+        assert [one.token_ids for one in samples] == [one.token_ids for one in expected]
+        assert {r.reason: r.num_blocks for r in event.finished.leg.recomputed} == {"missing": 8}
+        await m.check()

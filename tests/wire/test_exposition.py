@@ -1,0 +1,361 @@
+"""/metrics of every kind of process: strictly well formed, bounded, never going down, and just what
+docs/metrics.md says there is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import urllib.request
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import aiohttp
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from kvstore import block_hash, serve
+from kvstore.config import KvStoreSettings
+from process.metrics import LoopCollector, MetricsServer
+from protos import common_pb2
+from services.router.metrics import RouterMetrics
+from services.worker import metrics as worker_metrics
+from services.worker.metrics import WorkerCollector
+from services.worker.parking import StoreParking
+from tests.unit.router.bench import RedisServer, running
+from tests.unit.router.bench import request as router_request
+from tests.unit.worker.builders import BLOCK_SIZE, prompt_of
+from tests.wire import autoscaler_bench, exposition
+from tests.wire.exposition import Family
+from tests.wire.http_bench import http_bench
+from tests.wire.prefill_decode_pair import pair, until
+
+DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
+_ROW = re.compile(r"\| `(\w+)` \| (\w+) \| (.*?) \|")
+
+
+async def _scrape(address: str) -> dict[str, Family]:
+    def get() -> str:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as reply:
+            assert "text/plain" in reply.headers["Content-Type"]
+            return str(reply.read().decode())
+
+    return exposition.read(await asyncio.to_thread(get))
+
+
+@asynccontextmanager
+async def _served(*collectors: Collector) -> AsyncIterator[str]:
+    server = MetricsServer(*collectors)
+    server.start("127.0.0.1:0")
+    try:
+        yield server.address
+    finally:
+        await asyncio.to_thread(server.stop)
+
+
+def _documented() -> dict[str, tuple[str, set[str]]]:
+    """Name -> type and labels, by the page."""
+    rows = _ROW.findall(DOCS.read_text(encoding="utf-8"))
+    assert len({name for name, _, _ in rows}) == len(rows), "a metric has two rows"
+    return {name: (kind, set(re.findall(r"`(\w+)`", labels))) for name, kind, labels in rows}
+
+
+def _check_documented(families: Iterable[Family]) -> None:
+    documented = _documented()
+    for family in families:
+        assert family.name in documented, f"docs/metrics.md lacks {family.name}"
+        kind, labels = documented[family.name]
+        assert kind == family.type, family.name
+        if family.samples:
+            who = {"worker_id", "role"} if "worker_id" in family.labels else {"router_id"}
+            who = {"node_id"} if "node_id" in family.labels else who
+            who = {"autoscaler_id"} if "autoscaler_id" in family.labels else who
+            assert family.labels - who == labels, family.name
+
+
+async def test_workers_and_store(tmp_path: Path) -> None:
+    """After one prompt twice, by both ways: every number of theirs is well formed, and only ever
+    grows where it says so."""
+    async with pair(tmp_path) as p:
+        loop = asyncio.get_running_loop()
+        store = serve.StoreMetrics(p.store.node, None)
+        async with (
+            _served(WorkerCollector(p.prefill.core, loop)) as prefill,
+            _served(WorkerCollector(p.decode.core, loop)) as decode,
+            _served(LoopCollector(loop, store.read, store.silent)) as kvstore,
+        ):
+            addresses = (prefill, decode, kvstore)
+            before = [await _scrape(address) for address in addresses]
+            prompt = prompt_of(4 * BLOCK_SIZE + 1)
+            answers = [
+                await p.generate(prompt, name=f"r{index}", max_tokens=5) for index in range(2)
+            ]
+            after = [await _scrape(address) for address in addresses]
+            await p.check()
+    for early, late in zip(before, after, strict=True):
+        exposition.check_grown(early, late)
+        _check_documented(late.values())
+    read = next(
+        sample.value
+        for sample in after[1]["baton_transfer_bytes"].samples
+        if sample.name.endswith("_sum") and sample.labels["direction"] == "read"
+    )
+    found = _values(after[2])
+    assert read == sum(answer.leg.num_bytes_read for answer in answers) > 0
+    assert read <= found["baton_store_bytes_total,read"]  # links are measured with some, too
+    assert found["baton_store_blocks_found_total"] <= found["baton_store_blocks_asked_total"]
+    assert found["baton_store_frames,quarantined"] == found["baton_store_leases"] == 0
+    assert found["baton_store_integrity_broken"] == 0
+    assert found["baton_up"] == 1
+
+
+def _values(families: dict[str, Family]) -> dict[str, float]:
+    """By name and what else the sample is labelled with."""
+    return {
+        ",".join([sample.name, *(v for k, v in sample.labels.items() if k != "node_id")]): (
+            sample.value
+        )
+        for family in families.values()
+        for sample in family.samples
+    }
+
+
+async def test_an_autoscaler() -> None:
+    async with autoscaler_bench.running() as cluster:
+        before = await _scrape(cluster.autoscaler.metrics_address)
+        await cluster.decide()
+        after = await _scrape(cluster.autoscaler.metrics_address)
+        name = cluster.autoscaler.autoscaler_id
+    exposition.check_grown(before, after)
+    _check_documented(after.values())
+    found = {
+        ",".join([s.name, *(v for k, v in s.labels.items() if k != "autoscaler_id")]): s.value
+        for family in after.values()
+        for s in family.samples
+        if s.labels.get("autoscaler_id", name) == name
+    }
+    assert found["baton_autoscaler_leader"] == found["baton_up"] == 1
+    for role in ("prefill", "decode"):
+        for what in ("wanted", "asked", "ready"):
+            assert found[f"baton_autoscaler_{what}_workers,{role}"] == 1
+    assert 0 <= found["baton_autoscaler_signal_age_seconds,routers"] < 3
+
+
+async def test_a_router() -> None:
+    async with running(metrics_listen="127.0.0.1:0") as bench:
+        before = await _scrape(bench.router.metrics_address)
+        await bench.generate(router_request(sampling={"max_tokens": 5, "n": 2}))
+        after = await _scrape(bench.router.metrics_address)
+    exposition.check_grown(before, after)
+    _check_documented(after.values())
+    found = {
+        ",".join([s.name, *(v for k, v in s.labels.items() if k != "router_id")]): s.value
+        for family in after.values()
+        for s in family.samples
+    }
+    assert found["baton_router_workers,prefill"] == found["baton_router_workers,decode"] == 1
+    assert found["baton_router_redis_reachable"] == 1
+    num_tokens = sum(
+        value for key, value in found.items() if key.startswith("baton_router_prompt_tokens_total")
+    )
+    assert num_tokens > 0
+    assert found["baton_router_time_to_first_token_seconds_count"] == 1
+    assert found["baton_router_time_per_output_token_seconds_count"] == 2
+    # Five tokens of each sample came in at least two messages: prefill's, then decode's.
+    assert found["baton_router_inter_token_latency_seconds_count"] >= 2
+
+
+async def test_answers_over_http_are_counted_by_path_and_status() -> None:
+    """Paths are those of the routes, whatever clients write."""
+    async with (
+        http_bench(metrics_listen="127.0.0.1:0") as bench,
+        aiohttp.ClientSession() as session,
+    ):
+        for path in ("/health", "/v1/models/x", "/v1/models/y", "/nowhere/1", "/nowhere/2"):
+            await (await session.get(f"{bench.url}{path}")).read()
+        said = {"Content-Type": "application/json"}
+        url = f"{bench.url}/v1/completions"
+        await (await session.post(url, data=b"{", headers=said)).read()
+        families = await _scrape(bench.router.metrics_address)
+    found = {
+        (sample.labels["path"], sample.labels["code"]): sample.value
+        for sample in families["baton_router_http_answers_total"].samples
+    }
+    assert found == {
+        ("/health", "200"): 1,
+        ("/v1/models/{model}", "404"): 2,
+        ("(none)", "404"): 2,
+        ("/v1/completions", "400"): 1,
+    }
+    _check_documented(families.values())
+
+
+async def test_an_index_that_lags_behind_says_so(tmp_path: Path) -> None:
+    """Redis goes away: what it does not know yet is counted, and how long already; it comes back,
+    and all is told."""
+    redis = RedisServer()
+    await redis.start()
+    try:
+        settings = KvStoreSettings(
+            node_id="n",
+            slab_dir=str(tmp_path),
+            capacity_bytes=1 << 20,
+            redis_url=redis.url,
+            redis_timeout_s=0.2,
+            metrics_listen="127.0.0.1:0",
+        )
+        async with serve.running(settings) as store:
+            publisher = store.publisher
+            assert publisher is not None
+            await until(lambda: publisher.synced)
+            calm = _values(await _scrape(store.metrics_address))
+            assert calm["baton_index_synced"] == 1 and calm["baton_index_lag_seconds"] == 0
+            assert calm["baton_index_full_publications_total"] == 1
+            redis.kill()
+            publisher.on_change(True, block_hash.chain(bytes(16), (1,) * 16, 16)[0])
+            await until(lambda: publisher.num_failures > 0)
+            behind = _values(await _scrape(store.metrics_address))
+            assert behind["baton_index_synced"] == 0
+            assert behind["baton_index_pending_changes"] == 1
+            assert behind["baton_index_lag_seconds"] > 0
+            await redis.start()
+            await until(lambda: publisher.synced)
+            last = await _scrape(store.metrics_address)
+            again = _values(last)
+            assert again["baton_index_lag_seconds"] == again["baton_index_pending_changes"] == 0
+            assert again["baton_index_failures_total"] > 0
+            _check_documented(last.values())
+    finally:
+        redis.remove()
+
+
+class _Rows(Collector):
+    def __init__(self, rows: list[Metric]) -> None:
+        self._rows = rows
+
+    def collect(self) -> list[Metric]:
+        return self._rows
+
+
+def _of_all() -> set[str]:
+    """Families that only some processes have, and those of calls that a calm router never makes."""
+    router = RouterMetrics("r", lambda: 0)
+    router.on_choice("joint", "s", {"queue": 0.1}, 0.001)
+    router.on_choice("round_robin", "turns", {"turns": 7.0}, 0.001)
+    router.on_lookup(0.001, ok=False)
+    router.on_retry("prefill_retried")
+    router.on_suspect("decode")
+    router.on_probe("ok")
+    with pytest.raises(ValueError), router.errors_counted():
+        raise ValueError("no detail of this may be shown")
+    parking = SimpleNamespace(
+        num_bytes_stored=1, num_bytes_fetched=1, lost={"missing": 1}, num_rows={"free": 1}
+    )
+    rows = worker_metrics._of_parking(cast(StoreParking, parking), {"worker_id": "w", "role": "d"})
+    registry = CollectorRegistry()
+    registry.register(router)
+    registry.register(_Rows(list(rows)))
+    text = generate_latest(registry).decode()
+    assert "detail" not in text and 'term="queue"' in text and 'term="turns"' not in text
+    families = exposition.read(text)
+    _check_documented(families.values())
+    return set(families)
+
+
+async def test_the_page_names_what_there_is_and_nothing_else(tmp_path: Path) -> None:
+    names = _of_all()
+    async with pair(tmp_path) as p:
+        loop = asyncio.get_running_loop()
+        for worker in (p.prefill, p.decode):
+            async with _served(WorkerCollector(worker.core, loop)) as address:
+                names |= set(await _scrape(address))
+        settings = KvStoreSettings(slab_dir=str(tmp_path), metrics_listen="127.0.0.1:0")
+        store = serve.StoreMetrics(p.store.node, None)
+        async with _served(LoopCollector(loop, store.read, store.silent)) as address:
+            names |= set(await _scrape(address))
+        async with serve.running(settings) as other:
+            early = await _scrape(other.metrics_address)
+            assert "baton_store_frames" not in early  # no memory yet, and no number for it
+    index = {name for name in _documented() if name.startswith("baton_index_")}
+    async with running(metrics_listen="127.0.0.1:0") as bench:
+        names |= set(await _scrape(bench.router.metrics_address))
+    async with autoscaler_bench.running() as cluster:
+        await cluster.decide()
+        names |= set(await _scrape(cluster.autoscaler.metrics_address))
+    assert set(_documented()) - index == names
+
+
+def test_a_long_label_or_a_second_series_is_found() -> None:
+    """The reader itself can fail."""
+    good = '# HELP baton_up Up.\n# TYPE baton_up gauge\nbaton_up{node_id="n"} 1.0\n'
+    assert exposition.read(good)["baton_up"].samples[0].value == 1
+    line = 'baton_up{node_id="n"} 1.0\n'
+    for bad in (
+        good + line,
+        good.replace("baton_up", "batonUp"),
+        good.replace('"n"', f'"{"n" * 65}"'),
+        good.replace('node_id="n"', 'node_id="n",request_id="r"'),
+        good.replace(" gauge", " counter"),
+        good.replace("# HELP baton_up Up.\n", ""),
+        good.rstrip("\n"),
+    ):
+        with pytest.raises(AssertionError):
+            exposition.read(bad)
+    counted = good.replace("baton_up", "baton_x_total").replace("gauge", "counter")
+    before, after = exposition.read(counted), exposition.read(counted.replace("1.0", "0.0"))
+    exposition.check_grown(after, before)
+    with pytest.raises(AssertionError, match="went down"):
+        exposition.check_grown(before, after)
+
+
+def test_no_account_is_no_source() -> None:
+    from services.router.metrics import prompt_sources
+
+    assert prompt_sources(common_pb2.Provenance()) == {}
+
+
+async def test_a_block_that_fails_verification_is_counted_by_reason(tmp_path: Path) -> None:
+    """One frame in which a bit fell over: the transfer says so, and so does the store that looked
+    for itself."""
+    async with (
+        pair(tmp_path) as p,
+        p.stream() as stream,
+        _served(WorkerCollector(p.decode.core, asyncio.get_running_loop())) as decode,
+    ):
+        before = _failed(await _scrape(decode))
+        assert before["checksum"] == 0  # there from the start: an alert sees the first one
+        prompt = prompt_of(4 * BLOCK_SIZE + 1)
+        key = await stream.reserve(p.reserve(prompt, max_tokens=4))
+        await stream.next(key)
+        reply = await p.run_prefill(prompt, max_tokens=4, handover=common_pb2.HANDOVER_PATH_STORE)
+        p.store.node.slab.frames[reply.handle.runs[0].blocks[1].frame, 3] ^= 1
+        await stream.generate(key, reply)
+        answer = await stream.collect(key)
+        assert answer.recomputed["checksum"] > 0
+        after = await _scrape(decode)
+        assert _failed(after)["checksum"] == 1
+        client = p.decode.core.connector.client
+        assert client is not None
+        await client.settle()  # the report to the store
+        store = serve.StoreMetrics(p.store.node, None)
+        found = {
+            sample.labels["reason"]: sample.value
+            for family in store.read()
+            if family.name == "baton_store_refused_blocks"
+            for sample in family.samples
+        }
+        assert found["checksum"] == 1
+        await p.check()
+
+
+def _failed(families: dict[str, Family]) -> dict[str, float]:
+    return {
+        sample.labels["reason"]: sample.value
+        for sample in families["baton_transfer_failed_blocks_total"].samples
+        if sample.labels["direction"] == "read" and sample.labels["place"] == "home"
+    }

@@ -1,0 +1,571 @@
+"""The unmodified openai client against a whole router: what it asks for is what it gets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+
+from process.errors import NoCapacity, Unavailable
+from tests.unit.router.bench import TOKENIZER, request, until
+from tests.wire.http_bench import HttpBench, http_bench, saying
+
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": "search",
+            "description": "Looks things up",
+            "parameters": {
+                "type": "object",
+                "properties": {"query": {"$ref": "#/$defs/q"}},
+                "required": ["query"],
+                "$defs": {"q": {"type": "string"}},
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "now"}},
+]
+HELLO: Any = [{"role": "user", "content": "hello"}]
+
+
+@asynccontextmanager
+async def client_of(bench: HttpBench, **options: Any) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(
+        base_url=f"{bench.url}/v1",
+        api_key="none",
+        max_retries=0,
+        timeout=10,
+        **options,
+    ) as client:
+        yield client
+
+
+async def test_a_completion_is_what_grpc_gives() -> None:
+    async with http_bench() as bench, client_of(bench) as client:
+        messages = await bench.generate(
+            request(text="hello", sampling={"max_tokens": 12, "seed": 5, "n": 2})
+        )
+        expected = ["", ""]
+        for message in messages:
+            expected[message.sample_index] += message.text
+        answer = await client.completions.create(
+            model="fake", prompt="hello", max_tokens=12, seed=5, n=2
+        )
+        assert [choice.text for choice in answer.choices] == expected
+        assert [choice.index for choice in answer.choices] == [0, 1]
+        assert {choice.finish_reason for choice in answer.choices} == {"length"}
+        assert answer.object == "text_completion" and answer.model == "fake"
+        assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
+        assert answer.usage.prompt_tokens == len(TOKENIZER.encode("hello"))
+        assert answer.usage.completion_tokens == 24
+        assert answer.usage.prompt_tokens_details.cached_tokens == 0
+        assert answer.system_fingerprint == "fp_" + bench.model.fingerprint[:16]
+
+
+@pytest.mark.parametrize("kind", ["text", "chat"])
+async def test_a_stream_is_the_whole_answer_in_pieces(kind: str) -> None:
+    async with http_bench() as bench, client_of(bench) as client:
+        create: Any = client.completions.create
+        options: dict[str, Any] = {"model": "fake", "max_tokens": 20, "seed": 3, "n": 2}
+        options["prompt"] = "hello"
+        if kind == "chat":
+            del options["prompt"]
+            create, options["messages"] = client.chat.completions.create, HELLO
+        whole = await create(**options)
+        pieces, reasons, chunks = ["", ""], [None, None], []
+        stream = await create(stream=True, stream_options={"include_usage": True}, **options)
+        async for chunk in stream:
+            chunks.append(chunk)
+            for choice in chunk.choices:
+                text = choice.text if kind == "text" else choice.delta.content
+                pieces[choice.index] += text or ""
+                reasons[choice.index] = reasons[choice.index] or choice.finish_reason
+        *body, last = chunks
+    texts = [c.text if kind == "text" else c.message.content for c in whole.choices]
+    assert pieces == texts and reasons == ["length", "length"]
+    assert len(body) > 4 and len({chunk.id for chunk in chunks}) == 1
+    assert all(chunk.usage is None for chunk in body)
+    assert last.choices == [] and last.usage == whole.usage
+    if kind == "chat":
+        roles = [c.delta.role for chunk in body for c in chunk.choices if c.delta.role]
+        assert roles == ["assistant", "assistant"]
+        assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
+
+
+async def test_prompts_of_every_kind_and_their_echo() -> None:
+    ids = TOKENIZER.encode("hello")
+    async with http_bench() as bench, client_of(bench) as client:
+
+        async def texts(prompt: Any, **options: Any) -> list[str]:
+            answer = await client.completions.create(
+                model="fake", prompt=prompt, max_tokens=4, seed=1, **options
+            )
+            assert [choice.index for choice in answer.choices] == list(range(len(answer.choices)))
+            return [choice.text for choice in answer.choices]
+
+        (text,) = await texts("hello")
+        (other,) = await texts("other")
+        assert await texts(ids) == [text]
+        assert await texts(["other", "hello", "other"]) == [other, text, other]
+        assert await texts([ids, ids]) == [text, text]
+        assert await texts("hello", echo=True) == ["hello" + text]
+        assert await texts(ids, echo=True) == ["hello" + text]
+        stream = await client.completions.create(
+            model="fake", prompt=["hello", "other"], max_tokens=4, seed=1, echo=True, stream=True
+        )
+        pieces = ["", ""]
+        async for chunk in stream:
+            for choice in chunk.choices:
+                pieces[choice.index] += choice.text
+        assert pieces == ["hello" + text, "other" + other]
+
+
+async def test_sampling_reaches_the_workers() -> None:
+    async with http_bench() as bench, client_of(bench) as client:
+        await client.chat.completions.create(
+            model="fake",
+            messages=HELLO,
+            max_completion_tokens=3,
+            temperature=0.5,
+            top_p=0.9,
+            presence_penalty=0.25,
+            frequency_penalty=-0.5,
+            logit_bias={"97": -100},
+            seed=-1,
+            logprobs=True,
+            top_logprobs=4,
+            prompt_cache_key="talk",
+            extra_body={
+                "top_k": 7,
+                "min_p": 0.1,
+                "min_tokens": 2,
+                "ignore_eos": True,
+                "repetition_penalty": 1.5,
+                "stop_token_ids": [5],
+                "bad_words": ["zq"],
+                "allowed_token_ids": [97, 98],
+                "baton": {"priority": 3, "no_repeat_ngram": 4, "tenant": "t2", "regex": "a+"},
+            },
+        )
+        (asked,) = bench.prefill.requests
+    sampling = asked.sampling
+    assert asked.tenant == "t2" and asked.priority == 3
+    assert (sampling.temperature, sampling.top_p, sampling.min_p) == (0.5, 0.9, 0.1)
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.25, -0.5)
+    assert dict(sampling.logit_bias) == {97: -100.0} and sampling.seed == 2**64 - 1
+    assert (sampling.top_k, sampling.min_tokens, sampling.ignore_eos) == (7, 2, True)
+    assert (sampling.repetition_penalty, sampling.logprobs) == (1.5, 4)
+    assert list(sampling.stop_token_ids) == [5] and sampling.bad_word_ids
+    assert list(sampling.allowed_token_ids) == [97, 98]
+    assert sampling.no_repeat_ngram == 4 and sampling.regex == "a+" and sampling.max_tokens == 3
+
+
+async def test_logprobs_name_their_tokens_by_bytes() -> None:
+    async with http_bench(model=saying("h\u00e9llo")) as bench, client_of(bench) as client:
+        answer = await client.chat.completions.create(
+            model="fake", messages=HELLO, logprobs=True, top_logprobs=0
+        )
+        (choice,) = answer.choices
+        assert choice.message.content == "h\u00e9llo" and choice.finish_reason == "stop"
+        assert choice.logprobs is not None and choice.logprobs.content is not None
+        spelled = b"".join(bytes(entry.bytes or ()) for entry in choice.logprobs.content)
+        assert spelled.decode() == "h\u00e9llo", "the end token is no part of the text"
+        assert all(
+            entry.logprob == -float(i)
+            for entry, i in zip(
+                choice.logprobs.content, TOKENIZER.encode("h\u00e9llo"), strict=True
+            )
+        )
+        plain = await client.completions.create(model="fake", prompt="a", logprobs=0)
+        found = plain.choices[0].logprobs
+        assert found is not None and found.tokens is not None and found.text_offset is not None
+        assert len(found.tokens) == len(choice.logprobs.content)
+        assert found.text_offset[0] == 0 and found.text_offset == sorted(found.text_offset)
+
+
+async def test_stop_strings_end_the_text() -> None:
+    async with http_bench(model=saying("one two three")) as bench, client_of(bench) as client:
+        for stop in ("two", ["zzz", "two"]):
+            answer = await client.chat.completions.create(model="fake", messages=HELLO, stop=stop)
+            assert answer.choices[0].message.content == "one "
+            assert answer.choices[0].finish_reason == "stop"
+
+
+CALLS = (
+    'Let me see.\n<tool_call>\n{"name": "search", "arguments": {"query": "fo\\"x"}}\n</tool_call>'
+    '\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+)
+
+
+async def test_tools_are_shown_to_the_model_and_calls_are_read_back() -> None:
+    async with http_bench(model=saying(CALLS)) as bench, client_of(bench) as client:
+        answer = await client.chat.completions.create(
+            model="fake", messages=HELLO, tools=TOOLS, max_tokens=400
+        )
+        (choice,) = answer.choices
+        assert choice.finish_reason == "tool_calls" and choice.message.content == "Let me see."
+        calls: Any = choice.message.tool_calls
+        assert [call.function.name for call in calls] == ["search", "now"]
+        assert json.loads(calls[0].function.arguments) == {"query": 'fo"x'}
+        assert calls[1].function.arguments == "{}"
+        assert len({call.id for call in calls}) == 2
+        prompt = TOKENIZER.decode(bench.prefill.requests[0].prompt_token_ids)
+        assert '"name": "search"' in prompt and "Looks things up" in prompt
+
+        merged: dict[int, dict[str, str]] = {}
+        content, reason = "", None
+        stream = await client.chat.completions.create(
+            model="fake", messages=HELLO, tools=TOOLS, max_tokens=400, stream=True
+        )
+        async for chunk in stream:
+            (part,) = chunk.choices
+            content += part.delta.content or ""
+            reason = part.finish_reason or reason
+            for call in part.delta.tool_calls or ():
+                assert call.function is not None
+                if call.id is not None:
+                    assert call.type == "function" and call.function.name
+                    merged[call.index] = {"name": call.function.name, "arguments": ""}
+                merged[call.index]["arguments"] += call.function.arguments or ""
+        assert content == "Let me see." and reason == "tool_calls"
+        assert merged == {
+            0: {"name": "search", "arguments": calls[0].function.arguments},
+            1: {"name": "now", "arguments": "{}"},
+        }
+
+
+async def test_a_tools_answer_goes_back_through_the_template() -> None:
+    messages: Any = [
+        {
+            "role": "developer",
+            "content": [{"type": "text", "text": "be"}, {"type": "text", "text": "kind"}],
+        },
+        {"role": "user", "content": "hello"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {
+                    "id": "call_1",
+                    "type": "function",
+                    "function": {"name": "search", "arguments": '{"query": "x"}'},
+                }
+            ],
+        },
+        {"role": "tool", "tool_call_id": "call_1", "content": "found it"},
+    ]
+    async with http_bench() as bench, client_of(bench) as client:
+        await client.chat.completions.create(
+            model="fake",
+            messages=messages,
+            tools=TOOLS,
+            tool_choice="none",
+            max_tokens=2,
+            extra_body={"chat_template_kwargs": {"mood": "gladly "}},
+        )
+        prompt = TOKENIZER.decode(bench.prefill.requests[0].prompt_token_ids)
+    assert prompt == (
+        'system: be\nkind\nuser: hello\nassistant: [search {"query": "x"}]\n'
+        "tool: found it re call_1\ngladly assistant:"
+    )
+
+
+async def test_a_forced_call_is_a_grammar() -> None:
+    text = '[{"name": "search", "arguments": {"query": "x"}}, {"name": "now", "arguments": {}}]'
+    async with http_bench(model=saying(text)) as bench, client_of(bench) as client:
+        answer = await client.chat.completions.create(
+            model="fake", messages=HELLO, tools=TOOLS, tool_choice="required", max_tokens=200
+        )
+        calls: Any = answer.choices[0].message.tool_calls
+        assert [call.function.name for call in calls] == ["search", "now"]
+        assert answer.choices[0].finish_reason == "tool_calls"
+        assert answer.choices[0].message.content is None
+        schema = json.loads(bench.prefill.requests[0].sampling.json_schema)
+        assert schema["$defs"] == {"t0_q": {"type": "string"}} and schema["minItems"] == 1
+        search, now = schema["items"]["anyOf"]
+        assert search["properties"]["arguments"]["properties"] == {
+            "query": {"$ref": "#/$defs/t0_q"}
+        }
+        assert now["properties"]["name"] == {"const": "now"}
+
+    async with http_bench(model=saying('{"query": "x"}')) as bench, client_of(bench) as client:
+        answer = await client.chat.completions.create(
+            model="fake",
+            messages=HELLO,
+            tools=TOOLS,
+            tool_choice={"type": "function", "function": {"name": "search"}},
+        )
+        (call,) = answer.choices[0].message.tool_calls or ()
+        assert call.type == "function"
+        assert (call.function.name, call.function.arguments) == ("search", '{"query": "x"}')
+        assert answer.choices[0].finish_reason == "stop"
+        schema = json.loads(bench.prefill.requests[0].sampling.json_schema)
+        assert schema == TOOLS[0]["function"]["parameters"]
+
+
+async def test_response_formats_are_grammars() -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    async with http_bench(model=saying('{"n": 4}')) as bench, client_of(bench) as client:
+        answer = await client.chat.completions.create(
+            model="fake",
+            messages=HELLO,
+            response_format={
+                "type": "json_schema",
+                "json_schema": {"name": "n", "schema": schema, "strict": True},
+            },
+        )
+        assert json.loads(answer.choices[0].message.content or "") == {"n": 4}
+        await client.chat.completions.create(
+            model="fake", messages=HELLO, response_format={"type": "json_object"}
+        )
+        await client.chat.completions.create(
+            model="fake", messages=HELLO, response_format={"type": "text"}
+        )
+        first, second, third = bench.prefill.requests
+    assert json.loads(first.sampling.json_schema) == schema
+    assert json.loads(second.sampling.json_schema) == {"type": "object"}
+    assert third.sampling.WhichOneof("grammar") is None
+
+
+async def test_errors_are_those_that_the_client_knows() -> None:
+    async with http_bench() as bench, client_of(bench) as client:
+        create = client.chat.completions.create
+        with pytest.raises(openai.NotFoundError) as caught:
+            await create(model="gpt-5", messages=HELLO)
+        assert caught.value.code == "model_not_found" and caught.value.param == "model"
+        with pytest.raises(openai.BadRequestError) as refused:
+            await create(model="fake", messages=HELLO, max_tokens=10**6)
+        assert refused.value.param == "max_tokens" and "has room for" in refused.value.message
+        with pytest.raises(openai.BadRequestError) as refused:
+            await create(model="fake", messages=HELLO, extra_body={"temprature": 1})
+        assert refused.value.param == "temprature" and "temperature?" in refused.value.message
+
+        bench.prefill.error = NoCapacity("all is full", retry_after_s=2.5)
+        with pytest.raises(openai.RateLimitError) as full:
+            await create(model="fake", messages=HELLO)
+        assert full.value.response.headers["retry-after"] == "3"
+        assert full.value.response.headers["retry-after-ms"] == "2500"
+        assert full.value.request_id is not None
+        bench.prefill.error = None
+        bench.prefill.gate.close()
+        with pytest.raises(openai.InternalServerError) as late:
+            await create(model="fake", messages=HELLO, extra_headers={"x-baton-budget-ms": "200"})
+        assert late.value.status_code == 504 and "prefilling" in late.value.message
+        bench.prefill.gate.open()
+
+
+async def test_no_worker_is_a_503_that_says_when_to_come_again() -> None:
+    async with (
+        http_bench(num_prefill=0) as bench,
+        client_of(bench) as client,
+        aiohttp.ClientSession() as session,
+    ):
+        with pytest.raises(openai.InternalServerError) as away:
+            await client.completions.create(model="fake", prompt="x")
+        assert away.value.status_code == 503
+        assert away.value.response.headers["retry-after"] == "1"
+        async with session.get(f"{bench.url}/ready") as response:
+            assert response.status == 503 and "prefill" in await response.text()
+        async with session.get(f"{bench.url}/health") as response:
+            assert response.status == 200
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+async def test_an_error_in_the_middle_of_a_stream_reaches_the_client(is_chat: bool) -> None:
+    async with http_bench() as bench, client_of(bench) as client:
+        bench.decode.pause_at = 3
+        stream: Any = await (
+            client.chat.completions.create(model="fake", messages=HELLO, max_tokens=20, stream=True)
+            if is_chat
+            else client.completions.create(model="fake", prompt="x", max_tokens=20, stream=True)
+        )
+        chunks = []
+
+        async def read() -> None:
+            async for chunk in stream:
+                chunks.append(chunk)
+
+        reading = asyncio.create_task(read())
+        await until(lambda: len(chunks) == 3)
+        await bench.decode.stop()
+        with pytest.raises(openai.APIError) as caught:
+            await asyncio.wait_for(reading, 10)
+        assert caught.value.code == "unavailable" and caught.value.type is not None
+        bench.decodes.clear()
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_client_that_goes_away_ends_both_legs(is_streamed: bool) -> None:
+    async with http_bench() as bench, client_of(bench) as client:
+        bench.decode.token_gate.close()
+        call: Any = client.completions.create(
+            model="fake", prompt="x", max_tokens=50, stream=is_streamed
+        )
+
+        async def read() -> None:
+            answer = await call
+            if is_streamed:
+                async for _ in answer:
+                    pass
+
+        reading = asyncio.create_task(read())
+        await until(lambda: bench.decode.generated)
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        await until(lambda: bench.decode.num_open == 0)
+        await until(bench.is_idle)
+        assert bench.decode.num_cancelled == 1
+        bench.decode.token_gate.open()
+
+
+async def test_a_request_sent_again_ends_the_first_and_is_the_same() -> None:
+    headers = {"x-request-id": "again-1"}
+    async with http_bench() as bench, client_of(bench) as client:
+
+        async def ask(prompt: str = "x") -> Any:
+            return await client.completions.create(
+                model="fake", prompt=prompt, max_tokens=6, extra_headers=headers
+            )
+
+        bench.decode.token_gate.close()
+        first = asyncio.create_task(ask())
+        await until(lambda: bench.decode.generated)
+        with pytest.raises(openai.ConflictError):
+            await ask("y")
+        second = asyncio.create_task(ask())
+        with pytest.raises(openai.APIStatusError) as superseded:
+            await first
+        assert superseded.value.status_code == 499
+        bench.decode.token_gate.open()
+        answer = await second
+        assert answer.id == "cmpl-again-1" and answer._request_id == "again-1"
+        assert (await ask()).choices[0].text == answer.choices[0].text
+
+
+async def test_the_account_comes_when_it_is_asked_for() -> None:
+    async with http_bench() as bench, client_of(bench) as client:
+        answer = await client.completions.create(
+            model="fake",
+            prompt=["x", "y"],
+            max_tokens=4,
+            extra_body={"baton": {"provenance": True, "token_ids": True}},
+        )
+        one, two = answer.model_extra["baton"]["requests"]  # type: ignore[index]
+        for account in (one, two):
+            legs = account["provenance"]["legs"]
+            assert [leg["role"] for leg in legs] == ["prefill", "decode"]
+            assert legs[0]["num_tokens_computed"] == 1 and account["times_s"]["tokenize"] >= 0
+        assert [len(choice.model_extra["token_ids"]) for choice in answer.choices] == [4, 4]  # type: ignore[index]
+        stream = await client.completions.create(
+            model="fake",
+            prompt="x",
+            max_tokens=4,
+            stream=True,
+            extra_headers={"x-baton-provenance": "1"},
+        )
+        chunks = [chunk async for chunk in stream]
+        accounts = [c.model_extra["baton"] for c in chunks if "baton" in (c.model_extra or {})]
+        assert len(accounts) == 1 and "baton" in (chunks[-1].model_extra or {})
+        plain = await client.completions.create(model="fake", prompt="x", max_tokens=1)
+        assert "baton" not in (plain.model_extra or {})
+
+
+async def test_models_are_listed() -> None:
+    async with http_bench() as bench, client_of(bench) as client:
+        listed = [model async for model in client.models.list()]
+        assert [model.id for model in listed] == ["fake"]
+        assert (await client.models.retrieve("fake")).owned_by == "baton"
+        with pytest.raises(openai.NotFoundError):
+            await client.models.retrieve("other")
+
+
+async def test_running_usage_grows() -> None:
+    async with http_bench() as bench, client_of(bench) as client:
+        stream: Any = await client.completions.create(
+            model="fake",
+            prompt="x",
+            max_tokens=5,
+            stream=True,
+            stream_options={"include_usage": True, "continuous_usage_stats": True},  # type: ignore[typeddict-unknown-key]
+        )
+        counts = [chunk.usage.completion_tokens async for chunk in stream]
+    assert counts == sorted(counts) and counts[-1] == 5 and counts[0] == 1
+
+
+async def test_a_slow_reader_holds_nothing_but_its_own_request_up() -> None:
+    """Its tokens are merged where they wait, so few large chunks come instead of many."""
+    async with (
+        http_bench(model=saying("x" * 3000)) as bench,
+        client_of(bench) as client,
+        aiohttp.ClientSession() as session,
+    ):
+        body = {"prompt": "x", "max_tokens": 3000, "stream": True}
+        async with session.post(f"{bench.url}/v1/completions", json=body) as slow:
+            await slow.content.readany()
+            other = await client.completions.create(model="fake", prompt="x", max_tokens=2)
+            assert other.choices[0].text == "xx"
+            text = (await slow.content.read()).decode()
+        assert text.rstrip().endswith("data: [DONE]")
+
+
+async def test_the_blocking_client_works() -> None:
+    async with http_bench() as bench:
+
+        def ask() -> list[str]:
+            with openai.OpenAI(
+                base_url=f"{bench.url}/v1", api_key="none", max_retries=0, timeout=10
+            ) as client:
+                whole = client.chat.completions.create(
+                    model="fake", messages=HELLO, max_tokens=5, seed=1
+                )
+                stream = client.chat.completions.create(
+                    model="fake", messages=HELLO, max_tokens=5, seed=1, stream=True
+                )
+                pieces = [chunk.choices[0].delta.content or "" for chunk in stream]
+                return [whole.choices[0].message.content or "", "".join(pieces)]
+
+        whole, streamed = await asyncio.to_thread(ask)
+        assert whole == streamed and len(whole) == 5
+
+
+async def test_decode_that_fails_before_the_first_token_is_a_status() -> None:
+    async with http_bench() as bench, client_of(bench) as client:
+        bench.decode.error = Unavailable("going away", retry_after_s=4)
+        with pytest.raises(openai.InternalServerError) as caught:
+            await client.completions.create(model="fake", prompt="x", max_tokens=20, stream=True)
+        assert caught.value.status_code == 503
+
+
+async def test_embeddings_come_as_numbers_in_the_order_of_the_inputs() -> None:
+    async with http_bench() as bench, client_of(bench) as client:
+        ids = TOKENIZER.encode("hello")
+        (one,) = (await client.embeddings.create(model="fake", input="hello")).data
+        assert one.embedding == pytest.approx(bench.model.embedding(ids), abs=1e-6)
+        inputs = [f"text {number}" for number in range(70)] + ["hello"]
+        many = await client.embeddings.create(model="fake", input=inputs)
+        assert [entry.index for entry in many.data] == list(range(71))
+        assert many.data[70].embedding == one.embedding != many.data[0].embedding
+        assert many.usage.prompt_tokens == sum(len(TOKENIZER.encode(text)) for text in inputs)
+        plain = await client.embeddings.create(
+            model="fake",
+            input=[ids, ids],
+            encoding_format="float",
+            extra_body={"baton": {"provenance": True}},
+        )
+        assert plain.data[1].embedding == pytest.approx(one.embedding, abs=1e-6)
+        accounts = plain.model_extra["baton"]["requests"]  # type: ignore[index]
+        assert [a["provenance"]["legs"][0]["role"] for a in accounts] == ["prefill", "prefill"]
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.embeddings.create(model="fake", input="x", dimensions=4)
+        assert refused.value.param == "dimensions"
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.embeddings.create(model="fake", input=["x", "y" * 4000])
+        assert refused.value.param == "input[1]" and "window" in refused.value.message

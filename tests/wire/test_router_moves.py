@@ -1,0 +1,497 @@
+"""Streams whose decode worker leaves or dies: they go on at another one, and their client sees at
+most a gap. A whole router over fake workers."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from process import serving
+from process.errors import NoCapacity, Unavailable
+from protos import common_pb2, inference_pb2, kvstore_pb2, kvstore_pb2_grpc
+from services.router.fakes.decode import FakeDecode
+from services.router.fakes.prefill import FakePrefill
+from services.router.job import Cluster
+from tests.unit.router.bench import (
+    TOKENIZER,
+    Bench,
+    fake_model,
+    request,
+    rest_of,
+    running,
+    until,
+)
+
+PROMPT = TOKENIZER.encode("hello")
+SEED = 5
+PATIENT = {"failover_wait_s": 10.0}
+
+
+def _expected(bench: Bench, num_tokens: int, index: int = 0, seed: int = SEED) -> list[int]:
+    params = common_pb2.SamplingParams(seed=seed)
+    return [bench.model.token(PROMPT, params, at, index) for at in range(num_tokens)]
+
+
+def _ids(messages: Sequence[Any], index: int = 0) -> list[int]:
+    return [i for message in messages if message.sample_index == index for i in message.token_ids]
+
+
+def _asked(max_tokens: int = 12, **sampling: Any) -> Any:
+    return request(sampling={"max_tokens": max_tokens, "seed": SEED, **sampling})
+
+
+def _legs(messages: Sequence[Any]) -> list[tuple[str, str]]:
+    (account,) = [m.provenance for m in messages if m.HasField("provenance")]
+    return [(leg.worker_id, leg.ended_by) for leg in account.legs]
+
+
+async def _leave(worker: FakeDecode) -> None:
+    worker.move_all()
+
+
+async def _leave_without(worker: FakeDecode) -> None:
+    worker.move_all(with_handles=False)
+
+
+async def _die(worker: FakeDecode) -> None:
+    await worker.stop()
+
+
+Goes = Callable[[FakeDecode], Awaitable[None]]
+GOES = (_leave, _leave_without, _die)
+
+
+def _pause(bench: Bench, at: int) -> None:
+    for worker in bench.decodes:
+        worker.pause_at = at
+
+
+async def _paused(bench: Bench) -> FakeDecode:
+    """The worker that has a request and draws no more of it."""
+    await until(lambda: any(map(_is_paused, bench.decodes)))
+    return next(filter(_is_paused, bench.decodes))
+
+
+def _is_paused(worker: FakeDecode) -> bool:
+    gate = worker.token_gate
+    is_there = worker._server is not None and worker.num_generating > 0
+    return is_there and gate.reached.is_set() and not gate._open.is_set()
+
+
+async def _moved(bench: Bench, asked: Any, at: int, goes: Goes) -> list[Any]:
+    """All messages of `asked`, whose worker goes when a sample has `at` tokens."""
+    _pause(bench, at)
+    generating = asyncio.create_task(bench.generate(asked))
+    worker = await _paused(bench)
+    _pause(bench, -1)
+    await goes(worker)
+    return await generating
+
+
+async def test_a_worker_that_leaves_hands_its_stream_to_another() -> None:
+    async with running(num_decode=2) as bench:
+        messages = await _moved(bench, _asked(), 5, _leave)
+        assert _ids(messages) == _expected(bench, 12)
+        old, new = sorted(bench.decodes, key=lambda worker: not worker.is_draining)
+        (moved,) = old.moved
+        (told,) = new.generated
+        assert told.handle == moved.handle
+        assert told.handle.num_tokens == len(PROMPT) + 5 - 1
+        assert list(told.output_token_ids) == _expected(bench, 5)
+        assert not told.computes_prompt
+        assert len(bench.prefill.requests) == 1
+        assert _legs(messages) == [("p0", ""), (old.worker_id, "moved"), (new.worker_id, "")]
+        times = {entry.stage: entry.seconds for entry in messages[-1].times}
+        assert times["move"] > 0 and times["handover"] >= 0
+
+
+async def test_a_stream_moves_again_and_again() -> None:
+    async with running(num_decode=4) as bench:
+        _pause(bench, 3)
+        generating = asyncio.create_task(bench.generate(_asked(20)))
+        for at in (6, 9, 12):
+            worker = await _paused(bench)
+            _pause(bench, at)
+            worker.move_all()
+        (await _paused(bench)).token_gate.open()
+        messages = await generating
+        assert _ids(messages) == _expected(bench, 20)
+        legs = _legs(messages)
+        assert [ended_by for _, ended_by in legs] == ["", "moved", "moved", "moved", ""]
+        assert len({worker_id for worker_id, _ in legs}) == 5
+        assert len(bench.prefill.requests) == 1
+
+
+@pytest.mark.parametrize("goes", [_leave_without, _die])
+async def test_without_a_handle_a_prefill_worker_goes_on_first(goes: Goes) -> None:
+    async with running(num_decode=2) as bench:
+        messages = await _moved(bench, _asked(), 5, goes)
+        assert _ids(messages) == _expected(bench, 12)
+        first, again = bench.prefill.requests
+        assert not first.output_token_ids
+        assert list(again.output_token_ids) == _expected(bench, 5)
+        last_id, _ = _legs(messages)[-1]
+        (told,) = next(d for d in bench.decodes if d.worker_id == last_id).generated
+        assert told.HasField("handle")
+        assert list(told.output_token_ids) == _expected(bench, 6)
+        why = "moved" if goes is _leave_without else "worker_lost"
+        assert [ended_by for _, ended_by in _legs(messages)] == ["", why, "", ""]
+        (recomputed,) = messages[-1].provenance.legs[2].recomputed
+        assert (recomputed.reason, recomputed.num_blocks) == (why, 1)
+
+
+async def test_wherever_it_happens_no_token_is_lost_or_comes_twice(
+    seed: int, scale: Callable[[int], int]
+) -> None:
+    rng = random.Random(seed)
+    for _ in range(scale(200)):
+        num_tokens = rng.randint(3, 30)
+        n = rng.choice([1, 1, 3])
+        eos_at = rng.choice([None, rng.randint(2, 30)])
+        async with running(num_decode=3, model=fake_model(eos_at=eos_at)) as bench:
+            asked = _asked(num_tokens, n=n, logprobs=1)
+            last = num_tokens if eos_at is None else min(num_tokens, eos_at + 1)
+            points = sorted(rng.sample(range(1, 31), 2))
+            _pause(bench, points[0])
+            generating = asyncio.create_task(bench.generate(asked))
+            for at, then in ((points[0], points[1]), (points[1], -1)):
+                if at >= last:
+                    break
+                worker = await _paused(bench)
+                _pause(bench, then)
+                await rng.choice(GOES)(worker)
+            _pause(bench, -1)
+            for worker in bench.decodes:
+                worker.token_gate.open()
+            messages = await generating
+            for index in range(n):
+                shown = _expected(bench, last, index)
+                assert _ids(messages, index) == shown, (points, num_tokens, eos_at)
+                probs = [
+                    entry.chosen.token_id
+                    for message in messages
+                    if message.sample_index == index
+                    for entry in message.logprobs
+                ]
+                assert probs == shown
+                ends = [m for m in messages if m.sample_index == index and m.finish_reason]
+                assert len(ends) == 1 and ends[0].usage.num_output_tokens == last
+
+
+@pytest.mark.parametrize("goes", GOES)
+async def test_held_back_text_and_a_stop_string_across_the_move(goes: Goes) -> None:
+    async with running(num_decode=2) as bench:
+        ids = _expected(bench, 12)
+        text = TOKENIZER.decode(ids)
+        stop = text[3:8]
+        assert text.index(stop) == 3
+        messages = await _moved(bench, _asked(stop=[stop]), 6, goes)
+        assert "".join(m.text for m in messages) == text[:3]
+        assert messages[-1].stop_string == stop
+        assert _ids(messages) == ids[:8]
+
+
+@pytest.mark.parametrize("goes", GOES)
+async def test_samples_that_ended_before_are_not_ended_twice(goes: Goes) -> None:
+    async with running(num_decode=2) as bench:
+        texts = [TOKENIZER.decode(_expected(bench, 20, index)) for index in range(3)]
+        stop = texts[1][2:5]
+        assert all(stop not in texts[other] for other in (0, 2))
+        messages = await _moved(bench, _asked(20, n=3, stop=[stop]), 10, goes)
+        for index in (0, 2):
+            assert _ids(messages, index) == _expected(bench, 20, index)
+        assert "".join(m.text for m in messages if m.sample_index == 1) == texts[1][:2]
+        ends = [m.sample_index for m in messages if m.finish_reason]
+        assert sorted(ends) == [0, 1, 2]
+        told = [command for worker in bench.decodes for command in worker.generated][-1]
+        assert [output.is_over for output in told.outputs] == [False, True, False]
+
+
+async def test_tokens_that_did_not_come_are_not_passed_over() -> None:
+    async with running(num_decode=2) as bench:
+
+        async def lose_one(worker: FakeDecode) -> None:
+            worker.move_all(num_lost=1)
+
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await _moved(bench, _asked(), 5, lose_one)
+        assert caught.value.code() is grpc.StatusCode.INTERNAL
+        assert "sent [6] tokens, and [5] came" in str(caught.value.details())
+
+
+@pytest.mark.parametrize("goes", GOES)
+async def test_a_stream_waits_for_another_worker_to_come(goes: Goes) -> None:
+    async with running(times=PATIENT) as bench:
+        _pause(bench, 4)
+        generating = asyncio.create_task(bench.generate(_asked()))
+        worker = await _paused(bench)
+        await goes(worker)
+        (attempt,) = bench.router._log._live
+        await until(lambda: "moved" in attempt.to_proto().state)
+        await bench.add(FakeDecode("later", bench.model))
+        messages = await generating
+        assert _ids(messages) == _expected(bench, 12)
+        assert _legs(messages)[-1] == ("later", "")
+
+
+async def test_a_stream_does_not_go_back_to_a_worker_that_let_it_go() -> None:
+    """Not even where it would take it: the router may not have heard yet that it drains."""
+    async with running(times=PATIENT) as bench:
+        _pause(bench, 4)
+        generating = asyncio.create_task(bench.generate(_asked()))
+        worker = await _paused(bench)
+        worker.move_all()
+        worker.error, worker.pause_at = None, -1
+        (attempt,) = bench.router._log._live
+        await until(lambda: "moved" in attempt.to_proto().state)
+        await bench.add(FakeDecode("later", bench.model))
+        assert _legs(await generating)[-1] == ("later", "")
+        assert worker.num_reserved == 1
+
+
+async def test_a_stream_waits_for_a_prefill_worker_too() -> None:
+    async with running(num_decode=2, times=PATIENT) as bench:
+        _pause(bench, 4)
+        generating = asyncio.create_task(bench.generate(_asked()))
+        worker = await _paused(bench)
+        _pause(bench, -1)
+        bench.prefill.error = Unavailable("starting again", retry_after_s=1.0)
+        await worker.stop()
+        await until(lambda: len(bench.prefill.requests) >= 3)
+        bench.prefill.error = None
+        messages = await generating
+        assert _ids(messages) == _expected(bench, 12)
+        assert [ended_by for _, ended_by in _legs(messages)] == ["", "worker_lost", "", ""]
+
+
+async def test_a_stream_that_no_prefill_worker_takes_up_ends_in_time() -> None:
+    async with running(num_decode=2) as bench:
+
+        async def die(worker: FakeDecode) -> None:
+            bench.prefill.error = Unavailable("out of order", retry_after_s=1.0)
+            await worker.stop()
+
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await _moved(bench, _asked(), 4, die)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert "nobody goes on: " in str(caught.value.details())
+        assert serving.error_from_rpc(caught.value).retry_after_s is not None
+
+
+async def test_a_stream_waits_for_room() -> None:
+    async with running(num_decode=2, times=PATIENT) as bench:
+        _pause(bench, 4)
+        generating = asyncio.create_task(bench.generate(_asked()))
+        worker = await _paused(bench)
+        (other,) = (d for d in bench.decodes if d is not worker)
+        other.error = NoCapacity("full", retry_after_s=1.0)
+        worker.move_all()
+        await until(lambda: other.num_refused >= 2)
+        other.error, other.pause_at = None, -1
+        assert _ids(await generating) == _expected(bench, 12)
+
+
+@pytest.mark.parametrize("goes", GOES)
+async def test_nobody_else_in_time_is_unavailable_with_a_retry_time(goes: Goes) -> None:
+    async with running() as bench:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await _moved(bench, _asked(), 4, goes)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert serving.error_from_rpc(caught.value).retry_after_s is not None
+
+
+async def test_a_request_that_breaks_workers_is_given_up() -> None:
+    async with running(num_decode=3, limits={"max_failovers": 1}) as bench:
+        _pause(bench, 4)
+        generating = asyncio.create_task(bench.generate(_asked()))
+        for then in (8, -1):
+            worker = await _paused(bench)
+            _pause(bench, then)
+            await worker.stop()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await generating
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert "the last of 2 decode workers" in str(caught.value.details())
+
+
+async def test_a_worker_of_another_model_does_not_go_on() -> None:
+    """Other weights under the same name: the answer would be another one from there on."""
+    async with running() as bench:
+        foreign = fake_model(fingerprint="cd" * 32)
+        await bench.add(FakePrefill("p9", foreign))
+        await bench.add(FakeDecode("d9", foreign))
+        _pause(bench, 4)
+        generating = asyncio.create_task(bench.generate(_asked()))
+        worker = await _paused(bench)
+        (other,) = (d for d in bench.decodes if d is not worker)
+        worker.move_all()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await generating
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert not other.generated
+
+
+async def test_a_worker_that_leaves_while_the_prompt_is_computed() -> None:
+    """It only held blocks: the handle goes to another one."""
+    async with running(num_decode=2) as bench:
+        bench.prefill.gate.close()
+        generating = asyncio.create_task(bench.generate(_asked()))
+        await bench.prefill.gate.reached.wait()
+        (worker,) = (d for d in bench.decodes if d.num_reserved)
+        worker.move_all()
+        await until(lambda: not bench.router._streams.num_open_legs)
+        bench.prefill.gate.open()
+        messages = await generating
+        assert _ids(messages) == _expected(bench, 12)
+        assert len(bench.prefill.requests) == 1
+        (other,) = (d for d in bench.decodes if d is not worker)
+        assert _legs(messages) == [("p0", ""), (other.worker_id, "")]
+        assert other.generated[0].HasField("handle")
+
+
+@pytest.mark.parametrize("goes", GOES)
+async def test_an_answer_that_decode_draws_alone_goes_on(goes: Goes) -> None:
+    async with running(num_decode=2, short_prefill_tokens=100) as bench:
+        messages = await _moved(bench, _asked(), 5, goes)
+        assert _ids(messages) == _expected(bench, 12)
+        assert not bench.prefill.requests
+        (told,) = [c for d in bench.decodes if not d.is_draining for c in d.generated][-1:]
+        assert list(told.output_token_ids) == _expected(bench, 5)
+
+
+class _Store(kvstore_pb2_grpc.KvStoreServicer):
+    """Only hears which leases are given back."""
+
+    def __init__(self) -> None:
+        self.released: list[str] = []
+
+    async def Release(self, request: Any, context: Any) -> Any:
+        self.released += request.lease_ids
+        return kvstore_pb2.ReleaseReply(num_released=len(request.lease_ids))
+
+
+@pytest.mark.parametrize("ends", ["cancel", "deadline", "nobody", "overshoot"])
+async def test_a_handle_that_nobody_takes_over_is_given_back(ends: str) -> None:
+    store = _Store()
+    server, address = await serving.listen(
+        "127.0.0.1:0", [lambda s: kvstore_pb2_grpc.add_KvStoreServicer_to_server(store, s)]
+    )
+    try:
+        times = {} if ends == "nobody" else PATIENT
+        async with running(times=times) as bench:
+            bench.decode.store_address = address
+            bench.decode.pause_at = 4
+            asked = _asked()
+            if ends == "deadline":
+                asked.budget_ms = 600
+            call = bench.stub.Generate(asked, timeout=10)
+            worker = await _paused(bench)
+            if ends == "overshoot":
+                # It moves before it hears that the client is gone.
+                worker.read_gate.close()
+                call.cancel()
+                await until(lambda: not bench.router._in_flight.num_attempts)
+                worker.move_all()
+                worker.read_gate.open()
+            else:
+                worker.move_all()
+                if ends == "cancel":
+                    (attempt,) = bench.router._log._live
+                    await until(lambda: "moved" in attempt.to_proto().state)
+                    call.cancel()
+                else:
+                    with pytest.raises(grpc.aio.AioRpcError):
+                        await rest_of(call)
+            await until(lambda: store.released)
+            assert store.released == ["lease-moved"]
+    finally:
+        await server.stop(None)
+
+
+async def test_it_is_counted_and_told() -> None:
+    async with running(num_decode=2) as bench:
+        await _moved(bench, _asked(), 5, _leave)
+        status = await bench.stub.GetClusterStatus(
+            inference_pb2.GetClusterStatusRequest(num_requests=1), timeout=5
+        )
+        (told,) = status.requests
+        assert told.outcome == "finished"
+        assert "move" in {span.stage for span in told.spans}
+        explained = await bench.stub.Explain(
+            inference_pb2.ExplainRequest(request_id=told.request_id), timeout=5
+        )
+        assert "decode left" in {decision.occasion for decision in explained.decisions}
+
+
+@pytest.mark.parametrize("goes", [_leave, _die])
+async def test_both_workers_go_while_the_prompt_is_computed(goes: Goes) -> None:
+    """One node with both of them is lost: the other pair serves. The asking of the second prefill
+    worker once forgot that a decode worker is needed."""
+    async with running(num_prefill=2, num_decode=2, times={"failover_wait_s": 2.0}) as bench:
+        for prefill in bench.prefills:
+            prefill.gate.close()
+        generating = asyncio.create_task(bench.generate(_asked()))
+        await until(lambda: any(prefill.requests for prefill in bench.prefills))
+        (first,) = (prefill for prefill in bench.prefills if prefill.requests)
+        (other,) = (prefill for prefill in bench.prefills if prefill is not first)
+        (decode,) = (worker for worker in bench.decodes if worker.num_reserved)
+        await goes(decode)
+        await until(lambda: not bench.router._streams.num_open_legs)
+        other.gate.open()
+        await first.stop()
+        assert _ids(await generating) == _expected(bench, 12)
+
+
+async def test_waiting_for_a_prefill_worker_asks_now_and_then() -> None:
+    """Not as fast as it is refused: that would hit a cluster when it is weakest."""
+    async with running(num_decode=2, times={"failover_wait_s": 1.0}) as bench:
+
+        async def die(worker: FakeDecode) -> None:
+            bench.prefill.error = Unavailable("out of order", retry_after_s=1.0)
+            await worker.stop()
+
+        with pytest.raises(grpc.aio.AioRpcError):
+            await _moved(bench, _asked(), 4, die)
+        assert 2 <= len(bench.prefill.requests) <= 1 + 1.0 / 0.2 + 2
+
+
+async def test_those_who_wait_for_room_do_not_wake_one_another() -> None:
+    """A refusal is no room for somebody else."""
+    async with running(num_decode=1, times={"reserve_wait_s": 1.0}) as bench:
+        bench.decode.error = NoCapacity("full", retry_after_s=1.0)
+        asked = [request(text="hello", request_id=f"r{i}") for i in range(4)]
+        ended = await asyncio.gather(*map(bench.generate, asked), return_exceptions=True)
+        assert all(isinstance(error, grpc.aio.AioRpcError) for error in ended)
+        assert bench.decode.num_refused <= 4 * 13
+
+
+async def test_the_second_prefill_worker_is_told_of_the_answers_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After a loss the context is prompt and answer, whoever computes it."""
+    looked_up = []
+    find = Cluster.find_prefixes
+
+    async def spy(cluster: Cluster, job: Any, drawn: Sequence[int] = ()) -> Any:
+        looked_up.append(len(drawn))
+        return await find(cluster, job, drawn)
+
+    monkeypatch.setattr(Cluster, "find_prefixes", spy)
+    async with running(num_prefill=2, num_decode=2, times={"failover_wait_s": 3.0}) as bench:
+
+        async def die(worker: FakeDecode) -> None:
+            for prefill in bench.prefills:
+                prefill.error = Unavailable("out of order")
+            await worker.stop()
+            await until(lambda: len(looked_up) > 3)
+            for prefill in bench.prefills:
+                prefill.error = None
+
+        assert _ids(await _moved(bench, _asked(), 5, die)) == _expected(bench, 12)
+        assert looked_up[0] == 0 and set(looked_up[1:]) == {5}

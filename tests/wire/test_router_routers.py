@@ -1,0 +1,328 @@
+"""Several routers on one set of workers, several models in one router, and workers that failed and
+come back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from process import serving
+from process.errors import Unavailable
+from process.settings import SettingsError
+from protos import inference_pb2, inference_pb2_grpc
+from services.router.app import Router
+from services.router.fakes.decode import FakeDecode
+from services.router.fakes.model import FakeModel
+from services.router.fakes.prefill import FakePrefill
+from services.router.policy import WorkerLoad
+from services.router.probation import Standing
+from tests.unit.router.bench import (
+    Bench,
+    fake_model,
+    model_for_router,
+    request,
+    rest_of,
+    running,
+    settings_for,
+    until,
+)
+
+SHORT: dict[str, Any] = {"max_tokens": 4, "seed": 5}
+
+
+def _ask(number: int = 0, **fields: Any) -> Any:
+    sampling = {**SHORT, **fields.pop("sampling", {})}
+    return request(token_ids={"ids": [number + 5] * 60}, sampling=sampling, **fields)
+
+
+def _loads(router: Router) -> dict[str, WorkerLoad]:
+    (model,) = router.desk.models
+    pools = model.candidates.pools()
+    return {load.worker_id: load for load in (*pools.prefill, *pools.decode)}
+
+
+@asynccontextmanager
+async def _second_router(bench: Bench, **changes: Any) -> AsyncIterator[tuple[Router, Any]]:
+    router = Router(settings_for(bench.redis, **changes), bench.model_for_router)
+    await router.start()
+    try:
+        async with serving.channel(router.address) as channel:
+            await until(lambda: all(router._streams.is_up(d.worker_id) for d in bench.decodes))
+            yield router, inference_pb2_grpc.InferenceStub(channel)
+            await until(lambda: _is_idle(router))
+    finally:
+        await router.stop()
+
+
+def _is_idle(router: Router) -> bool:
+    router.check_integrity()
+    return not (router._streams.num_open_legs or router._prefills.num_calls)
+
+
+# ---- several routers
+
+
+async def test_each_router_sees_what_the_other_has_taken() -> None:
+    """A worker that one router has filled is left alone by the other, without a refusal."""
+    async with (
+        running(num_decode=2, times={"poll_interval_s": 0.05}) as bench,
+        _second_router(bench, times={"poll_interval_s": 0.05}) as (other, stub),
+    ):
+        first, second = bench.decodes
+        for worker in bench.decodes:
+            worker.num_blocks = 8  # of two requests
+            worker.token_gate.close()
+            await bench.publish(worker)
+        second.is_draining = True
+        await bench.publish(second)
+        held = [bench.stub.Generate(_ask(n), timeout=10) for n in range(2)]
+        for call in held:
+            await call.read()
+        assert first.num_free_blocks == 0 and first.num_open == 2
+        second.is_draining = False
+        for worker in bench.decodes:
+            await bench.publish(worker)
+        await until(lambda: _loads(other)["d0"].num_free_blocks == 0)
+        await until(lambda: "d1" in _loads(other))
+        more = [stub.Generate(_ask(n), timeout=10) for n in range(2)]
+        for call in more:
+            await call.read()
+        assert second.num_open == 2
+        assert first.num_refused == second.num_refused == 0
+        for worker in bench.decodes:
+            worker.token_gate.open()
+        for call in (*held, *more):
+            await rest_of(call)
+
+
+async def test_two_routers_at_once_never_take_more_than_there_is() -> None:
+    """Whatever each believes: the worker's word counts, everyone is served in the end, and all
+    counts go back to none."""
+    times = {"poll_interval_s": 0.05, "reserve_wait_s": 8.0}
+    async with (
+        running(num_prefill=2, num_decode=2, times=times) as bench,
+        _second_router(bench, times=times) as (other, stub),
+    ):
+        for worker in bench.decodes:
+            worker.num_blocks = 20  # of five requests
+            await bench.publish(worker)
+        calls = [(bench.stub if n % 2 else stub).Generate(_ask(n), timeout=20) for n in range(60)]
+        ended = await asyncio.gather(*(rest_of(call) for call in calls))
+        for messages in ended:
+            assert messages[-1].usage.num_output_tokens == 4
+        for worker in bench.decodes:
+            assert worker.most_taken <= worker.num_blocks
+            assert worker.num_blocks_taken == 0
+        both = (bench.router, other)
+        await until(lambda: all(_is_idle(router) for router in both))
+        for worker in (*bench.prefills, *bench.decodes):
+            await bench.publish(worker)
+        await other._registry.poll()
+        for router in both:
+            for load in _loads(router).values():
+                assert (load.num_requests, load.num_queued_tokens) == (0, 0)
+
+
+async def test_a_prompt_queue_of_another_router_is_seen_and_ones_own_not_twice() -> None:
+    async with running(num_prefill=2) as bench:
+        bench.prefills[0].num_queued_tokens = 50_000
+        await bench.publish(bench.prefills[0])
+        for number in range(4):
+            await bench.generate(_ask(number))
+        assert not bench.prefills[0].requests
+        worker = bench.prefills[1]
+        worker.gate.close()
+        call = bench.stub.Generate(_ask(), timeout=10)
+        await worker.gate.reached.wait()
+        assert _loads(bench.router)["p1"].num_queued_tokens == 60
+        worker.num_queued_tokens = 60  # it says what we know
+        await bench.publish(worker)
+        assert _loads(bench.router)["p1"].num_queued_tokens == 60
+        worker.num_queued_tokens = 1060
+        await bench.publish(worker)
+        assert _loads(bench.router)["p1"].num_queued_tokens == 1060
+        worker.gate.open()
+        await rest_of(call)
+        assert _loads(bench.router)["p1"].num_queued_tokens == 1000
+
+
+# ---- workers that failed
+
+
+def _standing(bench: Bench, worker: FakePrefill | FakeDecode) -> Standing:
+    return bench.router._probation.standing(worker.worker_id, worker.incarnation)
+
+
+async def test_a_worker_that_failed_is_probed_and_tried_by_one_request() -> None:
+    async with running(num_prefill=2, times={"suspect_s": 0.1}) as bench:
+        await bench.generate(_ask())
+        (failing,) = (worker for worker in bench.prefills if worker.requests)
+        failing.error = Unavailable("not today")
+        await bench.generate(_ask())
+        assert _standing(bench, failing) in (Standing.PAUSED, Standing.PROBING)
+        failing.error = None
+        num_requests = len(failing.requests)
+        await until(lambda: _standing(bench, failing) is Standing.HALF_OPEN)
+        failing.gate.close()
+        call = bench.stub.Generate(_ask(), timeout=10)
+        await failing.gate.reached.wait()
+        assert _standing(bench, failing) is Standing.TRIED
+        # While one tries, all others go elsewhere.
+        for _ in range(3):
+            await bench.generate(_ask())
+        assert len(failing.requests) == num_requests + 1
+        failing.gate.open()
+        await rest_of(call)
+        assert _standing(bench, failing) is Standing.TRUSTED
+
+
+async def test_a_dead_worker_stays_mistrusted_at_growing_pauses() -> None:
+    """A fixed time of suspicion would send it a request again and again."""
+    async with running(num_prefill=2, times={"suspect_s": 0.05}) as bench:
+        await bench.generate(_ask())
+        (dead,) = (worker for worker in bench.prefills if worker.requests)
+        dead.gate.close()
+        call = bench.stub.Generate(_ask(), timeout=10)
+        await dead.gate.reached.wait()
+        await dead.stop()
+        await rest_of(call)
+        records = bench.router._probation._records
+        await until(lambda: records[dead.worker_id].num_failures >= 3)
+        assert (await bench.generate(_ask()))[-1].usage.num_output_tokens == 4
+        (alive,) = (worker for worker in bench.prefills if worker is not dead)
+        assert len(alive.requests) == 2
+
+
+async def test_a_decode_worker_that_does_not_answer_is_tried_again_later() -> None:
+    times = {"reserve_answer_s": 0.2, "suspect_s": 0.1}
+    async with running(num_decode=2, times=times) as bench:
+        await bench.generate(_ask())
+        (silent,) = (worker for worker in bench.decodes if worker.num_reserved)
+        silent.reserve_gate.close()
+        assert (await bench.generate(_ask()))[-1].usage.num_output_tokens == 4
+        assert _standing(bench, silent) is not Standing.TRUSTED
+        silent.reserve_gate.open()
+        await until(lambda: _standing(bench, silent) is Standing.HALF_OPEN)
+        await bench.generate(_ask())
+        assert _standing(bench, silent) is Standing.TRUSTED
+
+
+async def test_the_third_prefill_worker_serves_when_two_fail() -> None:
+    async with running(num_prefill=3) as bench:
+        await bench.generate(_ask())
+        (first,) = (worker for worker in bench.prefills if worker.requests)
+        others = [worker for worker in bench.prefills if worker is not first]
+        first.error = others[0].error = Unavailable("not today")
+        # The second try goes to the one that has no queue.
+        others[1].num_queued_tokens = 1000
+        await bench.publish(others[1])
+        messages = await bench.generate(_ask(request_id="r1"))
+        assert messages[-1].usage.num_output_tokens == 4
+        explained = await bench.stub.Explain(inference_pb2.ExplainRequest(), timeout=5)
+        assert [d.occasion for d in explained.decisions] == [
+            "first",
+            "prefill failed",
+            "prefill failed",
+        ]
+        assert len({d.decode_id for d in explained.decisions}) == 1
+
+
+async def test_a_prefill_worker_that_hangs_without_heartbeat_loses_its_calls() -> None:
+    """A stopped process keeps its connection: the client must not wait for all of its time."""
+    async with running(num_prefill=2, times={"poll_interval_s": 0.1}) as bench:
+        for worker in bench.prefills:
+            worker.gate.close()
+        call = bench.stub.Generate(_ask(), timeout=10)
+        reading = asyncio.create_task(call.read())
+        await until(lambda: any(worker.num_active for worker in bench.prefills))
+        (hung,) = (worker for worker in bench.prefills if worker.num_active)
+        (other,) = (worker for worker in bench.prefills if worker is not hung)
+        other.gate.open()
+        client = bench.redis.client()
+        await client.delete(f"baton:worker:{hung.worker_id}:beat")
+        await client.aclose()
+        assert (await asyncio.wait_for(reading, 5)).token_ids
+        await rest_of(call)
+        assert len(other.requests) == 1 and hung.num_cancelled == 1
+
+
+async def test_without_redis_nobody_s_calls_are_given_up() -> None:
+    async with running(times={"poll_interval_s": 0.05, "lapse_grace_s": 0.2}) as bench:
+        bench.prefill.gate.close()
+        call = bench.stub.Generate(_ask(), timeout=10)
+        await bench.prefill.gate.reached.wait()
+        bench.redis.kill()
+        await until(lambda: not bench.router._registry.snapshot.is_redis_reachable)
+        await asyncio.sleep(0.5)
+        bench.prefill.gate.open()
+        assert (await rest_of(call))[-1].usage.num_output_tokens == 4
+
+
+# ---- several models
+
+
+OTHER = {"name": "other", "fingerprint": "cd" * 32, "tokenizer_digest": "22" * 32}
+
+
+@asynccontextmanager
+async def _two_models(*, with_other: bool = True) -> AsyncIterator[Bench]:
+    other: FakeModel = fake_model(**OTHER)
+    async with running(others=[other]) as bench:
+        if with_other:
+            await bench.add(FakePrefill("px", other))
+            await bench.add(FakeDecode("dx", other))
+            await until(lambda: bench.router._streams.is_up("dx"))
+        yield bench
+
+
+async def test_each_model_has_its_own_workers() -> None:
+    async with _two_models() as bench:
+        for model, workers in (("fake", {"p0", "d0"}), ("other", {"px", "dx"})):
+            for number in range(3):
+                messages = await bench.generate(_ask(number, model=model))
+                last = messages[-1].provenance
+                assert {leg.worker_id for leg in last.legs} == workers
+                assert last.model == model
+        status = await bench.stub.GetClusterStatus(
+            inference_pb2.GetClusterStatusRequest(), timeout=5
+        )
+        assert not [p for p in status.problems if "model" in p or "tokenizer" in p]
+        reply = await bench.stub.ListModels(inference_pb2.ListModelsRequest(), timeout=5)
+        assert {(m.model, m.model_fingerprint) for m in reply.models} == {
+            ("fake", "ab" * 32),
+            ("other", "cd" * 32),
+        }
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [("", "is needed, there are several: fake, other"), ("third", "served: fake, other")],
+)
+async def test_a_request_says_which_of_several_models(model: str, words: str) -> None:
+    async with _two_models() as bench:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await bench.generate(_ask(model=model))
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert words in str(caught.value.details())
+
+
+async def test_a_model_without_workers_does_not_keep_the_other_from_serving() -> None:
+    async with _two_models(with_other=False) as bench:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await bench.generate(_ask(model="other"))
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert await bench.generate(_ask(model="fake"))
+
+
+async def test_two_models_of_one_name_are_refused() -> None:
+    async with running() as bench:
+        model = model_for_router(bench.model)
+        with pytest.raises(SettingsError, match="'fake' names two of the models"):
+            Router(settings_for(bench.redis), model, model_for_router(bench.model))
+        assert model.served.names == ("fake",)

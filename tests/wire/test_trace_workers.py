@@ -1,0 +1,243 @@
+"""What workers and the store add to a request's trace: chunks, transfers, steps, a block's way."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from process import serving
+from process.trace_context import TraceContext, parse
+from process.tracing import TracingSettings
+from protos import common_pb2, decode_pb2, kvstore_pb2, kvstore_pb2_grpc
+from tests.unit.worker.builders import BLOCK_SIZE, prompt_of
+from tests.wire.otlp_receiver import OtlpReceiver, Received, receiving
+from tests.wire.prefill_call import PrefillCall
+from tests.wire.prefill_decode_pair import WAIT_S, Answer, Pair, pair, whole
+
+TRACE = TraceContext(0xA1, 0xB2, True)
+OTHER = TraceContext(0xC3, 0xD4, True)
+PROMPT = prompt_of(3 * BLOCK_SIZE + 2, start=3)
+NUM_TOKENS = 8
+
+
+def settings(receiver: OtlpReceiver) -> TracingSettings:
+    return TracingSettings(endpoint=receiver.address, send_interval_s=0.02)
+
+
+async def traced(
+    p: Pair, prompt: Sequence[int], parent: TraceContext | None, **options: Any
+) -> Answer:
+    """As the router does it, with its trace on both legs."""
+    asked = {"name": "r", "max_tokens": NUM_TOKENS, **options}
+    handover = asked.pop("handover", common_pb2.HANDOVER_PATH_UNSPECIFIED)
+    reserve = p.reserve(prompt, **asked)
+    reserve.traceparent = parent.traceparent if parent is not None else ""
+    async with p.stream() as stream:
+        key = await stream.reserve(reserve)
+        assert (await stream.next(key)).WhichOneof("event") == "reserved"
+        request = p.prefill_request(prompt, handover=handover, **asked)
+        call = PrefillCall(
+            p.prefill_stub,
+            request,
+            timeout_s=WAIT_S,
+            traceparent=parent.traceparent if parent is not None else "",
+        )
+        reply = await whole(call)
+        await stream.generate(key, reply)
+        answer = await stream.collect(key)
+    answer.token_ids[:0] = reply.token_ids
+    return answer
+
+
+def under(spans: Sequence[Received], parent: Received) -> list[Received]:
+    """Its children, in order."""
+    children = [each for each in spans if each.parent_id == parent.span_id]
+    return sorted(children, key=lambda each: (each.begin_ns, each.end_ns))
+
+
+def only(spans: Sequence[Received], service: str, name: str) -> Received:
+    (found,) = [each for each in spans if (each.service, each.name) == (service, name)]
+    return found
+
+
+def both_over(spans: Sequence[Received]) -> bool:
+    return {"serve prefill", "serve decode"} <= {each.name for each in spans}
+
+
+@pytest.mark.parametrize("transport", ["shm", "grpc"])
+async def test_each_chunk_and_each_transfer_is_a_span(tmp_path: Path, transport: str) -> None:
+    with receiving() as receiver:
+        async with pair(
+            tmp_path, transport=transport, chunk=BLOCK_SIZE, tracing=settings(receiver)
+        ) as p:
+            answer = await traced(p, PROMPT, TRACE)
+            assert answer.token_ids == p.expected(PROMPT, NUM_TOKENS)
+            spans = await asyncio.to_thread(receiver.wait, both_over)
+            await p.check()
+            node_id = p.store.node.node_id
+        spans = receiver.spans
+    assert {each.trace_id for each in spans} == {f"{0xA1:032x}"}
+    prefill = only(spans, "baton-prefill", "serve prefill")
+    decode = only(spans, "baton-decode", "serve decode")
+    assert prefill.parent_id == decode.parent_id == f"{0xB2:016x}"
+
+    chunks = [each for each in under(spans, prefill) if each.name == "prefill_chunk"]
+    assert [each.attributes["baton.num_tokens"] for each in chunks] == [BLOCK_SIZE] * 3 + [2]
+    stages = [each for each in under(spans, prefill) if "baton.stage" in each.attributes]
+    assert [each.name for each in stages] == [
+        "prefill_queue",
+        "prefill_fetch",
+        "prefill_compute",
+        "prefill_store",
+    ]
+    assert all(a.end_ns == b.begin_ns for a, b in itertools.pairwise(stages))
+    compute = stages[2]
+    assert all(compute.begin_ns <= each.begin_ns for each in chunks)
+    assert all(each.end_ns <= compute.end_ns for each in chunks)
+
+    frame_bytes = p.prefill.core.layout.block_bytes
+    writes = [each for each in spans if (each.service, each.name) == ("baton-prefill", "kv_write")]
+    assert sum(each.attributes["baton.num_blocks"] for each in writes) == 4, "the tail is one"
+    assert sum(each.attributes["baton.num_bytes"] for each in writes) == 4 * frame_bytes
+    reads = [each for each in spans if each.name == "kv_read"]
+    assert {each.service for each in reads} == {"baton-decode"}
+    assert sum(each.attributes["baton.num_bytes"] for each in reads) == 4 * frame_bytes
+    for each in (*writes, *reads):
+        assert each.attributes["baton.transport"] == transport
+        assert each.attributes["baton.store.node_id"] == node_id
+    assert sum(each.attributes["baton.tier.host"] for each in reads) == 4
+    at_store = {each.name for each in spans if each.service == "baton-kvstore"}
+    assert {"kvstore Match", "kvstore Reserve", "kvstore Commit"} <= at_store
+    parents = {each.span_id: each.name for each in spans}
+    for each in spans:
+        if each.service == "baton-kvstore":
+            assert parents[each.parent_id].startswith(("kv_", "serve", "put"))
+
+    steps = only(spans, "baton-decode", "decode_steps")
+    assert steps.attributes["baton.num_tokens"] == NUM_TOKENS - 1, "the first is prefill's"
+    assert decode.attributes["baton.num_tokens_computed"] == 0
+    assert decode.attributes["baton.num_tokens_from_store"] == len(PROMPT)
+
+
+async def test_chunks_that_decode_computes_itself_are_spans_there(tmp_path: Path) -> None:
+    with receiving() as receiver:
+        async with pair(tmp_path, chunk=BLOCK_SIZE, tracing=settings(receiver)) as p:
+            reserve = p.reserve(PROMPT, max_tokens=NUM_TOKENS)
+            reserve.traceparent = TRACE.traceparent
+            async with p.stream() as stream:
+                key = await stream.reserve(reserve)
+                assert (await stream.next(key)).WhichOneof("event") == "reserved"
+                command = decode_pb2.GenerateFromHandle(computes_prompt=True)
+                await stream.generate_from(key, command)
+                answer = await stream.collect(key)
+            assert answer.token_ids == p.expected(PROMPT, NUM_TOKENS)
+            await p.check()
+        spans = receiver.spans
+    decode = only(spans, "baton-decode", "serve decode")
+    chunks = [each for each in under(spans, decode) if each.name == "prefill_chunk"]
+    assert [each.attributes["baton.num_tokens"] for each in chunks] == [BLOCK_SIZE] * 3 + [2]
+    assert decode.attributes["baton.num_tokens_computed"] == len(PROMPT)
+    steps = only(spans, "baton-decode", "decode_steps")
+    assert steps.attributes["baton.num_tokens"] == NUM_TOKENS
+
+
+async def test_who_is_not_traced_leaves_nothing_at_the_workers(tmp_path: Path) -> None:
+    silent = TraceContext(0xA1, 0xB2, False)
+    with receiving() as receiver:
+        async with pair(tmp_path, tracing=settings(receiver)) as p:
+            for number, parent in enumerate((None, silent)):
+                await traced(p, PROMPT, parent, name=f"r{number}")
+            await p.check()
+            counters = [p.prefill.core.tracing.counters, p.decode.core.tracing.counters]
+            assert [each.num_ended for each in counters] == [0, 0]
+    assert receiver.spans == []
+
+
+async def test_a_match_is_linked_to_the_traces_that_wrote_the_blocks(tmp_path: Path) -> None:
+    """Across requests: who hits a prefix sees whose prefill it rests on."""
+    with receiving() as receiver:
+        async with pair(tmp_path, tracing=settings(receiver)) as p:
+            await traced(p, PROMPT, TRACE)
+            await traced(p, PROMPT, OTHER, name="again")
+            await p.check()
+        spans = receiver.spans
+    linked = [
+        each
+        for each in spans
+        if each.name == "kvstore Match" and each.trace_id == f"{0xC3:032x}" and each.span.links
+    ]
+    assert linked, "the second request's match found the first one's blocks"
+    (link,) = linked[0].span.links
+    assert link.trace_id.hex() == f"{0xA1:032x}"
+    writer = next(each for each in spans if each.span_id == link.span_id.hex())
+    assert writer.name == "kvstore Commit"
+
+
+async def test_meeting_another_nodes_store_is_part_of_the_request_and_no_more_of_it(
+    tmp_path: Path,
+) -> None:
+    """The handshake is; heartbeats to it, and the measuring of the way there, are nobody's."""
+    with receiving() as receiver:
+        async with pair(tmp_path, has_two_nodes=True, tracing=settings(receiver)) as p:
+            answer = await traced(p, PROMPT, TRACE)
+            assert answer.token_ids == p.expected(PROMPT, NUM_TOKENS)
+            await p.decode.core.links.settle()
+            await p.check()
+        spans = receiver.spans
+    attach = only(spans, "baton-decode", "kv_attach")
+    decode = only(spans, "baton-decode", "serve decode")
+    assert attach.attributes["baton.transport"] == "grpc" and attach.parent_id == decode.span_id
+    parents = {each.span_id: each.name for each in spans}
+    for each in spans:
+        if each.service == "baton-kvstore":
+            by_itself = each.name in ("kvstore Renew", "kvstore Release")
+            assert by_itself or parents[each.parent_id].startswith("kv_"), each.name
+
+
+async def test_a_blocks_history_is_kept_at_the_store(tmp_path: Path) -> None:
+    """Written by prefill, verified by decode: each with its worker and its trace."""
+    with receiving() as receiver:
+        async with pair(tmp_path, tracing=settings(receiver)) as p:
+            await traced(p, PROMPT, TRACE)
+            await p.check()
+            async with serving.channel(p.store.address) as channel:
+                stub = kvstore_pb2_grpc.KvStoreStub(channel)
+                newest = await stub.GetBlockHistory(
+                    kvstore_pb2.GetBlockHistoryRequest(), timeout=WAIT_S
+                )
+                of_one = await stub.GetBlockHistory(
+                    kvstore_pb2.GetBlockHistoryRequest(
+                        chain_hash=newest.blocks[0].chain_hash[:6], max_blocks=5
+                    ),
+                    timeout=WAIT_S,
+                )
+    assert newest.keeps_history and newest.node_id
+    histories = {block.chain_hash: block for block in newest.blocks}
+    assert len(of_one.blocks) == 1 and of_one.blocks[0].chain_hash in histories
+    whats = [[(e.what, e.worker_id) for e in block.events] for block in newest.blocks]
+    assert whats.count([("written", "prefill-0"), ("verified", "decode-0")]) == 3
+    for block in newest.blocks:
+        assert {event.trace_id for event in block.events} == {f"{0xA1:032x}"}
+        assert list(block.tiers) == [common_pb2.TIER_HOST]
+        assert block.parent in {b"", *histories}
+        assert all(event.unix_us > 1e15 for event in block.events)
+
+
+async def test_the_traceparent_in_a_message_is_checked_as_one_in_a_header(tmp_path: Path) -> None:
+    assert parse("00-nonsense") is None
+    with receiving() as receiver:
+        async with pair(tmp_path, tracing=settings(receiver)) as p:
+            reserve = p.reserve(PROMPT)
+            reserve.traceparent = "00-" + "\N{ARABIC-INDIC DIGIT ONE}" * 40
+            async with p.stream() as stream:
+                key = await stream.reserve(reserve)
+                assert (await stream.next(key)).WhichOneof("event") == "reserved"
+                await stream.cancel(key)
+                await stream.collect(key)
+            await p.check()
+    assert receiver.spans == []

@@ -1,0 +1,283 @@
+"""Writes helm/baton/values.schema.json: every value of the chart, and every setting of its parts.
+
+    python tools/gen_values_schema.py           write it
+    python tools/gen_values_schema.py --check   fail if what lies there is something else
+
+What stands under `settings` of a part comes from the very class that its process loads, less what
+the chart says itself (`MANAGED`): that is refused there, because another value decides it. All else
+comes from values.yaml: a value's kind is that of its default, and keys that are not there are
+refused, but for groups that Kubernetes defines (`FREE`). Helm checks values by the schema before
+anything is installed.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import json
+import sys
+import textwrap
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kvstore.config import KvStoreSettings
+from services.autoscaler.config import AutoscalerSettings
+from services.router.config import RouterSettings
+from services.worker.config import WorkerSettings
+
+CHART = Path(__file__).parent.parent / "helm" / "baton"
+SCHEMA = CHART / "values.schema.json"
+
+Schema = dict[str, Any]
+
+_EVERYWHERE = ("metrics_listen", "redis_url", "redis", "tls", "listen")
+_TRACING = ("tracing.endpoint", "tracing.sample_ratio")
+_WORKER = (
+    *_EVERYWHERE,
+    *_TRACING,
+    "advertised",
+    "worker_id",
+    "store_address",
+    "handle_keys_file",
+    "engine.model",
+    "engine.device",
+    "limits.drain_s",
+)
+MANAGED: Mapping[str, tuple[type, tuple[str, ...]]] = {
+    "router": (
+        RouterSettings,
+        (
+            *_EVERYWHERE,
+            *_TRACING,
+            "http_listen",
+            "router_id",
+            "model",
+            "client_tls",
+            "api_keys_file",
+            "allow_anonymous",
+            "tenant_secret",
+            "times.drain_s",
+        ),
+    ),
+    "prefill": (WorkerSettings, _WORKER),
+    "decode": (WorkerSettings, _WORKER),
+    "kvstore": (
+        KvStoreSettings,
+        (
+            *_EVERYWHERE,
+            *_TRACING,
+            "advertise",
+            "node_id",
+            "capacity_bytes",
+            "slab_dir",
+            "drain_s",
+            "file_tier_dir",
+            "file_tier_bytes",
+        ),
+    ),
+    "autoscaler": (
+        AutoscalerSettings,
+        (
+            *_EVERYWHERE,
+            "autoscaler_id",
+            "scaler",
+            "local_address",
+            "act",
+            "model",
+            "flip_timeout_s",
+            "kubernetes.api_url",
+            "kubernetes.namespace",
+            "kubernetes.prefill_deployment",
+            "kubernetes.decode_deployment",
+            "kubernetes.pod_selector",
+            "kubernetes.lease_name",
+            *(
+                f"plan.limits.{role}.{key}"
+                for role in ("prefill", "decode")
+                for key in ("min_workers", "max_workers", "num_devices")
+            ),
+        ),
+    ),
+}
+"""Of each part that has `settings`: their class, and what the chart sets itself."""
+
+_KINDS: Mapping[type, str] = {str: "string", bool: "boolean", int: "integer", float: "number"}
+
+_OBJECT: Schema = {"type": "object"}
+_STRINGS: Schema = {"type": "object", "additionalProperties": {"type": "string"}}
+_OBJECTS: Schema = {"type": "array", "items": _OBJECT}
+_NAMES: Schema = {"type": "array", "items": {"type": "string", "minLength": 1}}
+_QUANTITY: Schema = {
+    "type": ["string", "integer"],
+    "pattern": r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?$",
+}
+_BYTES: Schema = {**_QUANTITY, "pattern": r"^[0-9]+(\.[0-9]+)?(k|M|G|T|Ki|Mi|Gi|Ti)?$"}
+_OPTIONAL_BYTES: Schema = {**_QUANTITY, "pattern": r"^([0-9]+(\.[0-9]+)?(k|M|G|T|Ki|Mi|Gi|Ti)?)?$"}
+_RESOURCES: Schema = {
+    "type": "object",
+    "properties": {
+        kind: {"type": "object", "additionalProperties": _QUANTITY}
+        for kind in ("requests", "limits")
+    },
+    "additionalProperties": False,
+}
+FREE: Mapping[str, Schema] = {
+    "nodeSelector": _STRINGS,
+    "env": _STRINGS,
+    "podLabels": _STRINGS,
+    "podAnnotations": _STRINGS,
+    "annotations": _STRINGS,
+    "labels": _STRINGS,
+    "tolerations": _OBJECTS,
+    "parentRefs": _OBJECTS,
+    "clientsFrom": _OBJECTS,
+    "metricsFrom": _OBJECTS,
+    "kedaFrom": _OBJECTS,
+    "affinity": _OBJECT,
+    "updateStrategy": _OBJECT,
+    "pullSecrets": _NAMES,
+    "httpHostnames": _NAMES,
+    "grpcHostnames": _NAMES,
+    "resources": _RESOURCES,
+    "capacity": _BYTES,
+    "shmSizeLimit": _BYTES,
+    "cacheSizeLimit": _BYTES,
+    "fileTier": _OPTIONAL_BYTES,
+    "maxUnavailable": {"type": ["integer", "string"], "pattern": "^[0-9]+%$", "minimum": 0},
+}
+"""By a value's name, wherever it stands."""
+
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "model.source": ("bundled", "hub", "pvc", "image"),
+    "kvstore.placement": ("sidecar", "daemonset", "none"),
+    "clients.allowAnonymous": ("inside", "anywhere", "never"),
+    "tls.mode": ("off", "self-made", "cert-manager"),
+    "tls.certManager.issuerRef.kind": ("Issuer", "ClusterIssuer"),
+    "scaling.by": ("none", "autoscaler", "keda", "hpa"),
+    "router.service.type": ("ClusterIP", "NodePort", "LoadBalancer"),
+    "images.pullPolicy": ("IfNotPresent", "Always", "Never"),
+    "logLevel": ("debug", "info", "warning", "error"),
+}
+_LEAST: Mapping[str, int] = {"router.replicas": 1, "tls.selfMade.days": 40}
+
+
+def schema() -> Schema:
+    """The whole."""
+    values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
+    made = _of_value(values, "")
+    made["properties"]["global"] = {**_OBJECT, "description": "Helm's, of a chart above this one."}
+    return {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "title": "Values of the baton chart",
+        "description": "Made by tools/gen_values_schema.py; do not edit.",
+        **made,
+    }
+
+
+def _of_value(value: Any, path: str) -> Schema:
+    """Of one of values.yaml, by its default."""
+    name = path.rpartition(".")[2]
+    if name == "settings":
+        cls, managed = MANAGED[path.partition(".")[0]]
+        return of_settings(cls, managed)
+    if path in CHOICES:
+        return {"enum": list(CHOICES[path])}
+    if name in FREE:
+        return FREE[name]
+    if isinstance(value, dict):
+        return {
+            "type": "object",
+            "properties": {
+                key: _of_value(each, f"{path}.{key}" if path else key)
+                for key, each in value.items()
+            },
+            "additionalProperties": False,
+        }
+    if isinstance(value, bool):
+        return {"type": "boolean"}
+    if isinstance(value, int):
+        return {"type": "integer", "minimum": _LEAST.get(path, 0)}
+    if isinstance(value, float):
+        return {"type": "number", "minimum": 0}
+    if isinstance(value, str):
+        return {"type": "string"}
+    raise TypeError(f"values.yaml: {path}: say in FREE what a {type(value).__name__} may hold")
+
+
+def of_settings(cls: type[Any], managed: Sequence[str]) -> Schema:
+    """Of a settings class, less what is managed. Raises: KeyError for a managed key that is not
+    there (any more)."""
+    hints = typing.get_type_hints(cls)
+    names = [field.name for field in dataclasses.fields(cls)]
+    for key in managed:
+        if key.partition(".")[0] not in names:
+            raise KeyError(f"{cls.__name__} has no {key}")
+    explained = _docstrings(cls)
+    properties = {}
+    for name in names:
+        if name in managed:
+            continue
+        inner = [key.partition(".")[2] for key in managed if key.startswith(f"{name}.")]
+        properties[name] = _described(_of_hint(hints[name], inner), explained.get(name, ""))
+    return {"type": "object", "properties": properties, "additionalProperties": False}
+
+
+def _of_hint(hint: Any, managed: Sequence[str]) -> Schema:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        return of_settings(typing.cast(type[Any], hint), managed)
+    if origin in (types.UnionType, typing.Union):
+        (inner,) = (each for each in arguments if each is not type(None))
+        return _of_hint(inner, managed)  # null takes a key away, in Helm
+    if origin is typing.Literal:
+        return {"enum": list(arguments)}
+    if origin is tuple:
+        return {"type": "array", "items": _of_hint(arguments[0], managed)}
+    return {"type": _KINDS[hint]}
+
+
+def _described(made: Schema, text: str) -> Schema:
+    return {"description": text, **made} if text else made
+
+
+def _docstrings(cls: type[Any]) -> dict[str, str]:
+    """What follows each field."""
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(definition, ast.ClassDef)
+    found = {}
+    for field, after in zip(definition.body, definition.body[1:], strict=False):
+        if (
+            isinstance(field, ast.AnnAssign)
+            and isinstance(field.target, ast.Name)
+            and isinstance(after, ast.Expr)
+            and isinstance(after.value, ast.Constant)
+        ):
+            found[field.target.id] = " ".join(str(after.value.value).split())
+    return found
+
+
+def text() -> str:
+    """The file's content."""
+    return json.dumps(schema(), indent=1, ensure_ascii=False) + "\n"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Returns: the exit code."""
+    made = text()
+    if "--check" in arguments:
+        is_stale = not SCHEMA.is_file() or SCHEMA.read_text(encoding="utf-8") != made
+        if is_stale:
+            sys.stderr.write(f"{SCHEMA.name}: not as tools/gen_values_schema.py makes it\n")
+        return int(is_stale)
+    SCHEMA.write_text(made, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,118 @@
+"""Lock what the container images install: `images/*.lock`, each package by version and hashes.
+
+    python tools/lock_images.py                    # after pyproject.toml or constraints.txt changed
+    python tools/lock_images.py --torch-links DIR  # where PyTorch's own CPU index is out of reach
+
+Needs uv on PATH and a package index. Versions are those of `constraints.txt`, which the tests
+passed with; what it does not name is the newest that fits, so a lock is reviewed like any change.
+`tests/unit/tools/test_lock_images.py` sees that locks and constraints agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+IMAGES = ROOT / "images"
+PYTHON_VERSION = "3.11"
+"""Of the base image, Debian 12."""
+
+_HEAD = """\
+# Made by tools/lock_images.py; not edited by hand. {what}
+"""
+
+
+@dataclass(frozen=True)
+class Lock:
+    """One lock file."""
+
+    name: str
+    """Of the file, without its ending."""
+
+    what: str
+    """Whose packages these are, for the file's first line."""
+
+    extras: tuple[str, ...]
+    """Of the project."""
+
+    is_cpu: bool = False
+    """torch comes from PyTorch's index of builds without CUDA."""
+
+    without: tuple[str, ...] = ()
+    """Packages that others ask for and that nothing of ours uses in this image."""
+
+
+LOCKS = (
+    Lock("control", "The control image: router, store, autoscaler, commands.", ("kubernetes",)),
+    # xgrammar asks for triton on every Linux, and uses it on GPUs only.
+    Lock("worker-cpu", "The worker image without CUDA.", ("worker", "nixl"), True, ("triton",)),
+    Lock("worker-cuda", "The worker image for CUDA.", ("worker", "nixl")),
+)
+
+
+def compile_lock(lock: Lock, scratch: Path, torch_links: str) -> str:
+    """The text of one lock file. Raises: CalledProcessError when uv finds no solution."""
+    constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    if lock.extras and not lock.is_cpu:
+        # torch's CUDA builds name their own triton; ours is for the tests by the interpreter.
+        constraints = [line for line in constraints if not line.startswith("triton==")]
+    pins = scratch / "constraints.txt"
+    pins.write_text("\n".join(constraints) + "\n", encoding="utf-8")
+    overrides = scratch / "overrides.txt"
+    nowhere = [f"{name}; sys_platform == 'none'" for name in lock.without]
+    overrides.write_text("\n".join(nowhere) + "\n", encoding="utf-8")
+    out = scratch / "out.txt"
+    command = ["uv", "pip", "compile", "--quiet", "--no-config", "--no-header", "--no-annotate"]
+    command += ["--generate-hashes", "--only-binary", ":all:", "--python-version", PYTHON_VERSION]
+    command += ["--python-platform", "x86_64-manylinux_2_28", "--output-file", str(out)]
+    command += ["--constraints", str(pins), "--overrides", str(overrides)]
+    command += [word for extra in lock.extras for word in ("--extra", extra)]
+    if lock.is_cpu:
+        command += ["--find-links", torch_links] if torch_links else ["--torch-backend", "cpu"]
+    command.append(str(ROOT / "pyproject.toml"))
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    lines = out.read_text(encoding="utf-8").splitlines()
+    return _HEAD.format(what=lock.what) + "\n".join(_without_links(lines)) + "\n"
+
+
+def compile_build_lock(scratch: Path) -> str:
+    """What makes our own wheel, apart from every image."""
+    out = scratch / "build.txt"
+    command = ["uv", "pip", "compile", "--quiet", "--no-config", "--no-header", "--no-annotate"]
+    command += ["--generate-hashes", "--python-version", PYTHON_VERSION, "--output-file", str(out)]
+    subprocess.run(
+        [*command, "-"], check=True, input=b"hatchling>=1.27\n", stdout=subprocess.DEVNULL
+    )
+    return _HEAD.format(what="What makes our own wheel.") + out.read_text(encoding="utf-8")
+
+
+def _without_links(lines: list[str]) -> list[str]:
+    """Where packages came from is an argument of the build, not part of the lock."""
+    return [line for line in lines if line and not line.startswith("--")]
+
+
+def main() -> int:
+    """Returns: the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--torch-links", default="", help="folder with torch's CPU wheel")
+    parsed = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        try:
+            texts = {lock.name: compile_lock(lock, scratch, parsed.torch_links) for lock in LOCKS}
+            texts["build"] = compile_build_lock(scratch)
+        except (subprocess.CalledProcessError, FileNotFoundError) as error:
+            sys.stderr.write(f"lock_images: {error}\n")
+            return 1
+    for name, text in texts.items():
+        (IMAGES / f"{name}.lock").write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
