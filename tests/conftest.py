@@ -1,8 +1,10 @@
 """Fixtures of every test: a rotating seed that is printed and can be replayed, and the scale of
 stated counts.
 
-`BATON_TEST_SEED=<n>` replays a seed. `BATON_TEST_LONG=1` (`make test-long`) runs the full stated
-counts; otherwise at least a twentieth of each.
+`BATON_TEST_SEED=<n>` replays a seed. Without it a clean checkout's seed is drawn from its files, so
+that a run's verdict on a commit can be had again and the next commit meets new cases; a checkout
+with changes, and the long run, draw a fresh one. `BATON_TEST_LONG=1` (`make test-long`) runs the
+full stated counts; otherwise at least a twentieth of each.
 """
 
 from __future__ import annotations
@@ -14,8 +16,10 @@ import math
 import os
 import secrets
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Generator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -23,8 +27,31 @@ import pytest
 LONG = os.environ.get("BATON_TEST_LONG") == "1"
 LONG_TIMEOUT_S = 1800
 """Of one test at its full count; the short ones have pyproject's."""
+
+
+def _git(*arguments: str) -> str | None:
+    folder = Path(__file__).parent
+    try:
+        ran = subprocess.run(
+            ["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=30
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return ran.stdout.strip() if ran.returncode == 0 else None
+
+
+def _draw_seed() -> int:
+    if not LONG and _git("status", "--porcelain") == "":
+        tree = _git("rev-parse", "HEAD^{tree}")
+        if tree:
+            return int(tree[:12], 16) % 2**31
+    return secrets.randbelow(2**31)
+
+
 # Kept in the environment: a second copy of this module, or a process of the tests, sees it too.
-SESSION_SEED = int(os.environ.setdefault("BATON_TEST_SEED", str(secrets.randbelow(2**31))))
+if "BATON_TEST_SEED" not in os.environ:
+    os.environ["BATON_TEST_SEED"] = str(_draw_seed())
+SESSION_SEED = int(os.environ["BATON_TEST_SEED"])
 
 # Triton decides when it is first imported (transformers does) whether it compiles or interprets:
 # without a GPU the kernels' tests run them through its interpreter.

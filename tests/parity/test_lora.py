@@ -8,6 +8,7 @@ place, and modelling code untouched; and on every model type that is served.
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from torch.overrides import TorchFunctionMode
 
 from checkpoints.architectures import SERVED
 from engine.batch import Batch, Span
@@ -72,6 +74,33 @@ def _load(path: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> HuggingFaceM
     return model_loading.load_model(EngineConfig(model=str(path), device="cpu"))
 
 
+MIN_ROUTING_MARGIN = 1e-4
+"""Of each choice of experts in a case, as a share of the scores' spread. Two ways of summing differ
+by some 1e-6 of it: below that both choices are right, and the answers differ by a whole expert."""
+
+
+class _RoutingMargin(TorchFunctionMode):
+    """How near a tie any `torch.topk` inside was: the last value taken against the first left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrowest = math.inf
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in (torch.topk, torch.Tensor.topk):
+            count = result[0].shape[-1]
+            ordered = args[0].sort(dim=-1, descending=True)[0]
+            if count < ordered.shape[-1]:
+                margin = (ordered[..., count - 1] - ordered[..., count]) / (
+                    ordered[..., 0] - ordered[..., -1]
+                )
+                self.narrowest = min(self.narrowest, float(margin.min()))
+        return result
+
+
 class Case:
     """A request and the logits that merged weights give after each of its tokens."""
 
@@ -81,9 +110,12 @@ class Case:
         self.slot = rng.randrange(len(oracles))
         max_tokens = 6 * block_size if block_size > 8 else 50
         length = rng.randint(1, max_tokens)
-        self.tokens = [rng.randrange(3, VOCAB_SIZE) for _ in range(length)]
-        with torch.inference_mode():
-            output = oracles[self.slot](torch.tensor([self.tokens]), use_cache=False)
+        margin = 0.0
+        while margin < MIN_ROUTING_MARGIN:
+            self.tokens = [rng.randrange(3, VOCAB_SIZE) for _ in range(length)]
+            with torch.inference_mode(), _RoutingMargin() as routing:
+                output = oracles[self.slot](torch.tensor([self.tokens]), use_cache=False)
+            margin = routing.narrowest
         self.logits = output.logits[0]
         num_blocks = -(-length // block_size)
         self.blocks = tuple(range(first_block, first_block + num_blocks))
