@@ -9,6 +9,8 @@
 #
 # Reproducible: base image by digest, Debian packages of one day, Python packages by hash (images/*.lock), no caches,
 # byte code bound to its source's contents, not to its time. Same SOURCE_DATE_EPOCH, same files.
+#
+# What is in an image stands in it: /opt/app/sbom.cdx.json (CycloneDX), made by tools/gen_sbom.py as its last step.
 
 # Debian 12 has the Python that everything here is tested with.
 ARG BASE_IMAGE=debian:bookworm-20260824-slim@sha256:88200866dfff7ea7f5cbcb6ec7c8a701889efe6fe859fe64d6990e4b07ea4171
@@ -16,6 +18,7 @@ ARG BASE_IMAGE=debian:bookworm-20260824-slim@sha256:88200866dfff7ea7f5cbcb6ec7c8
 ARG DEBIAN_OF_BASE_DAY=yes
 # Time of every file that a build makes, in seconds since 1970.
 ARG SOURCE_DATE_EPOCH=0
+ARG VERSION=0.1.0
 
 # ---- base: Python, certificates, the user -----------------------------------------------------------------------
 FROM ${BASE_IMAGE} AS base
@@ -67,12 +70,13 @@ RUN cd /src \
     && /opt/build/bin/python -m hatchling build -t wheel -d /tmp/wheel \
     && /opt/build/bin/pip --python /opt/baton/bin/python install --no-deps --no-index --target /opt/app \
         /tmp/wheel/*.whl \
+    && cp tools/gen_sbom.py /opt/app/bin/ \
     && /opt/baton/bin/python -m compileall -q --invalidation-mode unchecked-hash /opt/app \
     && find /opt/app -exec touch -h -d "@$SOURCE_DATE_EPOCH" {} +
 
 # ---- what all images share ------------------------------------------------------------------------------------------
 FROM base AS runtime
-ARG VERSION=0.1.0
+ARG VERSION
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="Baton" \
     org.opencontainers.image.description="Disaggregated prefill/decode serving of large language models" \
@@ -88,16 +92,26 @@ CMD ["baton.cli", "--help"]
 
 # ---- the images -----------------------------------------------------------------------------------------------------
 FROM runtime AS control
+ARG VERSION
+ARG SOURCE_DATE_EPOCH
 COPY --from=control-packages /opt/baton /opt/baton
 COPY --from=app /opt/app /opt/app
+RUN python -IB /opt/app/bin/gen_sbom.py --image baton/control --version "$VERSION" --out /opt/app/sbom.cdx.json \
+    && touch -h -d "@$SOURCE_DATE_EPOCH" /opt/app /opt/app/sbom.cdx.json
 USER 65532:65532
 
 FROM runtime AS worker-cpu
+ARG VERSION
+ARG SOURCE_DATE_EPOCH
 COPY --from=worker-cpu-packages /opt/baton /opt/baton
 COPY --from=app /opt/app /opt/app
+RUN python -IB /opt/app/bin/gen_sbom.py --image baton/worker-cpu --version "$VERSION" --out /opt/app/sbom.cdx.json \
+    && touch -h -d "@$SOURCE_DATE_EPOCH" /opt/app /opt/app/sbom.cdx.json
 USER 65532:65532
 
 FROM runtime AS worker-cuda
+ARG VERSION
+ARG SOURCE_DATE_EPOCH
 ARG DEBIAN_OF_BASE_DAY
 # Triton compiles the launchers of our kernels with the host's C compiler, into /tmp.
 RUN install-packages gcc libc6-dev libpython3.11-dev
@@ -105,4 +119,6 @@ RUN install-packages gcc libc6-dev libpython3.11-dev
 ENV NVIDIA_DRIVER_CAPABILITIES=compute,utility
 COPY --from=worker-cuda-packages /opt/baton /opt/baton
 COPY --from=app /opt/app /opt/app
+RUN python -IB /opt/app/bin/gen_sbom.py --image baton/worker-cuda --version "$VERSION" --out /opt/app/sbom.cdx.json \
+    && touch -h -d "@$SOURCE_DATE_EPOCH" /opt/app /opt/app/sbom.cdx.json
 USER 65532:65532

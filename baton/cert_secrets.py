@@ -50,6 +50,7 @@ def write(
     hosts: Sequence[str],
     days: int,
     servers: Mapping[str, str],
+    flips: bool = False,
     api: Any = None,
 ) -> list[str]:
     """Make the set, or renew its certificates.
@@ -70,7 +71,7 @@ def write(
         ) from error
     store = _Secrets(api or client.CoreV1Api(_connect()), place)
     try:
-        return store.renew(hosts, days, servers)
+        return store.renew(hosts, days, servers, flips)
     except ApiException as error:
         raise CertsError(
             f"Secrets {place.prefix}-*: the API server says {error.status} {error.reason}; the "
@@ -106,7 +107,9 @@ class _Secrets:
         except OSError as error:
             raise CertsError("--namespace: needed outside of a pod") from error
 
-    def renew(self, hosts: Sequence[str], days: int, servers: Mapping[str, str]) -> list[str]:
+    def renew(
+        self, hosts: Sequence[str], days: int, servers: Mapping[str, str], flips: bool
+    ) -> list[str]:
         """See `write`."""
         owner = self._owner()
         with tempfile.TemporaryDirectory(prefix="baton-certs-") as name:
@@ -115,7 +118,7 @@ class _Secrets:
             if ca is not None:
                 for file in ("ca.crt", "ca.key"):
                     (folder / file).write_bytes(base64.b64decode(ca.data[file]))
-            made = certs.write(folder, hosts=hosts, days=days, servers=servers)
+            made = certs.write(folder, hosts=hosts, days=days, servers=servers, flips=flips)
             ca_cert = made.ca_file.read_bytes()
             if ca is None:
                 # Before all others: whoever made one at the same time has won, and this set with

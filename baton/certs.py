@@ -2,7 +2,8 @@
 
 Production takes these from its own CA; all that Baton asks of a certificate is the role among its
 names (`process.access`): the URI `baton://role/<role>` says what it may call, the DNS name
-`<role>.baton.internal` as what it may be dialled. A set that is there already keeps its CA and gets
+`<role>.baton.internal` as what it may be dialled. Workers that may change their role have both
+names of both. A set that is there already keeps its CA and gets
 new certificates, which running processes take up. Blocking; any thread.
 """
 
@@ -22,7 +23,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from baton.cert_set import CertSet
 from baton.errors import BatonError
-from process.access import Role
+from process.access import WORKERS, Role
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 NO_SERVERS: Mapping[str, str] = MappingProxyType({})
@@ -41,12 +42,14 @@ def write(
     hosts: Sequence[str] = LOCAL_HOSTS,
     days: int = 365,
     servers: Mapping[str, str] = NO_SERVERS,
+    flips: bool = False,
 ) -> CertSet:
     """Make a set in `folder`, or renew the certificates of the one that is there.
 
     Args: hosts: names and addresses under which clients reach the router. days: how long the
         certificates are valid. servers: others that need a certificate and have no role, such as
-        Redis, and the host of each.
+        Redis, and the host of each. flips: whether workers may change their role: each of their
+        certificates then names both.
     Raises: CertsError.
     """
     made, names = CertSet(folder), [_name_of(host) for host in hosts]
@@ -54,10 +57,11 @@ def write(
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         ca_key, ca = _ca(folder)
         for role in Role:
-            known = [x509.UniformResourceIdentifier(role.uri), x509.DNSName(role.server_name)]
             own = names if role is Role.ROUTER else []
             key = ec.generate_private_key(ec.SECP256R1())
-            certificate = _leaf(role.value, [*known, *own], key, ca_key, ca, days)
+            certificate = _leaf(
+                role.value, [*_names_of_role(role, flips), *own], key, ca_key, ca, days
+            )
             _write(made.key_file(role), _key_pem(key), 0o600)
             _write(made.cert_file(role), _pem(certificate), 0o644)
         for server, host in servers.items():
@@ -68,6 +72,15 @@ def write(
     except OSError as error:
         raise CertsError(f"{error.filename or folder}: {error.strerror}") from error
     return made
+
+
+def _names_of_role(role: Role, flips: bool) -> list[x509.GeneralName]:
+    others = WORKERS - {role} if flips and role in WORKERS else frozenset()
+    return [
+        name
+        for each in (role, *others)
+        for name in (x509.UniformResourceIdentifier(each.uri), x509.DNSName(each.server_name))
+    ]
 
 
 def _ca(folder: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:

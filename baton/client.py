@@ -44,6 +44,11 @@ Result = TypeVar("Result")
 
 _STATUS_TIMEOUT_S = 10.0
 
+_ANSWER = "a whole answer"
+
+_OWN_DEADLINE = "Deadline Exceeded"
+"""gRPC's words where our own time was over, and no server said anything."""
+
 _NO_HANDSHAKE = ("handshake failed", "Socket closed", "erification")
 """In gRPC's words for a server that is there, where TLS did not come about."""
 
@@ -105,7 +110,7 @@ class Client:
                 ended = chunk.end is not None and chunk.end.provenance is not None
                 yield chunk
         except grpc.aio.AioRpcError as error:
-            raise self._error(error) from None
+            raise self._error(error, _ANSWER, request.budget_ms / 1000) from None
         finally:
             call.cancel()
         if not ended:
@@ -133,7 +138,7 @@ class Client:
         try:
             replies = [reply async for reply in call]
         except grpc.aio.AioRpcError as error:
-            raise self._error(error) from None
+            raise self._error(error, _ANSWER, request.budget_ms / 1000) from None
         finally:
             call.cancel()
         if len(replies) != 1:
@@ -148,7 +153,7 @@ class Client:
                 request, timeout=_STATUS_TIMEOUT_S, metadata=self._metadata
             )
         except grpc.aio.AioRpcError as error:
-            raise self._error(error) from None
+            raise self._error(error, "its models", _STATUS_TIMEOUT_S) from None
         return list(reply.models)
 
     async def status(
@@ -163,7 +168,7 @@ class Client:
                 request, timeout=timeout_s, metadata=self._metadata
             )
         except grpc.aio.AioRpcError as error:
-            raise self._error(error) from None
+            raise self._error(error, "its status", timeout_s) from None
         return reply
 
     async def explain(self, request_id: str = "", tenant: str = "") -> inference_pb2.ExplainReply:
@@ -177,11 +182,25 @@ class Client:
                 request, timeout=_STATUS_TIMEOUT_S, metadata=self._metadata
             )
         except grpc.aio.AioRpcError as error:
-            raise self._error(error) from None
+            raise self._error(error, "why it chose its workers", _STATUS_TIMEOUT_S) from None
         return reply
 
-    def _error(self, error: grpc.aio.AioRpcError) -> errors.BatonError:
+    def _error(
+        self, error: grpc.aio.AioRpcError, asked: str, timeout_s: float
+    ) -> errors.BatonError:
+        """asked: what for. timeout_s: how long it was waited for."""
         details = error.details() or ""
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and details == _OWN_DEADLINE:
+            remedy = (
+                "ask for fewer tokens, or give it more time (timeout_s)"
+                if asked == _ANSWER
+                else "check that this is the port for gRPC of a router, that nothing between here "
+                "and there holds the connection up, and that the router is not overloaded"
+            )
+            return errors.DeadlineExceeded(
+                f"{self.address} was asked for {asked}, which was not there within "
+                f"{timeout_s:g} s; {remedy}"
+            )
         if error.code() is grpc.StatusCode.UNAVAILABLE and "failed to connect" in details:
             if any(sign in details for sign in _NO_HANDSHAKE):
                 return errors.Unavailable(

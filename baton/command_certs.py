@@ -4,6 +4,8 @@ Run again on the same folder it renews the certificates and keeps the CA; proces
 ones up without a restart. `baton up --tls` makes a set of its own and needs none of this. Inside a
 Kubernetes cluster `--secrets PREFIX` keeps the set in Secrets: PREFIX-ROLE for each role, as the
 pods mount them, and PREFIX-ca, which nobody does. The chart does so with tls.mode=self-made.
+Each certificate names one role; with `--flips` workers' name prefill and decode, so that a running
+one may be told to take the other.
 """
 
 from __future__ import annotations
@@ -46,6 +48,12 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--days", type=int, default=365, metavar="N", help="how long they are valid; default: 365"
     )
+    parser.add_argument(
+        "--flips",
+        action="store_true",
+        help="workers may change their role: their certificates name both, and may call what "
+        "either may",
+    )
     parser.set_defaults(run=run)
 
 
@@ -59,7 +67,9 @@ def run(parsed: argparse.Namespace) -> int:
     servers = dict(_server(each) for each in parsed.server)
     if parsed.secrets:
         return _run_secrets(parsed, hosts, servers)
-    made = certs.write(parsed.out, hosts=hosts, days=parsed.days, servers=servers)
+    made = certs.write(
+        parsed.out, hosts=hosts, days=parsed.days, servers=servers, flips=parsed.flips
+    )
     roles = ", ".join(role.value for role in Role)
     sys.stdout.write(
         f"{made.folder}: ca.crt and a certificate for each of {roles}\n"
@@ -74,7 +84,9 @@ def _run_secrets(parsed: argparse.Namespace, hosts: list[str], servers: dict[str
     from baton import cert_secrets  # the client of Kubernetes takes a second to import
 
     place = cert_secrets.Place(parsed.secrets, parsed.namespace or "", parsed.owner or "")
-    names = cert_secrets.write(place, hosts=hosts, days=parsed.days, servers=servers)
+    names = cert_secrets.write(
+        place, hosts=hosts, days=parsed.days, servers=servers, flips=parsed.flips
+    )
     sys.stdout.write(f"written: {', '.join(names)}\n")
     return 0
 

@@ -8,10 +8,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from baton import cluster_plan, cluster_state
+from baton import cluster_config, cluster_state
 from baton.cert_set import CertSet
 from baton.client import SyncClient
-from baton.cluster_plan import ClusterConfig
+from baton.cluster_config import ClusterConfig
 from baton.credentials import Credentials
 from baton.errors import InvalidArgument, Unavailable
 from process import secret_file
@@ -226,7 +226,7 @@ def add_cluster(parser: argparse.ArgumentParser, *, default_port: int) -> None:
     )
     parser.add_argument(
         "--transport",
-        choices=cluster_plan.TRANSPORTS,
+        choices=cluster_config.TRANSPORTS,
         default=defaults.transport,
         help="how KV blocks travel between workers and store; default: shm",
     )
@@ -239,14 +239,14 @@ def add_cluster(parser: argparse.ArgumentParser, *, default_port: int) -> None:
     )
     parser.add_argument(
         "--handover",
-        choices=cluster_plan.HANDOVERS,
+        choices=cluster_config.HANDOVERS,
         default=defaults.handover,
         help="how a prompt's KV gets from prefill to decode: through the store, directly out of "
         "the prefill worker's cache, or the cheaper way; default: auto",
     )
     parser.add_argument(
         "--direct-transport",
-        choices=cluster_plan.DIRECT_TRANSPORTS,
+        choices=cluster_config.DIRECT_TRANSPORTS,
         default=defaults.direct_transport,
         help="how blocks are read out of a prefill worker's cache; cuda_ipc: mapped, between GPUs "
         "of this machine; default: as from other nodes' stores",

@@ -15,7 +15,7 @@ from rich.console import Console
 
 import checkpoints
 from baton import cluster_state, command_options
-from baton.cluster_plan import DEFAULT_PORT, ClusterConfig
+from baton.cluster_config import DEFAULT_PORT, ClusterConfig
 from baton.errors import ModelError
 from baton.local_cluster import LocalCluster
 from baton.start_view import StartView

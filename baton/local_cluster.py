@@ -23,7 +23,8 @@ from typing import Self
 
 from baton import cluster_plan, key_files, ports, redis_server, scrape_files
 from baton.client import SyncClient
-from baton.cluster_plan import ClusterConfig, ProcessSpec, WorkerSpec
+from baton.cluster_config import ClusterConfig
+from baton.cluster_plan import ProcessSpec, WorkerSpec
 from baton.credentials import Credentials
 from baton.errors import BatonError, ClusterError
 from baton.run_folder import RunFolder
@@ -264,7 +265,8 @@ class LocalCluster:
         if self.config.tls:
             from baton.certs import write  # cryptography takes a while to import
 
-            certs = write(folder / "tls")
+            # The autoscaler may turn workers from one role to the other.
+            certs = write(folder / "tls", flips=self.config.autoscale)
         if self.config.api_keys:
             api_keys_file = str(folder / "api_keys.toml")
             api_key, key_id, entry = api_keys.new_key("default", is_admin=True, max_priority=100)

@@ -1,14 +1,16 @@
 """Load that steps, climbs, bursts or follows a trace, on a local cluster that scales itself: what
 became of the requests, and how many workers there were.
 
-    python -m benchmarks.autoscaling_local                        # all shapes, two minutes each
-    python -m benchmarks.autoscaling_local --shapes step --plots DIR
+    python -m benchmarks.autoscaling_local              # all shapes, two to five minutes each
+    python -m benchmarks.autoscaling_local --shapes step --plot step.png
     python -m benchmarks.autoscaling_local --trace conversation_trace.jsonl
 
 The plan, the router's beats and the workers are the real ones; only pods are processes. On few
-cores more workers do not compute more: here one sees that workers come and go in time and cost no
-request, not that they help. What the same plan does to latency at the size of a cluster is
-`benchmarks.autoscaling`'s to say, in a model. The last line is one JSON object.
+cores more workers do not compute more: there one sees that workers come and go in time and cost no
+request, not that they help. That they help is the shape "paced": its workers take as long for a
+step as they are told (benchmarks/paced_worker.py), so that their slots bind, not the cores. What
+the same plan does to latency at the size of a cluster is `benchmarks.autoscaling`'s to say, in a
+model. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -16,11 +18,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
-import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ import grpc.aio
 from rich.console import Console
 
 from baton import Client, LocalCluster
-from baton.cluster_plan import ClusterConfig
+from baton.cluster_config import ClusterConfig
 from baton.load import arrivals, course, planned, trace_file
 from baton.load.course import ROLES, Course, Moment, PoolSize
 from baton.load.outcome import Outcome
@@ -37,12 +37,16 @@ from baton.load.report import Limits, as_json, report
 from baton.load.run import run as run_load
 from baton.load.senders import GrpcSender
 from baton.tables import table
+from benchmarks.context import context, publish
+from benchmarks.paced_worker import paced
+from engine.paced import DevicePace
 from protos import autoscaler_pb2, autoscaler_pb2_grpc
 
 SHAPES = {
     "step": "1:15,{high}:45,1:60",
     "ramp": "1..{high}:60,{high}..1:30,1:30",
     "burst": "1:15,{high}:10,1:25,{high}:10,1:60",
+    "paced": "2.5:200",
 }
 """Rates in phases; `high` is more than the workers at the beginning are wanted to serve."""
 
@@ -52,6 +56,22 @@ _LOOK_S = 0.5
 _CALL_S = 5.0
 _TIMEOUT_S = 120.0
 _LENGTHS = planned.Lengths(64, 48, spread=0.5)
+
+PACED = {
+    "prefill": DevicePace(token_s=0.0088),
+    "decode": DevicePace(step_s=0.5),
+}
+"""A prefill worker takes 0.56 s for a prompt, 1.8 a second; a decode worker with 12 slots takes 6 s
+for an answer, 2 a second. At 2.5 a second one of each is too little, and two are enough. A core
+computes a tenth of that time at most, so a busy machine keeps the pace."""
+
+PACED_SLOTS = 12
+PACED_LENGTHS = planned.Lengths(64, 13)
+PACED_TARGETS = Limits(ttft_ms=3000.0, tpot_ms=1000.0)
+"""Well above what a request takes where nobody waits: 0.56 and 0.5 s."""
+
+QUANTILE = 0.9
+"""Share of the requests that shall meet each target: the plan's own default."""
 
 QUICK = (
     # Processes start in seconds and a benchmark has minutes: the plan's own pace is for pods.
@@ -67,6 +87,22 @@ QUICK = (
 
 
 @dataclass(frozen=True)
+class Met:
+    """Requests within targets, among those sent in one span of time."""
+
+    from_s: float
+    to_s: float
+    num_requests: int
+    ttft_share: float
+    tpot_share: float
+    """Of them; 0 without any. One that failed met nothing."""
+
+    def reaches(self, share: float) -> bool:
+        """Whether so many met each."""
+        return min(self.ttft_share, self.tpot_share) >= share
+
+
+@dataclass(frozen=True)
 class Drive:
     """One load, and what was seen while it ran."""
 
@@ -75,6 +111,37 @@ class Drive:
 
     course: Course
     """Of the workers, from before the load until all is as it was, or time is up."""
+
+    @property
+    def reaction_s(self) -> float | None:
+        """From the load's beginning until more workers of each role served; None: never."""
+        reactions = [self.course.reaction_s(role) for role in ROLES]
+        known = [each for each in reactions if each is not None]
+        return max(known) if len(known) == len(reactions) else None
+
+    def met(self, targets: Limits, from_s: float, to_s: float) -> Met:
+        """Of the requests that were sent in that time."""
+        sent = [each for each in self.outcomes if from_s <= each.sent_s < to_s]
+
+        def share(of: Limits) -> float:
+            return sum(map(of.keeps, sent)) / len(sent) if sent else 0.0
+
+        return Met(
+            from_s,
+            to_s,
+            len(sent),
+            share(Limits(ttft_ms=targets.ttft_ms)),
+            share(Limits(tpot_ms=targets.tpot_ms)),
+        )
+
+    def met_before_and_after(self, targets: Limits) -> tuple[Met, Met] | None:
+        """Until workers were added, and from when they had as long again to clear what had piled
+        up; None: none were. For a load that is too much for the first workers all the while."""
+        reaction_s = self.reaction_s
+        if reaction_s is None:
+            return None
+        end_s = max(each.sent_s for each in self.outcomes) + _LOOK_S
+        return self.met(targets, 0.0, reaction_s), self.met(targets, 2 * reaction_s, end_s)
 
 
 def config(*overrides: str, most: int = 3) -> ClusterConfig:
@@ -88,11 +155,47 @@ def config(*overrides: str, most: int = 3) -> ClusterConfig:
     )
 
 
-def shaped(rates: str, *, vocab_size: int, seed: int) -> list[Planned]:
+def _paced_priors() -> dict[str, float]:
+    """What is so anyway, so that the first minute is not spent on finding out."""
+    prefill, decode = PACED["prefill"], PACED["decode"]
+    return {
+        "prefill_tokens_per_s": round(1 / prefill.token_s, 3),
+        "decode_step_s": decode.step_s,
+        "num_prompt_tokens": PACED_LENGTHS.num_input_tokens,
+        "num_output_tokens": PACED_LENGTHS.num_output_tokens,
+        "max_num_running": PACED_SLOTS,
+    }
+
+
+def paced_config(most: int = 2) -> ClusterConfig:
+    """For a cluster whose workers are started within `paced(PACED)`."""
+    assert PACED_TARGETS.ttft_ms is not None and PACED_TARGETS.tpot_ms is not None
+    return config(
+        # One prompt a step: nobody's first token waits for prompts that came later.
+        f"prefill.engine.max_num_tokens_per_step={PACED_LENGTHS.num_input_tokens}",
+        f"decode.engine.max_num_running={PACED_SLOTS}",
+        *(f"autoscaler.plan.priors.{name}={value}" for name, value in _paced_priors().items()),
+        f"autoscaler.plan.targets.ttft_s={PACED_TARGETS.ttft_ms / 1e3}",
+        f"autoscaler.plan.targets.tpot_s={PACED_TARGETS.tpot_ms / 1e3}",
+        f"autoscaler.plan.targets.quantile={QUANTILE}",
+        # Not before the first workers have been late, however fast processes start.
+        "autoscaler.plan.pace.up_s=10",
+        most=most,
+    )
+
+
+def shaped(
+    rates: str,
+    *,
+    vocab_size: int,
+    seed: int,
+    lengths: planned.Lengths = _LENGTHS,
+    kind: arrivals.Kind = "poisson",
+) -> list[Planned]:
     """Requests of a load whose rates are `rates`."""
     phases = arrivals.parse_rates(rates)
-    times_s = arrivals.arrivals(phases, num_requests=None, seed=seed)
-    return planned.random_load(times_s, _LENGTHS, vocab_size=vocab_size, seed=seed)
+    times_s = arrivals.arrivals(phases, num_requests=None, kind=kind, seed=seed)
+    return planned.random_load(times_s, lengths, vocab_size=vocab_size, seed=seed)
 
 
 async def drive(
@@ -198,14 +301,56 @@ async def _vocab_size(cluster: LocalCluster) -> int:
         return await GrpcSender(client, {}).vocab_size() or 1
 
 
-def _one(shape: str, load_of: Any, plots: Path | None) -> dict[str, Any]:
+def _one(
+    asked_config: ClusterConfig, load_of: Callable[[int], list[Planned]], settle_s: float = 90.0
+) -> Drive:
     """A cluster of its own, so that no shape begins with another's workers."""
-    with LocalCluster(config()) as cluster:
+    with LocalCluster(asked_config) as cluster:
         load = load_of(asyncio.run(_vocab_size(cluster)))
-        driven = asyncio.run(drive(cluster, load, settle_s=90.0))
-    if plots is not None:
-        course.draw(driven.outcomes, driven.course, plots / f"autoscaling-{shape}.png", shape)
-    return summary(driven)
+        return asyncio.run(drive(cluster, load, settle_s=settle_s))
+
+
+def _drive_paced(rates: str, seed: int) -> Drive:
+    def load_of(vocab_size: int) -> list[Planned]:
+        return shaped(
+            rates, vocab_size=vocab_size, seed=seed, lengths=PACED_LENGTHS, kind="constant"
+        )
+
+    with paced(PACED):
+        return _one(paced_config(), load_of)
+
+
+def _drive_trace(file: Path, asked: argparse.Namespace) -> Drive:
+    def load_of(vocab_size: int) -> list[Planned]:
+        trace = trace_file.read_trace(file, limit=asked.requests)
+        return trace_file.replay(
+            trace,
+            vocab_size=vocab_size,
+            seed=asked.seed,
+            speed=asked.speed,
+            shrink=asked.shrink,
+        )
+
+    return _one(config(), load_of)
+
+
+def _drive_shape(shape: str, asked: argparse.Namespace) -> Drive:
+    rates = SHAPES[shape].format(high=asked.high)
+    if shape == "paced":
+        return _drive_paced(rates, asked.seed)
+    return _one(config(), lambda size: shaped(rates, vocab_size=size, seed=asked.seed))
+
+
+def _show(results: Mapping[str, Any]) -> None:
+    shown = table("load", numbers=("requests", "failed", "TTFT p50", "p99", "prefill", "decode"))
+    for shape, result in results.items():
+        requests, workers = result["requests"], result["workers"]
+        num_failed = sum(each["num"] for each in requests["failures"])
+        ttft = requests["ttft"] or {}
+        most = [str(workers[role]["most_ready"]) for role in ROLES]
+        waits = [f"{ttft[name]:.0f} ms" if ttft else "-" for name in ("p50_ms", "p99_ms")]
+        shown.add_row(shape, str(requests["num_requests"]), str(num_failed), *waits, *most)
+    Console().print(shown)
 
 
 def main() -> int:
@@ -218,40 +363,25 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=600, help="of a trace, at most")
     parser.add_argument("--high", type=float, default=HIGH_PER_S, help="requests a second")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--plots", type=Path, metavar="FOLDER")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="all loads, one picture")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the JSON object")
     asked = parser.parse_args()
-    results = {}
     if asked.trace is not None:
-
-        def traced(vocab_size: int) -> list[Planned]:
-            trace = trace_file.read_trace(asked.trace, limit=asked.requests)
-            return trace_file.replay(
-                trace,
-                vocab_size=vocab_size,
-                seed=asked.seed,
-                speed=asked.speed,
-                shrink=asked.shrink,
-            )
-
-        results["trace"] = _one("trace", traced, asked.plots)
+        driven = {"trace": _drive_trace(asked.trace, asked)}
     else:
-        for shape in asked.shapes:
-            rates = SHAPES[shape].format(high=asked.high)
-            results[shape] = _one(
-                shape,
-                lambda size, rates=rates: shaped(rates, vocab_size=size, seed=asked.seed),
-                asked.plots,
-            )
-    shown = table("load", numbers=("requests", "failed", "TTFT p50", "p99", "prefill", "decode"))
-    for shape, result in results.items():
-        requests, workers = result["requests"], result["workers"]
-        num_failed = sum(each["num"] for each in requests["failures"])
-        ttft = requests["ttft"] or {}
-        most = [str(workers[role]["most_ready"]) for role in ROLES]
-        waits = [f"{ttft[name]:.0f} ms" if ttft else "-" for name in ("p50_ms", "p99_ms")]
-        shown.add_row(shape, str(requests["num_requests"]), str(num_failed), *waits, *most)
-    Console().print(shown)
-    sys.stdout.write(json.dumps(results) + "\n")
+        driven = {shape: _drive_shape(shape, asked) for shape in asked.shapes}
+    results = {shape: summary(each) for shape, each in driven.items()}
+    if "paced" in driven:
+        spans = driven["paced"].met_before_and_after(PACED_TARGETS)
+        results["paced"]["targets"] = {**asdict(PACED_TARGETS), "quantile": QUANTILE}
+        results["paced"]["met"] = spans and dict(
+            zip(("before", "after"), map(asdict, spans), strict=True)
+        )
+    if asked.plot is not None:
+        runs = {shape: (each.outcomes, each.course) for shape, each in driven.items()}
+        course.draw_all(runs, asked.plot)
+    _show(results)
+    publish({"benchmark": "autoscaling_local", **context(), "loads": results}, asked.out)
     return int(any(each["requests"]["failures"] for each in results.values()))
 
 

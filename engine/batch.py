@@ -24,9 +24,40 @@ class Span(NamedTuple):
     adapter: int = 0
     """Slot of its LoRA adapter (engine/lora/registry.py); 0: none."""
 
+    branches: tuple[int, ...] = ()
+    """Of its last tokens, if they are a token tree (engine/speculation/tree.py): which of them each
+    follows, by number, or -1: the token before them all. A token sees the one that it follows and
+    what that one sees, and its position is one more. KV goes into the next slots all the same,
+    token after token."""
+
     @property
     def end(self) -> int:
+        """The slot after its last token's; without branches, the position, too."""
         return self.start + self.num_tokens
+
+    @property
+    def is_tree(self) -> bool:
+        """Some token of it does not see all that lie before it."""
+        return self.branches != tuple(range(-1, len(self.branches) - 1))
+
+    @property
+    def positions(self) -> list[int]:
+        """[num_tokens] absolute positions."""
+        trunk_end = self.end - len(self.branches)
+        positions = list(range(self.start, trunk_end))
+        trunk = len(positions)
+        for parent in self.branches:
+            positions.append(positions[trunk + parent] + 1)
+        return positions
+
+    def slots_seen(self, index: int) -> list[int]:
+        """Slots that the span's token `index` sees, its own the last of them."""
+        trunk = self.num_tokens - len(self.branches)
+        own: list[int] = []
+        while index >= trunk:
+            own.append(self.start + index)
+            index = trunk + self.branches[index - trunk]
+        return [*range(self.start + index + 1), *reversed(own)]
 
 
 @dataclass(frozen=True)
@@ -47,7 +78,7 @@ class Batch:
     @property
     def positions(self) -> list[int]:
         """[T] absolute positions."""
-        return [position for span in self.spans for position in range(span.start, span.end)]
+        return [position for span in self.spans for position in span.positions]
 
 
 def warm_up(num_tokens: int) -> Batch:

@@ -24,7 +24,8 @@ from engine.request import FinishReason, State, StopPolicy, StopView
 from engine.sampling.row import Drawn
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence, finish_reason, should_hold
-from engine.step_output import FilledBlock, RequestEvent, StepTrace
+from engine.speculation.tree import ROOT, TokenTree
+from engine.step_output import FilledBlock, RequestEvent, StepTrace, TokenLogprobs
 
 
 class Booking:
@@ -116,6 +117,53 @@ class Booking:
         sequence.num_computed_tokens += num_tokens
         return self._take(sequence, drawn, self._holdings.cache_full_blocks(sequence), now)
 
+    def decode_tree(
+        self,
+        sequence: Sequence,
+        num_tokens: int,
+        tree: TokenTree,
+        drawn: Values[Drawn],
+        now: float,
+    ) -> RequestEvent:
+        """`decode` for a sample with guesses: the path through them that was drawn token by token,
+        and the token after it.
+
+        Args:
+            drawn: after its last token, then after each node.
+        """
+        num_before = len(sequence.token_ids)
+        taken: list[tuple[Drawn, int]] = []  # and how many tokens there are with it
+        path: list[int] = []
+        node: int | None = ROOT
+        reason: FinishReason | None = None
+        while node is not None:
+            one = drawn[1 + node]
+            error = one.error
+            if sequence.grammar is not None:
+                error = sequence.grammar.error or error
+            if error is not None and taken:
+                path.pop()  # what follows it is drawn anew, and fails then
+                break
+            if error is not None:
+                return self.fail(sequence, error)
+            try:
+                reason = self._accept(sequence, one)
+            except EngineError as problem:
+                return self.fail(sequence, problem)
+            num_known = len(sequence.token_ids)
+            node = None
+            if reason is None and num_known == num_before + len(path) + 1:  # nothing was forced
+                node = tree.child(path[-1] if path else ROOT, sequence.token_ids[-1])
+            taken.append((one, num_known))
+            if node is not None:
+                path.append(node)
+        sequence.num_computed_tokens += num_tokens
+        self._holdings.keep_path(sequence, path)
+        sequence.num_computed_tokens += len(path)
+        filled = self._holdings.cache_full_blocks(sequence)
+        self._holdings.shrink(sequence)
+        return self._told(sequence, taken, num_before, reason, filled, now)
+
     def advance_beams(self, group: Group, logits: torch.Tensor, now: float) -> list[RequestEvent]:
         """Book a step of all open beams of a request, each of which computed all its tokens; or of
         its prompt.
@@ -156,18 +204,41 @@ class Booking:
         self, sequence: Sequence, drawn: Drawn, filled: tuple[FilledBlock, ...], now: float
     ) -> RequestEvent:
         """One drawn token, and those that a grammar forces with it."""
-        group = sequence.group
-        name, index = sequence.key
-        wanted: tuple[int, ...] = (drawn.token_id,)
         num_before = len(sequence.token_ids)
         try:
-            if sequence.grammar is not None and self._stop_policy is None:  # it sees every token
-                wanted = self._constraints.tokens_for(sequence, drawn.token_id)
-            reason = self._add(sequence, wanted)
-            if reason is None and self._stop_policy is not None:
-                reason = self._ask_policy(sequence, self._stop_policy)
+            reason = self._accept(sequence, drawn)
         except EngineError as error:
             return self.fail(sequence, error)
+        taken = ((drawn, len(sequence.token_ids)),)
+        return self._told(sequence, taken, num_before, reason, filled, now)
+
+    def _accept(self, sequence: Sequence, drawn: Drawn) -> FinishReason | None:
+        """Raises: EngineError from its grammar or the stop policy."""
+        wanted: tuple[int, ...] = (drawn.token_id,)
+        if sequence.grammar is not None and self._stop_policy is None:  # it sees every token
+            wanted = self._constraints.tokens_for(sequence, drawn.token_id)
+        reason = self._add(sequence, wanted)
+        if reason is None and self._stop_policy is not None:
+            reason = self._ask_policy(sequence, self._stop_policy)
+        return reason
+
+    def _told(
+        self,
+        sequence: Sequence,
+        taken: Values[tuple[Drawn, int]],
+        num_before: int,
+        reason: FinishReason | None,
+        filled: tuple[FilledBlock, ...],
+        now: float,
+    ) -> RequestEvent:
+        """The event of what was accepted, and what follows from it for the sample.
+
+        Args:
+            taken: each draw, and how many tokens the sample had with it.
+            num_before: how many it had before all of them.
+        """
+        group = sequence.group
+        name, index = sequence.key
         token_ids = tuple(sequence.token_ids[num_before:])
         num_computed = sequence.num_computed_tokens
         self._totals.num_output_tokens += len(token_ids)
@@ -186,14 +257,14 @@ class Booking:
         return RequestEvent(
             name,
             token_ids,
-            None if drawn.logprobs is None else (drawn.logprobs,),
+            None if taken[0][0].logprobs is None else _logprobs(taken),
             filled,
             num_computed,
             reason,
             token_ids[-1] if reason is not None and reason.is_token else None,
             None,
             index,
-            None if drawn.trace is None else _traces(drawn.trace, token_ids),
+            None if taken[0][0].trace is None else _all_traces(taken, token_ids, num_before),
             (reason is not None or is_holding) and self._is_over(group),
         )
 
@@ -338,6 +409,21 @@ class Booking:
         self._adapters.release(group.request.adapter)
         del self._groups[group.request.request_id]
         self._metrics.on_end(group.request.request_id, outcome)
+
+
+def _logprobs(taken: Values[tuple[Drawn, int]]) -> tuple[TokenLogprobs, ...]:
+    return tuple(one.logprobs for one, _ in taken if one.logprobs is not None)
+
+
+def _all_traces(
+    taken: Values[tuple[Drawn, int]], token_ids: tuple[int, ...], num_before: int
+) -> tuple[StepTrace, ...]:
+    """Of each token of a step, in order."""
+    traces: tuple[StepTrace, ...] = ()
+    for one, num_known in taken:
+        if one.trace is not None:
+            traces += _traces(one.trace, token_ids[len(traces) : num_known - num_before])
+    return traces
 
 
 def _traces(trace: StepTrace, token_ids: tuple[int, ...]) -> tuple[StepTrace, ...]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from engine.grammar.config import GrammarLimits
 from engine.lora.config import LoraLimits
+from engine.speculation.config import SpeculationConfig
 from process.settings import SettingsError
 
 DEVICES = ("auto", "cpu", "cuda", "cuda:N")
@@ -136,6 +137,9 @@ class EngineConfig:
 
     num_threads: int = 0
     """torch's CPU threads; 0: leave torch's own. One each when several engines share few cores."""
+
+    speculation: SpeculationConfig = SpeculationConfig()  # noqa: RUF009  (a frozen value)
+    """Guessing several tokens a step. Steps are not launched ahead (`overlap`) where it is on."""
 
     lora: LoraLimits = LoraLimits()  # noqa: RUF009  (a frozen value)
     """Bounds on LoRA adapters: how many, how large."""

@@ -3,8 +3,9 @@ row of the next draw is masked, and what a drawn token forces. The grammars them
 engine/grammar/'s.
 
 A request that waits takes part in no step, and others pass it; `poll` finds those whose wait is
-over. The service is made when the first request with a grammar comes: an engine that never sees one
-starts no thread and no process for it, and reads no vocabulary. Engine thread only.
+over. The service is made by `prepare`, or when the first request with a grammar comes: an engine
+that is not prepared and never sees one starts no thread and no process for it, and reads no
+vocabulary. Engine thread only.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from engine.sampling.row import Draw
 from engine.sequence import Sequence as Sample
 
 if TYPE_CHECKING:
+    from engine.grammar.compilation import Compilation
     from engine.grammar.fill import Fill
-    from engine.grammar.service import Compilation, GrammarService
+    from engine.grammar.service import GrammarService
+    from engine.grammar.state import GrammarState
 
 MakeService = Callable[[], "GrammarService"]
 
@@ -59,11 +62,22 @@ class Constraints:
         spec = request.sampling.grammar
         if spec is None:
             return None
-        if self._service is None:
-            if self._make_service is None:
-                raise InvalidRequest("grammar", "this engine's model has no tokenizer to follow it")
+        service = self._made_service()
+        if service is None:
+            raise InvalidRequest("grammar", "this engine's model has no tokenizer to follow it")
+        return service.submit(spec, request.cache_root)
+
+    def prepare(self) -> None:
+        """Have ready what the first grammar would wait for. Blocks while it reads the vocabulary:
+        before the first request."""
+        service = self._made_service()
+        if service is not None:
+            service.prepare()
+
+    def _made_service(self) -> GrammarService | None:
+        if self._service is None and self._make_service is not None:
             self._service = self._make_service()
-        return self._service.submit(spec, request.cache_root)
+        return self._service
 
     # -- waiting
 
@@ -118,13 +132,10 @@ class Constraints:
 
     # -- the step
 
-    def begin_fill(self, samples: Sequence[Sample | None]) -> Fill | None:
-        """Begin to fill the masks of these rows of logits; None in place of a sample without
-        grammar. Returns: None if no row needs one."""
-        if self._service is None:
-            return None
-        rows = [None if sample is None else sample.grammar for sample in samples]
-        if not any(row is not None for row in rows):
+    def begin_fill(self, rows: Sequence[GrammarState | None]) -> Fill | None:
+        """Begin to fill the masks of these rows of logits; None for a row without grammar. Returns:
+        None if no row needs one."""
+        if self._service is None or not any(row is not None for row in rows):
             return None
         return self._service.begin_fill(rows)
 
@@ -168,12 +179,12 @@ def end_token_ids(sampling: Sampling, eos_token_ids: frozenset[int]) -> frozense
 
 
 def masked(
-    draws: Sequence[Draw], rows: Sequence[int], samples: Sequence[Sample], fill: Fill
+    draws: Sequence[Draw], rows: Sequence[int], states: Sequence[GrammarState | None], fill: Fill
 ) -> list[Draw]:
     """The draws with their rows' masks; those without a grammar as they were, so that their traces
     name none. Waits for the fill, which has a deadline of its own."""
     masks = fill.result()
     return [
-        one if samples[row].grammar is None else one._replace(bitmask=masks[row])
+        one if states[row] is None else one._replace(bitmask=masks[row])
         for one, row in zip(draws, rows, strict=True)
     ]

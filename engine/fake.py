@@ -21,7 +21,7 @@ from engine.batch import Batch, Span
 from engine.kv.layout import KvLayout
 from engine.kv.memory import KvMemory
 from engine.lora.registry import Adapters
-from engine.models.interface import DecodesAhead, InOneProcess
+from engine.models.interface import DecodesAhead, Guesses, InOneProcess
 from engine.noise import uniform, words
 from engine.request import ModelInfo
 
@@ -51,6 +51,7 @@ class FakeModel(InOneProcess):
         self.adapters = Adapters.refused("the fake model has no linear layers")
         self.poison = poison
         self.ahead: DecodesAhead | None = None
+        self.guesses = Guesses.TREES
         self.num_forwards = 0
         identity = f"fake {vocab_size} {context_window} {self.layout.fingerprint_part}"
         self.info = ModelInfo(
@@ -90,7 +91,7 @@ class FakeModel(InOneProcess):
             for index in range(first, first + span.num_tokens):
                 if index in batch.draw_indices:
                     history = (
-                        self._read(span, span.start + index - first + 1) if span.block_ids else b""
+                        self._read(span, span.slots_seen(index - first)) if span.block_ids else b""
                     )
                     rows.append(self._logits(history, batch.token_ids[index]))
             first += span.num_tokens
@@ -123,14 +124,15 @@ class FakeModel(InOneProcess):
 
     def _write(self, span: Span, token_ids: Sequence[int]) -> None:
         cells, size = self._cells(), self.layout.block_size
-        for position, token_id in zip(range(span.start, span.end), token_ids, strict=True):
-            block_id, slot = span.block_ids[position // size], position % size
+        places = range(span.start, span.end)
+        for place, position, token_id in zip(places, span.positions, token_ids, strict=True):
+            block_id, slot = span.block_ids[place // size], place % size
             cells[block_id, 0, slot] = float(token_id)
             cells[block_id, 1, slot] = float(position)
 
-    def _read(self, span: Span, num_tokens: int) -> bytes:
+    def _read(self, span: Span, slots: list[int]) -> bytes:
         cells = self._cells()[list(span.block_ids)]  # [n, 2, P]
-        history: bytes = cells.transpose(0, 1).reshape(2, -1)[:, :num_tokens].numpy().tobytes()
+        history: bytes = cells.transpose(0, 1).reshape(2, -1)[:, slots].numpy().tobytes()
         return history
 
     def _logits(self, history: bytes, last_token_id: int) -> torch.Tensor:

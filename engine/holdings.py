@@ -223,6 +223,48 @@ class Holdings:
             sequence.is_tail_shared = twin.is_tail_shared = True
         return twin
 
+    def room(self, sequence: Sequence, *, num_kept_blocks: int) -> int:
+        """Tokens after its last known one that may be computed at once: as many as the blocks hold
+        that it has, may take of its group's own, or that are free but for `num_kept_blocks`.
+        Nothing is evicted for guesses."""
+        size = self.block_size
+        num_own = len(sequence.block_ids)
+        if sequence.group.is_whole:
+            num_own = sequence.num_prompt_tokens // size + sequence.group.num_own_blocks
+        else:
+            num_own += max(0, self.pool.num_free - num_kept_blocks)
+        return num_own * size - len(sequence.token_ids)
+
+    def keep_path(self, sequence: Sequence, nodes: Values[int]) -> None:
+        """Of a token tree whose first node lies in the slot after its last token, keep the KV of
+        these nodes, the root's child first, in the slots that come next."""
+        size, first = self.block_size, sequence.num_computed_tokens
+        block_ids = sequence.block_ids
+        moves: list[tuple[int, int, int, int]] = []
+        for place, node in enumerate(nodes):
+            if place != node:
+                source, target = first + node, first + place
+                moves.append(
+                    (
+                        *(block_ids[source // size], source % size),
+                        *(block_ids[target // size], target % size),
+                    )
+                )
+        self.kv.move_tokens(moves)
+
+    def shrink(self, sequence: Sequence) -> None:
+        """Give back blocks that hold none of its tokens: they were for guesses."""
+        num_kept = max(-(-len(sequence.token_ids) // self.block_size), sequence.num_cached_blocks)
+        surplus = sequence.block_ids[num_kept:]
+        if not surplus:
+            return
+        del sequence.block_ids[num_kept:]
+        sequence.block_table = ()
+        if sequence.group.is_whole:
+            sequence.group.spare_block_ids += reversed(surplus)
+        else:
+            self.pool.put_back(reversed(surplus))
+
     # -- content
 
     def cache_full_blocks(self, sequence: Sequence) -> tuple[FilledBlock, ...]:

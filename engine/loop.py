@@ -67,6 +67,9 @@ from engine.preemptor import Preemptor
 from engine.request import EngineStats, ModelInfo, Request, Reservation, State, StopPolicy
 from engine.runner import Runner
 from engine.scheduler import Scheduler
+from engine.speculation.drafter import Drafter
+from engine.speculation.load import load_drafters
+from engine.speculation.speculator import make_speculator
 from engine.step_output import StepOutput
 from engine.steps import Steps
 from engine.warm_up import warm_up
@@ -83,6 +86,7 @@ class Engine:
         stop_policy: StopPolicy | None = None,
         parking: Parking | None = None,
         make_grammars: MakeService | None = None,
+        drafters: Values[Drafter] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Take memory for the KV cache.
@@ -91,7 +95,8 @@ class Engine:
             parking: where swapped blocks go; None: into this process' memory.
             make_grammars: called when the first request with a grammar comes; None: they are
                 refused.
-            clock: for the metrics; no decision depends on it.
+            drafters: who guesses; None: whoever `config.speculation` names.
+            clock: for the metrics, and for what guesses cost; no token depends on it.
         Raises: TooFewBlocks; SettingsError for a preemption that the device cannot do.
         """
         self.config = config
@@ -112,7 +117,9 @@ class Engine:
         if self.kv.tails is not None:
             self.kv.tails.is_live = self._pool.is_used
         # A stop policy looks at every token before the next is drawn.
-        self._ahead = model.ahead if config.overlap and stop_policy is None else None
+        is_guessing = config.speculation.is_on if drafters is None else bool(drafters)
+        is_ahead = config.overlap and stop_policy is None and not is_guessing
+        self._ahead = model.ahead if is_ahead else None
         self._in_flight = InFlight(self._ahead, self._pool, self.kv.layout.block_size)
         self._holdings = Holdings(self.kv, RadixTree(self._pool), self._in_flight)
         self._metrics = EngineMetrics(clock, num_blocks)
@@ -151,6 +158,14 @@ class Engine:
             metrics=self._metrics,
             has_stop_policy=stop_policy is not None,
         )
+        self._speculator = make_speculator(
+            config,
+            self._holdings,
+            drafters,
+            guesses=model.guesses,
+            eos_token_ids=eos_token_ids,
+            clock=clock,
+        )
         runner = Runner(
             model,
             self.kv,
@@ -163,6 +178,7 @@ class Engine:
                 eos_token_ids,
                 clears_blocks=model.reads_unwritten,
             ),
+            self._speculator,
             eos_token_ids=eos_token_ids,
             clock=clock,
         )
@@ -193,6 +209,11 @@ class Engine:
         if not self.park_bytes or self._groups:
             raise WrongState("a parking is for an engine that swaps and has no request yet")
         self._preemptor.use_parking(parking)
+
+    def prepare_grammars(self) -> None:
+        """Have ready what the first grammar would wait for; blocks while the vocabulary is read
+        (seconds for a large one). Before the first request."""
+        self._constraints.prepare()
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Run the model once per kind of batch, so that the first request does not pay for it.
@@ -491,6 +512,8 @@ class Engine:
         )
         self._metrics.check_integrity()
         self._entrance.check_integrity()
+        if self._speculator is not None:
+            self._speculator.check_integrity()
         self._constraints.check_integrity()
         self._model.adapters.check_integrity(
             accounts.num_by_adapter(group.request for group in self._groups.values())
@@ -512,9 +535,11 @@ def load_engine(
     *,
     progress: Progress | None = None,
     stop_policy: StopPolicy | None = None,
+    prepares_grammars: bool = False,
 ) -> Engine:
     """Resolve the checkpoint, load the model, size the cache, warm up.
 
+    Args: prepares_grammars: for who will serve some: `Engine.prepare_grammars`, which takes memory.
     Raises: LoadError (missing or broken checkpoint, model type, too few blocks), errors of
         checkpoints.resolve; each one line that says what is wrong and how to fix it.
     """
@@ -529,10 +554,21 @@ def load_engine(
         def make_grammars() -> GrammarService:
             return GrammarService.from_checkpoint(folder, model.info.vocab_size, config.grammar)
 
+        with phases.timed("drafters"):
+            drafters = load_drafters(config, model.info, progress)
         with phases.timed("cache"):
-            engine = Engine(config, model, stop_policy=stop_policy, make_grammars=make_grammars)
+            engine = Engine(
+                config,
+                model,
+                stop_policy=stop_policy,
+                make_grammars=make_grammars,
+                drafters=drafters,
+            )
         with phases.timed("warm-up"):
             engine.warm_up(progress)
+        if prepares_grammars:
+            with phases.timed("grammars"):
+                engine.prepare_grammars()
     except BaseException:
         model.close()
         raise

@@ -23,6 +23,7 @@ from engine.models.interface import (
     DRAWN_BEFORE,
     DecodeRow,
     DecodesAhead,
+    Guesses,
     Launch,
     LoadedModel,
     Progress,
@@ -83,6 +84,11 @@ class AheadModel:
         self.close = model.close
         self.launches = PlainAhead(model, is_late=is_late, max_rows=max_rows, takes=takes)
         self.ahead: DecodesAhead | None = self.launches
+
+    @property
+    def guesses(self) -> Guesses:
+        """See LoadedModel."""
+        return self._model.guesses
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """See LoadedModel. After whatever was launched."""

@@ -28,6 +28,8 @@ from engine.request import State
 from engine.sampling import pipeline
 from engine.schedule.order import Key
 from engine.sequence import Sequence
+from engine.speculation.speculator import Speculator
+from engine.speculation.tree import TokenTree
 from engine.step_builder import Step, build
 from engine.step_output import RequestEvent
 
@@ -55,6 +57,7 @@ class Runner:
         booking: Booking,
         in_flight: InFlight,
         rows: DecodeRows,
+        speculator: Speculator | None,
         *,
         eos_token_ids: frozenset[int],
         clock: Callable[[], float],
@@ -65,6 +68,7 @@ class Runner:
         self._booking = booking
         self._in_flight = in_flight
         self._rows = rows
+        self._speculator = speculator
         self._eos_token_ids = eos_token_ids
         self._clock = clock
         self.is_device_behind = False
@@ -94,7 +98,7 @@ class Runner:
         if not self._in_flight.is_live:
             rows = self._rows.of_plan(planned)
             if rows is None:
-                return self._compute(planned)
+                return self._compute(planned, running)
             self._in_flight.launch(rows)
         return self._land(planned, has_prompts=has_prompts)
 
@@ -115,9 +119,13 @@ class Runner:
         events = self._book([(sequence, 1) for sequence in sequences], drawn)
         return Result(events, len(sequences) - num_decodes, num_decodes)
 
-    def _compute(self, planned: list[tuple[Sequence, int]]) -> Result:
+    def _compute(
+        self, planned: list[tuple[Sequence, int]], running: Mapping[Key, Sequence]
+    ) -> Result:
         """A plain step."""
-        step = build(planned, self._kv, self._eos_token_ids)
+        began = self._clock()
+        trees = {} if self._speculator is None else self._speculator.guess(planned, running)
+        step = build(planned, self._kv, self._eos_token_ids, trees)
         self.is_device_behind = True
         logits, drawn = self._draw(step)
         self._in_flight.settle()  # rows that were left over: over by now, and nothing is booked yet
@@ -125,7 +133,15 @@ class Runner:
         self._in_flight.has_copied = False
         num_decodes = step.num_decode_tokens
         embeddings = self._embeddings(step) if step.batch.wants_hidden else {}
-        events = self._book(planned, drawn)
+        events = self._book(planned, drawn, trees)
+        if self._speculator is not None:
+            told = {(event.request_id, event.sample_index): event.token_ids for event in events}
+            self._speculator.learn(
+                trees,
+                {key: told[key] for key in trees if told.get(key)},
+                num_rows=len(step.batch.token_ids),
+                seconds=self._clock() - began,
+            )
         if embeddings:
             events = [_with_embedding(event, embeddings) for event in events]
         if step.has_beams:
@@ -134,7 +150,7 @@ class Runner:
 
     def _draw(self, step: Step) -> tuple[torch.Tensor, list[pipeline.Drawn]]:
         """Logits [R, V] of all rows, and what was drawn from those that are not beams'."""
-        fill = self._constraints.begin_fill(step.samples)
+        fill = self._constraints.begin_fill(step.grammars)
         try:
             logits = self._model.forward(step.batch)
         except BaseException:
@@ -145,7 +161,7 @@ class Runner:
         if not draws:
             return logits, []
         if fill is not None:
-            draws = masked(draws, step.rows, step.samples, fill)
+            draws = masked(draws, step.rows, step.grammars, fill)
         rows = logits if step.is_plain else logits[list(step.rows)]
         return logits, pipeline.draw(rows, draws)
 
@@ -161,9 +177,13 @@ class Runner:
         return {name: tuple(one) for name, one in zip(rows, values, strict=True)}
 
     def _book(
-        self, planned: list[tuple[Sequence, int]], drawn: list[pipeline.Drawn]
+        self,
+        planned: list[tuple[Sequence, int]],
+        drawn: list[pipeline.Drawn],
+        trees: Mapping[Key, TokenTree] | None = None,
     ) -> list[RequestEvent]:
         events: list[RequestEvent] = []
+        trees = trees or {}
         first = 0
         now = self._clock()
         for sequence, num_tokens in planned:
@@ -173,11 +193,16 @@ class Runner:
             if is_whole and not group.is_continued:
                 if sequence.request.beam is not None:
                     continue  # all beams of a request at once, in _book_beams
-                own = drawn[first : first + group.num_places]
+                tree = trees.get(sequence.key)
+                own = drawn[first : first + group.num_places + (0 if tree is None else len(tree))]
                 first += len(own)
             if group.samples.get(sequence.sample_index) is not sequence:
                 continue  # a sibling's error ended it
-            if own and sequence.state is State.RUNNING:
+            if sequence.key in trees:
+                events.append(
+                    self._booking.decode_tree(sequence, num_tokens, trees[sequence.key], own, now)
+                )
+            elif own and sequence.state is State.RUNNING:
                 events.append(self._booking.decode(sequence, num_tokens, own[0], now))
             else:
                 events += self._booking.advance(sequence, num_tokens, own, now)

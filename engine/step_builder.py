@@ -1,18 +1,28 @@
 """build: from a plan to the model's input, and what to draw from its logits. Knows no scheduling
 and no states. Engine thread only.
+
+A sample with a token tree has a row of logits for its last token and one for each node: what would
+be drawn if the path to that node were its text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from engine.batch import Batch, Span
 from engine.constraints import end_token_ids
 from engine.kv.memory import KvMemory
 from engine.request import State
 from engine.sampling.row import Draw
+from engine.schedule.order import Key
 from engine.sequence import Sequence
+from engine.speculation.tree import ROOT, TokenTree
+
+if TYPE_CHECKING:
+    from engine.grammar.state import GrammarState
+    from engine.sampling.history import TokenHistory
 
 
 @dataclass(frozen=True)
@@ -31,6 +41,9 @@ class Step:
     """Whose each row of logits is; of a prompt that forks, its first sample's. Beams have rows, but
     no draws."""
 
+    grammars: tuple[GrammarState | None, ...]
+    """Where each row of logits is in its sample's grammar."""
+
     num_decode_tokens: int
     """Tokens of samples that have drawn before."""
 
@@ -43,14 +56,20 @@ class Step:
 
 
 def build(
-    planned: Iterable[tuple[Sequence, int]], kv: KvMemory, eos_token_ids: frozenset[int]
+    planned: Iterable[tuple[Sequence, int]],
+    kv: KvMemory,
+    eos_token_ids: frozenset[int],
+    trees: Mapping[Key, TokenTree] | None = None,
 ) -> Step:
     """Lay out the planned tokens.
 
     Args:
         planned: (sequence, number of its pending tokens) in the order of the batch. Its blocks are
             there. Those that are entered and not filled are cleared here.
+        trees: guesses that hang on a sequence's last token, which is in its plan; their blocks are
+            there, too.
     """
+    trees = trees or {}
     size = kv.layout.block_size
     all_token_ids: list[int] = []
     spans: list[Span] = []
@@ -58,17 +77,20 @@ def build(
     draws: list[Draw] = []
     rows: list[int] = []
     samples: list[Sequence] = []
+    grammars: list[GrammarState | None] = []
     num_decode_tokens = 0
     has_beams = False
     for sequence, num_tokens in planned:
         group, token_ids = sequence.group, sequence.token_ids
+        tree = trees.get(sequence.key)
         if sequence.state is State.RUNNING:
-            num_decode_tokens += num_tokens
+            num_decode_tokens += num_tokens + (0 if tree is None else len(tree))
         start = sequence.num_computed_tokens
         end = start + num_tokens
-        num_blocks = -(-end // size)
+        slots_end = end if tree is None else end + len(tree)
+        num_blocks = -(-slots_end // size)
         last_block_start = (num_blocks - 1) * size
-        if start <= last_block_start and end < last_block_start + size:
+        if start <= last_block_start and slots_end < last_block_start + size:
             # Entered and not filled: what an earlier user or a refused transfer left in the other
             # slots is read, with weight 0, and 0 times NaN is NaN.
             kv.clear(sequence.block_ids[num_blocks - 1])
@@ -78,7 +100,11 @@ def build(
             all_token_ids.append(token_ids[start])
         else:
             all_token_ids += token_ids[start:end]
-        spans.append(Span(start, num_tokens, sequence.block_table, group.adapter_slot))
+        if tree is None:
+            spans.append(Span(start, num_tokens, sequence.block_table, group.adapter_slot))
+        else:
+            all_token_ids += tree.token_ids
+            spans.append(_tree_span(start, num_tokens, sequence, tree))
         if end == len(token_ids) and not group.is_continued:
             if sequence.request.beam is None:
                 sampling = sequence.request.sampling
@@ -91,11 +117,74 @@ def build(
             else:
                 has_beams = True
             samples.append(sequence)
-            draw_indices.append(len(all_token_ids) - 1)
+            grammars.append(sequence.grammar)
+            draw_indices.append(len(all_token_ids) - (1 if tree is None else 1 + len(tree)))
+            if tree is not None:
+                first_row, first_place = len(samples), draw_indices[-1] + 1
+                rows += range(first_row, first_row + len(tree))
+                draws += _tree_draws(draws[-1], tree)
+                samples += [sequence] * len(tree)
+                grammars += _tree_grammars(sequence, tree)
+                draw_indices += range(first_place, first_place + len(tree))
     batch = Batch(
         tuple(all_token_ids),
         tuple(spans),
         tuple(draw_indices),
         wants_hidden=any(sample.gives_embedding for sample in samples),
     )
-    return Step(batch, tuple(draws), tuple(rows), tuple(samples), num_decode_tokens, has_beams)
+    return Step(
+        batch,
+        tuple(draws),
+        tuple(rows),
+        tuple(samples),
+        tuple(grammars),
+        num_decode_tokens,
+        has_beams,
+    )
+
+
+def _tree_span(start: int, num_tokens: int, sequence: Sequence, tree: TokenTree) -> Span:
+    span = Span(
+        start,
+        num_tokens + len(tree),
+        sequence.block_table,
+        sequence.group.adapter_slot,
+        tree.parents,
+    )
+    # One path is a text like any other, which every model computes.
+    return span if span.is_tree else span._replace(branches=())
+
+
+def _tree_draws(root: Draw, tree: TokenTree) -> list[Draw]:
+    """What would be drawn after each node."""
+    histories: dict[int, TokenHistory] = {}
+    if root.history is not None:
+        histories[ROOT] = root.history
+    draws: list[Draw] = []
+    for node, (token_id, parent) in enumerate(zip(tree.token_ids, tree.parents, strict=True)):
+        if histories:
+            histories[node] = histories[parent].fork()
+            histories[node].append(token_id)
+        draws.append(
+            root._replace(
+                position=root.position + tree.depths[node],
+                num_output_tokens=root.num_output_tokens + tree.depths[node],
+                history=histories.get(node),
+            )
+        )
+    return draws
+
+
+def _tree_grammars(sequence: Sequence, tree: TokenTree) -> list[GrammarState | None]:
+    """Where each node is in the grammar. Raises: ValueError for a node that is against it, which
+    nobody may guess."""
+    if sequence.grammar is None:
+        return [None] * len(tree)
+    states: list[GrammarState | None] = []
+    for token_id, parent in zip(tree.token_ids, tree.parents, strict=True):
+        above = sequence.grammar if parent == ROOT else states[parent]
+        state = None if above is None else above.fork()
+        if state is None or not state.accept(token_id):
+            raise ValueError(f"{sequence.key}: {token_id} was guessed against its grammar")
+        states.append(state)
+    return states

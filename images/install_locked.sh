@@ -4,7 +4,29 @@
 set -eu
 lock=$1
 shift
-/opt/build/bin/pip --python /opt/baton/bin/python install --require-hashes --no-deps -r "$lock" "$@"
+platform=linux/$(dpkg --print-architecture)
+if ! grep -q "^# For .*$platform" "$lock"; then
+    echo "$(basename "$lock") is not for $platform: run tools/lock_images.py where torch for it can be had" >&2
+    exit 1
+fi
+report=$(mktemp)
+/opt/build/bin/pip --python /opt/baton/bin/python install --require-hashes --no-deps -r "$lock" --report "$report" "$@"
+# Which of a lock's hashes each package came with, for the bill of materials.
+/opt/build/bin/python - "$report" >/opt/baton/wheels.sha256 <<'END'
+import json
+import sys
+
+with open(sys.argv[1], encoding="utf-8") as file:
+    installed = json.load(file)["install"]
+lines = []
+for package in installed:
+    archive = package["download_info"]["archive_info"]
+    # The older form is all that pip 23 tells of a file that came from a folder.
+    digest = archive["hashes"]["sha256"] if archive.get("hashes") else archive["hash"].removeprefix("sha256=")
+    lines.append("{}  {name}=={version}".format(digest, **package["metadata"]))
+print("\n".join(sorted(lines)))
+END
+rm "$report"
 # Our own code lies in a folder, and a layer, of its own.
 for packages in /opt/baton/lib/python3*/site-packages; do
     echo /opt/app >"$packages/baton-app.pth"

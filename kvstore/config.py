@@ -35,11 +35,12 @@ class KvStoreSettings:
     host's name and the port."""
 
     capacity_bytes: int = 512 * 1024 * 1024
-    """Memory for frames. Taken when the first worker attaches and tells how large a block is."""
+    """Memory for frames. Taken when the first worker attaches and tells how large a block is. On
+    huge pages rounded up to whole ones, and then all that is taken."""
 
     slab_dir: str = "/dev/shm"
-    """Folder of the slab's file, in memory; workers that use shared memory must see it under this
-    path, too."""
+    """Folder of the slab's file, in memory (also huge pages: a hugetlbfs mount); workers that use
+    shared memory must see it under this path, too."""
 
     file_tier_dir: str = ""
     """Folder on disk for a file tier under the memory; empty: none. Needs node_id, by which the

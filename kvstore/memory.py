@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
+from kvstore import huge_pages
 from kvstore.answers import StoreLimits
 from kvstore.config import KvStoreSettings
 from kvstore.history import BlockHistory
@@ -40,8 +41,10 @@ def make(
     Raises: NoCapacity when the memory cannot be had; a file tier that cannot be had has a
         `problem`.
     """
-    layout = SlabLayout.fitting(settings.capacity_bytes, block_bytes)
-    slab = Slab.create(Path(settings.slab_dir), node_id, incarnation, layout)
+    slab_dir = Path(settings.slab_dir)
+    page_bytes = huge_pages.page_bytes_in(slab_dir)
+    layout = SlabLayout.fitting(settings.capacity_bytes, block_bytes, page_bytes)
+    slab = Slab.create(slab_dir, node_id, incarnation, layout)
     if not settings.file_tier_dir:
         return slab, OpenedPages(None)
     folder = Path(settings.file_tier_dir)
@@ -76,6 +79,8 @@ class Memory:
             path=str(slab.path),
             num_frames=slab.layout.num_frames,
             frame_bytes=slab.layout.frame_bytes,
+            num_bytes=slab.num_bytes,
+            page_bytes=slab.page_bytes,
         )
         self.tier: FileTier | None = None
         self._tier_problem = opened.problem

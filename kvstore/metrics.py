@@ -17,6 +17,7 @@ from kvstore.errors import REASONS
 from kvstore.frames import FrameState
 from kvstore.index_publisher import PrefixIndexPublisher
 from kvstore.node import StoreNode
+from kvstore.slab import Slab
 from kvstore.store import Store
 from process.families import Labels, counter, counters, gauge, gauges, spans
 
@@ -36,6 +37,8 @@ class StoreMetrics:
         found = [_up(labels, True), _of_spans(self._node, labels), *_of_node(self._node, labels)]
         if self._node.store is not None:
             found += _of_store(self._node.store, labels)
+        if self._node.slab is not None:
+            found += _of_slab(self._node.slab, labels)
         if self._publisher is not None:
             found += _of_index(self._publisher, labels)
         return found
@@ -73,6 +76,21 @@ def _of_node(node: StoreNode, labels: Labels) -> Iterator[Metric]:
 def _of_spans(node: StoreNode, labels: Labels) -> Metric:
     counts = node.tracing.counters
     return spans(labels, counts.num_exported, counts.num_failed, counts.num_dropped)
+
+
+def _of_slab(slab: Slab, labels: Labels) -> Iterator[Metric]:
+    yield gauge(
+        "baton_store_slab_bytes",
+        "Memory that the frames take, in whole pages.",
+        labels,
+        slab.num_bytes,
+    )
+    yield gauge(
+        "baton_store_slab_page_bytes",
+        "Size of its pages: above 4096 they are huge pages.",
+        labels,
+        slab.page_bytes,
+    )
 
 
 def _of_store(store: Store, labels: Labels) -> Iterator[Metric]:

@@ -15,6 +15,9 @@ its file for life, so that a later store can remove files of dead ones; a worker
 description lock on one byte of its own, so that the store knows when that process is gone.
 
 The mapping is never shrunk or unmapped while its process lives: peers may hold its address.
+
+In a folder of huge pages (kvstore/huge_pages.py) the file is whole huge pages; where things lie in
+it is the same.
 """
 
 from __future__ import annotations
@@ -30,9 +33,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from kvstore import huge_pages
+from kvstore.huge_pages import PAGE_BYTES
 from process.errors import FailedPrecondition, NoCapacity
 
-PAGE_BYTES = 4096
 FAULT_AROUND_BYTES = 64 * 1024
 """What one read fault maps at once (Linux's default), if the pages exist; a write fault maps one
 page: 2.3 ms instead of 0.6 for 6 MiB (measured)."""
@@ -71,9 +75,19 @@ class SlabLayout:
         return self.frames_offset + self.num_frames * self.stride_bytes
 
     @classmethod
-    def fitting(cls, capacity_bytes: int, frame_bytes: int) -> SlabLayout:
-        """As many frames as go into `capacity_bytes`. Raises: NoCapacity if there is not one."""
-        num_frames = capacity_bytes // _round_up(frame_bytes)
+    def fitting(
+        cls, capacity_bytes: int, frame_bytes: int, page_bytes: int = PAGE_BYTES
+    ) -> SlabLayout:
+        """As many frames as go into `capacity_bytes`; on huge pages the header, too, has to go into
+        it once it is rounded up to whole pages: one more would be lost for a few kilobytes.
+
+        Raises: NoCapacity if there is not one.
+        """
+        stride_bytes = _round_up(frame_bytes)
+        num_frames = capacity_bytes // stride_bytes
+        if page_bytes > PAGE_BYTES:
+            room = huge_pages.round_up(capacity_bytes, page_bytes) - 2 * PAGE_BYTES
+            num_frames = min(num_frames, room // (stride_bytes + 8))
         if num_frames < 1:
             raise NoCapacity(
                 f"capacity_bytes = {capacity_bytes} holds no block of {frame_bytes} bytes; "
@@ -85,16 +99,19 @@ class SlabLayout:
 class Slab:
     """One mapping of a slab's file, in the store or in a worker.
 
-    frames: uint8 [num_frames, stride_bytes]. generations: uint64 [num_frames].
+    frames: uint8 [num_frames, stride_bytes]. generations: uint64 [num_frames]. num_bytes: of the
+    whole file, in pages of page_bytes.
     """
 
     def __init__(self, path: Path, fd: int, layout: SlabLayout, incarnation: bytes) -> None:
         self.path = path
         self.layout = layout
         self.incarnation = incarnation
+        self.page_bytes = huge_pages.page_bytes_of(fd)
+        self.num_bytes = huge_pages.round_up(layout.total_bytes, self.page_bytes)
         self._fd = fd
-        self._map = mmap.mmap(fd, layout.total_bytes)
-        whole = np.frombuffer(self._map, dtype=np.uint8)
+        self._map = mmap.mmap(fd, self.num_bytes)
+        whole = np.frombuffer(self._map, dtype=np.uint8)[: layout.total_bytes]
         self.frames: npt.NDArray[np.uint8] = whole[layout.frames_offset :].reshape(
             layout.num_frames, layout.stride_bytes
         )
@@ -137,14 +154,17 @@ class Slab:
         fd = os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            page_bytes = huge_pages.page_bytes_of(fd)
             try:
                 # Really taken now: a sparse file would end some process with SIGBUS later.
-                os.posix_fallocate(fd, 0, layout.total_bytes)
+                os.posix_fallocate(fd, 0, huge_pages.round_up(layout.total_bytes, page_bytes))
             except OSError as error:
-                raise NoCapacity(_no_room(folder, layout.total_bytes)) from error
-            os.pwrite(fd, _pack_header(layout, incarnation), 0)
+                raise NoCapacity(_no_room(folder, layout.total_bytes, page_bytes)) from error
+            slab = cls(path, fd, layout, incarnation)
+            # By the mapping: files on huge pages cannot be written otherwise.
+            slab._map[: _HEADER.size] = _pack_header(layout, incarnation)
             _give_name(fd, path)
-            return cls(path, fd, layout, incarnation)
+            return slab
         except BaseException:
             os.close(fd)
             raise
@@ -172,7 +192,8 @@ class Slab:
                 raise FailedPrecondition(
                     f"transport shm: {path} is another life's slab, not the store's; {hint}"
                 )
-            if os.fstat(fd).st_size < layout.total_bytes:
+            page_bytes = huge_pages.page_bytes_of(fd)
+            if os.fstat(fd).st_size < huge_pages.round_up(layout.total_bytes, page_bytes):
                 raise FailedPrecondition(f"transport shm: {path} is shorter than its header says")
             return cls(path, fd, layout, found)
         except BaseException:
@@ -227,12 +248,17 @@ def remove_stale(folder: Path) -> list[Path]:
 def check_room(folder: Path, num_bytes: int) -> None:
     """Raises: NoCapacity naming the settings when `folder` is missing or has less room than
     that."""
+    page_bytes = huge_pages.page_bytes_in(folder)
+    if page_bytes > PAGE_BYTES:
+        if num_bytes:
+            huge_pages.check_room(folder, num_bytes, page_bytes)
+        return
     try:
         free = os.statvfs(folder)
     except OSError as error:
         raise NoCapacity(f"slab_dir: {folder}: {error.strerror}") from error
     if free.f_bavail * free.f_frsize < num_bytes:
-        raise NoCapacity(_no_room(folder, num_bytes))
+        raise NoCapacity(_no_room(folder, num_bytes, page_bytes))
 
 
 def _give_name(fd: int, path: Path) -> None:
@@ -244,7 +270,9 @@ def _give_name(fd: int, path: Path) -> None:
         os.close(folder)
 
 
-def _no_room(folder: Path, num_bytes: int) -> str:
+def _no_room(folder: Path, num_bytes: int, page_bytes: int) -> str:
+    if page_bytes > PAGE_BYTES:
+        return huge_pages.no_room(folder, num_bytes, page_bytes)
     return (
         f"slab_dir: {folder} has no room for {num_bytes} bytes; lower the store's capacity_bytes, "
         "or give the folder more (containers: the size of the shared-memory mount)"
@@ -252,7 +280,7 @@ def _no_room(folder: Path, num_bytes: int) -> str:
 
 
 def _round_up(num_bytes: int) -> int:
-    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+    return huge_pages.round_up(num_bytes, PAGE_BYTES)
 
 
 def _pack_header(layout: SlabLayout, incarnation: bytes) -> bytes:

@@ -1,7 +1,9 @@
 """Who may call what: the role in a peer's certificate decides, method by method.
 
-A role is a URI among a certificate's names, `baton://role/<role>`. What the table does not name is
-refused, to every role. Pure values and functions; `process.serving` asks them before each call.
+A role is a URI among a certificate's names, `baton://role/<role>`. A certificate names one, or both
+of a worker that may take the other; its owner may then call what either may, and nothing more. What
+the table does not name is refused, to every role. Pure values and functions; `process.serving` asks
+them before each call.
 """
 
 from __future__ import annotations
@@ -39,6 +41,9 @@ class Role(Enum):
         return f"{self.value}.baton.internal"
 
 
+WORKERS = frozenset({Role.PREFILL, Role.DECODE})
+"""The only roles that one certificate may name together: a worker takes the other by SetRole."""
+
 Rules = Mapping[str, frozenset[Role]]
 """Roles that may call a method, by its path `/service/method`."""
 
@@ -51,7 +56,6 @@ def _rules(service: str, allowed: Mapping[str, Iterable[Role]]) -> dict[str, fro
     }
 
 
-_WORKERS = (Role.PREFILL, Role.DECODE)
 _LOOKING_ON = (Role.ROUTER, Role.ADMIN)
 _CONTROL = _rules("baton.v1.WorkerControl", {"SetRole": [Role.AUTOSCALER, Role.ADMIN]})
 _STANDARD = {
@@ -99,10 +103,10 @@ RULES: Mapping[Role, Rules] = {
         **_rules(
             "baton.v1.KvStore",
             {
-                "Attach Detach Match Reserve Commit Abort Pin Renew": _WORKERS,
-                "Push GetPush Write Read Report": _WORKERS,
-                "Release": [*_WORKERS, Role.ROUTER],
-                "GetStatus": [*_WORKERS, *_LOOKING_ON],
+                "Attach Detach Match Reserve Commit Abort Pin Renew": WORKERS,
+                "Push GetPush Write Read Report": WORKERS,
+                "Release": [*WORKERS, Role.ROUTER],
+                "GetStatus": [*WORKERS, *_LOOKING_ON],
                 "List GetBlockHistory": [Role.ADMIN],
                 "Confirm": [],
             },
@@ -133,17 +137,28 @@ RULES: Mapping[Role, Rules] = {
 """By the role of the process that is called."""
 
 
-def role_of(uris: Iterable[str]) -> Role | None:
-    """The role that a certificate's URIs name; None: none, or more than one."""
+def roles_of(uris: Iterable[str]) -> frozenset[Role]:
+    """The roles that a certificate's URIs name: one, or those of `WORKERS`. Empty: none, or others
+    together, or one that there is not: whoever signed that has made a mistake."""
     known = {role.uri: role for role in Role}
     named = [uri for uri in uris if uri.startswith(_URI)]
-    return known.get(named[0]) if len(named) == 1 else None
+    roles = frozenset(known[uri] for uri in named if uri in known)
+    is_whole = len(roles) == len(named)
+    return roles if is_whole and (len(roles) == 1 or roles == WORKERS) else frozenset()
 
 
-def refusal(rules: Rules, method: str, role: Role | None) -> str:
-    """Why a peer of that role may not call the method; empty: it may."""
-    if role is None:
-        return f"{method}: your certificate names no role of Baton's (or several)"
-    if role not in rules.get(method, frozenset()):
-        return f"{method}: not for a peer of role {role.value}"
+def names_of(roles: frozenset[Role]) -> str:
+    """For people."""
+    return " and ".join(role.value for role in Role if role in roles)
+
+
+def refusal(rules: Rules, method: str, roles: frozenset[Role]) -> str:
+    """Why a peer of those roles may not call the method; empty: it may."""
+    if not roles:
+        return (
+            f"{method}: your certificate names no role of Baton's (or several that do not go "
+            "together)"
+        )
+    if not roles & rules.get(method, frozenset()):
+        return f"{method}: not for a peer of role {names_of(roles)}"
     return ""

@@ -5,18 +5,29 @@ it has, until its call is over. Who finds no room waits a while, in the order of
 refused with a retry time. One owner never has more than half of the room, so that who sends slowly,
 or sends much, leaves the others theirs.
 
-Law: `num_bytes` is the sum of what is held, over all owners and each of them (`check_integrity`).
-Knows no message and no protocol. One asyncio loop.
+One owner may be many callers, behind an ingress: so a message that arrives slowly keeps its room
+only while nobody waits for it. When somebody does, the one that has been read for the longest is
+refused, once that is longer than `patience_s`; then, if that was not enough, the next.
+
+Laws: `num_bytes` is the sum of what is held, over all owners and each of them; what is read holds
+room; while somebody waits for what is read, an alarm is set, or one that was refused is on its way
+out (`check_integrity`). Knows no message and no protocol. One asyncio loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Self
 
 from process.errors import Internal, InvalidArgument, NoCapacity
+
+PATIENCE = 0.25
+"""Of the longest wait for room: so long a message may arrive while others wait for its room.
+Guessed: a few slow ones give way in turn before anybody has waited in vain."""
 
 
 class Intake:
@@ -29,10 +40,17 @@ class Intake:
         """Held now."""
         self.num_refused = 0
         """Waits that were in vain, since the start."""
+        self.num_recalled = 0
+        """Messages that were refused since they arrived slowly and others waited, since the start.
+        """
+        self.patience_s = wait_s * PATIENCE
         self._wait_s = wait_s
         self._rooms: set[Room] = set()
         self._by_owner: Counter[str] = Counter()
         self._waiting: dict[Room, asyncio.Future[None]] = {}
+        self._reading: dict[Room, float] = {}  # since when, on the loop's clock; oldest first
+        self._leaving: Room | None = None
+        self._alarm: asyncio.TimerHandle | None = None
 
     @property
     def max_owner_bytes(self) -> int:
@@ -64,6 +82,11 @@ class Intake:
         is_one_leaving = any(turn.done() for turn in self._waiting.values())
         if first is not None and self._is_room_for(first) and not is_one_leaving:
             raise Internal("intake: somebody waits for room that is there")
+        recalled = {self._leaving} if self._leaving is not None else set()
+        if not self._rooms >= {*self._reading, *recalled}:
+            raise Internal("intake: a message is read without room")
+        if self._slowest() is not None and self._alarm is None and not recalled:
+            raise Internal("intake: somebody waits for what is read, and no alarm is set")
 
     def _is_owners_turn(self, room: Room) -> bool:
         """Whether its owner may hold that much more."""
@@ -90,6 +113,7 @@ class Intake:
             self._hold(room)
             return
         self._waiting[room] = turn = asyncio.get_running_loop().create_future()
+        self._watch()
         try:
             async with asyncio.timeout(self._wait_s):
                 await turn
@@ -112,8 +136,21 @@ class Intake:
         self._rooms.add(room)
         self._add(room.owner, room.num_bytes)
 
+    def begin(self, room: Room) -> None:
+        """Its message is read from now on. Raises: Internal where it holds nothing."""
+        if room not in self._rooms:
+            raise Internal("intake: a message is read without room")
+        self._reading[room] = asyncio.get_running_loop().time()
+        self._watch()
+
+    def end(self, room: Room) -> None:
+        """Its message is there, or will never be."""
+        self._reading.pop(room, None)
+
     def shrink(self, room: Room, num_bytes: int) -> None:
         """As `Room.shrink`."""
+        if self._leaving is room:
+            self._leaving = None  # its last byte was there first
         self._add(room.owner, num_bytes - room.num_bytes)
         room.num_bytes = num_bytes
         self._next()
@@ -121,6 +158,8 @@ class Intake:
     def release(self, room: Room) -> None:
         """As `Room.release`."""
         self._rooms.remove(room)
+        if self._leaving is room:
+            self._leaving = None
         self._add(room.owner, -room.num_bytes)
         self._next()
 
@@ -135,17 +174,49 @@ class Intake:
             turn = self._waiting.pop(room)
             self._hold(room)
             turn.set_result(None)
+        self._watch()
+
+    # ---- slow messages
+
+    def _slowest(self) -> Room | None:
+        """What has been read for the longest of that for whose room somebody waits."""
+        waiting = [room for room, turn in self._waiting.items() if not turn.done()]
+        if not waiting:
+            return None
+        if any(map(self._is_owners_turn, waiting)):  # all of it is held, whoever by
+            return next(iter(self._reading), None)
+        owners = {room.owner for room in waiting}
+        return next((room for room in self._reading if room.owner in owners), None)
+
+    def _watch(self) -> None:
+        if self._alarm is not None or self._leaving is not None:
+            return
+        slowest = self._slowest()
+        if slowest is not None:
+            due_s = self._reading[slowest] + self.patience_s
+            self._alarm = asyncio.get_running_loop().call_at(due_s, self._on_alarm)
+
+    def _on_alarm(self) -> None:
+        self._alarm = None
+        slowest, now_s = self._slowest(), asyncio.get_running_loop().time()
+        if slowest is not None and self._reading[slowest] + self.patience_s <= now_s:
+            del self._reading[slowest]
+            self._leaving = slowest
+            self.num_recalled += 1
+            slowest.recall()
+        self._watch()
 
 
 class Room:
     """One call's part of it: by `take` and `release`, or as a context."""
 
-    __slots__ = ("_intake", "num_bytes", "owner")
+    __slots__ = ("_intake", "_scope", "num_bytes", "owner")
 
     def __init__(self, intake: Intake, owner: str, num_bytes: int) -> None:
         self._intake = intake
         self.owner = owner
         self.num_bytes = num_bytes
+        self._scope: asyncio.Timeout | None = None
 
     async def take(self) -> None:
         """Wait for it. Raises: NoCapacity; InvalidArgument for more than any call may have."""
@@ -166,6 +237,32 @@ class Room:
         traceback: TracebackType | None,
     ) -> None:
         self.release()
+
+    @asynccontextmanager
+    async def reading(self) -> AsyncIterator[None]:
+        """The message is awaited in the body, and nothing else. Once, after `take`.
+
+        Raises: NoCapacity, out of the body, when it arrives slowly and others wait for its room.
+        """
+        self._scope = scope = asyncio.timeout(None)
+        try:
+            async with scope:
+                self._intake.begin(self)
+                try:
+                    yield
+                finally:
+                    self._intake.end(self)
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            raise NoCapacity(
+                "the request arrived too slowly while others waited to be read"
+            ) from None
+
+    def recall(self) -> None:
+        """It is read too slowly: `reading` ends."""
+        if self._scope is not None:
+            self._scope.reschedule(asyncio.get_running_loop().time())
 
     def shrink(self, num_bytes: int) -> None:
         """What was to be read has been read, and has so many bytes: at most what was taken."""

@@ -12,15 +12,15 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
 
-from process.errors import BatonError, DeadlineExceeded, InvalidArgument
-from process.intake import Intake
+from process.errors import BatonError, DeadlineExceeded, InvalidArgument, NoCapacity
+from process.intake import Intake, Room
 
 Guard = Callable[[str, Any], Awaitable[str]]
 """Told a method's path and the call's context before the call is handled: aborts it, or says whose
@@ -48,7 +48,7 @@ class Door:
     max_bytes: int = 0
     """Most that one message may have, with an intake."""
     read_s: float = 60.0
-    """For a message to arrive."""
+    """For a message to arrive; less where others wait for its room (`process.intake`)."""
 
     def handler(self, handler: Any, path: str) -> Any:
         """The same handler behind this door."""
@@ -86,7 +86,7 @@ class Door:
         if not is_one:
             yield requests
         elif self.intake is None:
-            yield await self._read(context)
+            yield await self._read(context, None)
         else:
             room = self.intake.room(owner, self.max_bytes)
             try:
@@ -94,20 +94,25 @@ class Door:
             except BatonError as error:
                 await self.refuse(context, error)
             try:
-                request = await self._read(context)
+                request = await self._read(context, room)
                 # One that is written otherwise may come out longer than it was sent.
                 room.shrink(min(_num_bytes(request), room.num_bytes))
                 yield request
             finally:
                 room.release()
 
-    async def _read(self, context: Any) -> Any:
+    async def _read(self, context: Any, room: Room | None) -> Any:
+        reading: AbstractAsyncContextManager[None] = nullcontext()
+        if room is not None:
+            reading = room.reading()
         try:
-            async with asyncio.timeout(self.read_s):
+            async with asyncio.timeout(self.read_s), reading:
                 request = await context.read()
         except TimeoutError:
             problem = f"the request did not arrive within {self.read_s:g} s"
             await self.refuse(context, DeadlineExceeded(problem))
+        except NoCapacity as error:
+            await self.refuse(context, error)
         if request is grpc.aio.EOF:
             await self.refuse(context, InvalidArgument("request", "there is none"))
         return request

@@ -5,8 +5,9 @@ Keys: `baton:<kind>s` HASH id -> status as JSON; `baton:<kind>:{id}:beat` = inca
 BEAT_TTL_MS, every BEAT_EVERY_S. An entry counts while its beat holds the incarnation that the entry
 names; what is left of the beat's time says, by Redis' own clock, how old the entry is.
 
-Redis may be away: the process serves on, and is registered again with the first beat that gets
-through. A clean `stop` removes the entry, if it is still ours. Belongs to the loop's thread; knows
+Redis may be away: the process serves on, tries again in a beat's time, and is registered again with
+the first beat that gets through: well before who knew it gives it up (`BEAT_TTL_MS` after Redis is
+back). A clean `stop` removes the entry, if it is still ours. Belongs to the loop's thread; knows
 nothing of what the entry says.
 """
 
@@ -27,7 +28,6 @@ logger = logging.getLogger(__name__)
 BEAT_TTL_MS = 3000
 BEAT_EVERY_S = 0.7
 REDIS_TIMEOUT_S = 1.0
-MAX_BACKOFF_S = 3.0
 
 # Only the life that wrote the beat removes the entry: a successor with the same id may be there by
 # now.
@@ -118,7 +118,6 @@ class RegistryBeat:
         await self._redis.connection_pool.disconnect()
 
     async def _beat_forever(self) -> None:
-        backoff_s = 0.1
         while True:
             self._now.clear()
             try:
@@ -127,9 +126,12 @@ class RegistryBeat:
             except redis_client.FAILURES as error:
                 if self.is_registered:
                     logs.event(logger, "redis_away", level=logging.WARNING, why=str(error))
-                self.is_registered = False
-                await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
-                backoff_s = min(MAX_BACKOFF_S, backoff_s * 2)
+                    # It may be there again: then only the connection was lost.
+                    self.is_registered = False
+                    continue
+                # As often as it beats: a Redis that comes back has no more to do than before it
+                # went. Jittered, for all of them lost it at once.
+                await asyncio.sleep(self._every_s * random.uniform(0.5, 1.0))
                 continue
             if not self.num_beats:
                 await self._reap()
@@ -137,7 +139,6 @@ class RegistryBeat:
                 logs.event(logger, "registered", kind=self._kind, entry_id=self._entry_id)
             self.is_registered = True
             self.num_beats += 1
-            backoff_s = 0.1
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._every_s):
                     await self._now.wait()

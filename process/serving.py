@@ -298,14 +298,16 @@ async def listen(
     add_services: Iterable[Callable[[grpc.aio.Server], None]],
     *,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
+    max_reply_bytes: int | None = None,
     identity: Identity | None = None,
     rules: Rules | None = None,
     strangers: Strangers | None = None,
 ) -> tuple[grpc.aio.Server, str]:
     """Start a server on `host:port` (port 0: a free one).
 
-    Args: identity: over TLS, as this one. rules: who may call what, by the certificates that such
-        an identity asks for. strangers: bounds, where others than our own processes call.
+    Args: max_reply_bytes: None: as `max_message_bytes`. identity: over TLS, as this one. rules: who
+        may call what, by the certificates that such an identity asks for; looked at with each call.
+        strangers: bounds, where others than our own processes call.
     Returns: the started server (its owner stops it) and the address it listens on.
     Raises: Unavailable naming the address when it is taken or not ours.
     """
@@ -313,7 +315,7 @@ async def listen(
         [
             # Without this a second process shares the port in silence.
             ("grpc.so_reuseport", 0),
-            ("grpc.max_send_message_length", max_message_bytes),
+            ("grpc.max_send_message_length", max_reply_bytes or max_message_bytes),
             ("grpc.max_receive_message_length", max_message_bytes),
             *_METADATA_BOUNDS,
             ("grpc.max_concurrent_streams", MAX_CONCURRENT_CALLS),
@@ -366,15 +368,15 @@ async def _check_role(
     rules: Rules, method: str, context: grpc.aio.ServicerContext[Any, Any]
 ) -> None:
     uris = context.auth_context().get("peer_uri", ())
-    role = access.role_of(uri.decode(errors="replace") for uri in uris)
-    problem = access.refusal(rules, method, role)
+    roles = access.roles_of(uri.decode(errors="replace") for uri in uris)
+    problem = access.refusal(rules, method, roles)
     if problem:
         logs.event(
             logger,
             "call_refused",
             level=logging.WARNING,
             method=method,
-            role=role.value if role else "",
+            role=access.names_of(roles),
             peer=context.peer(),
         )
         await abort(context, errors.PermissionDenied(problem))

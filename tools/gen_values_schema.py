@@ -156,6 +156,7 @@ FREE: Mapping[str, Schema] = {
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "model.source": ("bundled", "hub", "pvc", "image"),
     "kvstore.placement": ("sidecar", "daemonset", "none"),
+    "kvstore.hugepages": ("", "2Mi", "1Gi"),
     "clients.allowAnonymous": ("inside", "anywhere", "never"),
     "tls.mode": ("off", "self-made", "cert-manager"),
     "tls.certManager.issuerRef.kind": ("Issuer", "ClusterIssuer"),

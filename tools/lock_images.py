@@ -3,6 +3,10 @@
     python tools/lock_images.py                    # after pyproject.toml or constraints.txt changed
     python tools/lock_images.py --torch-links DIR  # where PyTorch's own CPU index is out of reach
 
+A lock is for every platform of `PLATFORMS`: uv solves for each, with wheels only, and what it
+finds has to be the same text, since a package's hashes are those of all its files. `DIR` may hold
+torch for some of them only: the lock then names these, and a build for another one is refused.
+
 Needs uv on PATH and a package index. Versions are those of `constraints.txt`, which the tests
 passed with; what it does not name is the newest that fits, so a lock is reviewed like any change.
 `tests/unit/tools/test_lock_images.py` sees that locks and constraints agree.
@@ -11,9 +15,11 @@ passed with; what it does not name is the newest that fits, so a lock is reviewe
 from __future__ import annotations
 
 import argparse
+import difflib
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,9 +28,16 @@ IMAGES = ROOT / "images"
 PYTHON_VERSION = "3.11"
 """Of the base image, Debian 12."""
 
+PLATFORMS = {"linux/amd64": "x86_64", "linux/arm64": "aarch64"}
+"""Machines, as wheels name them, by platforms of images."""
+
 _HEAD = """\
 # Made by tools/lock_images.py; not edited by hand. {what}
 """
+
+
+class LockError(Exception):
+    """There is no one lock; the message says what hinders it."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +69,44 @@ LOCKS = (
 
 
 def compile_lock(lock: Lock, scratch: Path, torch_links: str) -> str:
-    """The text of one lock file. Raises: CalledProcessError when uv finds no solution."""
+    """The text of one lock file.
+
+    Raises: CalledProcessError when uv finds no solution, LockError when it finds different ones.
+    """
+    platforms = platforms_of(lock, torch_links)
+    text = the_same({each: _compile(lock, each, scratch, torch_links) for each in platforms})
+    return _HEAD.format(what=lock.what) + f"# For {' and '.join(platforms)}.\n" + text
+
+
+def platforms_of(lock: Lock, torch_links: str) -> Sequence[str]:
+    """What images a lock can be for. Raises: LockError when a folder has torch for none."""
+    if not (lock.is_cpu and torch_links):
+        return tuple(PLATFORMS)
+    files = [file.name for file in Path(torch_links).glob("torch-*.whl")]
+    found = tuple(
+        platform
+        for platform, machine in PLATFORMS.items()
+        if any(file.endswith(f"_{machine}.whl") for file in files)
+    )
+    if not found:
+        raise LockError(f"{torch_links} has no wheel of torch for any of {', '.join(PLATFORMS)}")
+    return found
+
+
+def the_same(texts: Mapping[str, str]) -> str:
+    """What was found for every platform. Raises: LockError with the lines that differ."""
+    (first, text), *others = texts.items()
+    for platform, other in others:
+        if other != text:
+            lines = difflib.unified_diff(
+                text.splitlines(), other.splitlines(), first, platform, lineterm="", n=1
+            )
+            raise LockError("\n".join(["no lock is for all platforms:", *lines]))
+    return text
+
+
+def _compile(lock: Lock, platform: str, scratch: Path, torch_links: str) -> str:
+    """Packages and hashes, as uv finds them for one platform."""
     constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     if lock.extras and not lock.is_cpu:
         # torch's CUDA builds name their own triton; ours is for the tests by the interpreter.
@@ -66,18 +116,20 @@ def compile_lock(lock: Lock, scratch: Path, torch_links: str) -> str:
     overrides = scratch / "overrides.txt"
     nowhere = [f"{name}; sys_platform == 'none'" for name in lock.without]
     overrides.write_text("\n".join(nowhere) + "\n", encoding="utf-8")
-    out = scratch / "out.txt"
+    # uv takes an older output as a wish for its versions.
+    out = scratch / f"{lock.name}.{PLATFORMS[platform]}.txt"
     command = ["uv", "pip", "compile", "--quiet", "--no-config", "--no-header", "--no-annotate"]
     command += ["--generate-hashes", "--only-binary", ":all:", "--python-version", PYTHON_VERSION]
-    command += ["--python-platform", "x86_64-manylinux_2_28", "--output-file", str(out)]
+    command += ["--python-platform", f"{PLATFORMS[platform]}-manylinux_2_28"]
     command += ["--constraints", str(pins), "--overrides", str(overrides)]
+    command += ["--output-file", str(out)]
     command += [word for extra in lock.extras for word in ("--extra", extra)]
     if lock.is_cpu:
         command += ["--find-links", torch_links] if torch_links else ["--torch-backend", "cpu"]
     command.append(str(ROOT / "pyproject.toml"))
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     lines = out.read_text(encoding="utf-8").splitlines()
-    return _HEAD.format(what=lock.what) + "\n".join(_without_links(lines)) + "\n"
+    return "\n".join(_without_links(lines)) + "\n"
 
 
 def compile_build_lock(scratch: Path) -> str:
@@ -106,7 +158,7 @@ def main() -> int:
         try:
             texts = {lock.name: compile_lock(lock, scratch, parsed.torch_links) for lock in LOCKS}
             texts["build"] = compile_build_lock(scratch)
-        except (subprocess.CalledProcessError, FileNotFoundError) as error:
+        except (LockError, subprocess.CalledProcessError, FileNotFoundError) as error:
             sys.stderr.write(f"lock_images: {error}\n")
             return 1
     for name, text in texts.items():

@@ -7,7 +7,7 @@ matplotlib comes with the extra `plots` and is loaded only there.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -85,22 +85,43 @@ def offered(outcomes: Sequence[Outcome], window_s: float = _WINDOW_S) -> list[tu
     return [((i + 0.5) * window_s, count / window_s) for i, count in enumerate(counts)]
 
 
+Run = tuple[Sequence[Outcome], Course]
+"""One load: what became of its requests, and the workers meanwhile."""
+
+
 def draw(outcomes: Sequence[Outcome], course: Course, file: Path, title: str) -> None:
     """Load, workers and waiting over the same seconds, into that file. Raises: OSError."""
+    draw_all({title: (outcomes, course)}, file)
+
+
+def draw_all(runs: Mapping[str, Run], file: Path) -> None:
+    """The same of several loads beside one another, by their titles. Raises: OSError."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 8), layout="constrained")
-    figure.suptitle(title)
-    axes: Any = figure.subplots(3, 1, sharex=True)
+    width = 10 if len(runs) == 1 else 5.5 * len(runs)
+    figure = Figure(figsize=(width, 8), layout="constrained")
+    axes: Any = figure.subplots(3, len(runs), sharex="col", sharey="row", squeeze=False)
+    for column, (title, (outcomes, course)) in zip(axes.T, runs.items(), strict=True):
+        column[0].set_title(title)
+        _draw(column, outcomes, course)
+    for row, label in zip(
+        axes, ("requests a second", "workers", "seconds to the first token"), strict=True
+    ):
+        row[0].set_ylabel(label)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=120, metadata={"Date": None} if file.suffix == ".svg" else None)
+
+
+def _draw(axes: Any, outcomes: Sequence[Outcome], course: Course) -> None:
+    """One column."""
     axes[0].step(*zip(*offered(outcomes), strict=True), where="mid", color="#444444")
-    axes[0].set(ylabel="requests a second")
     for role in ROLES:
         times = [moment.at_s for moment in course.moments]
         for kind, style in (("ready", "-"), ("wanted", ":")):
             nums = [getattr(moment.pools[role], f"num_{kind}") for moment in course.moments]
             label = f"{role}, {kind}"
             axes[1].step(times, nums, style, where="post", color=_COLOURS[role], label=label)
-    axes[1].set(ylabel="workers", ylim=(0, None))
+    axes[1].set_ylim(bottom=0)
     axes[1].legend(frameon=False, ncols=2)
     served = [each for each in outcomes if each.ttft_s is not None and each.is_served]
     waits_s = [(each.sent_s, each.ttft_s) for each in served]
@@ -109,9 +130,7 @@ def draw(outcomes: Sequence[Outcome], course: Course, file: Path, title: str) ->
     failed = [(each.sent_s, each.end_s - each.sent_s) for each in outcomes if not each.is_served]
     if failed:
         axes[2].plot(*zip(*failed, strict=True), "x", color=_FAILED, label="failed")
-    axes[2].set(xlabel="seconds since the load began", ylabel="seconds to the first token")
+    axes[2].set_xlabel("seconds since the load began")
     axes[2].set_yscale("log")
     for each in axes:
         each.grid(alpha=0.25)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=120)

@@ -15,6 +15,8 @@ from baton.preflight import quantities
 from baton.preflight.cluster_view import Node, Taint
 from baton.preflight.needs import PodNeed
 
+_MOST_NAMED = 3
+
 
 @dataclass(frozen=True)
 class NoRoom:
@@ -39,8 +41,15 @@ def place(pods: Iterable[PodNeed], nodes: Iterable[Node]) -> tuple[NoRoom, ...]:
         suiting = tuple(node for node in nodes if may_run(pod, node))
         asked = {**pod.requests, "pods": 1.0}
         if pod.num_pods == 0:  # one on each node
+            short = tuple(node for node in suiting if not _fits(asked, free[node.name]))
             for node in suiting:
-                free[node.name] = quantities.total(free[node.name], _negative(asked))
+                if node not in short:
+                    free[node.name] = quantities.total(free[node.name], _negative(asked))
+            if short:
+                where = ", ".join(node.name for node in short[:_MOST_NAMED])
+                more = ", ..." if len(short) > _MOST_NAMED else ""
+                why = f"{_why(pod, nodes, short, free)} (on {where}{more})"
+                left_out.append(NoRoom(pod.owner, len(short), why))
             continue
         placed = 0
         while placed < pod.num_pods:

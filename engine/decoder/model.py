@@ -28,7 +28,7 @@ from engine.kv.memory import TORCH_DTYPES, KvMemory, LayerView
 from engine.lora.config import LoraLimits
 from engine.lora.registry import Adapters
 from engine.lora.site import Site
-from engine.models.interface import DecodesAhead, InOneProcess
+from engine.models.interface import DecodesAhead, Guesses, InOneProcess
 from engine.models.quantized_attention import QuantizedAttention, Scales
 from engine.models.step_attention import StepAttention
 from engine.request import ModelInfo
@@ -88,6 +88,11 @@ class DecoderModel(InOneProcess):
     def reads_unwritten(self) -> bool:  # type: ignore[override]  # a constant elsewhere
         """See LoadedModel. Our kernels look no further than a sequence's end."""
         return not self._is_plain_cache
+
+    @property
+    def guesses(self) -> Guesses:  # type: ignore[override]  # as above
+        """See LoadedModel."""
+        return Guesses.NONE if self.layout.is_quantized else Guesses.CHAINS
 
     @property
     def ahead(self) -> DecodesAhead | None:

@@ -14,6 +14,7 @@
     state.py          GrammarState: where one output is in its grammar
     jump.py           forced text, cut into tokens anew
     fill.py           bitmasks of one step, filled while the model runs
+    compilation.py    Compilation: one spec on its way to being a grammar
     service.py        GrammarService: the package's surface
 
 Knows nothing of requests, blocks or steps; the engine's loop drives it.

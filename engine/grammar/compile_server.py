@@ -40,6 +40,7 @@ from engine.grammar.source import EBNF, REGEX
 from engine.grammar.vocabulary import Vocabulary
 
 NICENESS = 10
+"""The process is given it by who starts it, and its children have it from it."""
 MAX_NUM_THREADS = 8
 _SIGNS_OF_A_LIMIT = ("bad_alloc", "Resource temporarily unavailable")
 """In messages of the compiler's: no memory, or none for the stack of one more thread."""
@@ -93,8 +94,8 @@ def main() -> None:
     vocabulary = Vocabulary.load(Path(sys.argv[3]), int(sys.argv[2]))
     info = tokenizer_info(vocabulary)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children leave no zombies
-    os.nice(NICENESS)
-    asked.sendall(b"R")
+    with contextlib.suppress(OSError):  # the engine may be gone by now: the next read says so
+        asked.sendall(b"R")
     while True:
         data, descriptors, _, _ = socket.recv_fds(asked, 1, 1)
         if not data:

@@ -1,9 +1,9 @@
 """Our side of the compiling process: a Source in, a compiled grammar out, with a deadline.
 
-The process (engine/grammar/compile_server.py) is started by the first compilation: it holds the
-vocabulary and the library, about 300 MB and seconds to import, which an engine without grammars
-does not pay for. If it is gone it is started anew. Calls block; they belong on a worker thread.
-Any thread.
+The process (engine/grammar/compile_server.py) is started by `start`, or by the first compilation:
+it holds the vocabulary and the library, about 200 MB and seconds to import, which an engine without
+grammars need not pay for. If it is gone it is started anew. Calls block; they belong on a worker
+thread. Any thread.
 """
 
 from __future__ import annotations
@@ -21,7 +21,12 @@ from typing import Any
 
 import xgrammar
 
-from engine.grammar.compile_server import compile_grammar, first_line, tokenizer_info
+from engine.grammar.compile_server import (
+    NICENESS,
+    compile_grammar,
+    first_line,
+    tokenizer_info,
+)
 from engine.grammar.config import GrammarLimits
 from engine.grammar.errors import GrammarFailed, GrammarTooCostly, refuse
 from engine.grammar.source import Source
@@ -59,19 +64,24 @@ class CompileProcess:
         with self._lock:
             return None if self._process is None else self._process.pid
 
+    def start(self) -> None:
+        """Wait until the process is ready; start it if there is none. Who comes meanwhile waits for
+        the same start.
+
+        Raises: GrammarFailed.
+        """
+        with self._lock:
+            self._running()
+
     def hand_over(self, stream: socket.socket) -> None:
         """Give the process one end of a stream, for one compilation; start it if there is none.
 
         Raises: GrammarFailed.
         """
         with self._lock:
-            if self._is_closed:
-                raise GrammarFailed("the grammar service is closed")
-            if self._socket is None or self._process is None or not _is_running(self._process):
-                self._stop()
-                self._socket = self._start()
+            running = self._running()
             try:
-                socket.send_fds(self._socket, [b"C"], [stream.fileno()])
+                socket.send_fds(running, [b"C"], [stream.fileno()])
             except OSError as error:
                 raise GrammarFailed(f"the compiling process is gone: {error}") from error
 
@@ -83,6 +93,15 @@ class CompileProcess:
             _kill(process)  # who waits for its start holds the lock, and finds it dead
         with self._lock:
             self._stop()
+
+    def _running(self) -> socket.socket:
+        """The way to a process that is ready. Lock held. Raises: GrammarFailed."""
+        if self._is_closed:
+            raise GrammarFailed("the grammar service is closed")
+        if self._socket is None or self._process is None or not _is_running(self._process):
+            self._stop()
+            self._socket = self._start()
+        return self._socket
 
     def _start(self) -> socket.socket:
         """Lock held. Raises: GrammarFailed."""
@@ -102,6 +121,9 @@ class CompileProcess:
                 start_new_session=True,  # with its children a group of its own
                 env={**os.environ, **single, "PYTHONPATH": os.pathsep.join(filter(None, roots))},
             )
+        # From its first import on: it may start beside the engine's first requests.
+        with contextlib.suppress(ProcessLookupError):
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, NICENESS)
         if self._is_closed:  # while it was started: `close` may have seen none to kill
             _kill(self._process)
         self.num_starts += 1

@@ -3,8 +3,8 @@ compiled, fills bitmasks while the model runs.
 
 Life of a grammar: `submit` checks its size and gives a Compilation, which waits for its turn, is
 read, is compiled in a process of its own and is done, with a grammar or with an error. Senders take
-turns: one who sends many waits for its own. The model's vocabulary is loaded by the first that is
-compiled; the engine's thread never reads a file.
+turns: one who sends many waits for its own. The model's vocabulary is loaded by `prepare`, or by
+the first that is compiled; the engine's thread never reads a file once there are requests.
 The same spec again gives the same Compilation, whoever asks: refusals are kept as well, so a bomb
 costs its compile time once. Kept are at most `max_num_cached` and `cache_bytes`, the least recently
 used go first; states made from one that went stay valid.
@@ -12,11 +12,12 @@ used go first; states made from one that went stay valid.
 Invariants (`check_integrity`): submitted == hits + misses + refused; misses == pending + compiled +
 failed; pending and kept and dropped compilations are all there were.
 
-`submit`, `begin_fill` and `close`: engine thread. `stats`, `check_integrity`: any thread.
+`prepare`, `submit`, `begin_fill`, `close`: engine thread. `stats`, `check_integrity`: any thread.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
@@ -26,18 +27,21 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import EngineError, IntegrityError, InvalidRequest, fresh
+from engine.grammar.compilation import Compilation
 from engine.grammar.compiler import CompileProcess, Compiler
 from engine.grammar.config import GrammarLimits
 from engine.grammar.errors import GrammarBusy, GrammarFailed, refuse
 from engine.grammar.fill import Fill
 from engine.grammar.jump import Cutter
 from engine.grammar.source import check_size, source
-from engine.grammar.state import GrammarState, Surroundings, new_state
+from engine.grammar.state import GrammarState, Surroundings
 from engine.grammar.vocabulary import Vocabulary
 from engine.grammar.workers import Workers
 from engine.request import GrammarSpec
 from tokens.errors import TokenizerError
 from tokens.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 LoadVocabulary = Callable[[], tuple[Vocabulary, Tokenizer | None]]
 """Blocks. Raises: InvalidRequest: grammars cannot be served with this model. Without a tokenizer
@@ -69,83 +73,6 @@ class GrammarStats:
     num_filled_rows: int = 0
     num_stuck_threads: int = 0
     """Threads given up on whose call has not returned."""
-
-
-class Compilation:
-    """One spec on its way to being a grammar. Any thread may read it."""
-
-    def __init__(self, spec: GrammarSpec) -> None:
-        self.spec = spec
-        self._surroundings: Surroundings | None = None
-        self._compiled: Any = None
-        self._done = threading.Event()
-        self._lock = threading.Lock()
-        self._callbacks: list[Callable[[], None]] = []
-        self._error: EngineError | None = None
-        self.num_bytes = 0
-        """Memory of the compiled grammar when it was last measured."""
-
-    @property
-    def is_done(self) -> bool:
-        return self._done.is_set()
-
-    @property
-    def error(self) -> EngineError | None:
-        """Why there is no grammar; None before `is_done`. Each who asks gets one of its own."""
-        return None if self._error is None else fresh(self._error)
-
-    def wait(self, timeout_s: float) -> bool:
-        """Block until it is done; False: it is not, after this time. Not for the engine's
-        thread."""
-        return self._done.wait(timeout_s)
-
-    def when_done(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once it is done, on whichever thread finishes it; at once if it is."""
-        with self._lock:
-            if not self.is_done:
-                self._callbacks.append(callback)
-                return
-        callback()
-
-    def state(self, end_token_ids: frozenset[int]) -> GrammarState:
-        """A sequence at the beginning of the grammar.
-
-        Args:
-            end_token_ids: what may end the output (EOS unless ignored, stop ids): allowed where the
-                text is complete, and nowhere else. May be empty: `is_complete` tells the end.
-        Raises: `error`, or GrammarFailed if it is not done, or the library fails.
-        """
-        if self._error is not None:
-            raise fresh(self._error)
-        if not self.is_done or self._surroundings is None:
-            raise GrammarFailed("a state was asked for before the grammar was compiled")
-        try:
-            return new_state(self._compiled, self._surroundings, end_token_ids)
-        except Exception as failure:
-            raise GrammarFailed(f"the grammar library failed: {failure!r}") from failure
-
-    def measure(self) -> int:
-        """Look at the compiled grammar's memory again: it grows while masks are made, for the
-        library keeps them. Only while nobody makes one. Returns: by how much `num_bytes`
-        changed."""
-        before = self.num_bytes
-        if self._compiled is not None:
-            self.num_bytes = int(self._compiled.memory_size_bytes)
-        return self.num_bytes - before
-
-    def finish(self, compiled: Any, surroundings: Surroundings, error: EngineError | None) -> None:
-        """Called by the service, once; `call_back` follows, without the service's lock."""
-        self._compiled, self._surroundings = compiled, surroundings
-        self._error = None if error is None else fresh(error)
-        self.measure()  # nobody has a state of it yet
-        self._done.set()
-
-    def call_back(self) -> None:
-        """Tell who asked with `when_done`."""
-        with self._lock:
-            callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            callback()
 
 
 class GrammarService:
@@ -194,6 +121,32 @@ class GrammarService:
                 raise refuse(str(error)) from error
 
         return cls(load, vocab_size, limits, process=CompileProcess(folder, vocab_size))
+
+    def prepare(self) -> None:
+        """Have ready what the first grammar would wait for; before the first request.
+
+        Reads the vocabulary here and now: a large one holds Python's lock for a second, which would
+        hold running streams up. Begins to start the compiling process, which goes on by itself.
+        A model that grammars cannot be served with gets neither.
+        """
+        try:
+            self._loaded()
+        except InvalidRequest as refusal:
+            logger.info("no grammar can be served: %s", refusal)
+            return
+        except Exception as failure:
+            # The worker serves all else; each grammar's request is told.
+            logger.warning("grammars are not prepared: %r", failure)
+            return
+        self._compile_workers.submit(self._start_process)
+
+    def _start_process(self) -> None:
+        """On a compile thread."""
+        try:
+            self._process.start()
+        except GrammarFailed as failure:
+            # The first grammar tries again, and its request is told.
+            logger.warning("grammars are not prepared: %s", failure)
 
     def submit(self, spec: GrammarSpec, sender: bytes = b"") -> Compilation:
         """Begin to compile, or find what is compiled. Never blocks. What else is wrong with the
@@ -300,7 +253,8 @@ class GrammarService:
         self._compile(compilation)
 
     def _loaded(self) -> Compiler:
-        """The vocabulary is loaded by who comes first; the others wait for it. On a compile thread.
+        """The vocabulary is loaded by who comes first; the others wait for it. On a compile thread,
+        or before the first request.
 
         Raises: InvalidRequest: it cannot be, now and ever.
         """

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -257,6 +257,29 @@ class KvMemory:
         self.cache[target].copy_(self.cache[source])
         if self.tails is not None:
             self.tails.copy(source, target)
+
+    def move_tokens(self, moves: Sequence[tuple[int, int, int, int]]) -> None:
+        """Copy the keys and values of single tokens, all read before any is written.
+
+        Args:
+            moves: (block, slot) from, (block, slot) to.
+        Raises: ValueError for a quantized cache, whose blocks are made whole, and for one whose
+            records lie in several places.
+        """
+        if self.tails is not None or not self.is_whole:
+            raise ValueError("single tokens of this cache cannot be moved")
+        if not moves:
+            return
+        columns = torch.tensor(moves, device=self.cache.device).T
+        source, source_slot, target, target_slot = columns[:, :, None]
+        for view in self.layer_views():
+            heads = view.heads
+            steps = torch.arange(heads.num_heads, device=columns.device) * heads.head_step
+            from_rows = source * heads.rows_per_block + steps
+            to_rows = target * heads.rows_per_block + steps
+            for numbers in (view.keys, view.values):
+                if numbers is not None:
+                    numbers[to_rows, target_slot] = numbers[from_rows, source_slot]
 
     def check_integrity(self) -> None:
         """Raises: IntegrityError where the tails' books do not add up."""

@@ -19,7 +19,7 @@ from engine.kv.memory import TORCH_DTYPES, KvMemory, LayerView
 from engine.lora.config import LoraLimits
 from engine.lora.registry import Adapters
 from engine.models.attention_hook import Attend
-from engine.models.interface import DecodesAhead, InOneProcess
+from engine.models.interface import DecodesAhead, Guesses, InOneProcess
 from engine.models.lora_sites import find_sites
 from engine.models.quantized_attention import QuantizedAttention, Scales
 from engine.models.step_attention import StepAttention
@@ -59,6 +59,8 @@ class HuggingFaceModel(InOneProcess):
         """Views of each layer's keys and values in the cache."""
         self._memory = memory
         self._views = memory.layer_views()
+        # A quantized block is made once, of the tokens that fill it: none that may be taken back.
+        self.guesses = Guesses.TREES if memory.tails is None else Guesses.NONE
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> torch.Tensor:

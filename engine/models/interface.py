@@ -7,6 +7,7 @@ Called from the engine's thread only.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -94,6 +95,16 @@ class DecodesAhead(Protocol):
         ...
 
 
+class Guesses(enum.Enum):
+    """What of tokens that were guessed a model can compute in one pass."""
+
+    NONE = "none"
+    CHAINS = "chains"
+    """One continuation: tokens of a span like any others."""
+    TREES = "trees"
+    """Span.branches."""
+
+
 class InOneProcess:
     """What a LoadedModel does that is computed by this process alone."""
 
@@ -102,6 +113,8 @@ class InOneProcess:
     kept_hidden: torch.Tensor | None = None
     """Of the last `forward`, if its batch wanted it."""
     reads_unwritten: bool = True
+    """See LoadedModel."""
+    guesses: Guesses = Guesses.CHAINS
     """See LoadedModel."""
 
     @property
@@ -164,6 +177,11 @@ class LoadedModel(Protocol):
     def reads_unwritten(self) -> bool:
         """Whether a pass reads the slots of a block that nothing was written to yet, with weight 0:
         they must hold numbers then. Asked for after `attach`."""
+        ...
+
+    @property
+    def guesses(self) -> Guesses:
+        """What it takes of what was guessed. Asked for after `attach`."""
         ...
 
     @property

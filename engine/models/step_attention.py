@@ -191,6 +191,10 @@ class StepAttention:
     ) -> torch.Tensor | None:
         """None: plain causal, which only the plain attention has built in."""
         span = chunk.span
+        if span.is_tree:
+            if window not in chunk.masks:
+                chunk.masks[window] = tree_mask(span, window, dtype, self._device)
+            return chunk.masks[window]
         if is_plain and span.start == 0 and (window is None or window >= span.end):
             return None
         if window not in chunk.masks:
@@ -198,6 +202,22 @@ class StepAttention:
                 span.start, span.end, window, dtype, self._device
             )
         return chunk.masks[window]
+
+
+def tree_mask(
+    span: Span, window: int | None, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """[num_tokens, span.end]: 0 where a token of the span may see what lies in a slot, -inf
+    elsewhere. SpecInfer's topology-aware causal mask, section 4.2.
+
+    Args:
+        window: a token sees itself and window - 1 positions before it; None: all before it.
+    """
+    visible = torch.zeros(span.num_tokens, span.end, dtype=torch.bool)
+    for index in range(span.num_tokens):
+        slots = span.slots_seen(index)
+        visible[index, slots if window is None else slots[-window:]] = True
+    return reference.as_bias(visible.to(device), dtype)
 
 
 def size_class(span: Span) -> int:

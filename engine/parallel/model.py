@@ -21,6 +21,7 @@ from engine.kv.layout import KvLayout
 from engine.kv.memory import KvMemory
 from engine.kv.sizing import DeviceMemory, device_memory, free_memory_bytes
 from engine.lora.registry import Adapters
+from engine.models.interface import Guesses
 from engine.parallel.ahead import ParallelAhead, build
 from engine.parallel.memory import RankMemory, map_file
 from engine.parallel.messages import Attach, Attached, Settle, Settled, Step
@@ -77,6 +78,7 @@ class ParallelModel:
         self.adapters = Adapters.refused("its layers are shared by several processes")
         self.ahead: ParallelAhead | None = None
         self.reads_unwritten = layout.dtype != info.dtype  # as DecoderModel
+        self.guesses = Guesses.NONE if layout.is_quantized else Guesses.CHAINS
         self._max_rows, self._launches_ahead = config.max_num_running, config.overlap
         self._part = part
         self._others = others

@@ -3,10 +3,10 @@ does none of their work.
 
     registry + scaler -> Observing -> plan (pure) -> Acting -> Records
 
-Every replica looks and plans, so that each can be asked; only who leads acts, and begins with an
-empty plan state when it comes to lead: what it learned while another acted may not be true for its
-own actions. A look or action that fails ends nothing: the next interval begins anew. One asyncio
-loop.
+Every replica looks and plans, so that each can be asked; only who leads acts or, with act=false,
+says to others what is wanted. It begins with an empty plan state when it comes to lead: what it
+learned while another acted may not be true for its own actions. A look or action that fails ends
+nothing: the next interval begins anew. One asyncio loop.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import logging
 import secrets
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import grpc.aio
 from prometheus_client.metrics_core import Metric
@@ -31,10 +32,11 @@ from process.standard_services import Health, Reflection
 from process.tasks import end_tasks, start_task
 from process.tls import Identity
 from protos import autoscaler_pb2, common_pb2
-from services.autoscaler import metrics, registry_look
+from services.autoscaler import metrics, published, registry_look
 from services.autoscaler.acting import Acting
 from services.autoscaler.advice import as_advised
 from services.autoscaler.config import AutoscalerSettings
+from services.autoscaler.decision import Decision
 from services.autoscaler.flips import Flips
 from services.autoscaler.keda import ExternalScaler
 from services.autoscaler.kubernetes_api import KubernetesApi
@@ -46,7 +48,13 @@ from services.autoscaler.plan import PlanState, plan
 from services.autoscaler.records import Record, Records
 from services.autoscaler.registry_look import RegistryLook
 from services.autoscaler.scaler import PoolScale, Scaler, ScalerError
-from services.autoscaler.server import SERVICE, AutoscalerServicer, callers, max_message_bytes
+from services.autoscaler.server import (
+    MAX_REQUEST_BYTES,
+    SERVICE,
+    AutoscalerServicer,
+    callers,
+    max_reply_bytes,
+)
 from services.autoscaler.signals import ByRole, Observations, Role
 
 logger = logging.getLogger(__name__)
@@ -83,6 +91,8 @@ class Autoscaler:
         self._observing = Observing(settings.model, self._can_flip)
         self._state = PlanState()
         self.records = Records(settings.num_decisions_kept)
+        self._led: Decision | None = None
+        """The last one that was made while this autoscaler led, as it does still."""
         self._observations: Observations | None = None
         self._problems: tuple[str, ...] = ()
         self._keda = ExternalScaler(self._wanted)
@@ -95,11 +105,17 @@ class Autoscaler:
         settings = self._settings
         if settings.scaler == "local":
             return LocalScaler(settings.local_address, settings.act_timeout_s)
-        api = KubernetesApi(settings.kubernetes)
-        if settings.act:
-            self._leadership = LeaseLeader(
-                api, settings.kubernetes, self.autoscaler_id, on_change=self._on_leadership
-            )
+        api, kubernetes = KubernetesApi(settings.kubernetes), settings.kubernetes
+        if not settings.act:
+            # Of its own: who only advises must never keep one that acts from leading.
+            kubernetes = replace(kubernetes, lease_name=f"{kubernetes.lease_name}-advice")
+        self._leadership = LeaseLeader(
+            api,
+            kubernetes,
+            self.autoscaler_id,
+            on_change=self._on_leadership,
+            publish=self._to_publish,
+        )
         return KubernetesScaler(api, settings.kubernetes, self.autoscaler_id)
 
     async def start(self) -> None:
@@ -111,7 +127,6 @@ class Autoscaler:
         self._metrics_server = MetricsServer(collector, health=self._health)
         if self._settings.metrics_listen:
             self._metrics_server.start(self._settings.metrics_listen)
-        max_bytes = max_message_bytes(self._settings.num_decisions_kept)
         self._server, self.address = await serving.listen(
             self._settings.listen,
             [
@@ -120,10 +135,11 @@ class Autoscaler:
                 Health({SERVICE: lambda: not self._why_not_ready()}).add_to,
                 Reflection((SERVICE, "externalscaler.ExternalScaler")).add_to,
             ],
-            max_message_bytes=max_bytes,
+            max_message_bytes=MAX_REQUEST_BYTES,
+            max_reply_bytes=max_reply_bytes(self._settings.num_decisions_kept),
             identity=self._identity,
             rules=RULES[PeerRole.AUTOSCALER],
-            strangers=callers(max_bytes),
+            strangers=callers(),
         )
         self._leadership.start()
         self._task = start_task(self._run(), "autoscaling")
@@ -160,9 +176,9 @@ class Autoscaler:
         roles = self._observing.roles(flipping)
         scale = await self._scale(roles, problems)
         observations = self._observing.observe(Seen(now_s, registry, scale, flipping))
+        leads = self._leads
         if not self._settings.act:
-            last = self.records.last
-            observations = as_advised(observations, None if last is None else last.decision)
+            observations = as_advised(observations, self._advised())
         settings = self._settings.plan
         decision, self._state = plan(
             observations,
@@ -179,6 +195,7 @@ class Autoscaler:
             workers=self._workers(),
         )
         record = Record(time.time_ns() // 1_000_000, decision, outcome, problem)
+        self._led = decision if leads and self._leads else None
         self._note(record, observations, [*problems, *self._observing.problems])
         return record
 
@@ -245,14 +262,45 @@ class Autoscaler:
 
     def _on_leadership(self, is_leader: bool) -> None:
         self._state = PlanState()
+        self._led = None
+        self._keda.changed()
+
+    @property
+    def _leads(self) -> bool:
+        return self._leadership.left_s > 0
 
     @property
     def _acts(self) -> bool:
-        return self._settings.act and self._leadership.left_s > 0
+        return self._settings.act and self._leads
 
-    def _wanted(self, role: Role) -> int | None:
+    def _advised(self) -> Decision | None:
+        """What was advised last: who follows goes on from what the leader said."""
         last = self.records.last
-        return None if last is None else last.decision.wanted.of(role)
+        if last is None:
+            return None
+        heard = published.from_text(self._leadership.heard)
+        return last.decision if heard is None else replace(last.decision, wanted=heard)
+
+    def _led_wanted(self) -> ByRole[int] | None:
+        """By this one, while it leads."""
+        return self._led.wanted if self._led is not None and self._leads else None
+
+    def _to_publish(self) -> str:
+        # Not asked whether it leads: what is published with the Lease is read only if it does.
+        return "" if self._led is None else published.to_text(self._led.wanted)
+
+    def _wanted(self) -> ByRole[int]:
+        own, heard = self._led_wanted(), published.from_text(self._leadership.heard)
+        if own is not None:
+            return own
+        if heard is not None:
+            return heard
+        why = self._leadership.problem or (
+            "this one has come to lead, and has not decided yet"
+            if self._leads
+            else "this one does not lead, and no other has said what is wanted"
+        )
+        raise Unavailable(f"wanted workers are not known: {why}", retry_after_s=1.0)
 
     def _why_not_ready(self) -> str:
         return "" if self.records.last is not None else "nothing was decided yet"
@@ -274,7 +322,8 @@ class Autoscaler:
             self._labels,
             self.records,
             self._observations,
-            is_leader=self._acts,
+            wanted=(self._led_wanted() if self._leadership.led_s >= metrics.SILENCE_S else None),
+            is_leader=self._leads,
             num_problems=len(self._all_problems()),
         )
 

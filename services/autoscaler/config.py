@@ -41,7 +41,7 @@ class KubernetesSettings:
     """
 
     lease_name: str = "baton-autoscaler"
-    """The Lease (coordination.k8s.io) whose holder acts."""
+    """The Lease (coordination.k8s.io) whose holder acts; with act=false, NAME-advice is taken."""
 
     lease_s: float = 15.0
     """Nobody takes the Lease from a holder who renewed it within this time; Kubernetes' own
@@ -114,8 +114,8 @@ class AutoscalerSettings:
     """
 
     allow_flips: bool = True
-    """Whether a running worker may be told to take the other role. A worker that refuses, for
-    instance because its certificate names one role, is not asked again.
+    """Whether a running worker may be told to take the other role. Under mTLS its certificate must
+    name both (`baton certs --flips`). A worker that refuses is not asked again while it lives.
     """
 
     interval_s: float = 5.0

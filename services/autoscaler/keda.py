@@ -3,7 +3,10 @@
 One ScaledObject for each Deployment, with the metadata `role: prefill` or `role: decode`. The
 metric is how many workers the plan wants of that role, the target 1 for each replica: so KEDA asks
 for just as many, with the plan's own windows and budget in them. It is active while any are wanted.
-Knows no Kubernetes. One asyncio loop.
+
+KEDA keeps one connection to one replica, whichever that is: all of them answer with the leader's
+numbers. Where those are not known the answer is UNAVAILABLE, upon which KEDA changes nothing and
+asks again. Knows no Kubernetes. One asyncio loop.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import grpc.aio
 from process import serving
 from process.errors import InvalidArgument, NotFound, Unavailable
 from protos import externalscaler_pb2, externalscaler_pb2_grpc
-from services.autoscaler.signals import Role
+from services.autoscaler.signals import ByRole, Role
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -29,8 +32,9 @@ _STREAM_LOOK_S = 30.0
 class ExternalScaler:
     """See the module."""
 
-    def __init__(self, wanted: Callable[[Role], int | None]) -> None:
-        """wanted: workers of a role; None: nothing was decided yet."""
+    def __init__(self, wanted: Callable[[], ByRole[int]]) -> None:
+        """wanted: workers of each role, by the leader. Raises: Unavailable saying why nobody knows
+        them."""
         self._wanted = wanted
         self._changed = asyncio.Event()
 
@@ -55,12 +59,18 @@ class ExternalScaler:
     async def StreamIsActive(
         self, request: externalscaler_pb2.ScaledObjectRef, context: Context
     ) -> AsyncIterator[externalscaler_pb2.IsActiveResponse]:
-        """The same at once, and whenever it changes."""
+        """The same at once, and whenever it changes. A while without a leader ends no stream: KEDA
+        would come back after up to a minute."""
         role = _role(request)
         told: bool | None = None
         while True:
             changed = self._changed
-            is_active = self._number(role) > 0
+            try:
+                is_active = self._number(role) > 0
+            except Unavailable:
+                if told is None:
+                    raise
+                is_active = told
             if is_active is not told:
                 told = is_active
                 yield externalscaler_pb2.IsActiveResponse(result=is_active)
@@ -93,10 +103,7 @@ class ExternalScaler:
         return externalscaler_pb2.GetMetricsResponse(metricValues=[value])
 
     def _number(self, role: Role) -> int:
-        wanted = self._wanted(role)
-        if wanted is None:
-            raise Unavailable("nothing was decided yet", retry_after_s=1.0)
-        return wanted
+        return self._wanted().of(role)
 
 
 def _name(role: Role) -> str:

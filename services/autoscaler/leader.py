@@ -1,4 +1,4 @@
-"""Who of several autoscalers acts: the holder of a Lease in Kubernetes.
+"""Who of several autoscalers acts, or says what is wanted: the holder of a Lease in Kubernetes.
 
     follower -> leader    the Lease is free, or was not renewed for its whole duration
     leader   -> follower  it was not renewed for `renew_s`, or somebody else has it
@@ -6,7 +6,9 @@
 A leader acts only while `left_s` is above 0: counted from the moment in which the last renewal that
 succeeded was SENT, and shorter than the time after which another may take the Lease. A follower
 counts the other's time from when it saw the last renewal. So clocks need not agree, only run
-equally fast, and two never act at once. One asyncio loop; `left_s` may be read by any thread.
+equally fast, and two never act at once. What the leader publishes travels in the Lease, with each
+renewal: nobody else can write there, and who follows reads it anyway. One asyncio loop; `left_s`
+may be read by any thread.
 """
 
 from __future__ import annotations
@@ -27,12 +29,24 @@ from services.autoscaler.kubernetes_api import ApiError, KubernetesApi
 logger = logging.getLogger(__name__)
 
 
+PUBLISHED = "baton.internal/published"
+"""Annotation of the Lease: what its holder publishes."""
+
+
 class Leadership(Protocol):
     """Whether this autoscaler may act."""
 
     @property
     def left_s(self) -> float:
         """For so long it may act, if nothing is heard any more; 0: not now."""
+
+    @property
+    def led_s(self) -> float:
+        """For so long it has led without a break; 0: it does not."""
+
+    @property
+    def heard(self) -> str:
+        """What another that leads has published; empty: nothing, or none does."""
 
     @property
     def problem(self) -> str:
@@ -46,6 +60,8 @@ class Alone:
     """The only autoscaler there is."""
 
     left_s = math.inf
+    led_s = math.inf
+    heard = ""
     problem = ""
 
     def start(self) -> None:
@@ -65,19 +81,25 @@ class LeaseLeader:
         autoscaler_id: str,
         *,
         on_change: Callable[[bool], None] = lambda is_leader: None,
+        publish: Callable[[], str] = lambda: "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`api` stays its owner's. on_change: told of each change, in the loop."""
+        """`api` stays its owner's. on_change: told of each change, in the loop. publish: asked with
+        each renewal what those who follow shall hear."""
         self._api = api
         self._settings = settings
         self._id = autoscaler_id
         self._on_change = on_change
+        self._publish = publish
         self._clock = clock
         self._renewed_s = -math.inf
+        self._since_s = math.inf
         self._was_leader = False
         self._seen = ("", "")
         """Holder and version of the Lease, as last seen."""
         self._seen_s = -math.inf
+        self._heard = ("", 0.0)
+        """What that holder has published, and for how long it is true."""
         self._task: asyncio.Task[None] | None = None
         self.problem = ""
 
@@ -85,6 +107,17 @@ class LeaseLeader:
     def left_s(self) -> float:
         """See Leadership."""
         return max(0.0, self._renewed_s + self._settings.renew_s - self._clock())
+
+    @property
+    def led_s(self) -> float:
+        """See Leadership."""
+        return max(0.0, self._clock() - self._since_s) if self.left_s > 0 else 0.0
+
+    @property
+    def heard(self) -> str:
+        """See Leadership."""
+        said, lasts_s = self._heard
+        return said if self._clock() < self._seen_s + lasts_s else ""
 
     def start(self) -> None:
         """Begin to take or renew it."""
@@ -111,18 +144,25 @@ class LeaseLeader:
         if lease is None:
             sent_s = self._clock()
             await self._api.create_lease(self._body(None, holder=self._id))
-            self._renewed_s = sent_s
+            self._lead(sent_s)
             return
         holder, version = _holder(lease), str(lease.metadata.resource_version)
         if (holder, version) != self._seen:
             self._seen, self._seen_s = (holder, version), self._clock()
+        self._heard = ("", 0.0)
         if holder != self._id:
             self._renewed_s = -math.inf
             if holder and self._clock() < self._seen_s + _duration_s(lease):
+                self._heard = (_published(lease), _duration_s(lease))
                 return
         sent_s = self._clock()
         body = self._body(lease, holder=self._id)
         await self._api.replace_lease(self._settings.lease_name, body)
+        self._lead(sent_s)
+
+    def _lead(self, sent_s: float) -> None:
+        if self.left_s <= 0:
+            self._since_s = self._clock()
         self._renewed_s = sent_s
 
     async def _run(self) -> None:
@@ -157,6 +197,8 @@ class LeaseLeader:
             "name": self._settings.lease_name,
             "namespace": self._api.namespace,
         }
+        if holder and (published := self._publish()):
+            metadata["annotations"] = {PUBLISHED: published}
         spec: dict[str, Any] = {
             "holderIdentity": holder,
             "leaseDurationSeconds": math.ceil(self._settings.lease_s) if holder else 1,
@@ -183,6 +225,11 @@ class LeaseLeader:
 
 def _holder(lease: Any) -> str:
     return str(_told(lease, "holder_identity") or "")
+
+
+def _published(lease: Any) -> str:
+    annotations = getattr(lease.metadata, "annotations", None) or {}
+    return str(annotations.get(PUBLISHED, ""))
 
 
 def _duration_s(lease: Any) -> float:

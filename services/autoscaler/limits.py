@@ -164,7 +164,7 @@ class Pace:
     """After so long without any request there are no workers, where none are allowed."""
 
     stale_s: float = 15.0
-    """Signals older than this are not acted upon: three of a router's beats, five of a worker's."""
+    """Signals older than this are not acted upon: some twenty beats of a router or a worker."""
 
     slack: float = 0.2
     """Fewer workers suffice only if they would at so much more load, as a share. As long as load

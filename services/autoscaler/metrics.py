@@ -2,7 +2,7 @@
 reason, how old its signals are, and the figures that a decision was made from.
 
 Read in the event loop at a scrape. Labels are few and known. docs/metrics.md has them all; the
-wanted workers are what an HPA scales by.
+wanted workers are what an HPA scales by, which adds up all that it finds: one replica shows them.
 """
 
 from __future__ import annotations
@@ -17,11 +17,15 @@ from process import families
 from process.families import Labels, gauge, gauges
 from services.autoscaler.decision import Decision
 from services.autoscaler.records import Records
-from services.autoscaler.signals import Observations, Role
+from services.autoscaler.signals import ByRole, Observations, Role
 
 _OUTCOMES = ("done", "ordered", "failed", "not_leader", "advised")
 _NEVER_S = 1e9
 """Shown for the age of a signal that there is none of; more than any real one."""
+
+SILENCE_S = 60.0
+"""A replica that comes to lead shows for so long nothing that is added up: what the one before it
+showed last is still true for whoever scrapes, until he scrapes again. No metric changes no pool."""
 
 
 def read(
@@ -29,11 +33,12 @@ def read(
     records: Records,
     observations: Observations | None,
     *,
+    wanted: ByRole[int] | None,
     is_leader: bool,
     num_problems: int,
 ) -> Sequence[Metric]:
-    """All metrics, now."""
-    return list(_read(labels, records, observations, is_leader, num_problems))
+    """All metrics, now. wanted: workers of each role; None: this one does not say."""
+    return list(_read(labels, records, observations, wanted, is_leader, num_problems))
 
 
 def silent(labels: Labels) -> Sequence[Metric]:
@@ -45,11 +50,17 @@ def _read(
     labels: Labels,
     records: Records,
     observations: Observations | None,
+    wanted: ByRole[int] | None,
     is_leader: bool,
     num_problems: int,
 ) -> Iterator[Metric]:
     yield gauge("baton_up", "1 while the process answers.", labels, 1)
-    yield gauge("baton_autoscaler_leader", "1 while this one acts.", labels, is_leader)
+    yield gauge(
+        "baton_autoscaler_leader",
+        "1 while this one leads: it acts or, with act=false, says what is wanted.",
+        labels,
+        is_leader,
+    )
     yield gauge(
         "baton_autoscaler_problems",
         "What is not as it should be; `baton autoscale` names it.",
@@ -67,9 +78,11 @@ def _read(
     if observations is not None:
         yield from _pools(labels, observations)
         yield from _signals(labels, observations)
+    if wanted is not None:
+        yield _wanted(labels, wanted)
     last = records.last
     if last is not None:
-        yield from _of_decision(labels, last.decision)
+        yield _terms(labels, last.decision)
 
 
 def _decisions(labels: Labels, records: Records) -> Metric:
@@ -142,15 +155,18 @@ def _signals(labels: Labels, observations: Observations) -> Iterator[Metric]:
         yield gauge("baton_autoscaler_arrivals_per_second", "As last seen.", labels, rate)
 
 
-def _of_decision(labels: Labels, decision: Decision) -> Iterator[Metric]:
-    yield gauges(
+def _wanted(labels: Labels, wanted: ByRole[int]) -> Metric:
+    return gauges(
         "baton_autoscaler_wanted_workers",
-        "Workers that there shall be, by the last decision.",
+        "Workers that there shall be, by the leader's last decision; others do not show it.",
         labels,
         "role",
-        [(role.value, decision.wanted.of(role)) for role in Role],
+        [(role.value, wanted.of(role)) for role in Role],
     )
-    yield gauges(
+
+
+def _terms(labels: Labels, decision: Decision) -> Metric:
+    return gauges(
         "baton_autoscaler_term",
         "What the last decision was made from; units are in the names.",
         labels,

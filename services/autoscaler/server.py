@@ -18,20 +18,23 @@ SERVICE = "baton.v1.Autoscaler"
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
+MAX_REQUEST_BYTES = 64 * 1024
+"""A name, a namespace and a ScaledObject's metadata have some hundred bytes."""
+
 _DECISION_BYTES = 8 * 1024
 """That one decision takes in a reply, generously: its JSON, with every term, has some 2 KiB."""
 
 
-def max_message_bytes(num_decisions_kept: int) -> int:
-    """For a reply with all decisions; gRPC bounds requests by the same, which are far smaller."""
+def max_reply_bytes(num_decisions_kept: int) -> int:
+    """For a reply with all decisions."""
     return _DECISION_BYTES * max(64, num_decisions_kept)
 
 
-def callers(max_bytes: int) -> Strangers:
-    """Bounds of a port with messages of at most `max_bytes`: few of them at once, by few."""
+def callers() -> Strangers:
+    """Bounds of a port with small requests: few of them at once, by few."""
     return Strangers(
         lambda method, context: context.peer().rpartition(":")[0],
-        Intake(4 * max_bytes, wait_s=2.0),
+        Intake(16 * MAX_REQUEST_BYTES, wait_s=2.0),
         read_s=5.0,
         max_connections=256,
         idle_s=300.0,

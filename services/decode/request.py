@@ -96,7 +96,9 @@ class DecodeRequest:
         self._on_over = on_over
         self._ask = ask
         self._deadline = deadline
-        self._leg = Leg(len(ask.prompt_token_ids), transport=self._core.connector.transport)
+        self._leg = Leg(
+            len(ask.prompt_token_ids), num_reached=0, transport=self._core.connector.transport
+        )
         self._clock = StageClock()
         self._span = core.tracing.follow("serve decode", ask.trace, core.about)
         self._steps = TracedSteps(self._span)
@@ -269,6 +271,7 @@ class DecodeRequest:
         with self._write_back.standing_back():
             num_loaded = await intake.load(handover, ask.prompt_token_ids + drawn, self._deadline)
         self.chunks.start(num_loaded)
+        self._leg.num_reached = num_loaded
         self._follow_chains(intake, ask.prompt_token_ids + drawn)
         self._clock.enter("decode_queue")  # until the first token: the wait and its first step
         self._move(DecodeState.RUNNING)
@@ -317,6 +320,8 @@ class DecodeRequest:
             return
         self._move(DecodeState.MOVING)
         self._clock.enter("decode_move")
+        if self._leg.num_reached is not None:  # nobody is told of the step in which it was held
+            self._leg.num_reached = max(self._leg.num_reached, self._held.num_computed_tokens)
         num_held = len(self._held.token_ids) - len(self._ask.prompt_token_ids)
         if num_held != self._num_outputs[0]:
             raise Internal(f"{self.engine_id}: {num_held} tokens drawn, {self._num_outputs} told")
@@ -404,6 +409,7 @@ class DecodeRequest:
         chain = self._chains.get(event.sample_index)
         if chain is not None and event.filled:
             self._write_back.add(chain, event.filled)
+        self._note_reached(event)
         if event.sample_index not in self._open:
             return  # cancelled while the step ran
         if not event.token_ids and event.finish_reason is None:
@@ -424,6 +430,14 @@ class DecodeRequest:
         self._core.counts.add(self._leg)
         self.sink.finished(self.key, event, self._leg, self._clock.seconds)
         self._done.set_result(None)
+
+    def _note_reached(self, event: RequestEvent) -> None:
+        leg = self._leg
+        if event.token_ids or event.finish_reason is not None:
+            leg.num_reached = None  # who draws has all of the prompt
+        elif leg.num_reached is not None:
+            # Less where it was preempted: it has been computed all the same.
+            leg.num_reached = max(leg.num_reached, event.num_computed_tokens)
 
     def _begin_decoding(self) -> None:
         if not self.is_decoding:

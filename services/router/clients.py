@@ -63,6 +63,8 @@ class Clients:
         yield gauge("baton_router_intake_bytes", text, labels, held)
         text = "Requests that found no room to be read in times.intake_wait_s."
         yield counter("baton_router_intake_refused", text, labels, self.intake.num_refused)
+        text = "Requests that arrived slowly, refused since others waited for their room."
+        yield counter("baton_router_intake_recalled", text, labels, self.intake.num_recalled)
         text = "Requests over gRPC cancelled since their client took nothing for times.stall_s."
         yield counter("baton_router_readers_stalled", text, labels, self.readers.num_stalled)
 

@@ -126,7 +126,7 @@ class Decoding:
                 f"decode worker {leg.worker_id} gave the request up", retry_after_s=1.0
             )
         loss = Loss(leg.worker_id, leg.incarnation, error)
-        ended_by = kv_account.MOVED if loss.is_on_purpose else kv_account.LOST
+        ended_by = loss.ended_by
         if isinstance(error, Unavailable) and not loss.is_on_purpose:
             self._cluster.routing.failed(leg.worker_id)
         if not (isinstance(error, OTHERS_MAY) and self._samples.can_go_on):

@@ -12,14 +12,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from process.errors import BatonError, NoCapacity, Unavailable
+from process.errors import BatonError, FailedPrecondition, NoCapacity, Unavailable
+from protos import common_pb2
+from services.router.kv_account import LOST, MOVED
 from services.router.times import Details, StageTimes
 
 STAGE = "move"
 """Of the times: what it took to find another worker and to hand over to it."""
 
-OTHERS_MAY = (Unavailable, NoCapacity)
-"""What a decode worker's end means that another worker need not share."""
+OTHERS_MAY = (Unavailable, NoCapacity, FailedPrecondition)
+"""What a worker's end means that another worker need not share: also that it has the model's
+weights, or an adapter, not as the router thought."""
+
+LAPSED = "lapsed"
+SHORT = "short"
+
+HANDOVER_S = 1.0
+"""What a handle must have left when it is sent: its leases must outlive the fetching. Guessed."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +46,30 @@ class Loss:
         return self.error is None or self.error.retry_after_s == 0.0
 
     @property
+    def ended_by(self) -> str:
+        """As the account of the request's KV says it."""
+        return MOVED if self.is_on_purpose else LOST
+
+    @property
     def why(self) -> str:
         return str(self.error or f"decode worker {self.worker_id} left")
+
+
+def shortcoming(
+    handle: common_pb2.KvHandle, num_context_tokens: int, max_own_tokens: int, now_unix_s: float
+) -> str:
+    """Why who goes on from `handle` would compute more of the context alone than a decode worker
+    should; empty: it would not. What a new request may leave to it, this one may, and the rest of a
+    block in any case.
+
+    Args: num_context_tokens: prompt and what was drawn, of which the last one is always computed.
+        max_own_tokens: as `policy.Ask`'s.
+    """
+    if handle.deadline_unix_ms and handle.deadline_unix_ms / 1000 < now_unix_s + HANDOVER_S:
+        return LAPSED
+    if num_context_tokens - handle.num_tokens > max(handle.block_size, max_own_tokens, 1):
+        return SHORT
+    return ""
 
 
 class Failover:
@@ -52,7 +83,7 @@ class Failover:
         """Lives that are not to be asked again."""
         self._max_lost = max_lost
         self._times = times
-        self._last: Loss | None = None
+        self.last: Loss | None = None
 
     @property
     def is_on(self) -> bool:
@@ -71,7 +102,7 @@ class Failover:
 
     def note(self, loss: Loss) -> None:
         """Another worker is to be found. Raises: Unavailable when too many were lost."""
-        self._last = loss
+        self.last = loss
         if loss.error is None or loss.is_on_purpose:
             self.num_moved += 1
             self.left |= {loss.incarnation}
@@ -86,7 +117,7 @@ class Failover:
 
     def explained(self, error: BatonError) -> BatonError:
         """`error`, which says why no other worker was found, with what made that necessary."""
-        why = self._last.why if self._last is not None else "nothing was lost"
+        why = self.last.why if self.last is not None else "nothing was lost"
         return Unavailable(
             f"{why}, and nobody goes on: {error}", retry_after_s=error.retry_after_s or 1.0
         )

@@ -8,7 +8,7 @@
     DECODING     the decode worker takes the KV over and draws the rest of every sample
     MOVING       the decode worker is gone before the end: as from LOOKING_UP on, with all that was
                  drawn as context. A worker that left on purpose has given a handle on the KV: then
-                 another one takes it over at once
+                 another one takes it over at once, unless it would have to compute much of it alone
     FINISHED     the last message is out
 
 Cancel, deadline and errors lead out of every state; `run` then tells both legs before it returns,
@@ -22,10 +22,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum
 from functools import partial
+from typing import Any
+
+from google.protobuf.message import DecodeError
 
 from process import logs
 from process.deadline import Deadline
@@ -36,7 +40,7 @@ from services.router.answer import Answer
 from services.router.decode_leg import DecodeLeg
 from services.router.decoding import Decoding, seconds_of
 from services.router.delivery import Delivery, Send
-from services.router.failover import OTHERS_MAY, Failover, Loss
+from services.router.failover import OTHERS_MAY, Failover, Loss, shortcoming
 from services.router.job import Cluster, Job
 from services.router.kv_account import KvAccount
 from services.router.policy import Ask, Choice
@@ -123,7 +127,12 @@ class RequestFlow:
             asking = await self._ask_again() if is_again else await self._look_up()
             choice, asking = await self._reserve(asking)
             if asking.has_kv:
-                break
+                if self._has_kv():
+                    break
+                # It lapsed while a worker was looked for.
+                self._need_leg("a handle without decode").cancel()
+                self.state = State.MOVING
+                continue
             if choice.prefill_id is None:
                 return await self._decode_alone(asking)
             try:
@@ -169,12 +178,36 @@ class RequestFlow:
 
     async def _ask_again(self) -> Asking:
         """As `_look_up`, after a loss; who holds a handle on the KV needs to know no more."""
-        has_kv = self._handle is not None
+        has_kv = self._has_kv()
         asking = self._asking if has_kv else None
         if asking is None:
             asking = await self._look_up()
         fingerprint = self._fingerprint if has_kv or self._samples.has_drawn else ""
         return replace(asking, has_kv=has_kv, left=self._failover.left, fingerprint=fingerprint)
+
+    def _has_kv(self) -> bool:
+        """Whether a handle is there with which nobody computes much alone; any other is given
+        back."""
+        if self._handle is None:
+            return False
+        drawn = self._samples.drawn if self._samples.is_alone else ()
+        try:
+            why = shortcoming(
+                self._handle.opened(),
+                len(self._job.prompt_token_ids) + len(drawn),
+                self._cluster.routing.max_own_tokens,
+                time.time(),
+            )
+        except DecodeError:
+            why = "unreadable"
+        if not why:
+            return True
+        self._log_retry("handle_not_used", logging.INFO, why=why)
+        self._cluster.leases.release(self._handle)
+        self._handle = None
+        if self._failover.last is not None:
+            self._account.recompute_for(self._failover.last.ended_by)
+        return False
 
     async def _reserve(self, asking: Asking) -> tuple[Choice, Asking]:
         """Choose a pair whose decode worker has set blocks aside."""
@@ -240,7 +273,10 @@ class RequestFlow:
         """A sample's first token is there. If it ends the answer, the decode worker is told right
         away.
         """
+        num_otherwise = self._samples.num_drawn_otherwise
         message = self._samples.take_first(first)
+        if self._samples.num_drawn_otherwise > num_otherwise:
+            self._log_retry("first_drawn_otherwise", logging.INFO, sample_index=first.sample_index)
         self._delivery.embedding = self._delivery.embedding or first.embedding
         if message is None or self._job.wants_embedding:  # its token means nothing
             return
@@ -306,17 +342,17 @@ class RequestFlow:
         """Raises: BatonError when the request has lost too many workers."""
         self._failover.note(loss)
         self.state = State.MOVING
-        event = "stream_moved" if loss.is_on_purpose else "decode_lost"
-        self._cluster.routing.metrics.on_retry(event)
-        logs.event(
-            logger,
-            event,
-            level=logging.INFO if loss.is_on_purpose else logging.WARNING,
-            request_id=self._job.request_id,
+        self._log_retry(
+            "stream_moved" if loss.is_on_purpose else "decode_lost",
+            logging.INFO if loss.is_on_purpose else logging.WARNING,
             worker_id=loss.worker_id,
             has_handle=self._handle is not None,
             why=loss.why,
         )
+
+    def _log_retry(self, event: str, level: int, **about: Any) -> None:
+        self._cluster.routing.metrics.on_retry(event)
+        logs.event(logger, event, level=level, request_id=self._job.request_id, **about)
 
     def _note_answer(self) -> None:
         """The next turn of the conversation may go where this one was decoded."""

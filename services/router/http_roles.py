@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from process.access import Role, role_of
+from process.access import Role, names_of, roles_of
 from process.errors import PermissionDenied
 from process.tls import uris_of
 from services.router.http_server import Handler
@@ -26,10 +26,11 @@ def add_to(app: web.Application) -> None:
 async def _checked(request: web.Request, handler: Handler) -> web.StreamResponse:
     transport = request.transport
     peer = transport.get_extra_info("peercert") if transport is not None else None
-    role = role_of(uris_of(peer))
-    if role not in ALLOWED:
-        named = f"role {role.value}" if role is not None else "no role of Baton's (or several)"
+    roles = roles_of(uris_of(peer))
+    if not roles & ALLOWED:
+        named = f"role {names_of(roles)}" if roles else "no role of Baton's (or several)"
         raise PermissionDenied(f"certificate: names {named}, which this port does not serve")
-    if role is not Role.ADMIN and request.path.startswith(ADMIN_PATHS):
-        raise PermissionDenied(f"{request.path[:128]}: not for a certificate of role {role.value}")
+    if Role.ADMIN not in roles and request.path.startswith(ADMIN_PATHS):
+        named = names_of(roles)
+        raise PermissionDenied(f"{request.path[:128]}: not for a certificate of role {named}")
     return await handler(request)

@@ -1,9 +1,9 @@
 """KvAccount: what the workers of one request say of its KV, worker by worker, in the order in which
 they worked; some of them were left behind.
 
-A leg that went on elsewhere says why (`MOVED`, `LOST`). What the next one computes of the prompt
-had been computed before, so it counts as recomputed for that reason; the workers do not know it.
-No I/O. One request.
+A leg that went on elsewhere says why (`MOVED`, `LOST`). What the next one computes of what any leg
+had of the prompt counts as recomputed for that reason; the workers do not know it. A leg that broke
+had all of the prompt, for all that is known. No I/O. One request.
 """
 
 from __future__ import annotations
@@ -17,6 +17,10 @@ LOST = "worker_lost"
 """Its worker broke."""
 
 
+_ALL = 2**63
+"""Above every prompt."""
+
+
 class KvAccount:
     """See the module."""
 
@@ -24,6 +28,8 @@ class KvAccount:
         self._legs: list[common_pb2.KvLeg] = []
         self._expected: common_pb2.KvLeg | None = None
         self._again = ""
+        self._num_reached = 0
+        """Prompt tokens, counted from the first, that a leg has had."""
 
     @property
     def legs(self) -> tuple[common_pb2.KvLeg, ...]:
@@ -48,15 +54,20 @@ class KvAccount:
     def add(self, leg: common_pb2.KvLeg, block_size: int, ended_by: str = "") -> None:
         """A worker's own account. `block_size`: tokens of a block of its cache; `ended_by`: see the
         module, empty for one whose part is done."""
-        if self._again and leg.num_tokens_computed:
-            num_blocks = -(-leg.num_tokens_computed // block_size)
+        num_found, num_computed = _num_found(leg), leg.num_tokens_computed
+        num_again = min(num_computed, self._num_reached - num_found)
+        if self._again and num_again > 0:
+            num_blocks = -(-num_again // block_size)
             leg.recomputed.add(reason=self._again, num_blocks=num_blocks)
+        self._num_reached = max(self._num_reached, num_found + num_computed)
         self._again = ""
         leg.ended_by = ended_by
         self._legs.append(leg)
 
     def add_silent(self, worker_id: str, incarnation: str, ended_by: str) -> None:
         """A decode worker that has no account: it broke, or left before it did anything."""
+        if ended_by == LOST:
+            self._num_reached = _ALL
         self._legs.append(
             common_pb2.KvLeg(
                 role=DECODE, worker_id=worker_id, incarnation=incarnation, ended_by=ended_by

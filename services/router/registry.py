@@ -1,9 +1,13 @@
 """Who is alive: workers and KV stores as they register in Redis, polled.
 
 A worker counts while its heartbeat key holds the incarnation of its entry. Redis away: everything
-known stays known and `is_redis_reachable` says so. An entry without heartbeat while Redis answers
-is gone; the same id with another incarnation is another life. Does not talk to workers. One asyncio
-loop; `snapshot` is replaced as a whole, never changed.
+known stays known and `is_redis_reachable` says so; and for `KEEP_S` from when it is back, for it
+may be empty, or have let all heartbeats lapse. After that an entry without heartbeat while Redis
+answers is gone; the same id with another incarnation is another life. Does not talk to workers. One
+asyncio loop; `snapshot` is replaced as a whole, never changed.
+
+A Redis that was replaced between two looks is told by its mark: a random value which the first
+router that looks leaves there.
 """
 
 from __future__ import annotations
@@ -11,6 +15,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,14 +25,20 @@ import redis.asyncio
 from google.protobuf import json_format
 
 from process import logs, redis_client
+from process.registry_beat import BEAT_TTL_MS
 from process.tasks import end_tasks
 from protos import common_pb2, inference_pb2
+from services.router.remembered import Remembered
 from services.router.views import Snapshot, StoreView, WorkerView, worker_view
 
 logger = logging.getLogger(__name__)
 
 WORKERS_KEY = "baton:workers"
 STORES_KEY = "baton:stores"
+MARK_KEY = "baton:mark"
+"""Which Redis this is: one that lost everything has another mark, or none."""
+KEEP_S = BEAT_TTL_MS / 1000
+"""As long as a beat counts: each process tries to beat several times meanwhile."""
 _INCARNATION_BYTES = 16
 _SLICE = 16
 """Entries parsed at a time: about 2 ms."""
@@ -42,17 +54,21 @@ class Registry:
         poll_interval_s: float,
         timeout_s: float,
         on_change: Callable[[Snapshot], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`client` stays its owner's. `on_change` is called in the loop after each poll."""
         self._client = client
         self._poll_interval_s = poll_interval_s
         self._timeout_s = timeout_s
         self._on_change = on_change
+        self._clock = clock
+        self._mark = b""
+        self._workers: dict[str, _Worker] = {}
+        self._stores: dict[str, _Store] = {}
+        self._remembered_workers = Remembered[_Worker](KEEP_S)
+        self._remembered_stores = Remembered[_Store](KEEP_S)
         self._task: asyncio.Task[None] | None = None
-        self._statuses: dict[str, common_pb2.WorkerStatus] = {}
         self._read_last: dict[bytes, _Entry] = {}
-        self._views: dict[str, WorkerView] = {}
-        self._store_statuses: dict[str, inference_pb2.StoreStatus] = {}
         self.snapshot = Snapshot()
 
     async def start(self) -> None:
@@ -67,15 +83,16 @@ class Registry:
 
     def statuses(self) -> Sequence[common_pb2.WorkerStatus]:
         """The last heartbeats of the workers in `snapshot`."""
-        return tuple(self._statuses.values())
+        return tuple(worker.status for worker in self._workers.values())
 
     def store_statuses(self) -> Sequence[inference_pb2.StoreStatus]:
         """The last heartbeats of the stores in `snapshot`."""
-        return tuple(self._store_statuses.values())
+        return tuple(store.status for store in self._stores.values())
 
     def find(self, worker_id: str) -> WorkerView | None:
         """The worker of this id in `snapshot`; None: it is gone."""
-        return self._views.get(worker_id)
+        worker = self._workers.get(worker_id)
+        return None if worker is None else worker.view
 
     async def poll(self) -> Snapshot:
         """Look once. Redis away is an answer, not an error."""
@@ -103,33 +120,51 @@ class Registry:
 
     async def _read(self) -> Snapshot:
         async with self._client.pipeline(transaction=False) as pipe:
+            pipe.set(MARK_KEY, secrets.token_bytes(16), nx=True)
+            pipe.get(MARK_KEY)
             pipe.hgetall(WORKERS_KEY)
             pipe.hgetall(STORES_KEY)
-            worker_entries, store_entries = await pipe.execute()
+            _, mark, worker_entries, store_entries = await pipe.execute()
         worker_ids, node_ids = sorted(worker_entries), sorted(store_entries)
         keys = [f"baton:worker:{i.decode(errors='replace')}:beat" for i in worker_ids]
         keys += [f"baton:store:{i.decode(errors='replace')}:beat" for i in node_ids]
         beats: Any = await self._client.mget(keys) if keys else []
         problems: list[str] = []
-        statuses, views = {}, {}
+        workers: dict[str, _Worker] = {}
         entries = await self._parse_workers(worker_entries)
         for worker_id, beat in zip(worker_ids, beats, strict=False):
             entry = entries[worker_id]
             problems += [entry.problem] if entry.problem else []
             view = entry.view
             if view is not None and beat is not None and beat == view.incarnation.encode():
-                statuses[view.worker_id], views[view.worker_id] = entry.status, view
-        stores = []
+                workers[view.worker_id] = _Worker(view, entry.status)
+        stores: dict[str, _Store] = {}
         for node_id, beat in zip(node_ids, beats[len(worker_ids) :], strict=True):
             store = _parse_store(node_id, store_entries[node_id], problems)
             if store is not None and beat is not None and beat == store.incarnation.encode():
-                stores.append(store)
-        self._statuses, self._views = statuses, views
-        self._store_statuses = {
-            store.node_id: _store_status(store, store_entries[store.node_id.encode()])
-            for store in stores
-        }
-        return Snapshot(tuple(views.values()), tuple(stores), True, tuple(problems))
+                status = _store_status(store, store_entries[store.node_id.encode()])
+                stores[store.node_id] = _Store(store, status)
+        self._remember(mark, workers, stores)
+        return Snapshot(
+            tuple(worker.view for worker in self._workers.values()),
+            tuple(store.view for store in self._stores.values()),
+            True,
+            tuple(problems),
+        )
+
+    def _remember(
+        self, mark: bytes, workers: dict[str, _Worker], stores: dict[str, _Store]
+    ) -> None:
+        """Take these as known, with those whose absence means nothing yet."""
+        now_s = self._clock()
+        if mark != self._mark or not self.snapshot.is_redis_reachable:
+            self._remembered_workers.begin(self._workers, now_s)
+            self._remembered_stores.begin(self._stores, now_s)
+        self._mark = mark
+        kept_workers = self._remembered_workers.without(workers, now_s)
+        kept_stores = self._remembered_stores.without(stores, now_s)
+        self._workers = dict(sorted({**workers, **kept_workers}.items()))
+        self._stores = dict(sorted({**stores, **kept_stores}.items()))
 
     async def _parse_workers(self, raw: Mapping[bytes, bytes]) -> Mapping[bytes, _Entry]:
         """What changed is parsed, in slices: a thousand workers must not hold tokens up."""
@@ -144,6 +179,18 @@ class Registry:
                 await asyncio.sleep(0)
         self._read_last = entries
         return entries
+
+
+@dataclass(frozen=True)
+class _Worker:
+    view: WorkerView
+    status: common_pb2.WorkerStatus
+
+
+@dataclass(frozen=True)
+class _Store:
+    view: StoreView
+    status: inference_pb2.StoreStatus
 
 
 @dataclass(frozen=True)

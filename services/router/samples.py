@@ -5,7 +5,8 @@ Joins what workers say with what clients see, sample by sample. A token that cam
 shown or held back: whoever goes on, goes on behind it. No I/O, no clock. One request.
 
 Law: of each sample the tokens drawn are those that its answer was given, in order; what overshot
-its end is drawn, too, and given to nobody.
+its end is drawn, too, and given to nobody. A token that was told stands: a worker that draws it
+again, and otherwise, is not heard on that sample.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ class Samples:
         self._beam_start: Sequence[common_pb2.BeamCandidate] = ()
         self._num_told = 0
         self._said: set[int] = set()
+        self.num_drawn_otherwise = 0
+        """First tokens that a later worker drew again, and not as they had been told."""
 
     @property
     def is_over(self) -> bool:
@@ -79,7 +82,8 @@ class Samples:
     @property
     def told_to_prefill(self) -> Sequence[int]:
         """Output tokens that are context to the prefill worker now. Of several samples it is told
-        none: it draws their first tokens again, and they must be equal."""
+        none, since the prompt alone is common to them: it draws all their first tokens again, of
+        which only those are taken that were missing."""
         return self._drawn[0][: self._num_told]
 
     def ended(self) -> Iterator[Answer]:
@@ -97,8 +101,11 @@ class Samples:
     def take_first(self, first: prefill_pb2.PrefillReply) -> inference_pb2.GenerateResponse | None:
         """A sample's first tokens of this call. Returns: what they make visible; None: nothing new.
 
-        Raises: Internal when the worker drew a sample that was not asked for, or another token
-            than one before it, which is shown already.
+        Whose kernels depend on the batch may draw another token than the worker before it. The one
+        that was told stands, and whoever decodes goes on behind it: the handle is of the prompt,
+        whatever was drawn after it.
+
+        Raises: Internal when the worker drew a sample that was not asked for.
         """
         index = first.sample_index
         if index >= len(self._answers):
@@ -108,9 +115,10 @@ class Samples:
             self._beam_start = first.beam_start
             return None  # hypotheses come at the end
         known = self._drawn[index][self._num_told :][: len(first.token_ids)]
-        if list(first.token_ids[: len(known)]) != known:
-            raise Internal("two workers drew different first tokens")
         self._firsts.add(index)
+        if list(first.token_ids[: len(known)]) != known:
+            self.num_drawn_otherwise += 1
+            return None  # nor what it drew behind that
         num_known = len(known)
         if num_known == len(first.token_ids):
             return None

@@ -144,7 +144,9 @@ class WorkerCore:
         """Where preempted requests' blocks go, with a store; None: where the engine says."""
         self.adapters = WorkerAdapters(self.thread, engine.adapters())
         self.counts = WorkerCounts()
-        self._laws = LawCheck(self._check_laws)
+        self.laws: LawCheck = LawCheck(
+            self._check_laws, before=None if before is None else before.laws
+        )
         self.handle_keys = HandleKeys.of(settings.handle_keys_file)
         """Without a file, so without a store: none; every handle is refused."""
         self.handle_ledger = HandleLedger()
@@ -419,7 +421,7 @@ class WorkerCore:
         only as often as `LawCheck` lets."""
         metrics: MetricsSnapshot | None = None
         stats: EngineStats = self.thread.stats
-        problem = await self._laws.problem(is_busy=stats.num_running > 0)
+        problem = await self.laws.problem(is_busy=stats.num_running > 0)
         try:
             async with Deadline.after(INTEGRITY_BUDGET_S).timeout("reading metrics"):
                 metrics = await self.thread.call(lambda engine: engine.metrics())

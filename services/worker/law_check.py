@@ -2,12 +2,16 @@
 
 Looking costs the engine's thread time that the answers under way wait for: tens of milliseconds
 with tens of thousands of blocks. So while the engine works it gets at most SHARE of its time for
-looking, however many ask; who asks in between is told what was found last. An idle worker looks
-whenever it is asked. Knows no law: those who have them are asked. One asyncio loop.
+looking, however many ask, and whether they wait for the answer or not; who asks in between is told
+what was found last. An idle worker looks whenever it is asked: once for all those who came before
+the look began. Knows no law: those who have them are asked. One asyncio loop.
+
+Law: at most one look is under way, and it ends whatever becomes of those who asked.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
@@ -17,29 +21,50 @@ SHARE = 0.02
 """Of the engine's time."""
 
 Look = Callable[[], Awaitable[float]]
-"""Recomputes everything; seconds for which the engine was held. Raises: BatonError naming a law."""
+"""Recomputes everything; seconds for which the engine was held. Raises: BatonError naming a law;
+bounds its own time."""
 
 
 class LawCheck:
     """See the module."""
 
-    def __init__(self, look: Look, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        look: Look,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        before: LawCheck | None = None,
+    ) -> None:
+        """before: of the same engine, in another role; what it spent counts here, too."""
         self.num_looks = 0
+        """That were begun."""
         self._look = look
         self._clock = clock
         self._problem = ""
-        self._due_s = clock()
+        self.due_s: float = clock() if before is None else before.due_s
+        """On the clock: when a working engine may be held again."""
+        self._looking: asyncio.Task[None] | None = None
 
     async def problem(self, *, is_busy: bool) -> str:
         """What is broken; empty: nothing. Never raises."""
-        if is_busy and self._clock() < self._due_s:
-            return self._problem
-        self.num_looks += 1
+        num_before = self.num_looks
+        while not (is_busy and self._clock() < self.due_s):
+            if self._looking is None:
+                self.num_looks += 1
+                self._looking = asyncio.create_task(self._find())
+            number = self.num_looks
+            await asyncio.shield(self._looking)  # who asks no more does not undo what it costs
+            if is_busy or number > num_before:
+                break
+        return self._problem
+
+    async def _find(self) -> None:
         held_s = 0.0
         try:
             held_s = await self._look()
             self._problem = ""
         except BatonError as error:
             self._problem = str(error)
-        self._due_s = self._clock() + held_s / SHARE
-        return self._problem
+        finally:
+            self.due_s = self._clock() + held_s / SHARE
+            self._looking = None

@@ -154,7 +154,12 @@ async def _load(
             # Here, because torch takes seconds: wrong settings are told before that.
             from engine.loop import load_engine
 
-            outcome = (load_engine(settings.engine, progress=_Progress(health)), None)
+            engine = load_engine(
+                settings.engine,
+                progress=_Progress(health),
+                prepares_grammars=settings.prepare_grammars,
+            )
+            outcome = (engine, None)
         except Exception as error:  # handed to the loop, which raises it
             outcome = (None, error)
         try:

@@ -2,7 +2,7 @@
 wire.
 
 Law of a leg that ran: num_tokens_computed + num_tokens_local + sum of from_store tokens == prompt
-tokens.
+tokens; of one that ended inside its prompt: == the tokens that it reached.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ class Leg:
     """One worker's leg, filled in as the request lives. Prompt tokens only."""
 
     num_prompt_tokens: int
+    num_reached: int | None = None
+    """Tokens, counted from the first, whose KV it has had; None: all of the prompt."""
     num_tokens_local: int = 0
     store_node_id: str = ""
     """Of the store that blocks come from where `count_loaded` is told no other."""
@@ -72,7 +74,11 @@ class Leg:
 
     @property
     def num_tokens_computed(self) -> int:
-        return self.num_prompt_tokens - self.num_tokens_local - self.num_tokens_from_store
+        end = self.num_prompt_tokens
+        if self.num_reached is not None:
+            end = min(end, self.num_reached)
+        # What is fetched is counted a moment before it is reached.
+        return max(0, end - self.num_tokens_local - self.num_tokens_from_store)
 
     def count_loaded(
         self,

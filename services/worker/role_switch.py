@@ -3,7 +3,8 @@ served; whoever calls another is told which role this worker has now.
 
 gRPC takes methods before a server starts, and for good: so all of them are registered, and each
 call goes to whoever serves the method at that moment. Calls under way belong to the role that they
-began with: `end` ends them. Knows no request. One asyncio loop.
+began with: `end` ends them. Who may call at all is decided before, by `rules`. Knows no request.
+One asyncio loop.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, NoReturn, cast
 import grpc.aio
 
 from process import serving
+from process.access import RULES, Role
 from process.errors import Unavailable
 from process.tasks import end_tasks
 from protos import decode_pb2_grpc, kvstore_pb2_grpc, prefill_pb2_grpc
@@ -61,6 +63,9 @@ class RoleSwitch:
     """See the module."""
 
     def __init__(self, worker_id: str) -> None:
+        self.rules: dict[str, frozenset[Role]] = {}
+        """Who may call what: of every role that this worker has had. Who asks for one that it has
+        no more is told so; for one that it never had, he has the wrong worker or certificate."""
         self._worker_id = worker_id
         self._says = "is starting"
         self._behaviours: dict[str, Any] = {}  # of the present role, by path
@@ -79,6 +84,7 @@ class RoleSwitch:
 
     def serve(self, role_name: str, add_service: AddService) -> None:
         """From now on calls are that role's."""
+        self.rules.update(RULES[Role(role_name)])
         self._says = f"has the role {role_name} now"
         self._behaviours = {
             f"/{service}/{name}": _behaviour(handler)[1]

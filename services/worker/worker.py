@@ -17,7 +17,6 @@ import logging
 import grpc.aio
 
 from process import logs, serving, tls
-from process.access import RULES
 from process.access import Role as PeerRole
 from process.errors import BatonError, FailedPrecondition, Internal, Unavailable
 from process.metrics import MetricsServer
@@ -37,6 +36,15 @@ logger = logging.getLogger(__name__)
 
 STOP_GRACE_S = 1.0
 """For the last messages of cancelled RPCs."""
+
+
+class _Shown(tls.Identity):
+    """What the server shows. Another certificate is taken up only if it names the role that the
+    worker has then: peers that dial it as that would refuse any other."""
+
+    def require(self, role_name: str) -> None:
+        """The role that it has from now on."""
+        self._role = PeerRole(role_name)
 
 
 class Worker:
@@ -61,6 +69,7 @@ class Worker:
         self._broken: BatonError | None = None
         self._listens_at = ""
         self._control = WorkerControlServicer(self.set_role)
+        self._shown: _Shown | None = None
         self._server: grpc.aio.Server | None = None
 
     @property
@@ -99,12 +108,14 @@ class Worker:
         """Serve the present role. Raises: Unavailable when the port is taken."""
         core = self.core
         role_name = core.identity.role
+        if core.tls is not None:
+            self._shown = _Shown(core.settings.tls, PeerRole(role_name))
         self._switch.serve(role_name, self.role.add_service)
         self._server, self._listens_at = await serving.listen(
             core.settings.listen,
             [self._switch.add_to, self._control.add_to],
-            identity=core.tls,
-            rules=RULES[PeerRole(role_name)],
+            identity=self._shown,
+            rules=self._switch.rules,
         )
         self._life.announce(self._listens_at, self.metrics.address)
 
@@ -112,9 +123,9 @@ class Worker:
         """Drain, then serve as another role: the same engine, a new incarnation. One change at a
         time.
 
-        Raises: InvalidArgument for no role, FailedPrecondition where the certificate names another
-        one, Unavailable while the worker stops or when it is told to meanwhile; Internal when the
-        next life could not begin: the worker ends.
+        Raises: InvalidArgument for no role, FailedPrecondition where the certificate does not name
+        it (as it is on disk now), Unavailable while the worker stops or when it is told to
+        meanwhile; Internal when the next life could not begin: the worker ends.
         """
         make_role = role_class(role_name)
         async with self._turn:
@@ -162,6 +173,8 @@ class Worker:
                 await asyncio.to_thread(self._engine.close)
             raise Unavailable(f"{before.core.identity.worker_id} is stopping")
         self._life = life
+        if self._shown is not None:
+            self._shown.require(role_name)
         self._collector.follow(life.core)
         self._switch.serve(role_name, life.role.add_service)
         life.announce(self._listens_at, self.metrics.address)

@@ -357,12 +357,15 @@ def _engine_sampling(ask: Ask) -> Sampling:
 
 
 def _check_account(answer: Completion, num_prompt_tokens: int) -> None:
-    """Each leg's tokens by source sum up to the prompt."""
+    """Each leg's tokens by source sum up to the prompt, or to what it reached of it before its
+    worker left."""
     for leg in answer.provenance.legs:
         if leg.ended_by and not leg.transport:
             continue  # its worker went without an account
         total = leg.num_tokens_computed + leg.num_tokens_local + leg.num_tokens_from_store
-        assert total == num_prompt_tokens, leg
+        assert total <= num_prompt_tokens, leg
+        if not leg.ended_by:
+            assert total == num_prompt_tokens, leg
 
 
 def _home_of(role: str) -> str:

@@ -13,7 +13,7 @@ from typing import Self
 
 from baton import cluster_plan
 from baton.client import Client, SyncClient
-from baton.local_cluster import LocalCluster
+from baton.local_cluster import START_TIMEOUT_S, LocalCluster
 from engine.request import Sampling
 from tests.e2e.oracle import oracle, prompts, run_engine, single_engine
 
@@ -72,7 +72,7 @@ class Load:
             secured=cluster.secured,
         )
         await asyncio.to_thread(cluster._parts().launch, [replace(plan, name=SECOND)])
-        await asyncio.to_thread(cluster.wait_ready, BUDGET_S)
+        await asyncio.to_thread(cluster.wait_ready, START_TIMEOUT_S)
         for name in ("router", SECOND):
             self._clients[name] = Client(cluster.processes[name].address)
         return self
@@ -96,7 +96,7 @@ class Load:
         async with self._out_of_rotation([name for name in names if name in self._clients]):
             for name in names:
                 await asyncio.to_thread(self.cluster.restart, name)
-            await asyncio.to_thread(self.cluster.wait_ready, BUDGET_S)
+            await asyncio.to_thread(self.cluster.wait_ready, START_TIMEOUT_S)
 
     async def scale_down_and_up(self, *names: str) -> None:
         """End these workers for good, and start as many later."""
@@ -104,7 +104,7 @@ class Load:
         specs = [parts._parts[name].spec for name in names]
         await self._retire(*names)
         await asyncio.to_thread(parts.launch, specs)
-        await asyncio.to_thread(self.cluster.wait_ready, BUDGET_S)
+        await asyncio.to_thread(self.cluster.wait_ready, START_TIMEOUT_S)
 
     async def _retire(self, *names: str) -> None:
         parts = self.cluster._parts()

@@ -86,7 +86,7 @@ def test_every_process_takes_its_settings(render: Render, tmp_path: Path, name: 
     """Each by the class that it loads them with, wherever the chart puts them together."""
     objects = render(*MATRIX[name])
     found = processes(objects)
-    stores = {"daemonset": 1, "no_store": 0}.get(name, 2)
+    stores = {"daemonset": 1, "daemonset_huge_pages": 1, "no_store": 0}.get(name, 2)
     assert len([each for each in found if each[1] == "kvstore"]) == stores
     made = {each: loaded(objects, *each, tmp_path) for each in found}
     for (pod, container), told in made.items():

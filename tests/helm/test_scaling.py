@@ -21,15 +21,23 @@ def test_a_flip_is_waited_for_as_long_as_a_worker_may_drain(render: Render, tmp_
         assert told.flip_timeout_s >= drain_s + 30
 
 
-@pytest.mark.parametrize("by", ["keda", "hpa"])
-def test_one_autoscaler_speaks_to_those_who_add_up(render: Render, by: str) -> None:
-    """An HPA takes the sum of all series that it finds: of two pods it would be twice the plan."""
-    deployment = of_kind(render(f"scaling.by={by}"), "Deployment")["baton-autoscaler"]
-    assert deployment["spec"]["replicas"] == 1
-    assert deployment["spec"]["strategy"] == {"type": "Recreate"}  # nor for a moment
-    acting = render("scaling.by=autoscaler", "autoscaler.replicas=2")
-    spec = of_kind(acting, "Deployment")["baton-autoscaler"]["spec"]
-    assert spec["replicas"] == 2 and "strategy" not in spec  # the Lease says which one acts
+@pytest.mark.parametrize("by", PLANNERS)
+def test_of_several_autoscalers_the_lease_says_which_one_speaks(
+    render: Render, tmp_path: Path, by: str
+) -> None:
+    """An HPA takes the sum of all series that it finds: of two pods it would be twice the plan. So
+    they have a Lease also where others act, and may write that one, and no other."""
+    objects = render(f"scaling.by={by}", "autoscaler.replicas=2")
+    spec = of_kind(objects, "Deployment")["baton-autoscaler"]["spec"]
+    assert spec["replicas"] == 2 and "strategy" not in spec
+    told = loaded(objects, "Deployment/baton-autoscaler", "autoscaler", tmp_path)
+    (lease,) = [
+        rule["resourceNames"]
+        for rule in of_kind(objects, "Role")["baton-autoscaler"]["rules"]
+        if rule["resources"] == ["leases"] and "update" in rule["verbs"]
+    ]
+    advised = "" if told.act else "-advice"
+    assert lease == [f"{told.kubernetes.lease_name}{advised}"]
 
 
 def test_an_hpa_looks_at_its_own_release(render: Render) -> None:
@@ -49,10 +57,15 @@ def test_an_hpa_is_never_left_with_no_worker(render: Render) -> None:
     """From 0 it wakes nobody."""
     none = [f"scaling.{role}.min=0" for role in ("prefill", "decode")]
     none += [f"{role}.replicas=0" for role in ("prefill", "decode")]
-    for by, replicas in (("hpa", 1), ("autoscaler", 0), ("keda", 0)):
-        deployments = of_kind(render(f"scaling.by={by}", *none), "Deployment")
+    for by in PLANNERS:
+        objects = render(f"scaling.by={by}", *none)
+        deployments = of_kind(objects, "Deployment")
         for role in ("prefill", "decode"):
-            assert deployments[f"baton-{role}"]["spec"]["replicas"] == replicas, by
+            # Nothing is said, so the API server makes it 1; test_replicas.py has what is there.
+            assert "replicas" not in deployments[f"baton-{role}"]["spec"], by
+            hpa = of_kind(objects, "HorizontalPodAutoscaler").get(f"baton-{role}")
+            assert (hpa is not None) == (by == "hpa")
+            assert hpa is None or hpa["spec"]["minReplicas"] == 1
 
 
 def test_only_keda_reaches_the_autoscaler(render: Render) -> None:

@@ -93,11 +93,13 @@ def test_a_wrong_value_is_named(render: Render, value: str, message: str) -> Non
         (["tls.mode=cert-manager"], "tls.certManager.issuerRef.name: needed"),
         (["scaling.decode.min=5"], "scaling.decode.min: 5 is above max, 4"),
         (["scaling.by=keda", "tls.mode=self-made"], "scaling.by: KEDA"),
-        (["scaling.by=hpa", "autoscaler.replicas=2"], "autoscaler.replicas: 2, but with"),
-        (["scaling.by=keda", "autoscaler.replicas=2"], "autoscaler.replicas: 2, but with"),
         (
             ["scaling.by=hpa", "scaling.prefill.min=0", "scaling.prefill.max=0"],
             "scaling.prefill.max: 0",
+        ),
+        (
+            ["scaling.by=keda", "scaling.decode.min=0", "scaling.decode.max=0"],
+            "scaling.decode.max: 0, but the HPA that KEDA makes",
         ),
         (
             [r"decode.podLabels.app\.kubernetes\.io/component=prefill"],

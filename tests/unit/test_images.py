@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import fnmatch
+import json
 import os
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -97,6 +99,73 @@ def test_packages_come_by_hash_and_leave_no_cache(target: str) -> None:
     assert "PIP_NO_CACHE_DIR=1" in text
 
 
+@pytest.mark.parametrize(("machine", "is_refused"), [("amd64", False), ("arm64", True)])
+def test_a_lock_for_other_machines_is_refused_by_name(
+    tmp_path: Path, machine: str, is_refused: bool
+) -> None:
+    """Not by a hash that is wrong, which would look like an attack."""
+    lock = tmp_path / "worker-cpu.lock"
+    lock.write_text("# Made by a tool.\n# For linux/amd64.\ntorch==2.13.0\n")
+    dpkg = tmp_path / "dpkg"
+    dpkg.write_text(f"#!/bin/sh\necho {machine}\n")
+    dpkg.chmod(0o755)
+    script = (ROOT / "images" / "install_locked.sh").read_text()
+    checking, _, _ = script.partition("report=")
+    ended = subprocess.run(
+        ["sh", "-c", checking, "install-locked", str(lock)],
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ended.returncode != 0) is is_refused, ended.stderr
+    assert ("worker-cpu.lock is not for linux/arm64" in ended.stderr) is is_refused
+
+
+def test_the_hash_that_a_package_came_with_is_kept(tmp_path: Path) -> None:
+    """Out of pip's report: of a file from an index, and of one from a folder as pip 23 tells it."""
+    digests = {"indexed": "12" * 32, "local": "ab" * 32}
+    told: list[dict[str, object]] = [
+        {"hash": f"sha256={digests['indexed']}", "hashes": {"sha256": digests["indexed"]}},
+        {"hash": f"sha256={digests['local']}"},
+    ]
+    report = {
+        "install": [
+            {
+                "metadata": {"name": name, "version": "1.0+cpu", "license": "MIT"},
+                "download_info": {"url": "https://index.test/x.whl", "archive_info": archive},
+            }
+            for name, archive in zip(digests, told, strict=True)
+        ]
+    }
+    file = tmp_path / "report.json"
+    file.write_text(json.dumps(report))
+    script = (ROOT / "images" / "install_locked.sh").read_text()
+    _, _, rest = script.partition(">/opt/baton/wheels.sha256 <<'END'\n")
+    program, _, _ = rest.partition("END\n")
+    ended = subprocess.run(
+        [sys.executable, "-", str(file)],
+        input=program,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ended.stdout.splitlines() == [f"{digests[n]}  {n}==1.0+cpu" for n in sorted(digests)]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_an_image_says_last_what_is_in_it(target: str) -> None:
+    """A bill made before a package came would not name it."""
+    stage = [line for line in _stage(target) if line.startswith(("RUN ", "COPY "))]
+    assert f"gen_sbom.py --image baton/{target} " in stage[-1]
+    assert "--out /opt/app/sbom.cdx.json" in stage[-1]
+    assert 'touch -h -d "@$SOURCE_DATE_EPOCH"' in stage[-1]
+    assert "cp tools/gen_sbom.py /opt/app/bin/" in "\n".join(_stage("app"))
+    own = [line for line in LINES if line.startswith(("FROM", "ARG"))]
+    start = own.index(f"FROM runtime AS {target}")
+    assert {"ARG VERSION", "ARG SOURCE_DATE_EPOCH"} <= set(own[start + 1 : start + 4])
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_an_image_asks_for_no_gpu_by_itself(target: str) -> None:
     """The store beside a worker runs the same image: who gets GPUs is for the pod to say."""
@@ -128,5 +197,6 @@ def test_the_context_holds_what_the_wheel_needs_and_nothing_else() -> None:
         for folder in project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
     }
     assert packages <= let_in, "a package that is not in the image"
+    assert {each for each in let_in if each.startswith("tools")} == {"tools/gen_sbom.py"}
     for kept_out in (".git", "certs", "keys", ".venv", "tests", "id_rsa", ".env"):
         assert not any(fnmatch.fnmatch(kept_out, rule) for rule in let_in), kept_out

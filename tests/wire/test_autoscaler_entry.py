@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
-import sys
 import urllib.request
 from pathlib import Path
 
 import pytest
 
 from tests.unit.router.bench import RedisServer
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.wire.service_process import start_service
 
 
 def _start(*overrides: str) -> subprocess.Popen[str]:
-    arguments = [part for override in overrides for part in ("--set", override)]
-    return subprocess.Popen(
-        [sys.executable, "-m", "services.autoscaler", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "KUBECONFIG": "/no/such/file"},
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        text=True,
-    )
+    return start_service("autoscaler", *overrides, KUBECONFIG="/no/such/file")
 
 
 async def test_it_decides_until_told_to_stop(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import kmock
 import pytest
 
+from process.errors import Unavailable
 from process.settings import SettingsError
 from services.autoscaler.app import Autoscaler
 from services.autoscaler.config import KubernetesSettings
@@ -173,6 +174,54 @@ async def test_a_lease_that_somebody_else_took_ends_it_at_once(rivals: Rivals) -
     assert second.left_s > 0
     await first.try_once()
     assert first.left_s == 0
+
+
+async def test_what_a_leader_publishes_is_heard_while_it_leads(rivals: Rivals) -> None:
+    first, second = rivals.add("first"), rivals.add("second")
+    said = {"first": "", "second": "2"}
+    for leader in (first, second):
+        leader._publish = lambda name=leader._id: said[name]
+    await first.try_once()
+    await second.try_once()
+    assert second.heard == ""  # nothing was said yet
+    rivals.clock.now_s += 2
+    said["first"] = "1"
+    await first.try_once()
+    await second.try_once()
+    assert (first.heard, second.heard) == ("", "1")
+    assert (first.led_s, second.led_s) == (2.0, 0.0)
+    rivals.api.down = "etcd is away"
+    for passed_s, heard in ((14.9, "1"), (0.2, "")):  # as long as nobody else may lead
+        rivals.clock.now_s += passed_s
+        with pytest.raises(ApiError):
+            await second.try_once()
+        assert second.heard == heard
+    assert first.led_s == 0.0
+    rivals.api.down = ""
+    await second.try_once()
+    await first.try_once()
+    assert (first.heard, second.heard) == ("2", "")
+    rivals.clock.now_s += 3
+    await second.try_once()
+    assert (first.led_s, second.led_s) == (0.0, 3.0)
+    await second.stop()
+    await first.try_once()
+    # Let go, and taken at once: its time begins anew, and nobody else is heard.
+    assert (first.led_s, first.heard, second.heard) == (0.0, "", "")
+    rivals.clock.now_s += 1
+    assert first.led_s == 1.0
+
+
+async def test_a_lapse_ends_the_time_that_it_has_led(rivals: Rivals) -> None:
+    """Also one that nobody used: for a while others may have been shown more than it knows."""
+    first = rivals.add("first")
+    await first.try_once()
+    rivals.clock.now_s += 10.5
+    assert first.led_s == 0.0
+    await first.try_once()
+    assert first.led_s == 0.0
+    rivals.clock.now_s += 4
+    assert first.led_s == 4.0
 
 
 async def test_of_two_at_once_the_api_server_lets_one_through(rivals: Rivals) -> None:
@@ -391,3 +440,44 @@ async def test_a_whole_autoscaler_wakes_deployments_from_zero_and_lets_its_lease
 
 def lease_holder(api: ApiServer, settings: KubernetesSettings) -> str:
     return str(api.objects[LEASE, NAMESPACE, settings.lease_name].raw["spec"]["holderIdentity"])
+
+
+async def test_of_two_that_advise_both_tell_keda_what_the_leader_wants() -> None:
+    """And one that advises never keeps one that acts from leading."""
+    redis = RedisServer()
+    await redis.start()
+    async with kubernetes_server.running() as (_, server):
+        kubernetes = kubernetes_server.settings_for(server, lease_s=15.0, renew_s=10.0)
+        settings = settings_for(redis, scaler="kubernetes", kubernetes=kubernetes, act=False)
+        both = [
+            Cluster(redis, Autoscaler(replace(settings, autoscaler_id=name)))
+            for name in ("first", "second")
+        ]
+        first, second = (cluster.autoscaler for cluster in both)
+        acting = Autoscaler(replace(settings, act=True, autoscaler_id="acting"))
+        try:
+            await both[0].beat()
+            await first.start()
+            await until(lambda: first._leads)
+            await second.start()
+            await until(lambda: second.records.last is not None)
+            with pytest.raises(Unavailable):
+                second._wanted()
+            await both[0].decide()
+            own = first._wanted()
+            assert own == first._led_wanted()
+            await until(lambda: bool(second._leadership.heard))
+            assert second._wanted() == own and second._led_wanted() is None
+            await acting.start()
+            await until(lambda: acting._leads)
+            assert first._leads and not second._leads
+            await both.pop(0).stop()
+            await until(lambda: second._leads)
+            await both[0].decide()
+            assert second._wanted() == second._led_wanted()
+            assert acting._leads
+        finally:
+            await acting.stop()
+            for cluster in both:
+                await cluster.stop()
+            redis.remove()

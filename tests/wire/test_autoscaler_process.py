@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import urllib.request
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc.aio
@@ -22,7 +22,9 @@ from protos import (
 from services.autoscaler.acting import Outcome
 from services.autoscaler.decision import Decision, Direction, Flip, Reason
 from services.autoscaler.limits import Pace
+from services.autoscaler.metrics import SILENCE_S
 from services.autoscaler.scaler import ScalerError, UnitState
+from services.autoscaler.server import MAX_REQUEST_BYTES
 from services.autoscaler.signals import ByRole, Role
 from tests.unit.router.bench import until
 from tests.wire.autoscaler_bench import Cluster, running
@@ -192,11 +194,14 @@ async def test_a_worker_that_is_gone_is_said() -> None:
         assert outcome is Outcome.FAILED and "decode-9" in problem
 
 
-class Elsewhere:
-    """Leadership that another has."""
+@dataclass
+class Told:
+    """Leadership as a test says it is; at first another's."""
 
-    left_s = 0.0
-    problem = ""
+    left_s: float = 0.0
+    led_s: float = 0.0
+    heard: str = ""
+    problem: str = ""
 
     def start(self) -> None: ...
     async def stop(self) -> None: ...
@@ -205,7 +210,7 @@ class Elsewhere:
 async def test_who_does_not_lead_or_only_advises_changes_nothing() -> None:
     up = decision(Direction.UP, ByRole(2, 2))
     async with running() as cluster:
-        cluster.autoscaler._acting._leadership = Elsewhere()
+        cluster.autoscaler._acting._leadership = Told()
         assert await act(cluster, up) == (Outcome.NOT_LEADER, "")
         assert cluster.scaler.num_changes == 0
     async with running(act=False) as cluster:
@@ -220,7 +225,7 @@ async def test_leadership_that_ends_in_the_middle_ends_the_action() -> None:
 
         async def set_then_lose(role: Role, *given: Any, **named: Any) -> None:
             await change(role, *given, **named)
-            acting._leadership = Elsewhere()
+            acting._leadership = Told()
 
         cluster.scaler.set = set_then_lose  # type: ignore[method-assign]
         outcome, problem = await act(cluster, decision(Direction.UP, ByRole(2, 2)))
@@ -263,7 +268,12 @@ async def test_anybody_may_call_and_nobody_sends_much() -> None:
     async with running() as cluster:
         async with serving.channel(cluster.autoscaler.address) as channel:
             stub: Any = externalscaler_pb2_grpc.ExternalScalerStub(channel)
-            ref = externalscaler_pb2.ScaledObjectRef(name="x" * (8 << 20))
+            ref = externalscaler_pb2.ScaledObjectRef(scalerMetadata={"role": "decode"})
+            room = MAX_REQUEST_BYTES - ref.ByteSize() - 4  # a name's tag and length
+            ref.name = "x" * room
+            assert ref.ByteSize() == MAX_REQUEST_BYTES == 65536
+            assert (await stub.IsActive(ref, timeout=5)).result
+            ref.name += "x"
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await stub.IsActive(ref, timeout=5)
             assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -273,7 +283,7 @@ async def test_anybody_may_call_and_nobody_sends_much() -> None:
         for _ in range(500):  # all that are kept
             records.add(record)
         reply = await ask(cluster.autoscaler.address)
-        assert len(reply.decisions) == 500
+        assert len(reply.decisions) == 500 and reply.ByteSize() > 4 * MAX_REQUEST_BYTES
 
 
 async def test_only_what_serves_is_told_to_flip_when_another_is_left() -> None:
@@ -352,3 +362,98 @@ async def test_a_failure_that_goes_on_is_announced_once() -> None:
             "",
             "no rights",
         ]
+
+
+def shown(cluster: Cluster) -> dict[str, float]:
+    """The gauge that an HPA adds up, by role."""
+    return {
+        sample.labels["role"]: sample.value
+        for metric in cluster.autoscaler._read_metrics()
+        for sample in metric.samples
+        if sample.name == "baton_autoscaler_wanted_workers"
+    }
+
+
+async def keda_says(cluster: Cluster) -> dict[str, float] | str:
+    """By role; or why not."""
+    found: dict[str, float] = {}
+    async with serving.channel(cluster.autoscaler.address) as channel:
+        stub: Any = externalscaler_pb2_grpc.ExternalScalerStub(channel)
+        for role in ("prefill", "decode"):
+            ref = externalscaler_pb2.ScaledObjectRef(scalerMetadata={"role": role})
+            request = externalscaler_pb2.GetMetricsRequest(scaledObjectRef=ref)
+            try:
+                reply = await stub.GetMetrics(request, timeout=5)
+            except grpc.aio.AioRpcError as error:
+                assert error.code() is grpc.StatusCode.UNAVAILABLE
+                with pytest.raises(grpc.aio.AioRpcError):
+                    await stub.IsActive(ref, timeout=5)
+                return error.details() or ""
+            found[role] = reply.metricValues[0].metricValueFloat
+    return found
+
+
+@pytest.mark.parametrize("act", [True, False])
+async def test_only_who_leads_shows_what_is_wanted_and_anybody_tells_keda(act: bool) -> None:
+    """An HPA adds up all that it finds, KEDA asks whichever replica its connection has."""
+    async with running(act=act) as cluster:
+        one = {"prefill": 1.0, "decode": 1.0}
+        assert shown(cluster) == await keda_says(cluster) == one  # it is alone
+        led = cluster.autoscaler._leadership = cluster.autoscaler._acting._leadership = Told()
+        assert shown(cluster) == {}
+        assert "does not lead, and no other" in str(await keda_says(cluster))
+        led.problem = "reading the lease: 403"
+        assert str(await keda_says(cluster)).endswith("not known: reading the lease: 403")
+        led.problem, led.heard = "", '{"prefill": 3, "decode": 2}'
+        assert await keda_says(cluster) == {"prefill": 3.0, "decode": 2.0}
+        await cluster.decide()
+        assert shown(cluster) == {}
+        for spoiled in ('{"prefill": 3}', '{"prefill": -1, "decode": 2}', "[1]", "{", "null"):
+            led.heard = spoiled
+            assert "no other has said" in str(await keda_says(cluster))
+        # It comes to lead: what it had decided as one of many is not what is wanted.
+        led.heard, led.left_s = "", 10.0
+        cluster.autoscaler._on_leadership(True)
+        assert "has not decided yet" in str(await keda_says(cluster))
+        wanted = (await cluster.decide()).decision.wanted
+        one = {role.value: float(wanted.of(role)) for role in Role}
+        assert await keda_says(cluster) == one
+        led.led_s = SILENCE_S - 1  # who led before may still be seen in a scrape
+        assert shown(cluster) == {}
+        led.led_s = SILENCE_S
+        assert shown(cluster) == one
+        led.left_s = led.led_s = 0.0  # not told yet that it is over
+        assert shown(cluster) == {}
+        assert "does not lead" in str(await keda_says(cluster))
+
+
+async def test_who_follows_goes_on_from_what_was_advised() -> None:
+    """Else a new leader would take back at once what the one before it wanted."""
+    async with running(prefill=2, decode=1, act=False) as cluster:
+        led = cluster.autoscaler._leadership = Told(heard='{"prefill": 2, "decode": 3}')
+        record = await cluster.decide()
+        assert record.decision.before == ByRole(2, 3)
+        led.heard, led.left_s = "", 10.0
+        cluster.autoscaler._on_leadership(True)
+        record = await cluster.decide()
+        assert record.decision.before == cluster.autoscaler.records.newest(2)[1].decision.wanted
+
+
+async def test_a_while_without_a_leader_ends_no_stream() -> None:
+    async with running(act=False) as cluster:
+        led = cluster.autoscaler._leadership = Told(heard='{"prefill": 1, "decode": 0}')
+        async with serving.channel(cluster.autoscaler.address) as channel:
+            stub: Any = externalscaler_pb2_grpc.ExternalScalerStub(channel)
+            ref = externalscaler_pb2.ScaledObjectRef(scalerMetadata={"role": "decode"})
+            stream = stub.StreamIsActive(ref, timeout=30)
+            assert not (await stream.read()).result
+            led.heard = ""
+            await cluster.decide()
+            late = stub.StreamIsActive(ref, timeout=30)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:  # who comes now hears why
+                await late.read()
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+            led.heard = '{"prefill": 1, "decode": 1}'
+            await cluster.decide()
+            assert (await stream.read()).result
+            stream.cancel()

@@ -20,7 +20,7 @@ from kubernetes import client
 from baton import cert_secrets
 from baton.cert_secrets import Place
 from baton.certs import CertsError
-from process.access import Role
+from process.access import WORKERS, Role, roles_of
 from process.tls import Identity, TlsSettings
 
 PLACE = Place("baton-tls", "models", "baton-certs")
@@ -55,10 +55,10 @@ async def cluster() -> AsyncIterator[tuple[ApiServer, client.CoreV1Api]]:
             yield emulator, client.CoreV1Api(connection)
 
 
-async def write(api: client.CoreV1Api, place: Place = PLACE) -> list[str]:
+async def write(api: client.CoreV1Api, place: Place = PLACE, **more: Any) -> list[str]:
     servers = {"redis": "baton-redis.models.svc"}
     return await asyncio.to_thread(
-        cert_secrets.write, place, hosts=["localhost"], days=30, servers=servers, api=api
+        cert_secrets.write, place, hosts=["localhost"], days=30, servers=servers, api=api, **more
     )
 
 
@@ -103,6 +103,20 @@ async def test_renewing_keeps_the_ca(cluster: tuple[ApiServer, client.CoreV1Api]
     assert after["decode"]["ca.crt"] == before["decode"]["ca.crt"]
     assert after["decode"]["tls.crt"] != before["decode"]["tls.crt"]
     assert after["decode"]["tls.key"] != before["decode"]["tls.key"]
+
+
+async def test_workers_that_may_flip_are_named_so(
+    cluster: tuple[ApiServer, client.CoreV1Api],
+) -> None:
+    emulator, api = cluster
+    for flips in (False, True, False):
+        await write(api, flips=flips)
+        for role in Role:
+            content = data_of(emulator, f"baton-tls-{role.value}")["tls.crt"]
+            certificate = x509.load_pem_x509_certificate(content)
+            found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
+            uris = found.value.get_values_for_type(x509.UniformResourceIdentifier)
+            assert roles_of(uris) == (WORKERS if flips and role in WORKERS else {role})
 
 
 async def test_what_the_api_server_refuses_is_one_line(

@@ -117,22 +117,51 @@ async def test_over_http_too(tmp_path: Path) -> None:
 
 async def test_a_tenant_that_sends_slowly_leaves_room_for_others(tmp_path: Path) -> None:
     path, (noisy, quiet) = new_keys(tmp_path, "noisy", "quiet")
-    times = {"intake_wait_s": 0.1}
-    async with running(api_keys_file=str(path), limits=SMALL, times=times) as bench:
+    async with running(api_keys_file=str(path), limits=SMALL) as bench:
         intake = bench.router._clients.intake
         slow = [opened(bench, metadata=[noisy]) for _ in range(2)]
         await until(lambda: intake.num_bytes == 2 * SMALL["hard_request_bytes"])
-        error = await refusal(opened(bench, metadata=[noisy]))
-        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert isinstance(found := serving.error_from_rpc(error), NoCapacity)
-        assert found.retry_after_s
         asked = request(sampling={"max_tokens": 2})
         assert await bench.generate(asked, metadata=[quiet])
+        assert not any(call.done() for call in slow)
+        bench.router.check_integrity()
+        # One of its own waits: what has been read for the longest gives way.
+        assert await bench.generate(asked, metadata=[noisy])
+        told = [asyncio.create_task(refusal(call)) for call in slow]
+        done, _ = await asyncio.wait(told, return_when=asyncio.FIRST_COMPLETED)
+        (error,) = (task.result() for task in done)
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert isinstance(found := serving.error_from_rpc(error), NoCapacity)
+        assert found.retry_after_s and "too slowly" in str(found)
+        assert intake.num_recalled == 1
         bench.router.check_integrity()
         for call in slow:
             call.cancel()
+        await asyncio.gather(*told, return_exceptions=True)
         await until(lambda: not intake.num_bytes)
         assert await bench.generate(asked, metadata=[noisy])
+
+
+async def test_a_host_that_posts_slowly_leaves_room_for_others_behind_it() -> None:
+    """An ingress is one host for all of its callers."""
+    async with http_bench(limits=SMALL) as bench:
+        intake = bench.router._clients.intake
+        asked = posted("/v1/completions", b"{", 1000)
+        async with contextlib.AsyncExitStack() as stack:
+            address = bench.router.http_address
+            slow = [await stack.enter_async_context(raw(address, asked)) for _ in range(4)]
+            await until(lambda: intake.num_bytes == intake.max_owner_bytes)
+            body = json.dumps({"model": "fake", "prompt": "hello", "max_tokens": 2}).encode()
+            async with raw(address, posted("/v1/completions", body)) as reader:
+                assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+            assert intake.num_recalled == 1
+            told = [asyncio.create_task(reader.readline()) for reader in slow]
+            (first, *_), _ = await asyncio.wait(told, return_when=asyncio.FIRST_COMPLETED)
+            assert first.result().startswith(b"HTTP/1.1 429")
+            bench.router.check_integrity()
+            for task in told:
+                task.cancel()
+        await until(lambda: not intake.num_bytes)
 
 
 async def test_what_was_read_counts_with_what_it_has_until_its_end() -> None:

@@ -44,10 +44,12 @@ async def moved_handle(m: Movers) -> tuple[decode_pb2.DecodeMoved, Sample]:
     return event.moved, sample
 
 
-async def finish(m: Movers, index: int, command: decode_pb2.GenerateFromHandle) -> Any:
+async def finish(
+    m: Movers, index: int, command: decode_pb2.GenerateFromHandle, prompt: tuple[int, ...] = PROMPT
+) -> Any:
     """Go on there to the end. Returns: the tokens that came and the last word."""
     stream, sample = m.streams[index], Sample()
-    key = await stream.reserve(m.reserve(PROMPT, "r", max_tokens=NUM_TOKENS))
+    key = await stream.reserve(m.reserve(prompt, "r", max_tokens=NUM_TOKENS))
     await stream.next(key)
     await stream.generate_from(key, command)
     while not (event := await stream.next(key)).HasField("finished"):
@@ -243,6 +245,60 @@ async def test_a_store_that_takes_nothing_leaves_no_handle(tmp_path: Path, troub
         assert num_computed >= 30 - 12 and finished.leg.recomputed
         if trouble == "away":
             connector._is_stalled = False
+        await m.check()
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_what_leaves_inside_its_prompt_has_computed_no_more_than_that(
+    tmp_path: Path, n: int
+) -> None:
+    """Chunks of 16 tokens, of which one or two are done; several samples leave without a handle,
+    and do not wait for the second one."""
+    async with movers(tmp_path) as m:
+        sample, model = Sample(), m.engine(0)._model
+        prompt = prompt_of(60, start=3)
+        hold_at(model, 2)
+        key = await m.begin(0, prompt, max_tokens=NUM_TOKENS, n=n)
+        await until(model.is_held.is_set)
+        (request,) = m.workers[0].role.worker._requests.values()
+        take_out = request._take_out
+
+        async def release_behind_it() -> Any:
+            taking = asyncio.create_task(take_out())
+            await asyncio.sleep(0)  # the engine is told, and comes to it after this step
+            if n == 1:
+                model.release()
+            return await taking
+
+        request._take_out = release_behind_it
+        m.leave(0)
+        moved = (await last_word(m, key, sample)).moved
+        model.release()
+        assert not sample.token_ids
+        assert moved.leg.num_tokens_computed == (32 if n == 1 else 16)
+        if n == 1:
+            assert moved.leg.num_tokens_computed == moved.handle.num_tokens
+        counts = m.workers[0].core.counts
+        assert counts.num_prompt_tokens_computed == moved.leg.num_tokens_computed
+        if n == 1:
+            tokens, finished = await finish(m, 1, going_on(moved, [sample]), prompt)
+            assert tokens == GatedModel().generate(prompt, NUM_TOKENS)
+            assert finished.leg.num_tokens_computed == 60 - moved.handle.num_tokens
+        await m.check()
+
+
+async def test_what_is_cancelled_inside_its_prompt_has_computed_no_more_than_that(
+    tmp_path: Path,
+) -> None:
+    async with movers(tmp_path) as m:
+        model = m.engine(0)._model
+        hold_at(model, 2)
+        key = await m.begin(0, prompt_of(60, start=3), max_tokens=NUM_TOKENS)
+        await until(model.is_held.is_set)
+        await m.streams[0].cancel(key)
+        leg = (await last_word(m, key, Sample())).finished.leg
+        model.release()
+        assert leg.num_tokens_computed == 16
         await m.check()
 
 

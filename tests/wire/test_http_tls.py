@@ -50,9 +50,12 @@ async def test_a_wrong_role_is_refused_on_every_path(tmp_path: Path) -> None:
                 if route.resource is not None
             }
             assert len(paths) > 8
+            certs_of_flips = write(tmp_path / "tls", flips=True)  # by the same CA
+            flips = context_of(certs_of_flips.tls_of(Role.DECODE))
             for method, path in sorted(paths):
-                found = await status(method, path.replace("{model}", "fake"), wrong)
-                assert found == 403, (method, path)
+                for context in (wrong, flips):
+                    found = await status(method, path.replace("{model}", "fake"), context)
+                    assert found == 403, (method, path)
             nobody = ssl.create_default_context(cafile=client_tls.ca_file)
             with pytest.raises((aiohttp.ClientError, ssl.SSLError)):
                 await status("GET", "/health", nobody)

@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from baton import certs
 from baton.cert_set import CertSet
 from process import serving
-from process.access import RULES, Role
+from process.access import RULES, WORKERS, Role
 from process.tls import Identity, TlsSettings
 from protos import (
     autoscaler_pb2,
@@ -160,6 +160,32 @@ async def test_a_wrong_role_is_refused_on_every_method(server: Role, made: CertS
                     num_let_in += may
                     num_refused += not may
     assert num_refused >= len(methods(server)) and num_let_in > 0
+
+
+@pytest.mark.parametrize("server", SERVED, ids=lambda role: role.value)
+async def test_a_worker_that_may_flip_calls_what_either_role_may(
+    server: Role, tmp_path: Path
+) -> None:
+    """And nothing more, whichever of the two it is now; it is dialled as both, and as no other."""
+    made = certs.write(tmp_path, flips=True)
+    codes: dict[str, set[grpc.StatusCode]] = {}
+    async with serving_as(server, made) as address:
+        for caller in WORKERS:
+            dial = serving.Dialer(Identity(made.tls_of(caller), caller))
+            async with dial(address, server) as channel:
+                for path, method in methods(server):
+                    codes.setdefault(path, set()).add(await outcome(channel, path, method))
+        for role in Role:
+            dial = serving.Dialer(Identity(made.tls_of(Role.ADMIN)))
+            async with dial(address, role) as channel:
+                told = await outcome(channel, *methods(server)[0])
+                is_dialled = role is server or {role, server} == WORKERS
+                assert (told is not grpc.StatusCode.UNAVAILABLE) is is_dialled, role
+    for path, found in codes.items():
+        may = bool(WORKERS & RULES[server][path])
+        assert found == {
+            grpc.StatusCode.UNIMPLEMENTED if may else grpc.StatusCode.PERMISSION_DENIED
+        }, path
 
 
 async def test_a_certificate_of_our_ca_without_a_role_may_do_nothing(

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -13,8 +16,9 @@ import grpc.aio
 import pytest
 
 from process import serving
-from process.errors import NoCapacity, Unavailable
+from process.errors import FailedPrecondition, NoCapacity, Unavailable
 from protos import common_pb2, inference_pb2, kvstore_pb2, kvstore_pb2_grpc
+from services.router import flow
 from services.router.fakes.decode import FakeDecode
 from services.router.fakes.prefill import FakePrefill
 from services.router.job import Cluster
@@ -144,6 +148,128 @@ async def test_without_a_handle_a_prefill_worker_goes_on_first(goes: Goes) -> No
         assert [ended_by for _, ended_by in _legs(messages)] == ["", why, "", ""]
         (recomputed,) = messages[-1].provenance.legs[2].recomputed
         assert (recomputed.reason, recomputed.num_blocks) == (why, 1)
+
+
+def _with_handles(worker: FakeDecode, **fields: int) -> None:
+    """Those of streams that it moves say so."""
+    make = worker._moved
+
+    def moved(*args: Any, **options: Any) -> Any:
+        message = make(*args, **options)
+        for name, value in fields.items():
+            setattr(message.handle, name, value)
+        return message
+
+    worker._moved = moved  # type: ignore[method-assign]
+
+
+def _unix_ms(left_s: float) -> int:
+    return int((time.time() + left_s) * 1000)
+
+
+LONG = "abcdefghijkl" * 10
+
+
+@pytest.mark.parametrize("what", ["lapsed", "short", "empty"])
+async def test_a_handle_that_leaves_much_to_compute_is_not_used(what: str) -> None:
+    """A prefill worker computes the rest, as of a new request; the leases are given back."""
+    store = _Store()
+    server, address = await serving.listen(
+        "127.0.0.1:0", [lambda s: kvstore_pb2_grpc.add_KvStoreServicer_to_server(store, s)]
+    )
+    fields = {
+        "lapsed": {"deadline_unix_ms": _unix_ms(-1.0)},
+        "short": {"num_tokens": 80, "block_size": 16, "deadline_unix_ms": _unix_ms(60.0)},
+        "empty": {"num_tokens": 0, "block_size": 16},
+    }[what]
+
+    async def leave(worker: FakeDecode) -> None:
+        worker.store_address = address
+        _with_handles(worker, **fields)
+        worker.move_all()
+
+    try:
+        async with running(num_decode=2, short_prefill_tokens=30) as bench:
+            asked = request(text=LONG, sampling={"max_tokens": 12, "seed": SEED})
+            messages = await _moved(bench, asked, 5, leave)
+            assert len(_ids(messages)) == 12
+            _, again = bench.prefill.requests
+            assert list(again.output_token_ids) == _ids(messages)[:5]
+            last_id, _ = _legs(messages)[-1]
+            (told,) = next(d for d in bench.decodes if d.worker_id == last_id).generated
+            assert told.handle.num_tokens == len(TOKENIZER.encode(LONG)) + 5
+            assert [ended_by for _, ended_by in _legs(messages)] == ["", "moved", "", ""]
+            (recomputed,) = messages[-1].provenance.legs[2].recomputed
+            assert recomputed.reason == "moved"
+            await until(lambda: "lease-moved" in store.released)
+    finally:
+        await server.stop(None)
+
+
+async def test_a_handle_that_leaves_little_to_compute_is_used() -> None:
+    async def leave(worker: FakeDecode) -> None:
+        _with_handles(worker, num_tokens=100, block_size=16, deadline_unix_ms=_unix_ms(60.0))
+        worker.move_all()
+
+    async with running(num_decode=2, short_prefill_tokens=30) as bench:
+        asked = request(text=LONG, sampling={"max_tokens": 12, "seed": SEED})
+        messages = await _moved(bench, asked, 5, leave)
+        assert len(_ids(messages)) == 12 and len(bench.prefill.requests) == 1
+
+
+async def test_a_handle_that_lapses_while_a_worker_is_looked_for_is_not_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with running(num_decode=2, times=PATIENT) as bench:
+        _pause(bench, 4)
+        generating = asyncio.create_task(bench.generate(_asked()))
+        worker = await _paused(bench)
+        (other,) = (d for d in bench.decodes if d is not worker)
+        other.error = NoCapacity("full", retry_after_s=1.0)
+        _with_handles(worker, deadline_unix_ms=_unix_ms(3600.0))
+        worker.move_all()
+        await until(lambda: other.num_refused >= 2)
+        later_s = time.time() + 7200.0
+        monkeypatch.setattr(flow, "time", SimpleNamespace(time=lambda: later_s))
+        other.error, other.pause_at = None, -1
+        messages = await generating
+        assert _ids(messages) == _expected(bench, 12)
+        assert len(bench.prefill.requests) == 2
+        (told,) = other.generated
+        assert list(told.output_token_ids) == _expected(bench, 5)
+
+
+async def test_a_worker_that_lacks_something_is_not_the_end() -> None:
+    """Its adapter was unloaded between the reservation and the start."""
+    async with running(num_decode=2) as bench:
+        _pause(bench, 5)
+        generating = asyncio.create_task(bench.generate(_asked()))
+        worker = await _paused(bench)
+        _pause(bench, -1)
+        worker.error = FailedPrecondition("adapter: it was unloaded")
+        worker.fail_all()
+        messages = await generating
+        assert _ids(messages) == _expected(bench, 12)
+        assert [ended_by for _, ended_by in _legs(messages)] == ["", "worker_lost", "", ""]
+
+
+@pytest.mark.parametrize("goes", GOES)
+async def test_samples_go_on_from_what_was_told_whatever_is_drawn_again(goes: Goes) -> None:
+    """Kernels that depend on the batch: the second prefill draws other first tokens."""
+    async with running(num_decode=2) as bench:
+
+        async def goes_otherwise(worker: FakeDecode) -> None:
+            other = "".join(TOKENIZER.decode(_expected(bench, 1, index)) for index in range(3))
+            letters = tuple(i for i in bench.model.alphabet if TOKENIZER.decode([i]) not in other)
+            bench.prefill.model = replace(bench.prefill.model, alphabet=letters)
+            await goes(worker)
+
+        messages = await _moved(bench, _asked(20, n=3), 10, goes_otherwise)
+        assert len(bench.prefill.requests) == 2
+        for index in range(3):
+            assert _ids(messages, index) == _expected(bench, 20, index)
+        ends = [m.sample_index for m in messages if m.finish_reason]
+        assert sorted(ends) == [0, 1, 2]
 
 
 async def test_wherever_it_happens_no_token_is_lost_or_comes_twice(

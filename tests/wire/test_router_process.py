@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,20 +12,7 @@ import pytest
 from process import serving
 from protos import inference_pb2, inference_pb2_grpc
 from tests.unit.router.bench import TOKENIZER, RedisServer
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def _start(*overrides: str) -> subprocess.Popen[str]:
-    arguments = [part for override in overrides for part in ("--set", override)]
-    return subprocess.Popen(
-        [sys.executable, "-m", "services.router", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        text=True,
-    )
+from tests.wire.service_process import start_service
 
 
 def _checkpoint(folder: Path) -> Path:
@@ -40,7 +24,7 @@ def _checkpoint(folder: Path) -> Path:
 async def test_it_serves_until_told_to_stop(tmp_path: Path) -> None:
     server = RedisServer()
     await server.start()
-    process = _start(f"model={_checkpoint(tmp_path)}", f"redis_url={server.url}")
+    process = start_service("router", f"model={_checkpoint(tmp_path)}", f"redis_url={server.url}")
     try:
         assert process.stderr is not None
         ready = next(
@@ -82,7 +66,7 @@ def test_what_is_wrong_is_one_line_and_exit_code_2(
     (_checkpoint(broken) / "tokenizer.json").write_text("{}")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         names = {"good": good, "broken": broken, "busy": f"127.0.0.1:{taken.getsockname()[1]}"}
-        process = _start(*(override.format(**names) for override in overrides))
+        process = start_service("router", *(override.format(**names) for override in overrides))
         try:
             _, stderr = process.communicate(timeout=60)
         finally:

@@ -58,9 +58,6 @@
 {{- if and (eq $values.scaling.by "keda") (ne $values.tls.mode "off") }}
 {{- fail "baton: scaling.by: KEDA calls the autoscaler without a certificate of ours; with tls.mode=off, or scaling.by=autoscaler" }}
 {{- end }}
-{{- if and (has $values.scaling.by (list "keda" "hpa")) (gt (int $values.autoscaler.replicas) 1) }}
-{{- fail (printf "baton: autoscaler.replicas: %d, but with scaling.by=%s one: what several say is added up" (int $values.autoscaler.replicas) $values.scaling.by) }}
-{{- end }}
 {{- range $role := list "prefill" "decode" }}
 {{- if and (eq $values.scaling.by "hpa") (lt (int (index $values.scaling $role).max) 1) }}
 {{- fail (printf "baton: scaling.%s.max: 0, but an HPA keeps at least 1" $role) }}

@@ -73,6 +73,7 @@ allow_anonymous: true
 listen: 0.0.0.0:8510
 metrics_listen: 0.0.0.0:9100
 handle_keys_file: /etc/baton/keys/handle-keys
+prepare_grammars: true
 limits:
   drain_s: {{ $worker.drainSeconds }}
 tls:
@@ -91,7 +92,7 @@ engine:
 listen: 0.0.0.0:8520
 metrics_listen: 0.0.0.0:{{ .port }}
 capacity_bytes: {{ include "baton.bytes" .root.Values.kvstore.capacity }}
-slab_dir: /dev/shm
+slab_dir: {{ include "baton.slabDir" .root }}
 drain_s: {{ .root.Values.kvstore.drainSeconds }}
 {{- with .root.Values.kvstore.fileTier }}
 file_tier_dir: /var/lib/baton

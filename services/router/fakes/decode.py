@@ -102,6 +102,14 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
                 failed = _failed(self.error)
                 leg.events.put_nowait(decode_pb2.DecodeEvent(key=leg.key, failed=failed))
 
+    def fail_all(self) -> None:
+        """End all that it has with `error`."""
+        assert self.error is not None
+        for leg in list(self._legs):
+            self._end(leg.table, leg.key)
+            failed = decode_pb2.DecodeEvent(key=leg.key, failed=_failed(self.error))
+            leg.events.put_nowait(failed)
+
     def _moved(self, leg: _Leg, *, with_handle: bool, num_lost: int) -> decode_pb2.DecodeMoved:
         num_prompt_tokens = len(leg.reserve.prompt_token_ids)
         moved = decode_pb2.DecodeMoved(

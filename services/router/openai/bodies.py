@@ -40,9 +40,10 @@ class Bodies:
         """The fields of a body that is a `record`, with what headers say that it could have said
         itself; it has the last word. `room` was taken for the longest body that may come.
 
-        Raises: InvalidArgument; HTTPException for what HTTP itself refuses.
+        Raises: InvalidArgument; NoCapacity when it arrives slowly and others wait for its room;
+        HTTPException for what HTTP itself refuses.
         """
-        data = await _received(request, self._timeout_s)
+        data = await _received(request, self._timeout_s, room)
         room.shrink(len(data))
         if len(data) <= _MAX_BYTES_ON_LOOP:
             return record.read(_with_headers(parse(data), request.headers), "")
@@ -59,13 +60,13 @@ def _fields_of(data: bytes, headers: Mapping[str, str], record: Record) -> dict[
     return record.read(_with_headers(parse(data), headers), "")
 
 
-async def _received(request: web.Request, timeout_s: float) -> bytes:
+async def _received(request: web.Request, timeout_s: float, room: Room) -> bytes:
     if request.content_type != "application/json":
         raise web.HTTPUnsupportedMediaType(text="content-type: must be application/json")
     if request.headers.get("content-encoding", "identity") != "identity":
         raise web.HTTPUnsupportedMediaType(text="content-encoding: send the body as it is")
     try:
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(timeout_s), room.reading():
             return await request.read()
     except TimeoutError:
         raise web.HTTPRequestTimeout(text="the body did not arrive in time") from None

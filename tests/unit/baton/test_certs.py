@@ -9,7 +9,7 @@ import pytest
 from cryptography import x509
 
 from baton import certs, cli
-from process.access import Role, role_of
+from process.access import WORKERS, Role, roles_of
 
 
 def names(path: Path) -> x509.SubjectAlternativeName:
@@ -18,14 +18,18 @@ def names(path: Path) -> x509.SubjectAlternativeName:
     return found.value
 
 
-def test_each_role_has_its_own_name_and_no_other(tmp_path: Path) -> None:
-    made = certs.write(tmp_path / "set", hosts=["localhost", "10.0.0.7", "router.example"])
+@pytest.mark.parametrize("flips", [False, True])
+def test_each_role_has_its_own_name_and_no_other(tmp_path: Path, flips: bool) -> None:
+    """But workers that may change their role."""
+    hosts_of_router = ["localhost", "10.0.0.7", "router.example"]
+    made = certs.write(tmp_path / "set", hosts=hosts_of_router, flips=flips)
     for role in Role:
         found = names(made.cert_file(role))
         uris = found.get_values_for_type(x509.UniformResourceIdentifier)
         hosts = found.get_values_for_type(x509.DNSName)
-        assert role_of(uris) is role
-        assert role.server_name in hosts
+        roles = roles_of(uris)
+        assert roles == (WORKERS if flips and role in WORKERS else {role})
+        assert {each for each in Role if each.server_name in hosts} == roles
         assert ("router.example" in hosts) is (role is Role.ROUTER)
         assert stat.S_IMODE(made.key_file(role).stat().st_mode) == 0o600
         authority = x509.load_pem_x509_certificate(made.ca_file.read_bytes())
@@ -48,6 +52,20 @@ def test_again_on_the_same_folder_renews_and_keeps_the_ca(
     same = {name for name in first if first[name] == second[name]}
     assert same == {"ca.crt", "ca.key"}
     assert "PRIVATE" not in capsys.readouterr().out
+
+
+def test_each_renewal_says_anew_whether_workers_flip(tmp_path: Path) -> None:
+    def named() -> set[str]:
+        found = names(tmp_path / "set" / "decode.crt")
+        return set(found.get_values_for_type(x509.UniformResourceIdentifier))
+
+    for options, uris in (
+        ((), {"baton://role/decode"}),
+        (("--flips",), {"baton://role/decode", "baton://role/prefill"}),
+        ((), {"baton://role/decode"}),
+    ):
+        assert cli.main(["certs", "--out", str(tmp_path / "set"), *options]) == 0
+        assert named() == uris
 
 
 def test_what_does_not_go_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from typing import Any
 
 import pytest
 
 from baton import Client, SyncClient, errors
+from baton import client as client_module
 from baton.client import build_request
 from protos import inference_pb2
 
@@ -93,8 +95,42 @@ async def test_errors_come_through_whole(
 async def test_the_clients_own_deadline(router: Any) -> None:
     router.messages, router.hang = [], True
     async with Client(router.address) as client:
-        with pytest.raises(errors.DeadlineExceeded):
+        with pytest.raises(errors.DeadlineExceeded) as caught:
             await client.complete("hi", timeout_s=0.2)
+    assert str(caught.value) == (
+        f"{router.address} was asked for a whole answer, which was not there within 0.2 s; ask for "
+        "fewer tokens, or give it more time (timeout_s)"
+    )
+
+
+async def test_a_router_that_says_nothing_is_told_with_what_to_check(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that takes the connection and never answers: a port that is no gRPC server's, say."""
+    monkeypatch.setattr(client_module, "_STATUS_TIMEOUT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        await _check_silence(address)
+
+
+async def _check_silence(address: str) -> None:
+    async with Client(address) as client:
+        for asked, call in (
+            ("its models", client.models),
+            ("its status", lambda: client.status(0.2)),
+            ("why it chose its workers", client.explain),
+        ):
+            with pytest.raises(errors.DeadlineExceeded) as caught:
+                await call()
+            told = f"{address} was asked for {asked}, which was not there within 0.2 s; check"
+            assert str(caught.value).startswith(told)
+
+
+async def test_what_a_router_says_of_its_deadline_is_left_as_it_is(router: Any) -> None:
+    router.fail = errors.DeadlineExceeded("decode: the request's time was over")
+    async with Client(router.address) as client:
+        with pytest.raises(errors.DeadlineExceeded, match=r"^decode: the request's time"):
+            await client.complete("hi")
 
 
 async def test_nobody_there_says_what_to_do() -> None:

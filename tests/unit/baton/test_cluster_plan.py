@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from baton import cli, cluster_plan, command_options
-from baton.cluster_plan import ClusterConfig, ProcessSpec
+from baton import cli, cluster_config, cluster_plan, command_options
+from baton.cluster_config import ClusterConfig
+from baton.cluster_plan import ProcessSpec
 from baton.errors import ClusterError
 from baton.secured import OPEN
 from engine.config import EngineConfig
@@ -74,7 +75,7 @@ def test_components_take_the_settings_we_give_them() -> None:
     assert (router.model, router.handover) == (config.model, "auto")
 
 
-@pytest.mark.parametrize("handover", cluster_plan.HANDOVERS)
+@pytest.mark.parametrize("handover", cluster_config.HANDOVERS)
 def test_the_router_is_told_which_way_to_hand_over(handover: str) -> None:
     parser = argparse.ArgumentParser()
     command_options.add_cluster(parser, default_port=1)

@@ -62,3 +62,16 @@ def test_the_picture_is_drawn_whatever_failed(tmp_path: Path, num_failed: int) -
     outcomes = [_outcome(i, "NoCapacity" if i < num_failed else "") for i in range(2)]
     course.draw(outcomes, _course(1, 2, 1), tmp_path / "plots" / "a.png", "a")
     assert (tmp_path / "plots" / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_several_loads_are_drawn_beside_one_another(tmp_path: Path) -> None:
+    """One picture, each under its title, and no date in it."""
+    step = {"step": ([_outcome(i) for i in range(4)], _course(1, 2, 1))}
+    burst = {"burst": ([_outcome(i, "NoCapacity") for i in range(2)], _course(1, 3, 3, 1))}
+    for name, runs in (("both.svg", step | burst), ("alone.svg", step)):
+        course.draw_all(runs, tmp_path / name)
+    both, alone = ((tmp_path / name).read_text() for name in ("both.svg", "alone.svg"))
+    assert "<!-- step -->" in both
+    assert "<!-- burst -->" in both
+    assert "<!-- burst -->" not in alone
+    assert "<dc:date>" not in both

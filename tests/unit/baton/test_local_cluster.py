@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from baton import local_cluster, run_folder
-from baton.cluster_plan import ClusterConfig
+from baton.cluster_config import ClusterConfig
 from baton.errors import ClusterError
 from baton.local_cluster import LocalCluster
 

@@ -9,7 +9,7 @@ import pytest
 
 from baton import cluster_plan
 from baton.cert_set import CertSet
-from baton.cluster_plan import ClusterConfig
+from baton.cluster_config import ClusterConfig
 from baton.secured import OPEN, Secured, take_password
 from process import settings
 from process.access import Role

@@ -19,10 +19,11 @@ from engine import loop
 from engine.config import EngineConfig
 from engine.errors import InvalidRequest
 from engine.fake import FakeModel
-from engine.grammar import service as grammar_service
+from engine.grammar import compilation
+from engine.grammar.compilation import Compilation
 from engine.grammar.config import GrammarLimits
 from engine.grammar.errors import GrammarFailed
-from engine.grammar.service import Compilation, GrammarService
+from engine.grammar.service import GrammarService
 from engine.grammar.vocabulary import Vocabulary
 from engine.loop import Engine, load_engine
 from engine.request import FinishReason, GrammarKind, GrammarSpec, Request, State
@@ -200,7 +201,7 @@ def test_a_failure_of_the_library_ends_its_own_request_alone(
     engine = make()
     engine.submit(make_request("b", PROMPT))
     with monkeypatch.context() as patch:
-        patch.setattr(grammar_service, "new_state", fail)
+        patch.setattr(compilation, "new_state", fail)
         engine.submit(_ask(make_request, "a", DATE))
         events = _finish(engine)
     (event,) = events["a"]

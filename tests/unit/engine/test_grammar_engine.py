@@ -18,7 +18,7 @@ from engine.errors import EmptySupport
 from engine.fake import FakeModel
 from engine.grammar.compiler import CompileProcess
 from engine.grammar.config import GrammarLimits
-from engine.grammar.errors import GrammarTooCostly
+from engine.grammar.errors import GrammarTooCostly, refuse
 from engine.grammar.service import GrammarService
 from engine.grammar.vocabulary import Vocabulary
 from engine.loop import Engine, load_engine
@@ -331,3 +331,114 @@ def test_the_prefix_cache_is_shared_across_grammars(
     found = finish(engine)["second", 0]
     assert engine.stats().num_local_prefix_tokens - before >= 16
     assert re.fullmatch("[0-9]{4}", text_of(outcome(found)[0]))
+
+
+class Counts:
+    """How often a vocabulary was read and a compiling process was begun, in this process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_vocabularies = 0
+        self.num_processes = 0
+        self._monkeypatch = monkeypatch
+        self._count(Vocabulary, "load", "num_vocabularies")
+        self._count(CompileProcess, "_start", "num_processes")
+
+    def _count(self, owner: type, name: str, count: str) -> None:
+        call = getattr(owner, name)
+
+        def counted(*args: Any) -> Any:
+            setattr(self, count, getattr(self, count) + 1)
+            return call(*args)
+
+        self._monkeypatch.setattr(owner, name, counted)
+
+    def both(self) -> tuple[int, int]:
+        return self.num_vocabularies, self.num_processes
+
+
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
+    return Counts(monkeypatch)
+
+
+@pytest.mark.parametrize("is_prepared", [True, False])
+def test_the_first_grammar_of_a_prepared_engine_begins_nothing_new(
+    is_prepared: bool, counts: Counts, make_request: Callable[..., Request]
+) -> None:
+    config = EngineConfig(model="baton-5m", device="cpu", num_blocks=256)
+    engine = load_engine(config, prepares_grammars=is_prepared)
+    try:
+        assert counts.num_vocabularies == is_prepared, "read before there are requests"
+        assert "grammars" in dict(engine.model_info.seconds) or not is_prepared
+        deadline = time.monotonic() + LIMIT_S
+        while counts.num_processes < is_prepared:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        assert counts.both() == (is_prepared, is_prepared)
+        ask(engine, "first", regex_spec("[ab]{3}"), make_request)
+        (events,) = finish(engine).values()
+        token_ids, _, error = outcome(events)
+        assert error is None and re.fullmatch("[ab]{3}", TOKENIZER.decode(token_ids))
+        assert counts.both() == (1, 1)
+    finally:
+        engine.close()
+
+
+def test_a_model_that_no_grammar_fits_is_prepared_without_a_process(
+    counts: Counts, make_request: Callable[..., Request]
+) -> None:
+    def refuses() -> tuple[Vocabulary, Tokenizer]:
+        raise refuse("not supported with the model's tokenizer")
+
+    model = FakeModel(vocab_size=VOCAB_SIZE, context_window=512, eos_token_ids=(1,))
+    process = CompileProcess(BUNDLED, VOCAB_SIZE)
+    engine = Engine(
+        EngineConfig(num_blocks=256, device="cpu"),
+        model,
+        make_grammars=lambda: GrammarService(refuses, VOCAB_SIZE, GrammarLimits(), process=process),
+    )
+    try:
+        engine.prepare_grammars()
+        ask(engine, "one", regex_spec("a"), make_request)
+        (events,) = finish(engine).values()
+        assert "not supported with the model's tokenizer" in str(outcome(events)[2])
+        assert counts.num_processes == 0
+    finally:
+        engine.close()
+
+
+def test_what_fails_while_it_is_prepared_is_told_to_who_asks_for_a_grammar(
+    make_request: Callable[..., Request], caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails() -> tuple[Vocabulary, Tokenizer]:
+        raise OSError("the disk is gone")
+
+    engine = Engine(
+        EngineConfig(num_blocks=256, device="cpu"),
+        FakeModel(vocab_size=VOCAB_SIZE, context_window=512, eos_token_ids=(1,)),
+        make_grammars=lambda: GrammarService(
+            fails, VOCAB_SIZE, GrammarLimits(), process=CompileProcess(BUNDLED, VOCAB_SIZE)
+        ),
+    )
+    try:
+        engine.prepare_grammars()
+        assert "the disk is gone" in caplog.text
+        ask(engine, "one", regex_spec("a"), make_request)
+        (events,) = finish(engine).values()
+        assert "the disk is gone" in str(outcome(events)[2])
+    finally:
+        engine.close()
+
+
+def test_an_engine_that_ends_while_it_is_prepared_leaves_no_process() -> None:
+    process = CompileProcess(BUNDLED, VOCAB_SIZE)
+    service = GrammarService(
+        lambda: (Vocabulary.load(BUNDLED, VOCAB_SIZE), TOKENIZER),
+        VOCAB_SIZE,
+        GrammarLimits(),
+        process=process,
+    )
+    service.prepare()
+    service.close()
+    assert not process.is_alive
+    service.check_integrity()

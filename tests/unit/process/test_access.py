@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from process import access
-from process.access import RULES, Role
+from process.access import RULES, WORKERS, Role
 from protos import (
     autoscaler_pb2,
     decode_pb2,
@@ -46,28 +50,67 @@ def test_no_method_of_ours_is_open_to_every_role(role: Role) -> None:
 
 
 @pytest.mark.parametrize(
-    ("uris", "role"),
+    ("uris", "roles"),
     [
-        (["baton://role/router"], Role.ROUTER),
-        (["spiffe://elsewhere/x", "baton://role/kvstore"], Role.KVSTORE),
-        ([], None),
-        (["baton://role/"], None),
-        (["baton://role/king"], None),
-        (["baton://role/router/"], None),
-        (["BATON://role/router"], None),
-        # Whoever signs two roles into one certificate has made a mistake: neither counts.
-        (["baton://role/router", "baton://role/admin"], None),
-        (["baton://role/router", "baton://role/nobody"], None),
+        (["baton://role/router"], {Role.ROUTER}),
+        (["spiffe://elsewhere/x", "baton://role/kvstore"], {Role.KVSTORE}),
+        (["baton://role/decode", "baton://role/prefill"], {Role.PREFILL, Role.DECODE}),
+        ([], set()),
+        (["baton://role/"], set()),
+        (["baton://role/king"], set()),
+        (["baton://role/router/"], set()),
+        (["BATON://role/router"], set()),
+        # Whoever signs these into one certificate has made a mistake: none counts.
+        (["baton://role/router", "baton://role/admin"], set()),
+        (["baton://role/router", "baton://role/nobody"], set()),
+        (["baton://role/router", "baton://role/router"], set()),
+        (["baton://role/prefill", "baton://role/decode", "baton://role/admin"], set()),
+        (["baton://role/prefill", "baton://role/decode", "baton://role/king"], set()),
+        (["baton://role/prefill", "baton://role/decode", "baton://role/decode"], set()),
     ],
 )
-def test_the_role_of_a_certificate(uris: list[str], role: Role | None) -> None:
-    assert access.role_of(uris) is role
+def test_the_roles_of_a_certificate(uris: list[str], roles: set[Role]) -> None:
+    assert access.roles_of(uris) == roles
+
+
+def test_no_pair_but_that_of_a_worker_goes_into_one_certificate() -> None:
+    for num in range(2, len(Role) + 1):
+        for together in itertools.combinations(Role, num):
+            expected = WORKERS if set(together) == WORKERS else frozenset()
+            assert access.roles_of(role.uri for role in together) == expected, together
+
+
+ROLES = st.lists(st.sampled_from(Role), max_size=4)
+METHODS = sorted({method for rules in RULES.values() for method in rules})
+
+
+@given(named=ROLES, server=st.sampled_from(sorted(RULES, key=str)), method=st.sampled_from(METHODS))
+def test_several_roles_gain_nothing_beyond_what_each_may(
+    named: list[Role], server: Role, method: str
+) -> None:
+    """Nor do they lose it, where they may be together at all."""
+    roles = access.roles_of(role.uri for role in named)
+    assert roles <= set(named)
+    may = access.refusal(RULES[server], method, roles) == ""
+    each = [access.refusal(RULES[server], method, frozenset({role})) == "" for role in roles]
+    assert may == any(each)
+
+
+def test_the_tables_of_a_worker_s_roles_agree_where_they_meet() -> None:
+    """Who takes the other role adds its table to the one that it has."""
+    one, two = (RULES[role] for role in sorted(WORKERS, key=str))
+    shared = one.keys() & two.keys()
+    assert shared and all(one[method] == two[method] for method in shared)
 
 
 def test_refusals_say_what_and_whom() -> None:
     rules = RULES[Role.DECODE]
-    assert access.refusal(rules, "/baton.v1.Decode/Stream", Role.ROUTER) == ""
-    refused = access.refusal(rules, "/baton.v1.Decode/Stream", Role.CLIENT)
-    assert refused == "/baton.v1.Decode/Stream: not for a peer of role client"
-    assert access.refusal(rules, "/baton.v1.Decode/NotThere", Role.ADMIN)
-    assert "no role" in access.refusal(rules, "/baton.v1.Decode/Stream", None)
+
+    def refused(method: str, *roles: Role) -> str:
+        return access.refusal(rules, f"/baton.v1.Decode/{method}", frozenset(roles))
+
+    assert refused("Stream", Role.ROUTER) == ""
+    assert refused("Stream", Role.CLIENT).endswith("/Stream: not for a peer of role client")
+    assert refused("Stream", *WORKERS).endswith("not for a peer of role prefill and decode")
+    assert refused("NotThere", Role.ADMIN)
+    assert "no role" in refused("Stream")

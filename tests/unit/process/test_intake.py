@@ -82,6 +82,86 @@ async def test_more_than_was_taken_is_a_mistake_of_ours() -> None:
             room.shrink(3)
 
 
+async def _read(intake: Intake, owner: str, num_bytes: int, done: asyncio.Event) -> str:
+    """One call, whose message is there when `done` is set. Returns: what became of it."""
+    try:
+        async with intake.room(owner, num_bytes) as room:
+            async with room.reading():
+                await done.wait()
+            room.shrink(1)
+            await turn()
+    except NoCapacity as error:
+        assert error.retry_after_s
+        return "too slow" if "slowly" in str(error) else "no room"
+    return "served"
+
+
+async def test_one_that_sends_slowly_gives_way_when_others_of_its_host_wait() -> None:
+    """Behind an ingress all callers are one host."""
+    intake = Intake(100, wait_s=2.0)
+    never, at_once = asyncio.Event(), asyncio.Event()
+    at_once.set()
+    slow = [asyncio.create_task(_read(intake, "host", 25, never)) for _ in range(2)]
+    await turn()
+    assert intake.num_bytes == intake.max_owner_bytes
+    assert [await _read(intake, "host", 25, at_once) for _ in range(5)] == ["served"] * 5
+    # No more than was needed: the other one is read on.
+    assert [task.done() for task in slow] == [True, False] and slow[0].result() == "too slow"
+    assert intake.num_recalled == 1 and intake.num_refused == 0
+    intake.check_integrity()
+    never.set()
+    assert await slow[1] == "served"
+    assert intake.num_bytes == 0
+
+
+async def test_slow_ones_in_a_row_all_give_way() -> None:
+    intake = Intake(100, wait_s=2.0)
+    never, at_once = asyncio.Event(), asyncio.Event()
+    at_once.set()
+    slow = [asyncio.create_task(_read(intake, "host", 25, never)) for _ in range(4)]
+    await turn()
+    assert intake.num_waiting == 2
+    assert await _read(intake, "host", 50, at_once) == "served"
+    assert [task.result() for task in slow] == ["too slow"] * 4
+    intake.check_integrity()
+
+
+async def test_who_sends_slowly_is_left_alone_while_nobody_waits_for_its_room() -> None:
+    """Others that wait do so for their own owner's share."""
+    intake = Intake(100, wait_s=0.01)
+    arrived = asyncio.Event()
+    slow = asyncio.create_task(_read(intake, "slow", 40, arrived))
+    await turn()
+    async with intake.room("busy", 50):  # read, and served
+        with pytest.raises(NoCapacity, match="in time"):
+            await intake.room("busy", 5).take()
+        assert not slow.done() and intake.num_recalled == 0
+        # All of it is held from here on, so that anybody may be in the way.
+        async with intake.room("other", 10):
+            with pytest.raises(NoCapacity, match="in time"):
+                await intake.room("busy", 5).take()
+            assert not slow.done()
+            await intake.room("third", 5).take()
+    assert await slow == "too slow"
+
+
+async def test_what_was_read_is_nobodys_to_call_in() -> None:
+    intake = Intake(10, wait_s=0.02)
+    async with intake.room("a", 5) as room:
+        async with room.reading():
+            pass
+        with pytest.raises(NoCapacity, match="in time"):
+            await intake.room("a", 5).take()
+    assert intake.num_recalled == 0 and intake.num_bytes == 0
+
+
+async def test_a_message_is_read_with_room_only() -> None:
+    room = Intake(10, wait_s=WAIT_S).room("a", 2)
+    with pytest.raises(Internal, match="without room"):
+        async with room.reading():
+            pass
+
+
 async def test_nothing_is_lost_whatever_comes(seed: int) -> None:
     rng = random.Random(seed)
     intake = Intake(200, wait_s=0.005)
@@ -92,7 +172,10 @@ async def test_nothing_is_lost_whatever_comes(seed: int) -> None:
         with contextlib.suppress(NoCapacity):
             async with intake.room(rng.choice("abc"), rng.randint(0, 100)) as room:
                 num_served += 1
-                await asyncio.sleep(rng.choice((0, 0, 0.001, 0.004)))
+                async with contextlib.AsyncExitStack() as stack:
+                    if rng.random() < 0.8:
+                        await stack.enter_async_context(room.reading())
+                    await asyncio.sleep(rng.choice((0, 0, 0.001, 0.004, 0.02)))
                 room.shrink(rng.randint(0, room.num_bytes))
                 await asyncio.sleep(rng.choice((0, 0.002)))
 
@@ -106,4 +189,5 @@ async def test_nothing_is_lost_whatever_comes(seed: int) -> None:
             rng.choice(calls).cancel()
     await asyncio.gather(*calls, return_exceptions=True)
     intake.check_integrity()
+    assert not intake._reading and intake._leaving is None
     assert num_served and intake.num_bytes == 0 and intake.num_waiting == 0

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from process.errors import NoCapacity, Unavailable
+from process.errors import FailedPrecondition, NoCapacity, Unavailable
 from protos import common_pb2
-from services.router.failover import Failover, Loss
+from services.router.failover import (
+    HANDOVER_S,
+    LAPSED,
+    OTHERS_MAY,
+    SHORT,
+    Failover,
+    Loss,
+    shortcoming,
+)
 from services.router.kv_account import LOST, MOVED, KvAccount
 from services.router.times import StageTimes
 
@@ -39,6 +47,46 @@ def test_who_refuses_because_it_leaves_has_not_broken() -> None:
         error = Unavailable("leaving", retry_after_s=0.0)
         failover.note(Loss(f"d{index}", f"life{index}", error))
     assert failover.num_lost == 0 and len(failover.left) == 3
+
+
+def test_others_may_have_what_one_worker_has_not() -> None:
+    """Its adapter was unloaded, say; the same worker is asked again only within the bound."""
+    error = FailedPrecondition("adapter: 'a' was unloaded or replaced meanwhile")
+    assert isinstance(error, OTHERS_MAY)
+    failover, loss = Failover(StageTimes(), max_lost=1), Loss("d0", "life", error)
+    assert not loss.is_on_purpose and loss.ended_by == LOST
+    failover.note(loss)
+    with pytest.raises(Unavailable, match="the last of 2 decode workers"):
+        failover.note(loss)
+
+
+NOW_S = 1_700_000_000.0
+
+
+def _handle(num_tokens: int, left_s: float = 60.0) -> common_pb2.KvHandle:
+    deadline_unix_ms = int((NOW_S + left_s) * 1000)
+    return common_pb2.KvHandle(
+        num_tokens=num_tokens, block_size=16, deadline_unix_ms=deadline_unix_ms
+    )
+
+
+@pytest.mark.parametrize(
+    ("handle", "max_own_tokens", "why"),
+    [
+        (_handle(99), 0, ""),
+        (_handle(84), 0, ""),  # the rest of a block: a cache that is quantized has no part of one
+        (_handle(83), 0, SHORT),
+        (_handle(0), 99, SHORT),
+        (_handle(0), 100, ""),  # as of a new request
+        (_handle(99, HANDOVER_S / 2), 100, LAPSED),
+        (_handle(99, -5.0), 100, LAPSED),
+        (common_pb2.KvHandle(num_tokens=99), 0, ""),  # its worker sees to its deadline
+    ],
+)
+def test_a_handle_with_which_much_is_computed_alone_is_told(
+    handle: common_pb2.KvHandle, max_own_tokens: int, why: str
+) -> None:
+    assert shortcoming(handle, 100, max_own_tokens, NOW_S) == why
 
 
 def test_an_error_says_what_made_it_necessary_to_look() -> None:
@@ -83,6 +131,22 @@ def test_what_is_cached_is_said_by_who_computed_the_prompt_first() -> None:
     assert [
         {entry.reason: entry.num_blocks for entry in leg.recomputed} for leg in account.legs
     ] == [{}, {}, {LOST: 2}, {}]
+
+
+def test_only_what_a_leg_had_is_computed_again() -> None:
+    """One that left inside its prompt had not computed the rest of it; nor had one that never
+    began."""
+    account = KvAccount()
+    account.add_silent("d0", "life", MOVED)
+    account.recompute_for(MOVED)
+    account.add(_leg("decode", computed=40, local=8), 16, MOVED)
+    account.recompute_for(MOVED)
+    account.add(_leg("prefill", computed=68, stored=32), 16)
+    account.recompute_for(MOVED)
+    account.add(_leg("prefill", computed=20, stored=80), 16)
+    assert [
+        {entry.reason: entry.num_blocks for entry in leg.recomputed} for leg in account.legs
+    ] == [{}, {}, {MOVED: 1}, {MOVED: 2}]
 
 
 def test_without_a_prefill_worker_the_one_that_told_counts() -> None:

@@ -12,8 +12,8 @@ import pytest
 from process import redis_client
 from services.router.fakes.model import FakeModel
 from services.router.fakes.prefill import FakePrefill
-from services.router.registry import Registry
-from services.router.views import Link, ServedModel, find_problem, worker_view
+from services.router.registry import KEEP_S, Registry
+from services.router.views import Link, ServedModel, Snapshot, find_problem, worker_view
 from tests.unit.router.bench import RedisServer
 
 LIFE = "ab" * 16
@@ -34,10 +34,25 @@ async def client(redis_server: RedisServer) -> AsyncIterator[Any]:
     await client.aclose()
 
 
+class Clock:
+    """Stands still until it is put on."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
 @pytest.fixture
-async def registry(redis_server: RedisServer) -> AsyncIterator[Registry]:
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+async def registry(redis_server: RedisServer, clock: Clock) -> AsyncIterator[Registry]:
     redis = redis_client.connect(redis_server.url, 1.0)
-    yield Registry(redis, poll_interval_s=60, timeout_s=1.0)
+    yield Registry(redis, poll_interval_s=60, timeout_s=1.0, clock=clock)
     await redis.aclose()
 
 
@@ -76,9 +91,104 @@ async def test_known_workers_stay_known_without_redis(
     snapshot = await registry.poll()
     assert not snapshot.is_redis_reachable and len(snapshot.workers) == 1
     assert len(registry.statuses()) == 1
+
+
+async def _replace(redis_server: RedisServer) -> None:
+    """By an empty one."""
+    redis_server.kill()
+    await redis_server.start()
+
+
+@pytest.mark.parametrize("is_seen_away", [True, False])
+async def test_an_empty_redis_is_no_news_until_everybody_could_register_there(
+    registry: Registry, client: Any, redis_server: RedisServer, clock: Clock, is_seen_away: bool
+) -> None:
+    """Whether or not a look failed meanwhile."""
+    workers = [FakePrefill(name, FakeModel()) for name in ("p0", "p1", "p2")]
+    for worker in workers:
+        await _register(client, worker)
+    await client.hset(
+        "baton:stores",
+        "n0",
+        json.dumps({"node_id": "n0", "address": "h:1", "incarnation": LIFE}),
+    )
+    await client.set("baton:store:n0:beat", LIFE)
+    await registry.poll()
+    redis_server.kill()
+    if is_seen_away:
+        assert not (await registry.poll()).is_redis_reachable
+    clock.now_s += 1000.0  # however long it was away
     await redis_server.start()
     snapshot = await registry.poll()
-    assert snapshot.is_redis_reachable and not snapshot.workers
+    assert snapshot.is_redis_reachable
+    assert _names(snapshot) == ["p0", "p1", "p2"] and len(snapshot.stores) == 1
+    assert [status.worker_id for status in registry.statuses()] == ["p0", "p1", "p2"]
+    assert len(registry.store_statuses()) == 1 and registry.find("p2") is not None
+    # One registers, and is gone when it is gone; another one is a new life.
+    await _register(client, workers[0])
+    successor = FakePrefill("p1", FakeModel())
+    await _register(client, successor)
+    assert _names(await registry.poll()) == ["p0", "p1", "p2"]
+    found = registry.find("p1")
+    assert found is not None and found.incarnation == successor.incarnation
+    await client.delete("baton:worker:p0:beat", "baton:worker:p1:beat")
+    assert _names(await registry.poll()) == ["p2"]
+    # Who was not heard of in all that time is gone.
+    clock.now_s += KEEP_S - 0.001
+    assert _names(await registry.poll()) == ["p2"]
+    clock.now_s += 0.001
+    snapshot = await registry.poll()
+    assert not snapshot.workers and not snapshot.stores
+    assert not registry.statuses() and registry.find("p2") is None
+
+
+async def test_heartbeats_that_lapsed_while_redis_was_away_are_no_news_either(
+    registry: Registry, client: Any, redis_server: RedisServer, clock: Clock
+) -> None:
+    """One that keeps what it has: the entries are there, the beats are over."""
+    await _register(client, FakePrefill("p0", FakeModel()))
+    await registry.poll()
+    redis_server.kill()
+    await registry.poll()
+    await redis_server.start()
+    await _register(client, FakePrefill("p0", FakeModel()))
+    await client.delete("baton:worker:p0:beat")
+    assert _names(await registry.poll()) == ["p0"]
+    clock.now_s += KEEP_S
+    assert not (await registry.poll()).workers
+
+
+async def test_a_redis_that_stays_the_same_is_believed_at_once(
+    registry: Registry, client: Any, redis_server: RedisServer
+) -> None:
+    """Two routers look: neither is another Redis to the other."""
+    await _register(client, FakePrefill("p0", FakeModel()))
+    redis = redis_client.connect(redis_server.url, 1.0)
+    other = Registry(redis, poll_interval_s=60, timeout_s=1.0)
+    assert _names(await registry.poll()) == _names(await other.poll()) == ["p0"]
+    await client.delete("baton:worker:p0:beat")
+    assert not (await registry.poll()).workers and not (await other.poll()).workers
+    await redis.aclose()
+
+
+async def test_a_redis_replaced_twice_keeps_who_is_known(
+    registry: Registry, client: Any, redis_server: RedisServer, clock: Clock
+) -> None:
+    await _register(client, FakePrefill("p0", FakeModel()))
+    await registry.poll()
+    await _replace(redis_server)
+    await registry.poll()
+    clock.now_s += KEEP_S / 2
+    await _replace(redis_server)
+    await registry.poll()
+    clock.now_s += KEEP_S - 0.001
+    assert _names(await registry.poll()) == ["p0"]
+    clock.now_s += 0.001
+    assert not (await registry.poll()).workers
+
+
+def _names(snapshot: Snapshot) -> list[str]:
+    return [worker.worker_id for worker in snapshot.workers]
 
 
 async def test_stores(registry: Registry, client: Any) -> None:

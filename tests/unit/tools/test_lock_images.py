@@ -13,7 +13,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from tools import lock_images
-from tools.lock_images import LOCKS, Lock
+from tools.lock_images import LOCKS, PLATFORMS, Lock, LockError
 
 ROOT = Path(__file__).resolve().parents[3]
 _PIN = re.compile(r"^([A-Za-z0-9._-]+)==([^ ;\\]+)")
@@ -91,3 +91,33 @@ def test_the_locks_are_for_the_python_of_the_base_image() -> None:
     assert "ARG BASE_IMAGE=debian:bookworm-" in dockerfile  # its python3 is 3.11
     assert lock_images.PYTHON_VERSION == "3.11"
     assert f"libpython{lock_images.PYTHON_VERSION}-dev" in dockerfile
+
+
+def _platforms(name: str) -> set[str]:
+    (line,) = re.findall(r"^# For (.*)\.$", (ROOT / "images" / f"{name}.lock").read_text(), re.M)
+    return set(line.split(" and "))
+
+
+def test_locks_are_for_both_kinds_of_machines() -> None:
+    """torch without CUDA has an index of its own; without it, its lock is for what was at hand."""
+    assert _platforms("control") == _platforms("worker-cuda") == set(PLATFORMS)
+    assert "linux/amd64" in _platforms("worker-cpu") <= set(PLATFORMS)
+
+
+def test_a_lock_is_for_the_platforms_that_a_folder_has_torch_for(tmp_path: Path) -> None:
+    cpu = next(lock for lock in LOCKS if lock.is_cpu)
+    control = next(lock for lock in LOCKS if not lock.is_cpu)
+    with pytest.raises(LockError, match="no wheel of torch"):
+        lock_images.platforms_of(cpu, str(tmp_path))
+    for machine, platforms in {"x86_64": ("linux/amd64",), "aarch64": tuple(PLATFORMS)}.items():
+        (tmp_path / f"torch-2.13.0+cpu-cp311-cp311-manylinux_2_28_{machine}.whl").touch()
+        assert lock_images.platforms_of(cpu, str(tmp_path)) == platforms
+    assert lock_images.platforms_of(cpu, "") == tuple(PLATFORMS)
+    assert lock_images.platforms_of(control, "/nowhere") == tuple(PLATFORMS)
+
+
+def test_no_lock_is_written_of_which_platforms_differ() -> None:
+    text = "a==1 \\\n    --hash=sha256:00\n"
+    assert lock_images.the_same(dict.fromkeys(PLATFORMS, text)) == text
+    with pytest.raises(LockError, match=r"\+b==1"):
+        lock_images.the_same({"linux/amd64": text, "linux/arm64": text + "b==1\n"})

@@ -70,6 +70,25 @@ async def test_redis_away_is_survived_and_its_next_life_is_told(server: RedisPro
     await client.connection_pool.disconnect()
 
 
+async def test_who_waits_for_redis_tries_as_often_as_it_beats(server: RedisProcess) -> None:
+    """However long it is away: a wait that grew would go on when Redis is back."""
+    num_asked = 0
+
+    def status() -> common_pb2.WorkerStatus:
+        nonlocal num_asked
+        num_asked += 1
+        return common_pb2.WorkerStatus(worker_id=ID, incarnation="aa")
+
+    beat = Heartbeat(server.url, worker_id=ID, incarnation="aa", status=status, every_s=0.02)
+    beat.start()
+    await until(lambda: _is(beat.is_registered))
+    server.kill()
+    await until(lambda: _is(not beat.is_registered))
+    before = num_asked
+    await until(lambda: _is(num_asked >= before + 50))
+    await beat.stop()
+
+
 async def test_a_worker_may_start_and_stop_without_redis(tmp_path: Path) -> None:
     beat = heartbeat(RedisProcess(tmp_path))
     beat.start()

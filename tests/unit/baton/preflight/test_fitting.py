@@ -47,6 +47,19 @@ def test_a_pod_of_a_daemonset_takes_room_on_each_node() -> None:
     assert (left.owner, left.num_pods) == ("a", 2)
 
 
+def test_a_node_without_huge_pages_keeps_a_daemonset_s_pod_waiting() -> None:
+    """It takes nothing there then."""
+    asked = {"cpu": "1", "memory": "1Gi", "hugepages-2Mi": "4Gi"}
+    nodes = [_node(name, 2, 8) for name in "wxyz"]
+    with_pages = Node("v", {**nodes[0].allocatable, "hugepages-2Mi": 4.0 * _GIB})
+    (left,) = fitting.place([_pod("each", 0, requests=asked), _pod("a", 9)], [with_pages, *nodes])
+    assert (left.owner, left.num_pods) == ("each", 4)
+    assert left.why == (
+        "asks for 4.0 GiB hugepages-2Mi, the most that a node has left is 0.0 GiB hugepages-2Mi "
+        "(on w, x, y, ...)"
+    )
+
+
 @pytest.mark.parametrize(
     ("pod", "is_taken"),
     [

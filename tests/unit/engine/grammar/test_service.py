@@ -20,12 +20,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from engine.errors import InvalidRequest
+from engine.grammar import compilation as compilation_module
 from engine.grammar import compile_server, compiler
 from engine.grammar import service as service_module
+from engine.grammar.compilation import Compilation
 from engine.grammar.compiler import CompileProcess, Compiler
 from engine.grammar.config import GrammarLimits
 from engine.grammar.errors import GrammarBusy, GrammarFailed, GrammarTooCostly
-from engine.grammar.service import Compilation, GrammarService
+from engine.grammar.service import GrammarService
 from engine.grammar.state import GrammarState
 from engine.grammar.vocabulary import Vocabulary
 from engine.request import GrammarSpec
@@ -423,7 +425,7 @@ def test_a_state_that_the_library_cannot_make_is_an_error(
     def fail(*arguments: object) -> None:
         raise RuntimeError("odd")
 
-    monkeypatch.setattr(service_module, "new_state", fail)
+    monkeypatch.setattr(compilation_module, "new_state", fail)
     with pytest.raises(GrammarFailed, match=r"the grammar library failed: RuntimeError\('odd'\)"):
         compilation.state(frozenset({END}))
 

@@ -1,0 +1,77 @@
+"""Workers of a local cluster whose devices take as long as they are told, so that on few cores more
+workers serve more: `paced` has a LocalCluster start them in place of its own.
+
+    with paced({"prefill": DevicePace(token_s=0.005), "decode": DevicePace(step_s=0.05)}):
+        with LocalCluster(ClusterConfig(autoscale=True)) as cluster: ...
+
+Run as a program it is one worker, told its role and its pace, then what `python -m services.ROLE`
+is told. All but the pace (see engine/paced.py) is that worker's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from baton import cluster_plan
+from baton.cluster_config import ClusterConfig
+from engine import loop
+from engine.paced import DevicePace, PacedModel
+from process import entry
+from services.decode.role import DecodeRole
+from services.prefill.role import PrefillRole
+from services.worker import main as worker_main
+from services.worker.config import WorkerSettings
+
+_ROLES = {"prefill": PrefillRole, "decode": DecodeRole}
+
+
+@contextlib.contextmanager
+def paced(paces: Mapping[str, DevicePace]) -> Iterator[None]:
+    """While this lasts, workers of clusters with `autoscale` are started at these paces, by role;
+    those of other roles as they are."""
+    plain = cluster_plan.numbered_worker
+
+    @functools.wraps(plain)
+    def numbered_worker(
+        config: ClusterConfig, role: str, index: int, parts: cluster_plan.WorkerSpec
+    ) -> cluster_plan.ProcessSpec:
+        spec = plain(config, role, index, parts)
+        if role not in paces:
+            return spec
+        interpreter, safe, *module = spec.argv
+        if module[:2] != ["-m", f"services.{role}"]:
+            raise ValueError(f"{spec.name} is started in a way that is not known here: {spec.argv}")
+        told = (role, repr(paces[role].step_s), repr(paces[role].token_s))
+        return replace(spec, argv=(interpreter, safe, str(Path(__file__)), *told, *module[2:]))
+
+    cluster_plan.numbered_worker = numbered_worker
+    try:
+        yield
+    finally:
+        cluster_plan.numbered_worker = plain
+
+
+def main(role: str, step_s: str, token_s: str, *arguments: str) -> int:
+    """One worker's whole life. Returns: the exit code."""
+    pace, load_model = DevicePace(float(step_s), float(token_s)), loop.load_model
+
+    @functools.wraps(load_model)
+    def load_paced(*args: object, **more: object) -> PacedModel:
+        return PacedModel(load_model(*args, **more), pace)
+
+    loop.load_model = load_paced
+
+    async def serve(settings: WorkerSettings, stop: asyncio.Event) -> None:
+        await worker_main.run(settings, stop, role, _ROLES[role])
+
+    return entry.run(role, WorkerSettings, serve, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

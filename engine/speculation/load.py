@@ -1,0 +1,85 @@
+"""load_drafters: those that the settings name, draft models with their weights in place. Takes
+memory on the target's device: before the target's own cache is sized. Engine thread only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from engine.config import EngineConfig
+from engine.errors import LoadError
+from engine.models.interface import LoadedModel, Progress
+from engine.models.load import load_model
+from engine.request import ModelInfo
+from engine.speculation.config import SpeculationConfig
+from engine.speculation.draft_model import DraftModel
+from engine.speculation.drafter import Drafter
+from engine.speculation.ngram import PromptLookup
+
+
+def load_drafters(
+    config: EngineConfig, target: ModelInfo, progress: Progress | None = None
+) -> list[Drafter]:
+    """In the order of the settings, draft models last.
+
+    Raises: LoadError, also for a draft model of another tokenizer, or too large a one.
+    """
+    wanted = config.speculation
+    drafters: list[Drafter] = [PromptLookup(wanted.ngram) for _ in wanted.drafters]
+    for name in wanted.draft_models:
+        drafters.append(_load(name, config, target, progress))
+    return drafters
+
+
+def _load(
+    name: str, config: EngineConfig, target: ModelInfo, progress: Progress | None
+) -> DraftModel:
+    own = replace(
+        config,
+        model=name,
+        # Smaller than its target's, never larger: what is beyond it gets no draft.
+        context_window=0,
+        weight_dtype="auto",
+        kv_dtype="auto",
+        tensor_parallel=1,
+        pipeline_parallel=1,
+        exact=False,
+        overlap=False,
+        speculation=SpeculationConfig(),
+    )
+    model = load_model(own, progress=progress)
+    try:
+        _check(name, model.info, target)
+        num_blocks = _num_blocks(model, config)
+    except BaseException:
+        model.close()
+        raise
+    return DraftModel(
+        model,
+        config.speculation.expansion,
+        num_blocks=num_blocks,
+        max_num_tokens=config.max_num_tokens_per_step,
+    )
+
+
+def _check(name: str, draft: ModelInfo, target: ModelInfo) -> None:
+    if draft.vocab_size != target.vocab_size or draft.tokenizer_digest != target.tokenizer_digest:
+        raise LoadError(
+            f"speculation.draft_models: {name} has another tokenizer than {target.model}; its "
+            "tokens mean other texts. Name a model of the same family"
+        )
+
+
+def _num_blocks(model: LoadedModel, config: EngineConfig) -> int:
+    """For every running request's whole window, or as many as the bytes hold."""
+    size = model.layout.block_size
+    most = config.max_num_running * -(-model.info.context_window // size)
+    num_blocks = min(most, config.speculation.draft_kv_bytes // model.layout.block_bytes)
+    least = -(-model.info.context_window // size)
+    if num_blocks < least:
+        raise LoadError(
+            f"speculation.draft_kv_bytes: {config.speculation.draft_kv_bytes} hold {num_blocks} "
+            f"blocks of {model.info.model}; one context window takes {least}: "
+            f"{least * model.layout.block_bytes} bytes"
+        )
+    return num_blocks

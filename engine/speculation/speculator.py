@@ -1,0 +1,290 @@
+"""Speculator: all that is guessed for one step. Asks the drafters, leaves out what cannot be drawn,
+merges, takes what pays (expansion.py), and has the blocks for it; afterwards learns what was kept.
+
+Guesses never cost anybody else's blocks, tokens of the step's budget that the plan wants, or a
+place. Engine thread only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from engine.config import EngineConfig
+from engine.constraints import end_token_ids
+from engine.holdings import Holdings
+from engine.models.interface import Guesses
+from engine.request import State
+from engine.schedule.order import Key
+from engine.sequence import Sequence as Sample
+from engine.speculation.config import SpeculationConfig
+from engine.speculation.drafter import Drafter, Task
+from engine.speculation.expansion import Calibration, Load, StepCost, Worth, calibrated, choose
+from engine.speculation.ngram import PromptLookup
+from engine.speculation.tree import EMPTY, ROOT, TokenTree, merge
+from process.settings import SettingsError
+
+Planned = tuple[Sample, int]
+"""A sample, and how many of its pending tokens a step computes."""
+
+
+@dataclass
+class Counts:
+    """Since start."""
+
+    num_guessed_tokens: int = 0
+    """That were computed."""
+    num_kept_tokens: int = 0
+    """Of them."""
+    num_draws: int = 0
+    """Rows that had guesses beside them."""
+
+
+class Speculator:
+    """See the module.
+
+    Args:
+        guesses: what the model takes.
+        max_num_tokens: of one step.
+        clock: what guesses cost is measured by; no token depends on it.
+    """
+
+    def __init__(
+        self,
+        config: SpeculationConfig,
+        drafters: Sequence[Drafter],
+        holdings: Holdings,
+        *,
+        guesses: Guesses,
+        max_num_tokens: int,
+        eos_token_ids: frozenset[int],
+        clock: Callable[[], float],
+    ) -> None:
+        self._config = config
+        self._drafters = drafters
+        self._holdings = holdings
+        self._guesses = guesses
+        self._max_num_tokens = max_num_tokens
+        self._eos_token_ids = eos_token_ids
+        self._clock = clock
+        self._calibrations = [Calibration() for _ in drafters]
+        self._worths = [Worth() for _ in drafters]
+        self._cost = StepCost()
+        self._asked: dict[int, float] = {}
+        """Drafters that guessed for the step that is being computed: seconds that it took them."""
+        self._load = Load(0, 0, 1.0, 0.0)
+        self._known: dict[Key, Sample] = {}
+        self._believed: dict[Key, list[tuple[int, TokenTree]]] = {}
+        """Of the step that is being computed: each drafter's own tree, before all choice."""
+        self.counts = Counts()
+
+    def guess(self, planned: Sequence[Planned], running: Collection[Key]) -> dict[Key, TokenTree]:
+        """Trees for those of a plan that are worth it, none of them empty; the blocks for them are
+        there.
+
+        Args:
+            running: whoever has a place in steps; all others are forgotten.
+        """
+        self._believed.clear()
+        self._asked.clear()
+        for key in [key for key in self._known if key not in running]:
+            self._forget(key)
+        num_rows = sum(num_tokens for _, num_tokens in planned)
+        samples = [sample for sample, num_tokens in planned if _may_guess(sample, num_tokens)]
+        tasks = [task for sample in samples if (task := self._task(sample)).num_nodes > 0]
+        budget = self._max_num_tokens - num_rows
+        if not tasks or budget < 1:
+            return {}
+        by_key = {sample.key: sample for sample in samples}
+        self._load = Load(len(planned), num_rows, *self._cost.line())
+        trees = self._trees(tasks, by_key)
+        if not self._config.always:
+            trees = choose(trees, self._load, budget)
+        chosen: dict[Key, TokenTree] = {}
+        for task, tree in zip(tasks, trees, strict=True):
+            sample = by_key[task.key]
+            tree = tree.best(min(self._room(sample, len(running)), budget))
+            if len(tree):
+                self._holdings.grow(sample, len(sample.token_ids) + len(tree))
+                chosen[task.key] = tree
+                budget -= len(tree)
+        return chosen
+
+    def learn(
+        self,
+        trees: Mapping[Key, TokenTree],
+        drawn: Mapping[Key, Sequence[int]],
+        *,
+        num_rows: int,
+        seconds: float,
+    ) -> None:
+        """What came of `guess`.
+
+        Args:
+            drawn: the tokens that each sample of `trees` has now and had not before.
+            num_rows, seconds: of the step.
+        """
+        self._cost.observe(num_rows, seconds - sum(self._asked.values()))
+        num_kept = dict.fromkeys(self._asked, 0)
+        for key, token_ids in drawn.items():
+            self.counts.num_draws += 1
+            self.counts.num_guessed_tokens += len(trees[key])
+            self.counts.num_kept_tokens += max(0, len(token_ids) - 1)
+            for drafter, tree in self._believed[key]:
+                num_kept[drafter] += _observe(self._calibrations[drafter], tree, token_ids)
+        num_nodes = sum(map(len, trees.values()))
+        for drafter, cost_s in self._asked.items():
+            rows_s = self._load.row_s * num_nodes / len(self._asked)
+            self._worths[drafter].observe(num_kept[drafter], cost_s + rows_s)
+
+    def _trees(self, tasks: list[Task], samples: Mapping[Key, Sample]) -> list[TokenTree]:
+        found: list[list[TokenTree]] = [[] for _ in tasks]
+        for index, drafter in enumerate(self._drafters):
+            if not (self._config.always or self._worths[index].is_asked(self._load)):
+                continue
+            began = self._clock()
+            drafts = drafter.propose(tasks)
+            self._asked[index] = self._clock() - began
+            for own, task, draft in zip(found, tasks, drafts, strict=True):
+                self._believed.setdefault(task.key, []).append((index, draft.tree))
+                own.append(calibrated(draft.tree, self._calibrations[index]))
+        trees: list[TokenTree] = []
+        for own, task in zip(found, tasks, strict=True):
+            merged = merge(own) if own else EMPTY
+            tree = self._possible(merged, samples[task.key]).best(task.num_nodes)
+            if self._guesses is Guesses.CHAINS:
+                tree = _likeliest_path(tree)
+            trees.append(tree)
+        return trees
+
+    def _task(self, sample: Sample) -> Task:
+        key = sample.key
+        if self._known.get(key) is not sample:
+            self._forget(key)
+            self._known[key] = sample
+        # The last token that it may have is never computed, and so nothing is guessed after it.
+        num_left = sample.group.max_output_tokens - sample.num_output_tokens - 1
+        return Task(
+            key,
+            sample.token_ids,
+            sample.num_prompt_tokens,
+            sample.sampling,
+            sample.sampling.sample_index + sample.sample_index,
+            min(self._config.max_num_nodes, max(0, num_left)),
+        )
+
+    def _possible(self, tree: TokenTree, sample: Sample) -> TokenTree:
+        """Without what follows an end, lies beyond the sample's last place, or is against its
+        grammar."""
+        ends = end_token_ids(sample.sampling, self._eos_token_ids)
+        num_left = sample.group.max_output_tokens - sample.num_output_tokens - 1
+        dropped = {
+            node
+            for node, (parent, depth) in enumerate(zip(tree.parents, tree.depths, strict=True))
+            if depth > num_left or (parent != ROOT and tree.token_ids[parent] in ends)
+        }
+        if sample.grammar is not None:
+            states = {ROOT: sample.grammar}
+            for node, (parent, token_id) in enumerate(
+                zip(tree.parents, tree.token_ids, strict=True)
+            ):
+                if node in dropped or parent in dropped:
+                    dropped.add(node)
+                    continue
+                state = states[parent].fork()
+                if state.accept(token_id) and not state.is_complete:
+                    states[node] = state
+                else:
+                    dropped.add(node)
+        return tree.without(dropped)
+
+    def _room(self, sample: Sample, num_running: int) -> int:
+        return self._holdings.room(sample, num_kept_blocks=num_running)
+
+    def _forget(self, key: Key) -> None:
+        if self._known.pop(key, None) is not None:
+            for drafter in self._drafters:
+                drafter.forget(key)
+
+    def check_integrity(self) -> None:
+        """Raises: IntegrityError."""
+        for drafter in self._drafters:
+            drafter.check_integrity()
+
+
+def make_speculator(
+    config: EngineConfig,
+    holdings: Holdings,
+    drafters: Sequence[Drafter] | None = None,
+    *,
+    guesses: Guesses,
+    eos_token_ids: frozenset[int],
+    clock: Callable[[], float] = time.monotonic,
+) -> Speculator | None:
+    """None where nobody guesses.
+
+    Args:
+        drafters: None: those that the config names.
+    Raises: SettingsError where the model takes no guesses.
+    """
+    wanted = config.speculation
+    if drafters is None:
+        drafters = [PromptLookup(wanted.ngram) for _ in wanted.drafters]
+    if wanted.draft_models and len(drafters) <= len(wanted.drafters):
+        raise SettingsError("speculation.draft_models: whoever makes the engine must load them")
+    if not drafters:
+        return None
+    if guesses is Guesses.NONE:
+        raise SettingsError(
+            f"speculation.drafters: not with kv_dtype={config.kv_dtype}, whose blocks are "
+            "quantized once, of the tokens that fill them; leave it empty, or kv_dtype at auto"
+        )
+    return Speculator(
+        wanted,
+        drafters,
+        holdings,
+        guesses=guesses,
+        max_num_tokens=config.max_num_tokens_per_step,
+        eos_token_ids=eos_token_ids,
+        clock=clock,
+    )
+
+
+def _may_guess(sample: Sample, num_tokens: int) -> bool:
+    """It draws in this step, and drew before."""
+    request = sample.request
+    return (
+        sample.state is State.RUNNING
+        and num_tokens == sample.num_pending_tokens
+        and request.beam is None
+        and request.hold_after is None
+        and not sample.group.is_continued
+    )
+
+
+def _likeliest_path(tree: TokenTree) -> TokenTree:
+    """The path to the node with the most to gain: the sum of chances along it."""
+    if not len(tree):
+        return EMPTY
+    gains: list[float] = []
+    for parent, chance in zip(tree.parents, tree.chances, strict=True):
+        gains.append(chance + (0.0 if parent == ROOT else gains[parent]))
+    best = tree.path(max(range(len(tree)), key=gains.__getitem__))
+    return tree.without(set(range(len(tree))) - set(best))
+
+
+def _observe(calibration: Calibration, tree: TokenTree, token_ids: Iterable[int]) -> int:
+    """Each node whose parent was kept, put to the test by the token that came there. Returns: how
+    many were right."""
+    node, chance, num_right = ROOT, 1.0, 0
+    for token_id in token_ids:
+        for guess, child in tree.children.get(node, {}).items():
+            belief = tree.chances[child] / chance if chance > 0.0 else 0.0
+            calibration.observe(belief, is_kept=guess == token_id)
+        next_node = tree.child(node, token_id)
+        if next_node is None:
+            break
+        num_right += 1
+        node, chance = next_node, tree.chances[next_node]
+    return num_right

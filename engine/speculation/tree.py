@@ -1,0 +1,199 @@
+"""TokenTree: guesses of what follows a sequence, as a tree whose nodes are tokens (SpecInfer,
+definitions 3.1 and 3.2). The root is the sequence's newest token and is no node.
+
+Nodes lie depth-first: a node comes after its parent and right after its last sibling's subtree.
+Siblings have different tokens; a token that was drawn several times is one node with several
+`Try`s, each of which the stochastic rules try by itself. Pure values; any thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+ROOT = -1
+"""Stands for the sequence's newest token where a parent is named."""
+
+
+class Try(NamedTuple):
+    """One draw that proposed a node."""
+
+    drafter: int
+    """Whose: an index."""
+    probability: float
+    """Of the token, in the distribution that it was drawn from."""
+
+
+@dataclass(frozen=True)
+class TokenTree:
+    """See the module. All tuples have one entry per node.
+
+    Raises: ValueError for what is no such tree.
+    """
+
+    token_ids: tuple[int, ...]
+
+    parents: tuple[int, ...]
+    """Node that each hangs on, or ROOT."""
+
+    chances: tuple[float, ...]
+    """The drafter's belief that the model will draw the whole path to this node; at most its
+    parent's."""
+
+    tries: tuple[tuple[Try, ...], ...]
+    """Draws that proposed it; none where it was chosen otherwise."""
+
+    def __post_init__(self) -> None:
+        num_nodes = len(self.token_ids)
+        if any(len(one) != num_nodes for one in (self.parents, self.chances, self.tries)):
+            raise ValueError("a tree's tuples have one entry per node")
+        open_path: list[int] = [ROOT]
+        seen: set[tuple[int, int]] = set()
+        for node, (token_id, parent) in enumerate(zip(self.token_ids, self.parents, strict=True)):
+            if parent not in open_path:
+                raise ValueError(f"node {node} hangs on {parent}: the order is not depth-first")
+            del open_path[open_path.index(parent) + 1 :]
+            open_path.append(node)
+            if (parent, token_id) in seen:
+                raise ValueError(f"node {node} repeats its sibling's token {token_id}")
+            seen.add((parent, token_id))
+            if parent != ROOT and self.chances[node] > self.chances[parent]:
+                raise ValueError(f"node {node} is likelier than its parent")
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """1 for the root's children."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent == ROOT else depths[parent] + 1)
+        return tuple(depths)
+
+    @cached_property
+    def children(self) -> dict[int, dict[int, int]]:
+        """Of each node that has some, and of ROOT: {token id: node}, in order."""
+        children: dict[int, dict[int, int]] = {}
+        for node, parent in enumerate(self.parents):
+            children.setdefault(parent, {})[self.token_ids[node]] = node
+        return children
+
+    def child(self, node: int, token_id: int) -> int | None:
+        """The child of `node` (or ROOT) with this token."""
+        return self.children.get(node, {}).get(token_id)
+
+    def path(self, node: int) -> tuple[int, ...]:
+        """Nodes from the root's child down to `node`; none for ROOT."""
+        nodes: list[int] = []
+        while node != ROOT:
+            nodes.append(node)
+            node = self.parents[node]
+        return tuple(reversed(nodes))
+
+    def best(self, num_nodes: int) -> TokenTree:
+        """The likeliest `num_nodes` of the nodes; among equals, those that come first. Whole paths,
+        as no node is likelier than its parent."""
+        if num_nodes >= len(self):
+            return self
+        order = sorted(range(len(self)), key=lambda node: (-self.chances[node], node))
+        return self._only(sorted(order[: max(num_nodes, 0)]))
+
+    def without(self, dropped: Iterable[int]) -> TokenTree:
+        """All but these nodes and what hangs on them."""
+        gone = set(dropped)
+        kept: list[int] = []
+        for node, parent in enumerate(self.parents):
+            if node in gone or parent in gone:
+                gone.add(node)
+            else:
+                kept.append(node)
+        return self._only(kept) if gone else self
+
+    def _only(self, kept: Sequence[int]) -> TokenTree:
+        places = {ROOT: ROOT, **{node: place for place, node in enumerate(kept)}}
+        return TokenTree(
+            tuple(self.token_ids[node] for node in kept),
+            tuple(places[self.parents[node]] for node in kept),
+            tuple(self.chances[node] for node in kept),
+            tuple(self.tries[node] for node in kept),
+        )
+
+
+EMPTY = TokenTree((), (), (), ())
+
+
+def chain(token_ids: Sequence[int], chances: Sequence[float]) -> TokenTree:
+    """A tree of one path."""
+    num_nodes = len(token_ids)
+    return TokenTree(
+        tuple(token_ids), tuple(range(-1, num_nodes - 1)), tuple(chances), ((),) * num_nodes
+    )
+
+
+def ordered(
+    token_ids: Sequence[int], parents: Sequence[int], chances: Sequence[float]
+) -> TokenTree:
+    """The tree of nodes in any order that has parents before their children, without tries."""
+    below: dict[int, list[int]] = {}
+    for node, parent in enumerate(parents):
+        below.setdefault(parent, []).append(node)
+    order: list[int] = []
+    waiting = list(reversed(below.get(ROOT, [])))
+    while waiting:
+        node = waiting.pop()
+        order.append(node)
+        waiting += reversed(below.get(node, []))
+    places = {ROOT: ROOT, **{node: place for place, node in enumerate(order)}}
+    return TokenTree(
+        tuple(token_ids[node] for node in order),
+        tuple(places[parents[node]] for node in order),
+        tuple(chances[node] for node in order),
+        ((),) * len(order),
+    )
+
+
+def merge(trees: Sequence[TokenTree]) -> TokenTree:
+    """A tree with every path of all of them and no other (definition 3.2). A node of several has
+    the `tries` of each, and the best of their chances."""
+    if len(trees) == 1:
+        return trees[0]
+    root = _Node(ROOT, 1.0)
+    for tree in trees:
+        made: list[_Node] = []
+        for token_id, parent, chance, tries in zip(
+            tree.token_ids, tree.parents, tree.chances, tree.tries, strict=True
+        ):
+            above = root if parent == ROOT else made[parent]
+            node = above.children.setdefault(token_id, _Node(token_id, 0.0))
+            node.chance = max(node.chance, chance)
+            node.tries += tries
+            made.append(node)
+    token_ids: list[int] = []
+    parents: list[int] = []
+    chances: list[float] = []
+    all_tries: list[tuple[Try, ...]] = []
+    waiting = [(node, ROOT) for node in reversed(root.children.values())]
+    while waiting:
+        node, parent = waiting.pop()
+        place = len(token_ids)
+        token_ids.append(node.token_id)
+        parents.append(parent)
+        chances.append(node.chance)
+        all_tries.append(node.tries)
+        waiting += [(child, place) for child in reversed(node.children.values())]
+    return TokenTree(tuple(token_ids), tuple(parents), tuple(chances), tuple(all_tries))
+
+
+class _Node:
+    """Of a tree that is being merged."""
+
+    __slots__ = ("chance", "children", "token_id", "tries")
+
+    def __init__(self, token_id: int, chance: float) -> None:
+        self.token_id = token_id
+        self.chance = chance
+        self.tries: tuple[Try, ...] = ()
+        self.children: dict[int, _Node] = {}

@@ -1,0 +1,154 @@
+"""A store whose slab lies on real huge pages. Mounts some of its own, where it may; elsewhere these
+tests are skipped by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore import serve
+from kvstore.config import KvStoreSettings
+from kvstore.metrics import StoreMetrics
+from kvstore.slab import Slab, SlabLayout, check_room, remove_stale
+from process.errors import NoCapacity
+
+HUGE = 2 * 1024 * 1024
+NUM_PAGES = 24
+LIFE = b"i" * 16
+_POOL = Path("/proc/sys/vm/nr_hugepages")
+
+Chain = Callable[[str, int], list[bytes]]
+NewWorker = Callable[..., Any]
+
+
+def _add_to_pool(num_pages: int) -> None:
+    """Together with others who do so now."""
+    with _POOL.open("r+") as pool:
+        fcntl.flock(pool, fcntl.LOCK_EX)
+        now = int(pool.read())
+        pool.seek(0)
+        pool.write(str(max(0, now + num_pages)))
+
+
+@pytest.fixture(scope="module")
+def mounted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A mount of NUM_PAGES huge pages that are ours: others cannot take them meanwhile."""
+    folder = tmp_path_factory.mktemp("huge")
+    try:
+        _add_to_pool(NUM_PAGES)
+    except OSError as error:
+        pytest.skip(f"no huge pages may be made here ({error.strerror}); NOT tested")
+    try:
+        size = NUM_PAGES * HUGE
+        options = f"pagesize=2M,size={size},min_size={size}"
+        made = subprocess.run(
+            ["mount", "-t", "hugetlbfs", "-o", options, "none", str(folder)],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+        if made.returncode:
+            pytest.skip(f"huge pages cannot be mounted here ({made.stderr.strip()}); NOT tested")
+        try:
+            yield folder
+        finally:
+            # Lazily: what is mapped in this process stays so until it ends.
+            subprocess.run(["umount", "-l", str(folder)], timeout=30, check=True)
+    finally:
+        _add_to_pool(-NUM_PAGES)
+
+
+@pytest.fixture
+def folder(mounted: Path) -> Iterator[Path]:
+    yield mounted
+    assert not list(mounted.iterdir())
+
+
+def test_a_slab_is_whole_pages_that_are_there(folder: Path) -> None:
+    check_room(folder, 2 * HUGE)
+    layout = SlabLayout.fitting(2 * HUGE, 5000, HUGE)
+    store = Slab.create(folder, "node", LIFE, layout)
+    assert (store.page_bytes, store.num_bytes) == (HUGE, 2 * HUGE)
+    assert store.path.stat().st_size == 2 * HUGE == store.path.stat().st_blocks * 512
+    worker = Slab.open(store.path, LIFE)
+    worker.lock_byte("ab" * 16)
+    assert store.is_locked("ab" * 16)
+    worker.touch(0, layout.num_frames)
+    worker.frames[:] = 7
+    store.publish(3, 42)
+    assert worker.generations[3] == 42
+    assert int(store.block(layout.num_frames - 1).sum()) == 7 * 5000
+    assert remove_stale(folder) == []  # its store lives
+    worker.close()
+    assert not store.is_locked("ab" * 16)
+    store.close()
+    assert remove_stale(folder) == [store.path]
+
+
+def test_too_few_pages_end_nobody(folder: Path) -> None:
+    """What must not be is SIGBUS: so in a process of its own, which ends by itself."""
+    with pytest.raises(NoCapacity, match="huge pages"):
+        check_room(folder, (NUM_PAGES + 1) * HUGE)
+    script = (
+        "import sys; from pathlib import Path; from kvstore.slab import *\n"
+        f"layout = SlabLayout({HUGE}, {NUM_PAGES})\n"  # and the header: one page too much
+        f"Slab.create(Path({str(folder)!r}), 'node', {LIFE!r}, layout).frames[:] = 1\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == 1
+    assert "NoCapacity: slab_dir: " in ended.stderr.splitlines()[-1]
+    # What it had taken until then is back; a few may be mapped by other tests' stores still.
+    layout = SlabLayout.fitting(NUM_PAGES // 2 * HUGE, 5000, HUGE)
+    half = Slab.create(folder, "node", LIFE, layout)
+    half.frames[:] = 1
+    half.unlink()
+    half.close()
+
+
+async def test_a_store_without_pages_does_not_start(
+    folder: Path, store_settings: KvStoreSettings
+) -> None:
+    settings = dataclasses.replace(
+        store_settings, slab_dir=str(folder), capacity_bytes=(NUM_PAGES + 1) * HUGE
+    )
+    with pytest.raises(NoCapacity, match="huge pages"):
+        async with serve.running(settings):
+            raise AssertionError("it started")
+
+
+@pytest.mark.parametrize("transport", ["shm", "nixl", "grpc"])
+async def test_blocks_travel_through_them(
+    folder: Path,
+    store_settings: KvStoreSettings,
+    new_worker: NewWorker,
+    chain: Chain,
+    transport: str,
+) -> None:
+    settings = dataclasses.replace(
+        store_settings, slab_dir=str(folder), capacity_bytes=HUGE + HUGE // 2
+    )
+    async with serve.running(settings) as store:
+        one, two = [await new_worker(store.address, transport) for _ in range(2)]
+        slab = store.node.slab
+        assert slab is not None and slab.num_bytes == 2 * HUGE
+        put = await one.put(chain("a", 7), range(7))
+        assert await two.get(put.lease_id, put.refs, range(20, 27)) == {}
+        assert np.array_equal(two.view[20:27], one.view[:7])
+        shown = {family.name: family for family in StoreMetrics(store.node, None).read()}
+        assert shown["baton_store_slab_bytes"].samples[0].value == 2 * HUGE
+        assert shown["baton_store_slab_page_bytes"].samples[0].value == HUGE
+        (named,) = folder.iterdir()
+        assert os.stat(named).st_size == 2 * HUGE
+        await one.status()

@@ -1,0 +1,155 @@
+"""A small model that guesses: the bundled pair's answers are the target's own, with several tokens
+a step; its cache's conservation law; what is refused."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from checkpoints.resolve import resolve
+from engine.config import EngineConfig
+from engine.errors import LoadError
+from engine.fake import FakeModel
+from engine.loop import Engine, load_engine
+from engine.models.interface import Guesses
+from engine.request import Request, Sampling
+from engine.speculation.config import SpeculationConfig
+from engine.speculation.draft_cache import DraftCache
+from engine.speculation.draft_model import DraftModel
+from engine.speculation.drafter import Task
+from process.settings import SettingsError
+from tests.parity.models import FAMILIES, save
+from tests.unit.engine.conftest import hasher
+
+TARGET = EngineConfig(
+    model="baton-5m", device="cpu", dtype="float32", num_threads=1, context_window=256
+)
+PROMPTS = (
+    "Once upon a time there was a little dog who",
+    "The cat sat on the",
+    "One day Tom and Anna went to the park and",
+)
+
+
+def _answers(engine: Engine, **sampling: Any) -> tuple[dict[str, list[int]], int]:
+    """(output by request, steps)"""
+    tokenizer = Tokenizer.from_file(
+        str(resolve("baton-5m", files="tokenizer").path / "tokenizer.json")
+    )
+    answers: dict[str, list[int]] = {}
+    for index, prompt in enumerate(PROMPTS):
+        own = Sampling(max_tokens=48, seed=index, ignore_eos=True, **sampling)
+        token_ids = tokenizer.encode(prompt, add_special_tokens=False).ids
+        engine.submit(Request(f"r{index}", tuple(token_ids), own, hasher()))
+    num_steps = 0
+    while engine.has_work():
+        for event in engine.step().events:
+            answers.setdefault(event.request_id, []).extend(event.token_ids)
+        num_steps += 1
+        engine.check_integrity()
+    return answers, num_steps
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9}, {"temperature": 1.0, "top_p": 0.8}])
+def test_the_bundled_pair_gives_the_targets_answers_in_fewer_steps(
+    sampling: dict[str, float],
+) -> None:
+    """Sampled, too: draft and target draw with the same noise."""
+    plain, num_plain = _answers(load_engine(TARGET), **sampling)
+    for expansion in ((1, 1, 1), (3, 2, 1)):
+        speculation = SpeculationConfig(
+            draft_models=("baton-5m-draft",), drafters=("ngram",), expansion=expansion, always=True
+        )
+        engine = load_engine(replace(TARGET, speculation=speculation))
+        answers, num_steps = _answers(engine, **sampling)
+        assert answers == plain
+        assert num_steps < num_plain / 2
+
+
+def test_a_small_cache_costs_drafts_and_no_token() -> None:
+    """Room for one of three: who loses its blocks catches up again."""
+    plain, num_plain = _answers(load_engine(TARGET))
+    target = load_engine(TARGET)
+    draft = load_engine(replace(TARGET, model="baton-5m-draft"))._model
+    drafter = DraftModel(draft, (2, 1), num_blocks=7, max_num_tokens=5)
+    config = replace(TARGET, speculation=SpeculationConfig(always=True))
+    engine = Engine(config, target._model, drafters=[drafter])
+    answers, num_steps = _answers(engine)
+    assert answers == plain
+    assert num_steps < num_plain
+
+
+def test_a_model_without_trees_drafts_a_path_and_its_siblings() -> None:
+    """Of <2, 2>: two children of the root, and two of the likelier one."""
+    model = FakeModel(block_size=4)
+    model.guesses = Guesses.CHAINS
+    drafter = DraftModel(model, (2, 2), num_blocks=16, max_num_tokens=64)
+    sampling = Sampling(max_tokens=8)
+    tokens = [3, 1, 4, 1, 5]
+    (draft,) = drafter.propose([Task(("r", 0), tokens, 3, sampling, 0, 9)])
+    assert len(draft.tree) == 4
+    best = model.next_token(tokens)
+    assert draft.tree.child(-1, best) is not None
+    second = model.next_token([*tokens, best])
+    assert draft.tree.child(draft.tree.child(-1, best) or 0, second) is not None
+    drafter.check_integrity()
+
+
+@given(st.randoms(use_true_random=False), st.integers(1, 12))
+def test_no_block_is_lost_or_shared(rng: random.Random, num_blocks: int) -> None:
+    cache = DraftCache(num_blocks, 4)
+    keys = [(f"r{index}", 0) for index in range(4)]
+    for _ in range(40):
+        key = rng.choice(keys)
+        if rng.random() < 0.3:
+            cache.forget(key)
+        else:
+            busy = rng.sample(keys, rng.randint(0, 4))
+            num_slots = rng.randint(1, 30)
+            held = cache.hold(key, num_slots, busy)
+            if held is not None:
+                assert len(held.block_ids) * 4 >= num_slots
+                held.num_tokens = rng.randint(0, num_slots)
+            else:
+                assert -(-num_slots // 4) > num_blocks or set(busy) - {key}
+        cache.check_integrity()
+    for key in keys:
+        cache.forget(key)
+    assert cache.hold(keys[0], 4 * num_blocks, ()) is not None
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"drafters": ("ngrams",)}, "drafters: 'ngrams' is none of ngram"),
+        ({"drafters": ("ngram", "ngram")}, "named twice"),
+        ({"max_num_nodes": 0}, "max_num_nodes"),
+        ({"expansion": ()}, "expansion"),
+        ({"expansion": (2, 0)}, "expansion"),
+        ({"draft_kv_bytes": 0}, "draft_kv_bytes"),
+    ],
+)
+def test_settings_out_of_range_are_refused(fields: dict[str, Any], problem: str) -> None:
+    with pytest.raises(SettingsError, match=problem):
+        SpeculationConfig(**fields)
+
+
+def test_a_draft_model_of_another_tokenizer_or_without_room_is_refused(
+    tmp_path: Path,
+) -> None:
+    save(FAMILIES["llama"](), tmp_path / "other", 1)
+
+    def load(**fields: Any) -> None:
+        load_engine(replace(TARGET, speculation=SpeculationConfig(**fields)))
+
+    with pytest.raises(LoadError, match="has another tokenizer than baton-5m"):
+        load(draft_models=(str(tmp_path / "other"),))
+    with pytest.raises(LoadError, match="draft_kv_bytes: 1000 hold 0 blocks of baton-5m-draft"):
+        load(draft_models=("baton-5m-draft",), draft_kv_bytes=1000)

@@ -1,0 +1,260 @@
+"""Exactness of an engine that guesses: whatever is guessed, and whatever happens meanwhile, the
+tokens are those that each request gets alone and without guesses.
+
+The drafter here knows the answers and lies at random: right and wrong nodes, wide and deep, lie in
+one tree. The FakeModel's next token is a function of what lies in the blocks, so KV of a wrong path
+that is left in the wrong slot is a wrong token from there on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from checkpoints.resolve import resolve
+from engine.config import EngineConfig
+from engine.fake import FakeModel
+from engine.grammar.config import GrammarLimits
+from engine.grammar.service import GrammarService
+from engine.loop import Engine
+from engine.models.interface import Guesses
+from engine.models.load import load_model
+from engine.request import Request
+from engine.schedule.order import Key
+from engine.speculation.config import SpeculationConfig
+from engine.speculation.drafter import Draft, Task
+from engine.speculation.tree import EMPTY, TokenTree, chain, merge
+from process.settings import SettingsError
+from tests.parity.adapters import save_adapter
+from tests.unit.engine.test_disturbed import GRAMMARS
+from tests.unit.engine.workloads import (
+    SIZE,
+    VOCAB,
+    WINDOW,
+    Bench,
+    Outcome,
+    disturbed,
+    small_engine,
+    undisturbed,
+    workload,
+)
+
+Expected = Mapping[str, Mapping[int, Outcome]]
+
+
+class KnowsTheAnswers:
+    """A Drafter that is right as often as it likes."""
+
+    name = "knows"
+
+    def __init__(self, rng: random.Random, expected: Expected, vocab_size: int) -> None:
+        self._rng = rng
+        self._expected = expected
+        self._vocab_size = vocab_size
+        self.known: set[Key] = set()
+
+    def propose(self, tasks: Sequence[Task]) -> list[Draft]:
+        self.known.update(task.key for task in tasks)
+        return [Draft(self._tree(task).best(task.num_nodes), {}) for task in tasks]
+
+    def _tree(self, task: Task) -> TokenTree:
+        rng = self._rng
+        name, index = task.key
+        answer = self._expected[name][index][0]
+        rest = answer[len(task.token_ids) - task.num_prompt_tokens :]
+        chains = []
+        for _ in range(rng.randint(0, 4)):
+            right = list(rest[: rng.randint(0, 5)])
+            wrong = [rng.randrange(self._vocab_size) for _ in range(rng.randint(0, 3))]
+            path = right + wrong
+            if path:
+                chances = sorted((rng.random() for _ in path), reverse=True)
+                chains.append(chain(path, chances))
+        return merge(chains) if chains else EMPTY
+
+    def forget(self, key: Key) -> None:
+        self.known.discard(key)
+
+    def check_integrity(self) -> None:
+        pass
+
+
+@dataclasses.dataclass(frozen=True)
+class GuessingBench(Bench):
+    """Engines that guess by a drafter which knows what is expected."""
+
+    drafter: KnowsTheAnswers | None = None
+    always: bool = True
+
+    def engine(
+        self,
+        config: EngineConfig,
+        parking: object = None,
+        rng: random.Random | None = None,
+    ) -> Engine:
+        if self.drafter is None:
+            return super().engine(config, parking, rng)  # type: ignore[arg-type]
+        config = dataclasses.replace(
+            config, speculation=SpeculationConfig(max_num_nodes=9, always=self.always)
+        )
+        return Engine(
+            config,
+            self.make_model(),
+            parking=parking,  # type: ignore[arg-type]
+            make_grammars=self.make_grammars,
+            drafters=[self.drafter],
+        )
+
+
+def _check(bench: Bench, rng: random.Random, vocab_size: int = VOCAB) -> Engine:
+    requests = workload(rng, bench)
+    expected = undisturbed(requests, bench)
+    drafter = KnowsTheAnswers(rng, expected, vocab_size)
+    guessing = GuessingBench(
+        **{field.name: getattr(bench, field.name) for field in dataclasses.fields(Bench)},
+        drafter=drafter,
+        always=rng.random() < 0.7,
+    )
+    engine = small_engine(rng, guessing)
+    assert disturbed(engine, requests, rng, expected) == expected
+    return engine
+
+
+def _counts(engine: Engine) -> tuple[int, int]:
+    assert engine._speculator is not None
+    counts = engine._speculator.counts
+    assert 0 <= counts.num_kept_tokens <= counts.num_guessed_tokens
+    return counts.num_guessed_tokens, counts.num_kept_tokens
+
+
+def test_random_workloads_end_as_without_guesses(seed: int, scale: Callable[[int], int]) -> None:
+    """500 workloads as those of test_disturbed: every processor, samples, handovers amid answers,
+    preemptions, swaps, lack of blocks."""
+    num_guessed = num_kept = 0
+    for index in range(scale(500)):
+        engine = _check(Bench(), random.Random(f"guesses {seed} {index}"))
+        guessed, kept = _counts(engine)
+        num_guessed, num_kept = num_guessed + guessed, num_kept + kept
+    assert num_kept > 0, "nothing was kept"
+    assert num_guessed > num_kept, "nothing was refused"
+
+
+def test_workloads_with_grammars(seed: int, scale: Callable[[int], int]) -> None:
+    folder = resolve("baton-5m", files="tokenizer").path
+    service = GrammarService.from_checkpoint(folder, 4096, GrammarLimits())
+    bench = Bench(
+        make_model=lambda: FakeModel(vocab_size=4096, context_window=WINDOW, block_size=SIZE),
+        make_grammars=lambda: service,
+        grammars=GRAMMARS,
+    )
+    try:
+        for index in range(scale(100)):
+            _check(bench, random.Random(f"guesses in grammars {seed} {index}"), 4096)
+    finally:
+        service.close()
+
+
+def test_workloads_on_the_bundled_model(
+    seed: int, scale: Callable[[int], int], tmp_path: Path
+) -> None:
+    """On real attention over real KV, with an adapter and without: the topology-aware mask, rotary
+    positions by depth, and the kept path's KV moved to where it belongs."""
+    size = 8
+    config = EngineConfig(
+        model="baton-5m",
+        device="cpu",
+        dtype="float32",
+        block_size=size,
+        context_window=WINDOW,
+        num_threads=1,
+    )
+    model = load_model(config)
+    plain = AutoModelForCausalLM.from_pretrained(resolve("baton-5m", files="all").path)
+    engine = Engine(config, model)  # the model keeps it
+    engine.load_adapter("a", save_adapter(tmp_path / "a", plain, seed % 2**30))
+    bench = Bench(make_model=lambda: model, size=size, adapters=("", "a"))
+    num_kept = 0
+    for index in range(scale(60)):
+        engine = _check(bench, random.Random(f"guesses on a model {seed} {index}"))
+        num_kept += _counts(engine)[1]
+    assert num_kept > 0
+
+
+def test_a_model_that_takes_chains_gets_chains(seed: int) -> None:
+    class Chains(FakeModel):
+        def __init__(self) -> None:
+            super().__init__(context_window=WINDOW, block_size=SIZE)
+            self.guesses = Guesses.CHAINS
+
+        def forward(self, batch):  # type: ignore[no-untyped-def]
+            assert not any(span.branches for span in batch.spans)
+            return super().forward(batch)
+
+    num_kept = 0
+    for index in range(10):
+        engine = _check(Bench(make_model=Chains), random.Random(f"chains {seed} {index}"))
+        num_kept += _counts(engine)[1]
+    assert num_kept > 0
+
+
+def test_what_cannot_guess_is_refused_by_name() -> None:
+    config = EngineConfig(num_blocks=16, speculation=SpeculationConfig(drafters=("ngram",)))
+    model = FakeModel(context_window=WINDOW, block_size=SIZE)
+    model.guesses = Guesses.NONE
+    with pytest.raises(SettingsError, match=r"speculation.drafters: not with kv_dtype"):
+        Engine(config, model)
+
+
+def test_blocks_that_were_for_guesses_go_back(make_request: Callable[..., Request]) -> None:
+    """Preempting, so that blocks are taken as they are needed, and not all before."""
+
+    class Wrong(KnowsTheAnswers):
+        def _tree(self, task: Task) -> TokenTree:
+            return chain([VOCAB - 1] * 9, [0.5**i for i in range(9)])
+
+    request = make_request("r", [1, 2, 3], max_tokens=12)
+    expected = undisturbed([request])
+    config = EngineConfig(
+        num_blocks=40, preemption="recompute", speculation=SpeculationConfig(always=True)
+    )
+    drafter = Wrong(random.Random(0), expected, VOCAB)
+    engine = Engine(config, FakeModel(context_window=WINDOW, block_size=SIZE), drafters=[drafter])
+    engine.submit(request)
+    token_ids: list[int] = []
+    while engine.has_work():
+        for event in engine.step().events:
+            token_ids += event.token_ids
+            if not event.is_request_over:
+                num_tokens = len(request.prompt_token_ids) + len(token_ids)
+                assert len(engine.block_ids("r")) == -(-num_tokens // SIZE)
+        engine.check_integrity()
+    assert tuple(token_ids) == expected["r"][0][0]
+    assert _counts(engine)[0] > 20
+
+
+def test_the_drafter_forgets_who_is_gone(make_request: Callable[..., Request]) -> None:
+    rng = random.Random(3)
+    requests = [make_request(f"r{index}", [1, 2, 3], max_tokens=6) for index in range(3)]
+    expected = undisturbed(requests)
+    drafter = KnowsTheAnswers(rng, expected, VOCAB)
+    engine = Engine(
+        EngineConfig(num_blocks=40),
+        FakeModel(context_window=WINDOW, block_size=SIZE),
+        drafters=[drafter],
+    )
+    for request in requests:
+        engine.submit(request)
+        engine.step()
+        engine.step()
+        if request.request_id == "r1":
+            engine.abort("r1")
+    while engine.has_work():
+        engine.step()
+        engine.check_integrity()
+        live = {name for name, _ in drafter.known}
+        assert "r1" not in live

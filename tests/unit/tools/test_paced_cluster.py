@@ -1,0 +1,143 @@
+"""What the scaling benchmark has a local cluster start, and how it judges what came of a load;
+without starting anything."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from baton import cluster_plan
+from baton.cluster_config import ClusterConfig
+from baton.cluster_plan import ProcessSpec, WorkerSpec
+from baton.load.course import Course, Moment, PoolSize
+from baton.load.outcome import Arrival, Outcome
+from baton.load.report import Limits
+from baton.secured import OPEN
+from benchmarks import autoscaling_local, paced_worker
+from benchmarks.autoscaling_local import Drive
+from benchmarks.paced_worker import paced
+from engine.paced import DevicePace
+
+_PARTS = WorkerSpec("redis://x", ("127.0.0.1:1",), "/x/handle.keys", OPEN)
+_CONFIG = ClusterConfig(autoscale=True)
+
+
+def _specs() -> dict[str, ProcessSpec]:
+    return {
+        role: cluster_plan.numbered_worker(_CONFIG, role, 3, _PARTS)
+        for role in ("prefill", "decode")
+    }
+
+
+def test_a_paced_worker_is_told_its_pace_and_all_that_any_worker_is() -> None:
+    plain = _specs()
+    with paced({"decode": DevicePace(0.5, 0.001)}):
+        given = _specs()
+    assert given["prefill"] == plain["prefill"], "only roles with a pace"
+    before, after = plain["decode"].argv, given["decode"].argv
+    assert before[:4] == (sys.executable, "-P", "-m", "services.decode")
+    told = (str(Path(paced_worker.__file__)), "decode", "0.5", "0.001")
+    assert after == (*before[:2], *told, *before[4:])
+    assert given["decode"].name == plain["decode"].name
+    assert _specs() == plain, "it is over with the block"
+
+
+def test_workers_are_as_they_were_after_an_error() -> None:
+    plain = _specs()
+    with pytest.raises(RuntimeError), paced({"decode": DevicePace(0.5)}):
+        raise RuntimeError
+    assert _specs() == plain
+
+
+def test_a_worker_that_is_started_in_another_way_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    other = ProcessSpec("decode-3", "decode", (sys.executable, "-P", "decode.pyz"))
+    monkeypatch.setattr(cluster_plan, "numbered_worker", lambda *args: other)
+    with paced({"decode": DevicePace(0.5)}), pytest.raises(ValueError, match=r"decode\.pyz"):
+        cluster_plan.numbered_worker(_CONFIG, "decode", 3, _PARTS)
+
+
+def _drive(*reactions_s: float | None, sent: dict[float, float], tpot_s: float = 0.1) -> Drive:
+    """Workers of prefill and decode that were added at these times; requests by when they were
+    sent, with their wait for the first of two tokens. No wait: it failed."""
+
+    def size(reaction_s: float | None, at_s: float) -> PoolSize:
+        num = 1 if reaction_s is None or at_s < reaction_s else 2
+        return PoolSize(num, num)
+
+    moments = [
+        Moment(
+            float(at_s),
+            {
+                "prefill": size(reactions_s[0], at_s),
+                "decode": size(reactions_s[1], at_s),
+            },
+        )
+        for at_s in range(-1, 100)
+    ]
+    outcomes = [
+        Outcome(
+            at_s,
+            at_s,
+            at_s + wait_s + tpot_s,
+            (Arrival(at_s + wait_s, 1), Arrival(at_s + wait_s + tpot_s, 1)) if wait_s else (),
+            error="" if wait_s else "NoCapacity",
+        )
+        for at_s, wait_s in sent.items()
+    ]
+    return Drive(outcomes, Course(tuple(moments)))
+
+
+_TARGETS = Limits(ttft_ms=1000.0, tpot_ms=200.0)
+
+
+def test_requests_are_judged_before_workers_came_and_once_they_had_time() -> None:
+    """The later pool counts; what was sent while the backlog is cleared is in neither."""
+    late, in_time = 2.0, 0.5
+    sent = {0.0: in_time, 5.0: late, 9.0: late, 9.9: late}
+    sent |= {10.0: late, 19.9: late}
+    sent |= {20.0: in_time, 30.0: late, 40.0: in_time, 50.0: in_time}
+    spans = _drive(4.0, 10.0, sent=sent).met_before_and_after(_TARGETS)
+    assert spans is not None
+    before, after = spans
+    assert (before.num_requests, before.ttft_share, before.tpot_share) == (4, 0.25, 1.0)
+    assert (after.num_requests, after.ttft_share, after.tpot_share) == (4, 0.75, 1.0)
+    assert after.reaches(0.75)
+    assert not after.reaches(0.76)
+    assert not before.reaches(0.75)
+
+
+def test_both_targets_count_and_who_failed_met_none() -> None:
+    slow = _drive(1.0, 1.0, sent={5.0: 0.5}, tpot_s=0.3).met(_TARGETS, 0.0, 10.0)
+    assert (slow.ttft_share, slow.tpot_share) == (1.0, 0.0)
+    assert not slow.reaches(0.5)
+    failed = _drive(1.0, 1.0, sent={5.0: 0.0, 6.0: 0.5}).met(_TARGETS, 0.0, 10.0)
+    assert (failed.ttft_share, failed.tpot_share) == (0.5, 0.5)
+
+
+def test_where_a_pool_never_grew_nothing_is_judged() -> None:
+    assert _drive(4.0, None, sent={5.0: 0.5}).met_before_and_after(_TARGETS) is None
+
+
+def test_nobody_asked_means_that_nothing_was_met() -> None:
+    empty = _drive(1.0, 1.0, sent={5.0: 0.5}).met(_TARGETS, 6.0, 10.0)
+    assert empty.num_requests == 0
+    assert not empty.reaches(0.1)
+
+
+def test_the_paced_load_is_too_much_for_one_worker_and_not_for_two() -> None:
+    """By arithmetic alone: what a prompt and an answer take, and how many at once."""
+    rate = float(autoscaling_local.SHAPES["paced"].partition(":")[0])
+    lengths, paces = autoscaling_local.PACED_LENGTHS, autoscaling_local.PACED
+    prompt_s = paces["prefill"].seconds(lengths.num_input_tokens)
+    answer_s = paces["decode"].seconds(0) * (lengths.num_output_tokens - 1)
+    for one_carries in (1 / prompt_s, autoscaling_local.PACED_SLOTS / answer_s):
+        assert 1.2 * one_carries < rate < 0.8 * 2 * one_carries
+    targets = autoscaling_local.PACED_TARGETS
+    assert targets.ttft_ms is not None
+    assert targets.tpot_ms is not None
+    assert 2 * prompt_s < targets.ttft_ms / 1e3
+    assert 2 * paces["decode"].seconds(0) <= targets.tpot_ms / 1e3
