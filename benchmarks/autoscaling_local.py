@@ -17,20 +17,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import grpc.aio
 from rich.console import Console
 
 from baton import Client, LocalCluster
 from baton.cluster_config import ClusterConfig
 from baton.load import arrivals, course, planned, trace_file
-from baton.load.course import ROLES, Course, Moment, PoolSize
+from baton.load.course import ROLES, Course, Moment
 from baton.load.outcome import Outcome
 from baton.load.planned import Planned
 from baton.load.report import Limits, as_json, report
@@ -39,21 +37,21 @@ from baton.load.senders import GrpcSender
 from baton.tables import table
 from benchmarks.context import context, publish
 from benchmarks.paced_worker import paced
+from benchmarks.pool_watch import LOOK_S, watching
+from benchmarks.stretches import Stretch, at_once, rounds_of, send_all
 from engine.paced import DevicePace
-from protos import autoscaler_pb2, autoscaler_pb2_grpc
 
 SHAPES = {
     "step": "1:15,{high}:45,1:60",
     "ramp": "1..{high}:60,{high}..1:30,1:30",
     "burst": "1:15,{high}:10,1:25,{high}:10,1:60",
-    "paced": "2.5:200",
+    "paced": "2.5:20",
 }
-"""Rates in phases; `high` is more than the workers at the beginning are wanted to serve."""
+"""Rates in phases; `high` is more than the workers at the beginning are wanted to serve. "paced" is
+a round of its load, which goes on until it can be judged."""
 
 HIGH_PER_S = 12.0
 _LEAD_S = 1.0
-_LOOK_S = 0.5
-_CALL_S = 5.0
 _TIMEOUT_S = 120.0
 _LENGTHS = planned.Lengths(64, 48, spread=0.5)
 
@@ -69,6 +67,12 @@ PACED_SLOTS = 12
 PACED_LENGTHS = planned.Lengths(64, 13)
 PACED_TARGETS = Limits(ttft_ms=3000.0, tpot_ms=1000.0)
 """Well above what a request takes where nobody waits: 0.56 and 0.5 s."""
+
+MAX_ROUNDS = 25
+"""Of a load that lasts until workers came: so many, and it is told that they did not."""
+
+JUDGED_S = 40.0
+"""A paced load goes on for so long after what had piled up is cleared: 100 requests."""
 
 QUANTILE = 0.9
 """Share of the requests that shall meet each target: the plan's own default."""
@@ -115,9 +119,7 @@ class Drive:
     @property
     def reaction_s(self) -> float | None:
         """From the load's beginning until more workers of each role served; None: never."""
-        reactions = [self.course.reaction_s(role) for role in ROLES]
-        known = [each for each in reactions if each is not None]
-        return max(known) if len(known) == len(reactions) else None
+        return reaction_s(self.course)
 
     def met(self, targets: Limits, from_s: float, to_s: float) -> Met:
         """Of the requests that were sent in that time."""
@@ -140,8 +142,27 @@ class Drive:
         reaction_s = self.reaction_s
         if reaction_s is None:
             return None
-        end_s = max(each.sent_s for each in self.outcomes) + _LOOK_S
+        end_s = max(each.sent_s for each in self.outcomes) + LOOK_S
         return self.met(targets, 0.0, reaction_s), self.met(targets, 2 * reaction_s, end_s)
+
+
+def reaction_s(seen: Course) -> float | None:
+    """From the load's beginning until more workers of each role served; None: not yet."""
+    reactions = [seen.reaction_s(role) for role in ROLES]
+    known = [each for each in reactions if each is not None]
+    return max(known) if len(known) == len(reactions) else None
+
+
+def have_come(seen: Course) -> bool:
+    """Whether workers of each role were added, however long they took to start."""
+    return reaction_s(seen) is not None
+
+
+def can_be_judged(seen: Course) -> bool:
+    """Whether, besides, what had piled up had its time to be cleared and `JUDGED_S` are behind
+    that; see `Drive.met_before_and_after`."""
+    added_s = reaction_s(seen)
+    return added_s is not None and seen.moments[-1].at_s >= 2 * added_s + JUDGED_S
 
 
 def config(*overrides: str, most: int = 3) -> ClusterConfig:
@@ -198,47 +219,48 @@ def shaped(
     return planned.random_load(times_s, lengths, vocab_size=vocab_size, seed=seed)
 
 
-async def drive(
-    cluster: LocalCluster,
-    load: Sequence[Planned],
+def paced_stretch(
+    rates: str,
     *,
-    settle_s: float,
-    enough: Callable[[Moment], bool] = lambda moment: True,
-    max_rounds: int = 1,
-) -> Drive:
-    """Send the load and watch; afterwards wait until the fewest workers are left, at most
-    `settle_s` seconds.
+    vocab_size: int,
+    seed: int,
+    enough: Callable[[Course], bool] | None = None,
+) -> Stretch:
+    """Of a load for paced workers, an open loop whose requests come evenly. Every prompt is
+    another: what is found somewhere takes no time.
 
     Args:
-        enough: asked after the load; until it says yes the load is sent again, in all at most
-            `max_rounds` times.
+        enough: asked each time `rates` were sent; until it says yes they are sent again. None: they
+            are sent once.
     """
+    round_s = sum(phase.seconds for phase in arrivals.parse_rates(rates))
+    num_rounds = MAX_ROUNDS if enough is not None else 1
+    load = shaped(
+        ",".join([rates] * num_rounds),
+        vocab_size=vocab_size,
+        seed=seed,
+        lengths=PACED_LENGTHS,
+        kind="constant",
+    )
+    return Stretch(rounds_of(load, round_s), enough or at_once, round_s)
+
+
+async def drive(cluster: LocalCluster, stretches: Sequence[Stretch], *, settle_s: float) -> Drive:
+    """Send the load and watch; afterwards wait until the fewest workers are left, at most
+    `settle_s` seconds."""
     moments: list[Moment] = []
-    outcomes: list[Outcome] = []
     begin_s = time.monotonic() + _LEAD_S
-    async with _watching(cluster, moments, begin_s), Client(cluster.address) as client:
+    async with watching(cluster, moments, begin_s), Client(cluster.address) as client:
         await asyncio.sleep(_LEAD_S)
-        for _ in range(max_rounds):
-            at_s = time.monotonic() - begin_s
-            sent = await run_load(load, GrpcSender(client, {}), timeout_s=_TIMEOUT_S)
-            outcomes += [_later(outcome, at_s) for outcome in sent]
-            if enough(moments[-1]):
-                break
+
+        async def send(load: Sequence[Planned]) -> list[Outcome]:
+            return await run_load(load, GrpcSender(client, {}), timeout_s=_TIMEOUT_S)
+
+        outcomes = await send_all(stretches, send, lambda: Course(tuple(moments)), begin_s)
         deadline_s = time.monotonic() + settle_s
         while time.monotonic() < deadline_s and not _is_least(cluster.config, moments[-1]):
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(LOOK_S)
     return Drive(outcomes, Course(tuple(moments)))
-
-
-def _later(outcome: Outcome, by_s: float) -> Outcome:
-    """The same, with its times from an earlier moment on."""
-    return replace(
-        outcome,
-        planned_s=outcome.planned_s + by_s,
-        sent_s=outcome.sent_s + by_s,
-        end_s=outcome.end_s + by_s,
-        arrivals=tuple(replace(each, at_s=each.at_s + by_s) for each in outcome.arrivals),
-    )
 
 
 def _is_least(asked: ClusterConfig, moment: Moment) -> bool:
@@ -246,37 +268,6 @@ def _is_least(asked: ClusterConfig, moment: Moment) -> bool:
     return all(
         size.num_wanted == size.num_ready == least[role] for role, size in moment.pools.items()
     )
-
-
-@contextlib.asynccontextmanager
-async def _watching(
-    cluster: LocalCluster, moments: list[Moment], begin_s: float
-) -> AsyncIterator[None]:
-    """Look at the pools all the while; the first look is there when this begins."""
-    async with grpc.aio.insecure_channel(cluster.autoscaler_address) as channel:
-        stub = autoscaler_pb2_grpc.AutoscalerStub(channel)
-
-        async def look() -> None:
-            asked = autoscaler_pb2.GetDecisionsRequest(num_decisions=1)
-            reply = await stub.GetDecisions(asked, timeout=_CALL_S)
-            pools = {pool.role: PoolSize(pool.num_wanted, pool.num_ready) for pool in reply.pools}
-            if set(pools) == set(ROLES):  # not before its first look
-                sizes = {role: pools[role] for role in ROLES}
-                moments.append(Moment(time.monotonic() - begin_s, sizes))
-
-        async def again() -> None:
-            while True:
-                await asyncio.sleep(_LOOK_S)
-                await look()
-
-        async with asyncio.timeout(30.0):
-            while not moments:
-                await look()
-                await asyncio.sleep(_LOOK_S)
-        async with asyncio.TaskGroup() as group:
-            task = group.create_task(again())
-            yield
-            task.cancel()
 
 
 def summary(driven: Drive) -> dict[str, Any]:
@@ -302,34 +293,33 @@ async def _vocab_size(cluster: LocalCluster) -> int:
 
 
 def _one(
-    asked_config: ClusterConfig, load_of: Callable[[int], list[Planned]], settle_s: float = 90.0
+    asked_config: ClusterConfig, load_of: Callable[[int], Stretch], settle_s: float = 90.0
 ) -> Drive:
     """A cluster of its own, so that no shape begins with another's workers."""
     with LocalCluster(asked_config) as cluster:
-        load = load_of(asyncio.run(_vocab_size(cluster)))
-        return asyncio.run(drive(cluster, load, settle_s=settle_s))
+        stretch = load_of(asyncio.run(_vocab_size(cluster)))
+        return asyncio.run(drive(cluster, [stretch], settle_s=settle_s))
 
 
 def _drive_paced(rates: str, seed: int) -> Drive:
-    def load_of(vocab_size: int) -> list[Planned]:
-        return shaped(
-            rates, vocab_size=vocab_size, seed=seed, lengths=PACED_LENGTHS, kind="constant"
-        )
+    def load_of(vocab_size: int) -> Stretch:
+        return paced_stretch(rates, vocab_size=vocab_size, seed=seed, enough=can_be_judged)
 
     with paced(PACED):
         return _one(paced_config(), load_of)
 
 
 def _drive_trace(file: Path, asked: argparse.Namespace) -> Drive:
-    def load_of(vocab_size: int) -> list[Planned]:
+    def load_of(vocab_size: int) -> Stretch:
         trace = trace_file.read_trace(file, limit=asked.requests)
-        return trace_file.replay(
+        load = trace_file.replay(
             trace,
             vocab_size=vocab_size,
             seed=asked.seed,
             speed=asked.speed,
             shrink=asked.shrink,
         )
+        return Stretch([load])
 
     return _one(config(), load_of)
 
@@ -338,7 +328,7 @@ def _drive_shape(shape: str, asked: argparse.Namespace) -> Drive:
     rates = SHAPES[shape].format(high=asked.high)
     if shape == "paced":
         return _drive_paced(rates, asked.seed)
-    return _one(config(), lambda size: shaped(rates, vocab_size=size, seed=asked.seed))
+    return _one(config(), lambda size: Stretch([shaped(rates, vocab_size=size, seed=asked.seed)]))
 
 
 def _show(results: Mapping[str, Any]) -> None:

@@ -124,45 +124,63 @@ class Booking:
         tree: TokenTree,
         drawn: Values[Drawn],
         now: float,
-    ) -> RequestEvent:
+    ) -> tuple[list[RequestEvent], int]:
         """`decode` for a sample with guesses: the path through them that was drawn token by token,
-        and the token after it.
+        and the token after it. Holdings.move_kept must follow before the events are told.
 
         Args:
             drawn: after its last token, then after each node.
+        Returns: its events, and how many nodes were kept.
         """
+        first_error = drawn[0].error
+        if first_error is not None and (sequence.grammar is None or not sequence.grammar.error):
+            # A guess whose KV is no number spoils its neighbours' sums: once more, without any.
+            sequence.takes_guesses = False
+            self._holdings.forget_guesses(sequence)
+            return [_event(sequence)], 0
         num_before = len(sequence.token_ids)
         taken: list[tuple[Drawn, int]] = []  # and how many tokens there are with it
         path: list[int] = []
         node: int | None = ROOT
         reason: FinishReason | None = None
+        error: EngineError | None = None
         while node is not None:
             one = drawn[1 + node]
             error = one.error
             if sequence.grammar is not None:
                 error = sequence.grammar.error or error
-            if error is not None and taken:
-                path.pop()  # what follows it is drawn anew, and fails then
-                break
+            if error is None:
+                try:
+                    reason = self._accept(sequence, one)
+                except EngineError as problem:
+                    error = problem
             if error is not None:
-                return self.fail(sequence, error)
-            try:
-                reason = self._accept(sequence, one)
-            except EngineError as problem:
-                return self.fail(sequence, problem)
+                break
             num_known = len(sequence.token_ids)
+            taken.append((one, num_known))
             node = None
             if reason is None and num_known == num_before + len(path) + 1:  # nothing was forced
                 node = tree.child(path[-1] if path else ROOT, sequence.token_ids[-1])
-            taken.append((one, num_known))
             if node is not None:
                 path.append(node)
+        if error is not None and not taken:
+            return [self.fail(sequence, error)], 0
+        del sequence.token_ids[taken[-1][1] :]  # of a draw that failed
         sequence.num_computed_tokens += num_tokens
         self._holdings.keep_path(sequence, path)
-        sequence.num_computed_tokens += len(path)
+        # The last token that is known is computed by the next step, also if it was guessed.
+        num_kept = min(len(path), len(sequence.token_ids) - num_before - 1)
+        sequence.num_computed_tokens += num_kept
         filled = self._holdings.cache_full_blocks(sequence)
         self._holdings.shrink(sequence)
-        return self._told(sequence, taken, num_before, reason, filled, now)
+        events = [self._told(sequence, taken, num_before, reason, filled, now)]
+        if error is not None:
+            events.append(self.fail(sequence, error))
+        return events, num_kept
+
+    def move_kept(self) -> None:
+        """See decode_tree."""
+        self._holdings.move_kept()
 
     def advance_beams(self, group: Group, logits: torch.Tensor, now: float) -> list[RequestEvent]:
         """Book a step of all open beams of a request, each of which computed all its tokens; or of

@@ -40,6 +40,7 @@ class Holdings:
         self.block_size = kv.layout.block_size
         self.lent: set[int] = set()
         """Blocks of somebody who is no request, referenced once each."""
+        self._moves: list[tuple[int, int, int, int]] = []
         self.num_local_prefix_tokens = 0
         """Prompt tokens whose KV was cached when their request got its first blocks."""
 
@@ -237,7 +238,8 @@ class Holdings:
 
     def keep_path(self, sequence: Sequence, nodes: Values[int]) -> None:
         """Of a token tree whose first node lies in the slot after its last token, keep the KV of
-        these nodes, the root's child first, in the slots that come next."""
+        these nodes, the root's child first, in the slots that come next: at `move_kept`, which
+        must come before anybody is told of them."""
         size, first = self.block_size, sequence.num_computed_tokens
         block_ids = sequence.block_ids
         moves: list[tuple[int, int, int, int]] = []
@@ -250,7 +252,24 @@ class Holdings:
                         *(block_ids[target // size], target % size),
                     )
                 )
-        self.kv.move_tokens(moves)
+        self._moves += moves
+
+    def move_kept(self) -> None:
+        """Do what `keep_path` has asked for since the last call: all sequences' at once."""
+        if self._moves:
+            self.kv.move_tokens(self._moves)
+            self._moves = []
+            # On a device it is queued behind the draws: no wait for them says when it is over.
+            self.in_flight.has_copied = True
+
+    def forget_guesses(self, sequence: Sequence) -> None:
+        """Blocks that were for guesses go back, and what those left behind the known tokens is
+        zero: it may not be numbers, and 0 times NaN is NaN."""
+        self.shrink(sequence)
+        place = sequence.num_computed_tokens
+        if place % self.block_size and self.kv.is_whole:  # other ranks' kernels read no further
+            block_id = sequence.block_ids[place // self.block_size]
+            self.kv.clear_tokens(block_id, place % self.block_size)
 
     def shrink(self, sequence: Sequence) -> None:
         """Give back blocks that hold none of its tokens: they were for guesses."""

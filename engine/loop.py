@@ -96,7 +96,7 @@ class Engine:
             make_grammars: called when the first request with a grammar comes; None: they are
                 refused.
             drafters: who guesses; None: whoever `config.speculation` names.
-            clock: for the metrics, and for what guesses cost; no token depends on it.
+            clock: for the metrics, and for what guesses cost.
         Raises: TooFewBlocks; SettingsError for a preemption that the device cannot do.
         """
         self.config = config

@@ -118,9 +118,13 @@ class MetricsSnapshot:
     num_prefill_tokens: int
     """Computed for prompts, and again after a preemption."""
     num_decode_tokens: int
-    """Computed for draws after the first."""
+    """Computed for draws after the first, and kept guesses."""
     num_output_tokens: int
     """Drawn or forced."""
+    num_guessed_tokens: int
+    """Computed as guesses (engine/speculation), kept or not."""
+    num_kept_tokens: int
+    """Of those, kept."""
 
     num_blocks: int
     num_used_blocks: int
@@ -188,6 +192,7 @@ class EngineMetrics:
         self._preemptions: Counter[str] = Counter()
         self._num_prompt_tokens = self._num_cached_tokens = self._num_loaded_tokens = 0
         self._num_prefill_tokens = self._num_decode_tokens = self._num_output_tokens = 0
+        self._num_guessed_tokens = self._num_kept_tokens = 0
         self._num_used_blocks = self._max_used_blocks = 0
         self._steps: deque[tuple[float, int, int]] = deque()  # (when, prefill, decode tokens)
         # What check_integrity compares the above with.
@@ -303,6 +308,11 @@ class EngineMetrics:
         self._steps.append((now, num_prefill_tokens, num_decode_tokens))
         self._forget_steps(now)
 
+    def on_guesses(self, num_guessed_tokens: int, num_kept_tokens: int) -> None:
+        """A step computed so many guessed tokens, and kept so many of them."""
+        self._num_guessed_tokens += num_guessed_tokens
+        self._num_kept_tokens += num_kept_tokens
+
     def _forget_steps(self, now: float) -> None:
         while self._steps and self._steps[0][0] <= now - RATE_WINDOW_S:
             self._steps.popleft()
@@ -331,6 +341,8 @@ class EngineMetrics:
             num_prefill_tokens=self._num_prefill_tokens,
             num_decode_tokens=self._num_decode_tokens,
             num_output_tokens=self._num_output_tokens,
+            num_guessed_tokens=self._num_guessed_tokens,
+            num_kept_tokens=self._num_kept_tokens,
             num_blocks=self._num_blocks,
             num_used_blocks=self._num_used_blocks,
             max_used_blocks=self._max_used_blocks,

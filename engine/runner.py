@@ -28,8 +28,8 @@ from engine.request import State
 from engine.sampling import pipeline
 from engine.schedule.order import Key
 from engine.sequence import Sequence
+from engine.speculation.drafter import Guess
 from engine.speculation.speculator import Speculator
-from engine.speculation.tree import TokenTree
 from engine.step_builder import Step, build
 from engine.step_output import RequestEvent
 
@@ -40,6 +40,11 @@ class Result(NamedTuple):
     events: list[RequestEvent]
     num_prefill_tokens: int
     num_decode_tokens: int
+    """Those that were known, and guesses that were kept."""
+    num_guessed_tokens: int = 0
+    """Kept or not."""
+    num_kept_tokens: int = 0
+    """Of the guessed ones."""
 
 
 class Runner:
@@ -124,29 +129,36 @@ class Runner:
     ) -> Result:
         """A plain step."""
         began = self._clock()
-        trees = {} if self._speculator is None else self._speculator.guess(planned, running)
-        step = build(planned, self._kv, self._eos_token_ids, trees)
-        self.is_device_behind = True
-        logits, drawn = self._draw(step)
+        guesses = {} if self._speculator is None else self._speculator.guess(planned, running)
+        try:
+            step = build(planned, self._kv, self._eos_token_ids, guesses)
+            self.is_device_behind = True
+            logits, drawn = self._draw(step)
+        except BaseException:
+            if self._speculator is not None:
+                self._speculator.take_back(planned, guesses)
+            raise
         self._in_flight.settle()  # rows that were left over: over by now, and nothing is booked yet
         self.is_device_behind = not step.draws  # a draw waits for all that was queued before it
         self._in_flight.has_copied = False
-        num_decodes = step.num_decode_tokens
         embeddings = self._embeddings(step) if step.batch.wants_hidden else {}
-        events = self._book(planned, drawn, trees)
+        num_kept: dict[Key, int] = {}
+        events = self._book(planned, drawn, guesses, num_kept)
+        self.is_device_behind |= self._in_flight.has_copied
+        num_guessed = sum(len(guess.tree) for guess in guesses.values())
+        num_decodes = step.num_decode_tokens
+        num_prefills = len(step.batch.token_ids) - num_decodes - num_guessed
         if self._speculator is not None:
             told = {(event.request_id, event.sample_index): event.token_ids for event in events}
             self._speculator.learn(
-                trees,
-                {key: told[key] for key in trees if told.get(key)},
-                num_rows=len(step.batch.token_ids),
-                seconds=self._clock() - began,
+                told, num_kept, num_rows=len(step.batch.token_ids), seconds=self._clock() - began
             )
         if embeddings:
             events = [_with_embedding(event, embeddings) for event in events]
         if step.has_beams:
             events += self._book_beams(step, logits)
-        return Result(events, len(step.batch.token_ids) - num_decodes, num_decodes)
+        num_all_kept = sum(num_kept.values())
+        return Result(events, num_prefills, num_decodes + num_all_kept, num_guessed, num_all_kept)
 
     def _draw(self, step: Step) -> tuple[torch.Tensor, list[pipeline.Drawn]]:
         """Logits [R, V] of all rows, and what was drawn from those that are not beams'."""
@@ -180,10 +192,12 @@ class Runner:
         self,
         planned: list[tuple[Sequence, int]],
         drawn: list[pipeline.Drawn],
-        trees: Mapping[Key, TokenTree] | None = None,
+        guesses: Mapping[Key, Guess] | None = None,
+        num_kept: dict[Key, int] | None = None,
     ) -> list[RequestEvent]:
+        """`num_kept`: takes how many nodes of each guess were."""
         events: list[RequestEvent] = []
-        trees = trees or {}
+        guesses = guesses or {}
         first = 0
         now = self._clock()
         for sequence, num_tokens in planned:
@@ -193,19 +207,23 @@ class Runner:
             if is_whole and not group.is_continued:
                 if sequence.request.beam is not None:
                     continue  # all beams of a request at once, in _book_beams
-                tree = trees.get(sequence.key)
-                own = drawn[first : first + group.num_places + (0 if tree is None else len(tree))]
+                guess = guesses.get(sequence.key)
+                num_nodes = 0 if guess is None else len(guess.tree)
+                own = drawn[first : first + group.num_places + num_nodes]
                 first += len(own)
             if group.samples.get(sequence.sample_index) is not sequence:
                 continue  # a sibling's error ended it
-            if sequence.key in trees:
-                events.append(
-                    self._booking.decode_tree(sequence, num_tokens, trees[sequence.key], own, now)
+            if num_kept is not None and sequence.key in guesses:
+                tree = guesses[sequence.key].tree
+                told, num_kept[sequence.key] = self._booking.decode_tree(
+                    sequence, num_tokens, tree, own, now
                 )
+                events += told
             elif own and sequence.state is State.RUNNING:
                 events.append(self._booking.decode(sequence, num_tokens, own[0], now))
             else:
                 events += self._booking.advance(sequence, num_tokens, own, now)
+        self._booking.move_kept()
         return events
 
     def _book_beams(self, step: Step, logits: torch.Tensor) -> list[RequestEvent]:

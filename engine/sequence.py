@@ -59,6 +59,7 @@ class Sequence:
         "request",
         "sample_index",
         "state",
+        "takes_guesses",
         "token_ids",
     )
 
@@ -88,6 +89,8 @@ class Sequence:
         self.parked: Parked | None = None
         self.history: TokenHistory | None = None
         self.grammar: GrammarState | None = None
+        self.takes_guesses = True
+        """False once it failed beside some."""
 
     def fork(self, sample_index: int) -> Sequence:
         """Another sample that goes its own way from here, in the same state. Its blocks are the

@@ -18,6 +18,7 @@ from engine.request import State
 from engine.sampling.row import Draw
 from engine.schedule.order import Key
 from engine.sequence import Sequence
+from engine.speculation.drafter import Guess
 from engine.speculation.tree import ROOT, TokenTree
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class Step:
     """Where each row of logits is in its sample's grammar."""
 
     num_decode_tokens: int
-    """Tokens of samples that have drawn before."""
+    """Tokens of samples that have drawn before; guesses are not counted."""
 
     has_beams: bool
 
@@ -59,17 +60,17 @@ def build(
     planned: Iterable[tuple[Sequence, int]],
     kv: KvMemory,
     eos_token_ids: frozenset[int],
-    trees: Mapping[Key, TokenTree] | None = None,
+    guesses: Mapping[Key, Guess] | None = None,
 ) -> Step:
     """Lay out the planned tokens.
 
     Args:
         planned: (sequence, number of its pending tokens) in the order of the batch. Its blocks are
             there. Those that are entered and not filled are cleared here.
-        trees: guesses that hang on a sequence's last token, which is in its plan; their blocks are
-            there, too.
+        guesses: what hangs on a sequence's last token, which is in its plan; its blocks are there,
+            too.
     """
-    trees = trees or {}
+    guesses = guesses or {}
     size = kv.layout.block_size
     all_token_ids: list[int] = []
     spans: list[Span] = []
@@ -82,9 +83,10 @@ def build(
     has_beams = False
     for sequence, num_tokens in planned:
         group, token_ids = sequence.group, sequence.token_ids
-        tree = trees.get(sequence.key)
+        guess = guesses.get(sequence.key)
+        tree = None if guess is None else guess.tree
         if sequence.state is State.RUNNING:
-            num_decode_tokens += num_tokens + (0 if tree is None else len(tree))
+            num_decode_tokens += num_tokens
         start = sequence.num_computed_tokens
         end = start + num_tokens
         slots_end = end if tree is None else end + len(tree)
@@ -119,12 +121,12 @@ def build(
             samples.append(sequence)
             grammars.append(sequence.grammar)
             draw_indices.append(len(all_token_ids) - (1 if tree is None else 1 + len(tree)))
-            if tree is not None:
+            if guess is not None and tree is not None:
                 first_row, first_place = len(samples), draw_indices[-1] + 1
                 rows += range(first_row, first_row + len(tree))
                 draws += _tree_draws(draws[-1], tree)
                 samples += [sequence] * len(tree)
-                grammars += _tree_grammars(sequence, tree)
+                grammars += guess.grammars
                 draw_indices += range(first_place, first_place + len(tree))
     batch = Batch(
         tuple(all_token_ids),
@@ -173,18 +175,3 @@ def _tree_draws(root: Draw, tree: TokenTree) -> list[Draw]:
             )
         )
     return draws
-
-
-def _tree_grammars(sequence: Sequence, tree: TokenTree) -> list[GrammarState | None]:
-    """Where each node is in the grammar. Raises: ValueError for a node that is against it, which
-    nobody may guess."""
-    if sequence.grammar is None:
-        return [None] * len(tree)
-    states: list[GrammarState | None] = []
-    for token_id, parent in zip(tree.token_ids, tree.parents, strict=True):
-        above = sequence.grammar if parent == ROOT else states[parent]
-        state = None if above is None else above.fork()
-        if state is None or not state.accept(token_id):
-            raise ValueError(f"{sequence.key}: {token_id} was guessed against its grammar")
-        states.append(state)
-    return states

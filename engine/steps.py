@@ -70,7 +70,7 @@ class Steps:
         began = self._clock()
         self._untold += self._entrance.let_in_ready(self._clock)
         plan = self._scheduler.next_plan(is_admitting=not self._entrance.wants_places)
-        num_prefills = num_decodes = 0
+        num_prefills = num_decodes = num_guessed = num_kept = 0
         is_computing = bool(plan) or self._runner.has_begun
         if is_computing:
             result = self._runner.run(
@@ -78,11 +78,14 @@ class Steps:
             )
             self._untold += result.events
             num_prefills, num_decodes = result.num_prefill_tokens, result.num_decode_tokens
+            num_guessed, num_kept = result.num_guessed_tokens, result.num_kept_tokens
         elif not self._untold:
             self._idle()
         events, self._untold = self._untold, []
         self._totals.num_steps += 1
-        self._totals.num_computed_tokens += num_prefills + num_decodes
+        # Kept guesses are among the decodes.
+        num_refused = num_guessed - num_kept
+        self._totals.num_computed_tokens += num_prefills + num_decodes + num_refused
         seconds = 0.0
         if is_computing:
             seconds = self._clock() - began
@@ -92,6 +95,8 @@ class Steps:
         stats = self._stats()
         if is_computing:
             self._metrics.on_step(num_prefills, num_decodes, seconds, stats.num_referenced_blocks)
+            if num_guessed:
+                self._metrics.on_guesses(num_guessed, num_kept)
         return StepOutput(
             events=tuple(events),
             num_scheduled_tokens=num_prefills + num_decodes,

@@ -35,7 +35,7 @@ BATCH = 2048
 """Changes per script call: about 1 ms of Redis (1.25 us per field, measured for 128)."""
 MAX_PENDING = 200_000
 """Beyond it a full publication costs less memory than the list of changes."""
-_BACKOFF_S, _BACKOFF_MAX_S = 0.1, 5.0
+_BACKOFF_S, _BACKOFF_MAX_S = 0.1, 1.0  # below what a router keeps a store it hears nothing of
 _INDEX_TTL_S = 60.0  # of the index itself, renewed by each heartbeat: a dead store leaves nothing
 _GOODBYE_S = 1.0
 _SCAN_KEYS = 10_000

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import grpc
 import grpc.aio
 
-from process.errors import BatonError, DeadlineExceeded, InvalidArgument, NoCapacity
+from process.errors import BatonError, DeadlineExceeded, InvalidArgument
 from process.intake import Intake, Room
 
 Guard = Callable[[str, Any], Awaitable[str]]
@@ -86,35 +86,45 @@ class Door:
         if not is_one:
             yield requests
         elif self.intake is None:
-            yield await self._read(context, None)
+            try:
+                request = await self._read(context, nullcontext())
+            except BatonError as error:
+                await self.refuse(context, error)
+            yield request
         else:
             room = self.intake.room(owner, self.max_bytes)
             try:
-                await room.take()
+                request = await self._read_within(context, room)
             except BatonError as error:
+                # By now the room is others': to refuse who does not read takes its time.
                 await self.refuse(context, error)
             try:
-                request = await self._read(context, room)
-                # One that is written otherwise may come out longer than it was sent.
-                room.shrink(min(_num_bytes(request), room.num_bytes))
                 yield request
             finally:
                 room.release()
 
-    async def _read(self, context: Any, room: Room | None) -> Any:
-        reading: AbstractAsyncContextManager[None] = nullcontext()
-        if room is not None:
-            reading = room.reading()
+    async def _read_within(self, context: Any, room: Room) -> Any:
+        """As `_read`; the room is taken where it returns, and only there. Raises: NoCapacity."""
+        await room.take()
+        try:
+            request = await self._read(context, room.reading())
+            # One that is written otherwise may come out longer than it was sent.
+            room.shrink(min(_num_bytes(request), room.num_bytes))
+        except BaseException:
+            room.release()
+            raise
+        return request
+
+    async def _read(self, context: Any, reading: AbstractAsyncContextManager[None]) -> Any:
+        """The one message. Raises: DeadlineExceeded; InvalidArgument; whatever `reading` does."""
         try:
             async with asyncio.timeout(self.read_s), reading:
                 request = await context.read()
         except TimeoutError:
             problem = f"the request did not arrive within {self.read_s:g} s"
-            await self.refuse(context, DeadlineExceeded(problem))
-        except NoCapacity as error:
-            await self.refuse(context, error)
+            raise DeadlineExceeded(problem) from None
         if request is grpc.aio.EOF:
-            await self.refuse(context, InvalidArgument("request", "there is none"))
+            raise InvalidArgument("request", "there is none")
         return request
 
 

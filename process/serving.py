@@ -9,7 +9,6 @@ This is the only module that knows status codes. A servicer wraps its methods in
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
@@ -18,12 +17,9 @@ from typing import Any, NoReturn, TypeVar
 
 import grpc
 import grpc.aio
-from google.protobuf import any_pb2, duration_pb2
-from google.protobuf.message import DecodeError
-from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from process import access, errors, grpc_server, logs
+from process import access, error_details, errors, grpc_server, logs
 from process.access import Role, Rules
 from process.intake import Intake
 from process.late_reading import Door
@@ -51,9 +47,6 @@ _METADATA_BOUNDS = (
 ABORT_S = 5.0
 """For a status to go out. One whose client has stopped reading waits behind what it did not read:
 that call is given up without."""
-
-MAX_RETRY_AFTER_S = 3600.0
-"""Longest pause that anybody here asks for; a message that says more was spoiled."""
 
 # Most specific first: the first that matches decides.
 _CODES: tuple[tuple[type[BaseException], grpc.StatusCode], ...] = (
@@ -111,18 +104,8 @@ def error_of_code(
 
 
 def error_from_rpc(error: grpc.aio.AioRpcError) -> errors.BatonError:
-    """The error that the server raised, or what the failed connection means. Details that cannot
-    be read, or cannot be right, are passed over: the status itself says what is wrong."""
-    field: str | None = None
-    retry_after_s: float | None = None
-    bad_request, retry = error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
-    with contextlib.suppress(DecodeError):
-        for detail in _details(error):
-            if detail.Unpack(bad_request) and bad_request.field_violations:
-                field = bad_request.field_violations[0].field
-            elif detail.Unpack(retry):
-                told_s = retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9
-                retry_after_s = told_s if 0 <= told_s <= MAX_RETRY_AFTER_S else None
+    """The error that the server raised, or what the failed connection means."""
+    field, retry_after_s = error_details.read(error.trailing_metadata() or ())
     return _error(error.code(), error.details() or "", retry_after_s, field)
 
 
@@ -132,17 +115,7 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BaseExceptio
     code, message = status_of(error)
     if code is grpc.StatusCode.INTERNAL:
         logs.event(logger, "rpc_failed", level=logging.ERROR, exc_info=True, message=message)
-    details = []
-    if isinstance(error, errors.InvalidArgument):
-        violation = error_details_pb2.BadRequest.FieldViolation(
-            field=error.field, description=str(error)
-        )
-        details.append(_packed(error_details_pb2.BadRequest(field_violations=[violation])))
-    if isinstance(error, errors.BatonError) and error.retry_after_s is not None:
-        delay = duration_pb2.Duration()
-        delay.FromNanoseconds(int(error.retry_after_s * 1e9))
-        details.append(_packed(error_details_pb2.RetryInfo(retry_delay=delay)))
-    status = status_pb2.Status(code=code_number(code), message=message, details=details)
+    status = error_details.status(code_number(code), message, error)
     try:
         async with asyncio.timeout(ABORT_S):
             await context.abort_with_status(rpc_status.to_status(status))
@@ -392,16 +365,3 @@ def _error(
     if kind is None:
         return errors.Internal(f"{code.name}: {message}")
     return kind(message, retry_after_s=retry_after_s)
-
-
-def _packed(message: Any) -> any_pb2.Any:
-    packed = any_pb2.Any()
-    packed.Pack(message)
-    return packed
-
-
-def _details(error: grpc.aio.AioRpcError) -> Iterable[any_pb2.Any]:
-    for key, value in error.trailing_metadata() or ():
-        if key == "grpc-status-details-bin":
-            return status_pb2.Status.FromString(value).details  # type: ignore[no-any-return]
-    return ()

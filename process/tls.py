@@ -109,6 +109,11 @@ class Identity:
         """None where nothing is set. Raises: SettingsError as the constructor."""
         return cls(settings, role) if settings.is_on or settings.ca_file else None
 
+    def take_over(self, other: Identity) -> None:
+        """From now on this is who `other` is: its role, and its files as it has read them. Servers
+        show it with the next handshake."""
+        self._settings, self._role, self._pem = other._settings, other._role, other._pem
+
     @property
     def num_reloads(self) -> int:
         """How often the files have changed, a change of this moment included."""
@@ -221,12 +226,18 @@ def _check_certificate(name: str, content: bytes, role: Role | None) -> None:
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         uris = names.get_values_for_type(x509.UniformResourceIdentifier)
+        hosts = names.get_values_for_type(x509.DNSName)
     except x509.ExtensionNotFound:
-        uris = []
+        uris, hosts = [], []
     if role.uri not in uris:
         raise SettingsError(
             f"cert_file {name}: does not name {role.uri}, which this process is (it names "
             f"{', '.join(uris) or 'no role'})"
+        )
+    if role.server_name not in hosts:
+        raise SettingsError(
+            f"cert_file {name}: has no DNS name {role.server_name}: nobody would talk to it as "
+            f"{role.value}; `baton certs` writes it"
         )
 
 

@@ -217,6 +217,7 @@ class KvMemory:
             except torch.OutOfMemoryError as error:
                 raise self._no_room(error) from error
         self.address: int = self.cache.data_ptr()
+        self._views: list[LayerView] | None = None
         self.tails = Tails(record.raw, device) if layout.is_quantized else None
 
     def _no_room(self, error: Exception) -> LoadError:
@@ -266,20 +267,38 @@ class KvMemory:
         Raises: ValueError for a quantized cache, whose blocks are made whole, and for one whose
             records lie in several places.
         """
-        if self.tails is not None or not self.is_whole:
-            raise ValueError("single tokens of this cache cannot be moved")
         if not moves:
             return
+        if self.tails is not None or not self.is_whole:
+            raise ValueError("single tokens of this cache cannot be moved")
         columns = torch.tensor(moves, device=self.cache.device).T
         source, source_slot, target, target_slot = columns[:, :, None]
-        for view in self.layer_views():
+        rows: dict[HeadRows, tuple[torch.Tensor, torch.Tensor]] = {}
+        for view in self._own_views():
             heads = view.heads
-            steps = torch.arange(heads.num_heads, device=columns.device) * heads.head_step
-            from_rows = source * heads.rows_per_block + steps
-            to_rows = target * heads.rows_per_block + steps
+            if heads not in rows:
+                steps = torch.arange(heads.num_heads, device=columns.device) * heads.head_step
+                first = source * heads.rows_per_block, target * heads.rows_per_block
+                rows[heads] = first[0] + steps, first[1] + steps
+            from_rows, to_rows = rows[heads]
             for numbers in (view.keys, view.values):
                 if numbers is not None:
                     numbers[to_rows, target_slot] = numbers[from_rows, source_slot]
+
+    def clear_tokens(self, block_id: int, first_slot: int) -> None:
+        """Make the slots of a block from `first_slot` on zero. Not for a quantized cache."""
+        for view in self._own_views():
+            heads = view.heads
+            first = block_id * heads.rows_per_block
+            rows = range(first, first + heads.num_heads * heads.head_step, heads.head_step)
+            for numbers in (view.keys, view.values):
+                if numbers is not None:
+                    numbers[list(rows)[: heads.num_heads], first_slot:] = 0
+
+    def _own_views(self) -> list[LayerView]:
+        if self._views is None:
+            self._views = self.layer_views()
+        return self._views
 
     def check_integrity(self) -> None:
         """Raises: IntegrityError where the tails' books do not add up."""

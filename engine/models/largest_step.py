@@ -55,4 +55,8 @@ def _largest(config: EngineConfig, context_window: int, num_long: int) -> Batch:
         left -= lengths[-1]
     ends = [sum(lengths[: index + 1]) for index in range(len(lengths))]
     spans = tuple(Span(0, length, ()) for length in lengths)
-    return Batch((0,) * ends[-1], spans, tuple(end - 1 for end in ends[: config.max_num_running]))
+    draws = [end - 1 for end in ends[: config.max_num_running]]
+    if config.speculation.is_on:  # a row of logits for each guess, too
+        most = config.max_num_running * (1 + config.speculation.max_num_nodes)
+        draws = list(range(min(most, ends[-1])))
+    return Batch((0,) * ends[-1], spans, tuple(draws))

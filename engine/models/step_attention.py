@@ -213,10 +213,22 @@ def tree_mask(
     Args:
         window: a token sees itself and window - 1 positions before it; None: all before it.
     """
-    visible = torch.zeros(span.num_tokens, span.end, dtype=torch.bool)
-    for index in range(span.num_tokens):
-        slots = span.slots_seen(index)
-        visible[index, slots if window is None else slots[-window:]] = True
+    own = torch.tensor(span.positions)
+    slots = torch.arange(span.end)
+    trunk = span.num_tokens - len(span.branches)
+    trunk_end = span.start + trunk
+    # What all nodes see; of the trunk's tokens each what lies before it.
+    visible = (
+        slots[None]
+        < torch.clamp(span.start + 1 + torch.arange(span.num_tokens), max=trunk_end)[:, None]
+    )
+    for node, parent in enumerate(span.branches):
+        if parent >= 0:
+            visible[trunk + node, trunk_end:] = visible[trunk + parent, trunk_end:]
+        visible[trunk + node, trunk_end + node] = True
+    if window is not None:
+        slots[span.start :] = own
+        visible &= slots[None] > own[:, None] - window
     return reference.as_bias(visible.to(device), dtype)
 
 

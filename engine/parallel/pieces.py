@@ -30,6 +30,8 @@ def _cut(batch: Batch, first: int, end: int) -> Batch:
     for span in batch.spans:
         skipped = max(0, first - place)
         left = min(span.num_tokens, end - place) - skipped
+        if span.branches:
+            raise ValueError("a token tree cannot be cut")
         if left > 0:
             spans.append(span._replace(start=span.start + skipped, num_tokens=left))
         place += span.num_tokens

@@ -34,8 +34,8 @@ class NgramConfig:
 
 @dataclass(frozen=True)
 class SpeculationConfig:
-    """Guessing several tokens a step; on where somebody guesses. No token of an answer depends on
-    it. Raises SettingsError for a value out of range."""
+    """Guessing several tokens a step; on where somebody guesses. Answers are those of plain
+    decoding up to rounding, as with batching. Raises SettingsError for a value out of range."""
 
     drafters: tuple[str, ...] = ()
     """Who guesses beside the draft models: "ngram" (what followed the newest tokens before, in
@@ -65,8 +65,9 @@ class SpeculationConfig:
         for name in self.drafters:
             if name not in DRAFTERS:
                 raise SettingsError(f"drafters: {name!r} is none of {', '.join(DRAFTERS)}")
-        if len(set(self.drafters)) < len(self.drafters):
-            raise SettingsError("drafters: one is named twice")
+        for name, named in (("drafters", self.drafters), ("draft_models", self.draft_models)):
+            if len(set(named)) < len(named):
+                raise SettingsError(f"{name}: one is named twice")
         if not self.expansion or min(self.expansion) < 1:
             raise SettingsError(f"expansion: {self.expansion} is not a row of counts above 0")
         if self.draft_kv_bytes < 1:

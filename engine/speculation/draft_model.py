@@ -182,7 +182,7 @@ class DraftModel:
         scores = self._scores(growing, logits)
         count = min(width, scores.shape[-1])
         best = scores.topk(count, dim=-1)
-        shares = torch.softmax(scores, dim=-1).gather(-1, best.indices).tolist()
+        shares = torch.softmax(scores, dim=-1).gather(-1, best.indices).nan_to_num(0.0).tolist()
         row = 0
         for one, ids in _by_tree(growing, best.indices.tolist()):
             added: list[int] = []

@@ -7,7 +7,7 @@ Engine thread only.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,9 @@ from numpy.typing import NDArray
 from engine.request import Sampling
 from engine.schedule.order import Key
 from engine.speculation.tree import TokenTree
+
+if TYPE_CHECKING:
+    from engine.grammar.state import GrammarState
 
 Distribution = NDArray[np.float64]
 """[V], sums to 1."""
@@ -45,6 +48,15 @@ class Draft(NamedTuple):
     distributions: Mapping[Place, Distribution]
     """What each `Try` was drawn from. A place that has none: its token was certain to be
     proposed."""
+
+
+class Guess(NamedTuple):
+    """What of all drafts one step computes for one sequence."""
+
+    tree: TokenTree
+    """Not empty."""
+    grammars: tuple[GrammarState | None, ...]
+    """Where each node is in the sequence's grammar, if it has one."""
 
 
 class Drafter(Protocol):

@@ -14,6 +14,12 @@ from engine.speculation.config import NgramConfig
 from engine.speculation.drafter import Draft, Task
 from engine.speculation.tree import EMPTY, TokenTree, chain, merge
 
+MAX_INDEXED = 32_768
+"""Newest tokens of a prompt that are looked up in: 20 MB, at most, for each sample."""
+_PER_CALL = 2048
+"""Tokens that a call indexes, 10 ms of the engine's thread: after a long prompt the first guesses
+come some steps later."""
+
 
 class PromptLookup:
     """A Drafter (drafter.py). See the module."""
@@ -52,6 +58,7 @@ class NgramIndex:
     def __init__(self, settings: NgramConfig) -> None:
         self._settings = settings
         self._num_tokens = 0
+        self._first = 0
         self._ends: dict[tuple[int, ...], list[int]] = {}
 
     def propose(self, token_ids: Sequence[int], num_tokens: int) -> TokenTree:
@@ -63,7 +70,7 @@ class NgramIndex:
         """
         self._extend(token_ids)
         settings = self._settings
-        if num_tokens < 1:
+        if num_tokens < 1 or self._num_tokens < len(token_ids):
             return EMPTY
         for length in range(min(settings.max_length, len(token_ids)), settings.min_length - 1, -1):
             ends = self._ends.get(tuple(token_ids[-length:]), [])
@@ -85,7 +92,11 @@ class NgramIndex:
         if len(token_ids) < self._num_tokens:
             raise ValueError(f"{len(token_ids)} tokens, {self._num_tokens} at the call before")
         settings = self._settings
-        for end in range(self._num_tokens + 1, len(token_ids) + 1):
-            for length in range(settings.min_length, min(settings.max_length, end) + 1):
+        if not self._num_tokens:
+            self._first = self._num_tokens = max(0, len(token_ids) - MAX_INDEXED)
+        newest = min(len(token_ids), self._num_tokens + _PER_CALL)
+        for end in range(self._num_tokens + 1, newest + 1):
+            longest = min(settings.max_length, end - self._first)
+            for length in range(settings.min_length, longest + 1):
                 self._ends.setdefault(tuple(token_ids[end - length : end]), []).append(end)
-        self._num_tokens = len(token_ids)
+        self._num_tokens = newest

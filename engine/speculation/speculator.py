@@ -7,9 +7,10 @@ place. Engine thread only.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from engine.config import EngineConfig
 from engine.constraints import end_token_ids
@@ -19,26 +20,24 @@ from engine.request import State
 from engine.schedule.order import Key
 from engine.sequence import Sequence as Sample
 from engine.speculation.config import SpeculationConfig
-from engine.speculation.drafter import Drafter, Task
+from engine.speculation.drafter import Draft, Drafter, Guess, Task
 from engine.speculation.expansion import Calibration, Load, StepCost, Worth, calibrated, choose
 from engine.speculation.ngram import PromptLookup
 from engine.speculation.tree import EMPTY, ROOT, TokenTree, merge
 from process.settings import SettingsError
 
+if TYPE_CHECKING:
+    from engine.grammar.state import GrammarState
+
+logger = logging.getLogger(__name__)
+
 Planned = tuple[Sample, int]
 """A sample, and how many of its pending tokens a step computes."""
 
 
-@dataclass
-class Counts:
-    """Since start."""
-
-    num_guessed_tokens: int = 0
-    """That were computed."""
-    num_kept_tokens: int = 0
-    """Of them."""
-    num_draws: int = 0
-    """Rows that had guesses beside them."""
+MAX_HISTORY = 8192
+"""Tokens up to which a sample with penalties on its own text, or bans in it, is guessed for: each
+node has a copy of what is known of them (1.8 ms at this length for 16 nodes)."""
 
 
 class Speculator:
@@ -47,7 +46,7 @@ class Speculator:
     Args:
         guesses: what the model takes.
         max_num_tokens: of one step.
-        clock: what guesses cost is measured by; no token depends on it.
+        clock: what guesses cost is measured by; no token depends on it, up to rounding.
     """
 
     def __init__(
@@ -77,11 +76,10 @@ class Speculator:
         self._known: dict[Key, Sample] = {}
         self._believed: dict[Key, list[tuple[int, TokenTree]]] = {}
         """Of the step that is being computed: each drafter's own tree, before all choice."""
-        self.counts = Counts()
+        self._failed: set[int] = set()
 
-    def guess(self, planned: Sequence[Planned], running: Collection[Key]) -> dict[Key, TokenTree]:
-        """Trees for those of a plan that are worth it, none of them empty; the blocks for them are
-        there.
+    def guess(self, planned: Sequence[Planned], running: Collection[Key]) -> dict[Key, Guess]:
+        """For those of a plan that are worth it; the blocks for them are there.
 
         Args:
             running: whoever has a place in steps; all others are forgotten.
@@ -96,25 +94,33 @@ class Speculator:
         budget = self._max_num_tokens - num_rows
         if not tasks or budget < 1:
             return {}
+        num_drawing = sum(num == sample.num_pending_tokens for sample, num in planned)
+        self._load = Load(max(1, num_drawing), num_rows, *self._cost.line())
         by_key = {sample.key: sample for sample in samples}
-        self._load = Load(len(planned), num_rows, *self._cost.line())
         trees = self._trees(tasks, by_key)
         if not self._config.always:
             trees = choose(trees, self._load, budget)
-        chosen: dict[Key, TokenTree] = {}
+        guesses: dict[Key, Guess] = {}
         for task, tree in zip(tasks, trees, strict=True):
             sample = by_key[task.key]
-            tree = tree.best(min(self._room(sample, len(running)), budget))
-            if len(tree):
-                self._holdings.grow(sample, len(sample.token_ids) + len(tree))
-                chosen[task.key] = tree
-                budget -= len(tree)
-        return chosen
+            room = self._holdings.room(sample, num_kept_blocks=len(running))
+            guess = _in_grammar(tree.best(min(room, budget)), sample.grammar)
+            if len(guess.tree):
+                self._holdings.grow(sample, len(sample.token_ids) + len(guess.tree))
+                guesses[task.key] = guess
+                budget -= len(guess.tree)
+        return guesses
+
+    def take_back(self, planned: Sequence[Planned], guesses: Mapping[Key, Guess]) -> None:
+        """The step failed: the blocks for its guesses go back."""
+        for sample, _ in planned:
+            if sample.key in guesses:
+                self._holdings.shrink(sample)
 
     def learn(
         self,
-        trees: Mapping[Key, TokenTree],
-        drawn: Mapping[Key, Sequence[int]],
+        told: Mapping[Key, Sequence[int]],
+        num_kept: Mapping[Key, int],
         *,
         num_rows: int,
         seconds: float,
@@ -122,21 +128,22 @@ class Speculator:
         """What came of `guess`.
 
         Args:
-            drawn: the tokens that each sample of `trees` has now and had not before.
+            told: the tokens that each sample of the step has now and had not before.
+            num_kept: of each guess, how many nodes.
             num_rows, seconds: of the step.
         """
         self._cost.observe(num_rows, seconds - sum(self._asked.values()))
-        num_kept = dict.fromkeys(self._asked, 0)
-        for key, token_ids in drawn.items():
-            self.counts.num_draws += 1
-            self.counts.num_guessed_tokens += len(trees[key])
-            self.counts.num_kept_tokens += max(0, len(token_ids) - 1)
-            for drafter, tree in self._believed[key]:
-                num_kept[drafter] += _observe(self._calibrations[drafter], tree, token_ids)
-        num_nodes = sum(map(len, trees.values()))
+        num_right = dict.fromkeys(self._asked, 0)
+        for key, drafts in self._believed.items():
+            # One token more than was kept is known to be the model's: it judges all guesses of it,
+            # those that were not computed, too, so that a drafter can win its trust back.
+            token_ids = told.get(key, ())[: num_kept.get(key, 0) + 1]
+            for drafter, tree in drafts:
+                right = _observe(self._calibrations[drafter], tree, token_ids)
+                num_right[drafter] += min(right, num_kept.get(key, 0))
         for drafter, cost_s in self._asked.items():
-            rows_s = self._load.row_s * num_nodes / len(self._asked)
-            self._worths[drafter].observe(num_kept[drafter], cost_s + rows_s)
+            rows_s = self._load.row_s * (num_rows - self._load.num_rows) / len(self._asked)
+            self._worths[drafter].observe(num_right[drafter], cost_s + rows_s)
 
     def _trees(self, tasks: list[Task], samples: Mapping[Key, Sample]) -> list[TokenTree]:
         found: list[list[TokenTree]] = [[] for _ in tasks]
@@ -144,7 +151,7 @@ class Speculator:
             if not (self._config.always or self._worths[index].is_asked(self._load)):
                 continue
             began = self._clock()
-            drafts = drafter.propose(tasks)
+            drafts = self._propose(index, drafter, tasks)
             self._asked[index] = self._clock() - began
             for own, task, draft in zip(found, tasks, drafts, strict=True):
                 self._believed.setdefault(task.key, []).append((index, draft.tree))
@@ -157,6 +164,17 @@ class Speculator:
                 tree = _likeliest_path(tree)
             trees.append(tree)
         return trees
+
+    def _propose(self, index: int, drafter: Drafter, tasks: list[Task]) -> list[Draft]:
+        """A drafter that fails guesses no more: nobody's answer needs it."""
+        if index in self._failed:
+            return [Draft(EMPTY, {})] * len(tasks)
+        try:
+            return drafter.propose(tasks)
+        except Exception:
+            self._failed.add(index)
+            logger.exception("drafter %s has failed, and guesses no more", drafter.name)
+            return [Draft(EMPTY, {})] * len(tasks)
 
     def _task(self, sample: Sample) -> Task:
         key = sample.key
@@ -175,8 +193,7 @@ class Speculator:
         )
 
     def _possible(self, tree: TokenTree, sample: Sample) -> TokenTree:
-        """Without what follows an end, lies beyond the sample's last place, or is against its
-        grammar."""
+        """Without what follows an end, or lies beyond the sample's last place."""
         ends = end_token_ids(sample.sampling, self._eos_token_ids)
         num_left = sample.group.max_output_tokens - sample.num_output_tokens - 1
         dropped = {
@@ -184,23 +201,7 @@ class Speculator:
             for node, (parent, depth) in enumerate(zip(tree.parents, tree.depths, strict=True))
             if depth > num_left or (parent != ROOT and tree.token_ids[parent] in ends)
         }
-        if sample.grammar is not None:
-            states = {ROOT: sample.grammar}
-            for node, (parent, token_id) in enumerate(
-                zip(tree.parents, tree.token_ids, strict=True)
-            ):
-                if node in dropped or parent in dropped:
-                    dropped.add(node)
-                    continue
-                state = states[parent].fork()
-                if state.accept(token_id) and not state.is_complete:
-                    states[node] = state
-                else:
-                    dropped.add(node)
         return tree.without(dropped)
-
-    def _room(self, sample: Sample, num_running: int) -> int:
-        return self._holdings.room(sample, num_kept_blocks=num_running)
 
     def _forget(self, key: Key) -> None:
         if self._known.pop(key, None) is not None:
@@ -231,13 +232,13 @@ def make_speculator(
     wanted = config.speculation
     if drafters is None:
         drafters = [PromptLookup(wanted.ngram) for _ in wanted.drafters]
-    if wanted.draft_models and len(drafters) <= len(wanted.drafters):
+    if len(drafters) < len(wanted.drafters) + len(wanted.draft_models):
         raise SettingsError("speculation.draft_models: whoever makes the engine must load them")
     if not drafters:
         return None
     if guesses is Guesses.NONE:
         raise SettingsError(
-            f"speculation.drafters: not with kv_dtype={config.kv_dtype}, whose blocks are "
+            f"speculation: not with kv_dtype={config.kv_dtype}, whose blocks are "
             "quantized once, of the tokens that fill them; leave it empty, or kv_dtype at auto"
         )
     return Speculator(
@@ -257,10 +258,28 @@ def _may_guess(sample: Sample, num_tokens: int) -> bool:
     return (
         sample.state is State.RUNNING
         and num_tokens == sample.num_pending_tokens
+        and sample.takes_guesses
         and request.beam is None
         and request.hold_after is None
+        and (sample.history is None or len(sample.token_ids) <= MAX_HISTORY)
         and not sample.group.is_continued
     )
+
+
+def _in_grammar(tree: TokenTree, grammar: GrammarState | None) -> Guess:
+    """The tree without what its grammar does not allow, and where each node is in it."""
+    if grammar is None:
+        return Guess(tree, (None,) * len(tree))
+    states = {ROOT: grammar}
+    dropped: set[int] = set()
+    for node, (parent, token_id) in enumerate(zip(tree.parents, tree.token_ids, strict=True)):
+        state = None if parent in dropped else states[parent].fork()
+        if state is not None and state.accept(token_id) and not state.is_complete:
+            states[node] = state
+        else:
+            dropped.add(node)
+    kept = [states[node] for node in range(len(tree)) if node not in dropped]
+    return Guess(tree.without(dropped), tuple(kept))
 
 
 def _likeliest_path(tree: TokenTree) -> TokenTree:
@@ -276,7 +295,11 @@ def _likeliest_path(tree: TokenTree) -> TokenTree:
 
 def _observe(calibration: Calibration, tree: TokenTree, token_ids: Iterable[int]) -> int:
     """Each node whose parent was kept, put to the test by the token that came there. Returns: how
-    many were right."""
+    many were right.
+
+    Args:
+        token_ids: the last of them was drawn in any case.
+    """
     node, chance, num_right = ROOT, 1.0, 0
     for token_id in token_ids:
         for guess, child in tree.children.get(node, {}).items():

@@ -59,8 +59,9 @@ class TokenTree:
             if (parent, token_id) in seen:
                 raise ValueError(f"node {node} repeats its sibling's token {token_id}")
             seen.add((parent, token_id))
-            if parent != ROOT and self.chances[node] > self.chances[parent]:
-                raise ValueError(f"node {node} is likelier than its parent")
+            above = 1.0 if parent == ROOT else self.chances[parent]
+            if not 0.0 <= self.chances[node] <= above:
+                raise ValueError(f"node {node} is likelier than its parent, or no chance at all")
 
     def __len__(self) -> int:
         return len(self.token_ids)

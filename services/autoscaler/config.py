@@ -115,7 +115,8 @@ class AutoscalerSettings:
 
     allow_flips: bool = True
     """Whether a running worker may be told to take the other role. Under mTLS its certificate must
-    name both (`baton certs --flips`). A worker that refuses is not asked again while it lives.
+    name both (`baton certs --flips`). A worker that refuses is asked again after five minutes at
+    the earliest: it takes up another certificate without a restart.
     """
 
     interval_s: float = 5.0

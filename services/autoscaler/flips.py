@@ -2,14 +2,17 @@
 
     ordered -> done      the worker serves in its new role
     ordered -> failed    it refused, did not answer in time, or is gone; nothing is kept of it
-A worker that refuses for what it is (its certificate, its model) is remembered, life by life, and
-not asked again. Law: `under_way` are exactly the workers with a call out. One asyncio loop.
+A worker that refuses for its certificate is not asked again for a while: another may be brought to
+it, and needs no restart. One that knows no flips is not asked again in that life. Law: `under_way`
+are exactly the workers with a call out. One asyncio loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -24,6 +27,10 @@ from protos import common_pb2, worker_control_pb2, worker_control_pb2_grpc
 from services.autoscaler.signals import Role
 
 logger = logging.getLogger(__name__)
+
+FORGET_S = 300.0
+"""After so long a worker that refused may be asked again: what renews certificates, and the kubelet
+that brings them to pods, need minutes."""
 
 _MAX_REFUSED = 4096
 
@@ -43,13 +50,16 @@ class Flips:
         *,
         timeout_s: float,
         on_end: Callable[[str, Role, str], None] = lambda worker_id, to, problem: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """timeout_s: for one worker to change. on_end: told how each ended; no problem: done."""
         self._dial = dial
         self._timeout_s = timeout_s
         self._on_end = on_end
+        self._clock = clock
         self._ordered: dict[str, _Ordered] = {}
-        self._refused: dict[tuple[str, str], None] = {}
+        self._refused: dict[tuple[str, str], float] = {}
+        """Lives of workers, and until when each is not asked; who refused last is last."""
 
     @property
     def under_way(self) -> Mapping[str, Role]:
@@ -57,8 +67,8 @@ class Flips:
         return {worker_id: ordered.to for worker_id, ordered in self._ordered.items()}
 
     def may_ask(self, worker: common_pb2.WorkerStatus) -> bool:
-        """Whether this life of the worker has not refused."""
-        return (worker.worker_id, worker.incarnation) not in self._refused
+        """Whether this life of the worker has not refused, or its refusal is forgotten."""
+        return self._refused.get(_life(worker), -math.inf) <= self._clock()
 
     def order(self, worker: common_pb2.WorkerStatus, to: Role) -> None:
         """Tell the worker; does not wait. One that is told already is not told again."""
@@ -90,9 +100,10 @@ class Flips:
         except grpc.aio.AioRpcError as error:
             said = serving.error_from_rpc(error)
             problem = str(said)
-            is_refusal = isinstance(said, FailedPrecondition | PermissionDenied)
-            if is_refusal or error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                self._refuse(worker)
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                self._refuse(worker, for_s=math.inf)
+            elif isinstance(said, FailedPrecondition | PermissionDenied):
+                self._refuse(worker, for_s=FORGET_S)
         logs.event(
             logger,
             "flip_failed" if problem else "flipped",
@@ -103,7 +114,12 @@ class Flips:
         )
         self._on_end(worker.worker_id, to, problem)
 
-    def _refuse(self, worker: common_pb2.WorkerStatus) -> None:
-        self._refused[worker.worker_id, worker.incarnation] = None
+    def _refuse(self, worker: common_pb2.WorkerStatus, *, for_s: float) -> None:
+        self._refused.pop(_life(worker), None)
+        self._refused[_life(worker)] = self._clock() + for_s
         for life in list(self._refused)[:-_MAX_REFUSED]:
             del self._refused[life]
+
+
+def _life(worker: common_pb2.WorkerStatus) -> tuple[str, str]:
+    return worker.worker_id, worker.incarnation

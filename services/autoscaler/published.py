@@ -9,6 +9,7 @@ import json
 from services.autoscaler.signals import ByRole, Role
 
 _MAX_WORKERS = 1_000_000
+_MAX_CHARS = 200
 
 
 def to_text(wanted: ByRole[int]) -> str:
@@ -18,9 +19,11 @@ def to_text(wanted: ByRole[int]) -> str:
 
 def from_text(text: str) -> ByRole[int] | None:
     """None: it says nothing, or what no leader of ours says."""
+    if len(text) > _MAX_CHARS:
+        return None
     try:
         said = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(said, dict):
         return None

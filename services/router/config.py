@@ -39,7 +39,8 @@ class RouterLimits:
 
     max_intake_bytes: int = 256 * MIB
     """Room for all requests' messages together, of which one tenant has at most half. A message
-    that is being read counts with the most that it may have, then with what it has.
+    that is being read counts with the most that it may have, then with what it has; one that takes
+    longer than a quarter of `intake_wait_s` gives way while somebody waits for its room.
     """
 
     max_connections: int = 4096

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from process.errors import BatonError, FailedPrecondition, NoCapacity, Unavailable
-from protos import common_pb2
 from services.router.kv_account import LOST, MOVED
+from services.router.sealed_handle import Extent
 from services.router.times import Details, StageTimes
 
 STAGE = "move"
@@ -56,18 +56,18 @@ class Loss:
 
 
 def shortcoming(
-    handle: common_pb2.KvHandle, num_context_tokens: int, max_own_tokens: int, now_unix_s: float
+    extent: Extent, num_context_tokens: int, max_own_tokens: int, now_unix_s: float
 ) -> str:
-    """Why who goes on from `handle` would compute more of the context alone than a decode worker
-    should; empty: it would not. What a new request may leave to it, this one may, and the rest of a
-    block in any case.
+    """Why who goes on from a handle of this `extent` would compute more of the context alone than a
+    decode worker should; empty: it would not. What a new request may leave to it, this one may, and
+    the rest of a block in any case.
 
     Args: num_context_tokens: prompt and what was drawn, of which the last one is always computed.
         max_own_tokens: as `policy.Ask`'s.
     """
-    if handle.deadline_unix_ms and handle.deadline_unix_ms / 1000 < now_unix_s + HANDOVER_S:
+    if extent.deadline_unix_ms and extent.deadline_unix_ms / 1000 < now_unix_s + HANDOVER_S:
         return LAPSED
-    if num_context_tokens - handle.num_tokens > max(handle.block_size, max_own_tokens, 1):
+    if num_context_tokens - extent.num_tokens > max(extent.block_size, max_own_tokens, 1):
         return SHORT
     return ""
 
@@ -116,11 +116,13 @@ class Failover:
         self.num_lost += 1
 
     def explained(self, error: BatonError) -> BatonError:
-        """`error`, which says why no other worker was found, with what made that necessary."""
+        """`error`, which says why no other worker was found, with what made that necessary. A
+        precondition stays one: to ask again is no use."""
         why = self.last.why if self.last is not None else "nothing was lost"
-        return Unavailable(
-            f"{why}, and nobody goes on: {error}", retry_after_s=error.retry_after_s or 1.0
-        )
+        told = f"{why}, and nobody goes on: {error}"
+        if isinstance(error, FailedPrecondition):
+            return FailedPrecondition(told)
+        return Unavailable(told, retry_after_s=error.retry_after_s or 1.0)
 
     def _mark_move(self, stage: str, details: Details | None = None) -> None:
         self._times.mark(STAGE, details)

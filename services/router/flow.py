@@ -29,8 +29,6 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
-from google.protobuf.message import DecodeError
-
 from process import logs
 from process.deadline import Deadline
 from process.errors import Internal
@@ -193,12 +191,12 @@ class RequestFlow:
         drawn = self._samples.drawn if self._samples.is_alone else ()
         try:
             why = shortcoming(
-                self._handle.opened(),
+                self._handle.extent(),
                 len(self._job.prompt_token_ids) + len(drawn),
                 self._cluster.routing.max_own_tokens,
                 time.time(),
             )
-        except DecodeError:
+        except ValueError:
             why = "unreadable"
         if not why:
             return True

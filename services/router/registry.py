@@ -1,13 +1,14 @@
 """Who is alive: workers and KV stores as they register in Redis, polled.
 
 A worker counts while its heartbeat key holds the incarnation of its entry. Redis away: everything
-known stays known and `is_redis_reachable` says so; and for `KEEP_S` from when it is back, for it
-may be empty, or have let all heartbeats lapse. After that an entry without heartbeat while Redis
-answers is gone; the same id with another incarnation is another life. Does not talk to workers. One
-asyncio loop; `snapshot` is replaced as a whole, never changed.
+known stays known and `is_redis_reachable` says so; and for `KEEP_S` from when it is back, where it
+is another one or was away for `LAPSE_S`, for it may be empty, or have let all heartbeats lapse.
+After that an entry without heartbeat while Redis answers is gone; the same id with another
+incarnation is another life. Does not talk to workers. One asyncio loop; `snapshot` is replaced as a
+whole, never changed.
 
-A Redis that was replaced between two looks is told by its mark: a random value which the first
-router that looks leaves there.
+A Redis that was replaced is told by its mark: a random value which the first router that looks
+leaves there. It is read last: where it is the known one, so was all that was read before it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +27,7 @@ import redis.asyncio
 from google.protobuf import json_format
 
 from process import logs, redis_client
-from process.registry_beat import BEAT_TTL_MS
+from process.registry_beat import BEAT_EVERY_S, BEAT_TTL_MS
 from process.tasks import end_tasks
 from protos import common_pb2, inference_pb2
 from services.router.remembered import Remembered
@@ -39,6 +41,8 @@ MARK_KEY = "baton:mark"
 """Which Redis this is: one that lost everything has another mark, or none."""
 KEEP_S = BEAT_TTL_MS / 1000
 """As long as a beat counts: each process tries to beat several times meanwhile."""
+LAPSE_S = KEEP_S - BEAT_EVERY_S
+"""A beat that was there so long ago may have lapsed since, although its process lives."""
 _INCARNATION_BYTES = 16
 _SLICE = 16
 """Entries parsed at a time: about 2 ms."""
@@ -63,6 +67,8 @@ class Registry:
         self._on_change = on_change
         self._clock = clock
         self._mark = b""
+        self._looked_at_s = -math.inf
+        """When the last look that got through began."""
         self._workers: dict[str, _Worker] = {}
         self._stores: dict[str, _Store] = {}
         self._remembered_workers = Remembered[_Worker](KEEP_S)
@@ -119,16 +125,21 @@ class Registry:
                 logger.exception("registry_poll_failed")
 
     async def _read(self) -> Snapshot:
+        began_s = self._clock()
         async with self._client.pipeline(transaction=False) as pipe:
-            pipe.set(MARK_KEY, secrets.token_bytes(16), nx=True)
-            pipe.get(MARK_KEY)
             pipe.hgetall(WORKERS_KEY)
             pipe.hgetall(STORES_KEY)
-            _, mark, worker_entries, store_entries = await pipe.execute()
+            worker_entries, store_entries = await pipe.execute()
         worker_ids, node_ids = sorted(worker_entries), sorted(store_entries)
         keys = [f"baton:worker:{i.decode(errors='replace')}:beat" for i in worker_ids]
         keys += [f"baton:store:{i.decode(errors='replace')}:beat" for i in node_ids]
-        beats: Any = await self._client.mget(keys) if keys else []
+        async with self._client.pipeline(transaction=False) as pipe:
+            if keys:
+                pipe.mget(keys)
+            pipe.set(MARK_KEY, secrets.token_bytes(16), nx=True)
+            pipe.get(MARK_KEY)
+            *found, _, mark = await pipe.execute()
+        beats = found[0] if found else []
         problems: list[str] = []
         workers: dict[str, _Worker] = {}
         entries = await self._parse_workers(worker_entries)
@@ -144,7 +155,7 @@ class Registry:
             if store is not None and beat is not None and beat == store.incarnation.encode():
                 status = _store_status(store, store_entries[store.node_id.encode()])
                 stores[store.node_id] = _Store(store, status)
-        self._remember(mark, workers, stores)
+        self._remember(mark, began_s, workers, stores)
         return Snapshot(
             tuple(worker.view for worker in self._workers.values()),
             tuple(store.view for store in self._stores.values()),
@@ -153,14 +164,24 @@ class Registry:
         )
 
     def _remember(
-        self, mark: bytes, workers: dict[str, _Worker], stores: dict[str, _Store]
+        self,
+        mark: bytes | None,
+        began_s: float,
+        workers: dict[str, _Worker],
+        stores: dict[str, _Store],
     ) -> None:
-        """Take these as known, with those whose absence means nothing yet."""
+        """Take these as known, with those whose absence means nothing yet. `mark` None: it was lost
+        while it was read.
+        """
         now_s = self._clock()
-        if mark != self._mark or not self.snapshot.is_redis_reachable:
+        is_away = not self.snapshot.is_redis_reachable
+        # Not for every look that failed: where some fail now and then, the dead would stay known.
+        could_lapse = is_away and now_s - self._looked_at_s >= LAPSE_S
+        if mark is None or mark != self._mark or could_lapse:
             self._remembered_workers.begin(self._workers, now_s)
             self._remembered_stores.begin(self._stores, now_s)
-        self._mark = mark
+        self._mark = mark or b""
+        self._looked_at_s = began_s
         kept_workers = self._remembered_workers.without(workers, now_s)
         kept_stores = self._remembered_stores.without(stores, now_s)
         self._workers = dict(sorted({**workers, **kept_workers}.items()))

@@ -23,8 +23,8 @@ class Remembered(Generic[T]):
         self._unheard: dict[str, T] = {}
 
     def begin(self, known: Mapping[str, T], now_s: float) -> None:
-        """Redis is back, or is another one: from now on these are known until they are heard of, or
-        their time is over."""
+        """Redis is back after beats could lapse, or is another one: from now on these are known
+        until they are heard of, or their time is over, which begins anew."""
         self._unheard = dict(known)
         self._until_s = now_s + self._keep_s
 

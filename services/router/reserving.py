@@ -2,9 +2,10 @@
 again as long as decode workers refuse.
 
 A worker that refuses is left out of the next choice; when all have refused, they are asked again as
-room comes, for a bounded time. An answer that has begun waits longer, and for workers to come, too:
-its client has seen a part of it. Law: `leg` is the reservation that stands, its owner's to end; one
-that failed, or whose wait was cancelled, has been told so. One request, one task.
+room comes, for a bounded time, unless each lacks what does not come with time: a precondition. An
+answer that has begun waits longer, and for workers to come, too: its client has seen a part of it.
+Law: `leg` is the reservation that stands, its owner's to end; one that failed, or whose wait was
+cancelled, has been told so. One request, one task.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable
 
 from process import spans
 from process.deadline import Deadline
-from process.errors import BatonError, Unavailable
+from process.errors import BatonError, FailedPrecondition, Unavailable
 from process.spans import Kind
 from protos import decode_pb2
 from services.router.decisions import FIRST
@@ -66,13 +67,15 @@ class Reserving:
         wait_s = times.failover_wait_s if self._is_again else times.reserve_wait_s
         bound = self._deadline.sooner(wait_s)
         last_error: BatonError | None = None
+        may_room_help = False  # one of those that refused
         occasion = DECODE_LEFT if self._is_again else FIRST
         while True:
             if last_error is not None and not routing.pools(asking, refused).decode:
-                if bound.expired:
+                if bound.expired or not may_room_help:
                     raise last_error
                 await self._wait(bound)
                 refused.clear()
+                may_room_help = False
             try:
                 choice, asking = routing.choose(asking, refused, occasion)
             except Unavailable:
@@ -91,6 +94,7 @@ class Reserving:
                     leg = await self._reserve_at(worker, asking.ask)
             except TRY_ANOTHER as error:
                 last_error = error
+                may_room_help |= not isinstance(error, FailedPrecondition)
                 refused.add(choice.decode_id)
                 routing.metrics.on_retry("decode_refused")
             else:

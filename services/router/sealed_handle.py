@@ -1,7 +1,8 @@
 """SealedHandle: a KvHandle that is passed on as the bytes that came.
 
-A handle on a long prompt has thousands of entries, and the router needs none of them: to make a
-message of them, copy it and write it out again would hold every other request's tokens up. So the
+A handle on a long prompt has thousands of entries, and the router needs none of them while it is
+handed over: to make a message of them, copy it and write it out again would hold every other
+request's tokens up. Only one that is given back unused is opened, for its leases. So the
 handle is cut out of the prefill worker's reply and set into the decode worker's command unread; who
 uses it looks at its signature first. Bytes that are no message are found here, not passed on.
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from protos import common_pb2, decode_pb2, prefill_pb2
 from services.router.wire_fields import LENGTH, VARINT, Field, fields_of, nested, varint
@@ -21,7 +23,14 @@ _REPLY = prefill_pb2.PrefillEvent.REPLY_FIELD_NUMBER
 _HANDLE = prefill_pb2.PrefillReply.HANDLE_FIELD_NUMBER
 _SMALL_BYTES = 1024
 """A message up to this size is read as a whole to see that it has no handle: most have none."""
+_UINT32 = 2**32 - 1
 _IS_PARTIAL = common_pb2.KvHandle.IS_PARTIAL_FIELD_NUMBER
+
+_EXTENT = (
+    common_pb2.KvHandle.NUM_TOKENS_FIELD_NUMBER,
+    common_pb2.KvHandle.BLOCK_SIZE_FIELD_NUMBER,
+    common_pb2.KvHandle.DEADLINE_UNIX_MS_FIELD_NUMBER,
+)
 
 _PLACES = {
     "prefetch": (
@@ -34,6 +43,14 @@ _PLACES = {
     ),
 }
 """Numbers of the command and of the handle in it, for those that carry one."""
+
+
+class Extent(NamedTuple):
+    """What a handle says of itself in three numbers, as in `common.proto`; 0: it does not say."""
+
+    num_tokens: int = 0
+    block_size: int = 0
+    deadline_unix_ms: int = 0
 
 
 @dataclass(frozen=True)
@@ -52,6 +69,16 @@ class SealedHandle:
                 _need(field, VARINT)
                 is_partial = bool(varint(data, field.begin)[0])
         return cls(data, is_partial)
+
+    def extent(self) -> Extent:
+        """Read without the entries. Raises: ValueError for what cannot be a handle."""
+        numbers = dict.fromkeys(_EXTENT, 0)
+        for field in fields_of(self.data):
+            if field.number in numbers:
+                _need(field, VARINT)
+                numbers[field.number] = varint(self.data, field.begin)[0]
+        num_tokens, block_size, deadline_unix_ms = numbers.values()
+        return Extent(num_tokens & _UINT32, block_size & _UINT32, _signed(deadline_unix_ms))
 
     def opened(self) -> common_pb2.KvHandle:
         """The handle, read. Raises: google.protobuf.message.DecodeError."""
@@ -169,6 +196,12 @@ class Command:
         # What follows is merged into the command of the same kind, by protobuf's own rule.
         kind, number = _PLACES[self.message.WhichOneof("command") or ""]
         return head + nested(kind, nested(number, self.handle.data))
+
+
+def _signed(number: int) -> int:
+    """An int64, as protobuf's varints have it."""
+    number &= 2**64 - 1
+    return number - 2**64 if number >= 2**63 else number
 
 
 def _need(field: Field, wire_type: int) -> None:

@@ -144,8 +144,10 @@ class WorkerCore:
         """Where preempted requests' blocks go, with a store; None: where the engine says."""
         self.adapters = WorkerAdapters(self.thread, engine.adapters())
         self.counts = WorkerCounts()
-        self.laws: LawCheck = LawCheck(
-            self._check_laws, before=None if before is None else before.laws
+        self.laws: LawCheck = (
+            LawCheck(self._check_laws)
+            if before is None
+            else before.laws.hand_over(self._check_laws)
         )
         self.handle_keys = HandleKeys.of(settings.handle_keys_file)
         """Without a file, so without a store: none; every handle is refused."""
@@ -336,7 +338,10 @@ class WorkerCore:
             await self.lender.stop(timeout_s=timeout_s)
         if not closes_engine:
             await self._have_blocks_back(Deadline.after(timeout_s))
-        await self.thread.stop(timeout_s, closes_engine=closes_engine)
+        try:
+            await self.thread.stop(timeout_s, closes_engine=closes_engine)
+        finally:
+            await self.laws.settle(timeout_s)  # its job has run, or never will
         await asyncio.to_thread(self.tracing.stop)
 
     async def _have_blocks_back(self, deadline: Deadline) -> None:

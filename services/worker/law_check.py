@@ -6,6 +6,8 @@ looking, however many ask, and whether they wait for the answer or not; who asks
 what was found last. An idle worker looks whenever it is asked: once for all those who came before
 the look began. Knows no law: those who have them are asked. One asyncio loop.
 
+An engine has one of these for its whole life, and hands it from role to role (`hand_over`).
+
 Law: at most one look is under way, and it ends whatever becomes of those who asked.
 """
 
@@ -32,18 +34,26 @@ class LawCheck:
         self,
         look: Look,
         clock: Callable[[], float] = time.monotonic,
-        *,
-        before: LawCheck | None = None,
     ) -> None:
-        """before: of the same engine, in another role; what it spent counts here, too."""
         self.num_looks = 0
         """That were begun."""
         self._look = look
         self._clock = clock
         self._problem = ""
-        self.due_s: float = clock() if before is None else before.due_s
+        self.due_s = clock()
         """On the clock: when a working engine may be held again."""
         self._looking: asyncio.Task[None] | None = None
+
+    def hand_over(self, look: Look) -> LawCheck:
+        """From now on `look` knows the laws: the engine has another role. What was spent counts on,
+        a look under way, too; what was found was of the role before."""
+        self._look, self._problem = look, ""
+        return self
+
+    async def settle(self, timeout_s: float) -> None:
+        """Wait for the look that is under way, if there is one, at most so long."""
+        if self._looking is not None:
+            await asyncio.wait({self._looking}, timeout=timeout_s)
 
     async def problem(self, *, is_busy: bool) -> str:
         """What is broken; empty: nothing. Never raises."""
@@ -59,12 +69,14 @@ class LawCheck:
         return self._problem
 
     async def _find(self) -> None:
-        held_s = 0.0
+        held_s, look = 0.0, self._look
         try:
-            held_s = await self._look()
-            self._problem = ""
+            held_s = await look()
+            problem = ""
         except BatonError as error:
-            self._problem = str(error)
+            problem = str(error)
         finally:
             self.due_s = self._clock() + held_s / SHARE
             self._looking = None
+        if self._look is look:
+            self._problem = problem

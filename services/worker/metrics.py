@@ -240,6 +240,12 @@ def _of_engine(snapshot: MetricsSnapshot, labels: Labels) -> Iterator[Metric]:
         ("baton_prefill_tokens", "Prompt tokens that were computed.", snapshot.num_prefill_tokens),
         ("baton_decode_tokens", "Tokens computed after the prompt.", snapshot.num_decode_tokens),
         ("baton_output_tokens", "Tokens drawn or forced.", snapshot.num_output_tokens),
+        ("baton_guessed_tokens", "Guesses that were computed.", snapshot.num_guessed_tokens),
+        (
+            "baton_guessed_tokens_kept",
+            "Guesses that were computed and kept.",
+            snapshot.num_kept_tokens,
+        ),
     )
     for name, text, count in one_by_one:
         yield counter(name, text, labels, count)

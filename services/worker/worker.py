@@ -38,15 +38,6 @@ STOP_GRACE_S = 1.0
 """For the last messages of cancelled RPCs."""
 
 
-class _Shown(tls.Identity):
-    """What the server shows. Another certificate is taken up only if it names the role that the
-    worker has then: peers that dial it as that would refuse any other."""
-
-    def require(self, role_name: str) -> None:
-        """The role that it has from now on."""
-        self._role = PeerRole(role_name)
-
-
 class Worker:
     """A started worker; `stop` ends it. Tests and `run` use the same one."""
 
@@ -69,7 +60,9 @@ class Worker:
         self._broken: BatonError | None = None
         self._listens_at = ""
         self._control = WorkerControlServicer(self.set_role)
-        self._shown: _Shown | None = None
+        self._shown: tls.Identity | None = None
+        """What the server shows. Another certificate is taken up only if it names the role that the
+        worker has then: peers that dial it as that would refuse any other."""
         self._server: grpc.aio.Server | None = None
 
     @property
@@ -109,7 +102,7 @@ class Worker:
         core = self.core
         role_name = core.identity.role
         if core.tls is not None:
-            self._shown = _Shown(core.settings.tls, PeerRole(role_name))
+            self._shown = tls.Identity(core.settings.tls, PeerRole(role_name))
         self._switch.serve(role_name, self.role.add_service)
         self._server, self._listens_at = await serving.listen(
             core.settings.listen,
@@ -173,8 +166,9 @@ class Worker:
                 await asyncio.to_thread(self._engine.close)
             raise Unavailable(f"{before.core.identity.worker_id} is stopping")
         self._life = life
-        if self._shown is not None:
-            self._shown.require(role_name)
+        if self._shown is not None and life.core.tls is not None:
+            # Not what it shows when files were refused: that may not name the role for a while yet.
+            self._shown.take_over(life.core.tls)
         self._collector.follow(life.core)
         self._switch.serve(role_name, life.role.add_service)
         life.announce(self._listens_at, self.metrics.address)

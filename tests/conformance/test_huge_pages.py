@@ -4,7 +4,6 @@ tests are skipped by name."""
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import os
 import subprocess
 import sys
@@ -20,34 +19,28 @@ from kvstore.config import KvStoreSettings
 from kvstore.metrics import StoreMetrics
 from kvstore.slab import Slab, SlabLayout, check_room, remove_stale
 from process.errors import NoCapacity
+from tests.conformance.huge_pool import HugePool
 
 HUGE = 2 * 1024 * 1024
 NUM_PAGES = 24
 LIFE = b"i" * 16
-_POOL = Path("/proc/sys/vm/nr_hugepages")
 
 Chain = Callable[[str, int], list[bytes]]
 NewWorker = Callable[..., Any]
-
-
-def _add_to_pool(num_pages: int) -> None:
-    """Together with others who do so now."""
-    with _POOL.open("r+") as pool:
-        fcntl.flock(pool, fcntl.LOCK_EX)
-        now = int(pool.read())
-        pool.seek(0)
-        pool.write(str(max(0, now + num_pages)))
 
 
 @pytest.fixture(scope="module")
 def mounted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A mount of NUM_PAGES huge pages that are ours: others cannot take them meanwhile."""
     folder = tmp_path_factory.mktemp("huge")
+    pool = HugePool()
     try:
-        _add_to_pool(NUM_PAGES)
+        num_made = pool.grow(NUM_PAGES)
     except OSError as error:
         pytest.skip(f"no huge pages may be made here ({error.strerror}); NOT tested")
     try:
+        if num_made < NUM_PAGES:
+            pytest.skip(f"of {NUM_PAGES} huge pages {num_made} could be made here; NOT tested")
         size = NUM_PAGES * HUGE
         options = f"pagesize=2M,size={size},min_size={size}"
         made = subprocess.run(
@@ -65,7 +58,7 @@ def mounted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             # Lazily: what is mapped in this process stays so until it ends.
             subprocess.run(["umount", "-l", str(folder)], timeout=30, check=True)
     finally:
-        _add_to_pool(-NUM_PAGES)
+        pool.shrink(num_made)
 
 
 @pytest.fixture

@@ -11,21 +11,20 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from baton.cluster_config import ClusterConfig
 from baton.load import course, trace_file
-from baton.load.arrivals import Kind
-from baton.load.course import ROLES, Moment
-from baton.load.planned import Planned
+from baton.load.course import ROLES, Course
 from baton.load.trace_file import TraceLine
 from baton.local_cluster import LocalCluster
 from benchmarks import autoscaling_local
 from benchmarks.autoscaling_local import Drive
 from benchmarks.paced_worker import paced
+from benchmarks.stretches import Stretch
 from tests.e2e.conftest import assert_idle
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -41,50 +40,40 @@ _TIGHT = (
 
 
 def _run(
-    load: list[Planned],
+    stretches: Sequence[Stretch],
     name: str,
     tmp_path: Path,
     *,
-    enough: Callable[[Moment], bool] = lambda moment: True,
-    max_rounds: int = 1,
     config: ClusterConfig | None = None,
 ) -> Drive:
     with LocalCluster(config or autoscaling_local.config(*_TIGHT, most=2)) as cluster:
-        driven = asyncio.run(
-            autoscaling_local.drive(
-                cluster, load, settle_s=_SETTLE_S, enough=enough, max_rounds=max_rounds
-            )
-        )
+        driven = asyncio.run(autoscaling_local.drive(cluster, stretches, settle_s=_SETTLE_S))
         assert_idle(cluster)
     folder = Path(os.environ.get("BATON_ARTEFACTS", tmp_path))
     course.draw(driven.outcomes, driven.course, folder / f"autoscaling-{name}.png", name)
     return driven
 
 
-def _shaped(rates: str, seed: int) -> list[Planned]:
-    return autoscaling_local.shaped(rates, vocab_size=_VOCAB_SIZE, seed=seed)
+def _paced(*parts: tuple[str, Callable[[Course], bool] | None], seed: int) -> list[Stretch]:
+    """Rates, and until when they are sent again and again; None: once."""
+    return [
+        autoscaling_local.paced_stretch(
+            rates, vocab_size=_VOCAB_SIZE, seed=seed + at, enough=enough
+        )
+        for at, (rates, enough) in enumerate(parts)
+    ]
 
 
-def _paced(rates: str, seed: int, kind: Kind) -> list[Planned]:
-    return autoscaling_local.shaped(
-        rates,
-        vocab_size=_VOCAB_SIZE,
-        seed=seed,
-        lengths=autoscaling_local.PACED_LENGTHS,
-        kind=kind,
-    )
-
-
-def _run_paced(load: list[Planned], name: str, tmp_path: Path) -> Drive:
+def _run_paced(stretches: Sequence[Stretch], name: str, tmp_path: Path) -> Drive:
     """What a worker carries is known here, whatever the machine does beside: one prefill worker
     about 0.85 requests a second within the targets, one decode worker 1.4."""
     with paced(autoscaling_local.PACED):
-        return _run(load, name, tmp_path, config=autoscaling_local.paced_config())
+        return _run(stretches, name, tmp_path, config=autoscaling_local.paced_config())
 
 
 def _assert_kept(driven: Drive, *, max_turns: int) -> None:
     """No request failed, workers of both roles were asked for, all that came have left, and nothing
-    went to and fro. When those that were asked for serve is the machine's to say: a load may be
+    went to and fro. When those that were asked for serve is the machine's to say: a trace may be
     over before."""
     failed = [outcome for outcome in driven.outcomes if not outcome.is_served]
     assert not failed, failed[:3]
@@ -97,26 +86,44 @@ def _assert_kept(driven: Drive, *, max_turns: int) -> None:
     assert [seen.last_wanted(role) for role in ROLES] == [1, 1], "what was added has left"
 
 
+def _assert_came(driven: Drive) -> None:
+    """Those of each role that were asked for have served: for loads that last until they do."""
+    most = {role: driven.course.most_ready(role) for role in ROLES}
+    assert all(num == 2 for num in most.values()), f"no worker came while the load lasted: {most}"
+
+
 def test_a_step_of_load_adds_workers_and_its_end_removes_them(seed: int, tmp_path: Path) -> None:
     """It lasts until a worker of each role was added, however long a worker takes to start."""
-
-    def enough(moment: Moment) -> bool:
-        return all(moment.pools[role].num_ready > 1 for role in ROLES)
-
-    driven = _run(_shaped("6:4", seed), "step", tmp_path, enough=enough, max_rounds=60)
+    load = autoscaling_local.shaped("6:4", vocab_size=_VOCAB_SIZE, seed=seed)
+    step = Stretch([load] * 60, autoscaling_local.have_come)
+    driven = _run([step], "step", tmp_path)
     _assert_kept(driven, max_turns=1)
-    assert all(driven.course.most_ready(role) == 2 for role in ROLES)
+    _assert_came(driven)
+
+
+_HAVE_COME = autoscaling_local.have_come
+_RAMP = (("0..2.5:90", None), ("2.5:10", _HAVE_COME), ("2.5..0:90", None))
+_BURST = (
+    *(("0.2:15", None), ("3:60", None), ("2.5:10", _HAVE_COME)),
+    *(("0.2:90", None), ("3:60", None), ("0.2:30", None)),
+)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("name", "rates", "max_turns"),
-    [("ramp", "0..2.5:90,2.5..0:90", 1), ("burst", "0.2:15,3:60,0.2:90,3:60,0.2:30", 3)],
-)
-def test_other_shapes(name: str, rates: str, max_turns: int, seed: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "parts", "max_turns"), [("ramp", _RAMP, 1), ("burst", _BURST, 3)])
+def test_other_shapes(
+    name: str,
+    parts: tuple[tuple[str, Callable[[Course], bool] | None], ...],
+    max_turns: int,
+    seed: int,
+    tmp_path: Path,
+) -> None:
     """Requests come evenly: chance in a few of them near what one worker carries would be more than
-    the slack, and a turn that follows it no mistake. A burst outlasts the start of a worker."""
-    _assert_kept(_run_paced(_paced(rates, seed, "constant"), name, tmp_path), max_turns=max_turns)
+    the slack, and a turn that follows it no mistake. A ramp's top and the first burst outlast the
+    start of a worker of each role."""
+    driven = _run_paced(_paced(*parts, seed=seed), name, tmp_path)
+    _assert_kept(driven, max_turns=max_turns)
+    _assert_came(driven)
 
 
 @pytest.mark.long
@@ -134,7 +141,7 @@ def test_a_trace(seed: int, tmp_path: Path) -> None:
     ]
     ordered = sorted(lines, key=lambda line: line.timestamp_ms)
     load = trace_file.replay(ordered, vocab_size=_VOCAB_SIZE, seed=seed, shrink=8)
-    _assert_kept(_run_paced(load, "trace", tmp_path), max_turns=1)
+    _assert_kept(_run_paced([Stretch([load])], "trace", tmp_path), max_turns=1)
 
 
 @pytest.mark.long
@@ -142,12 +149,13 @@ def test_targets_are_met_when_workers_have_come(seed: int, tmp_path: Path) -> No
     """The first workers are too few and requests are late; with those that the autoscaler adds, and
     once what had piled up is cleared, so many are in time as the targets ask.
 
-    Requests come evenly, so that they are late at first whatever chance does.
+    Requests come evenly, so that they are late at first whatever chance does, and as long as it
+    takes until enough of them can be judged.
     """
-    load = _paced(autoscaling_local.SHAPES["paced"], seed, "constant")
+    load = _paced((autoscaling_local.SHAPES["paced"], autoscaling_local.can_be_judged), seed=seed)
     driven = _run_paced(load, "paced", tmp_path)
     _assert_kept(driven, max_turns=1)
-    assert all(driven.course.most_ready(role) == 2 for role in ROLES)
+    _assert_came(driven)
     spans = driven.met_before_and_after(autoscaling_local.PACED_TARGETS)
     assert spans is not None
     before, after = spans

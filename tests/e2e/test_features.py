@@ -50,6 +50,10 @@ def cluster(adapter: Path) -> Iterator[LocalCluster]:
         overrides=(
             f'worker.adapters=["tales={adapter}"]',
             "worker.metrics_listen=127.0.0.1:0",
+            # No token of an answer may depend on it, whatever is asked.
+            'decode.engine.speculation.drafters=["ngram"]',
+            'decode.engine.speculation.draft_models=["baton-5m-draft"]',
+            "decode.engine.speculation.always=true",
         ),
     )
     with LocalCluster(config) as running:
@@ -233,10 +237,14 @@ def test_a_record_is_replayed_by_a_cluster_of_its_own(
 
 
 def test_metrics_are_served_where_status_says(client: SyncClient) -> None:
-    client.complete("Once upon a time", max_tokens=4)
+    client.complete("Once upon a time there was", max_tokens=24, ignore_eos=True)
     workers = client.status().workers
     assert all(worker.num_prefix_tokens_asked for worker in workers)
     for worker in workers:
         with urllib.request.urlopen(f"http://{worker.metrics_address}/metrics", timeout=10) as got:
             text = got.read().decode()
         assert f'baton_up{{role="{worker.role}",worker_id="{worker.worker_id}"}} 1.0' in text
+        kept = re.search(r"^baton_guessed_tokens_kept_total\{.*\} (\S+)$", text, re.MULTILINE)
+        assert kept, text
+        # One of the cluster's workers guesses; its answers are everybody's.
+        assert (float(kept[1]) > 0) == (worker.role == "decode")

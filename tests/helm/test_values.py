@@ -66,6 +66,8 @@ def _paths(cls: Any, prefix: str) -> list[str]:
             "autoscaler.settings.flip_timeout_s=1",
             "Additional property flip_timeout_s is not allowed",
         ),
+        # scaling.by says it: the Role lets an autoscaler that acts write another Lease.
+        ("autoscaler.settings.act=false", "Additional property act is not allowed"),
         ("decode.resources.limit.memory=1Gi", "Additional property limit is not allowed"),
     ],
 )

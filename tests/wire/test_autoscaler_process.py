@@ -12,7 +12,13 @@ import grpc.aio
 import pytest
 
 from process import registry_beat, serving
-from process.errors import FailedPrecondition, InvalidArgument, Unavailable
+from process.errors import (
+    BatonError,
+    FailedPrecondition,
+    InvalidArgument,
+    PermissionDenied,
+    Unavailable,
+)
 from protos import (
     autoscaler_pb2,
     autoscaler_pb2_grpc,
@@ -21,13 +27,14 @@ from protos import (
 )
 from services.autoscaler.acting import Outcome
 from services.autoscaler.decision import Decision, Direction, Flip, Reason
+from services.autoscaler.flips import FORGET_S
 from services.autoscaler.limits import Pace
 from services.autoscaler.metrics import SILENCE_S
 from services.autoscaler.scaler import ScalerError, UnitState
 from services.autoscaler.server import MAX_REQUEST_BYTES
 from services.autoscaler.signals import ByRole, Role
 from tests.unit.router.bench import until
-from tests.wire.autoscaler_bench import Cluster, running
+from tests.wire.autoscaler_bench import Cluster, Worker, running
 
 
 async def ask(address: str, **fields: Any) -> autoscaler_pb2.GetDecisionsReply:
@@ -175,6 +182,51 @@ async def test_a_worker_that_refuses_is_not_asked_again_in_that_life() -> None:
         assert await can_flip() == {"decode-0": True, "decode-1": False}
         worker.status.incarnation = "c" * 32
         assert await can_flip() == {"decode-0": True, "decode-1": True}
+
+
+@pytest.mark.parametrize("refusal", [FailedPrecondition, PermissionDenied])
+async def test_a_refusal_for_a_certificate_is_forgotten_as_it_may_have_come_since(
+    refusal: type[BatonError],
+) -> None:
+    async with running(decode=2) as cluster:
+        now_s = 1000.0
+        flips, worker = cluster.autoscaler._flips, cluster.workers["decode-1"]
+        flips._clock = lambda: now_s
+        for num_asked in (1, 2):
+            worker.refusal = refusal("its certificate names one role")
+            flips.order(worker.status, Role.PREFILL)
+            await until(lambda: not flips.under_way)
+            assert len(worker.asked) == num_asked
+            now_s += FORGET_S - 0.5
+            assert not flips.may_ask(worker.status)
+            now_s += 1.0
+            assert flips.may_ask(worker.status)
+        worker.refusal = None
+        flips.order(worker.status, Role.PREFILL)
+        await until(lambda: not flips.under_way)
+        assert worker.status.role == "prefill" and flips.may_ask(worker.status)
+
+
+class Older(Worker):
+    """One whose version knows no flips."""
+
+    async def SetRole(self, request: Any, context: Any) -> Any:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "what is that?")
+
+
+async def test_a_worker_that_knows_no_flips_is_not_asked_again_in_that_life() -> None:
+    async with running() as cluster:
+        now_s = 1000.0
+        flips, older = cluster.autoscaler._flips, Older("decode-9", "decode")
+        flips._clock = lambda: now_s
+        cluster.workers["decode-9"], status = older, older.status
+        await older.start()
+        flips.order(status, Role.PREFILL)
+        await until(lambda: not flips.under_way)
+        now_s += 1000 * FORGET_S
+        assert not flips.may_ask(status)
+        status.incarnation = "c" * 32
+        assert flips.may_ask(status)
 
 
 async def test_a_worker_that_is_busy_may_be_asked_again() -> None:

@@ -57,8 +57,19 @@ async def drained_meanwhile(
     return told
 
 
+def check_sums(told: Told, prompt: list[int]) -> None:
+    """A leg that drew had all of the prompt by its own account; one that moved before it did, no
+    more than that."""
+    ends = [moved.num_output_tokens[0] for moved in told.moved] + [len(told.sample.token_ids)]
+    for leg, before, end in zip(told.legs, [0, *ends], ends, strict=False):
+        total = leg.num_tokens_computed + leg.num_tokens_local
+        total += sum(count.num_tokens for count in leg.from_store)
+        assert total == len(prompt) if end > before else total <= len(prompt), (leg, before, end)
+
+
 def check_legs(told: Told, prompt: list[int]) -> None:
-    """Every leg behind a move had the prompt's KV by the handle."""
+    """Every leg behind a move had the prompt's KV by the handle, and what each says sums up."""
+    check_sums(told, prompt)
     legs = zip(told.moved, told.legs[1:], told.had_handle[1:], strict=True)
     for moved, leg, had_handle in legs:
         if moved.reason == "missing":  # nothing was computed yet

@@ -253,6 +253,22 @@ async def test_a_worker_that_lacks_something_is_not_the_end() -> None:
         assert [ended_by for _, ended_by in _legs(messages)] == ["", "worker_lost", "", ""]
 
 
+async def test_what_no_worker_has_is_the_end_and_stays_a_precondition() -> None:
+    """Each is asked once more, not until the time for failover is over."""
+    async with running(num_decode=2, times=PATIENT) as bench:
+        _pause(bench, 5)
+        generating = asyncio.create_task(bench.generate(_asked()))
+        worker = await _paused(bench)
+        for each in bench.decodes:
+            each.error = FailedPrecondition("adapter: it was unloaded")
+        worker.fail_all()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await generating
+        assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert "nobody goes on: " in str(caught.value.details())
+        assert [each.num_refused for each in bench.decodes] == [1, 1]
+
+
 @pytest.mark.parametrize("goes", GOES)
 async def test_samples_go_on_from_what_was_told_whatever_is_drawn_again(goes: Goes) -> None:
     """Kernels that depend on the batch: the second prefill draws other first tokens."""

@@ -13,14 +13,10 @@ from typing import Any
 import grpc
 import pytest
 
-from baton import certs
-from baton.cert_set import CertSet
 from engine.request import Request, Sampling
 from kvstore.errors import Quarantine
 from process import serving
-from process.access import WORKERS, Role
 from process.errors import FailedPrecondition, Internal, Unavailable
-from process.tls import Identity
 from protos import (
     common_pb2,
     decode_pb2_grpc,
@@ -307,117 +303,3 @@ async def test_without_a_store_it_changes_all_the_same(tmp_path: Path) -> None:
             await stream.close()
     finally:
         await made.stop()
-
-
-async def test_a_certificate_of_one_role_keeps_it_and_says_so(tmp_path: Path) -> None:
-    """Asked by those who may ask; nobody else gets as far."""
-    made = certs.write(tmp_path)
-    settings = WorkerSettings(
-        worker_id="w", redis_url="", tls=made.tls_of(Role.DECODE), limits=WorkerLimits(drain_s=0.2)
-    )
-    serving_one = await main.start(fake_engine(), settings, "decode", DecodeRole)
-    request = worker_control_pb2.SetRoleRequest(role="prefill")
-    try:
-        for asking, code, says in (
-            (Role.ADMIN, grpc.StatusCode.FAILED_PRECONDITION, "cannot serve as prefill: cert_file"),
-            (Role.AUTOSCALER, grpc.StatusCode.FAILED_PRECONDITION, "baton://role/decode"),
-            (Role.ROUTER, grpc.StatusCode.PERMISSION_DENIED, "not for a peer of role router"),
-        ):
-            dial = serving.Dialer(Identity(made.tls_of(asking), asking))
-            async with dial(serving_one.address, Role.DECODE) as channel:
-                stub = worker_control_pb2_grpc.WorkerControlStub(channel)
-                told = await code_of(stub.SetRole(request, timeout=WAIT_S))
-                assert told[0] is code and says in told[1] and "\n" not in told[1]
-        assert serving_one.core.identity.role == "decode" and not serving_one.core.draining
-    finally:
-        await serving_one.stop()
-
-
-def worker_with(made: CertSet, role: Role) -> WorkerSettings:
-    limits = WorkerLimits(drain_s=0.2)
-    return WorkerSettings(worker_id="w", redis_url="", tls=made.tls_of(role), limits=limits)
-
-
-async def asked_over_tls(
-    made: CertSet, address: str, asking: Role, dialled: Role, role: str
-) -> tuple[grpc.StatusCode, str]:
-    """What comes of SetRole."""
-    dial = serving.Dialer(Identity(made.tls_of(asking), asking))
-    async with dial(address, dialled) as channel:
-        stub = worker_control_pb2_grpc.WorkerControlStub(channel)
-        request = worker_control_pb2.SetRoleRequest(role=role)
-        try:
-            reply = await stub.SetRole(request, timeout=WAIT_S)
-        except grpc.aio.AioRpcError as error:
-            return error.code(), error.details() or ""
-    return grpc.StatusCode.OK, reply.role
-
-
-async def test_a_certificate_of_both_roles_serves_in_either_by_its_own_table(
-    tmp_path: Path,
-) -> None:
-    """A peer of the role that it has not any more is told so, as without TLS; one that never had
-    business here is refused, before and after."""
-    made = certs.write(tmp_path, flips=True)
-    w = await main.start(fake_engine(), worker_with(made, Role.DECODE), "decode", DecodeRole)
-    ask = common_pb2.GetWorkerStatusRequest()
-
-    async def status(asking: Role, called: Role) -> tuple[grpc.StatusCode, str]:
-        dial = serving.Dialer(Identity(made.tls_of(asking), asking))
-        async with dial(w.address, called) as channel:
-            stub: Any = (
-                decode_pb2_grpc.DecodeStub(channel)
-                if called is Role.DECODE
-                else prefill_pb2_grpc.PrefillStub(channel)
-            )
-            try:
-                return grpc.StatusCode.OK, (await stub.GetWorkerStatus(ask, timeout=WAIT_S)).role
-            except grpc.aio.AioRpcError as error:
-                return error.code(), error.details() or ""
-
-    denied, away = grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAVAILABLE
-    try:
-        assert (await status(Role.ROUTER, Role.DECODE)) == (grpc.StatusCode.OK, "decode")
-        # It never was one: nobody has told a router so.
-        assert (await status(Role.ROUTER, Role.PREFILL))[0] is denied
-        for asking in (*WORKERS, Role.ROUTER, Role.KVSTORE, Role.CLIENT):
-            told = await asked_over_tls(made, w.address, asking, Role.DECODE, "prefill")
-            assert told[0] is denied, asking
-        assert w.core.identity.role == "decode"
-        told = await asked_over_tls(made, w.address, Role.AUTOSCALER, Role.DECODE, "prefill")
-        assert told == (grpc.StatusCode.OK, "prefill")
-        assert (await status(Role.ROUTER, Role.PREFILL)) == (grpc.StatusCode.OK, "prefill")
-        assert (await status(Role.ROUTER, Role.DECODE)) == (away, "w has the role prefill now")
-        for asking in (*WORKERS, Role.KVSTORE, Role.CLIENT):
-            assert (await status(asking, Role.PREFILL))[0] is denied, asking
-            assert (await status(asking, Role.DECODE))[0] is denied, asking
-        told = await asked_over_tls(made, w.address, Role.ADMIN, Role.PREFILL, "decode")
-        assert told == (grpc.StatusCode.OK, "decode")
-        assert (await status(Role.ROUTER, Role.DECODE)) == (grpc.StatusCode.OK, "decode")
-    finally:
-        await w.stop()
-
-
-async def test_flips_that_are_allowed_or_forbidden_later_need_no_restart(tmp_path: Path) -> None:
-    """New certificates are what decides. A worker that has flipped keeps showing the last one that
-    names its role: nobody could reach it under another."""
-    made = certs.write(tmp_path)
-    w = await main.start(fake_engine(), worker_with(made, Role.DECODE), "decode", DecodeRole)
-    ok, refused = grpc.StatusCode.OK, grpc.StatusCode.FAILED_PRECONDITION
-    try:
-        told = await asked_over_tls(made, w.address, Role.ADMIN, Role.DECODE, "prefill")
-        assert told[0] is refused
-        certs.write(tmp_path, flips=True)
-        told = await asked_over_tls(made, w.address, Role.ADMIN, Role.DECODE, "prefill")
-        assert told == (ok, "prefill")
-        certs.write(tmp_path)  # decode alone, again
-        # A new connection each, as the role that it has.
-        for _ in range(2):
-            told = await asked_over_tls(made, w.address, Role.ADMIN, Role.PREFILL, "prefill")
-            assert told == (ok, "prefill")
-        told = await asked_over_tls(made, w.address, Role.ADMIN, Role.PREFILL, "decode")
-        assert told == (ok, "decode")
-        told = await asked_over_tls(made, w.address, Role.ADMIN, Role.DECODE, "prefill")
-        assert told[0] is refused
-    finally:
-        await w.stop()

@@ -16,6 +16,7 @@ from services.router.failover import (
     shortcoming,
 )
 from services.router.kv_account import LOST, MOVED, KvAccount
+from services.router.sealed_handle import Extent
 from services.router.times import StageTimes
 
 
@@ -63,11 +64,9 @@ def test_others_may_have_what_one_worker_has_not() -> None:
 NOW_S = 1_700_000_000.0
 
 
-def _handle(num_tokens: int, left_s: float = 60.0) -> common_pb2.KvHandle:
+def _handle(num_tokens: int, left_s: float = 60.0) -> Extent:
     deadline_unix_ms = int((NOW_S + left_s) * 1000)
-    return common_pb2.KvHandle(
-        num_tokens=num_tokens, block_size=16, deadline_unix_ms=deadline_unix_ms
-    )
+    return Extent(num_tokens=num_tokens, block_size=16, deadline_unix_ms=deadline_unix_ms)
 
 
 @pytest.mark.parametrize(
@@ -80,11 +79,11 @@ def _handle(num_tokens: int, left_s: float = 60.0) -> common_pb2.KvHandle:
         (_handle(0), 100, ""),  # as of a new request
         (_handle(99, HANDOVER_S / 2), 100, LAPSED),
         (_handle(99, -5.0), 100, LAPSED),
-        (common_pb2.KvHandle(num_tokens=99), 0, ""),  # its worker sees to its deadline
+        (Extent(num_tokens=99), 0, ""),  # its worker sees to its deadline
     ],
 )
 def test_a_handle_with_which_much_is_computed_alone_is_told(
-    handle: common_pb2.KvHandle, max_own_tokens: int, why: str
+    handle: Extent, max_own_tokens: int, why: str
 ) -> None:
     assert shortcoming(handle, 100, max_own_tokens, NOW_S) == why
 
@@ -96,6 +95,9 @@ def test_an_error_says_what_made_it_necessary_to_look() -> None:
     told = failover.explained(error)
     assert isinstance(told, Unavailable) and told.retry_after_s == 2.0
     assert str(told) == "decode worker d0 left, and nobody goes on: full"
+    lacking = failover.explained(FailedPrecondition("adapter: unloaded"))
+    assert isinstance(lacking, FailedPrecondition) and lacking.retry_after_s is None
+    assert str(lacking) == "decode worker d0 left, and nobody goes on: adapter: unloaded"
 
 
 def test_time_between_two_workers_is_of_one_stage() -> None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
+from redis.exceptions import RedisError
 
 from process import redis_client
 from services.router.fakes.model import FakeModel
 from services.router.fakes.prefill import FakePrefill
-from services.router.registry import KEEP_S, Registry
+from services.router.registry import KEEP_S, LAPSE_S, MARK_KEY, Registry
 from services.router.views import Link, ServedModel, Snapshot, find_problem, worker_view
 from tests.unit.router.bench import RedisServer
 
@@ -184,6 +185,97 @@ async def test_a_redis_replaced_twice_keeps_who_is_known(
     clock.now_s += KEEP_S - 0.001
     assert _names(await registry.poll()) == ["p0"]
     clock.now_s += 0.001
+    assert not (await registry.poll()).workers
+
+
+class Connections:
+    """Of a registry to Redis: each look takes two of its pool, one for each round trip."""
+
+    def __init__(self, registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+        pool = registry._client.connection_pool
+        self._take = pool.get_connection
+        self.num_taken = 0
+        self.before: Callable[[], Awaitable[Any]] | None = None
+        """What happens before the next one is taken."""
+        monkeypatch.setattr(pool, "get_connection", self._get)
+
+    async def _get(self, *args: Any, **kwargs: Any) -> Any:
+        self.num_taken += 1
+        if self.before is not None:
+            await self.before()
+        return await self._take(*args, **kwargs)
+
+
+async def _away() -> None:
+    raise RedisError("away")
+
+
+@pytest.fixture
+def connections(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> Connections:
+    return Connections(registry, monkeypatch)
+
+
+async def test_looks_that_fail_now_and_then_keep_nobody_who_is_dead(
+    registry: Registry, client: Any, clock: Clock, connections: Connections
+) -> None:
+    for name in ("p0", "p1"):
+        await _register(client, FakePrefill(name, FakeModel()))
+    await registry.poll()
+    beat = await client.get("baton:worker:p0:beat")
+    await client.persist("baton:worker:p1:beat")
+    await client.delete("baton:worker:p0:beat")
+    for num in range(10):
+        clock.now_s += 0.5
+        connections.before = _away if num % 2 == 0 else None
+        snapshot = await registry.poll()
+        assert snapshot.is_redis_reachable is bool(num % 2)
+        # A beat outlasts one missed look: its absence means what it says.
+        assert _names(snapshot) == (["p0", "p1"] if num == 0 else ["p1"])
+    # It is heard of again, and stays so through the next failed look.
+    await client.set("baton:worker:p0:beat", beat)
+    assert _names(await registry.poll()) == ["p0", "p1"]
+    connections.before = _away
+    assert _names(await registry.poll()) == ["p0", "p1"]
+
+
+@pytest.mark.parametrize("missed_s", [LAPSE_S + 0.001, 1000.0])
+async def test_a_beat_that_could_lapse_while_no_look_got_through_is_waited_for(
+    registry: Registry, client: Any, clock: Clock, connections: Connections, missed_s: float
+) -> None:
+    """Of one and the same Redis."""
+    await _register(client, FakePrefill("p0", FakeModel()))
+    await registry.poll()
+    mark = await client.get(MARK_KEY)
+    connections.before = _away
+    await registry.poll()
+    await client.delete("baton:worker:p0:beat")
+    connections.before = None
+    clock.now_s += missed_s
+    assert _names(await registry.poll()) == ["p0"]
+    clock.now_s += KEEP_S - 0.001
+    assert _names(await registry.poll()) == ["p0"]
+    clock.now_s += 0.001
+    assert not (await registry.poll()).workers
+    assert await client.get(MARK_KEY) == mark
+
+
+@pytest.mark.parametrize("at", [1, 2])
+async def test_a_redis_that_loses_everything_within_a_look_is_another_one(
+    registry: Registry, client: Any, clock: Clock, connections: Connections, at: int
+) -> None:
+    await _register(client, FakePrefill("p0", FakeModel()))
+    await registry.poll()
+    num_before = connections.num_taken
+
+    async def flush() -> None:
+        if connections.num_taken == num_before + at:
+            await client.flushall()
+
+    connections.before = flush
+    assert _names(await registry.poll()) == ["p0"]
+    assert connections.num_taken == num_before + 2
+    assert _names(await registry.poll()) == ["p0"] and registry.find("p0") is not None
+    clock.now_s += KEEP_S
     assert not (await registry.poll()).workers
 
 

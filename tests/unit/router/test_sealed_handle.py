@@ -122,6 +122,27 @@ def test_a_command_with_a_sealed_handle_is_read_as_one_made_with_it(
     assert read == decode_pb2.DecodeCommand(key=8, prefetch=prefetch)
 
 
+@given(
+    handles,
+    st.integers(0, 2**32 - 1),
+    st.integers(0, 2**32 - 1),
+    st.integers(-(2**63), 2**63 - 1),
+)
+def test_its_extent_is_what_the_opened_handle_says(
+    handle: common_pb2.KvHandle, num_tokens: int, block_size: int, deadline_unix_ms: int
+) -> None:
+    handle.num_tokens, handle.block_size = num_tokens, block_size
+    handle.deadline_unix_ms = deadline_unix_ms
+    sealed = SealedHandle.seal(handle.SerializeToString())
+    assert sealed.extent() == (num_tokens, block_size, deadline_unix_ms)
+
+
+def test_what_has_no_extent_is_told() -> None:
+    number = common_pb2.KvHandle.NUM_TOKENS_FIELD_NUMBER
+    with pytest.raises(ValueError, match="another type"):
+        SealedHandle(nested(number, b"x"), is_partial=False).extent()
+
+
 def test_a_handle_that_comes_in_two_parts_is_one() -> None:
     first = common_pb2.KvHandle(request_id="r").SerializeToString()
     second = common_pb2.KvHandle(is_partial=True).SerializeToString()

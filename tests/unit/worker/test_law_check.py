@@ -115,9 +115,52 @@ async def test_an_idle_one_looks_once_for_all_who_came_before_it() -> None:
 async def test_what_one_role_spent_counts_in_the_next() -> None:
     laws = _Laws()
     await laws.check.problem(is_busy=True)
-    after = LawCheck(laws._look, lambda: laws.now_s, before=laws.check)
-    await after.problem(is_busy=True)
-    assert after.num_looks == 0
-    laws.now_s += laws.held_s / SHARE
+    after = laws.check.hand_over(laws._look)
     await after.problem(is_busy=True)
     assert after.num_looks == 1
+    laws.now_s += laws.held_s / SHARE
+    await after.problem(is_busy=True)
+    assert after.num_looks == 2
+
+
+@pytest.mark.parametrize("is_busy", [True, False])
+async def test_a_look_under_way_counts_in_the_next_role_and_its_finding_does_not(
+    is_busy: bool,
+) -> None:
+    """Its engine's thread is over, say: that is no law of the role that begins."""
+    laws, refused = _Laws(), asyncio.Event()
+
+    async def old_look() -> float:
+        held_s = await laws._look()
+        if refused.is_set():
+            raise Internal("the worker is stopping")
+        return held_s
+
+    check = LawCheck(old_look, lambda: laws.now_s)
+    laws.gate.clear()
+    before = asyncio.ensure_future(check.problem(is_busy=is_busy))
+    await _turn()
+    after = asyncio.ensure_future(check.hand_over(laws._look).problem(is_busy=is_busy))
+    await _turn()
+    assert laws.num_at_once == 1 and not after.done()
+    refused.set()
+    laws.gate.set()
+    assert await asyncio.gather(before, after) == ["", ""]
+    assert laws.most_at_once == 1
+    assert check.num_looks == (1 if is_busy else 2)
+
+
+async def test_the_end_of_a_role_waits_for_the_look_and_counts_its_time() -> None:
+    laws = _Laws()
+    laws.gate.clear()
+    asked = asyncio.ensure_future(laws.check.problem(is_busy=True))
+    await _turn()
+    ended = asyncio.ensure_future(laws.check.settle(timeout_s=60.0))
+    await _turn()
+    assert not ended.done()
+    laws.gate.set()
+    await ended
+    assert laws.num_at_once == 0
+    assert laws.check.due_s == laws.now_s + laws.held_s / SHARE
+    await asked
+    await laws.check.settle(timeout_s=60.0)  # none is under way

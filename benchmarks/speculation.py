@@ -1,0 +1,172 @@
+"""Several tokens a step against one: tokens per step of the target and wall-clock speed, the
+bundled model with its draft model, by batch size; all ways in one run, turn about, best of rounds.
+
+Engines are called as a worker calls them, one process, one thread each. Per batch size and
+temperature every way answers the same prompts with the same seeds, and the answers are compared:
+not one token may differ. `tokens_per_step` is output tokens per row of logits that the target drew
+from (1 without guesses), `speed` tokens per second over those of plain decoding. The last line
+printed is one JSON object.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.speculation --out benchmarks/results/<date>-....json
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from benchmarks.context import context, publish
+from checkpoints.resolve import resolve
+from engine.config import EngineConfig
+from engine.loop import Engine, load_engine
+from engine.request import Request, Sampling
+from engine.speculation.config import SpeculationConfig
+from tokens.tokenizer import Tokenizer
+
+TARGET, DRAFT = "baton-5m", "baton-5m-draft"
+WAYS = {
+    "plain": SpeculationConfig(),
+    "ngram": SpeculationConfig(drafters=("ngram",)),
+    "draft": SpeculationConfig(draft_models=(DRAFT,), expansion=(1, 1, 1, 1)),
+    "tree": SpeculationConfig(draft_models=(DRAFT,), expansion=(2, 1, 1, 1)),
+    "all of the tree": SpeculationConfig(
+        draft_models=(DRAFT,), expansion=(2, 1, 1, 1), always=True
+    ),
+}
+"""The last one computes what does not pay, too."""
+
+_NAMES = ("Tom", "Anna", "Lily", "Ben", "Mia", "Sam", "Max", "Sue")
+_BEGINNINGS = (
+    "Once upon a time there was a little dog called {}. One day",
+    "One day {} went to the park and",
+    "{} had a red ball. It was",
+    "The sun was warm and {} wanted to",
+    "There was a big tree in the garden. {} said:",
+    "{} and Mom went to the shop. They",
+    "It was a cold day. {} looked out and",
+    "{} saw a small cat near the house. The cat",
+)
+
+
+def _block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    data = b"".join(token.to_bytes(4, "little") for token in token_ids)
+    return hashlib.blake2b(parent + data, digest_size=16).digest()
+
+
+def _prompts() -> list[list[int]]:
+    tokenizer = Tokenizer.load(resolve(TARGET, files="tokenizer").path)
+    pairs = itertools.product(_BEGINNINGS, _NAMES)
+    return [tokenizer.encode(beginning.format(name)) for beginning, name in pairs]
+
+
+def _answer(
+    engine: Engine, prompts: list[list[int]], temperature: float, num_tokens: int, name: str
+) -> tuple[list[tuple[int, ...]], float]:
+    """(answers, seconds from the first step after all have drawn to the end)."""
+    answers: dict[str, list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        sampling = Sampling(
+            max_tokens=num_tokens, temperature=temperature, seed=index, ignore_eos=True
+        )
+        request = Request(f"{name}-{index}", tuple(prompt), sampling, _block_hash)
+        answers[request.request_id] = []
+        engine.submit(request)
+    began = time.perf_counter()
+    while engine.has_work():
+        for event in engine.step().events:
+            answers[event.request_id] += event.token_ids
+    return [tuple(one) for one in answers.values()], time.perf_counter() - began
+
+
+def _measure(
+    engines: dict[str, Engine],
+    prompts: list[list[int]],
+    temperature: float,
+    num_tokens: int,
+    num_rounds: int,
+) -> dict[str, dict[str, float]]:
+    seconds: dict[str, float] = {}
+    drawn: dict[str, tuple[int, int]] = {}
+    expected: list[tuple[int, ...]] | None = None
+    for index in range(num_rounds):
+        for way, engine in engines.items():
+            before = engine.metrics()
+            name = f"{temperature}-{len(prompts)}-{index}"
+            answers, took_s = _answer(engine, prompts, temperature, num_tokens, name)
+            expected = expected or answers
+            if answers != expected:
+                raise SystemExit(f"{way}: an answer differs from plain decoding's")
+            seconds[way] = min(took_s, seconds.get(way, took_s))
+            after = engine.metrics()
+            drawn[way] = (
+                after.num_output_tokens - before.num_output_tokens,
+                after.num_kept_tokens - before.num_kept_tokens,
+            )
+    return {
+        way: {
+            "tokens_per_s": round(len(prompts) * num_tokens / took_s, 1),
+            "speed": round(seconds["plain"] / took_s, 3),
+            "tokens_per_step": round(drawn[way][0] / (drawn[way][0] - drawn[way][1]), 3),
+        }
+        for way, took_s in seconds.items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    config = EngineConfig(
+        model=TARGET,
+        device="cpu",
+        dtype="float32",
+        num_threads=1,
+        context_window=512,
+        num_blocks=64 * 512 // 16,
+        max_num_tokens_per_step=1024,
+    )
+    engines = {
+        way: load_engine(replace(config, speculation=speculation))
+        for way, speculation in track(WAYS.items(), "loading", console=Console(stderr=True))
+    }
+    prompts = _prompts()
+    result: dict[str, Any] = {}
+    pairs = list(itertools.product(arguments.temperatures, arguments.batches))
+    for temperature, size in track(pairs, "answering", console=Console(stderr=True)):
+        # A prefix of a shuffled list would do as well: neighbours differ in the name alone.
+        own = prompts[:: len(prompts) // size][:size] if size < len(prompts) else prompts
+        found = _measure(engines, own, temperature, arguments.tokens, arguments.rounds)
+        result[f"temperature {temperature:g}, batch {size}"] = found
+    _show(result)
+    publish({**context(), "tokens": arguments.tokens, "by_batch": result}, arguments.out)
+
+
+def _show(result: dict[str, Any]) -> None:
+    table = Table(title="tokens per step of the target, and speed against plain decoding")
+    table.add_column("")
+    for way in WAYS:
+        table.add_column(way, justify="right")
+    for name, found in result.items():
+        cells = [f"{one['tokens_per_step']:.2f}, {one['speed']:.2f} x" for one in found.values()]
+        table.add_row(name, *cells)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
