@@ -98,7 +98,9 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
         return (yield)
     except pytest.fail.Exception as failed:
         if "Timeout" in str(failed):
-            for task in [each for each in gc.get_objects() if isinstance(each, asyncio.Task)]:
+            # By type: an object's own `__class__` may be code that warns.
+            every = gc.get_objects()
+            for task in [each for each in every if issubclass(type(each), asyncio.Task)]:
                 if not task.done():
                     task.print_stack(file=sys.stderr)
         raise

@@ -178,7 +178,10 @@ async def test_a_worker_that_may_flip_calls_what_either_role_may(
         for role in Role:
             dial = serving.Dialer(Identity(made.tls_of(Role.ADMIN)))
             async with dial(address, role) as channel:
-                told = await outcome(channel, *methods(server)[0])
+                # Of one kind of call: gRPC's client may cancel a stream of its own instead of
+                # telling why there is no connection.
+                plain = next(one for one in methods(server) if not one[1].client_streaming)
+                told = await outcome(channel, *plain)
                 is_dialled = role is server or {role, server} == WORKERS
                 assert (told is not grpc.StatusCode.UNAVAILABLE) is is_dialled, role
     for path, found in codes.items():

@@ -88,11 +88,15 @@ def _is_paused(worker: FakeDecode) -> bool:
     return is_there and gate.reached.is_set() and not gate._open.is_set()
 
 
-async def _moved(bench: Bench, asked: Any, at: int, goes: Goes) -> list[Any]:
-    """All messages of `asked`, whose worker goes when a sample has `at` tokens."""
+async def _moved(
+    bench: Bench, asked: Any, at: int, goes: Goes, *, num_samples_cancelled: int = 0
+) -> list[Any]:
+    """All messages of `asked`, whose worker goes when a sample has `at` tokens and the router has
+    ended so many samples."""
     _pause(bench, at)
     generating = asyncio.create_task(bench.generate(asked))
     worker = await _paused(bench)
+    await until(lambda: worker.num_samples_cancelled >= num_samples_cancelled)
     _pause(bench, -1)
     await goes(worker)
     return await generating
@@ -345,7 +349,8 @@ async def test_samples_that_ended_before_are_not_ended_twice(goes: Goes) -> None
         texts = [TOKENIZER.decode(_expected(bench, 20, index)) for index in range(3)]
         stop = texts[1][2:5]
         assert all(stop not in texts[other] for other in (0, 2))
-        messages = await _moved(bench, _asked(20, n=3, stop=[stop]), 10, goes)
+        asked = _asked(20, n=3, stop=[stop])
+        messages = await _moved(bench, asked, 10, goes, num_samples_cancelled=1)
         for index in (0, 2):
             assert _ids(messages, index) == _expected(bench, 20, index)
         assert "".join(m.text for m in messages if m.sample_index == 1) == texts[1][:2]
