@@ -97,9 +97,20 @@ async def _moved(
     generating = asyncio.create_task(bench.generate(asked))
     worker = await _paused(bench)
     await until(lambda: worker.num_samples_cancelled >= num_samples_cancelled)
+    # What a dead worker had sent may be lost on the way: what is told again is known only then.
+    await until(lambda: _has_heard(bench, worker))
     _pause(bench, -1)
     await goes(worker)
     return await generating
+
+
+def _has_heard(bench: Bench, worker: FakeDecode) -> bool:
+    """Whether the router knows all tokens that `worker` has drawn."""
+    (record,) = bench.router._log._live
+    assert record.flow is not None
+    (leg,) = worker._legs
+    drawn = record.flow._samples._drawn  # type: ignore[attr-defined]
+    return all(len(drawn[index]) == len(leg.outputs[index]) for index in leg.open)
 
 
 async def test_a_worker_that_leaves_hands_its_stream_to_another() -> None:
