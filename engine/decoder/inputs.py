@@ -92,18 +92,21 @@ class MixedInputs:
 def singles_first(batch: Batch) -> Batch:
     """The same step with its spans of one token before all others. `draw_indices` keep their order
     (they may not be ascending then)."""
-    order = sorted(range(len(batch.spans)), key=lambda index: batch.spans[index].num_tokens > 1)
-    if order == list(range(len(order))):
+    counts = _column(span.num_tokens for span in batch.spans)
+    order = np.argsort(counts > 1, kind="stable")
+    if (order[:-1] < order[1:]).all():
         return batch
-    firsts = [0]
-    for span in batch.spans:
-        firsts.append(firsts[-1] + span.num_tokens)
-    rows = [row for index in order for row in range(firsts[index], firsts[index + 1])]
-    places = {row: place for place, row in enumerate(rows)}
+    firsts = _begins(counts)
+    # Row by row of the new order: where the row was.
+    rows = np.arange(counts.sum()) + np.repeat(
+        firsts[order] - _begins(counts[order]), counts[order]
+    )
+    places = np.empty_like(rows)
+    places[rows] = np.arange(len(rows))
     return Batch(
-        tuple(batch.token_ids[row] for row in rows),
+        tuple(_column(batch.token_ids)[rows].tolist()),
         tuple(batch.spans[index] for index in order),
-        tuple(places[row] for row in batch.draw_indices),
+        tuple(places[_column(batch.draw_indices)].tolist()),
     )
 
 
@@ -143,6 +146,11 @@ def mixed_inputs(batch: Batch, device: torch.device) -> MixedInputs:
         max_query_len=max((span.num_tokens for span in chunks), default=0),
         max_end=max((span.end for span in chunks), default=0),
     )
+
+
+def _begins(counts: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+    """Where each of so many begins, one after the other."""
+    return np.cumsum(counts) - counts
 
 
 def _column(values: Iterable[int]) -> npt.NDArray[np.int32]:

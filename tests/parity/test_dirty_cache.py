@@ -20,7 +20,7 @@ CASES = [
     ("qwen3", "own", "cpu"),
     ("mistral-window", "own", "cpu"),
     # Where steps are launched ahead: they clear no block that they enter.
-    *([("llama", "own", "cuda:0")] if torch.cuda.is_available() else []),
+    *([("qwen3", "own", "cuda:0")] if torch.cuda.is_available() else []),
 ]
 
 
