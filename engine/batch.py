@@ -7,6 +7,7 @@ the cache go in.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -81,6 +82,9 @@ class Batch:
         return [position for span in self.spans for position in span.positions]
 
 
-def warm_up(num_tokens: int) -> Batch:
-    """A batch of one fresh prompt that touches no block."""
-    return Batch((0,) * num_tokens, (Span(0, num_tokens, ()),), (num_tokens - 1,))
+def warm_up(*lengths: int) -> Batch:
+    """A batch of fresh prompts of these lengths that touches no block; the last token of each is
+    drawn from."""
+    ends = tuple(itertools.accumulate(lengths))
+    spans = tuple(Span(0, length, ()) for length in lengths)
+    return Batch((0,) * ends[-1], spans, tuple(end - 1 for end in ends))

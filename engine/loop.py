@@ -218,7 +218,8 @@ class Engine:
     def warm_up(self, progress: Progress | None = None) -> None:
         """Run the model once per kind of batch, so that the first request does not pay for it.
         Writes no KV."""
-        warm_up(self._model, self._ahead, self.config.max_num_tokens_per_step, progress)
+        most = self.config.max_num_tokens_per_step, self.config.max_num_running
+        warm_up(self._model, self._ahead, *most, progress)
 
     # -- a request's life
 

@@ -10,11 +10,15 @@ from engine import batch
 from engine.models.interface import DecodesAhead, LoadedModel, Progress
 from engine.sampling import pipeline
 
+_BESIDE = 2
+"""Tokens of a prompt beside decodes: one more than a decode."""
+
 
 def warm_up(
     model: LoadedModel,
     ahead: DecodesAhead | None,
     max_num_tokens: int,
+    max_num_running: int,
     progress: Progress | None = None,
 ) -> None:
     """Run a plain step per kind of batch, with a draw; and whatever its launches need.
@@ -22,22 +26,34 @@ def warm_up(
     Args:
         model: with its cache attached.
         max_num_tokens: of the largest step.
+        max_num_running: requests of the largest step.
     """
-    sizes = _sizes(model.info.device, max_num_tokens)
-    for done, num_tokens in enumerate(sizes):
+    steps = _steps(model.info.device, max_num_tokens, max_num_running)
+    for done, lengths in enumerate(steps):
         if progress is not None:
-            progress("warm-up", done, len(sizes))
-        pipeline.warm_up(model.forward(batch.warm_up(num_tokens)))
+            progress("warm-up", done, len(steps))
+        pipeline.warm_up(model.forward(batch.warm_up(*lengths))[-1:])
     if ahead is not None:
         ahead.warm_up(progress)
     if progress is not None:
-        progress("warm-up", len(sizes), len(sizes))
+        progress("warm-up", len(steps), len(steps))
 
 
-def _sizes(device: str, max_num_tokens: int) -> list[int]:
-    """The smallest step and the largest; where kernels are compiled for classes of sizes, all
-    powers of two between."""
-    sizes = [1]
-    while torch.device(device).type != "cpu" and 2 * sizes[-1] < max_num_tokens:
-        sizes.append(2 * sizes[-1])
-    return [*sizes, max_num_tokens]
+def _steps(device: str, max_num_tokens: int, max_num_running: int) -> list[tuple[int, ...]]:
+    """Lengths of the prompts of each step: the smallest and the largest one. Where kernels are
+    compiled for classes of sizes, one prompt of every power of two between, and every class of
+    numbers of decodes, alone and beside a prompt.
+
+    How many programs decodes fill a device with decides how attention splits them: some of its
+    classes are less than a third wide, so numbers are tried a quarter apart.
+    """
+    if torch.device(device).type == "cpu":
+        return [(1,), (max_num_tokens,)]
+    powers = [1 << i for i in range(max_num_tokens.bit_length()) if 1 << i < max_num_tokens]
+    steps: list[tuple[int, ...]] = [(num_tokens,) for num_tokens in [*powers, max_num_tokens]]
+    quarters = {power * part // 4 for power in powers for part in (4, 5, 6, 7)}
+    most = min(max_num_running, max_num_tokens - _BESIDE)
+    for num_decodes in sorted({n for n in quarters if n < most} | {most}) if most > 0 else ():
+        decodes = (1,) * num_decodes
+        steps += [decodes] * (num_decodes > 1) + [(*decodes, _BESIDE)]
+    return steps
