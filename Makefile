@@ -31,8 +31,10 @@ PROTOS_READY := $(PROTOS_VENV)/.ready
 
 TORCH := $(shell grep '^torch==' constraints.txt)
 PACKAGES := baton checkpoints engine engine_client kernels/baton_kernels kvstore process services tokens tools
-# Several engines share few cores in the tests: one thread each, or they stall one another.
-TEST_ENVIRONMENT := OMP_NUM_THREADS=1
+# Several engines share few cores in the tests: one thread each, or they stall one another. And the
+# hundreds of processes that they start shall not compile this source each anew, as they do where an
+# image asks for that (a CI's, for instance).
+TEST_ENVIRONMENT := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 # A file's tests stay in one process: they share what is slow to make.
 TEST_OPTIONS := --numprocesses $(TEST_JOBS) --dist loadfile
 

@@ -124,6 +124,7 @@ class PrefixIndexPublisher:
         self._pending: list[tuple[bool, bytes]] = []
         self._batch: list[tuple[bool, bytes]] = []  # taken from pending, not confirmed yet
         self._needs_full = True
+        self._is_filling = False  # a full publication is under way
         self._is_first = True
         self._reached = False  # the last talk with Redis went well
         self._next_beat_s = 0.0  # on the loop's clock
@@ -140,7 +141,8 @@ class PrefixIndexPublisher:
     @property
     def synced(self) -> bool:
         """Whether Redis was told everything, as far as we know."""
-        return self._reached and not (self._needs_full or self._pending or self._batch)
+        is_whole = not (self._needs_full or self._is_filling)
+        return self._reached and is_whole and not (self._pending or self._batch)
 
     @property
     def num_pending(self) -> int:
@@ -151,7 +153,7 @@ class PrefixIndexPublisher:
     def lag_s(self) -> float:
         """How long the oldest change that Redis has not confirmed waits; 0: there is none."""
         since = []
-        if self._needs_full:
+        if self._needs_full or self._is_filling:
             since.append(self._full_since_s)
         if self._batch:
             since.append(self._batch_since_s)
@@ -268,6 +270,7 @@ class PrefixIndexPublisher:
         hashes = list(self._present())
         self._pending.clear()
         self._batch.clear()
+        self._is_filling = True
         self._needs_full = False  # from here on changes are pending, on top of `hashes`
         self.sequence += 1
         done = False
@@ -282,6 +285,7 @@ class PrefixIndexPublisher:
             await self._step(self._finish, self.sequence, ttl_ms)
             done = True
         finally:
+            self._is_filling = False
             if not done:
                 self._needs_full = True  # since when it was needed before
         self.num_full_publications += 1

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import ctypes
+import importlib
 import logging
 import os
 import signal
@@ -25,7 +26,7 @@ from typing import NoReturn, TypeVar
 
 import uvloop
 
-from process import errors, grpc_io, logs, settings
+from process import errors, grpc_io, interpreter, logs, settings
 
 Settings = TypeVar("Settings")
 
@@ -37,11 +38,17 @@ def run(
     settings_type: type[Settings],
     main: Callable[[Settings, asyncio.Event], Awaitable[None]],
     arguments: Sequence[str] | None = None,
+    *,
+    imports: Sequence[str] = (),
 ) -> int:
     """Load the settings and run `main(settings, stop)` until it returns; SIGTERM and SIGINT set
     `stop`.
 
     A process started with BATON_PARENT_PID in its environment dies with that parent.
+
+    Args:
+        imports: modules that `main` needs and that take seconds to import. Wrong settings are told
+            before that, and a signal ends the process meanwhile.
     Returns: the exit code.
     """
     parser = argparse.ArgumentParser(prog=component, description=settings_type.__doc__)
@@ -69,6 +76,10 @@ def run(
         settings.refuse_secrets(parsed.set)
         loaded = settings.load(settings_type, files=parsed.config, overrides=parsed.set)
         logs.event(logger, "settings", settings=settings.to_json(loaded), grpc=grpc_io.chosen())
+        if imports:
+            with interpreter.importing():
+                for module in imports:
+                    importlib.import_module(module)
         uvloop.run(_supervise(main, loaded))
     except (settings.SettingsError, errors.BatonError) as error:
         sys.stderr.write(f"{component}: {error}\n")

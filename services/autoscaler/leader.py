@@ -129,10 +129,7 @@ class LeaseLeader:
         was_leader, self._renewed_s = self.left_s > 0, -math.inf
         if was_leader:
             try:
-                lease = await self._api.lease(self._settings.lease_name)
-                if lease is not None and _holder(lease) == self._id:
-                    body = self._body(lease, holder="")
-                    await self._api.replace_lease(self._settings.lease_name, body)
+                await self._let_go()
             except ApiError as error:
                 logs.event(logger, "lease_not_released", level=logging.WARNING, why=str(error))
         self._tell()
@@ -159,6 +156,20 @@ class LeaseLeader:
         body = self._body(lease, holder=self._id)
         await self._api.replace_lease(self._settings.lease_name, body)
         self._lead(sent_s)
+
+    async def _let_go(self) -> None:
+        """Raises: ApiError."""
+        for is_again in (False, True):
+            lease = await self._api.lease(self._settings.lease_name)
+            if lease is None or _holder(lease) != self._id:
+                return
+            try:
+                body = self._body(lease, holder="")
+                return await self._api.replace_lease(self._settings.lease_name, body)
+            except ApiError as error:
+                # 409, once: a renewal that our end left under way has just arrived.
+                if is_again or error.status != 409:
+                    raise
 
     def _lead(self, sent_s: float) -> None:
         if self.left_s <= 0:

@@ -6,14 +6,18 @@ import asyncio
 import sys
 
 from process import entry
-from services.decode.role import DecodeRole
-from services.worker import main
 from services.worker.config import WorkerSettings
+
+_IMPORTS = ("services.decode.role", "services.worker.main")
+"""They import torch."""
 
 
 async def _main(settings: WorkerSettings, stop: asyncio.Event) -> None:
+    from services.decode.role import DecodeRole
+    from services.worker import main
+
     await main.run(settings, stop, "decode", DecodeRole)
 
 
 if __name__ == "__main__":
-    sys.exit(entry.run("decode", WorkerSettings, _main))
+    sys.exit(entry.run("decode", WorkerSettings, _main, imports=_IMPORTS))

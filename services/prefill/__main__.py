@@ -6,14 +6,18 @@ import asyncio
 import sys
 
 from process import entry
-from services.prefill.role import PrefillRole
-from services.worker import main
 from services.worker.config import WorkerSettings
+
+_IMPORTS = ("services.prefill.role", "services.worker.main")
+"""They import torch."""
 
 
 async def _main(settings: WorkerSettings, stop: asyncio.Event) -> None:
+    from services.prefill.role import PrefillRole
+    from services.worker import main
+
     await main.run(settings, stop, "prefill", PrefillRole)
 
 
 if __name__ == "__main__":
-    sys.exit(entry.run("prefill", WorkerSettings, _main))
+    sys.exit(entry.run("prefill", WorkerSettings, _main, imports=_IMPORTS))

@@ -71,6 +71,14 @@ class Pins:
         """A store has pinned something for this request."""
         self._pins.append(pin)
 
+    def anew(self, pin: Pin) -> Pin | None:
+        """For one that is held no more: the same store, with nothing pinned yet. None: it is
+        gone."""
+        if pin.client.broken is not None:
+            return None
+        self.add(Pin(pin.client, "", (), pin.release_later))
+        return self._pins[-1]
+
     def take(self, pin: Pin) -> Pin:
         """From here on its lease is the caller's."""
         self._pins.remove(pin)

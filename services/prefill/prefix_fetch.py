@@ -249,6 +249,10 @@ class PrefixFetch:
     def _choose_place(self, home: Pin | None, pulled: Sequence[Pin]) -> Pin | None:
         """Where new blocks go. The pins that a handle needs beside it are kept."""
         kept: list[Pin] = []
+        held = self._pins.held  # without those whose lease could not be renewed meanwhile
+        pulled = [pin for pin in pulled if pin in held]
+        if home is not None and home not in held:
+            home = self._pins.anew(home)
         place = home
         if pulled:
             deepest = pulled[-1]

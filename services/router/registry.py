@@ -5,7 +5,8 @@ known stays known and `is_redis_reachable` says so; and for `KEEP_S` from when i
 is another one or was away for `LAPSE_S`, for it may be empty, or have let all heartbeats lapse.
 After that an entry without heartbeat while Redis answers is gone; the same id with another
 incarnation is another life. Does not talk to workers. One asyncio loop; `snapshot` is replaced as a
-whole, never changed.
+whole, never changed. Looks may overlap: what one saw that began earlier than the last one taken is
+dropped.
 
 A Redis that was replaced is told by its mark: a random value which the first router that looks
 leaves there. It is read last: where it is the known one, so was all that was read before it.
@@ -21,6 +22,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import redis.asyncio
@@ -69,6 +71,9 @@ class Registry:
         self._mark = b""
         self._looked_at_s = -math.inf
         """When the last look that got through began."""
+        self._num_looks = 0
+        self._last_taken = 0
+        """Number of the newest look that told something."""
         self._workers: dict[str, _Worker] = {}
         self._stores: dict[str, _Store] = {}
         self._remembered_workers = Remembered[_Worker](KEEP_S)
@@ -102,16 +107,17 @@ class Registry:
 
     async def poll(self) -> Snapshot:
         """Look once. Redis away is an answer, not an error."""
-        before = self.snapshot
+        self._num_looks += 1
+        number = self._num_looks
         try:
             async with asyncio.timeout(self._timeout_s):
-                self.snapshot = await self._read()
+                take = await self._read()
         except redis_client.FAILURES as error:
-            self.snapshot = Snapshot(before.workers, before.stores, False, before.problems)
-            if before.is_redis_reachable:
-                logs.event(logger, "redis_away", level=logging.WARNING, why=str(error))
-        if self.snapshot.is_redis_reachable and not before.is_redis_reachable:
-            logs.event(logger, "redis_reached", num_workers=len(self.snapshot.workers))
+            take = partial(self._away, error)
+        if number < self._last_taken:
+            return self.snapshot
+        self._last_taken = number
+        self.snapshot = take()
         if self._on_change is not None:
             self._on_change(self.snapshot)
         return self.snapshot
@@ -124,7 +130,14 @@ class Registry:
             except Exception:  # the last line of defence: a frozen view would serve dead workers
                 logger.exception("registry_poll_failed")
 
-    async def _read(self) -> Snapshot:
+    def _away(self, error: BaseException) -> Snapshot:
+        before = self.snapshot
+        if before.is_redis_reachable:
+            logs.event(logger, "redis_away", level=logging.WARNING, why=str(error))
+        return Snapshot(before.workers, before.stores, False, before.problems)
+
+    async def _read(self) -> Callable[[], Snapshot]:
+        """Returns: what takes what was read as known."""
         began_s = self._clock()
         async with self._client.pipeline(transaction=False) as pipe:
             pipe.hgetall(WORKERS_KEY)
@@ -155,12 +168,24 @@ class Registry:
             if store is not None and beat is not None and beat == store.incarnation.encode():
                 status = _store_status(store, store_entries[store.node_id.encode()])
                 stores[store.node_id] = _Store(store, status)
+        return partial(self._found, mark, began_s, workers, stores, tuple(problems))
+
+    def _found(
+        self,
+        mark: bytes | None,
+        began_s: float,
+        workers: dict[str, _Worker],
+        stores: dict[str, _Store],
+        problems: tuple[str, ...],
+    ) -> Snapshot:
         self._remember(mark, began_s, workers, stores)
+        if not self.snapshot.is_redis_reachable:
+            logs.event(logger, "redis_reached", num_workers=len(self._workers))
         return Snapshot(
             tuple(worker.view for worker in self._workers.values()),
             tuple(store.view for store in self._stores.values()),
             True,
-            tuple(problems),
+            problems,
         )
 
     def _remember(

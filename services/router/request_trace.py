@@ -107,9 +107,13 @@ class RequestTrace:
             return
         end_s, first_s = time.monotonic(), times.first_token_s
         laps = list(times.laps())
-        if end_s > times.last_s:
-            stage = "stream" if self._outcome == "finished" else UNFINISHED
-            laps.append(Lap(stage, times.last_s, end_s, lambda: {"baton.state": self._state}))
+        stage = "stream" if self._outcome == "finished" else UNFINISHED
+        bounds = (times.last_s, times.cut(times.last_s, end_s), end_s)
+        laps += [
+            Lap(stage, begin_s, until_s, lambda: {"baton.state": self._state})
+            for begin_s, until_s in itertools.pairwise(bounds)
+            if until_s > begin_s
+        ]
 
         def kind(lap: Lap) -> tuple[str, bool]:
             return lap.stage, first_s is not None and lap.end_s <= first_s

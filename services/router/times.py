@@ -51,7 +51,7 @@ class StageTimes:
     def mark(self, stage: str, details: Details | None = None) -> None:
         """The time since the last mark was `stage`."""
         begin_s, end_s = self._lap()
-        cut_s = self._cut(begin_s, end_s)
+        cut_s = self.cut(begin_s, end_s)
         self._add(stage, begin_s, cut_s, details)
         self._add(stage, cut_s, end_s, details)
 
@@ -68,7 +68,7 @@ class StageTimes:
         """
         begin_s, end_s = self._lap()
         known = [(stage, max(0.0, seconds)) for stage, seconds in parts]
-        cut_s = self._cut(begin_s, end_s)
+        cut_s = self.cut(begin_s, end_s)
         if cut_s > begin_s:
             before = [part for part in known if part[0] in BEFORE_FIRST]
             known = [part for part in known if part[0] not in BEFORE_FIRST]
@@ -80,6 +80,11 @@ class StageTimes:
         if self.first_token_s is None:
             self.first_token_s = self._clock()
         return self.first_token_s - self.begin_s
+
+    def cut(self, begin_s: float, end_s: float) -> float:
+        """Where the first token came within a piece of time; its beginning, if not there."""
+        first_s = self.first_token_s
+        return begin_s if first_s is None else min(max(first_s, begin_s), end_s)
 
     def stages(self) -> Sequence[tuple[str, float]]:
         """(stage, seconds) so far."""
@@ -108,11 +113,6 @@ class StageTimes:
     def _lap(self) -> tuple[float, float]:
         begin_s, self._last_s = self._last_s, self._clock()
         return begin_s, self._last_s
-
-    def _cut(self, begin_s: float, end_s: float) -> float:
-        """Where the first token came within a piece of time; its beginning, if not there."""
-        first_s = self.first_token_s
-        return begin_s if first_s is None else min(max(first_s, begin_s), end_s)
 
     def _lay(
         self,

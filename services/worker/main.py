@@ -151,8 +151,9 @@ async def _load(
     def load() -> None:
         outcome: tuple[Any, Exception | None]
         try:
-            # Here, because torch takes seconds: wrong settings are told before that.
-            from engine.loop import load_engine
+            # Here, because it takes seconds: wrong keys and certificates are told before that.
+            with interpreter.importing():
+                from engine.loop import load_engine
 
             engine = load_engine(
                 settings.engine,

@@ -124,10 +124,13 @@ class StoreProcess:
     """`python -m kvstore` in a process of its own, always on one port."""
 
     def __init__(self, settings: KvStoreSettings) -> None:
+        # An address of loopback that is nobody else's: no other's connection takes the port, not
+        # before the process starts and not while it is dead.
+        host = f"127.{'.'.join(str(secrets.randbelow(254) + 1) for _ in range(3))}"
         with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
+            probe.bind((host, 0))
             port = probe.getsockname()[1]
-        self.settings = dataclasses.replace(settings, listen=f"127.0.0.1:{port}")
+        self.settings = dataclasses.replace(settings, listen=f"{host}:{port}")
         self.address = self.settings.listen
         self.process: asyncio.subprocess.Process
 

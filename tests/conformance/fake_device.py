@@ -48,6 +48,7 @@ class FakeQueue:
             self._jobs.put(
                 lambda t=target, s=source, n=num_bytes: self._device.move(t, s, n)  # type: ignore[misc]
             )
+        self._device.is_given.set()
 
     def mark(self) -> FakeMark:
         mark = FakeMark()
@@ -66,6 +67,7 @@ class FakeQueue:
             self._device.check(device, host, num_bytes)
         for target, source, num_bytes in moves:
             self._jobs.put(lambda t=target, s=source, n=num_bytes: self._device.move(t, s, n))
+        self._device.is_given.set()
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -78,6 +80,7 @@ class FakeDevice:
 
     Attributes:
         engine_runs: cleared: copies that were given stay under way.
+        is_given: set when copies are given.
         computes: set while kernels run.
         problem: what the next copies fail with.
         refusal: what registering and mapping fail with.
@@ -90,6 +93,7 @@ class FakeDevice:
     def __init__(self) -> None:
         self.engine_runs = threading.Event()
         self.engine_runs.set()
+        self.is_given = threading.Event()
         self.computes = False
         self.problem = ""
         self.refusal = ""

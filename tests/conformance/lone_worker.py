@@ -22,6 +22,8 @@ from process.deadline import Deadline
 from protos import kvstore_pb2
 
 BLOCK_BYTES, NUM_BLOCKS = 5000, 48
+TTL_MS = 1500
+"""Of what it holds: long enough for the test to see that it does."""
 
 
 async def main(address: str, transport: str, what: str) -> None:
@@ -39,13 +41,13 @@ async def main(address: str, transport: str, what: str) -> None:
     line = client._attachment_id
     if what == "reserve":
         request = kvstore_pb2.ReserveRequest(
-            attachment_id=client._attachment_id, ttl_ms=300, chain_hashes=hashes, tail_name="t"
+            attachment_id=client._attachment_id, ttl_ms=TTL_MS, chain_hashes=hashes, tail_name="t"
         )
         await client._rpc.call(client._rpc.stub.Reserve, request, Deadline.after(10))
     elif what == "hold":
         blocks = list(zip(hashes, range(3), strict=True))
         await client.put_blocks(
-            None, b"", blocks, ("t", 4, 5), 0.3, Deadline.after(10), num_tokens=16
+            None, b"", blocks, ("t", 4, 5), TTL_MS / 1000, Deadline.after(10), num_tokens=16
         )
     print(line, flush=True)  # noqa: T201  the test waits for it
     await asyncio.Event().wait()

@@ -102,11 +102,12 @@ def test_a_killed_engine_fails_what_it_served(kind: str) -> None:
                 client.stats()
         else:
             client.submit(make_ask("short", max_tokens=4))
-            news = wait_news(client, {"on-1", "short"} - {"on-1"}, over=True)
+            news = wait_news(client, {"short"}, over=True)
             assert sum(len(n.token_ids) for n in news if n.request_id == "short") == 4
             assert len(client.stats()) == 1
             client.cancel("on-1")
-            wait_news(client, {"on-1"}, over=True)
+            if not any(n.is_over for n in news if n.request_id == "on-1"):
+                wait_news(client, {"on-1"}, over=True)
             client.check_integrity()
         client.close()
         client.close()
@@ -133,10 +134,10 @@ def test_a_stuck_engine_is_killed() -> None:
 
 def test_an_engine_that_was_idle_for_long_may_be_asked() -> None:
     """Its silence counts from the question on, not from what it said before."""
-    limits = ClientLimits(silence_timeout_s=1.5)
+    limits = ClientLimits(silence_timeout_s=4.0)
     with started("process", "slow", limits) as client:
         client.stats()
-        time.sleep(2 * limits.silence_timeout_s)
+        time.sleep(limits.silence_timeout_s + 0.5)
         (stats,) = client.stats()
         assert stats.num_running == 0
         client.check_integrity()
@@ -162,7 +163,9 @@ def test_a_failed_step_is_told_in_its_own_words() -> None:
         assert last.failure is not None
         assert isinstance(last.failure.to_error(), Internal)
         assert "RuntimeError: the model tripped" in last.failure.message
-        assert_gone([psutil.Process(pid) for pid in pids(client) if psutil.pid_exists(pid)])
+        for pid in pids(client):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                assert_gone([psutil.Process(pid)])
 
 
 def test_a_failed_step_in_this_process() -> None:
@@ -309,8 +312,9 @@ def test_a_child_that_breaks_the_rules_is_ended(lie: str) -> None:
         f"{LIARS[lie]}\n"
         "time.sleep(3600)\n"
     )
-    limits = ClientLimits(start_timeout_s=2.0, stop_timeout_s=0.2)
-    expected = DeadlineExceeded if lie == "silence" else Unavailable
+    is_silent = lie == "silence"
+    limits = ClientLimits(start_timeout_s=2.0 if is_silent else BOUND_S, stop_timeout_s=0.2)
+    expected = DeadlineExceeded if is_silent else Unavailable
     with pytest.raises(expected):
         ProcessClient(CONFIG, program=(sys.executable, "-c", script), limits=limits)
     assert not [each for each in psutil.Process().children() if "socket" in str(each.cmdline())]

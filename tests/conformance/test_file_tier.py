@@ -151,6 +151,9 @@ async def test_a_store_that_was_killed_while_it_demotes_leaves_nothing_wrong(
                 await put(worker, chain, draw.randrange(12))
 
         task = asyncio.create_task(load(worker))
+        async with asyncio.timeout(30):  # from when on there is something to keep
+            while not (await worker.status()).num_demoted:
+                await asyncio.sleep(0.005)
         await asyncio.sleep(draw.random() * 0.15)
         await process.end()
         await asyncio.wait([task])
@@ -216,8 +219,9 @@ async def test_a_full_disk_switches_the_tier_off_by_name_and_the_store_lives(
     worker = await worker_of(new_worker, process.address, "shm")
     for prompt in range(5):
         await put(worker, chain, prompt)
-        await asyncio.sleep(0.1)
-    assert (await worker.status()).num_pages_used > 0
+    async with asyncio.timeout(30):
+        while not (await worker.status()).num_pages_used:
+            await asyncio.sleep(0.01)
     resource.prlimit(process.process.pid, resource.RLIMIT_FSIZE, (4096, 4096))
     prompt = 5
     async with asyncio.timeout(30):

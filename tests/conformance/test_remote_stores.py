@@ -266,7 +266,6 @@ async def test_a_stalled_store_is_refused_until_it_answers(
     clock: Clock,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(remote_peer, "PING_BUDGET_S", 0.2)
     process = await new_store(dataclasses.replace(store_settings, node_id="node"))
     incarnation = await life_of(process)
     async with remote(target_of("grpc"), clock) as stores:
@@ -277,6 +276,7 @@ async def test_a_stalled_store_is_refused_until_it_answers(
         await stores.settle()
         assert await stores.client("node", process.address, incarnation, within()) is client
         await process.pause()
+        monkeypatch.setattr(remote_peer, "PING_BUDGET_S", 0.2)
         stores.suspect(client, DeadlineExceeded("slow again"))
         await until(lambda: stores.clients == [])
         with pytest.raises(StoreUnusable):

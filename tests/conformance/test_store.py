@@ -292,7 +292,7 @@ async def test_a_silent_worker_is_given_up_and_told_to_attach_again(
     store_settings: KvStoreSettings, new_worker: NewWorker, chain: Chain
 ) -> None:
     """Over gRPC; a shared-memory worker is known by its lock instead."""
-    settings = dataclasses.replace(store_settings, attachment_ttl_s=0.1)
+    settings = dataclasses.replace(store_settings, attachment_ttl_s=1.0)
     async with serve.running(settings) as running:
         worker, mapped = [await new_worker(running.address, name) for name in ("grpc", "shm")]
         truth = running.node.store

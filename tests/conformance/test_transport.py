@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import os
 import random
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -205,21 +206,27 @@ async def test_a_cancelled_transfer_leaves_nothing_behind(
 ) -> None:
     """Cancelled after every number of loop turns from 0 on until it is too late to: no reservation,
     no quarantine, no lease but our own stays, and nothing writes into the destinations later."""
-    copy_in = ShmTransport._copy_in
+    copy_in, may_copy = ShmTransport._copy_in, threading.Event()
 
     def slowly(self: ShmTransport, *places: Any) -> list[int]:
         # Shared memory waits once only, for its thread: there shall be moments to cancel it in.
+        assert may_copy.wait(20)
         time.sleep(0.002)
         return copy_in(self, *places)
 
     monkeypatch.setattr(ShmTransport, "_copy_in", slowly)
     worker = await new_worker(store.address, transport)
     reader = await new_worker(store.address, transport)
+    may_copy.set()
     kept = await worker.put(chain("kept", 8), range(8))
     truth = store.node.store
     assert truth is not None
     num_cancelled, turns = 0, 0
     while True:
+        if turns < 8:  # a quick copy must not be done before the loop has turned so often
+            may_copy.clear()
+            for each in (worker, reader):
+                each.device.engine_runs.clear()
         if operation == "put":
             work = worker.put(chain(f"c{turns}", 8), range(8), tail=("t", 9, 3))
         else:
@@ -230,6 +237,9 @@ async def test_a_cancelled_transfer_leaves_nothing_behind(
         for _ in range(turns):
             await asyncio.sleep(0)
         task.cancel()
+        may_copy.set()
+        for each in (worker, reader):
+            each.device.engine_runs.set()
         try:
             result = await task
         except errors.TransferCancelled as error:

@@ -81,7 +81,7 @@ def tcp_only(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def impatient(store_settings: KvStoreSettings) -> KvStoreSettings:
     """Silence counts as death soon."""
-    return dataclasses.replace(store_settings, attachment_ttl_s=0.5, quarantine_grace_s=0.2)
+    return dataclasses.replace(store_settings, attachment_ttl_s=1.5, quarantine_grace_s=0.2)
 
 
 # -- the store fails
@@ -169,10 +169,20 @@ async def test_a_cancelled_push_from_a_stalled_store_is_quarantined(
     worker = await new_worker(process.address, "nixl")
     put = await worker.put(chain("a", 1), [0])
     await process.pause()
+    rpc = worker.client._rpc
+    call, is_asked = rpc.call, asyncio.Event()
+
+    async def noted(method: Any, request: Any, deadline: Deadline, **options: Any) -> Any:
+        if method is rpc.stub.Push:
+            is_asked.set()
+        return await call(method, request, deadline, **options)
+
+    rpc.call = noted
     task = asyncio.create_task(
         worker.client.get_blocks(put.lease_id, [(put.refs[0], 10)], within(30))
     )
-    await asyncio.wait([task], timeout=0.2)
+    async with asyncio.timeout(20):
+        await is_asked.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError) as caught:
         await task
@@ -191,8 +201,9 @@ async def test_without_pushes_a_stalled_store_needs_no_quarantine(
     worker = await new_worker(process.address, transport)
     put = await worker.put(chain("a", 3), range(3))
     await process.pause()
-    failed = await worker.get(put.lease_id, put.refs, range(10, 13), seconds=0.3)
     # The store has no part in a copy out of shared memory.
+    seconds = 10.0 if transport == "shm" else 0.3
+    failed = await worker.get(put.lease_id, put.refs, range(10, 13), seconds=seconds)
     expected = {} if transport == "shm" else dict.fromkeys(range(3), errors.DEADLINE)
     assert failed == expected
     process.wake()
@@ -248,7 +259,7 @@ async def test_bytes_that_a_late_put_may_still_write_are_quarantined_at_the_stor
     client._transport.put = stalled  # type: ignore[method-assign]
     client._putter._abort = watched_abort  # type: ignore[method-assign]
     with pytest.raises(DeadlineExceeded):
-        await worker.put(chain("b", 20), range(20), deadline=within(0.4))
+        await worker.put(chain("b", 20), range(20), deadline=within(1.5))
     assert len(unsettled) == 1
     client._transport.put = put  # type: ignore[method-assign]
     async with asyncio.timeout(30):

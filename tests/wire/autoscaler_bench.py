@@ -134,8 +134,8 @@ def settings_for(redis: RedisServer, **changes: Any) -> AutoscalerSettings:
         "scaler": "local",
         "local_address": "unix:/nobody",
         "interval_s": 3600.0,  # the tests decide when
-        "look_timeout_s": 1.0,
-        "act_timeout_s": 2.0,
+        "look_timeout_s": 10.0,
+        "act_timeout_s": 10.0,
         "metrics_listen": "127.0.0.1:0",
     }
     return AutoscalerSettings(plan=plan, **{**base, **changes})

@@ -4,12 +4,15 @@ fake model cannot show: text, weights and adapters.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from engine.config import EngineConfig
 from engine.loop import Engine, load_engine
@@ -20,7 +23,7 @@ from process import keys, serving
 from protos import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from services.decode.role import DecodeRole
 from services.prefill.role import PrefillRole
-from services.worker import main
+from services.worker import connector, main
 from services.worker.config import WorkerLimits, WorkerSettings
 from services.worker.sampling import beam_from_proto, num_samples_of, sampling_from_proto
 from services.worker.status import FINISH_REASONS, logprobs_to_proto
@@ -107,7 +110,7 @@ class Workers:
         finally:
             await stream.close()
         leg = event.finished.leg
-        assert leg.num_tokens_computed == 0 and not leg.recomputed, leg
+        assert leg.num_tokens_computed == 0 and not leg.recomputed, (leg, account.leg)
         return samples
 
     async def check(self) -> None:
@@ -156,6 +159,9 @@ async def workers(slab_dir: Path, *adapters: str) -> AsyncIterator[Workers]:
     if not key_file.exists():
         keys.create(key_file)
     async with contextlib.AsyncExitStack() as stack:
+        # It shares a loop and its interpreter with two models: late is not away.
+        patience = stack.enter_context(pytest.MonkeyPatch.context())
+        patience.setattr(connector, "PING_BUDGET_S", WAIT_S)
         store = await stack.enter_async_context(serve.running(store_settings))
         made = []
         for name, role in (("prefill", PrefillRole), ("decode", DecodeRole)):
@@ -169,7 +175,9 @@ async def workers(slab_dir: Path, *adapters: str) -> AsyncIterator[Workers]:
                 adapters=adapters,
                 engine=config,
             )
-            worker = await main.start(load_engine(config), settings, name, role)
+            # Not on the loop, where the other worker keeps its ways to the store.
+            engine = await asyncio.to_thread(load_engine, config)
+            worker = await main.start(engine, settings, name, role)
             stack.push_async_callback(worker.stop)
             made.append(worker)
         channels = [

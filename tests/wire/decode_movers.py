@@ -8,8 +8,9 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,11 @@ from protos import common_pb2, decode_pb2, decode_pb2_grpc
 from services.decode.role import DecodeRole
 from services.worker import main
 from services.worker.config import WorkerLimits, WorkerSettings
+from services.worker.connector import StoreConnector
 from tests.unit.worker.builders import SALT, fake_engine
 from tests.wire.prefill_decode_pair import WAIT_S, RouterStream, Sample, sampling_params, until
 
-LEAVE_S = 5.0
+LEAVE_S = 30.0
 NEXT_S = 45.0
 """For the first grammar: the process that compiles it must start."""
 _names = itertools.count(1)
@@ -159,6 +161,12 @@ class Movers:
         return status is None or (len(status.leases) == 0 and status.num_pinned() == 0)
 
 
+class StalledConnector(StoreConnector):
+    """One whose store is slow, whatever its own look at it finds."""
+
+    _is_stalled = property(lambda self: True, lambda self, value: None)  # type: ignore[assignment]
+
+
 def hold_at(model: Any, num_forwards: int) -> None:
     """That forward pass from now on waits for `release`."""
     real, left = model.forward, num_forwards
@@ -172,6 +180,27 @@ def hold_at(model: Any, num_forwards: int) -> None:
         return real(batch)
 
     model.forward = forward
+
+
+def release_when_taken_out(m: Movers, index: int) -> None:
+    """The step in which the model is held there ends when the engine has been asked for all that
+    run and leave, and not before: they might go on to their last tokens meanwhile."""
+    role, model = m.workers[index].role, m.engine(index)._model
+    assert isinstance(role, DecodeRole)
+    requests = list(role.worker._requests.values())
+    num_left = len(requests)
+
+    async def release_behind(take_out: Callable[[], Awaitable[Any]]) -> Any:
+        nonlocal num_left
+        taking = asyncio.ensure_future(take_out())
+        await asyncio.sleep(0)  # the engine is told, and comes to it after this step
+        num_left -= 1
+        if not num_left:
+            model.release()
+        return await taking
+
+    for request in requests:
+        request._take_out = partial(release_behind, request._take_out)  # type: ignore[method-assign]
 
 
 def alone(num_samples: int = 1) -> decode_pb2.GenerateFromHandle:
@@ -222,7 +251,7 @@ async def movers(
             homes[1] = await stack.enter_async_context(serve.running(other))
         workers = []
         for index, home in enumerate(homes):
-            engine = make_engine(index)
+            engine = await asyncio.to_thread(make_engine, index)
             made = WorkerSettings(
                 worker_id=f"decode-{index}",
                 redis_url="",

@@ -211,7 +211,7 @@ def _selects(selector: str, labels: Mapping[str, str]) -> bool:
 
 def settings_for(server: kmock.Server, **changes: Any) -> KubernetesSettings:
     """Of an autoscaler that speaks to it."""
-    times = {"lease_s": 1.2, "renew_s": 0.8, "retry_s": 0.05, "api_timeout_s": 2.0}
+    times = {"lease_s": 1.2, "renew_s": 0.8, "retry_s": 0.05, "api_timeout_s": 10.0}
     return KubernetesSettings(
         api_url=str(server.url).rstrip("/"), namespace=NAMESPACE, **{**times, **changes}
     )

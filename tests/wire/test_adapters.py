@@ -74,12 +74,13 @@ async def test_each_request_has_its_adapter_and_no_other(tmp_path: Path, base: A
 async def test_a_reload_under_the_same_name_never_meets_old_kv(tmp_path: Path, base: Any) -> None:
     old = save_adapter(tmp_path / "old", base, 1)
     new = save_adapter(tmp_path / "new", base, 2)
+    expected = {folder: _reference(merged(base, folder)) for folder in (old, new)}
     async with workers(tmp_path, f"x={old}") as w:
         (before, _) = await w.load("x", old)
-        assert await _generate(w, "x", before, name="one") == _reference(merged(base, old))
+        assert await _generate(w, "x", before, name="one") == expected[old]
         (after, _) = await w.load("x", new)
         assert after != before
-        assert await _generate(w, "x", after, name="two") == _reference(merged(base, new))
+        assert await _generate(w, "x", after, name="two") == expected[new]
         # A router that has not heard of it yet is told, and may try another worker.
         request = prefill_pb2.PrefillRequest(**w.fields(PROMPT, "stale", "x", before))
         with pytest.raises(FailedPrecondition):

@@ -33,8 +33,9 @@ async def test_it_decides_until_told_to_stop(tmp_path: Path) -> None:
         assert process.stderr is not None
         events = map(json.loads, iter(process.stderr.readline, ""))
         ready = next(line for line in events if line["event"] == "ready")
-        said = next(line for line in events if line["event"] == "problem")
-        assert "`baton up` does not scale its workers" in said["why"]
+        # Not the only one, where Redis is slow.
+        problems = (line["why"] for line in events if line["event"] == "problem")
+        assert any("`baton up` does not scale its workers" in why for why in problems)
         with urllib.request.urlopen(f"http://{ready['metrics']}/livez", timeout=10) as answer:
             assert answer.status == 200
         process.send_signal(signal.SIGTERM)

@@ -230,9 +230,31 @@ async def test_of_two_at_once_the_api_server_lets_one_through(rivals: Rivals) ->
     assert sum(leader.left_s > 0 for leader in (first, second)) == 1, results
 
 
+async def test_a_renewal_that_arrives_in_the_middle_of_the_end_keeps_nothing(
+    rivals: Rivals,
+) -> None:
+    """It was sent before; its thread runs on when its task is cancelled."""
+    first, second = rivals.add("first"), rivals.add("second")
+    await first.try_once()
+    api = first._api
+    read = api.lease
+
+    async def read_then_renewed(name: str) -> Any:
+        lease = await read(name)
+        api.lease = read  # type: ignore[method-assign]
+        await api.replace_lease(name, first._body(lease, holder="first"))
+        return lease
+
+    api.lease = read_then_renewed  # type: ignore[method-assign]
+    await first.stop()
+    assert rivals.lease["holderIdentity"] == ""
+    await second.try_once()
+    assert (first.left_s, second.left_s) == (0.0, 10.0)
+
+
 async def test_leadership_is_told_and_let_go_at_the_end() -> None:
     async with kubernetes_server.running() as (api, server):
-        settings = kubernetes_server.settings_for(server, lease_s=5.0, renew_s=4.0)
+        settings = kubernetes_server.settings_for(server, lease_s=500.0, renew_s=400.0)
         rivals = Rivals(api, settings)
         rivals.clock.now_s = 0.0
         client = KubernetesApi(settings)

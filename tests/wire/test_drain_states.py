@@ -19,8 +19,18 @@ from process.errors import Unavailable
 from protos import common_pb2, decode_pb2
 from services.decode.intake import Handover
 from services.worker.config import WorkerLimits
+from services.worker.connector import StoreConnector
 from tests.unit.worker.builders import GatedModel, prompt_of
-from tests.wire.decode_movers import Movers, alone, going_on, hold_at, movers
+from tests.wire.deadlines import Deadlines, task_of
+from tests.wire.decode_movers import (
+    Movers,
+    StalledConnector,
+    alone,
+    going_on,
+    hold_at,
+    movers,
+    release_when_taken_out,
+)
 from tests.wire.prefill_decode_pair import Gate, Sample, until
 
 PROMPT = prompt_of(30, start=3)
@@ -35,8 +45,8 @@ async def moved_handle(m: Movers) -> tuple[decode_pb2.DecodeMoved, Sample]:
     hold_at(model, 5)
     key = await m.begin(0, PROMPT, max_tokens=NUM_TOKENS)
     await until(model.is_held.is_set)
+    release_when_taken_out(m, 0)
     m.leave(0)
-    model.release()
     while not (event := await m.streams[0].next(key)).HasField("moved"):
         sample.add(event.tokens)
     m.stay(0)
@@ -89,8 +99,8 @@ async def held_in(
     if state == "moving":
         await until(lambda: "running" in m.states(0))
         await until(model.is_held.is_set)
-        m.leave(0, options.get("budget_ms", 60_000) / 1000)
-        model.release()
+        release_when_taken_out(m, 0)
+        m.leave(0, 60.0)
     try:
         await until(lambda: state in m.states(0))
         yield key, sample, command
@@ -132,10 +142,11 @@ async def test_what_runs_moves_with_its_kv(tmp_path: Path, state: str) -> None:
     async with movers(tmp_path) as m:
         gates = list(Gate.closed)
         async with held_in(m, state) as (key, sample, _):
+            m.engine(0)._model.hold()
+            release_when_taken_out(m, 0)
             m.leave(0)
             for gate in [gate for gate in Gate.closed if gate not in gates]:
                 gate.open()
-            m.engine(0)._model.release()
             moved = (await last_word(m, key, sample)).moved
             assert list(moved.num_output_tokens) == [len(sample.token_ids)]
             num_tokens = len(PROMPT) + len(sample.token_ids) - 1
@@ -173,17 +184,20 @@ async def test_what_does_not_get_ready_in_time_moves_without_its_kv(
 @pytest.mark.parametrize("end", ["cancel", "deadline", "stream"])
 @pytest.mark.parametrize("state", ["reserved", "fetching", "running", "moving"])
 async def test_a_request_may_end_while_it_is_told_to_leave(
-    tmp_path: Path, state: str, end: str
+    tmp_path: Path, state: str, end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    deadlines = Deadlines(monkeypatch)
     async with movers(tmp_path) as m:
-        budget_ms = 400 if end == "deadline" else 20_000
-        async with held_in(m, state, budget_ms=budget_ms) as (key, sample, _):
+        async with held_in(m, state) as (key, sample, _):
+            task = task_of(m.workers[0].role.worker, key)
             if state != "moving":
                 m.leave(0)
             if end == "cancel":
                 await m.streams[0].cancel(key)
             elif end == "stream":
                 await m.streams[0].close()
+            else:
+                await deadlines.end(task)
             if end != "stream":
                 event = await last_word(m, key, sample)
                 kind = event.WhichOneof("event")
@@ -226,9 +240,9 @@ async def test_a_store_that_takes_nothing_leaves_no_handle(tmp_path: Path, troub
         await until(model.is_held.is_set)
         if trouble == "away":
             connector = m.workers[0].core.connector
-            connector._is_stalled = True
+            connector.__class__ = StalledConnector
+        release_when_taken_out(m, 0)
         m.leave(0)
-        model.release()
         moved = (await last_word(m, key, sample)).moved
         num_blocks = -(-(len(PROMPT) + len(sample.token_ids) - 1) // 4)
         not_stored = {one.reason: one.num_blocks for one in moved.leg.not_stored}
@@ -244,7 +258,7 @@ async def test_a_store_that_takes_nothing_leaves_no_handle(tmp_path: Path, troub
         num_computed = finished.leg.num_tokens_computed + finished.leg.num_tokens_local
         assert num_computed >= 30 - 12 and finished.leg.recomputed
         if trouble == "away":
-            connector._is_stalled = False
+            connector.__class__ = StoreConnector
         await m.check()
 
 
@@ -260,17 +274,8 @@ async def test_what_leaves_inside_its_prompt_has_computed_no_more_than_that(
         hold_at(model, 2)
         key = await m.begin(0, prompt, max_tokens=NUM_TOKENS, n=n)
         await until(model.is_held.is_set)
-        (request,) = m.workers[0].role.worker._requests.values()
-        take_out = request._take_out
-
-        async def release_behind_it() -> Any:
-            taking = asyncio.create_task(take_out())
-            await asyncio.sleep(0)  # the engine is told, and comes to it after this step
-            if n == 1:
-                model.release()
-            return await taking
-
-        request._take_out = release_behind_it
+        if n == 1:
+            release_when_taken_out(m, 0)
         m.leave(0)
         moved = (await last_word(m, key, sample)).moved
         model.release()
@@ -313,8 +318,8 @@ async def test_a_beam_search_moves_without_anything(tmp_path: Path) -> None:
         await stream.generate_from(key, alone(2))
         await until(m.engine(0)._model.is_held.is_set)
         m.leave(0)
+        moved = (await last_word(m, key, Sample())).moved  # which asks nothing of the engine
         m.engine(0)._model.release()
-        moved = (await last_word(m, key, Sample())).moved
         assert list(moved.num_output_tokens) == [0, 0] and not moved.HasField("handle")
         m.stay(0)
         await m.check()
@@ -357,8 +362,8 @@ async def test_a_handle_that_nobody_was_told_of_gives_its_leases_back(tmp_path: 
         await until(model.is_held.is_set)
         (outbox,) = m.workers[0].core.outboxes
         outbox.flush = lambda: None  # type: ignore[method-assign]
+        release_when_taken_out(m, 0)
         m.leave(0)
-        model.release()
         await until(lambda: m.workers[0].core.num_live == 0)
         assert m.workers[0].core.counts.moved["draining"] == 1
         await m.streams[0].close()
@@ -370,17 +375,17 @@ async def test_a_handle_that_nobody_was_told_of_gives_its_leases_back(tmp_path: 
 @pytest.mark.parametrize("is_stuck", [False, True])
 async def test_stopping_moves_what_runs_and_ends_in_time(tmp_path: Path, is_stuck: bool) -> None:
     """The whole of it, as a signal begins it."""
-    limits = WorkerLimits(store_wait_s=10, attach_budget_s=5.0, drain_s=1.0)
+    drain_s = 1.0 if is_stuck else 30.0
+    limits = WorkerLimits(store_wait_s=10, attach_budget_s=5.0, drain_s=drain_s)
     async with movers(tmp_path, limits=limits) as m:
         sample, model = Sample(), m.engine(0)._model
         hold_at(model, 5)
         key = await m.begin(0, PROMPT, max_tokens=NUM_TOKENS)
         await until(model.is_held.is_set)
         began_s = time.monotonic()
-        stopping = asyncio.create_task(m.workers[0].stop())
         if not is_stuck:
-            await until(lambda: m.workers[0].core.draining)
-            model.release()
+            release_when_taken_out(m, 0)
+        stopping = asyncio.create_task(m.workers[0].stop())
         moved = (await last_word(m, key, sample)).moved
         assert moved.HasField("handle") != is_stuck
         if is_stuck:

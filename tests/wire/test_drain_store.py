@@ -8,8 +8,8 @@ from pathlib import Path
 
 from process.deadline import Deadline
 from tests.unit.worker.builders import GatedModel, prompt_of
-from tests.wire.decode_movers import going_on, hold_at, movers
-from tests.wire.prefill_decode_pair import Sample, until
+from tests.wire.decode_movers import going_on, hold_at, movers, release_when_taken_out
+from tests.wire.prefill_decode_pair import WAIT_S, Sample, until
 
 PROMPT = prompt_of(30, start=3)
 
@@ -21,18 +21,18 @@ async def test_a_moved_stream_is_fetched_from_a_store_that_drains(tmp_path: Path
         hold_at(model, 5)
         key = await m.begin(0, PROMPT, max_tokens=40)
         await until(model.is_held.is_set)
+        release_when_taken_out(m, 0)
         m.leave(0)
-        model.release()
         while not (event := await m.streams[0].next(key)).HasField("moved"):
             sample.add(event.tokens)
         draining = asyncio.create_task(node.drain(Deadline.after(20.0)))
         await until(lambda: node.is_draining)
         client = m.workers[1].core.connector.client
         put = await client.put_blocks(
-            None, b"", [(bytes(16), 0)], ("t", 1, 2), 5.0, Deadline.after(5.0), num_tokens=4
+            None, b"", [(bytes(16), 0)], ("t", 1, 2), 5.0, Deadline.after(WAIT_S), num_tokens=4
         )
         assert (put.refs, put.tail, put.not_stored) == ((), None, 2)
-        await client.release([put.lease_id], deadline=Deadline.after(5.0))
+        await client.release([put.lease_id], deadline=Deadline.after(WAIT_S))
         await asyncio.sleep(0.1)
         assert not draining.done(), "the handle's lease lives"
         stream = m.streams[1]
@@ -49,12 +49,12 @@ async def test_a_moved_stream_is_fetched_from_a_store_that_drains(tmp_path: Path
 
 async def test_a_lease_that_nobody_gives_back_does_not_keep_it(tmp_path: Path) -> None:
     async with movers(tmp_path) as m:
-        assert await m.store.node.drain(Deadline.after(5.0))
+        assert await m.store.node.drain(Deadline.after(WAIT_S))
         m.store.node.store.writes.is_closed = False
         client = m.workers[0].core.connector.client
         key = await m.begin(0, PROMPT, max_tokens=4)
         await m.streams[0].collect(key)
         await m.workers[0].core.connector.settle()
         hashes = [ref for ref in m.store.node.present()]
-        await client.match(hashes[:1], pin=True, ttl_s=20.0, deadline=Deadline.after(5.0))
+        await client.match(hashes[:1], pin=True, ttl_s=20.0, deadline=Deadline.after(WAIT_S))
         assert not await m.store.node.drain(Deadline.after(0.2))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 import urllib.request
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
@@ -95,8 +96,8 @@ async def test_workers_and_store(tmp_path: Path) -> None:
             answers = [
                 await p.generate(prompt, name=f"r{index}", max_tokens=5) for index in range(2)
             ]
+            await p.check()  # leases are given back behind the answers
             after = [await _scrape(address) for address in addresses]
-            await p.check()
     for early, late in zip(before, after, strict=True):
         exposition.check_grown(early, late)
         _check_documented(late.values())
@@ -126,11 +127,13 @@ def _values(families: dict[str, Family]) -> dict[str, float]:
 
 
 async def test_an_autoscaler() -> None:
+    begun_s = time.monotonic()
     async with autoscaler_bench.running() as cluster:
         before = await _scrape(cluster.autoscaler.metrics_address)
         await cluster.decide()
         after = await _scrape(cluster.autoscaler.metrics_address)
         name = cluster.autoscaler.autoscaler_id
+        all_s = time.monotonic() - begun_s
     exposition.check_grown(before, after)
     _check_documented(after.values())
     found = {
@@ -143,7 +146,7 @@ async def test_an_autoscaler() -> None:
     for role in ("prefill", "decode"):
         for what in ("wanted", "asked", "ready"):
             assert found[f"baton_autoscaler_{what}_workers,{role}"] == 1
-    assert 0 <= found["baton_autoscaler_signal_age_seconds,routers"] < 3
+    assert 0 <= found["baton_autoscaler_signal_age_seconds,routers"] < all_s
 
 
 async def test_a_router() -> None:
@@ -206,7 +209,7 @@ async def test_an_index_that_lags_behind_says_so(tmp_path: Path) -> None:
             slab_dir=str(tmp_path),
             capacity_bytes=1 << 20,
             redis_url=redis.url,
-            redis_timeout_s=0.2,
+            redis_timeout_s=5.0,  # one that is gone says so at once
             metrics_listen="127.0.0.1:0",
         )
         async with serve.running(settings) as store:
@@ -217,8 +220,9 @@ async def test_an_index_that_lags_behind_says_so(tmp_path: Path) -> None:
             assert calm["baton_index_synced"] == 1 and calm["baton_index_lag_seconds"] == 0
             assert calm["baton_index_full_publications_total"] == 1
             redis.kill()
+            num_failures = publisher.num_failures  # on a slow machine Redis may have been late
             publisher.on_change(True, block_hash.chain(bytes(16), (1,) * 16, 16)[0])
-            await until(lambda: publisher.num_failures > 0)
+            await until(lambda: publisher.num_failures > num_failures)
             behind = _values(await _scrape(store.metrics_address))
             assert behind["baton_index_synced"] == 0
             assert behind["baton_index_pending_changes"] == 1

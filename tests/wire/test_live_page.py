@@ -62,7 +62,7 @@ async def test_it_shows_what_requests_did() -> None:
         assert [(each["request_id"], each["outcome"]) for each in live] == [("told", "")]
         assert live[0]["state"]
         bench.decode.token_gate.open()
-        await going
+        *_, last = await going
         await until(lambda: router.desk.log.num_live == 0)
         await asyncio.sleep(snapshots.INTERVAL_S / 2)  # a snapshot is that old at most
         told = await _data(session, bench.url)
@@ -84,7 +84,9 @@ async def test_it_shows_what_requests_did() -> None:
     assert spans[0]["begin_s"] == 0
     for before, after in itertools.pairwise(spans):
         assert before["end_s"] == after["begin_s"] and before["stage"] != after["stage"]
-    assert spans[-1]["end_s"] == pytest.approx(ended["elapsed_s"], abs=0.05)
+    # All of its stages; its last message was on its way after them.
+    assert spans[-1]["end_s"] == pytest.approx(sum(time.seconds for time in last.times))
+    assert spans[-1]["end_s"] <= ended["elapsed_s"]
     assert 0 < ended["first_token_s"] < ended["elapsed_s"]
     assert {worker["worker_id"] for worker in told["status"]["workers"]} == {"p0", "d0"}
 
@@ -108,6 +110,7 @@ async def test_its_files_are_ours_and_load_nothing_from_elsewhere() -> None:
 async def test_the_history_comes_once_and_then_what_is_new() -> None:
     async with http_bench() as bench, aiohttp.ClientSession() as session:
         history = bench.router.desk.history
+        await history.stop()  # no point between the answer and ours
         await bench.generate(request(sampling={"max_tokens": 4}))
         history.take_point()
         first, second = await _events(session, bench.url, 2)
@@ -226,7 +229,7 @@ async def test_a_snapshot_serves_all_who_look_within_a_moment() -> None:
     ]
 
 
-DRAIN_S = 8.0
+DRAIN_S = 30.0
 
 
 class _serving:

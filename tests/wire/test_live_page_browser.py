@@ -75,19 +75,22 @@ class _Cluster:
         return reply
 
 
-@pytest.fixture
-def cluster() -> Iterator[_Cluster]:
-    made = _Cluster()
-    try:
-        yield made
-    finally:
-        made.stop()
-
-
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     with browsing(tmp_path_factory.mktemp("browser") / "profile") as driver:
         yield driver
+
+
+@pytest.fixture
+def cluster(browser: Any) -> Iterator[_Cluster]:
+    made = _Cluster()
+    try:
+        yield made
+    finally:
+        # The page goes first: what it says of a server that is gone would stand in the log that the
+        # next test reads.
+        browser.get("about:blank")
+        made.stop()
 
 
 @pytest.fixture

@@ -41,7 +41,7 @@ async def client_of(bench: HttpBench, **options: Any) -> AsyncIterator[openai.As
         base_url=f"{bench.url}/v1",
         api_key="none",
         max_retries=0,
-        timeout=10,
+        timeout=60,
         **options,
     ) as client:
         yield client
@@ -356,7 +356,7 @@ async def test_errors_are_those_that_the_client_knows() -> None:
         bench.prefill.error = None
         bench.prefill.gate.close()
         with pytest.raises(openai.InternalServerError) as late:
-            await create(model="fake", messages=HELLO, extra_headers={"x-baton-budget-ms": "200"})
+            await create(model="fake", messages=HELLO, extra_headers={"x-baton-budget-ms": "2000"})
         assert late.value.status_code == 504 and "prefilling" in late.value.message
         bench.prefill.gate.open()
 
@@ -386,14 +386,16 @@ async def test_an_error_in_the_middle_of_a_stream_reaches_the_client(is_chat: bo
             if is_chat
             else client.completions.create(model="fake", prompt="x", max_tokens=20, stream=True)
         )
-        chunks = []
+        text = ""
 
         async def read() -> None:
+            nonlocal text
             async for chunk in stream:
-                chunks.append(chunk)
+                (choice,) = chunk.choices
+                text += (choice.delta.content or "") if is_chat else choice.text
 
         reading = asyncio.create_task(read())
-        await until(lambda: len(chunks) == 3)
+        await until(lambda: len(text) == 3)  # of tokens; one chunk may have several
         await bench.decode.stop()
         with pytest.raises(openai.APIError) as caught:
             await asyncio.wait_for(reading, 10)
@@ -503,7 +505,8 @@ async def test_running_usage_grows() -> None:
 async def test_a_slow_reader_holds_nothing_but_its_own_request_up() -> None:
     """Its tokens are merged where they wait, so few large chunks come instead of many."""
     async with (
-        http_bench(model=saying("x" * 3000)) as bench,
+        # What is reserved is answered behind the tokens that are on their way.
+        http_bench(model=saying("x" * 3000), times={"reserve_wait_s": 60.0}) as bench,
         client_of(bench) as client,
         aiohttp.ClientSession() as session,
     ):

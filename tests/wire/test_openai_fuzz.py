@@ -66,6 +66,19 @@ def check(operation: Any, mode: GenerationMode) -> None:
     answered()
 
 
+@pytest.mark.parametrize("path", POSTS[:2])
+def test_a_streamed_answer_is_documented(documented: Any, path: str) -> None:
+    """Of valid bodies that are drawn few ask for one, and fewer get it."""
+    asked = (
+        {"prompt": "x"} if path == POSTS[0] else {"messages": [{"role": "user", "content": "x"}]}
+    )
+    body = {**asked, "max_tokens": 3, "stream": True}
+    case = documented[path]["POST"].Case(body=body, media_type="application/json")
+    response = case.call(timeout=20)
+    assert response.status_code == 200 and b"[DONE]" in response.content
+    case.validate_response(response, excluded_checks=[positive_data_acceptance])
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from protos import common_pb2
+from services.decode.states import DecodeState
 from services.worker.metrics import WorkerCollector
 from services.worker.parking import StoreParking
 from tests.unit.worker.builders import prompt_of
@@ -40,7 +41,8 @@ async def finish_all(both: Pair) -> dict[str, int]:
             reply = await both.run_prefill(prompt, name=f"r{index}", max_tokens=NUM_TOKENS)
             await stream.generate(key, reply)
             replies.append(reply)
-        await until(lambda: len(both.decode_role.worker.states) == NUM_REQUESTS)
+        all_run = [DecodeState.RUNNING] * NUM_REQUESTS
+        await until(lambda: [*both.decode_role.worker.states.values()] == all_run)
         both.decode_model.release()
         for key, prompt, reply in zip(keys, prompts, replies, strict=True):
             answer = await stream.collect(key)

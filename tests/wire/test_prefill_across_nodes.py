@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -185,8 +186,7 @@ def nobody(n: Nodes, filled: prefill_pb2.PrefillReply, hint: common_pb2.PrefixRu
 
 
 def too_long(n: Nodes, filled: prefill_pb2.PrefillReply, hint: common_pb2.PrefixRun) -> None:
-    n[0].store.node.store.catalog  # noqa: B018  the hint says more than there is
-    hint.num_blocks = 100
+    hint.num_blocks = 100  # more than there is
 
 
 @pytest.mark.parametrize(
@@ -220,16 +220,24 @@ async def test_what_cannot_be_used_is_computed_and_counted(
 
 async def test_a_lease_at_home_outlives_a_slow_pull(tmp_path: Path) -> None:
     """What home had stays pinned while another node takes longer than a lease lives."""
-    async with nodes(tmp_path, lease_ttl_s=0.3) as n:
+    async with nodes(tmp_path, lease_ttl_s=(ttl_s := 2.0)) as n:
         await fill(n, n[0])
         await fill(n, n[1], 4 * BLOCK_SIZE)
-        client = await remote_client(n[1], n[0])
-        match = client.match
+        client, home = await remote_client(n[1], n[0]), n[1].core.connector.client
+        assert home is not None
+        renew, match, renewed_s = home.renew, client.match, 0.0
+
+        async def noted(*arguments: Any, **options: Any) -> None:
+            nonlocal renewed_s
+            await renew(*arguments, **options)
+            renewed_s = time.monotonic()
 
         async def slow(*arguments: Any, **options: Any) -> Any:
-            await asyncio.sleep(1.0)
+            lapses_s = time.monotonic() + ttl_s
+            await until(lambda: renewed_s > lapses_s)  # it would have lapsed
             return await match(*arguments, **options)
 
+        home.renew = noted  # type: ignore[method-assign]
         client.match = slow  # type: ignore[method-assign]
         reply = await n.run(n[1], PROMPT, [n[1].hint(0, 4), n[0].hint(4, 6)])
         assert tokens_by_node(reply) == {"store-1": 16, "store-0": 24}
@@ -265,7 +273,7 @@ async def test_what_came_before_the_time_ran_out_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Batches of three blocks, of which the third is not over in time."""
-    async with nodes(tmp_path, transfer_budget_s=0.5) as n:
+    async with nodes(tmp_path) as n:
         monkeypatch.setattr(
             "services.prefill.prefix_fetch.BATCH_BYTES", 3 * n[0].core.layout.block_bytes
         )
@@ -308,7 +316,7 @@ async def test_after_a_transfer_that_ran_out_of_time_nobody_else_writes_there(
 ) -> None:
     """Its blocks may still be written into; a second store's bytes must not go there."""
     # The client of the late store is dropped: what it may have pinned there lapses.
-    async with nodes(tmp_path, num_nodes=3, lease_ttl_s=1.0) as n:
+    async with nodes(tmp_path, num_nodes=3, lease_ttl_s=2.0) as n:
         for node in (n[0], n[2]):
             await fill(n, node)
         slow = await remote_client(n[1], n[0])

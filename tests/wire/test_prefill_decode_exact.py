@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from protos import common_pb2, prefill_pb2
+from services.decode.states import DecodeState
 from tests.unit.worker.builders import BLOCK_SIZE, prompt_of
 from tests.wire.prefill_call import PrefillCall
 from tests.wire.prefill_decode_pair import Answer, pair, until, whole
@@ -129,14 +130,19 @@ async def test_ragged_concurrent_requests_share_one_stream(
     """
     rng = random.Random(seed)
     async with pair(tmp_path) as p, p.stream() as stream:
+        states = p.decode_role.worker
+        num_generating = 0
 
         async def one(index: int) -> None:
+            nonlocal num_generating
             prompt = prompt_of(rng.randint(1, 50), start=rng.randint(1, 5))
             num_tokens = rng.randint(2, 24)
             name = f"r{index}"
             key = await stream.reserve(p.reserve(prompt, name=name, max_tokens=num_tokens))
             assert (await stream.next(key)).WhichOneof("event") == "reserved"
             reply = await p.run_prefill(prompt, name=name, max_tokens=num_tokens)
+            num_generating += 1
+            await until(lambda: num_generating == 8)  # a step that is held reserves nothing
             await stream.generate(key, reply)
             answer = await stream.collect(key)
             assert [*reply.token_ids, *answer.token_ids] == p.expected(prompt, num_tokens)
@@ -144,7 +150,12 @@ async def test_ragged_concurrent_requests_share_one_stream(
 
         num_requests = scale(320)
         for first in range(0, num_requests, 8):
-            await asyncio.gather(*(one(index) for index in range(first, first + 8)))
+            num_generating = 0
+            p.decode_model.hold()  # so that they run together
+            group = asyncio.gather(*(one(index) for index in range(first, first + 8)))
+            await until(lambda: [*states.states.values()] == [DecodeState.RUNNING] * 8)
+            p.decode_model.release()
+            await group
         messages = [m for m in stream.messages if any(e.HasField("tokens") for e in m.events)]
         events = sum(len(m.events) for m in messages)
         assert events > len(messages)  # steps of several requests were not torn apart

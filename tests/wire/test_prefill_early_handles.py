@@ -20,7 +20,8 @@ from process.errors import Cancelled, DeadlineExceeded, Unavailable
 from protos import common_pb2, prefill_pb2
 from services.worker import handle as handles
 from tests.unit.worker.builders import BLOCK_SIZE, prompt_of
-from tests.wire.prefill_call import PrefillCall
+from tests.wire.deadlines import Deadlines
+from tests.wire.prefill_call import KEY, PrefillCall
 from tests.wire.prefill_decode_pair import WAIT_S, until
 from tests.wire.prefill_nodes import Node, Nodes, SteppedModel, nodes
 
@@ -198,15 +199,17 @@ async def test_the_end_while_a_partial_handle_is_on_its_way(
         entered.set()
         await asyncio.Event().wait()
 
+    deadlines = Deadlines(monkeypatch)
     monkeypatch.setattr("services.prefill.server._Caller.show_partial", stuck)
     async with nodes(tmp_path, num_nodes=1, make_model=SteppedModel) as n:
         n[0].model.allow()
-        timeout_s = 0.5 if how == "deadline" else WAIT_S
-        call = PrefillCall(n[0].stub, n.request(PROMPT), timeout_s=timeout_s)
+        call = PrefillCall(n[0].stub, n.request(PROMPT), timeout_s=WAIT_S)
         async with asyncio.timeout(WAIT_S):
             await entered.wait()
         if how == "cancel":
             call.cancel()
+        else:
+            deadlines.end_newest(f"prefill {KEY}")
         with pytest.raises(Cancelled if how == "cancel" else DeadlineExceeded):
             await rest(call)
         n[0].model.release()

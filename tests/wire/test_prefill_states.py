@@ -19,7 +19,8 @@ from protos import prefill_pb2_grpc
 from services.prefill.job import PrefillState
 from services.worker.config import WorkerLimits
 from tests.unit.worker.builders import BLOCK_SIZE, prompt_of
-from tests.wire.prefill_call import PrefillCall
+from tests.wire.deadlines import Deadlines
+from tests.wire.prefill_call import KEY, PrefillCall
 from tests.wire.prefill_decode_pair import WAIT_S, Gate, Pair, pair, until, whole
 
 STATES = ["queued", "matching", "copying", "computing", "storing"]
@@ -100,21 +101,35 @@ async def test_cancel_in_each_state_leaves_nothing(tmp_path: Path, state: str) -
 
 @pytest.mark.parametrize("whose", ["request", "worker"])
 @pytest.mark.parametrize("state", STATES)
-async def test_the_deadline_ends_it_in_each_state(tmp_path: Path, state: str, whose: str) -> None:
+async def test_the_deadline_ends_it_in_each_state(
+    tmp_path: Path, state: str, whose: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The request's own deadline, and the worker's bound for a router that named none."""
+    deadlines = Deadlines(monkeypatch)
     async with pair(tmp_path, prefill_blocks=64) as p:
-        if whose == "worker":
-            deadline = p.prefill.core.deadline
-            p.prefill.core.deadline = lambda left: deadline(  # type: ignore[method-assign]
-                0.5 if left is None else left
-            )
-        timeout_s = 0.5 if whose == "request" else None
+        timeout_s = WAIT_S if whose == "request" else None
         async with held_in(p, state, timeout_s=timeout_s) as call:
+            deadlines.end_newest(f"prefill {KEY}")
             with pytest.raises(DeadlineExceeded):
                 await asyncio.wait_for(whole(call), WAIT_S)
         await p.check()
-        if whose == "request":
-            await assert_served(p)
+        await assert_served(p)
+
+
+@pytest.mark.parametrize("whose", ["request", "worker"])
+async def test_the_deadline_is_the_one_that_was_asked_for_or_the_workers(
+    tmp_path: Path, whose: str
+) -> None:
+    default_s = 0.2 if whose == "worker" else 60.0
+    limits = WorkerLimits(default_budget_s=default_s, store_wait_s=WAIT_S, drain_s=0.2)
+    async with pair(tmp_path, limits=limits) as p:
+        p.prefill_model.hold()
+        timeout_s = 0.2 if whose == "request" else None
+        call = PrefillCall(p.prefill_stub, p.prefill_request(PROMPT), timeout_s=timeout_s)
+        with pytest.raises(DeadlineExceeded):
+            await asyncio.wait_for(whole(call), WAIT_S)
+        p.prefill_model.release()
+        await p.check()
 
 
 @pytest.mark.parametrize("state", STATES)

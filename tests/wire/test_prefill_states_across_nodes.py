@@ -17,7 +17,8 @@ from process.errors import Cancelled, DeadlineExceeded
 from services.prefill.job import PrefillState
 from services.worker import stores
 from tests.unit.worker.builders import prompt_of
-from tests.wire.prefill_call import PrefillCall
+from tests.wire.deadlines import Deadlines
+from tests.wire.prefill_call import KEY, PrefillCall
 from tests.wire.prefill_decode_pair import WAIT_S, Gate, until, whole
 from tests.wire.prefill_nodes import Nodes, nodes, remote_client
 
@@ -35,7 +36,7 @@ STATES = list(NAMES)
 
 
 @contextlib.asynccontextmanager
-async def held_in(n: Nodes, state: str, *, timeout_s: float | None = WAIT_S) -> AsyncIterator[Any]:
+async def held_in(n: Nodes, state: str) -> AsyncIterator[Any]:
     """A call at node 1 whose prefix comes from node 0, and that stays in `state` there. `storing`
     and `computing` come with the policy that leaves the prefix where it is.
     """
@@ -51,7 +52,7 @@ async def held_in(n: Nodes, state: str, *, timeout_s: float | None = WAIT_S) -> 
             method = {"matching": "match", "copying": "get_blocks", "storing": "put_blocks"}[state]
             gates.append(Gate(client, method))
     hints = [n[0].hint(0, NUM_FILLED)]
-    call = PrefillCall(n[1].stub, n.request(PROMPT, hints), timeout_s=timeout_s)
+    call = PrefillCall(n[1].stub, n.request(PROMPT, hints), timeout_s=WAIT_S)
     try:
         for gate in gates:
             await gate.wait_entered()
@@ -89,9 +90,13 @@ async def test_cancel_in_each_state_leaves_nothing(tmp_path: Path, state: str) -
 
 
 @pytest.mark.parametrize("state", STATES)
-async def test_the_deadline_ends_it_in_each_state(tmp_path: Path, state: str) -> None:
+async def test_the_deadline_ends_it_in_each_state(
+    tmp_path: Path, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deadlines = Deadlines(monkeypatch)
     async with nodes(tmp_path, **policy_of(state)) as n:
-        async with held_in(n, state, timeout_s=0.5) as call:
+        async with held_in(n, state) as call:
+            deadlines.end_newest(f"prefill {KEY}")
             with pytest.raises(DeadlineExceeded):
                 await whole(call)
         await n.check()
@@ -169,4 +174,44 @@ async def test_a_cancel_while_bytes_come_keeps_their_blocks_out_of_use_until_non
         await n[1].core.thread.call(lambda engine: engine.check_integrity())
         settled.set_result(None)
         await until(lambda: n[1].core.thread.stats.num_quarantined_blocks == 0)
+        await n.check()
+
+
+@pytest.mark.parametrize("replicate_after_hits", [0, 100])
+@pytest.mark.parametrize("where", ["home", "other", "both", "home is gone"])
+async def test_a_lease_that_ends_during_the_pull_costs_no_answer(
+    tmp_path: Path, where: str, replicate_after_hits: int
+) -> None:
+    """Renewed too late, or the store ended it: what was copied under it is here, and is stored."""
+    async with nodes(tmp_path, num_nodes=3, replicate_after_hits=replicate_after_hits) as n:
+        for node, num_blocks in ((n[0], 7), (n[1], 4), (n[2], 10)):
+            await n.run(node, PROMPT[: num_blocks * 4], name="fill", wants_handle=False)
+            await n.forget(node)
+        await remote_client(n[1], n[0])
+        last = await remote_client(n[1], n[2])
+        match = last.match
+
+        async def meanwhile(*arguments: Any, **options: Any) -> Any:
+            matched = await match(*arguments, **options)
+            ended = {"other": [n[0]], "both": [n[1], n[0]]}.get(where, [n[1]])
+            if where == "home is gone":
+                home = n[1].core.connector.client
+                assert home is not None
+                await n[1].kill_store()
+                await until(lambda: home.broken is not None)
+            else:
+                for node in ended:
+                    truth = node.store.node.store
+                    truth.release([lease.lease_id for lease in truth.leases], now_s=0.0)
+            (job,) = n[1].prefills._jobs.values()
+            await job.pins.renew()  # as it does from time to time
+            assert len(job.pins.held) == 2 - len(ended)
+            return matched
+
+        last.match = meanwhile  # type: ignore[method-assign]
+        hints = [n[1].hint(0, 4), n[0].hint(4, 3), n[2].hint(7, 3)]
+        reply = await n.run(n[1], PROMPT, hints)
+        assert reply.leg.num_tokens_computed == 2 and not reply.leg.not_stored
+        assert reply.handle.num_tokens == len(PROMPT)
+        await n.release(reply.handle)
         await n.check()

@@ -183,6 +183,7 @@ async def test_of_partial_handles_that_wait_only_the_newest_is_kept(
     """A router that does not read holds one of each prompt, however much is computed."""
     prompt, real = prompt_of(90, start=3), multiplexed.serve
     batches: list[list[int]] = []
+    outboxes: list[Any] = []
     may_write, is_waiting = asyncio.Event(), asyncio.Event()
 
     async def slow(
@@ -194,6 +195,7 @@ async def test_of_partial_handles_that_wait_only_the_newest_is_kept(
             await may_write.wait()
             await write(events)
 
+        outboxes.append(outbox)
         await real(commands, obey, session, outbox, gated, *others)
 
     monkeypatch.setattr("services.prefill.server.serve", slow)
@@ -209,7 +211,11 @@ async def test_of_partial_handles_that_wait_only_the_newest_is_kept(
             await until(
                 lambda num_blocks=num_blocks: node.holds(n.hashes(node, prompt)) == num_blocks
             )
-        await asyncio.sleep(0.05)  # the last one's partial handle is made behind its put
+        ((job,), (outbox,)) = node.prefills._jobs.values(), outboxes
+        # The last one is made behind its put, or not at all: one for each step.
+        await until(lambda: job.early._num_stored == 20 and not job.early.is_due)
+        (waiting,) = outbox._events
+        assert waiting.reply.handle.num_tokens > 4 * BLOCK_SIZE
         may_write.set()
         node.model.release()
         last = [message async for message in call][-1]
@@ -227,7 +233,7 @@ class _AccountAtCancel(FakePrefill):
 
     async def _live(self, key: int, asked: Any, events: Any) -> None:
         await super()._live(key, asked, events)
-        (word,) = events._queue
+        word = events._queue[-1]
         assert word.failed.code == grpc.StatusCode.CANCELLED.value[0]
         word.reply.CopyFrom(self._last(asked, is_over=False))
 
@@ -260,6 +266,7 @@ async def test_a_worker_that_ends_the_stream_fails_its_prompts_and_is_met_again(
                 done, _ = await asyncio.wait({reading, ending}, return_when=asyncio.FIRST_COMPLETED)
                 ending.cancel()
                 if reading not in done:
+                    self.ends.clear()  # this stream, not the one that it is met again by
                     reading.cancel()
                     await asyncio.gather(reading, return_exceptions=True)
                     return
@@ -277,7 +284,6 @@ async def test_a_worker_that_ends_the_stream_fails_its_prompts_and_is_met_again(
             await rest_of(call)
         error = serving.error_from_rpc(caught.value)
         assert isinstance(error, Unavailable) and error.retry_after_s is not None
-        worker.ends.clear()
         worker.gate.open()
         await until(lambda: bench.router._prefills.is_up("p0"))
         messages = await bench.generate(request(sampling={"max_tokens": 2}))

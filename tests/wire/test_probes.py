@@ -3,30 +3,40 @@
 from __future__ import annotations
 
 import json
+import os
+import secrets
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from process.health import Health
+from services.worker.main import _Progress
 
 ROOT = Path(__file__).parents[2]
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+def free_address() -> str:
+    """host:port, of an address of loopback that is nobody else's: between this and its use no
+    other's connection can take the port."""
+    host = f"127.{'.'.join(str(secrets.randbelow(254) + 1) for _ in range(3))}"
+    with socket.create_server((host, 0)) as server:
+        return f"{host}:{server.getsockname()[1]}"
 
 
-def ask(port: int, path: str) -> tuple[int, str]:
+def ask(address: str, path: str) -> tuple[int, str]:
     """Status and line; 0: nobody listens."""
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as reply:
+        with urllib.request.urlopen(f"http://{address}{path}", timeout=5) as reply:
             return reply.status, reply.read().decode().strip()
     except urllib.error.HTTPError as error:
         with error:
@@ -39,14 +49,15 @@ class Process:
     """One of ours, and all that its port has said, each answer once."""
 
     def __init__(self, module: str, *options: str) -> None:
-        self.port = free_port()
-        settings = [f"metrics_listen=127.0.0.1:{self.port}", *options]
+        self.address = free_address()
+        settings = [f"metrics_listen={self.address}", *options]
+        self._log = tempfile.TemporaryFile()
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", module]
             + [part for setting in settings for part in ("--set", setting)],
             cwd=ROOT,
             stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            stderr=self._log,
         )
         self.seen: list[tuple[str, int, str]] = []
 
@@ -54,13 +65,19 @@ class Process:
         deadline_s = time.monotonic() + 100
         while time.monotonic() < deadline_s:
             for each in ("/livez", "/readyz"):
-                said = (each, *ask(self.port, each))
+                said = (each, *ask(self.address, each))
                 if said not in self.seen:
                     self.seen.append(said)
                 if said[:2] == (path, status):
                     return
             time.sleep(0.02)
         raise AssertionError(self.seen)
+
+    def logged(self, event: str) -> list[dict[str, Any]]:
+        """All lines of that event so far."""
+        text = os.pread(self._log.fileno(), 1 << 20, 0)  # its end is where the process writes
+        lines = [json.loads(line) for line in text.splitlines() if line.startswith(b"{")]
+        return [line for line in lines if line["event"] == event]
 
     def end(self) -> int:
         self._process.send_signal(signal.SIGTERM)
@@ -69,6 +86,7 @@ class Process:
     def kill(self) -> None:
         self._process.kill()
         self._process.wait(30)
+        self._log.close()
 
 
 @pytest.fixture
@@ -86,20 +104,32 @@ def test_a_worker_lives_while_it_loads_and_is_ready_when_it_serves(started: list
     assert ("/livez", 200, "ok") in worker.seen
     why = {said[2] for said in worker.seen if said[:2] == ("/readyz", 503)}
     assert "loading the model" in why
-    assert any(line.startswith("loading the model: ") for line in why)  # and how far it is
+    # How far it is may go by faster than anybody asks; it is told as it is logged.
+    steps = worker.logged("loading")
+    assert {"weights", "warm-up"} <= {step["what"] for step in steps}
+    told = {f"loading the model: {s['what']}, {s['done']} of {s['total']}" for s in steps}
+    assert why <= {"loading the model", *told}
     assert {said[1] for said in worker.seen if said[0] == "/livez"} <= {0, 200}
     assert worker.end() == 0
 
 
+def test_probes_are_told_how_far_the_loading_is() -> None:
+    health = Health("loading the model")
+    progress = _Progress(health)
+    for done in (0, 3, 10):
+        progress("weights", done, 10)
+        assert health.why_not_ready() == f"loading the model: weights, {done} of 10"
+
+
 def test_a_router_that_never_met_redis_is_not_ready(started: list[Process]) -> None:
-    nowhere = f"redis_url=redis://127.0.0.1:{free_port()}"
+    nowhere = "redis_url=redis://127.0.0.1:1"
     router = Process("services.router", "model=baton-5m", nowhere)
     started.append(router)
     router.until("/readyz", 503)
     router.until("/livez", 200)
     while not any("Redis" in said[2] for said in router.seen):
-        router.seen.append(("/readyz", *ask(router.port, "/readyz")))
-    assert ask(router.port, "/livez") == (200, "ok")
+        router.seen.append(("/readyz", *ask(router.address, "/readyz")))
+    assert ask(router.address, "/livez") == (200, "ok")
     assert router.end() == 0
 
 

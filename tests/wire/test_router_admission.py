@@ -138,7 +138,7 @@ async def test_a_repeated_request_takes_its_place_over_while_it_waits() -> None:
 
 
 async def test_rates_hold_over_routers_and_go_on_without_redis() -> None:
-    settings = AdmissionSettings(max_requests_per_min=3)
+    settings = AdmissionSettings(max_requests_per_min=3, rate_timeout_s=BOUND_S)
     async with running(admission=settings) as bench:
         for _ in range(3):
             assert await bench.generate(request(sampling={"max_tokens": 1}))

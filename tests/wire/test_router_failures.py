@@ -16,6 +16,7 @@ from services.router.app import Router
 from services.router.fakes.decode import FakeDecode
 from services.router.fakes.prefill import FakePrefill
 from tests.unit.router.bench import (
+    BOUND_S,
     TOKENIZER,
     Bench,
     expected_ids,
@@ -37,14 +38,16 @@ async def _error(call: Any) -> tuple[grpc.StatusCode, BatonError]:
 
 
 async def _status(bench: Bench) -> Any:
-    return await bench.stub.GetClusterStatus(inference_pb2.GetClusterStatusRequest(), timeout=5)
+    return await bench.stub.GetClusterStatus(
+        inference_pb2.GetClusterStatusRequest(), timeout=BOUND_S
+    )
 
 
 async def test_a_prefill_worker_that_dies_is_replaced() -> None:
     async with running(num_prefill=2) as bench:
         for worker in bench.prefills:
             worker.gate.close()
-        call = bench.stub.Generate(request(sampling=SHORT), timeout=10)
+        call = bench.stub.Generate(request(sampling=SHORT), timeout=BOUND_S)
         await until(lambda: any(worker.num_active for worker in bench.prefills))
         victim = next(worker for worker in bench.prefills if worker.num_active)
         other = next(worker for worker in bench.prefills if worker is not victim)
@@ -59,7 +62,7 @@ async def test_a_prefill_worker_that_dies_is_replaced() -> None:
 async def test_a_lone_prefill_worker_that_dies_is_unavailable_with_a_retry_time() -> None:
     async with running() as bench:
         bench.prefill.gate.close()
-        call = bench.stub.Generate(request(), timeout=10)
+        call = bench.stub.Generate(request(), timeout=BOUND_S)
         await bench.prefill.gate.reached.wait()
         await bench.prefill.stop()
         code, error = await _error(call)
@@ -70,8 +73,8 @@ async def test_a_lone_prefill_worker_that_dies_is_unavailable_with_a_retry_time(
 async def test_the_first_token_does_not_wait_for_the_store() -> None:
     async with running() as bench:
         bench.prefill.account_gate.close()
-        call = bench.stub.Generate(request(sampling=SHORT), timeout=10)
-        first = await asyncio.wait_for(call.read(), 5)
+        call = bench.stub.Generate(request(sampling=SHORT), timeout=BOUND_S)
+        first = await asyncio.wait_for(call.read(), BOUND_S)
         assert len(first.token_ids) == 1
         assert not bench.decode.generated
         bench.prefill.account_gate.open()
@@ -84,9 +87,9 @@ async def test_a_prefill_worker_that_dies_after_its_token_costs_no_token() -> No
         bench.prefill.account_gate.close()
         options = {"max_tokens": 4, "seed": 5}
         call = bench.stub.Generate(request(token_ids={"ids": [5, 6, 7]}, sampling=options))
-        first = await asyncio.wait_for(call.read(), 5)
+        first = await asyncio.wait_for(call.read(), BOUND_S)
         await bench.prefill.stop()
-        rest = await asyncio.wait_for(rest_of(call), 5)
+        rest = await asyncio.wait_for(rest_of(call), BOUND_S)
         ids = [*first.token_ids, *(i for message in rest for i in message.token_ids)]
         assert ids == expected_ids(bench, [5, 6, 7], 5, 4)
         (told,) = bench.decode.generated
@@ -102,10 +105,10 @@ async def test_an_answer_that_ends_with_its_first_token_frees_decode_before_the_
         options = {"max_tokens": 4, "seed": 5, "stop_token_ids": [stop]}
         call = bench.stub.Generate(request(token_ids={"ids": [5, 6, 7]}, sampling=options))
         await until(lambda: bench.decode.num_cancelled == 1)
-        shown = await asyncio.wait_for(call.read(), 5)
+        shown = await asyncio.wait_for(call.read(), BOUND_S)
         assert list(shown.token_ids) == [stop]
         bench.prefill.account_gate.open()
-        (last,) = await asyncio.wait_for(rest_of(call), 5)
+        (last,) = await asyncio.wait_for(rest_of(call), BOUND_S)
         assert last.stop_token_id == stop
         assert not bench.decode.generated
 
@@ -115,8 +118,8 @@ async def test_an_answer_that_is_over_does_not_wait_long_for_its_account() -> No
     leg."""
     async with running(times={"finish_wait_s": 0.2}) as bench:
         bench.prefill.account_gate.close()
-        call = bench.stub.Generate(request(sampling={"max_tokens": 1}), timeout=10)
-        shown, last = await asyncio.wait_for(rest_of(call), 5)
+        call = bench.stub.Generate(request(sampling={"max_tokens": 1}), timeout=BOUND_S)
+        shown, last = await asyncio.wait_for(rest_of(call), BOUND_S)
         assert len(shown.token_ids) == 1
         assert last.usage.num_output_tokens == 1 and not last.provenance.legs
         bench.prefill.account_gate.open()
@@ -134,9 +137,9 @@ async def test_two_prefill_workers_that_die_one_before_and_one_after_the_token()
         other = next(worker for worker in bench.prefills if worker is not victim)
         other.gate.open()
         await victim.stop()
-        first = await asyncio.wait_for(call.read(), 5)
+        first = await asyncio.wait_for(call.read(), BOUND_S)
         await other.stop()
-        rest = await asyncio.wait_for(rest_of(call), 5)
+        rest = await asyncio.wait_for(rest_of(call), BOUND_S)
         ids = [*first.token_ids, *(i for message in rest for i in message.token_ids)]
         assert ids == expected_ids(bench, [5, 6, 7], 5, 4)
 
@@ -144,7 +147,7 @@ async def test_two_prefill_workers_that_die_one_before_and_one_after_the_token()
 async def test_a_prefill_worker_s_own_no_is_passed_on() -> None:
     async with running() as bench:
         bench.prefill.error = InvalidArgument("sampling.top_k", "not here")
-        code, error = await _error(bench.stub.Generate(request(), timeout=10))
+        code, error = await _error(bench.stub.Generate(request(), timeout=BOUND_S))
         assert code is grpc.StatusCode.INVALID_ARGUMENT and "top_k" in str(error)
 
 
@@ -153,9 +156,11 @@ async def test_a_decode_worker_that_dies_costs_its_streams_no_token() -> None:
         for worker in bench.decodes:
             worker.token_gate.close()
         asked = request(token_ids={"ids": [5, 6, 7]}, sampling={"max_tokens": 4, "seed": 5})
-        calls = [bench.stub.Generate(asked, timeout=10) for _ in range(8)]
+        calls = [bench.stub.Generate(asked, timeout=BOUND_S) for _ in range(8)]
         firsts = [await call.read() for call in calls]
         victim, survivor = bench.decodes
+        # Prefill's tokens come before the handover: who only holds blocks loses no stream.
+        await until(lambda: victim.num_generating + survivor.num_generating == 8)
         lost = victim.num_open
         assert lost and survivor.num_open == 8 - lost
         await victim.stop()
@@ -190,7 +195,7 @@ async def test_a_decode_worker_that_refuses_is_passed_over() -> None:
 async def test_full_decode_workers_are_exhausted_after_a_bounded_wait() -> None:
     async with running() as bench:
         bench.decode.error = NoCapacity("full", retry_after_s=2.5)
-        code, error = await _error(bench.stub.Generate(request(), timeout=10))
+        code, error = await _error(bench.stub.Generate(request(), timeout=BOUND_S))
         assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert error.retry_after_s == pytest.approx(2.5)
         # No prefill was started for what decode cannot take.
@@ -200,7 +205,7 @@ async def test_full_decode_workers_are_exhausted_after_a_bounded_wait() -> None:
 async def test_room_that_comes_is_taken() -> None:
     async with running(times={"reserve_wait_s": 5.0}) as bench:
         bench.decode.error = NoCapacity("full")
-        call = bench.stub.Generate(request(sampling=SHORT), timeout=10)
+        call = bench.stub.Generate(request(sampling=SHORT), timeout=BOUND_S)
         reading = asyncio.create_task(call.read())
         await until(lambda: bench.decode.num_refused >= 2)
         bench.decode.error = None
@@ -211,7 +216,7 @@ async def test_room_that_comes_is_taken() -> None:
 async def test_a_permanent_no_from_decode_is_not_retried() -> None:
     async with running() as bench:
         bench.decode.error = InvalidArgument("prompt", "can never fit")
-        code, _ = await _error(bench.stub.Generate(request(), timeout=10))
+        code, _ = await _error(bench.stub.Generate(request(), timeout=BOUND_S))
         assert code is grpc.StatusCode.INVALID_ARGUMENT
         assert not bench.prefill.requests
 
@@ -219,14 +224,14 @@ async def test_a_permanent_no_from_decode_is_not_retried() -> None:
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_a_missing_role_is_named(role: str) -> None:
     async with running(num_prefill=role != "prefill", num_decode=role != "decode") as bench:
-        code, error = await _error(bench.stub.Generate(request(), timeout=10))
+        code, error = await _error(bench.stub.Generate(request(), timeout=BOUND_S))
         assert code is grpc.StatusCode.UNAVAILABLE
         assert f"no {role} worker" in str(error) and error.retry_after_s is not None
 
 
 async def test_bad_input_is_told_even_without_workers() -> None:
     async with running(num_prefill=0, num_decode=0) as bench:
-        call = bench.stub.Generate(request(sampling={"top_p": 7.0}), timeout=10)
+        call = bench.stub.Generate(request(sampling={"top_p": 7.0}), timeout=BOUND_S)
         assert (await _error(call))[0] is grpc.StatusCode.INVALID_ARGUMENT
 
 
@@ -260,7 +265,7 @@ async def test_a_restarted_worker_is_met_under_its_new_life() -> None:
     async with running(times={"failover_wait_s": 10.0}) as bench:
         assert await bench.generate(request(sampling=SHORT))
         bench.decode.token_gate.close()
-        call = bench.stub.Generate(request(sampling=SHORT), timeout=10)
+        call = bench.stub.Generate(request(sampling=SHORT), timeout=BOUND_S)
         assert (await call.read()).token_ids
         old = bench.decodes.pop()
         # The old process is gone without a word; its successor registers under the same id.
@@ -276,7 +281,7 @@ async def test_a_lone_worker_that_hangs_without_heartbeat_loses_its_streams() ->
     """A stopped process keeps its connection: only the missing heartbeat tells."""
     async with running(num_decode=1, times={"poll_interval_s": 0.1}) as bench:
         bench.decode.token_gate.close()
-        call = bench.stub.Generate(request(sampling=SHORT), timeout=10)
+        call = bench.stub.Generate(request(sampling=SHORT), timeout=BOUND_S)
         assert (await call.read()).token_ids
         client = bench.redis.client()
         await client.delete("baton:worker:d0:beat")
@@ -310,7 +315,7 @@ async def test_a_draining_worker_gets_nothing_new() -> None:
 async def test_pairs_that_cannot_exchange_kv_are_not_formed() -> None:
     async with running(num_decode=0) as bench:
         await bench.add(FakeDecode("d9", fake_model(fingerprint="cd" * 32)))
-        code, error = await _error(bench.stub.Generate(request(), timeout=10))
+        code, error = await _error(bench.stub.Generate(request(), timeout=BOUND_S))
         assert code is grpc.StatusCode.UNAVAILABLE and "same model" in str(error)
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from protos import common_pb2, inference_pb2, inference_pb2_grpc
 from tests.unit.router.bench import (
+    BOUND_S,
     EOS,
     TOKENIZER,
     expected_ids,
@@ -51,7 +52,7 @@ async def test_the_happy_path_with_its_account() -> None:
 async def test_the_first_token_does_not_wait_for_decode() -> None:
     async with running() as bench:
         bench.decode.token_gate.close()
-        call = bench.stub.Generate(request(sampling={"max_tokens": 3}), timeout=10)
+        call = bench.stub.Generate(request(sampling={"max_tokens": 3}), timeout=BOUND_S)
         first = await call.read()
         assert len(first.token_ids) == 1 and len(first.text) == 1
         bench.decode.token_gate.open()
@@ -102,7 +103,7 @@ async def test_a_stop_at_the_first_token_frees_the_reservation(how: str) -> None
         shown, last = await bench.generate(request(sampling=sampling))
         assert shown.text == "" and list(shown.token_ids) == [first]
         # The account came without waiting for decode; the worker hears of it in the same trip.
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(BOUND_S):
             await bench.decode.idle.wait()
         assert bench.decode.num_reserved == 1 and not bench.decode.generated
     assert last.text == "" and last.usage.num_output_tokens == 1
@@ -161,11 +162,11 @@ async def test_a_slow_reader_gets_fewer_and_larger_messages() -> None:
         options = [("grpc.http2.lookahead_bytes", 64), ("grpc.http2.bdp_probe", 0)]
         async with grpc.aio.insecure_channel(bench.router.address, options=options) as channel:
             call = inference_pb2_grpc.InferenceStub(channel).Generate(
-                request(sampling={"max_tokens": 400, "seed": 1}), timeout=10
+                request(sampling={"max_tokens": 400, "seed": 1}), timeout=BOUND_S
             )
             first = await call.read()
             bench.decode.token_gate.open()
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(BOUND_S):
                 await bench.decode.idle.wait()
             await until(lambda: bench.router._streams.num_open_legs == 0)
             rest = await rest_of(call)

@@ -10,7 +10,7 @@ import pytest
 from process.errors import Unavailable
 from protos import common_pb2
 from services.router.fakes.worker import FakeWorker
-from tests.unit.router.bench import Bench, request, running
+from tests.unit.router.bench import BOUND_S, Bench, request, running
 
 PROMPT = list(range(5, 105))
 STORE, DIRECT = common_pb2.HANDOVER_PATH_STORE, common_pb2.HANDOVER_PATH_DIRECT
@@ -95,7 +95,7 @@ async def test_who_tries_again_is_told_its_own_way(lends: str, told: int) -> Non
         await bench.publish(second)
         first.gate.close()
         asking = request(token_ids={"ids": PROMPT}, sampling={"max_tokens": 2})
-        call = bench.stub.Generate(asking, timeout=10)
+        call = bench.stub.Generate(asking, timeout=BOUND_S)
         await first.gate.reached.wait()
         await _set(bench, second, is_draining=False)
         first.gate.open()

@@ -23,11 +23,13 @@ from services.router.fakes.decode import FakeDecode
 from services.router.fakes.prefill import FakePrefill
 from services.router.job import Cluster
 from tests.unit.router.bench import (
+    BOUND_S,
     TOKENIZER,
     Bench,
     fake_model,
     request,
     rest_of,
+    run_out,
     running,
     until,
 )
@@ -535,7 +537,10 @@ class _Store(kvstore_pb2_grpc.KvStoreServicer):
 
 
 @pytest.mark.parametrize("ends", ["cancel", "deadline", "nobody", "overshoot"])
-async def test_a_handle_that_nobody_takes_over_is_given_back(ends: str) -> None:
+async def test_a_handle_that_nobody_takes_over_is_given_back(
+    ends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end_time = run_out(monkeypatch)
     store = _Store()
     server, address = await serving.listen(
         "127.0.0.1:0", [lambda s: kvstore_pb2_grpc.add_KvStoreServicer_to_server(store, s)]
@@ -545,10 +550,7 @@ async def test_a_handle_that_nobody_takes_over_is_given_back(ends: str) -> None:
         async with running(times=times) as bench:
             bench.decode.store_address = address
             bench.decode.pause_at = 4
-            asked = _asked()
-            if ends == "deadline":
-                asked.budget_ms = 600
-            call = bench.stub.Generate(asked, timeout=10)
+            call = bench.stub.Generate(_asked(), timeout=BOUND_S)
             worker = await _paused(bench)
             if ends == "overshoot":
                 # It moves before it hears that the client is gone.
@@ -559,10 +561,16 @@ async def test_a_handle_that_nobody_takes_over_is_given_back(ends: str) -> None:
                 worker.read_gate.open()
             else:
                 worker.move_all()
-                if ends == "cancel":
+                if ends != "nobody":
                     (attempt,) = bench.router._log._live
                     await until(lambda: "moved" in attempt.to_proto().state)
+                if ends == "cancel":
                     call.cancel()
+                elif ends == "deadline":
+                    end_time()
+                    with pytest.raises(grpc.aio.AioRpcError) as caught:
+                        await rest_of(call)
+                    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
                 else:
                     with pytest.raises(grpc.aio.AioRpcError):
                         await rest_of(call)
@@ -576,13 +584,13 @@ async def test_it_is_counted_and_told() -> None:
     async with running(num_decode=2) as bench:
         await _moved(bench, _asked(), 5, _leave)
         status = await bench.stub.GetClusterStatus(
-            inference_pb2.GetClusterStatusRequest(num_requests=1), timeout=5
+            inference_pb2.GetClusterStatusRequest(num_requests=1), timeout=BOUND_S
         )
         (told,) = status.requests
         assert told.outcome == "finished"
         assert "move" in {span.stage for span in told.spans}
         explained = await bench.stub.Explain(
-            inference_pb2.ExplainRequest(request_id=told.request_id), timeout=5
+            inference_pb2.ExplainRequest(request_id=told.request_id), timeout=BOUND_S
         )
         assert "decode left" in {decision.occasion for decision in explained.decisions}
 
@@ -641,7 +649,7 @@ async def test_the_second_prefill_worker_is_told_of_the_answers_blocks(
         return await find(cluster, job, drawn)
 
     monkeypatch.setattr(Cluster, "find_prefixes", spy)
-    async with running(num_prefill=2, num_decode=2, times={"failover_wait_s": 3.0}) as bench:
+    async with running(num_prefill=2, num_decode=2, times=PATIENT) as bench:
 
         async def die(worker: FakeDecode) -> None:
             for prefill in bench.prefills:

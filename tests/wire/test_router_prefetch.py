@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc.aio
@@ -12,11 +14,46 @@ from process import serving
 from process.errors import Unavailable
 from protos import kvstore_pb2, kvstore_pb2_grpc
 from services.router.decode_stream import DecodeStream
+from services.router.fakes.decode import FakeDecode
 from services.router.fakes.prefill import FakePrefill
-from tests.unit.router.bench import Bench, expected_ids, request, rest_of, running, until
+from tests.unit.router.bench import (
+    BOUND_S,
+    Bench,
+    expected_ids,
+    request,
+    rest_of,
+    running,
+    until,
+)
 
 PROMPT = list(range(5, 105))
 FIELDS = {"token_ids": {"ids": PROMPT}, "sampling": {"max_tokens": 4, "seed": 3}}
+
+
+class _Paced(FakePrefill):
+    """Sends a partial handle once the decode worker has those before it: of all that wait on its
+    stream only the newest is passed on."""
+
+    decode: FakeDecode
+
+    async def _replies(self, request: Any) -> AsyncIterator[Any]:
+        num_sent = len(self.decode.prefetched)
+        async for reply in super()._replies(request):
+            yield reply
+            if reply.handle.is_partial:
+                num_sent += 1
+                while len(self.decode.prefetched) < num_sent:
+                    await asyncio.sleep(0.001)
+
+
+@asynccontextmanager
+async def _paced(num_prefill: int = 1) -> AsyncIterator[Bench]:
+    async with running(num_prefill=0) as bench:
+        for index in range(num_prefill):
+            worker = _Paced(f"p{index}", bench.model)
+            worker.decode = bench.decode
+            await bench.add(worker)
+        yield bench
 
 
 def _partials(bench: Bench) -> list[int]:
@@ -25,10 +62,10 @@ def _partials(bench: Bench) -> list[int]:
 
 
 async def test_decode_hears_of_what_is_stored_while_prefill_still_runs() -> None:
-    async with running() as bench:
+    async with _paced() as bench:
         bench.prefill.num_partials = 3
         bench.prefill.gate.close()
-        call = bench.stub.Generate(request(**FIELDS), timeout=10)
+        call = bench.stub.Generate(request(**FIELDS), timeout=BOUND_S)
         await until(lambda: len(bench.decode.prefetched) == 3)
         assert bench.prefill.num_active == 1 and not bench.decode.generated
         assert _partials(bench) == [16, 32, 48]
@@ -42,23 +79,24 @@ async def test_decode_hears_of_what_is_stored_while_prefill_still_runs() -> None
 
 
 async def test_the_client_sees_the_same_with_and_without_them() -> None:
-    async with running() as bench:
+    async with _paced() as bench:
         plain = await bench.generate(request(request_id="a", **FIELDS))
         bench.prefill.num_partials = bench.prefill.num_late_partials = 2
         early = await bench.generate(request(request_id="a", **FIELDS))
         assert len(bench.decode.prefetched) == 4
-        assert [m.token_ids for m in early if m.token_ids] == [
-            m.token_ids for m in plain if m.token_ids
-        ]
-        assert len(early) == len(plain)
-        assert [i for m in early for i in m.token_ids] == expected_ids(bench, PROMPT, 3, 4)
+        # How many tokens a message has is the reader's pace; that each has some is not.
+        assert all(message.token_ids or message.finish_reason for message in early)
+        for messages in (plain, early):
+            assert [i for m in messages for i in m.token_ids] == expected_ids(bench, PROMPT, 3, 4)
+        assert "".join(m.text for m in early) == "".join(m.text for m in plain)
+        assert early[-1].finish_reason == plain[-1].finish_reason
 
 
 async def test_what_is_stored_behind_the_first_tokens_is_passed_on_too() -> None:
-    async with running() as bench:
+    async with _paced() as bench:
         bench.prefill.num_late_partials = 2
         bench.prefill.account_gate.close()
-        call = bench.stub.Generate(request(**FIELDS), timeout=10)
+        call = bench.stub.Generate(request(**FIELDS), timeout=BOUND_S)
         assert (await call.read()).token_ids
         await until(lambda: _partials(bench) == [16, 32])
         bench.prefill.account_gate.open()
@@ -66,7 +104,7 @@ async def test_what_is_stored_behind_the_first_tokens_is_passed_on_too() -> None
 
 
 async def test_many_samples_have_one_prompt() -> None:
-    async with running() as bench:
+    async with _paced() as bench:
         bench.prefill.num_partials = 2
         await bench.generate(request(token_ids={"ids": PROMPT}, sampling={"max_tokens": 3, "n": 3}))
         assert _partials(bench) == [16, 32]
@@ -105,7 +143,7 @@ async def test_a_cancelled_request_fetches_no_more() -> None:
     async with running() as bench:
         bench.prefill.num_partials = 1
         bench.prefill.gate.close()
-        call = bench.stub.Generate(request(**FIELDS), timeout=10)
+        call = bench.stub.Generate(request(**FIELDS), timeout=BOUND_S)
         await until(lambda: bench.decode.prefetched)
         call.cancel()
         await until(lambda: bench.decode.num_open == 0 and bench.prefill.num_active == 0)
@@ -113,11 +151,11 @@ async def test_a_cancelled_request_fetches_no_more() -> None:
 
 async def test_both_tries_of_a_prefill_are_passed_on() -> None:
     """The first worker's blocks are in its store, whoever computes the rest."""
-    async with running(num_prefill=2) as bench:
+    async with _paced(num_prefill=2) as bench:
         for worker in bench.prefills:
             worker.num_partials = 2
             worker.gate.close()
-        call = bench.stub.Generate(request(**FIELDS), timeout=10)
+        call = bench.stub.Generate(request(**FIELDS), timeout=BOUND_S)
         await until(lambda: len(bench.decode.prefetched) == 2)
         victim = next(worker for worker in bench.prefills if worker.num_active)
         other = next(worker for worker in bench.prefills if worker is not victim)
@@ -154,7 +192,7 @@ async def test_a_decode_worker_that_stopped_reading_gets_the_newest_and_not_all(
         await bench.add(worker)
         bench.decode.read_gate.close()
         bench.decode.read_gate.let_pass(1)  # the reservation
-        call = bench.stub.Generate(request(**FIELDS), timeout=10)
+        call = bench.stub.Generate(request(**FIELDS), timeout=BOUND_S)
         await until(lambda: worker.gate.reached.is_set())
         stream = bench.router._streams._streams.find("d0")
         assert stream is not None
@@ -172,7 +210,7 @@ async def test_a_decode_worker_that_died_is_told_nothing_and_the_error_is_its() 
     async with running() as bench:
         bench.prefill.num_partials, bench.prefill.num_late_partials = 1, 2
         bench.prefill.gate.close()
-        call = bench.stub.Generate(request(**FIELDS), timeout=10)
+        call = bench.stub.Generate(request(**FIELDS), timeout=BOUND_S)
         await until(lambda: bench.decode.prefetched)
         await bench.decode.stop()
         await until(lambda: not bench.router._streams.is_up("d0"))
@@ -201,11 +239,11 @@ async def test_a_partial_handle_s_lease_is_never_given_back() -> None:
         "127.0.0.1:0", [lambda s: kvstore_pb2_grpc.add_KvStoreServicer_to_server(store, s)]
     )
     try:
-        async with running() as bench:
+        async with _paced() as bench:
             bench.prefill.store_address = address
             bench.prefill.num_partials = 2
             bench.prefill.gate.close()
-            call = bench.stub.Generate(request(**FIELDS), timeout=10)
+            call = bench.stub.Generate(request(**FIELDS), timeout=BOUND_S)
             await until(lambda: len(bench.decode.prefetched) == 2)
             call.cancel()
             await until(bench.is_idle)
@@ -251,4 +289,4 @@ async def test_a_handle_that_is_not_partial_is_no_first_token() -> None:
             await bench.generate(request(**FIELDS))
         assert caught.value.code() is grpc.StatusCode.INTERNAL
         assert not bench.decode.prefetched
-        await asyncio.wait_for(bench.decode.idle.wait(), 5)
+        await asyncio.wait_for(bench.decode.idle.wait(), BOUND_S)

@@ -14,7 +14,7 @@ from protos import inference_pb2, kvstore_pb2, kvstore_pb2_grpc
 from services.router import identity
 from services.router.fakes.prefill import FakePrefill
 from services.router.tenants import TenantSalts, parse_scopes
-from tests.unit.router.bench import Bench, request, running, until
+from tests.unit.router.bench import BOUND_S, Bench, request, running, until
 
 PROMPT = list(range(5, 105))  # six full blocks and four tokens
 SHORT = {"max_tokens": 2}
@@ -86,7 +86,9 @@ async def test_a_retry_asks_where_the_prefix_lies_by_now() -> None:
             await _at(bench, worker, node)
             lives[worker.worker_id] = (node, await bench.add_store(node))
             worker.gate.close()
-        call = bench.stub.Generate(request(token_ids={"ids": PROMPT}, sampling=SHORT), timeout=10)
+        call = bench.stub.Generate(
+            request(token_ids={"ids": PROMPT}, sampling=SHORT), timeout=BOUND_S
+        )
         await until(lambda: any(worker.num_active for worker in bench.prefills))
         victim = next(worker for worker in bench.prefills if worker.num_active)
         other = next(worker for worker in bench.prefills if worker is not victim)
@@ -221,7 +223,7 @@ async def test_degraded_links_are_problems_with_their_rates() -> None:
         ]
         await bench.publish(bench.prefill)
         status = await bench.stub.GetClusterStatus(
-            inference_pb2.GetClusterStatusRequest(), timeout=5
+            inference_pb2.GetClusterStatusRequest(), timeout=BOUND_S
         )
         assert [p for p in status.problems if "link" in p] == [
             "link of p0 to store n1 over nixl is degraded: it writes 2.5 MB/s and reads 1.25 MB/s, "
@@ -253,7 +255,7 @@ async def test_a_store_s_tiers_and_tenants_are_shown_and_a_tier_that_is_off_is_a
         async with running() as bench:
             await bench.add_store("n0", address)
             status = await bench.stub.GetClusterStatus(
-                inference_pb2.GetClusterStatusRequest(), timeout=5
+                inference_pb2.GetClusterStatusRequest(), timeout=BOUND_S
             )
             (store,) = status.stores
             assert (store.num_pages, store.num_pages_bad) == (9, 2)

@@ -4,6 +4,7 @@ prompts themselves, and conversations that stay where they are."""
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import grpc
@@ -15,6 +16,7 @@ from protos import inference_pb2
 from services.router.fakes.decode import FakeDecode
 from services.router.fakes.prefill import FakePrefill
 from tests.unit.router.bench import (
+    BOUND_S,
     TOKENIZER,
     Bench,
     expected_ids,
@@ -35,7 +37,7 @@ def _ask(prompt: list[int] = PROMPT, **fields: Any) -> Any:
 
 async def _explain(bench: Bench, request_id: str = "", tenant: str = "") -> Any:
     ask = inference_pb2.ExplainRequest(request_id=request_id, tenant=tenant)
-    return await bench.stub.Explain(ask, timeout=5)
+    return await bench.stub.Explain(ask, timeout=BOUND_S)
 
 
 def _legs(messages: list[Any]) -> dict[str, Any]:
@@ -48,7 +50,9 @@ def _ids(messages: list[Any]) -> list[int]:
 
 async def test_every_choice_is_explained() -> None:
     async with running(num_prefill=2, num_decode=3) as bench:
+        begin_s = time.perf_counter()
         messages = await bench.generate(_ask(request_id="r1", tenant="a"))
+        generated_s = time.perf_counter() - begin_s
         legs = _legs(messages)
         reply = await _explain(bench, "r1")
         assert (reply.request_id, reply.tenant, reply.model) == ("r1", "a", "fake")
@@ -58,7 +62,7 @@ async def test_every_choice_is_explained() -> None:
         assert decision.decode_id == legs["decode"].worker_id
         assert (decision.num_prefill, decision.num_decode, decision.num_pairs) == (2, 3, 6)
         assert decision.num_prompt_tokens == decision.num_computed == 100
-        assert 0 < decision.took_s < 1
+        assert 0 < decision.took_s < generated_s
         of_role: dict[str, list[Any]] = {"prefill": [], "decode": []}
         for candidate in decision.candidates:
             of_role[candidate.role].append(candidate)
@@ -186,10 +190,10 @@ async def test_a_busy_decode_worker_is_not_disturbed() -> None:
             worker.store_node_id = "n0"
             await bench.publish(worker)
         bench.decode.token_gate.close()
-        calls = [bench.stub.Generate(_ask(), timeout=10)]
+        calls = [bench.stub.Generate(_ask(), timeout=BOUND_S)]
         await bench.decode.token_gate.reached.wait()
         assert not bench.prefill.requests
-        calls.append(bench.stub.Generate(_ask(), timeout=10))
+        calls.append(bench.stub.Generate(_ask(), timeout=BOUND_S))
         await calls[1].read()
         assert len(bench.prefill.requests) == 1
         bench.decode.token_gate.open()
@@ -219,7 +223,7 @@ async def test_what_decode_has_decides_once_it_is_known() -> None:
 async def test_a_decode_worker_that_dies_while_it_computes_is_unavailable() -> None:
     async with running(short_prefill_tokens=1000) as bench:
         bench.decode.token_gate.close()
-        call = bench.stub.Generate(_ask(), timeout=10)
+        call = bench.stub.Generate(_ask(), timeout=BOUND_S)
         await bench.decode.token_gate.reached.wait()
         await bench.decode.stop()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -266,8 +270,8 @@ async def test_requests_go_to_windows_that_hold_them() -> None:
 async def test_a_worker_that_comes_back_with_another_model_is_not_asked() -> None:
     async with running() as bench:
         bench.decode.reserve_gate.close()
-        call = bench.stub.Generate(request(sampling={"max_tokens": 4, "seed": 1}), timeout=10)
-        async with asyncio.timeout(5):
+        call = bench.stub.Generate(request(sampling={"max_tokens": 4, "seed": 1}), timeout=BOUND_S)
+        async with asyncio.timeout(BOUND_S):
             await bench.decode.reserve_gate.reached.wait()  # the prefill worker is chosen by now
         await bench.prefill.stop()
         other = FakePrefill("p0", fake_model(name="other", fingerprint="cd" * 32))

@@ -14,7 +14,7 @@ import pytest
 
 from process.errors import Unavailable
 from protos import common_pb2, inference_pb2
-from tests.unit.router.bench import TOKENIZER, Bench, fake_model, request, running, until
+from tests.unit.router.bench import BOUND_S, TOKENIZER, Bench, fake_model, request, running, until
 
 PROMPT = TOKENIZER.encode("hello")
 
@@ -137,7 +137,7 @@ async def test_a_prefill_worker_lost_between_two_first_tokens() -> None:
             worker.error, worker.error_after = Unavailable("lost"), 1
         bench.prefills[1].error = None
         messages: list[Any] = []
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(BOUND_S):
             for attempt in range(20):  # until the choice falls on the worker that fails
                 messages = await bench.generate(
                     request(

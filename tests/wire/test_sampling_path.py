@@ -14,7 +14,7 @@ import pytest
 from protos import common_pb2, decode_pb2
 from tests.unit.worker.builders import BLOCK_SIZE, prompt_of
 from tests.wire.prefill_call import PrefillCall
-from tests.wire.prefill_decode_pair import Sample, handover, pair
+from tests.wire.prefill_decode_pair import Sample, handover, pair, until
 
 VOCAB = 97
 
@@ -114,9 +114,15 @@ async def test_the_last_cancelled_sample_ends_the_request(tmp_path: Path) -> Non
         await stream.next(key)
         call = PrefillCall(p.prefill_stub, p.prefill_request(prompt, **asked), timeout_s=10)
         *firsts, account = [message async for message in call]
+        p.decode_model.hold()
         await stream.generate_from(key, handover(account, firsts))
+        await until(p.decode_model.is_held.is_set)
         for index in (0, 1):
             await stream.cancel_sample(key, index)
+        # Commands are read in their order: whoever refuses this one has heard of those.
+        wrong = await stream.reserve(decode_pb2.ReserveDecode(model_fingerprint="another"))
+        assert (await stream.next(wrong)).HasField("failed")
+        p.decode_model.release()
         answer = await stream.collect(key)
         assert answer.finished is not None
         assert answer.finished.finish_reason == common_pb2.FINISH_REASON_CANCELLED

@@ -29,7 +29,7 @@ from services.worker import main, worker
 from services.worker.config import WorkerLimits, WorkerSettings
 from services.worker.life import Life
 from tests.unit.worker.builders import SALT, GatedModel, fake_engine, prompt_of
-from tests.wire.decode_movers import Movers, going_on, movers
+from tests.wire.decode_movers import Movers, going_on, movers, release_when_taken_out
 from tests.wire.prefill_decode_pair import WAIT_S, Pair, RouterStream, Sample, pair, until
 
 PROMPT = prompt_of(30, start=3)
@@ -118,13 +118,12 @@ async def test_the_role_that_it_has_not_says_which_it_has(tmp_path: Path) -> Non
 
 
 async def test_streams_move_away_before_the_role_changes(tmp_path: Path) -> None:
-    limits = WorkerLimits(store_wait_s=WAIT_S, attach_budget_s=5.0, drain_s=5.0)
+    limits = WorkerLimits(store_wait_s=WAIT_S, attach_budget_s=5.0, drain_s=60.0)
     async with movers(tmp_path, limits=limits) as m:
         sample = Sample()
         key = await busy(m)
+        release_when_taken_out(m, 0)
         changing = asyncio.create_task(set_role(m.workers[0], "prefill"))
-        await until(lambda: m.workers[0].core.draining)
-        m.engine(0)._model.release()
         while not (event := await m.streams[0].next(key)).HasField("moved"):
             sample.add(event.tokens)
         await changing
@@ -144,8 +143,8 @@ async def test_two_changes_wait_for_one_another_and_a_stop_for_both(tmp_path: Pa
         await busy(m)
         one = asyncio.create_task(made.set_role("prefill"))
         two = asyncio.create_task(made.set_role("decode"))
-        await asyncio.sleep(0.05)
-        assert made.core.draining and made.why_not_ready() == "draining"
+        await until(lambda: made.core.draining)
+        assert made.why_not_ready() == "draining"
         m.engine(0)._model.release()
         first, second = await one, await two
         assert (first.role, second.role) == ("prefill", "decode")
@@ -205,7 +204,7 @@ async def test_who_is_told_to_stop_while_it_changes_is_not_announced_again(
         if when == "drains":
             await until(lambda: made.core.draining)
             stops.append(asyncio.create_task(made.stop()))
-            await asyncio.sleep(0.05)
+            await until(lambda: made._is_stopping)
             engine._model.release()
         assert (await code_of(changing))[0] is grpc.StatusCode.UNAVAILABLE
         await stops[0]
@@ -256,8 +255,13 @@ async def test_a_caller_that_goes_leaves_no_half_of_a_role(tmp_path: Path) -> No
         async with serving.channel(made.address) as channel:
             stub = worker_control_pb2_grpc.WorkerControlStub(channel)
             request = worker_control_pb2.SetRoleRequest(role="prefill")
-            code, _ = await code_of(stub.SetRole(request, timeout=0.1))
-            assert code is grpc.StatusCode.DEADLINE_EXCEEDED
+            call = stub.SetRole(request, timeout=WAIT_S)
+            await until(lambda: made.core.draining)
+            assert call.cancel()
+            # It has been told of that when it has heard of what came after it.
+            request = worker_control_pb2.SetRoleRequest(role="king")
+            code, _ = await code_of(stub.SetRole(request, timeout=WAIT_S))
+            assert code is grpc.StatusCode.INVALID_ARGUMENT
         m.engine(0)._model.release()
         await until(lambda: made.core.identity.role == "prefill" and not made.core.draining)
 

@@ -72,10 +72,11 @@ async def test_one_sample_through_prefill_and_alone(
     tmp_path: Path, engine: Engine, seed: int
 ) -> None:
     rng = random.Random(seed)
+    every = [{"max_tokens": NUM_TOKENS, **kind} for kind in KINDS]
+    # Before there is anybody whose loop it would hold.
+    rights = [alone(engine, **asked)[0] for asked in every]
     async with workers(tmp_path) as w:
-        for number, kind in enumerate(KINDS):
-            asked = {"max_tokens": NUM_TOKENS, **kind}
-            (right,) = alone(engine, **asked)
+        for number, (asked, right) in enumerate(zip(every, rights, strict=True)):
             num_drawn = rng.randint(1, len(right.token_ids) - 2)
             ids = right.token_ids[:num_drawn]
             fields = w.fields(PROMPT, f"r{number}", "", "", **asked)
@@ -88,7 +89,7 @@ async def test_one_sample_through_prefill_and_alone(
             )
             samples, leg = await _decoded(w, fields, command)
             _check(right, num_drawn, got, samples[0])
-            assert leg.num_tokens_computed == 0 and not leg.recomputed, kind
+            assert leg.num_tokens_computed == 0 and not leg.recomputed, asked
             # The same by a decode worker that computes what it lacks.
             fields["request_id"] = f"a{number}"
             command = decode_pb2.GenerateFromHandle(output_token_ids=ids, computes_prompt=True)

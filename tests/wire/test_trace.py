@@ -16,14 +16,16 @@ from process.errors import Unavailable
 from process.trace_context import TraceContext
 from process.tracing import TracingSettings
 from tests.unit.router.bench import request, running, until
-from tests.wire.otlp_receiver import OtlpReceiver, Received, receiving
+from tests.wire.otlp_receiver import WAIT_S, OtlpReceiver, Received, receiving
 
 PARENT = TraceContext(0xA1, 0xB2, True)
 SILENT = TraceContext(0xA1, 0xB2, False)
 
 
 def settings(receiver: OtlpReceiver, **changes: Any) -> TracingSettings:
-    return TracingSettings(endpoint=receiver.address, send_interval_s=0.02, **changes)
+    return TracingSettings(
+        endpoint=receiver.address, send_interval_s=0.02, stop_timeout_s=WAIT_S, **changes
+    )
 
 
 def root_of(spans: Sequence[Received], service: str = "baton-router") -> Received:
@@ -201,12 +203,29 @@ async def test_a_cancelled_request_ends_with_the_stage_that_it_was_in() -> None:
             call = bench.stub.Generate(request(sampling={"max_tokens": 9}), timeout=10)
             await call.read()
             call.cancel()
-            bench.decode.token_gate.open()
             spans = await asyncio.to_thread(receiver.wait, is_over)
+            bench.decode.token_gate.open()
     root = root_of(spans)
     assert assert_sums(spans, root)[-1] == "unfinished"
     assert root.attributes["baton.outcome"] == "cancelled"
     assert root.span.status.code == 0, "nobody's fault"
+
+
+async def test_a_request_cancelled_before_its_prefill_s_account_is_cut_at_its_first_token() -> None:
+    """The stage that it was in began before the first token."""
+    with receiving() as receiver:
+        async with running(tracing=settings(receiver)) as bench:
+            bench.prefill.account_gate.close()
+            call = bench.stub.Generate(request(sampling={"max_tokens": 9}), timeout=10)
+            await call.read()
+            (record,) = bench.router._log._live
+            await until(lambda: record.num_output_tokens)  # noted once the message is out
+            call.cancel()
+            spans = await asyncio.to_thread(receiver.wait, is_over)
+            bench.prefill.account_gate.open()
+    root = root_of(spans)
+    assert assert_sums(spans, root)[-2:] == ["unfinished", "unfinished"]
+    assert [event.name for event in root.span.events] == ["first_token"]
 
 
 async def test_a_failed_prefill_shows_both_tries() -> None:

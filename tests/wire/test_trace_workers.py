@@ -26,7 +26,7 @@ NUM_TOKENS = 8
 
 
 def settings(receiver: OtlpReceiver) -> TracingSettings:
-    return TracingSettings(endpoint=receiver.address, send_interval_s=0.02)
+    return TracingSettings(endpoint=receiver.address, send_interval_s=0.02, stop_timeout_s=WAIT_S)
 
 
 async def traced(

@@ -129,6 +129,19 @@ async def test_a_cancelled_answer_is_stored_as_far_as_it_came(tmp_path: Path) ->
         assert num_stored(p, [*PROMPT, *p.expected(PROMPT, 200)]) >= (30 + 19) // SIZE
 
 
+def _begin_together(engine: Any, num_requests: int) -> None:
+    """Have it take no step until so many requests were started."""
+    start, has_work, num_started = engine.start, engine.has_work, 0
+
+    def counted(*arguments: Any, **options: Any) -> None:
+        nonlocal num_started
+        num_started += 1
+        start(*arguments, **options)
+
+    engine.start = counted
+    engine.has_work = lambda: num_started >= num_requests and has_work()
+
+
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 async def test_preempted_requests_store_what_is_right(tmp_path: Path, preemption: str) -> None:
     """More wants than blocks: what is taken away and computed again is stored once, and right:
@@ -137,6 +150,7 @@ async def test_preempted_requests_store_what_is_right(tmp_path: Path, preemption
         tmp_path, decode_blocks=64, prefill_blocks=64, decode_preemption=preemption
     ) as p:
         prompts = [prompt_of(40, start=start) for start in range(4)]
+        _begin_together(p.decode.core.thread._engine, len(prompts))
         answers = await asyncio.gather(
             *(
                 p.generate(prompt, name=f"r{index}", max_tokens=60)

@@ -154,6 +154,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
     async def GetWorkerStatus(
         self, request: common_pb2.GetWorkerStatusRequest, context: Context
     ) -> common_pb2.WorkerStatus:
+        await self.status_gate.passed()
         return self.status()
 
     async def _obey(

@@ -137,6 +137,7 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
     async def GetWorkerStatus(
         self, request: common_pb2.GetWorkerStatusRequest, context: Context
     ) -> common_pb2.WorkerStatus:
+        await self.status_gate.passed()
         return self.status()
 
     def _first(

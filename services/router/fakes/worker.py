@@ -10,6 +10,7 @@ from google.protobuf import json_format
 
 from process import incarnation, serving
 from protos import common_pb2
+from services.router.fakes.gate import Gate
 from services.router.fakes.model import FakeModel
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -38,6 +39,8 @@ class FakeWorker:
         """Digest of each adapter that it says to have, by name."""
         self.links: Sequence[Mapping[str, Any]] = ()
         """Fields of the LinkStatus of each store that it says to have met."""
+        self.status_gate = Gate()
+        """Before it says how it is."""
         self._server: grpc.aio.Server | None = None
 
     async def start(self) -> None:

@@ -36,6 +36,18 @@ _USAGE = {
         },
     },
 }
+_EVENT = {
+    "type": "object",
+    "description": "One event of the answer.",
+    "required": ["data"],
+    "properties": {
+        "data": {
+            "type": "string",
+            "description": "A chunk of the answer as JSON, and `[DONE]` after the last one; where "
+            "the answer fails, an error as JSON is the last.",
+        }
+    },
+}
 _FINISH_REASON = {
     "type": ["string", "null"],
     "enum": ["stop", "length", "tool_calls", "content_filter", None],
@@ -185,7 +197,7 @@ def _generate(operation: str, body: str, answer: str) -> dict[str, Any]:
                 "description": "The answer, or its events with `stream`.",
                 "content": {
                     "application/json": {"schema": _ref(answer)},
-                    "text/event-stream": {"schema": {"type": "string"}},
+                    "text/event-stream": {"schema": _EVENT},
                 },
             },
             **_refusals(_REFUSALS),

@@ -183,6 +183,28 @@ async def test_a_batch_on_top_of_nothing_is_refused(client: redis.asyncio.Redis)
     await store.publisher.stop()
 
 
+async def test_what_is_published_again_is_not_synced_before_the_last_of_it(
+    client: redis.asyncio.Redis,
+) -> None:
+    store = _Store(client, heartbeat_s=1000.0)
+    store.add(*_chain("a", 3))
+    store.publisher.start()
+    await _same(client, store)
+    finish, seen = store.publisher._finish, []
+
+    async def watched(**told: Any) -> Any:
+        seen.append((store.publisher.synced, store.publisher.lag_s > 0))
+        return await finish(**told)
+
+    store.publisher._finish = watched  # type: ignore[assignment]
+    await client.flushdb()
+    store.add(*_chain("b", 3))  # refused, for there is nothing that it could be on top of
+    await _until(lambda: store.publisher.num_full_publications == 2)
+    assert seen == [(False, True)]
+    await _same(client, store)
+    await store.publisher.stop()
+
+
 async def test_a_redis_that_is_emptied_during_a_full_publication_gets_all_of_it(
     client: redis.asyncio.Redis, store: _Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,6 +27,12 @@ async def main(settings, stop):
 raise SystemExit(entry.run("part", Settings, main))
 """
 
+WITHOUT_TORCH = """
+import runpy, sys
+sys.modules["torch"] = None  # whoever imports it fails
+runpy.run_module({module!r}, run_name="__main__", alter_sys=True)
+"""
+
 
 def run(*arguments: str, environment: dict[str, str] | None = None) -> tuple[int, str]:
     root = str(Path(__file__).parents[3])
@@ -77,3 +83,18 @@ def test_what_is_no_secret_may_stand_there() -> None:
 def test_a_process_whose_parent_is_gone_does_not_start() -> None:
     code, line = run(environment={"BATON_PARENT_PID": "1"})
     assert (code, line) == (2, "part: the parent process 1 is gone")
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_worker_tells_a_wrong_setting_before_torch_is_imported(role: str) -> None:
+    program = WITHOUT_TORCH.format(module=f"services.{role}")
+    ended = subprocess.run(
+        [sys.executable, "-c", program, "--set", "lisen=x"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 2, ended.stderr
+    last = ended.stderr.splitlines()[-1]
+    assert last == f"{role}: settings: unknown key 'lisen', nearest is 'listen'"

@@ -1,5 +1,5 @@
-"""What begin_serving leaves behind, in a process of its own: garbage is gone, what stays is not
-looked at again, and a thread that waits for the interpreter waits but shortly."""
+"""What importing and begin_serving leave behind, in a process of its own: garbage is gone, what
+stays is not looked at again, and a thread that waits for the interpreter waits but shortly."""
 
 from __future__ import annotations
 
@@ -33,6 +33,32 @@ CODE = """if True:
     gc.collect()
     assert gone() is None  # what is made from here on is collected as ever
 """
+
+IMPORTING_CODE = """if True:
+    import gc
+
+    from process import interpreter
+
+    class Broken(Exception):
+        pass
+
+    try:
+        with interpreter.importing():
+            assert not gc.isenabled()
+            kept = [[] for _ in range(1000)]
+            raise Broken
+    except Broken:
+        pass
+    assert gc.isenabled() and not any(each is kept for each in gc.get_objects())
+    gc.disable()
+    with interpreter.importing():
+        assert not gc.isenabled()
+    assert not gc.isenabled()  # as it was
+"""
+
+
+def test_the_collector_rests_while_something_is_imported_and_then_goes_on() -> None:
+    subprocess.run([sys.executable, "-c", IMPORTING_CODE], timeout=60, check=True)
 
 
 def test_what_is_loaded_is_out_of_the_collectors_way() -> None:

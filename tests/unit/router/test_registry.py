@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -15,7 +16,7 @@ from services.router.fakes.model import FakeModel
 from services.router.fakes.prefill import FakePrefill
 from services.router.registry import KEEP_S, LAPSE_S, MARK_KEY, Registry
 from services.router.views import Link, ServedModel, Snapshot, find_problem, worker_view
-from tests.unit.router.bench import RedisServer
+from tests.unit.router.bench import BOUND_S, RedisServer
 
 LIFE = "ab" * 16
 
@@ -52,8 +53,8 @@ def clock() -> Clock:
 
 @pytest.fixture
 async def registry(redis_server: RedisServer, clock: Clock) -> AsyncIterator[Registry]:
-    redis = redis_client.connect(redis_server.url, 1.0)
-    yield Registry(redis, poll_interval_s=60, timeout_s=1.0, clock=clock)
+    redis = redis_client.connect(redis_server.url, BOUND_S)
+    yield Registry(redis, poll_interval_s=60, timeout_s=BOUND_S, clock=clock)
     await redis.aclose()
 
 
@@ -91,6 +92,33 @@ async def test_known_workers_stay_known_without_redis(
     redis_server.kill()
     snapshot = await registry.poll()
     assert not snapshot.is_redis_reachable and len(snapshot.workers) == 1
+    assert len(registry.statuses()) == 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_an_older_look_does_not_undo_a_newer_one(
+    registry: Registry, client: Any, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """A status may look while the next regular look is under way."""
+    is_held, may_go_on = asyncio.Event(), asyncio.Event()
+    parse = registry._parse_workers
+
+    async def late(raw: Any) -> Any:
+        is_held.set()
+        await may_go_on.wait()
+        if fails:
+            raise RedisError("away")
+        return await parse(raw)
+
+    monkeypatch.setattr(registry, "_parse_workers", late)
+    older = asyncio.create_task(registry.poll())
+    await is_held.wait()
+    monkeypatch.setattr(registry, "_parse_workers", parse)
+    await _register(client, FakePrefill("p0", FakeModel()))
+    assert len((await registry.poll()).workers) == 1
+    may_go_on.set()
+    for snapshot in (await older, registry.snapshot):
+        assert snapshot.is_redis_reachable and len(snapshot.workers) == 1
     assert len(registry.statuses()) == 1
 
 
@@ -164,8 +192,8 @@ async def test_a_redis_that_stays_the_same_is_believed_at_once(
 ) -> None:
     """Two routers look: neither is another Redis to the other."""
     await _register(client, FakePrefill("p0", FakeModel()))
-    redis = redis_client.connect(redis_server.url, 1.0)
-    other = Registry(redis, poll_interval_s=60, timeout_s=1.0)
+    redis = redis_client.connect(redis_server.url, BOUND_S)
+    other = Registry(redis, poll_interval_s=60, timeout_s=BOUND_S)
     assert _names(await registry.poll()) == _names(await other.poll()) == ["p0"]
     await client.delete("baton:worker:p0:beat")
     assert not (await registry.poll()).workers and not (await other.poll()).workers
@@ -312,11 +340,11 @@ async def test_a_broken_entry_is_a_problem_not_a_failure(registry: Registry, cli
 
 async def test_polling_tells_who_asked(redis_server: RedisServer, client: Any) -> None:
     seen: list[int] = []
-    redis = redis_client.connect(redis_server.url, 1.0)
+    redis = redis_client.connect(redis_server.url, BOUND_S)
     registry = Registry(
         redis,
         poll_interval_s=0.01,
-        timeout_s=1.0,
+        timeout_s=BOUND_S,
         on_change=lambda snapshot: seen.append(len(snapshot.workers)),
     )
     await registry.start()
