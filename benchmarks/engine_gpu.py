@@ -295,6 +295,7 @@ def measure(
     engine.check_integrity()
     engine.close()
     del engine, bench
+    gc.unfreeze()  # it is in cycles, and the next shape needs its memory
     gc.collect()
     torch.cuda.empty_cache()
     return result

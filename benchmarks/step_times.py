@@ -45,7 +45,7 @@ def cuts(values_ms: Sequence[float]) -> dict[str, float]:
     """How many, p50, p99, p99.9 and the longest."""
     if len(values_ms) < 2:
         return {"num": len(values_ms)}
-    found = statistics.quantiles(values_ms, n=1000)
+    found = statistics.quantiles(values_ms, n=1000, method="inclusive")
     return {
         "num": len(values_ms),
         "p50_ms": round(found[499], 3),

@@ -28,7 +28,10 @@ def warm_up(
         max_num_tokens: of the largest step.
         max_num_running: requests of the largest step.
     """
-    steps = _steps(model.info.device, max_num_tokens, max_num_running)
+    # Only our kernels look no further than a sequence's end, and only they are compiled by classes
+    # of numbers of decodes.
+    most = 0 if model.reads_unwritten else max_num_running
+    steps = _steps(model.info.device, max_num_tokens, most)
     for done, lengths in enumerate(steps):
         if progress is not None:
             progress("warm-up", done, len(steps))
@@ -45,7 +48,8 @@ def _steps(device: str, max_num_tokens: int, max_num_running: int) -> list[tuple
     numbers of decodes, alone and beside a prompt.
 
     How many programs decodes fill a device with decides how attention splits them: some of its
-    classes are less than a third wide, so numbers are tried a quarter apart.
+    classes are less than a third wide, so numbers are tried a quarter apart. Contexts are of one
+    length: what is compiled for longer ones alone (exact steps outside of graphs) is not here.
     """
     if torch.device(device).type == "cpu":
         return [(1,), (max_num_tokens,)]

@@ -132,6 +132,7 @@ class PrefixIndexPublisher:
         self._task: asyncio.Task[None] | None = None
         # Since when the oldest change of each kind waits to be in Redis, on the monotonic clock.
         self._full_since_s = self._pending_since_s = self._batch_since_s = time.monotonic()
+        self._filling_since_s = self._full_since_s
         self.sequence = 0
         self.num_changes_published = 0
         self.num_full_publications = 0
@@ -153,8 +154,10 @@ class PrefixIndexPublisher:
     def lag_s(self) -> float:
         """How long the oldest change that Redis has not confirmed waits; 0: there is none."""
         since = []
-        if self._needs_full or self._is_filling:
+        if self._needs_full:
             since.append(self._full_since_s)
+        if self._is_filling:
+            since.append(self._filling_since_s)
         if self._batch:
             since.append(self._batch_since_s)
         if self._pending:
@@ -270,7 +273,7 @@ class PrefixIndexPublisher:
         hashes = list(self._present())
         self._pending.clear()
         self._batch.clear()
-        self._is_filling = True
+        self._is_filling, self._filling_since_s = True, self._full_since_s
         self._needs_full = False  # from here on changes are pending, on top of `hashes`
         self.sequence += 1
         done = False
@@ -287,7 +290,7 @@ class PrefixIndexPublisher:
         finally:
             self._is_filling = False
             if not done:
-                self._needs_full = True  # since when it was needed before
+                self._needs_full, self._full_since_s = True, self._filling_since_s
         self.num_full_publications += 1
         logs.event(logger, "index_published", num_blocks=len(hashes), sequence=self.sequence)
 

@@ -48,7 +48,7 @@ def run(
 
     Args:
         imports: modules that `main` needs and that take seconds to import. Wrong settings are told
-            before that, and a signal ends the process meanwhile.
+            before that, and a signal ends the process meanwhile: SIGTERM with 143.
     Returns: the exit code.
     """
     parser = argparse.ArgumentParser(prog=component, description=settings_type.__doc__)
@@ -71,6 +71,9 @@ def run(
     parsed = parser.parse_args(arguments)
     logs.configure(component, parsed.log_level)
     logger = logging.getLogger(component)
+    # The first process of a container has no default action: the kernel would drop the signal, and
+    # who was told to end would begin to serve. Nothing needs an orderly end yet.
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
     try:
         die_with_parent()
         settings.refuse_secrets(parsed.set)

@@ -92,6 +92,8 @@ class LeaseLeader:
         self._on_change = on_change
         self._publish = publish
         self._clock = clock
+        self._has_asked = False
+        """The Lease may be ours: it was asked for, whatever was heard of that."""
         self._renewed_s = -math.inf
         self._since_s = math.inf
         self._was_leader = False
@@ -126,8 +128,8 @@ class LeaseLeader:
     async def stop(self) -> None:
         """Act no more, then let the Lease go, so that another need not wait for it."""
         await end_tasks([self._task])
-        was_leader, self._renewed_s = self.left_s > 0, -math.inf
-        if was_leader:
+        self._renewed_s = -math.inf
+        if self._has_asked:
             try:
                 await self._let_go()
             except ApiError as error:
@@ -139,7 +141,7 @@ class LeaseLeader:
         sent_s = self._clock()
         lease = await self._api.lease(self._settings.lease_name)
         if lease is None:
-            sent_s = self._clock()
+            sent_s, self._has_asked = self._clock(), True
             await self._api.create_lease(self._body(None, holder=self._id))
             self._lead(sent_s)
             return
@@ -152,7 +154,7 @@ class LeaseLeader:
             if holder and self._clock() < self._seen_s + _duration_s(lease):
                 self._heard = (_published(lease), _duration_s(lease))
                 return
-        sent_s = self._clock()
+        sent_s, self._has_asked = self._clock(), True
         body = self._body(lease, holder=self._id)
         await self._api.replace_lease(self._settings.lease_name, body)
         self._lead(sent_s)
@@ -167,7 +169,7 @@ class LeaseLeader:
                 body = self._body(lease, holder="")
                 return await self._api.replace_lease(self._settings.lease_name, body)
             except ApiError as error:
-                # 409, once: a renewal that our end left under way has just arrived.
+                # 409, once: what our end left under way has just arrived.
                 if is_again or error.status != 409:
                     raise
 

@@ -62,7 +62,8 @@ class Registry:
         on_change: Callable[[Snapshot], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`client` stays its owner's. `on_change` is called in the loop after each poll."""
+        """`client` stays its owner's. `on_change` is called in the loop after each poll
+        that told something new."""
         self._client = client
         self._poll_interval_s = poll_interval_s
         self._timeout_s = timeout_s

@@ -22,7 +22,7 @@ from process.deadline import Deadline
 from protos import kvstore_pb2
 
 BLOCK_BYTES, NUM_BLOCKS = 5000, 48
-TTL_MS = 1500
+TTL_MS = 4000
 """Of what it holds: long enough for the test to see that it does."""
 
 

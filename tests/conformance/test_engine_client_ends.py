@@ -87,9 +87,10 @@ def test_a_killed_engine_fails_what_it_served(kind: str) -> None:
     with started(kind) as client:
         for rank in range(client.num_engines):
             client.submit(make_ask(f"on-{rank}"), rank=rank)
-        wait_news(client, {f"on-{rank}" for rank in range(client.num_engines)}, over=False)
+        news = wait_news(client, {f"on-{rank}" for rank in range(client.num_engines)}, over=False)
         os.kill(pids(client)[0], signal.SIGKILL)
-        (last,) = [n for n in wait_news(client, {"on-0"}, over=True) if n.is_over]
+        news += wait_news(client, {"on-0"}, over=True)
+        (last,) = [n for n in news if n.is_over]
         assert last.request_id == "on-0" and last.failure is not None
         error = last.failure.to_error()
         assert isinstance(error, Unavailable) and "signal 9" in str(error)
@@ -102,7 +103,7 @@ def test_a_killed_engine_fails_what_it_served(kind: str) -> None:
                 client.stats()
         else:
             client.submit(make_ask("short", max_tokens=4))
-            news = wait_news(client, {"short"}, over=True)
+            news += wait_news(client, {"short"}, over=True)
             assert sum(len(n.token_ids) for n in news if n.request_id == "short") == 4
             assert len(client.stats()) == 1
             client.cancel("on-1")

@@ -152,7 +152,7 @@ async def test_a_store_that_was_killed_while_it_demotes_leaves_nothing_wrong(
 
         task = asyncio.create_task(load(worker))
         async with asyncio.timeout(30):  # from when on there is something to keep
-            while not (await worker.status()).num_demoted:
+            while not num_kept and not (await worker.status()).num_demoted:
                 await asyncio.sleep(0.005)
         await asyncio.sleep(draw.random() * 0.15)
         await process.end()

@@ -26,7 +26,7 @@ from tests.e2e.conftest import assert_idle
 from tests.e2e.oracle import Oracle, oracle, prompts, single_engine
 from tests.parity.adapters import merged, save_adapter
 from tests.wire.bundled_pair import MODEL, alone
-from tests.wire.test_beam_path import beam_reference
+from tests.wire.test_beam_path import Search, beam_reference
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -115,7 +115,7 @@ def test_beams_are_those_of_transformers(client: SyncClient) -> None:
         found = client.complete_samples(
             prompt, num_beams=4, n=2, length_penalty=1.2, max_tokens=num_tokens
         )
-        expected = beam_reference(source.model, prompt, num_tokens, beam, 2)
+        expected = beam_reference(source.model, Search(list(prompt), num_tokens, 2, beam))
         assert [list(one.token_ids) for one in found] == [ids for ids, _ in expected]
         for one, (_, score) in zip(found, expected, strict=True):
             assert one.score == pytest.approx(score, rel=1e-3, abs=1e-3)

@@ -27,7 +27,14 @@ from services.worker import main
 from services.worker.config import WorkerLimits, WorkerSettings
 from services.worker.connector import StoreConnector
 from tests.unit.worker.builders import SALT, fake_engine
-from tests.wire.prefill_decode_pair import WAIT_S, RouterStream, Sample, sampling_params, until
+from tests.wire.prefill_decode_pair import (
+    LEASE_TTL_S,
+    WAIT_S,
+    RouterStream,
+    Sample,
+    sampling_params,
+    until,
+)
 
 LEAVE_S = 30.0
 NEXT_S = 45.0
@@ -237,7 +244,9 @@ async def movers(
     settings: Callable[[WorkerSettings], WorkerSettings] = lambda made: made,
 ) -> AsyncIterator[Movers]:
     """Start all; at the end stop them. With two nodes the second worker has a store of its own."""
-    limits = limits or WorkerLimits(store_wait_s=WAIT_S, attach_budget_s=5.0, drain_s=0.2)
+    limits = limits or WorkerLimits(
+        store_wait_s=WAIT_S, lease_ttl_s=LEASE_TTL_S, attach_budget_s=5.0, drain_s=0.2
+    )
     key_file = slab_dir / "handle.keys"
     keys.create(key_file)
     async with contextlib.AsyncExitStack() as stack:

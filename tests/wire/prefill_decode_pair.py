@@ -39,7 +39,10 @@ from services.worker.status import FINISH_REASONS, logprobs_to_proto, traces_to_
 from tests.unit.worker.builders import SALT, GatedModel, fake_engine
 from tests.wire.prefill_call import PrefillCall
 
-WAIT_S = 10.0
+WAIT_S = 30.0
+"""No wait of a test may take longer; far above what any should take."""
+LEASE_TTL_S = 2 * WAIT_S
+"""A lease that is lost does not lapse while `check` waits for it."""
 FRAME_BYTES = 4096
 """A frame of the fake model's tiny blocks takes a page."""
 _keys = itertools.count(1)
@@ -165,7 +168,7 @@ class Pair:
         *,
         name: str = "r",
         max_tokens: int = 8,
-        budget_ms: int = 10_000,
+        budget_ms: int = int(WAIT_S * 1000),
         **sampling: Any,
     ) -> decode_pb2.ReserveDecode:
         return decode_pb2.ReserveDecode(
@@ -498,9 +501,9 @@ class Gate:
         setattr(self._target, self._name, self._real)
 
 
-async def until(condition: Callable[[], Any | Awaitable[Any]]) -> None:
+async def until(condition: Callable[[], Any | Awaitable[Any]], timeout_s: float = WAIT_S) -> None:
     """Poll a condition that another process or thread makes true; bounded."""
-    async with asyncio.timeout(WAIT_S):
+    async with asyncio.timeout(timeout_s):
         while True:
             held = condition()
             if asyncio.iscoroutine(held):
@@ -535,7 +538,9 @@ async def pair(
     key_file = slab_dir / "handle.keys"
     if not key_file.exists():
         keys.create(key_file)
-    limits = limits or WorkerLimits(store_wait_s=WAIT_S, attach_budget_s=5.0, drain_s=0.2)
+    limits = limits or WorkerLimits(
+        store_wait_s=WAIT_S, lease_ttl_s=LEASE_TTL_S, attach_budget_s=5.0, drain_s=0.2
+    )
     async with contextlib.AsyncExitStack() as stack:
         store_exit = contextlib.AsyncExitStack()
         settings = KvStoreSettings(

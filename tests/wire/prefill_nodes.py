@@ -28,9 +28,16 @@ from services.prefill.worker import PrefillWorker
 from services.worker import main
 from services.worker.config import WorkerLimits, WorkerSettings
 from services.worker.core import WorkerCore
-from tests.unit.worker.builders import BLOCK_SIZE, SALT, GatedModel, fake_engine, prompt_of
+from tests.unit.worker.builders import BLOCK_SIZE, GATE_S, SALT, GatedModel, fake_engine, prompt_of
 from tests.wire.prefill_call import PrefillCall
-from tests.wire.prefill_decode_pair import FRAME_BYTES, WAIT_S, sampling_params, until, whole
+from tests.wire.prefill_decode_pair import (
+    FRAME_BYTES,
+    LEASE_TTL_S,
+    WAIT_S,
+    sampling_params,
+    until,
+    whole,
+)
 
 
 class SteppedModel(GatedModel):
@@ -52,7 +59,7 @@ class SteppedModel(GatedModel):
 
     def forward(self, batch: Batch) -> torch.Tensor:
         if not self._is_free:
-            assert self._permits.acquire(timeout=20), "the test never allowed this step"
+            assert self._permits.acquire(timeout=GATE_S), "the test never allowed this step"
         return super().forward(batch)
 
 
@@ -245,7 +252,13 @@ async def nodes(
     """Start all of them; at the end stop them."""
     key_file = folder / "handle.keys"
     keys.create(key_file)
-    limits = {"store_wait_s": WAIT_S, "attach_budget_s": 5.0, "drain_s": 0.2, **limits}
+    limits = {
+        "store_wait_s": WAIT_S,
+        "lease_ttl_s": LEASE_TTL_S,
+        "attach_budget_s": 5.0,
+        "drain_s": 0.2,
+        **limits,
+    }
     made = Nodes(GatedModel(), [])
     async with contextlib.AsyncExitStack() as stack:
         for index in range(num_nodes):

@@ -252,6 +252,37 @@ async def test_a_renewal_that_arrives_in_the_middle_of_the_end_keeps_nothing(
     assert (first.left_s, second.left_s) == (0.0, 10.0)
 
 
+@pytest.mark.parametrize("is_there", [False, True])
+async def test_who_ends_while_it_takes_the_lease_lets_it_go(rivals: Rivals, is_there: bool) -> None:
+    first, second = rivals.add("first"), rivals.add("second")
+    if is_there:
+        await second.try_once()
+        await second.stop()
+    api, has_arrived = first._api, asyncio.Event()
+    create, replace = api.create_lease, api.replace_lease
+
+    async def created(body: Any) -> None:
+        await create(body)
+        has_arrived.set()
+        await asyncio.Event().wait()
+
+    async def replaced(name: str, body: Any) -> None:
+        await replace(name, body)
+        has_arrived.set()
+        await asyncio.Event().wait()
+
+    api.create_lease, api.replace_lease = created, replaced  # type: ignore[method-assign]
+    taking = asyncio.create_task(first.try_once())
+    async with asyncio.timeout(20):
+        await has_arrived.wait()
+    taking.cancel()
+    await asyncio.gather(taking, return_exceptions=True)
+    assert rivals.lease["holderIdentity"] == "first" and not first.left_s
+    api.create_lease, api.replace_lease = create, replace  # type: ignore[method-assign]
+    await first.stop()
+    assert rivals.lease["holderIdentity"] == ""
+
+
 async def test_leadership_is_told_and_let_go_at_the_end() -> None:
     async with kubernetes_server.running() as (api, server):
         settings = kubernetes_server.settings_for(server, lease_s=500.0, renew_s=400.0)

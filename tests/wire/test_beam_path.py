@@ -23,7 +23,7 @@ import checkpoints
 from protos import common_pb2
 from tests.wire.bundled_pair import MODEL, workers
 from tests.wire.prefill_call import PrefillCall
-from tests.wire.prefill_decode_pair import handover, pair
+from tests.wire.prefill_decode_pair import WAIT_S, handover, pair
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +170,7 @@ async def test_a_beam_search_can_be_cancelled(tmp_path: Path) -> None:
         }
         key = await stream.reserve(p.reserve(prompt, **asked))
         await stream.next(key)
-        call = PrefillCall(p.prefill_stub, p.prefill_request(prompt, **asked), timeout_s=10)
+        call = PrefillCall(p.prefill_stub, p.prefill_request(prompt, **asked), timeout_s=WAIT_S)
         first, account = [message async for message in call]
         assert not first.token_ids and len(first.beam_start) >= 8
         await stream.generate_from(key, handover(account, [first]))

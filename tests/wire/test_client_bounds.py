@@ -295,21 +295,27 @@ class Clock:
 
 
 async def test_who_reads_slowly_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes twice as long over its answer as one message may."""
+    """It takes twice as long over its answer as one message may, and has all of it."""
     clock = Clock()
     monkeypatch.setattr(stalled_readers, "asyncio", clock)
     async with running(times={"stall_s": 1000.0}) as bench:
         async with grpc.aio.insecure_channel(bench.router.address, options=NARROW) as channel:
             stub = inference_pb2_grpc.InferenceStub(channel)
             call = stub.Generate(request(sampling={"max_tokens": 300}))
+            num_tokens = 0
             for num_read in range(20):
                 bench.decode.pause_at = num_read + 5  # else what waits becomes one message
                 bench.decode.token_gate.open()
-                assert await call.read() is not grpc.aio.EOF
+                message = await call.read()
+                assert message is not grpc.aio.EOF
+                num_tokens += len(message.token_ids)
                 clock.now_s += 100.0  # a few messages lie between writer and reader
                 bench.router._clients.readers._look()
             assert not bench.router._clients.readers.num_stalled
-            call.cancel()
+            bench.decode.pause_at = None
+            bench.decode.token_gate.open()
+            num_tokens += sum(len(message.token_ids) for message in await rest_of(call))
+            assert num_tokens == 300
 
 
 @asynccontextmanager

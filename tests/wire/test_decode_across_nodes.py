@@ -28,7 +28,16 @@ from services.worker import main
 from services.worker.config import WorkerLimits, WorkerSettings
 from tests.unit.worker.builders import SALT, GatedModel, fake_engine, prompt_of
 from tests.wire.partial_handles import partial, prefetch
-from tests.wire.prefill_decode_pair import FRAME_BYTES, WAIT_S, Answer, Gate, Pair, pair, until
+from tests.wire.prefill_decode_pair import (
+    FRAME_BYTES,
+    LEASE_TTL_S,
+    WAIT_S,
+    Answer,
+    Gate,
+    Pair,
+    pair,
+    until,
+)
 
 PROMPT = prompt_of(30, start=3)
 NUM_BLOCKS = 8  # seven full ones and the tail
@@ -75,7 +84,9 @@ class TwoNodes:
 @contextlib.asynccontextmanager
 async def two_nodes(folder: Path, *, remote_transport: str = "grpc") -> AsyncIterator[TwoNodes]:
     """A pair whose decode worker is another, with a store of its own."""
-    limits = WorkerLimits(store_wait_s=WAIT_S, attach_budget_s=5.0, drain_s=0.2)
+    limits = WorkerLimits(
+        store_wait_s=WAIT_S, lease_ttl_s=LEASE_TTL_S, attach_budget_s=5.0, drain_s=0.2
+    )
     async with pair(folder, limits=limits) as p, contextlib.AsyncExitStack() as stack:
         store_exit = contextlib.AsyncExitStack()
         stack.push_async_callback(store_exit.aclose)
@@ -162,7 +173,7 @@ async def split(n: TwoNodes, reply: prefill_pb2.PrefillReply, at: int = 4) -> No
     assert client is not None
     run = reply.handle.runs[0]
     hashes = [block.chain_hash for block in run.blocks]
-    matched = await client.match(hashes[:at], ttl_s=30.0, deadline=Deadline.after(WAIT_S))
+    matched = await client.match(hashes[:at], ttl_s=LEASE_TTL_S, deadline=Deadline.after(WAIT_S))
     assert len(matched.blocks) == at
     home = common_pb2.BlockRun(
         node_id="home",

@@ -51,7 +51,7 @@ class Held:
 
 
 @contextlib.asynccontextmanager
-async def held_in(p: Pair, name: str, **options: Any) -> AsyncIterator[Held]:
+async def held_in(p: Pair, name: str) -> AsyncIterator[Held]:
     """A request on PROMPT that stays in a state; the way is free again at the end."""
     reply = await p.run_prefill(PROMPT, max_tokens=NUM_TOKENS)
     async with p.stream() as other, p.stream() as stream:
@@ -63,8 +63,7 @@ async def held_in(p: Pair, name: str, **options: Any) -> AsyncIterator[Held]:
             await other.next(busy)
             await other.generate(busy, prefill_pb2.PrefillReply())
             await until(p.decode_model.is_held.is_set)
-        reserve = p.reserve(PROMPT, max_tokens=NUM_TOKENS, **options)
-        key = await stream.reserve(reserve)
+        key = await stream.reserve(p.reserve(PROMPT, max_tokens=NUM_TOKENS))
         if name != "reserving":
             assert (await stream.next(key)).HasField("reserved")
         if name in ("prefetching", "fetching"):
@@ -260,7 +259,7 @@ async def test_a_cancel_in_the_middle_of_a_transfer_quarantines_before_it_frees(
                     await prefetch(stream, key, partial(p, reply.handle, num_blocks))
                 else:
                     await stream.generate(key, reply)
-                await asyncio.wait_for(entered.wait(), 10)
+                await asyncio.wait_for(entered.wait(), WAIT_S)
                 if how.startswith("cancel"):
                     await stream.cancel(key)
                 else:
@@ -303,7 +302,7 @@ async def test_no_room_is_refused_with_a_retry_time_and_too_long_for_good(tmp_pa
 
 
 async def test_too_many_that_wait_are_refused(tmp_path: Path) -> None:
-    limits = WorkerLimits(max_waiting_requests=2, store_wait_s=10, drain_s=0.2)
+    limits = WorkerLimits(max_waiting_requests=2, store_wait_s=WAIT_S, drain_s=0.2)
     async with pair(tmp_path, limits=limits) as p, p.stream() as stream:
         keys = [await stream.reserve(p.reserve(prompt_of(5), name=f"r{i}")) for i in range(3)]
         events = [await stream.next(key) for key in keys]

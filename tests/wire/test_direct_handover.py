@@ -32,7 +32,7 @@ from services.worker import handle as handles
 from services.worker.config import WorkerLimits, WorkerSettings
 from services.worker.core import Identity, WorkerCore
 from tests.conformance.fake_device import FakeDevice
-from tests.unit.worker.builders import BLOCK_SIZE, fake_engine, prompt_of
+from tests.unit.worker.builders import BLOCK_SIZE, GATE_S, fake_engine, prompt_of
 from tests.wire.deadlines import Deadlines
 from tests.wire.decode_movers import hold_at
 from tests.wire.partial_handles import prefetch
@@ -216,7 +216,7 @@ async def test_what_is_computed_is_read_meanwhile(tmp_path: Path) -> None:
         forward = p.prefill_model.forward
 
         def in_turn(batch: Batch) -> torch.Tensor:
-            assert steps.acquire(timeout=20)
+            assert steps.acquire(timeout=GATE_S)
             return forward(batch)
 
         p.prefill_model.forward = in_turn  # type: ignore[method-assign]
@@ -450,7 +450,7 @@ async def held_in(p: Pair, state: str) -> AsyncIterator[Any]:
     forward = p.prefill_model.forward
 
     def in_turn(batch: Batch) -> torch.Tensor:
-        assert steps.acquire(timeout=20)
+        assert steps.acquire(timeout=GATE_S)
         return forward(batch)
 
     p.prefill_model.forward = in_turn  # type: ignore[method-assign]
@@ -530,6 +530,7 @@ async def test_many_at_once_with_little_room_and_some_that_leave(
         assert lender is not None
         num_rounds = 0
         while num_rounds < scale(60) or lender.loans.counters.num_blocks_lent <= 100:
+            assert num_rounds < 20 * scale(60), lender.loans.counters.num_blocks_lent
             num_rounds += 1
             fates = [draw.choice([0.1, 0.3, 0.6, 0.8, 0.8, 0.8]) for _ in range(8)]
             asked = [(draw.randint(0, 40), draw.randint(1, 60), fate) for fate in fates]

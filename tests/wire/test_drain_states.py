@@ -31,7 +31,7 @@ from tests.wire.decode_movers import (
     movers,
     release_when_taken_out,
 )
-from tests.wire.prefill_decode_pair import Gate, Sample, until
+from tests.wire.prefill_decode_pair import LEASE_TTL_S, WAIT_S, Gate, Sample, until
 
 PROMPT = prompt_of(30, start=3)
 NUM_TOKENS = 40
@@ -70,7 +70,7 @@ async def finish(
 
 @contextlib.asynccontextmanager
 async def held_in(
-    m: Movers, state: str, **options: Any
+    m: Movers, state: str
 ) -> AsyncIterator[tuple[int, Sample, decode_pb2.GenerateFromHandle]]:
     """A request at worker 0 that stays in a state: its key, what it was sent, and the handle's
     command."""
@@ -82,8 +82,7 @@ async def held_in(
         model.hold()
         busy = await m.begin(0, prompt_of(5), "busy", max_tokens=200)
         await until(model.is_held.is_set)
-    options = {"max_tokens": NUM_TOKENS, **options}
-    key = await stream.reserve(m.reserve(PROMPT, "r", **options))
+    key = await stream.reserve(m.reserve(PROMPT, "r", max_tokens=NUM_TOKENS))
     if state != "reserving":
         assert (await stream.next(key)).HasField("reserved")
     gate = None
@@ -376,7 +375,9 @@ async def test_a_handle_that_nobody_was_told_of_gives_its_leases_back(tmp_path: 
 async def test_stopping_moves_what_runs_and_ends_in_time(tmp_path: Path, is_stuck: bool) -> None:
     """The whole of it, as a signal begins it."""
     drain_s = 1.0 if is_stuck else 30.0
-    limits = WorkerLimits(store_wait_s=10, attach_budget_s=5.0, drain_s=drain_s)
+    limits = WorkerLimits(
+        store_wait_s=WAIT_S, lease_ttl_s=LEASE_TTL_S, attach_budget_s=5.0, drain_s=drain_s
+    )
     async with movers(tmp_path, limits=limits) as m:
         sample, model = Sample(), m.engine(0)._model
         hold_at(model, 5)

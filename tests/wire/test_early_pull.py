@@ -19,7 +19,7 @@ from kvstore.errors import Quarantine, TransferFailed, TransferTimeout
 from protos import common_pb2, decode_pb2
 from services.decode.states import DecodeState
 from services.worker import handle as handles
-from tests.unit.worker.builders import prompt_of
+from tests.unit.worker.builders import GATE_S, prompt_of
 from tests.wire.partial_handles import partial, prefetch
 from tests.wire.prefill_call import PrefillCall
 from tests.wire.prefill_decode_pair import WAIT_S, Gate, Pair, handover, pair, until
@@ -86,7 +86,7 @@ async def test_what_a_running_prefill_has_stored_is_pulled_meanwhile(tmp_path: P
         forward = p.prefill_model.forward
 
         def in_turn(batch: Batch) -> torch.Tensor:
-            assert steps.acquire(timeout=20)
+            assert steps.acquire(timeout=GATE_S)
             return forward(batch)
 
         p.prefill_model.forward = in_turn  # type: ignore[method-assign]

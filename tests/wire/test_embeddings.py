@@ -11,7 +11,7 @@ import torch
 
 from engine.fake import HIDDEN_SIZE
 from process.errors import InvalidArgument
-from tests.unit.router.bench import TOKENIZER, request, rest_of, running, until
+from tests.unit.router.bench import BOUND_S, TOKENIZER, request, rest_of, running, until
 from tests.unit.worker.builders import prompt_of
 from tests.wire.prefill_call import PrefillCall
 from tests.wire.prefill_decode_pair import WAIT_S, pair, whole
@@ -33,7 +33,7 @@ async def test_another_prefill_worker_gives_it_when_one_dies() -> None:
     async with running(num_prefill=2) as bench:
         for worker in bench.prefills:
             worker.gate.close()
-        call = bench.stub.Generate(request(text="hello", embed=True), timeout=10)
+        call = bench.stub.Generate(request(text="hello", embed=True), timeout=BOUND_S)
         await until(lambda: any(worker.num_active for worker in bench.prefills))
         victim = next(worker for worker in bench.prefills if worker.num_active)
         other = next(worker for worker in bench.prefills if worker is not victim)

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from process.errors import NoCapacity, Unavailable
-from tests.unit.router.bench import TOKENIZER, request, until
+from tests.unit.router.bench import BOUND_S, TOKENIZER, request, run_out, until
 from tests.wire.http_bench import HttpBench, http_bench, saying
 
 TOOLS: Any = [
@@ -334,7 +334,8 @@ async def test_response_formats_are_grammars() -> None:
     assert third.sampling.WhichOneof("grammar") is None
 
 
-async def test_errors_are_those_that_the_client_knows() -> None:
+async def test_errors_are_those_that_the_client_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    end_time = run_out(monkeypatch)
     async with http_bench() as bench, client_of(bench) as client:
         create = client.chat.completions.create
         with pytest.raises(openai.NotFoundError) as caught:
@@ -355,8 +356,15 @@ async def test_errors_are_those_that_the_client_knows() -> None:
         assert full.value.request_id is not None
         bench.prefill.error = None
         bench.prefill.gate.close()
+        headers = {"x-baton-budget-ms": "60000"}
+        asking = asyncio.create_task(create(model="fake", messages=HELLO, extra_headers=headers))
+        await until(bench.prefill.gate.reached.is_set)
+        assert bench.prefill.requests[-1].budget_ms <= 60_000
+        live = bench.router._log._live
+        await until(lambda: any("prefilling" in each.to_proto().state for each in live))
+        end_time()
         with pytest.raises(openai.InternalServerError) as late:
-            await create(model="fake", messages=HELLO, extra_headers={"x-baton-budget-ms": "2000"})
+            await asking
         assert late.value.status_code == 504 and "prefilling" in late.value.message
         bench.prefill.gate.open()
 
@@ -398,7 +406,7 @@ async def test_an_error_in_the_middle_of_a_stream_reaches_the_client(is_chat: bo
         await until(lambda: len(text) == 3)  # of tokens; one chunk may have several
         await bench.decode.stop()
         with pytest.raises(openai.APIError) as caught:
-            await asyncio.wait_for(reading, 10)
+            await asyncio.wait_for(reading, BOUND_S)
         assert caught.value.code == "unavailable" and caught.value.type is not None
         bench.decodes.clear()
 
@@ -524,7 +532,7 @@ async def test_the_blocking_client_works() -> None:
 
         def ask() -> list[str]:
             with openai.OpenAI(
-                base_url=f"{bench.url}/v1", api_key="none", max_retries=0, timeout=10
+                base_url=f"{bench.url}/v1", api_key="none", max_retries=0, timeout=BOUND_S
             ) as client:
                 whole = client.chat.completions.create(
                     model="fake", messages=HELLO, max_tokens=5, seed=1

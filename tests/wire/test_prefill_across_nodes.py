@@ -220,7 +220,7 @@ async def test_what_cannot_be_used_is_computed_and_counted(
 
 async def test_a_lease_at_home_outlives_a_slow_pull(tmp_path: Path) -> None:
     """What home had stays pinned while another node takes longer than a lease lives."""
-    async with nodes(tmp_path, lease_ttl_s=(ttl_s := 2.0)) as n:
+    async with nodes(tmp_path, lease_ttl_s=(ttl_s := 4.0)) as n:
         await fill(n, n[0])
         await fill(n, n[1], 4 * BLOCK_SIZE)
         client, home = await remote_client(n[1], n[0]), n[1].core.connector.client

@@ -15,7 +15,7 @@ from protos import common_pb2, prefill_pb2
 from services.decode.states import DecodeState
 from tests.unit.worker.builders import BLOCK_SIZE, prompt_of
 from tests.wire.prefill_call import PrefillCall
-from tests.wire.prefill_decode_pair import Answer, pair, until, whole
+from tests.wire.prefill_decode_pair import WAIT_S, Answer, pair, until, whole
 
 TRANSPORTS = ("shm", "nixl", "grpc")
 
@@ -130,7 +130,7 @@ async def test_ragged_concurrent_requests_share_one_stream(
     """
     rng = random.Random(seed)
     async with pair(tmp_path) as p, p.stream() as stream:
-        states = p.decode_role.worker
+        worker = p.decode_role.worker
         num_generating = 0
 
         async def one(index: int) -> None:
@@ -153,7 +153,7 @@ async def test_ragged_concurrent_requests_share_one_stream(
             num_generating = 0
             p.decode_model.hold()  # so that they run together
             group = asyncio.gather(*(one(index) for index in range(first, first + 8)))
-            await until(lambda: [*states.states.values()] == [DecodeState.RUNNING] * 8)
+            await until(lambda: [*worker.states.values()] == [DecodeState.RUNNING] * 8)
             p.decode_model.release()
             await group
         messages = [m for m in stream.messages if any(e.HasField("tokens") for e in m.events)]
@@ -196,7 +196,7 @@ async def test_a_stream_is_taken_up_again_from_its_tokens(tmp_path: Path, preemp
             await stream.next(key)
             request = p.prefill_request(prompt, name=name, max_tokens=16)
             request.output_token_ids.extend(expected[:num_drawn])
-            reply = await whole(PrefillCall(p.prefill_stub, request, timeout_s=10))
+            reply = await whole(PrefillCall(p.prefill_stub, request, timeout_s=WAIT_S))
             assert list(reply.token_ids) == expected[num_drawn : num_drawn + 1]
             assert reply.handle.num_tokens == len(prompt) + num_drawn
             del reply.token_ids[:]

@@ -99,16 +99,14 @@ async def test_cancel_in_each_state_leaves_nothing(tmp_path: Path, state: str) -
         await assert_served(p)
 
 
-@pytest.mark.parametrize("whose", ["request", "worker"])
 @pytest.mark.parametrize("state", STATES)
 async def test_the_deadline_ends_it_in_each_state(
-    tmp_path: Path, state: str, whose: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, state: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The request's own deadline, and the worker's bound for a router that named none."""
+    """Whichever it is: the next test says whose it is."""
     deadlines = Deadlines(monkeypatch)
     async with pair(tmp_path, prefill_blocks=64) as p:
-        timeout_s = WAIT_S if whose == "request" else None
-        async with held_in(p, state, timeout_s=timeout_s) as call:
+        async with held_in(p, state) as call:
             deadlines.end_newest(f"prefill {KEY}")
             with pytest.raises(DeadlineExceeded):
                 await asyncio.wait_for(whole(call), WAIT_S)

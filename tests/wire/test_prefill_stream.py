@@ -17,7 +17,7 @@ from protos import prefill_pb2
 from services.router.fakes.prefill import FakePrefill
 from services.router.fakes.worker import Context
 from services.worker import multiplexed
-from tests.unit.router.bench import request, rest_of, running, until
+from tests.unit.router.bench import BOUND_S, request, rest_of, running, until
 from tests.unit.worker.builders import BLOCK_SIZE, prompt_of
 from tests.wire.prefill_call import KEY, PrefillCall
 from tests.wire.prefill_decode_pair import WAIT_S, Pair, pair
@@ -245,7 +245,7 @@ async def test_a_handle_that_comes_after_the_cancel_is_given_back() -> None:
         worker = _AccountAtCancel("p0", bench.model)
         await bench.add(worker)
         worker.account_gate.close()
-        call = bench.stub.Generate(request(sampling={"max_tokens": 4}), timeout=10)
+        call = bench.stub.Generate(request(sampling={"max_tokens": 4}), timeout=BOUND_S)
         await worker.account_gate.reached.wait()
         call.cancel()
         await until(lambda: worker.num_cancelled == 1)
@@ -277,7 +277,7 @@ async def test_a_worker_that_ends_the_stream_fails_its_prompts_and_is_met_again(
         worker = _Ending("p0", bench.model)
         await bench.add(worker)
         worker.gate.close()
-        call = bench.stub.Generate(request(sampling={"max_tokens": 2}), timeout=10)
+        call = bench.stub.Generate(request(sampling={"max_tokens": 2}), timeout=BOUND_S)
         await worker.gate.reached.wait()
         worker.ends.set()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -303,7 +303,7 @@ async def test_a_message_that_cannot_be_read_ends_the_stream_not_the_router() ->
     async with running(num_prefill=0) as bench:
         worker = _Garbling("p0", bench.model)
         await bench.add(worker)
-        call = bench.stub.Generate(request(sampling={"max_tokens": 2}), timeout=10)
+        call = bench.stub.Generate(request(sampling={"max_tokens": 2}), timeout=BOUND_S)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await rest_of(call)
         assert "cannot be read" in str(serving.error_from_rpc(caught.value))
@@ -318,7 +318,7 @@ async def test_a_worker_that_refuses_connections_is_known_at_once() -> None:
         for worker in bench.prefills:
             await worker.stop()
             await until(lambda worker=worker: not bench.router._prefills.is_up(worker.worker_id))
-        call = bench.stub.Generate(request(sampling={"max_tokens": 2}), timeout=30)
+        call = bench.stub.Generate(request(sampling={"max_tokens": 2}), timeout=2 * BOUND_S)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await asyncio.wait_for(rest_of(call), 10)
+            await asyncio.wait_for(rest_of(call), BOUND_S)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE

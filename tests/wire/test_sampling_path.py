@@ -14,7 +14,7 @@ import pytest
 from protos import common_pb2, decode_pb2
 from tests.unit.worker.builders import BLOCK_SIZE, prompt_of
 from tests.wire.prefill_call import PrefillCall
-from tests.wire.prefill_decode_pair import Sample, handover, pair, until
+from tests.wire.prefill_decode_pair import WAIT_S, Sample, handover, pair, until
 
 VOCAB = 97
 
@@ -83,7 +83,7 @@ async def test_a_sample_that_is_cancelled_leaves_the_others_as_they_were(tmp_pat
         expected = p.alone(prompt, **asked)
         key = await stream.reserve(p.reserve(prompt, **asked))
         await stream.next(key)
-        call = PrefillCall(p.prefill_stub, p.prefill_request(prompt, **asked), timeout_s=10)
+        call = PrefillCall(p.prefill_stub, p.prefill_request(prompt, **asked), timeout_s=WAIT_S)
         *firsts, account = [message async for message in call]
         samples = [Sample() for _ in firsts]
         for first in firsts:
@@ -112,7 +112,7 @@ async def test_the_last_cancelled_sample_ends_the_request(tmp_path: Path) -> Non
     async with pair(tmp_path) as p, p.stream() as stream:
         key = await stream.reserve(p.reserve(prompt, **asked))
         await stream.next(key)
-        call = PrefillCall(p.prefill_stub, p.prefill_request(prompt, **asked), timeout_s=10)
+        call = PrefillCall(p.prefill_stub, p.prefill_request(prompt, **asked), timeout_s=WAIT_S)
         *firsts, account = [message async for message in call]
         p.decode_model.hold()
         await stream.generate_from(key, handover(account, firsts))

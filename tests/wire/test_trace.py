@@ -15,7 +15,7 @@ from baton.client import Client
 from process.errors import Unavailable
 from process.trace_context import TraceContext
 from process.tracing import TracingSettings
-from tests.unit.router.bench import request, running, until
+from tests.unit.router.bench import BOUND_S, request, running, until
 from tests.wire.otlp_receiver import WAIT_S, OtlpReceiver, Received, receiving
 
 PARENT = TraceContext(0xA1, 0xB2, True)
@@ -64,7 +64,7 @@ def assert_sums(spans: Sequence[Received], root: Received) -> list[str]:
 
 
 async def generate(bench: Any, *metadata: tuple[str, str], **fields: Any) -> Any:
-    call = bench.stub.Generate(request(**fields), timeout=10, metadata=metadata)
+    call = bench.stub.Generate(request(**fields), timeout=BOUND_S, metadata=metadata)
     return [message async for message in call]
 
 
@@ -200,7 +200,7 @@ async def test_a_cancelled_request_ends_with_the_stage_that_it_was_in() -> None:
     with receiving() as receiver:
         async with running(tracing=settings(receiver)) as bench:
             bench.decode.token_gate.close()
-            call = bench.stub.Generate(request(sampling={"max_tokens": 9}), timeout=10)
+            call = bench.stub.Generate(request(sampling={"max_tokens": 9}), timeout=BOUND_S)
             await call.read()
             call.cancel()
             spans = await asyncio.to_thread(receiver.wait, is_over)
@@ -216,7 +216,7 @@ async def test_a_request_cancelled_before_its_prefill_s_account_is_cut_at_its_fi
     with receiving() as receiver:
         async with running(tracing=settings(receiver)) as bench:
             bench.prefill.account_gate.close()
-            call = bench.stub.Generate(request(sampling={"max_tokens": 9}), timeout=10)
+            call = bench.stub.Generate(request(sampling={"max_tokens": 9}), timeout=BOUND_S)
             await call.read()
             (record,) = bench.router._log._live
             await until(lambda: record.num_output_tokens)  # noted once the message is out

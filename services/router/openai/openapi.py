@@ -36,6 +36,8 @@ _USAGE = {
         },
     },
 }
+# OpenAPI 3.1 has no word for what each event of a stream is; tools that know event streams take the
+# schema of a body for it.
 _EVENT = {
     "type": "object",
     "description": "One event of the answer.",

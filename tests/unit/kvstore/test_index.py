@@ -35,6 +35,7 @@ class _Store:
         life: bytes = LIFE,
         node: str = "n1",
         heartbeat_s: float = 0.05,
+        heartbeat_ttl_s: float = 60.0,
     ) -> None:
         self.present: dict[bytes, None] = {}
         self.node = node
@@ -48,8 +49,8 @@ class _Store:
             ),
             present=lambda: list(self.present),
             heartbeat_s=heartbeat_s,
-            heartbeat_ttl_s=0.5,
-            timeout_s=1.0,
+            heartbeat_ttl_s=heartbeat_ttl_s,
+            timeout_s=20.0,
         )
 
     def add(self, *hashes: bytes) -> None:
@@ -71,7 +72,7 @@ async def _until(condition: Callable[[], bool]) -> None:
 
 @pytest.fixture
 async def client(redis_server: object) -> AsyncIterator[redis.asyncio.Redis]:
-    client = redis_client.connect(redis_server.url, 1.0)  # type: ignore[attr-defined]
+    client = redis_client.connect(redis_server.url, 20.0)  # type: ignore[attr-defined]
     yield client
     await client.aclose()
 
@@ -205,6 +206,30 @@ async def test_what_is_published_again_is_not_synced_before_the_last_of_it(
     await store.publisher.stop()
 
 
+async def test_changes_that_are_too_many_meanwhile_make_a_publication_no_younger(
+    client: redis.asyncio.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index_publisher, "MAX_PENDING", 1)
+    store = _Store(client, heartbeat_s=1000.0)
+    store.add(*_chain("a", 3))
+    publisher, seen = store.publisher, []
+    finish = publisher._finish
+
+    async def watched(**told: Any) -> Any:
+        publisher._finish = finish
+        before_s = publisher.lag_s
+        store.add(*_chain("b", 3))
+        seen.append((before_s, publisher.lag_s))
+        return await finish(**told)
+
+    publisher._finish = watched  # type: ignore[assignment]
+    publisher.start()
+    await _same(client, store)
+    ((before_s, after_s),) = seen
+    assert after_s >= before_s > 0
+    await publisher.stop()
+
+
 async def test_a_redis_that_is_emptied_during_a_full_publication_gets_all_of_it(
     client: redis.asyncio.Redis, store: _Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -325,9 +350,8 @@ async def test_a_publisher_can_be_stopped_at_each_moment(client: redis.asyncio.R
         assert store.publisher._task is not None and store.publisher._task.done()
 
 
-async def test_a_store_without_heartbeat_is_not_reachable(
-    client: redis.asyncio.Redis, store: _Store
-) -> None:
+async def test_a_store_without_heartbeat_is_not_reachable(client: redis.asyncio.Redis) -> None:
+    store = _Store(client, heartbeat_ttl_s=0.5)
     store.publisher.start()
     await _same(client, store)
     assert store.publisher._task is not None
@@ -336,6 +360,7 @@ async def test_a_store_without_heartbeat_is_not_reachable(
     async with asyncio.timeout(20):
         while (await lookup.stores())[0].reachable:
             await asyncio.sleep(0.02)
+    await store.publisher.stop()
 
 
 async def test_a_redis_that_is_away_is_unavailable(redis_server: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -98,3 +99,21 @@ def test_a_worker_tells_a_wrong_setting_before_torch_is_imported(role: str) -> N
     assert ended.returncode == 2, ended.stderr
     last = ended.stderr.splitlines()[-1]
     assert last == f"{role}: settings: unknown key 'lisen', nearest is 'listen'"
+
+
+def test_a_process_that_is_told_to_end_while_it_imports_ends(tmp_path: Path) -> None:
+    """By its own word, not by the default action, which the first process of a container lacks."""
+    (tmp_path / "slow.py").write_text(
+        "import os, signal, time\nos.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(50)\n"
+    )
+    program = PROGRAM.replace("Settings, main)", 'Settings, main, imports=["slow"])')
+    assert program != PROGRAM
+    paths = os.pathsep.join((str(Path(__file__).parents[3]), str(tmp_path)))
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 128 + signal.SIGTERM, ended.stderr

@@ -107,9 +107,7 @@ async def until(condition: Callable[[], Any]) -> None:
 
 
 def run_out(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """What is returned ends the time of all requests under way as their deadlines do: a test that
-    has one wait for a certain moment asks for that, however long it took until then.
-    """
+    """Returns a function that ends the time of all requests under way, as their deadlines would."""
     scopes: list[asyncio.Timeout] = []
 
     def timeout(seconds: float | None) -> asyncio.Timeout:
@@ -233,7 +231,8 @@ async def rest_of(call: Any) -> list[Any]:
 
 
 def settings_for(redis_server: RedisServer, **changes: Any) -> RouterSettings:
-    # Of those that a test is not about, none may run out because the machine is busy.
+    # Those may not run out because the machine is busy. The others are short on purpose, so that
+    # a test sees them run out: one that must not see it names its own.
     patient = ("connect_timeout_s", "finish_wait_s", "lookup_timeout_s", "redis_timeout_s")
     times = {
         **dict.fromkeys((*patient, "status_timeout_s"), BOUND_S),

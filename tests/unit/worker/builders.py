@@ -22,6 +22,8 @@ from process.errors import Internal
 from services.worker.engine_thread import EngineThread
 
 BLOCK_SIZE = 4
+GATE_S = 60.0
+"""A test that leaves a step held for so long has forgotten it: above any of its own waits."""
 SALT = b"a tenant's salt"
 
 
@@ -47,7 +49,7 @@ class GatedModel(FakeModel):
     def forward(self, batch: Batch) -> torch.Tensor:
         if not self._gate.is_set():
             self.is_held.set()
-            assert self._gate.wait(20), "the test never released the model"
+            assert self._gate.wait(GATE_S), "the test never released the model"
         return super().forward(batch)
 
 

@@ -412,7 +412,7 @@ async def test_who_comes_back_waits_for_rows_but_not_for_ever(tmp_path: Path) ->
 async def test_a_lease_lives_as_long_as_something_is_parked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limits = WorkerLimits(attach_budget_s=5.0, lease_ttl_s=0.6)
+    limits = WorkerLimits(attach_budget_s=5.0, lease_ttl_s=3.0)
     async with lot(tmp_path, limits=limits) as made:
         made.parking.put("a", hashes_of(2), blocks_of(3))
         await made.stored("a")
