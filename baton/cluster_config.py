@@ -26,6 +26,7 @@ _GROUPS = {
     "prefill": ("prefill",),
     "decode": ("decode",),
     "worker": ("prefill", "decode"),
+    "draft": ("draft",),
     "autoscaler": ("autoscaler",),
 }
 
@@ -42,6 +43,10 @@ class ClusterConfig:
     """Prefill workers of each model."""
     num_decode: int = 1
     """Decode workers of each model."""
+    num_draft: int = 0
+    """Draft workers: their small model guesses for the decode workers, several tokens a step."""
+    draft_model: str = "baton-5m-draft"
+    """What draft workers serve: a small model with the tokenizer of `model`."""
     transport: str = "shm"
     """How KV blocks travel between workers and store: shm, nixl or grpc."""
     device: str = "cpu"
@@ -63,7 +68,7 @@ class ClusterConfig:
     redis_url: str = ""
     """A Redis to use; empty starts one of our own without persistence."""
     overrides: tuple[str, ...] = ()
-    """Settings of components: `worker.key=value`, also prefill, decode, store, router."""
+    """Settings of components: `worker.key=value`, also prefill, decode, draft, store, router."""
     tls: bool = False
     """Whether all parts speak TLS, each with a certificate that says what it may call."""
     api_keys: bool = False
@@ -95,6 +100,7 @@ class ClusterConfig:
             ("prefill", self.num_prefill, 1),
             ("decode", self.num_decode, 1),
             ("stores", self.num_stores, 1),
+            ("draft", self.num_draft, 0),
             ("port", self.port, 0),
         ):
             if value < least:
@@ -140,6 +146,8 @@ class ClusterConfig:
                 f"--transport nixl: between a GPU ({self.device}) and a store on this machine it "
                 "moves blocks 100 times below the bus; use shm"
             )
+        if self.num_draft and self.more_models:
+            raise ClusterError("--draft: goes with one --model, whose tokens it guesses")
         if len(set(self.models)) < len(self.models):
             raise ClusterError(f"--model {', '.join(self.models)}: each model once")
         num_sharing = self.num_prefill + self.num_decode

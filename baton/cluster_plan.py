@@ -39,7 +39,7 @@ class ProcessSpec:
 
     name: str
     kind: str
-    """redis, store, prefill, decode, router or autoscaler."""
+    """redis, store, draft, prefill, decode, router or autoscaler."""
     argv: tuple[str, ...]
 
 
@@ -107,9 +107,12 @@ def workers(
     store_addresses: Sequence[str],
     handle_keys_file: str,
     secured: Secured = OPEN,
+    draft_addresses: Sequence[str] = (),
 ) -> list[ProcessSpec]:
     """All prefill and decode workers, dealt to the stores and devices in turn."""
-    parts = WorkerSpec(redis_url, tuple(store_addresses), handle_keys_file, secured)
+    parts = WorkerSpec(
+        redis_url, tuple(store_addresses), handle_keys_file, secured, tuple(draft_addresses)
+    )
     if config.autoscale:
         counts = (("prefill", config.num_prefill), ("decode", config.num_decode))
         return [
@@ -138,6 +141,7 @@ class WorkerSpec:
     store_addresses: tuple[str, ...]
     handle_keys_file: str
     secured: Secured
+    draft_addresses: tuple[str, ...] = ()
 
 
 def _worker(
@@ -171,10 +175,40 @@ def _worker(
             **_memory_share(config, place, config.num_workers),
             **parts.secured.settings_of(Role(role)),
             **_direct(config, role),
+            **_drafts(role, parts),
             **_metrics(config),
             **_tracing(config),
         },
     )
+
+
+def _drafts(role: str, parts: WorkerSpec) -> dict[str, tuple[str, ...]]:
+    """Only decode workers have anything guessed."""
+    if role != "decode" or not parts.draft_addresses:
+        return {}
+    return {"engine.speculation.draft_workers": parts.draft_addresses}
+
+
+def drafts(config: ClusterConfig, *, listen: str, secured: Secured = OPEN) -> list[ProcessSpec]:
+    """The draft workers, dealt to the devices behind all others."""
+    return [
+        _python(
+            config,
+            name,
+            "draft",
+            "services.draft",
+            {
+                "worker_id": name,
+                "listen": listen,
+                "engine.model": config.draft_model,
+                "engine.device": config.devices[(config.num_workers + index) % len(config.devices)],
+                "engine.num_threads": "1",
+                **secured.settings_of(Role.DRAFT),
+                **_metrics(config),
+            },
+        )
+        for index, name in enumerate(f"draft-{number}" for number in range(config.num_draft))
+    ]
 
 
 def _placed(config: ClusterConfig) -> Iterator[tuple[str, int, str, int]]:

@@ -210,11 +210,16 @@ def add_cluster(parser: argparse.ArgumentParser, *, default_port: int) -> None:
         f"again: further models, each with its own workers; default: {defaults.model}",
     )
     parser.set_defaults(more_models=())
+    for name, least, what in (
+        ("--prefill", 1, "prefill workers of each model"),
+        ("--decode", 1, "decode workers of each model"),
+        ("--draft", 0, "draft workers, which guess for the decode workers; default: 0"),
+    ):
+        parser.add_argument(name, type=int, default=least, metavar="N", help=what)
     parser.add_argument(
-        "--prefill", type=int, default=1, metavar="N", help="prefill workers of each model"
-    )
-    parser.add_argument(
-        "--decode", type=int, default=1, metavar="N", help="decode workers of each model"
+        "--draft-model",
+        default=defaults.draft_model,
+        help=f"what they serve, with the tokenizer of --model; default: {defaults.draft_model}",
     )
     parser.add_argument(
         "--stores",
@@ -269,7 +274,8 @@ def add_cluster(parser: argparse.ArgumentParser, *, default_port: int) -> None:
         action="append",
         default=[],
         metavar="PART.KEY=VALUE",
-        help="a setting of store, router, prefill, decode, worker (both) or autoscaler; repeatable",
+        help="a setting of store, router, prefill, decode, worker (both), draft or autoscaler; "
+        "repeatable",
     )
     parser.add_argument(
         "--tls",
@@ -334,6 +340,8 @@ def cluster_of(parsed: argparse.Namespace) -> ClusterConfig:
         more_models=parsed.more_models,
         num_prefill=parsed.prefill,
         num_decode=parsed.decode,
+        num_draft=parsed.draft,
+        draft_model=parsed.draft_model,
         num_stores=parsed.stores,
         transport=parsed.transport,
         handover=parsed.handover,

@@ -48,7 +48,8 @@ def running(config: ClusterConfig) -> Iterator[LocalCluster]:
     with _signals(cluster):
         try:
             with view:
-                for model in config.models:
+                drafts = (config.draft_model,) * (config.num_draft > 0)
+                for model in (*config.models, *drafts):
                     _check_model(model, view)
                 cluster.start()
             certs = cluster.secured.certs
@@ -109,6 +110,7 @@ def _http_lines(cluster: LocalCluster) -> str:
 
 def _ready_lines(cluster: LocalCluster) -> str:
     config = cluster.config
+    drafts = f", {config.num_draft} draft ({config.draft_model})" if config.num_draft else ""
     several = f", {config.num_all_stores} stores" if config.num_all_stores > 1 else ""
     which = f"--model {config.model} " if config.more_models else ""
     each = " each" if config.more_models else ""
@@ -118,7 +120,7 @@ def _ready_lines(cluster: LocalCluster) -> str:
     scrape = f"prometheus --config.file={cluster.metrics_config}\n" if config.metrics else ""
     return (
         f"ready at {cluster.address}: {', '.join(config.models)}, {config.num_prefill} prefill, "
-        f"{config.num_decode} decode{each}{several} on {config.device}, "
+        f"{config.num_decode} decode{each}{drafts}{several} on {config.device}, "
         f"KV over {config.transport}{handover}\n"
         "In another terminal:\n"
         f'  baton generate {which}"Once upon a time"\n'

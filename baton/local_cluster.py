@@ -43,7 +43,14 @@ _STORE_BYTES = 512 * 1024 * 1024
 _STORE_FLOOR_BYTES = 16 * 1024 * 1024
 """What the store gets of the slab folder's memory, and the least that is worth a start."""
 # Who speaks last is stopped first.
-_STOP_ORDER = (("autoscaler",), ("router",), ("prefill", "decode"), ("store",), ("redis",))
+_STOP_ORDER = (
+    ("autoscaler",),
+    ("router",),
+    ("prefill", "decode"),
+    ("draft",),
+    ("store",),
+    ("redis",),
+)
 _WORKERS = ("prefill", "decode")
 _RETIRE_S = 15.0
 """From SIGTERM to SIGKILL of a worker that is no longer wanted: its streams go elsewhere first."""
@@ -136,8 +143,8 @@ class LocalCluster:
 
     @property
     def processes(self) -> dict[str, ProcessInfo]:
-        """All parts by name: redis, store (of several: store-0 ...), prefill-0 ..., decode-0 ...,
-        router.
+        """All parts by name: redis, store (of several: store-0 ...), draft-0 ..., prefill-0 ...,
+        decode-0 ..., router.
         """
         return self._parts().processes()
 
@@ -218,12 +225,16 @@ class LocalCluster:
         self.store_addresses = {store.name: self._fix_address(store) for store in stores}
         self.handle_keys_file = folder.path / "handle.keys"
         keys.create(self.handle_keys_file)
+        drafts = cluster_plan.drafts(self.config, listen="127.0.0.1:0", secured=self.secured)
+        self._launch(drafts, deadline_s)
+        draft_addresses = tuple(self._fix_address(draft) for draft in drafts)
         workers = cluster_plan.workers(
             self.config,
             redis_url=redis_url,
             store_addresses=tuple(self.store_addresses.values()),
             handle_keys_file=str(self.handle_keys_file),
             secured=self.secured,
+            draft_addresses=draft_addresses,
         )
         listen = f"127.0.0.1:{self.config.port}"
         router = cluster_plan.router(
@@ -238,6 +249,7 @@ class LocalCluster:
                 tuple(self.store_addresses.values()),
                 str(self.handle_keys_file),
                 self.secured,
+                draft_addresses,
             )
             self._start_autoscaler(folder, redis_url, deadline_s)
 

@@ -8,6 +8,8 @@ product; what our bytes and operations would take at them stands beside each fig
 The peer's figures (vLLM 0.24 on one H100 80GB HBM3, same definitions) stand beside ours; it cannot
 be brought into the run. Of the 256 requests also: how many steps computed prompts, how many only
 decoded, how long each kind took, and how long the device had nothing to do in a stretch of either.
+Of every batch: the longest step, and the kernels that were compiled since the batch before, which
+the warm-up has missed.
 `--profile` adds where a step's time goes, kernel by kernel.
 
     python -m benchmarks.engine_gpu --shapes llama-8b qwen3-0.6b
@@ -32,6 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import random_checkpoint
+from benchmarks.compiles import Compiles
 from benchmarks.context import context, publish
 from benchmarks.floors import Floors
 from benchmarks.random_checkpoint import SHAPES
@@ -114,6 +117,7 @@ class Bench:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._num_requests = 0
+        self._compiles = Compiles()
 
     def submit(self, num_requests: int, num_prompt: int, num_output: int) -> None:
         vocab_size = self.engine.model_info.vocab_size
@@ -125,18 +129,20 @@ class Bench:
             )
             self.engine.submit(Request(f"r{self._num_requests}", token_ids, sampling, _block_hash))
 
-    def run(self) -> tuple[float, float, list[float]]:
+    def run(self) -> tuple[float, float, list[float], float]:
         """Until nothing is left. Returns: seconds until everybody's first token, seconds in all,
-        milliseconds of each step from there until somebody ends."""
+        milliseconds of each step from there until somebody ends, and of the longest of all."""
         began = time.perf_counter()
         live: set[str] = set()
         first_s, num_ended = 0.0, 0
         steps: list[float] = []
+        longest_s = 0.0
         num_wanted = self.engine.stats().num_waiting + self.engine.stats().num_running
         while self.engine.has_work():
             step_began = time.perf_counter()
             output = self.engine.step()
             now = time.perf_counter()
+            longest_s = max(longest_s, now - step_began)
             for event in output.events:
                 if event.token_ids:
                     live.add(event.request_id)
@@ -146,18 +152,22 @@ class Bench:
                 steps.append((now - step_began) * 1e3)
             elif not first_s and len(live) >= num_wanted:
                 first_s = now - began
-        return first_s, time.perf_counter() - began, steps
+        return first_s, time.perf_counter() - began, steps, longest_s * 1e3
 
-    def decode_ms(self, batch: int, floors: Floors) -> dict[str, float]:
+    def decode_ms(self, batch: int, floors: Floors) -> dict[str, Any]:
         """One figure as the peer's is taken, the median step of a full batch, and its floor."""
         self.submit(batch, CONTEXT, 1)
-        _, one_s, _ = self.run()
+        _, one_s, _, one_longest_ms = self.run()
         self.submit(batch, CONTEXT, NUM_DECODED + 1)
-        _, all_s, steps = self.run()
+        first_s, all_s, steps, longest_ms = self.run()
         return {
             "ms_per_step": (all_s - one_s) / NUM_DECODED * 1e3,
             "median_step_ms": statistics.median(steps),
             "floor_ms": floors.decode_s(batch, CONTEXT + NUM_DECODED / 2) * 1e3,
+            "one_token_s": one_s,
+            "first_tokens_s": first_s,
+            "longest_steps_ms": [one_longest_ms, longest_ms],
+            "compiled": self._compiles.take(),
         }
 
     def prefill(self, num_prompts: int, num_tokens: int, floors: Floors) -> dict[str, float]:
@@ -209,13 +219,15 @@ class Bench:
                 for _ in range(num_steps):
                     self.engine.step()
                 torch.cuda.synchronize()
-            shares[kind] = _idle_share(
-                [(one.time_range.start, one.time_range.end) for one in _device_events(found)]
-            )
+            shares[kind] = idle_share(device_intervals(found))
+        self.abort_last(num_requests)
+        return shares
+
+    def abort_last(self, num_requests: int) -> None:
+        """Those that were submitted last; then nothing is left."""
         for index in range(num_requests):
             self.engine.abort(f"r{self._num_requests - index}")
         self.run()
-        return shares
 
     def profile(self, batch: int) -> str:
         """Time by kernel of ten decode steps."""
@@ -232,13 +244,17 @@ class Bench:
         return table
 
 
-def _device_events(profile: Any) -> list[Any]:
-    """What ran on the device."""
+def device_intervals(profile: Any) -> list[tuple[float, float]]:
+    """When something ran on the device: (start, end), microseconds."""
     kind = torch.autograd.DeviceType.CUDA
-    return [one for one in profile.events() if one.device_type == kind]
+    return [
+        (one.time_range.start, one.time_range.end)
+        for one in profile.events()
+        if one.device_type == kind
+    ]
 
 
-def _idle_share(busy: list[tuple[float, float]]) -> float:
+def idle_share(busy: list[tuple[float, float]]) -> float:
     """Of the time from the first start to the last end; intervals may overlap."""
     covered, reached = 0.0, float("-inf")
     for start, end in sorted(busy):

@@ -22,7 +22,7 @@ from checkpoints import hub
 from checkpoints.digests import Progress
 from checkpoints.errors import CheckpointError
 
-Files = Literal["tokenizer", "all"]
+Files = Literal["tokenizer", "weights", "all"]
 
 _BUNDLED = Path(__file__).resolve().parent / "bundled"
 _BUNDLED_PREFIX = "baton-"
@@ -48,14 +48,16 @@ def resolve(model: str, *, files: Files, progress: Progress | None = None) -> Ch
     """Find `model`, fetching it first if it is a hub name.
 
     Args:
-        files: "tokenizer" needs config.json and tokenizer.json; "all" needs whole safetensors, too.
+        files: "tokenizer" needs config.json and tokenizer.json, "weights" config.json and whole
+            safetensors (what belongs to another model, as draft heads do), "all" needs all three.
         progress: called with (what, done, total) in bytes while fetching.
     Raises: CheckpointError, one line: what is wrong and how to fix it.
     """
     checkpoint = _find(model, files, progress)
     checkpoint_files.read_config(checkpoint.path)
-    checkpoint_files.check_tokenizer(checkpoint.path)
-    if files == "all":
+    if files != "weights":
+        checkpoint_files.check_tokenizer(checkpoint.path)
+    if files != "tokenizer":
         checkpoint_files.weight_files(checkpoint.path)
     return checkpoint
 
@@ -83,5 +85,5 @@ def _find(model: str, files: Files, progress: Progress | None) -> Checkpoint:
             f"{model}: neither a folder, nor a bundled model ({', '.join(bundled_names())}), nor a "
             "hub name such as Qwen/Qwen3-0.6B; check the spelling"
         )
-    path = hub.fetch(name, revision or None, with_weights=files == "all", progress=progress)
+    path = hub.fetch(name, revision or None, with_weights=files != "tokenizer", progress=progress)
     return Checkpoint(name, path)

@@ -48,7 +48,9 @@ class Span(NamedTuple):
         positions = list(range(self.start, trunk_end))
         trunk = len(positions)
         for parent in self.branches:
-            positions.append(positions[trunk + parent] + 1)
+            # All of the span may be tree: then it hangs on a token that is in the cache.
+            above = trunk_end - 1 if parent < 0 else positions[trunk + parent]
+            positions.append(above + 1)
         return positions
 
     def slots_seen(self, index: int) -> list[int]:
@@ -75,6 +77,10 @@ class Batch:
 
     wants_hidden: bool = False
     """Keep what the logits were made of (LoadedModel.hidden)."""
+
+    wants_every_hidden: bool = False
+    """Keep the same of all tokens, where the model can (LoadedModel.every_hidden). With
+    `wants_hidden`."""
 
     @property
     def positions(self) -> list[int]:

@@ -52,6 +52,11 @@ class EngineConfig:
     are quantized per token), or "auto": the dtype computed in. Our own decoder only. Part of the
     model fingerprint."""
 
+    weights_device_bytes: int = 0
+    """Device memory that the weights may take; 0: all of them lie there. Of a model with more,
+    layers lie in host memory and are copied to the device as they are computed, by transformers'
+    code. In one process; without `exact` and `weight_dtype`, which our own decoder has."""
+
     kv_dtype: str = "auto"
     """What the KV cache stores: "float32", "bfloat16", "int8", "fp8_e4m3", or "auto": the dtype
     computed in. With the last two a block is quantized when it is full, and an unfilled one is kept
@@ -176,6 +181,7 @@ class EngineConfig:
             "park_bytes",
             "context_window",
             "num_threads",
+            "weights_device_bytes",
             "max_passes",
             "max_num_tokens_per_request_step",
             "max_num_adapters_per_step",
@@ -193,6 +199,23 @@ class EngineConfig:
                 f"max_num_running: {self.max_num_running} is above max_num_tokens_per_step "
                 f"({self.max_num_tokens_per_step}); each running request needs a token per step"
             )
+
+        if self.weights_device_bytes:
+            self._check_streaming()
+
+    def _check_streaming(self) -> None:
+        for name, value, allowed in (
+            ("decoder", self.decoder, ("auto", "transformers")),
+            ("exact", self.exact, (False,)),
+            ("weight_dtype", self.weight_dtype, ("auto",)),
+            ("tensor_parallel", self.tensor_parallel, (1,)),
+            ("pipeline_parallel", self.pipeline_parallel, (1,)),
+        ):
+            if value not in allowed:
+                raise SettingsError(
+                    f"{name}: {value} does not go with weights_device_bytes: layers are streamed "
+                    "by transformers' code alone, in one process; leave one of the two away"
+                )
 
     @property
     def num_ranks(self) -> int:

@@ -81,23 +81,29 @@ class FakeModel(InOneProcess):
         """Write ids and positions of the new tokens, then answer each draw from what lies in its
         blocks."""
         self.num_forwards += 1
-        self.kept_hidden = None
-        rows: list[torch.Tensor] = []
+        self.kept_hidden = self.kept_every_hidden = None
+        rows: dict[int, torch.Tensor] = {}
+        wanted = batch.draw_indices
+        if batch.wants_every_hidden:
+            wanted = tuple(range(len(batch.token_ids)))
         first = 0
         for span in batch.spans:
             token_ids = batch.token_ids[first : first + span.num_tokens]
             if span.block_ids:
                 self._write(span, token_ids)
             for index in range(first, first + span.num_tokens):
-                if index in batch.draw_indices:
+                if index in wanted:
                     history = (
                         self._read(span, span.slots_seen(index - first)) if span.block_ids else b""
                     )
-                    rows.append(self._logits(history, batch.token_ids[index]))
+                    rows[index] = self._logits(history, batch.token_ids[index])
             first += span.num_tokens
-        logits = torch.stack(rows) if rows else torch.empty(0, self.info.vocab_size)
+        drawn = [rows[index] for index in batch.draw_indices]
+        logits = torch.stack(drawn) if drawn else torch.empty(0, self.info.vocab_size)
         if batch.wants_hidden:
             self.kept_hidden = logits[:, :HIDDEN_SIZE].clone()
+        if batch.wants_every_hidden:
+            self.kept_every_hidden = torch.stack([rows[i] for i in wanted])[:, :HIDDEN_SIZE].clone()
         return logits
 
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:

@@ -297,17 +297,19 @@ class Holdings:
             return ()
         first = sequence.num_cached_blocks
         sequence.chain_hash(num_full - 1, size)  # and all before it
-        hashes, block_ids = sequence.chain_hashes, sequence.block_ids[first:num_full]
-        parent_hash = hashes[first - 1] if first else b""
-        self.tree.insert_chain(parent_hash, hashes[first:num_full], block_ids)
+        parent_hash = sequence.chain_hashes[first - 1] if first else b""
+        hashes = sequence.chain_hashes[first:num_full]
+        block_ids = sequence.block_ids[first:num_full]
+        self.tree.insert_chain(parent_hash, hashes, block_ids)
         if self.kv.tails is not None:
             for block_id in block_ids:
                 # Of a former owner, who gave it back unfilled: a loaded block has none of its own.
                 self.kv.tails.close(block_id)
-        filled = tuple(
-            FilledBlock(index, sequence.block_ids[index], hashes[index])
-            for index in range(max(first, sequence.num_told_blocks), num_full)
+        num_told = max(0, sequence.num_told_blocks - first)
+        untold = zip(
+            range(first + num_told, num_full), block_ids[num_told:], hashes[num_told:], strict=True
         )
+        filled = tuple(map(FilledBlock._make, untold))
         sequence.num_cached_blocks = num_full
         sequence.num_told_blocks = max(sequence.num_told_blocks, num_full)
         return filled

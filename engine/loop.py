@@ -46,6 +46,7 @@ from engine.errors import (
     UnknownRequest,
     WrongState,
 )
+from engine.foresight import Foresight
 from engine.grammar.service import GrammarService
 from engine.group import Group
 from engine.held import Held, hold
@@ -54,7 +55,7 @@ from engine.in_flight import InFlight
 from engine.kv.block_pool import BlockPool
 from engine.kv.memory import KvMemory
 from engine.kv.radix_tree import RadixTree
-from engine.kv.sizing import choose_num_blocks, free_memory_bytes
+from engine.kv.sizing import choose_num_blocks, free_memory_bytes, held_bytes
 from engine.lora.config import LoraLimits
 from engine.lora.files import Adapter
 from engine.lora.registry import AdapterInfo
@@ -67,7 +68,9 @@ from engine.preemptor import Preemptor
 from engine.request import EngineStats, ModelInfo, Request, Reservation, State, StopPolicy
 from engine.runner import Runner
 from engine.scheduler import Scheduler
+from engine.speculation.draft_port import DraftPeer
 from engine.speculation.drafter import Drafter
+from engine.speculation.heads.load import load_heads
 from engine.speculation.load import load_drafters
 from engine.speculation.speculator import make_speculator
 from engine.step_output import StepOutput
@@ -87,6 +90,7 @@ class Engine:
         parking: Parking | None = None,
         make_grammars: MakeService | None = None,
         drafters: Values[Drafter] | None = None,
+        draft_bytes: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Take memory for the KV cache.
@@ -96,18 +100,20 @@ class Engine:
             make_grammars: called when the first request with a grammar comes; None: they are
                 refused.
             drafters: who guesses; None: whoever `config.speculation` names.
+            draft_bytes: that they hold of the model's device.
             clock: for the metrics, and for what guesses cost.
         Raises: TooFewBlocks; SettingsError for a preemption that the device cannot do.
         """
         self.config = config
         self._model = model
         window = model.info.context_window
+        device = model.device_memory()
         num_blocks = choose_num_blocks(
             config,
             model.layout,
             window,
             free_memory_bytes(model.info.device),
-            model.device_memory(),
+            None if device is None else dataclasses.replace(device, draft_bytes=draft_bytes),
             model.kv_record,
         )
         self.kv: KvMemory = model.make_memory(num_blocks)
@@ -178,6 +184,7 @@ class Engine:
                 eos_token_ids,
                 clears_blocks=model.reads_unwritten,
             ),
+            Foresight(self._scheduler, self._holdings.block_size),
             self._speculator,
             eos_token_ids=eos_token_ids,
             clock=clock,
@@ -537,10 +544,12 @@ def load_engine(
     progress: Progress | None = None,
     stop_policy: StopPolicy | None = None,
     prepares_grammars: bool = False,
+    draft_peers: Values[DraftPeer] = (),
 ) -> Engine:
     """Resolve the checkpoint, load the model, size the cache, warm up.
 
     Args: prepares_grammars: for who will serve some: `Engine.prepare_grammars`, which takes memory.
+        draft_peers: the ways to `speculation.draft_workers`.
     Raises: LoadError (missing or broken checkpoint, model type, too few blocks), errors of
         checkpoints.resolve; each one line that says what is wrong and how to fix it.
     """
@@ -556,7 +565,10 @@ def load_engine(
             return GrammarService.from_checkpoint(folder, model.info.vocab_size, config.grammar)
 
         with phases.timed("drafters"):
-            drafters = load_drafters(config, model.info, progress)
+            before_bytes = held_bytes(model.info.device)
+            drafters = load_drafters(config, model.info, progress, draft_peers)
+            drafters += load_heads(config, model)
+            draft_bytes = held_bytes(model.info.device) - before_bytes
         with phases.timed("cache"):
             engine = Engine(
                 config,
@@ -564,6 +576,7 @@ def load_engine(
                 stop_policy=stop_policy,
                 make_grammars=make_grammars,
                 drafters=drafters,
+                draft_bytes=draft_bytes,
             )
         with phases.timed("warm-up"):
             engine.warm_up(progress)

@@ -78,6 +78,9 @@ class AheadModel:
         self.make_memory = model.make_memory
         self.attach = model.attach
         self.hidden = model.hidden
+        self.every_hidden = model.every_hidden
+        self.ends = model.ends
+        self.warm_up = model.warm_up
         self.check_alive = model.check_alive
         self.watch = model.watch
         self.reads_unwritten = model.reads_unwritten

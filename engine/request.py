@@ -52,6 +52,9 @@ class State(enum.Enum):
     FINISHED = "finished"
     ABORTED = "aborted"
 
+    # By identity, as they compare: Enum's own is Python, and is asked for several times a row.
+    __hash__ = object.__hash__
+
 
 _TAKEN = frozenset({State.PREEMPTED, State.PARKED, State.ABORTED})
 _OVER = frozenset({State.HOLDING, State.FINISHED})

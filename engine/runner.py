@@ -1,6 +1,6 @@
 """Runner: one planned step: the model's input, its forward pass, the draws, and the events that
-come of them. Masks of grammars are filled while the model runs. Schedules nothing, books nothing
-itself. Engine thread only.
+come of them. Masks of grammars are filled while the model runs, and hashes are made that later work
+needs (engine/foresight.py). Schedules nothing, books nothing itself. Engine thread only.
 
 Where the model can (DecodesAhead), a step of decodes is launched, and the next one too, before the
 first is read: the device computes while the host books and plans. A step that was launched is the
@@ -21,6 +21,7 @@ from engine.booking import Booking
 from engine.constraints import Constraints, masked
 from engine.decode_rows import DecodeRows
 from engine.errors import IntegrityError
+from engine.foresight import Foresight
 from engine.in_flight import InFlight
 from engine.kv.memory import KvMemory
 from engine.models.interface import LoadedModel
@@ -29,6 +30,7 @@ from engine.sampling import pipeline
 from engine.schedule.order import Key
 from engine.sequence import Sequence
 from engine.speculation.drafter import Guess
+from engine.speculation.heads.hidden import Wants
 from engine.speculation.speculator import Speculator
 from engine.step_builder import Step, build
 from engine.step_output import RequestEvent
@@ -62,6 +64,7 @@ class Runner:
         booking: Booking,
         in_flight: InFlight,
         rows: DecodeRows,
+        foresight: Foresight,
         speculator: Speculator | None,
         *,
         eos_token_ids: frozenset[int],
@@ -73,6 +76,7 @@ class Runner:
         self._booking = booking
         self._in_flight = in_flight
         self._rows = rows
+        self._foresight = foresight
         self._speculator = speculator
         self._eos_token_ids = eos_token_ids
         self._clock = clock
@@ -128,12 +132,19 @@ class Runner:
         self, planned: list[tuple[Sequence, int]], running: Mapping[Key, Sequence]
     ) -> Result:
         """A plain step."""
-        began = self._clock()
-        guesses = {} if self._speculator is None else self._speculator.guess(planned, running)
+        began, speculator = self._clock(), self._speculator
+        guesses = {} if speculator is None else speculator.guess(planned, running)
         try:
-            step = build(planned, self._kv, self._eos_token_ids, guesses)
+            step = build(
+                planned,
+                self._kv,
+                self._eos_token_ids,
+                guesses,
+                clears_entered=self._model.reads_unwritten,
+                wants_hidden=Wants.NONE if speculator is None else speculator.readers.wants,
+            )
             self.is_device_behind = True
-            logits, drawn = self._draw(step)
+            logits, drawn = self._draw(step, planned)
         except BaseException:
             if self._speculator is not None:
                 self._speculator.take_back(planned, guesses)
@@ -153,6 +164,7 @@ class Runner:
             self._speculator.learn(
                 told, num_kept, num_rows=len(step.batch.token_ids), seconds=self._clock() - began
             )
+            self._speculator.readers.see(step, planned, guesses, self._model)
         if embeddings:
             events = [_with_embedding(event, embeddings) for event in events]
         if step.has_beams:
@@ -160,7 +172,9 @@ class Runner:
         num_all_kept = sum(num_kept.values())
         return Result(events, num_prefills, num_decodes + num_all_kept, num_guessed, num_all_kept)
 
-    def _draw(self, step: Step) -> tuple[torch.Tensor, list[pipeline.Drawn]]:
+    def _draw(
+        self, step: Step, planned: list[tuple[Sequence, int]]
+    ) -> tuple[torch.Tensor, list[pipeline.Drawn]]:
         """Logits [R, V] of all rows, and what was drawn from those that are not beams'."""
         fill = self._constraints.begin_fill(step.grammars)
         try:
@@ -174,8 +188,9 @@ class Runner:
             return logits, []
         if fill is not None:
             draws = masked(draws, step.rows, step.grammars, fill)
-        rows = logits if step.is_plain else logits[list(step.rows)]
-        return logits, pipeline.draw(rows, draws)
+        drawing = pipeline.begin(logits, draws, None if step.is_plain else step.rows)
+        self._foresight.use_wait(planned)
+        return logits, drawing()
 
     def _embeddings(self, step: Step) -> dict[str, tuple[float, ...]]:
         """By request, of those that asked and whose prompt ended in this step."""

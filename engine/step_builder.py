@@ -8,6 +8,7 @@ be drawn if the path to that node were its text.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Values
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,9 @@ from engine.request import State
 from engine.sampling.row import Draw
 from engine.schedule.order import Key
 from engine.sequence import Sequence
+from engine.speculation.acceptance import Proposals
 from engine.speculation.drafter import Guess
+from engine.speculation.heads.hidden import Wants
 from engine.speculation.tree import ROOT, TokenTree
 
 if TYPE_CHECKING:
@@ -61,6 +64,9 @@ def build(
     kv: KvMemory,
     eos_token_ids: frozenset[int],
     guesses: Mapping[Key, Guess] | None = None,
+    *,
+    clears_entered: bool = True,
+    wants_hidden: Wants = Wants.NONE,
 ) -> Step:
     """Lay out the planned tokens.
 
@@ -69,8 +75,10 @@ def build(
             there. Those that are entered and not filled are cleared here.
         guesses: what hangs on a sequence's last token, which is in its plan; its blocks are there,
             too.
+        clears_entered: also of samples that have drawn (LoadedModel.reads_unwritten); as
+            engine/decode_rows.py.
+        wants_hidden: what drafters can use.
     """
-    guesses = guesses or {}
     size = kv.layout.block_size
     all_token_ids: list[int] = []
     spans: list[Span] = []
@@ -83,16 +91,18 @@ def build(
     has_beams = False
     for sequence, num_tokens in planned:
         group, token_ids = sequence.group, sequence.token_ids
-        guess = guesses.get(sequence.key)
+        guess = guesses.get(sequence.key) if guesses else None
         tree = None if guess is None else guess.tree
-        if sequence.state is State.RUNNING:
+        has_drawn = sequence.state is State.RUNNING
+        if has_drawn:
             num_decode_tokens += num_tokens
         start = sequence.num_computed_tokens
         end = start + num_tokens
         slots_end = end if tree is None else end + len(tree)
         num_blocks = -(-slots_end // size)
         last_block_start = (num_blocks - 1) * size
-        if start <= last_block_start and slots_end < last_block_start + size:
+        is_entered = start <= last_block_start and slots_end < last_block_start + size
+        if is_entered and (clears_entered or not has_drawn):
             # Entered and not filled: what an earlier user or a refused transfer left in the other
             # slots is read, with weight 0, and 0 times NaN is NaN.
             kv.clear(sequence.block_ids[num_blocks - 1])
@@ -107,7 +117,7 @@ def build(
         else:
             all_token_ids += tree.token_ids
             spans.append(_tree_span(start, num_tokens, sequence, tree))
-        if end == len(token_ids) and not group.is_continued:
+        if end == len(token_ids) and (has_drawn or not group.is_continued):
             if sequence.request.beam is None:
                 sampling = sequence.request.sampling
                 ends = end_token_ids(sampling, eos_token_ids)
@@ -124,7 +134,9 @@ def build(
             if guess is not None and tree is not None:
                 first_row, first_place = len(samples), draw_indices[-1] + 1
                 rows += range(first_row, first_row + len(tree))
-                draws += _tree_draws(draws[-1], tree)
+                proposals = guess.proposals or (None,) * (1 + len(tree))
+                draws[-1] = draws[-1]._replace(proposals=proposals[0])
+                draws += _tree_draws(draws[-1], tree, proposals[1:])
                 samples += [sequence] * len(tree)
                 grammars += guess.grammars
                 draw_indices += range(first_place, first_place + len(tree))
@@ -132,7 +144,8 @@ def build(
         tuple(all_token_ids),
         tuple(spans),
         tuple(draw_indices),
-        wants_hidden=any(sample.gives_embedding for sample in samples),
+        wants_hidden=bool(wants_hidden) or any(sample.gives_embedding for sample in samples),
+        wants_every_hidden=wants_hidden is Wants.EVERY,
     )
     return Step(
         batch,
@@ -157,13 +170,14 @@ def _tree_span(start: int, num_tokens: int, sequence: Sequence, tree: TokenTree)
     return span if span.is_tree else span._replace(branches=())
 
 
-def _tree_draws(root: Draw, tree: TokenTree) -> list[Draw]:
+def _tree_draws(root: Draw, tree: TokenTree, proposals: Values[Proposals | None]) -> list[Draw]:
     """What would be drawn after each node."""
     histories: dict[int, TokenHistory] = {}
     if root.history is not None:
         histories[ROOT] = root.history
     draws: list[Draw] = []
-    for node, (token_id, parent) in enumerate(zip(tree.token_ids, tree.parents, strict=True)):
+    nodes = zip(tree.token_ids, tree.parents, proposals, strict=True)
+    for node, (token_id, parent, proposed) in enumerate(nodes):
         if histories:
             histories[node] = histories[parent].fork()
             histories[node].append(token_id)
@@ -172,6 +186,7 @@ def _tree_draws(root: Draw, tree: TokenTree) -> list[Draw]:
                 position=root.position + tree.depths[node],
                 num_output_tokens=root.num_output_tokens + tree.depths[node],
                 history=histories.get(node),
+                proposals=proposed,
             )
         )
     return draws

@@ -12,12 +12,11 @@ from engine.errors import EngineError
 from engine.request import FinishReason
 
 
-@dataclass(frozen=True)
-class FilledBlock:
+class FilledBlock(NamedTuple):
     """A full block that this engine computed. It changes no more; safe to read until the request's
-    blocks are released."""
+    blocks are released. Some hundred are made in a step with prompts, hence no dataclass."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # in place of tuple's method, which nobody asks for
     """Place in the request: tokens [index * block_size, (index + 1) * block_size)."""
 
     block_id: int

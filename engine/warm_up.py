@@ -21,7 +21,8 @@ def warm_up(
     max_num_running: int,
     progress: Progress | None = None,
 ) -> None:
-    """Run a plain step per kind of batch, with a draw; and whatever its launches need.
+    """Run a plain step per kind of batch, with a draw; and whatever its launches, or its plain
+    steps where none are launched, need.
 
     Args:
         model: with its cache attached.
@@ -38,6 +39,8 @@ def warm_up(
         pipeline.warm_up(model.forward(batch.warm_up(*lengths))[-1:])
     if ahead is not None:
         ahead.warm_up(progress)
+    else:
+        model.warm_up(progress)
     if progress is not None:
         progress("warm-up", len(steps), len(steps))
 

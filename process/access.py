@@ -21,6 +21,8 @@ class Role(Enum):
     PREFILL = "prefill"
     DECODE = "decode"
     KVSTORE = "kvstore"
+    DRAFT = "draft"
+    """Guesses for decode workers."""
     AUTOSCALER = "autoscaler"
     """Has workers started, stopped and flipped."""
     CLIENT = "client"
@@ -111,6 +113,10 @@ RULES: Mapping[Role, Rules] = {
                 "Confirm": [],
             },
         ),
+        **_STANDARD,
+    },
+    Role.DRAFT: {
+        **_rules("baton.v1.Draft", {"Describe Propose Forget": [Role.DECODE]}),
         **_STANDARD,
     },
     Role.AUTOSCALER: {

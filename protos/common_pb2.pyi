@@ -167,8 +167,8 @@ class BlockRun(_message.Message):
     store_incarnation: bytes
     lease_id: str
     first_block: int
-    blocks: _containers.RepeatedCompositeFieldContainer[BlockRef]
-    def __init__(self, node_id: _Optional[str] = ..., store_address: _Optional[str] = ..., store_incarnation: _Optional[bytes] = ..., lease_id: _Optional[str] = ..., first_block: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[BlockRef, _Mapping]]] = ...) -> None: ...
+    blocks: bytes
+    def __init__(self, node_id: _Optional[str] = ..., store_address: _Optional[str] = ..., store_incarnation: _Optional[bytes] = ..., lease_id: _Optional[str] = ..., first_block: _Optional[int] = ..., blocks: _Optional[bytes] = ...) -> None: ...
 
 class PrefixRun(_message.Message):
     __slots__ = ("node_id", "store_address", "store_incarnation", "first_block", "num_blocks")

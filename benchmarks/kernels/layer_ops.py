@@ -140,7 +140,7 @@ class Rotation:
     def launch(self, index: int, config: tuple[int, int] | None = None) -> None:
         gpu.rotate_and_write(
             self.qkv[index % self.sets], self.positions, self.cos_sin, self.rows, self.tables,
-            self.ids, *self.norms, 1e-6, self.out_q[0], *self.kv, config=config,
+            self.ids, None, *self.norms, 1e-6, self.out_q[0], *self.kv, config=config,
         )  # fmt: skip
 
 

@@ -21,11 +21,11 @@ from baton_kernels.step_rows import HEADER_WORDS, NUM_BUFFERS, next_number
 from numpy.typing import NDArray
 
 from engine.decoder.decoder import Decoder
-from engine.decoder.graph_set import GraphMemory
+from engine.decoder.graph_set import Captured, capture_all
 from engine.decoder.graphs import Decode, DecodeGraphs, DecodeStep, DrawRows
+from engine.decoder.plain_graphs import PlainGraphs, make_plain_graphs
 from engine.decoder.rows import Image, Placed, RowTable, aligned
-from engine.decoder.step_graphs import StepGraphs, max_chunk_tokens
-from engine.errors import IntegrityError, InvalidLogits, LoadError, WrongState
+from engine.errors import IntegrityError, InvalidLogits, WrongState
 from engine.kv.memory import KvMemory
 from engine.models.interface import DecodeRow, Launch, Progress
 from engine.sampling.recipe import masks_ends, recipe_of
@@ -64,7 +64,7 @@ class AheadDecoder:
         max_rows: most rows of a launch.
         context_window: most tokens of a row.
         uses_graphs: False: launch kernel by kernel. As good as True where there is no CUDA.
-        steps: captured with the launches, in the same memory.
+        plain: captured with the launches, in the same memory.
         draw: where a rank of several does not draw by itself (engine/parallel/ahead.py).
     """
 
@@ -78,11 +78,11 @@ class AheadDecoder:
         vocab_size: int,
         device: torch.device,
         uses_graphs: bool = True,
-        steps: StepGraphs | None = None,
+        plain: PlainGraphs | None = None,
         draw: DrawRows | None = None,
     ) -> None:
         self.max_rows = max_rows
-        self.steps = steps
+        self.plain = plain
         self._device = device
         is_cuda = device.type == "cuda"
         image = Image(aligned(max_rows), _MAX_CHANGES)
@@ -104,7 +104,7 @@ class AheadDecoder:
         self._next_number = 0
 
     def warm_up(self, progress: Progress | None = None) -> None:
-        """Compile and capture everything that a launch, and a plain step of `steps`, will need.
+        """Compile and capture everything that a launch, and a plain step of `plain`, will need.
         Writes no KV; forgets all rows.
 
         Raises: WrongState while a launch is under way; LoadError where the device has no memory for
@@ -114,33 +114,17 @@ class AheadDecoder:
             raise WrongState("a launch is under way")
         self._table.forget()
         self._images[:] = self._table.words
-        total = len(self._graphs.buckets) + (0 if self.steps is None else len(self.steps.shapes))
-        done = 0
-
-        def tell() -> None:
-            nonlocal done
-            done += 1
-            if progress is not None:
-                progress("graphs", done, total)
-
-        with self._on_device():
-            memory = GraphMemory() if self._device.type == "cuda" else None
-            try:
-                if self.steps is not None:  # which have the most rows
-                    self.steps.capture(memory=memory, on_captured=tell)
-                self._graphs.capture(memory=memory, on_captured=tell)
-            except torch.OutOfMemoryError as error:
-                raise LoadError(
-                    f"no memory on {self._device} for {total} CUDA graphs beside the KV cache: "
-                    "lower memory_share (or kv_bytes, num_blocks), or max_num_running"
-                ) from error
+        sets: list[Captured] = [self._graphs]
+        if self.plain is not None:
+            sets.insert(0, self.plain)
+        capture_all(sets, self._device, progress)
         self._next_number = 0
 
     def close(self) -> None:
         """Let the graphs go (GraphSet.forget). No launch after it."""
         self._graphs.forget()
-        if self.steps is not None:
-            self.steps.forget()
+        if self.plain is not None:
+            self.plain.forget()
 
     def takes(self, draw: Draw) -> bool:
         """Whether the device can draw this: greedy or sampled, with temperature, top-k, top-p and
@@ -240,35 +224,32 @@ class AheadDecoder:
 
 
 def make_ahead(
-    decoder: Decoder, memory: KvMemory, *, max_rows: int, max_tokens: int, context_window: int
+    decoder: Decoder,
+    memory: KvMemory,
+    *,
+    max_rows: int,
+    max_tokens: int,
+    context_window: int,
+    max_num_nodes: int = 0,
 ) -> AheadDecoder:
     """For a decoder that is attached to `memory`, whose blocks store what is computed.
 
     Args:
-        max_rows, max_tokens: most sequences and tokens of a step.
+        max_rows, max_tokens, max_num_nodes: see make_plain_graphs.
     """
-    device, block_size = memory.cache.device, memory.layout.block_size
-    shape = decoder.shape
-    # Embedding and head are of few rows.
-    num_parameters = shape.num_parameters - shape.vocab_size * shape.hidden_size * (
-        1 if shape.is_tied else 2
-    )
-    steps = None
-    if device.type == "cuda":
-        steps = StepGraphs(
-            decoder.forward,
-            max_singles=max_rows,
-            max_tokens=min(max_tokens, max_chunk_tokens(num_parameters)),
-            context_window=context_window,
-            block_size=block_size,
-            device=device,
-        )
     return AheadDecoder(
         decoder.decode,
         max_rows=max_rows,
         context_window=context_window,
-        block_size=block_size,
-        vocab_size=shape.vocab_size,
-        device=device,
-        steps=steps,
+        block_size=memory.layout.block_size,
+        vocab_size=decoder.shape.vocab_size,
+        device=memory.cache.device,
+        plain=make_plain_graphs(
+            decoder,
+            memory,
+            max_rows=max_rows,
+            max_tokens=max_tokens,
+            context_window=context_window,
+            max_num_nodes=max_num_nodes,
+        ),
     )

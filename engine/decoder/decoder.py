@@ -13,16 +13,14 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
-from baton_kernels.attention import decode_attention
 from baton_kernels.block_rows import BlockRows
 from baton_kernels.dispatch import Backend
 from baton_kernels.half_norm import HalfNorm
-from baton_kernels.layer_ops import rms_norm, rotate_and_write
-from baton_kernels.prefill_attention import prefill_attention
-from baton_kernels.rotated_attention import rotate_and_attend
+from baton_kernels.layer_ops import rms_norm
 from torch.nn.functional import embedding
 
 from engine.decoder.inputs import DecodeInputs, MixedInputs
+from engine.decoder.layer_attention import LayerAttention
 from engine.decoder.projection import Projection
 from engine.decoder.weights import DecoderWeights, LayerWeights
 
@@ -89,19 +87,18 @@ class Decoder:
         """Leave what the head makes logits of in `kept_hidden`, [R, hidden]. Not under a graph."""
         self.kept_hidden: torch.Tensor | None = None
         self.backend: Backend
-        self._rope = rope
         self._collective = collective
         self._adds_residual = collective is None or collective.rank == 0
-        self._rows: Sequence[BlockRows] = ()
         first = weights.share.first_layer
         self._windows = weights.shape.windows[first : first + len(weights.layers)]
+        self._attention = LayerAttention(weights.shape, rope, self._windows, is_exact=is_exact)
         for projection in weights.projections:
             projection.is_exact = is_exact
         self.use_backend(backend)
 
     def use_backend(self, backend: Backend) -> None:
         """Of every kernel, from now on."""
-        self.backend = backend
+        self.backend = self._attention.backend = backend
         for projection in self.weights.projections:
             projection.backend = backend
 
@@ -113,7 +110,7 @@ class Decoder:
         """
         if len(rows) != len(self.weights.layers):
             raise ValueError(f"rows: {len(rows)} for {len(self.weights.layers)} layers")
-        self._rows = rows
+        self._attention.rows = rows
 
     def decode(self, inputs: DecodeInputs, hidden: torch.Tensor | None = None) -> torch.Tensor:
         """One token of each sequence.
@@ -125,7 +122,7 @@ class Decoder:
         positions, block_tables = inputs.positions, inputs.block_tables
 
         def attend(index: int, layer: LayerWeights, qkv: torch.Tensor) -> torch.Tensor:
-            return self._attend_each(index, layer, qkv, positions, block_tables)
+            return self._attention.each(index, layer, qkv, positions, block_tables)
 
         stream = Stream(self._embed(inputs.token_ids, hidden))
         for index, layer in enumerate(self.weights.layers):
@@ -142,7 +139,7 @@ class Decoder:
         """
 
         def attend(index: int, layer: LayerWeights, qkv: torch.Tensor) -> torch.Tensor:
-            return self._attend_chunks(index, layer, qkv, inputs)
+            return self._attention.mixed(index, layer, qkv, inputs)
 
         stream = Stream(self._embed(inputs.token_ids, hidden))
         last = len(self.weights.layers) - 1
@@ -152,6 +149,8 @@ class Decoder:
             stream = self._layer(index, layer, stream, attend)
         if self.weights.head is None:
             return stream.x
+        if inputs.draw_indices is None:
+            return self._logits(stream)
         return self._logits(Stream(stream.x.index_select(0, inputs.draw_indices)))
 
     def forward_attending(
@@ -174,7 +173,7 @@ class Decoder:
             shape = self.shape
             key = qkv.new_empty(qkv.shape[0], shape.num_kv_heads, shape.head_dim)
             value = torch.empty_like(key)
-            query = self._rotated(index, layer, qkv, positions, None, None, (key, value))
+            query = self._attention.rotated(index, layer, qkv, positions, key_value=(key, value))
             attended = step.attend(
                 index,
                 query.transpose(0, 1),
@@ -248,12 +247,11 @@ class Decoder:
         self, index: int, layer: LayerWeights, stream: Stream, inputs: MixedInputs
     ) -> Stream:
         """Rows that nothing is drawn from only leave their KV: [T, hidden] -> [R, hidden]."""
-        places = inputs.positions, inputs.block_tables, inputs.sequence_ids
-        query = self._rotated(index, layer, self._qkv(layer, stream), *places, None)
         drawn = inputs.draw_indices
-        tables = inputs.block_tables.index_select(0, inputs.sequence_ids.index_select(0, drawn))
-        ends = inputs.positions.index_select(0, drawn) + 1
-        attended = self._attend_singles(index, query.index_select(0, drawn), tables, ends)
+        if drawn is None:
+            raise ValueError("inputs: all rows are drawn from")
+        qkv = self._qkv(layer, stream)
+        attended = self._attention.drawn(index, layer, qkv, inputs, drawn)
         return self._finish_layer(index, layer, stream.x.index_select(0, drawn), attended)
 
     def _spares_rows(self, inputs: MixedInputs) -> bool:
@@ -263,120 +261,9 @@ class Decoder:
         return (
             is_head
             and inputs.num_draws > 0
+            and inputs.trees is None  # whose rows are attended by their nodes
             and not has_adapters  # whose rows are those of the whole step
             and spared >= _LEAST_SPARED_ROWS
-        )
-
-    def _attend_chunks(
-        self, index: int, layer: LayerWeights, qkv: torch.Tensor, inputs: MixedInputs
-    ) -> torch.Tensor:
-        """Write, then attend: [T, (H + 2 K) D] -> [T, H D]."""
-        shape, num_singles = self.shape, inputs.num_singles
-        num_rows = qkv.shape[0]
-        places = inputs.positions, inputs.block_tables, inputs.sequence_ids
-        if num_singles == num_rows:
-            return self._attend_each(index, layer, qkv, inputs.positions, inputs.block_tables)
-        query = self._rotated(index, layer, qkv, *places, None)
-        out = torch.empty_like(query)
-        if num_singles:
-            self._attend_singles(
-                index,
-                query[:num_singles],
-                inputs.block_tables[:num_singles],
-                inputs.ends,
-                out[:num_singles],
-            )
-        prefill_attention(
-            query[num_singles:],
-            self._rows[index],
-            inputs.block_tables[num_singles:],
-            inputs.query_starts,
-            inputs.starts,
-            max_query_len=inputs.max_query_len,
-            max_end=inputs.max_end,
-            scaling=shape.scaling,
-            window=self._windows[index],
-            out=out[num_singles:],
-            backend=self.backend,
-            exact=self.is_exact,
-        )
-        return out.view(num_rows, -1)
-
-    def _attend_singles(
-        self,
-        index: int,
-        query: torch.Tensor,
-        block_tables: torch.Tensor,
-        ends: torch.Tensor,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """[B, H, D] -> [B, H D]."""
-        attended = decode_attention(
-            query,
-            self._rows[index],
-            block_tables,
-            ends,
-            scaling=self.shape.scaling,
-            window=self._windows[index],
-            out=out,
-            backend=self.backend,
-            exact=self.is_exact,
-        )
-        return attended.view(query.shape[0], -1)
-
-    def _attend_each(
-        self,
-        index: int,
-        layer: LayerWeights,
-        qkv: torch.Tensor,
-        positions: torch.Tensor,
-        block_tables: torch.Tensor,
-    ) -> torch.Tensor:
-        """Write, then attend, one token of each sequence: [B, (H + 2 K) D] -> [B, H D]."""
-        attended = rotate_and_attend(
-            qkv,
-            positions,
-            self._rope,
-            self._rows[index],
-            block_tables,
-            num_heads=self.shape.num_heads,
-            scaling=self.shape.scaling,
-            q_norm=layer.q_norm,
-            k_norm=layer.k_norm,
-            norm_eps=self.shape.norm_eps,
-            window=self._windows[index],
-            backend=self.backend,
-            exact=self.is_exact,
-        )
-        return attended.view(qkv.shape[0], -1)
-
-    def _rotated(
-        self,
-        index: int,
-        layer: LayerWeights,
-        qkv: torch.Tensor,
-        positions: torch.Tensor,
-        block_tables: torch.Tensor | None,
-        sequence_ids: torch.Tensor | None,
-        key_value: tuple[torch.Tensor, torch.Tensor] | None,
-    ) -> torch.Tensor:
-        """Queries [T, H, D]; keys and values go into the cache (where there are tables), and into
-        `key_value`."""
-        out_k, out_v = key_value if key_value is not None else (None, None)
-        return rotate_and_write(
-            qkv,
-            positions,
-            self._rope,
-            None if block_tables is None else self._rows[index],
-            block_tables,
-            sequence_ids,
-            num_heads=self.shape.num_heads,
-            q_norm=layer.q_norm,
-            k_norm=layer.k_norm,
-            norm_eps=self.shape.norm_eps,
-            out_k=out_k,
-            out_v=out_v,
-            backend=self.backend,
         )
 
     def _residual(self, x: torch.Tensor) -> torch.Tensor | None:

@@ -9,13 +9,14 @@ only.
 
 from __future__ import annotations
 
+import contextlib
 import gc
-from collections.abc import Callable, Hashable, Iterable
-from typing import Generic, TypeVar
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from engine.errors import IntegrityError
+from engine.errors import IntegrityError, LoadError
 
 Shape = TypeVar("Shape", bound=Hashable)
 
@@ -112,3 +113,47 @@ class GraphSet(Generic[Shape]):
         if graph is None:
             raise IntegrityError(f"no graph of {shape} was captured")
         graph.replay()
+
+
+class Captured(Protocol):
+    """Whoever has graphs to capture."""
+
+    @property
+    def num_shapes(self) -> int: ...
+
+    def capture(
+        self, *, memory: GraphMemory | None, on_captured: Callable[[], None] | None
+    ) -> None: ...
+
+
+def capture_all(
+    sets: Sequence[Captured],
+    device: torch.device,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> None:
+    """Capture what several have, in one memory.
+
+    Args:
+        sets: whoever has the most rows first.
+    Raises: LoadError where the device has no memory for it.
+    """
+    total = sum(one.num_shapes for one in sets)
+    done = 0
+
+    def tell() -> None:
+        nonlocal done
+        done += 1
+        if progress is not None:
+            progress("graphs", done, total)
+
+    is_cuda = device.type == "cuda"
+    with torch.cuda.device(device) if is_cuda else contextlib.nullcontext():
+        memory = GraphMemory() if is_cuda else None
+        try:
+            for one in sets:
+                one.capture(memory=memory, on_captured=tell)
+        except torch.OutOfMemoryError as error:
+            raise LoadError(
+                f"no memory on {device} for {total} CUDA graphs beside the KV cache: lower "
+                "memory_share (or kv_bytes, num_blocks), or max_num_running"
+            ) from error

@@ -193,6 +193,11 @@ class DecodeGraphs:
             for needs in _NEEDS
         ]
 
+    @property
+    def num_shapes(self) -> int:
+        """Graphs that `capture` makes."""
+        return len(self.buckets)
+
     def _compute(self, bucket: Bucket) -> None:
         self._step.compute(bucket.num_rows, bucket.num_blocks, bucket.needs)
 

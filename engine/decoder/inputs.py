@@ -1,7 +1,8 @@
 """DecodeInputs and MixedInputs: one forward pass's integers as tensors on the device. Made of a
 Batch by one packed copy.
 
-A row of a step is a token; a sequence is one request's part of the step. Knows no weights and no
+A row of a step is a token; a sequence is one request's part of the step, or a part of that
+(tree_inputs.py). Knows no weights and no
 KV. Invariant: whatever a table says beyond a sequence's own blocks is a valid block id and is never
 followed; a position of -1 is a row that writes no KV. Engine thread only.
 """
@@ -9,13 +10,15 @@ followed; a position of -1 is a row that writes no KV. Engine thread only.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from engine.batch import Batch, Span
+from engine.decoder.numbers import int32s, table_of
+from engine.decoder.tree_inputs import TreeInputs, as_lines, cut_trunks, tree_parts
 
 _ALIGNMENT = 16
 """Numbers (64 bytes): where each part of the packed copy begins, so that kernels compiled for
@@ -45,7 +48,7 @@ class DecodeInputs:
 @dataclass(frozen=True)
 class MixedInputs:
     """A step of any number of tokens for each sequence. Sequences of one token (singles) come
-    first, so that they are attended together; the others are chunks."""
+    first, so that they are attended together; then chunks; then token trees."""
 
     token_ids: torch.Tensor
     """[T] int32, sequence after sequence."""
@@ -64,13 +67,13 @@ class MixedInputs:
 
     query_starts: torch.Tensor
     """[C + 1] int32: where each chunk's rows begin, counted from the first chunk's; the last is
-    T - num_singles."""
+    the number of their rows."""
 
     starts: torch.Tensor
     """[C] int32: tokens of each chunk's sequence that are in the cache before this step."""
 
-    draw_indices: torch.Tensor
-    """[R] int32: rows whose logits are wanted, in the order they are wanted in."""
+    draw_indices: torch.Tensor | None
+    """[R] int32: rows whose logits are wanted, in the order they are wanted in; None: of all."""
 
     num_singles: int
 
@@ -80,20 +83,40 @@ class MixedInputs:
     max_end: int
     """Most tokens of one chunk's sequence, at most; 0 without chunks."""
 
+    slots: torch.Tensor | None = None
+    """[T] int32: where each row's KV goes in its sequence; None: at its position, as without
+    trees."""
+
+    trees: TreeInputs | None = None
+    """Of the last rows, and the last sequences."""
+
     @property
     def num_rows(self) -> int:
         return self.token_ids.shape[0]
 
     @property
     def num_draws(self) -> int:
-        return self.draw_indices.shape[0]
+        return self.num_rows if self.draw_indices is None else self.draw_indices.shape[0]
+
+    @property
+    def num_nodes(self) -> int:
+        """Rows of trees."""
+        return 0 if self.trees is None else self.trees.num_nodes
+
+    @property
+    def num_trees(self) -> int:
+        """Sequences that are trees."""
+        return 0 if self.trees is None else self.trees.num_sequences
 
 
 def singles_first(batch: Batch) -> Batch:
-    """The same step with its spans of one token before all others. `draw_indices` keep their order
-    (they may not be ascending then)."""
+    """The same step with its spans of one token before all others, and its trees, cut off what
+    they hang on (`cut_trunks`), behind them. `draw_indices` keep their order (they may not be
+    ascending then)."""
+    batch = cut_trunks(batch)
     counts = _column(span.num_tokens for span in batch.spans)
-    order = np.argsort(counts > 1, kind="stable")
+    kinds = (counts > 1) + _column(len(span.branches) > 0 for span in batch.spans)
+    order = np.argsort(kinds, kind="stable")
     if (order[:-1] < order[1:]).all():
         return batch
     firsts = _begins(counts)
@@ -103,10 +126,11 @@ def singles_first(batch: Batch) -> Batch:
     )
     places = np.empty_like(rows)
     places[rows] = np.arange(len(rows))
-    return Batch(
-        tuple(_column(batch.token_ids)[rows].tolist()),
-        tuple(batch.spans[index] for index in order),
-        tuple(places[_column(batch.draw_indices)].tolist()),
+    return replace(
+        batch,
+        token_ids=tuple(_column(batch.token_ids)[rows].tolist()),
+        spans=tuple(batch.spans[index] for index in order),
+        draw_indices=tuple(places[_column(batch.draw_indices)].tolist()),
     )
 
 
@@ -114,7 +138,7 @@ def mixed_inputs(batch: Batch, device: torch.device) -> MixedInputs:
     """The tensors of a step.
 
     Args:
-        batch: spans of one token first (`singles_first`).
+        batch: spans of one token first, trees last (`singles_first`).
     Raises: ValueError for a batch in another order.
     """
     spans = batch.spans
@@ -123,6 +147,10 @@ def mixed_inputs(batch: Batch, device: torch.device) -> MixedInputs:
     num_singles = int((counts == 1).sum())
     if not (counts[:num_singles] == 1).all():
         raise ValueError("batch: its spans of one token do not come first")
+    trees = [span for span in spans if span.branches]
+    num_chunks = len(spans) - num_singles - len(trees)
+    if any(span.branches for span in spans[: len(spans) - len(trees)]):
+        raise ValueError("batch: its trees do not come last")
     firsts = np.zeros(len(spans) + 1, dtype=np.int32)
     np.cumsum(counts, out=firsts[1:])
     sequence_ids = np.repeat(np.arange(len(spans), dtype=np.int32), counts)
@@ -130,18 +158,37 @@ def mixed_inputs(batch: Batch, device: torch.device) -> MixedInputs:
     is_warm_up = _column(not span.block_ids for span in spans).astype(bool)
     positions[is_warm_up[sequence_ids]] = -1
     parts = {
-        "token_ids": _column(batch.token_ids),
+        "token_ids": int32s(batch.token_ids),
         "positions": positions,
         "sequence_ids": sequence_ids,
         "block_tables": _table(spans),
         "ends": positions[:num_singles] + 1,
-        "query_starts": firsts[num_singles:] - num_singles,
-        "starts": starts[num_singles:],
+        "query_starts": firsts[num_singles : num_singles + num_chunks + 1] - num_singles,
+        "starts": starts[num_singles : num_singles + num_chunks],
         "draw_indices": _column(batch.draw_indices),
     }
-    chunks = spans[num_singles:]
+    chunks = spans[num_singles : num_singles + num_chunks]
+    if trees:
+        of_trees = tree_parts(trees)
+        parts["slots"] = positions.copy()
+        first_node = len(positions) - len(of_trees["depths"])
+        roots = np.repeat(of_trees["num_cached"], counts[num_singles + num_chunks :])
+        positions[first_node:] = roots + of_trees["depths"]
+        parts |= of_trees
+    brought = _copy(parts, device)
+    found = None
+    if trees:
+        num_cached, node_starts, depths, visible = (brought.pop(name) for name in of_trees)
+        found = TreeInputs(
+            num_cached,
+            node_starts,
+            depths,
+            as_lines(visible, len(depths)),
+            max(span.num_tokens for span in trees),
+        )
     return MixedInputs(
-        **_copy(parts, device),
+        **brought,
+        trees=found,
         num_singles=num_singles,
         max_query_len=max((span.num_tokens for span in chunks), default=0),
         max_end=max((span.end for span in chunks), default=0),
@@ -164,7 +211,7 @@ def _table(spans: Sequence[Span]) -> npt.NDArray[np.int32]:
     width = max(1, -(-width // _TABLE_STEP)) * _TABLE_STEP
     table = np.zeros((len(spans), width), dtype=np.int32)
     for row, span in zip(table, spans, strict=True):
-        row[: len(span.block_ids)] = span.block_ids
+        row[: len(span.block_ids)] = table_of(span.block_ids)
     return table
 
 

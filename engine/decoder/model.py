@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 import torch
 from baton_kernels.block_rows import BlockRows
@@ -20,21 +21,27 @@ from baton_kernels.block_rows import BlockRows
 from engine.batch import Batch
 from engine.decoder.ahead import AheadDecoder
 from engine.decoder.decoder import Decoder
+from engine.decoder.graph_set import capture_all
 from engine.decoder.inputs import mixed_inputs, singles_first
+from engine.decoder.plain_graphs import PlainGraphs
 from engine.decoder.shape import DecoderShape
 from engine.decoder.weights import DecoderWeights, Share
 from engine.kv.layout import KvLayout, LayerKv, layout_of
 from engine.kv.memory import TORCH_DTYPES, KvMemory, LayerView
+from engine.kv.sizing import DeviceMemory
 from engine.lora.config import LoraLimits
 from engine.lora.registry import Adapters
 from engine.lora.site import Site
-from engine.models.interface import DecodesAhead, Guesses, InOneProcess
+from engine.models.interface import DecodesAhead, Ends, Guesses, InOneProcess, Progress
 from engine.models.quantized_attention import QuantizedAttention, Scales
 from engine.models.step_attention import StepAttention
 from engine.request import ModelInfo
 
 MakeAhead = Callable[[Decoder, KvMemory], AheadDecoder]
 """Makes what launches decode steps, for a decoder on its cache."""
+
+MakeGraphs = Callable[[Decoder, KvMemory], PlainGraphs | None]
+"""Makes what runs plain steps as graphs, for a decoder on its cache."""
 
 _NO_ROWS = Batch((), (), ())
 
@@ -46,6 +53,9 @@ class DecoderModel(InOneProcess):
         fixed_scales: by layer, where the cache has one scale for all keys of a layer.
         make_ahead: called when `ahead` is first asked for; None: no decode step is launched ahead.
             Not used over a cache that stores other numbers than are computed.
+        make_graphs: called by `warm_up`, where nothing is launched ahead; None: plain steps are
+            launched kernel by kernel then. Not used over such a cache, either.
+        graph_bytes: that these graphs take on the device, at most.
     """
 
     def __init__(
@@ -57,12 +67,17 @@ class DecoderModel(InOneProcess):
         lora: LoraLimits | None = None,
         fixed_scales: Sequence[Scales] = (),
         make_ahead: MakeAhead | None = None,
+        make_graphs: MakeGraphs | None = None,
+        graph_bytes: int = 0,
     ) -> None:
         self.info = info
         self.layout = layout
         self.decoder = decoder
         self._make_ahead = make_ahead
+        self._make_graphs = make_graphs
+        self._graph_bytes = graph_bytes
         self._ahead: AheadDecoder | None = None
+        self._graphs: PlainGraphs | None = None
         self._device = torch.device(info.device)
         self._fixed_scales = fixed_scales
         self._memory: KvMemory | None = None
@@ -82,7 +97,7 @@ class DecoderModel(InOneProcess):
         self._memory = memory
         self._views = memory.layer_views(indices, share.rank, share.num_ranks)
         self.decoder.attach([block_rows(view, memory.layout) for view in self._views])
-        self._ahead = None
+        self._ahead = self._graphs = None
 
     @property
     def reads_unwritten(self) -> bool:  # type: ignore[override]  # a constant elsewhere
@@ -90,9 +105,25 @@ class DecoderModel(InOneProcess):
         return not self._is_plain_cache
 
     @property
-    def guesses(self) -> Guesses:  # type: ignore[override]  # as above
+    def ends(self) -> Ends | None:
         """See LoadedModel."""
-        return Guesses.NONE if self.layout.is_quantized else Guesses.CHAINS
+        weights = self.decoder.weights
+        embedding, head = weights.embedding, weights.head
+        if embedding is None or head is None:
+            return None
+        return Ends(
+            embedding.shape[1],
+            lambda token_ids: torch.nn.functional.embedding(token_ids, embedding),
+            head.forward,
+        )
+
+    @property
+    def guesses(self) -> Guesses:  # type: ignore[override]  # as above
+        """See LoadedModel. A row of a tree sums in another order than that token alone would: exact
+        models take one path."""
+        if self.layout.is_quantized:
+            return Guesses.NONE
+        return Guesses.CHAINS if self.decoder.is_exact else Guesses.TREES
 
     @property
     def ahead(self) -> DecodesAhead | None:
@@ -101,21 +132,50 @@ class DecoderModel(InOneProcess):
             return None
         if self._ahead is None:
             self._ahead = self._make_ahead(self.decoder, self._memory)
+            self._graphs = self._ahead.plain
         return self._ahead
+
+    @property
+    def graphs(self) -> PlainGraphs | None:
+        """Of plain steps; None before they are made, and where there are none."""
+        return self._graphs
+
+    def device_memory(self) -> DeviceMemory | None:
+        """See LoadedModel."""
+        found = super().device_memory()
+        if found is None:
+            return None
+        return replace(found, step_bytes=found.step_bytes + self._graph_bytes)
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """See LoadedModel."""
+        if self._memory is None or self._make_graphs is None or not self._is_plain_cache:
+            return
+        self._graphs = self._make_graphs(self.decoder, self._memory)
+        if self._graphs is not None:
+            capture_all([self._graphs], self._device, progress)
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> torch.Tensor:
-        """See LoadedModel. Logits come in the model's dtype."""
+        """See LoadedModel. Logits come in the model's dtype. Raises: ValueError for a tree where
+        every bit is promised (`guesses`)."""
+        if self.decoder.is_exact and any(span.is_tree for span in batch.spans):
+            raise ValueError(
+                "exact: one path of guesses, no token tree: its sums have another order"
+            )
         with on_device(self._device):
             if not self._is_plain_cache and not batch.wants_hidden:
                 return self._forward_attending(batch)
+            graphs = None if batch.wants_hidden else self._graphs
+            logits = None if graphs is None else graphs.verify(batch)
+            if logits is not None:
+                return logits
             ordered = singles_first(batch)
             if batch.wants_hidden:
                 return self._forward_keeping(ordered)
-            steps = None if self._ahead is None else self._ahead.steps
-            shape = None if steps is None else steps.shape_of(ordered)
-            if steps is not None and shape is not None:
-                return steps.run(shape, ordered)
+            logits = None if graphs is None else graphs.run(ordered)
+            if logits is not None:
+                return logits
             with self._adapting(ordered):
                 return self.decoder.forward(mixed_inputs(ordered, self._device))
 

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from engine.batch import Batch, Span
 from engine.decoder.graph_set import GraphMemory, GraphSet
 from engine.decoder.inputs import MixedInputs
+from engine.decoder.numbers import int32s, table_of
 from engine.decoder.rows import aligned
 from engine.errors import IntegrityError
 
@@ -194,16 +195,17 @@ class StepGraphs:
         num_singles = sum(span.num_tokens == 1 for span in batch.spans)
         singles, chunks = batch.spans[:num_singles], batch.spans[num_singles:]
         parts["positions"][:] = -1
-        parts["token_ids"][:num_singles] = batch.token_ids[:num_singles]
+        token_ids = int32s(batch.token_ids)
+        parts["token_ids"][:num_singles] = token_ids[:num_singles]
         _put_singles(parts, singles)
         if shape.num_chunks:
-            _put_chunks(parts, chunks, batch.token_ids[num_singles:], shape.num_singles)
+            _put_chunks(parts, chunks, token_ids[num_singles:], shape.num_singles)
         for first, spans in ((0, singles), (shape.num_singles, chunks)):
             for row, span in enumerate(spans, first):
-                tables[row, : len(span.block_ids)] = span.block_ids
+                tables[row, : len(span.block_ids)] = table_of(span.block_ids)
         gap = shape.num_singles - num_singles
-        for at, row in enumerate(batch.draw_indices):
-            parts["draw_indices"][at] = row if row < num_singles else row + gap
+        rows = int32s(batch.draw_indices)
+        parts["draw_indices"][: len(rows)] = np.where(rows < num_singles, rows, rows + gap)
         return words
 
     def _compute(self, shape: StepShape) -> None:
@@ -214,6 +216,8 @@ class StepGraphs:
                 num_singles=shape.num_singles,
                 max_query_len=shape.num_chunk_tokens,
                 max_end=self._max_end if shape.num_chunks else 0,
+                slots=None,
+                trees=None,
             )
         )
         if self._logits is None:  # not within a capture: a run goes before it
@@ -231,7 +235,7 @@ def _put_singles(parts: Parts, singles: Sequence[Span]) -> None:
 
 
 def _put_chunks(
-    parts: Parts, chunks: Sequence[Span], token_ids: Sequence[int], first_row: int
+    parts: Parts, chunks: Sequence[Span], token_ids: NDArray[np.int32], first_row: int
 ) -> None:
     """Their rows begin at `first_row`, and their sequences. Chunks that are not there begin, and
     end, behind the last."""
@@ -239,7 +243,7 @@ def _put_chunks(
     row = first_row
     for index, span in enumerate(chunks):
         end = row + span.num_tokens
-        parts["positions"][row:end] = range(span.start, span.end)
+        parts["positions"][row:end] = np.arange(span.start, span.end)
         parts["sequence_ids"][row:end] = first_row + index
         parts["starts"][index] = span.start
         parts["query_starts"][index + 1] = end - first_row

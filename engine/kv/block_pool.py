@@ -27,6 +27,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from engine.errors import IntegrityError, NoBlocks, WrongState
 from engine.kv.free_runs import FreeRuns
@@ -121,13 +122,13 @@ class BlockPool:
                 f"{num_blocks} blocks wanted, {self.num_available} are free or evictable"
             )
         block_ids = self._free.take(min(num_blocks, len(self._free)))
-        evicted: list[int] = []
-        while len(block_ids) + len(evicted) < num_blocks:
-            block_id, _ = self._evictable.popitem(last=False)
+        num_evicted = num_blocks - len(block_ids)
+        evicted = list(islice(self._evictable, num_evicted))
+        for block_id in evicted:
+            del self._evictable[block_id]
             self._is_cached[block_id] = False
             self._parent[block_id] = NO_BLOCK
-            evicted.append(block_id)
-        self.num_evicted += len(evicted)
+        self.num_evicted += num_evicted
         block_ids = sorted(block_ids + evicted)
         for block_id in block_ids:
             self._num_references[block_id] = 1
@@ -198,15 +199,17 @@ class BlockPool:
         """`mark_cached` for blocks that follow one another, the first of them `parent`, which is
         cached and referenced. They are referenced."""
         num_references, is_cached = self._num_references, self._is_cached
-        for block_id in (parent, *block_ids):
-            if num_references[block_id] < 1 or is_cached[block_id] != (block_id == parent):
-                raise IntegrityError(
-                    f"block {block_id} is not referenced, or cached already: it cannot enter the "
-                    f"prefix cache behind {parent}"
-                )
+        is_sound = is_cached[parent] and not any(map(is_cached.__getitem__, block_ids))
+        if not is_sound or not all(map(num_references.__getitem__, (parent, *block_ids))):
+            wrong = (one for one in block_ids if is_cached[one] or not num_references[one])
+            raise IntegrityError(
+                f"block {next(wrong, parent)} is not referenced, or cached already: it cannot "
+                f"enter the prefix cache behind {parent}"
+            )
+        busy, parents = self._num_busy_children, self._parent
         for block_id in block_ids:
-            self._num_busy_children[parent] += 1
-            self._parent[block_id] = parent
+            busy[parent] += 1
+            parents[block_id] = parent
             is_cached[block_id] = True
             parent = block_id
 

@@ -212,6 +212,8 @@ class RadixTree:
             return
         first, hashes = block_ids[0], chain_hashes[1:]
         is_new = self.insert(parent_hash, chain_hashes[0], first)
+        if not hashes:
+            return
         # By the law of chains none of the others is there; who breaks it spoils nothing.
         is_apart = len(set(hashes)) == len(hashes) and self._block_of.keys().isdisjoint(hashes)
         if not is_new or not is_apart:
@@ -225,11 +227,12 @@ class RadixTree:
         node, depth = self._node_of[first], self._depth_of[first]
         node.block_ids += rest
         self._block_of.update(zip(hashes, rest, strict=True))
+        depth_of, node_of, hash_of = self._depth_of, self._node_of, self._hash_of
         for block_id, chain_hash in zip(rest, hashes, strict=True):
             depth += 1
-            self._depth_of[block_id] = depth
-            self._node_of[block_id] = node
-            self._hash_of[block_id] = chain_hash
+            depth_of[block_id] = depth
+            node_of[block_id] = node
+            hash_of[block_id] = chain_hash
 
     def forget(self, block_id: int) -> None:
         """Unmap a block and all that follow it, if it is mapped: nobody else shall find them."""

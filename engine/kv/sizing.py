@@ -38,10 +38,13 @@ class DeviceMemory:
     step_bytes: int
     """What the largest step needs."""
 
+    draft_bytes: int = 0
+    """What models that guess for this one hold already, their caches included."""
+
     def room_bytes(self, share: float) -> int:
         """What is left of this share of it for the KV cache; below 0: nothing, by so much. Others
         on the device have shares of their own, and may have come first."""
-        own_bytes = int(self.total_bytes * share) - self.weight_bytes
+        own_bytes = int(self.total_bytes * share) - self.weight_bytes - self.draft_bytes
         return min(own_bytes, self.free_bytes) - self.step_bytes
 
 
@@ -101,13 +104,18 @@ def _profiled_num_blocks(
         window_bytes = num_window_blocks * layout.block_bytes
         raise TooFewBlocks(
             f"{device.name} has {device.total_bytes} bytes, {device.free_bytes} of them free once "
-            f"{device.weight_bytes} of weights are there; memory_share={config.memory_share:g} of "
-            f"all, or what is free, less {device.step_bytes} of the largest step is room for "
-            f"{num_blocks} KV blocks, but one request of {context_window} tokens (the context "
-            f"window) needs {num_window_blocks} blocks = {window_bytes} bytes: "
+            f"{device.weight_bytes} of weights{_of_drafts(device)} are there; "
+            f"memory_share={config.memory_share:g} of all, or what is free, less "
+            f"{device.step_bytes} of the largest step is room for {num_blocks} KV blocks, but one "
+            f"request of {context_window} tokens (the context window) needs {num_window_blocks} "
+            f"blocks = {window_bytes} bytes: "
             + _way_out(num_blocks * layout.block_size, "memory_share")
         )
     return num_blocks
+
+
+def _of_drafts(device: DeviceMemory) -> str:
+    return f" and {device.draft_bytes} of draft models" if device.draft_bytes else ""
 
 
 def _tail_bytes(config: EngineConfig, layout: KvLayout) -> int:
@@ -137,6 +145,15 @@ def device_memory(device: str, *, weight_bytes: int, step_bytes: int) -> DeviceM
         weight_bytes,
         step_bytes,
     )
+
+
+def held_bytes(device: str) -> int:
+    """What this process holds of a CUDA device, the memory of graphs included, and nothing that
+    nobody uses; 0 of any other device."""
+    if torch.device(device).type != "cuda":
+        return 0
+    torch.cuda.empty_cache()
+    return int(torch.cuda.memory_reserved(device))
 
 
 def free_memory_bytes(device: str) -> int:

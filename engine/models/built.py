@@ -8,6 +8,7 @@ Knows no checkpoint's name and no request. Start-up only.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from engine.models.fixed_scales import find_scales
 from engine.models.fuse import fuse
 from engine.models.hugging_face import run
 from engine.models.latent import cache_latents
+from engine.models.offload import LayerStream
+from engine.models.offload_load import WHY_PLAIN, OnHost
 from engine.models.packed_linear import unavailable_reason
 from engine.models.probe import probe
 from engine.models.quantized_attention import Scales
@@ -52,6 +55,8 @@ class Built:
     fused: tuple[str, ...]
     num_parameters: int
     fixed_scales: tuple[Scales, ...]
+    stream: LayerStream | None = None
+    """What brings its layers to the device, where not all of them lie there."""
 
 
 def build(
@@ -63,29 +68,45 @@ def build(
     block_size: int,
     kv_dtype: str = "",
     kv_scale: str = "",
+    streamed_to_bytes: int = 0,
 ) -> Built:
     """Build, probe, fuse, and compare the fused logits with the plain ones.
 
     Where they differ more than rounding explains, the plain model is taken, and `fused` says so.
+
+    Args:
+        streamed_to_bytes: that the weights may take on the device, layers beyond them being
+            streamed from host memory; 0: all of the weights lie there.
     Raises: LoadError for weights that do not fit, ModelNotSupported by the probe.
     """
     is_fused = architectures.SERVED[model_config.model_type][0] == architectures.FUSED
-    model = _plain(model_config, read(), device, dtype)
+
+    def plain() -> tuple[Any, OnHost | None]:
+        model = _plain(model_config, read(), "cpu" if streamed_to_bytes else device, dtype)
+        cache_latents(model)
+        return model, OnHost(model, device, streamed_to_bytes) if streamed_to_bytes else None
+
+    model, on_host = plain()
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    cache_latents(model)
-    probed = probe(model, num_layers=model_config.num_hidden_layers, device=device)
-    layout = layout_of(
-        probed.layers, block_size=block_size, dtype=dtype, kv_dtype=kv_dtype, scale=kv_scale
-    )
-    expected = _verify_logits(model, layout, device)
-    reason = unavailable_reason(TORCH_DTYPES[dtype], device)
+    with on_host.visiting() if on_host else contextlib.nullcontext():
+        probed = probe(model, num_layers=model_config.num_hidden_layers, device=device)
+        layout = layout_of(
+            probed.layers, block_size=block_size, dtype=dtype, kv_dtype=kv_dtype, scale=kv_scale
+        )
+        expected = _verify_logits(model, layout, device)
+    reason = WHY_PLAIN if on_host else unavailable_reason(TORCH_DTYPES[dtype], device)
     linear = "packed" if reason is None else f"plain ({reason})"
     fused = fuse(model, is_packed=reason is None, windows=probed.windows, with_layers=is_fused)
+    stream = on_host.settle() if on_host else None
     why = _difference(model, layout, device, expected, _MAX_RELATIVE_ERROR[dtype])
     if why is not None:
+        if stream is not None:
+            stream.close()
+        del model, on_host, stream  # two of them may be more than there is room for
         why = f"nothing: {why}"
-        model, linear, fused = _plain(model_config, read(), device, dtype), f"plain ({why})", (why,)
-        cache_latents(model)
+        linear, fused = f"plain ({why})", (why,)
+        model, on_host = plain()
+        stream = on_host.settle() if on_host else None
     fixed_scales: tuple[Scales, ...] = ()
     if layout.scale == "tensor":
         fixed_scales = find_scales(
@@ -95,7 +116,7 @@ def build(
             num_positions=getattr(model_config, "max_position_embeddings", None),
             device=device,
         )
-    return Built(model, layout, linear, fused, num_parameters, fixed_scales)
+    return Built(model, layout, linear, fused, num_parameters, fixed_scales, stream)
 
 
 def _plain(model_config: Any, weights: dict[str, torch.Tensor], device: str, dtype: str) -> Any:

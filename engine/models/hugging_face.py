@@ -19,8 +19,9 @@ from engine.kv.memory import TORCH_DTYPES, KvMemory, LayerView
 from engine.lora.config import LoraLimits
 from engine.lora.registry import Adapters
 from engine.models.attention_hook import Attend
-from engine.models.interface import DecodesAhead, Guesses, InOneProcess
+from engine.models.interface import DecodesAhead, Ends, Guesses, InOneProcess
 from engine.models.lora_sites import find_sites
+from engine.models.offload import LayerStream
 from engine.models.quantized_attention import QuantizedAttention, Scales
 from engine.models.step_attention import StepAttention
 from engine.request import ModelInfo
@@ -28,7 +29,10 @@ from engine.request import ModelInfo
 
 class HuggingFaceModel(InOneProcess):
     """A LoadedModel (models/interface.py). Built by models/built.py, which probed, fused and
-    verified it."""
+    verified it.
+
+    Attributes: stream: what brings its layers to the device; None: all of them lie there.
+    """
 
     def __init__(
         self,
@@ -37,6 +41,7 @@ class HuggingFaceModel(InOneProcess):
         layout: KvLayout,
         lora: LoraLimits | None = None,
         fixed_scales: Sequence[Scales] = (),
+        stream: LayerStream | None = None,
     ) -> None:
         has_head = model.get_output_embeddings() is not None
         self.info = replace(info, gives_embeddings=info.gives_embeddings and has_head)
@@ -44,8 +49,11 @@ class HuggingFaceModel(InOneProcess):
         self._model = model
         self._device = torch.device(info.device)
         self._fixed_scales = fixed_scales
+        self.stream = stream
         self._memory: KvMemory | None = None
         self._views: list[LayerView] = []
+        self._has_body_before_head = model.base_model is not model
+        self._is_body_checked = False
         self.ahead: DecodesAhead | None = None
         is_cpu = self._device.type == "cpu"
         self.adapters = Adapters(
@@ -62,6 +70,14 @@ class HuggingFaceModel(InOneProcess):
         # A quantized block is made once, of the tokens that fill it: none that may be taken back.
         self.guesses = Guesses.TREES if memory.tails is None else Guesses.NONE
 
+    @property
+    def ends(self) -> Ends | None:
+        """See LoadedModel."""
+        embedding, head = self._model.get_input_embeddings(), self._model.get_output_embeddings()
+        if embedding is None or head is None:
+            return None
+        return Ends(int(embedding.weight.shape[1]), embedding, head)
+
     @torch.inference_mode()
     def forward(self, batch: Batch) -> torch.Tensor:
         """See LoadedModel. Logits come in the model's dtype."""
@@ -74,8 +90,18 @@ class HuggingFaceModel(InOneProcess):
         quantized.finish()
         return logits
 
+    def check_integrity(self) -> None:
+        """Raises: IntegrityError where the books of streamed layers do not add up."""
+        if self.stream is not None:
+            self.stream.check_integrity()
+
+    def close(self) -> None:
+        """See LoadedModel."""
+        if self.stream is not None:
+            self.stream.close()
+
     def _run(self, batch: Batch, step: Attend) -> torch.Tensor:
-        self.kept_hidden = None
+        self.kept_hidden = self.kept_every_hidden = None
         if not batch.wants_hidden:
             return run(self._model, batch, step, self._device)
 
@@ -86,11 +112,33 @@ class HuggingFaceModel(InOneProcess):
                 rows = rows[list(batch.draw_indices)]
             self.kept_hidden = rows.clone()
 
-        watch = self._model.get_output_embeddings().register_forward_pre_hook(keep)
+        def keep_every(body: torch.nn.Module, inputs: object, output: Any) -> None:
+            self.kept_every_hidden = output[0][0].clone()
+
+        watches = [self._model.get_output_embeddings().register_forward_pre_hook(keep)]
+        if batch.wants_every_hidden and self._has_body_before_head:
+            watches.append(self._model.base_model.register_forward_hook(keep_every))
         try:
-            return run(self._model, batch, step, self._device)
+            logits = run(self._model, batch, step, self._device)
         finally:
-            watch.remove()
+            for watch in watches:
+                watch.remove()
+        self._check_body(batch)
+        return logits
+
+    def _check_body(self, batch: Batch) -> None:
+        """Once: code that does something between its last norm and its head leaves other numbers
+        here than the head takes, and keeps those of the draws alone."""
+        if self._is_body_checked or self.kept_every_hidden is None or not batch.draw_indices:
+            return
+        drawn = self.kept_every_hidden[list(batch.draw_indices)]
+        self._is_body_checked = True
+        # What is no number is none in both.
+        self._has_body_before_head = self.kept_hidden is not None and torch.equal(
+            drawn.nan_to_num(), self.kept_hidden.nan_to_num()
+        )
+        if not self._has_body_before_head:
+            self.kept_every_hidden = None
 
 
 def run(model: Any, batch: Batch, step: Attend, device: torch.device) -> torch.Tensor:

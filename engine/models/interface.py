@@ -105,6 +105,18 @@ class Guesses(enum.Enum):
     """Span.branches."""
 
 
+class Ends(NamedTuple):
+    """What a model begins and ends with, for draft heads that share it."""
+
+    hidden_size: int
+
+    embed: Callable[[torch.Tensor], torch.Tensor]
+    """Token ids [T] -> [T, hidden]."""
+
+    head: Callable[[torch.Tensor], torch.Tensor]
+    """[R, hidden], after the last norm -> logits [R, vocab_size]; without adapters."""
+
+
 class InOneProcess:
     """What a LoadedModel does that is computed by this process alone."""
 
@@ -112,6 +124,8 @@ class InOneProcess:
     layout: KvLayout
     kept_hidden: torch.Tensor | None = None
     """Of the last `forward`, if its batch wanted it."""
+    kept_every_hidden: torch.Tensor | None = None
+    """The same of all its tokens, if its batch wanted that and the model can."""
     reads_unwritten: bool = True
     """See LoadedModel."""
     guesses: Guesses = Guesses.CHAINS
@@ -138,6 +152,18 @@ class InOneProcess:
         if self.kept_hidden is None:
             raise ValueError("the last batch did not want hidden states")
         return self.kept_hidden
+
+    def every_hidden(self) -> torch.Tensor | None:
+        """See LoadedModel."""
+        return self.kept_every_hidden
+
+    @property
+    def ends(self) -> Ends | None:
+        """See LoadedModel."""
+        return None
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """See LoadedModel."""
 
     def check_alive(self) -> None:
         """See LoadedModel."""
@@ -216,6 +242,21 @@ class LoadedModel(Protocol):
     def hidden(self) -> torch.Tensor:
         """[R, hidden]: what the head made the last `forward`'s logits of, the model's last norm
         included. Only after a batch that `wants_hidden`, and where `info.gives_embeddings`."""
+        ...
+
+    def every_hidden(self) -> torch.Tensor | None:
+        """[T, hidden]: `hidden` of all tokens of the last batch, in their order. Only after a batch
+        that `wants_every_hidden`; None: this model has it for the draws alone."""
+        ...
+
+    @property
+    def ends(self) -> Ends | None:
+        """Its embedding and its head; None where they cannot be called by themselves."""
+        ...
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Compile and capture what plain steps need beyond having been run once; writes no KV. At
+        most once, after `attach`, and where `ahead` is not warmed up, which does it, too."""
         ...
 
     def check_alive(self) -> None:

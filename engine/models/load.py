@@ -29,12 +29,14 @@ from engine.decoder import load
 from engine.decoder.ahead import AheadDecoder, make_ahead
 from engine.decoder.decoder import Decoder
 from engine.decoder.model import DecoderModel, kv_layout
+from engine.decoder.plain_graphs import PlainGraphs, make_plain_graphs
 from engine.decoder.shape import read_shape
+from engine.decoder.tree_graphs import reserved_bytes
 from engine.errors import LoadError, ModelNotSupported
 from engine.fingerprint import fingerprint
 from engine.kv.layout import DTYPE_BYTES
 from engine.kv.memory import TORCH_DTYPES, KvMemory
-from engine.models import weight_room
+from engine.models import offload_load, weight_room
 from engine.models.background import Background
 from engine.models.built import build
 from engine.models.hugging_face import HuggingFaceModel
@@ -55,8 +57,15 @@ _Make = Callable[
 ]
 
 
-def load_model(config: EngineConfig, *, progress: Progress | None = None) -> Loaded:
-    """Load `config.model`. Raises: LoadError; the message is one line."""
+def load_model(
+    config: EngineConfig, *, progress: Progress | None = None, is_draft: bool = False
+) -> Loaded:
+    """Load `config.model`.
+
+    Args:
+        is_draft: it guesses for others: it computes token trees, whoever guesses for it.
+    Raises: LoadError; the message is one line.
+    """
     phases = Phases()
     try:
         checkpoint = resolve(config.model, files="all", progress=progress)
@@ -68,7 +77,10 @@ def load_model(config: EngineConfig, *, progress: Progress | None = None) -> Loa
         dtype = choose_dtype(config.dtype, raw_config)
         window = choose_window(config.context_window, model_config, checkpoint.name)
         weight_room.check(config, checkpoint.path, checkpoint.name, device, dtype)
-        reason = load.why_not(config, model_config, device, checkpoint.name)
+        is_streamed = weight_room.is_streamed(config, checkpoint.path, dtype)
+        reason: str | None = offload_load.WHY_PLAIN
+        if not is_streamed:
+            reason = load.why_not(config, model_config, device, checkpoint.name)
         if config.num_ranks > 1:
             check_parallel(config, model_config, device, checkpoint.name)
         with phases.timed("rehearsal"):
@@ -95,7 +107,9 @@ def load_model(config: EngineConfig, *, progress: Progress | None = None) -> Loa
         decoder="own" if reason is None else f"transformers ({reason})",
         gives_embeddings=config.num_ranks == 1,
     )
-    make: _Make = _make_own if reason is None else _make_transformers
+    takes_guesses = is_draft or config.speculation.is_on
+    own = partial(_make_own, takes_guesses)
+    make: _Make = own if reason is None else partial(_make_transformers, is_streamed)
     if config.num_ranks > 1:
         make = _make_parallel
     with Background(partial(digests.weights_digest, checkpoint.path), progress) as digest:
@@ -151,6 +165,7 @@ def _measure(
 
 
 def _make_own(
+    takes_guesses: bool,
     config: EngineConfig,
     folder: Path,
     model_config: Any,
@@ -199,8 +214,26 @@ def _make_own(
             max_rows=config.max_num_running,
             max_tokens=config.max_num_tokens_per_step,
             context_window=info.context_window,
+            max_num_nodes=config.speculation.max_num_nodes if takes_guesses else 0,
         )
 
+    def graphs(decoder: Decoder, memory: KvMemory) -> PlainGraphs | None:
+        return make_plain_graphs(
+            decoder,
+            memory,
+            max_rows=config.max_num_running,
+            max_tokens=config.max_num_tokens_per_step,
+            context_window=info.context_window,
+            max_num_nodes=config.speculation.max_num_nodes,
+        )
+
+    graph_bytes = reserved_bytes(
+        config.max_num_tokens_per_step,
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        element_bytes=DTYPE_BYTES[info.dtype],
+    )
     return DecoderModel(
         decoder,
         info,
@@ -208,6 +241,8 @@ def _make_own(
         lora=config.lora,
         fixed_scales=scales,
         make_ahead=ahead if config.overlap else None,
+        make_graphs=graphs if takes_guesses else None,
+        graph_bytes=graph_bytes if takes_guesses else 0,
     )
 
 
@@ -225,6 +260,7 @@ def _make_parallel(
 
 
 def _make_transformers(
+    is_streamed: bool,
     config: EngineConfig,
     folder: Path,
     model_config: Any,
@@ -244,15 +280,19 @@ def _make_transformers(
             block_size=config.block_size,
             kv_dtype="" if config.kv_dtype == "auto" else config.kv_dtype,
             kv_scale=config.kv_scale,
+            streamed_to_bytes=config.weights_device_bytes if is_streamed else 0,
         )
+    weight_bytes = built.num_parameters * DTYPE_BYTES[info.dtype]
     info = dataclasses.replace(
         info,
         linear=built.linear,
         fused=built.fused,
         num_parameters=built.num_parameters,
-        weight_bytes=built.num_parameters * DTYPE_BYTES[info.dtype],
+        weight_bytes=weight_bytes if built.stream is None else built.stream.plan.device_bytes,
     )
-    return HuggingFaceModel(built.model, info, built.layout, config.lora, built.fixed_scales)
+    return HuggingFaceModel(
+        built.model, info, built.layout, config.lora, built.fixed_scales, built.stream
+    )
 
 
 def _numerics(config: EngineConfig) -> dict[str, object]:

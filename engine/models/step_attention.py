@@ -1,15 +1,17 @@
 """StepAttention: where one step's tokens lie in the paged cache, worked out once and used by every
 layer.
 
-Spans of one token (decodes, and prompts with one token left) are attended together, padded within
-groups of similar length; longer spans one by one. Which phase a request is in plays no part. Engine
-thread only; lives for one forward pass.
+Short spans (decodes, token trees, prompts with few tokens left) are attended together, padded
+within groups of similar length; longer spans one by one. Which phase a request is in plays no part.
+Engine thread only; lives for one forward pass.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from baton_kernels import reference
 
@@ -20,24 +22,40 @@ _GROUP_FLOOR = 8
 """Sequences of up to this many blocks are one group: padding them costs less than another call. A
 guess."""
 
+_GROUP_TOKENS = 32
+"""Spans of up to this many tokens are attended in groups; of a longer one, padding and a copy of
+the queries cost more than a call of its own. A guess."""
+
+_TOKENS_FLOOR = 8
+"""Spans of 2 to this many tokens are one group: padded rows cost less than another call."""
+
 Rows = dict[HeadRows, torch.Tensor]
 """Row numbers by how a layer's heads lie in a block: nearly always one entry."""
 
 
 @dataclass
 class _Group:
-    """Spans of one token with about the same number of blocks."""
+    """Short spans with about the same number of blocks, and of tokens, padded to the most: B spans
+    of n rows each."""
 
-    places: torch.Tensor  # [B] where they lie in the batch's row
-    table: torch.Tensor  # [B, n] block ids
-    ends: torch.Tensor  # [B]
-    gather_ids: Rows = field(default_factory=dict)  # [B, K, n]
-    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)  # by window
+    spans: list[Span]
+    num_rows: int  # n
+    places: torch.Tensor  # [B * n] of each row in the batch; of padding, the span's last token's
+    own_rows: torch.Tensor | None  # which of the B * n are no padding; None: all
+    table: torch.Tensor  # [B, blocks] block ids
+    gather_ids: Rows = field(default_factory=dict)  # [B, K, blocks]
+    masks: dict[tuple[int | None, int], torch.Tensor] = field(default_factory=dict)
+    # by window, and query heads of a kv head
+
+    @property
+    def own_places(self) -> torch.Tensor:
+        """Of the rows that are no padding."""
+        return self.places if self.own_rows is None else self.places[self.own_rows]
 
 
 @dataclass
 class _Chunk:
-    """A span of several tokens, or one that has no blocks."""
+    """A span of many tokens, or one that has no blocks."""
 
     first: int
     span: Span
@@ -66,13 +84,14 @@ class StepAttention:
         self._place(batch)
 
     def _place(self, batch: Batch) -> None:
-        singles: dict[int, list[tuple[int, Span]]] = {}
+        short: dict[tuple[int, int], list[tuple[int, Span]]] = {}
         block_ids: list[int] = []
         slots: list[int] = []
         first = 0
         for span in batch.spans:
-            if span.num_tokens == 1 and span.block_ids:
-                singles.setdefault(size_class(span), []).append((first, span))
+            if _is_short(span):
+                kind = size_class(span), _length_class(span)
+                short.setdefault(kind, []).append((first, span))
             else:
                 table = block_table([span], self._device) if span.start > 0 else None
                 self._chunks.append(_Chunk(first, span, table))
@@ -81,18 +100,33 @@ class StepAttention:
                     block_ids.append(span.block_ids[position // self._block_size])
                     slots.append(position % self._block_size)
             first += span.num_tokens
-        for members in singles.values():
-            self._groups.append(
-                _Group(
-                    places=torch.tensor([place for place, _ in members], device=self._device),
-                    table=block_table([span for _, span in members], self._device),
-                    ends=torch.tensor([span.end for _, span in members], device=self._device),
-                )
-            )
-        self._is_one_group = not self._chunks and len(self._groups) == 1
+        self._groups = [self._group(members) for members in short.values()]
+        self._is_one_group = (
+            not self._chunks and len(self._groups) == 1 and self._groups[0].own_rows is None
+        )
         if block_ids:  # all spans or none: a warm-up is alone in its batch
             self._new_blocks = torch.tensor(block_ids, device=self._device)
             self._new_slots = torch.tensor(slots, device=self._device)
+
+    def _group(self, members: list[tuple[int, Span]]) -> _Group:
+        """Of spans, each with its place in the batch."""
+        spans = [span for _, span in members]
+        counts = np.array([span.num_tokens for span in spans])
+        num_rows = int(counts.max())
+        firsts = np.array([first for first, _ in members])
+        steps = np.arange(num_rows)
+        places = firsts[:, None] + np.minimum(steps, counts[:, None] - 1)
+        own_rows: torch.Tensor | None = None
+        if counts.min() < num_rows:
+            is_own = steps < counts[:, None]
+            own_rows = torch.from_numpy(np.flatnonzero(is_own)).to(self._device)
+        return _Group(
+            spans,
+            num_rows,
+            torch.from_numpy(places.reshape(-1)).to(self._device),
+            own_rows,
+            block_table(spans, self._device),
+        )
 
     def attend(
         self,
@@ -119,16 +153,15 @@ class StepAttention:
             key, value = key.to(self._dtype).to(key.dtype), value.to(self._dtype).to(key.dtype)
         self._write(view, key, value)
         if self._is_one_group:
-            return self._attend_group(
-                self._groups[0], query.transpose(0, 1), view, scaling, window, softcap, sinks
-            )
+            return self._attend_group(self._groups[0], query, view, scaling, window, softcap, sinks)
         num_heads, num_tokens, _ = query.shape
         out = query.new_empty(num_tokens, num_heads, view.v_head_dim)
         for group in self._groups:
-            picked = query.index_select(1, group.places).transpose(0, 1)
-            out[group.places] = self._attend_group(
-                group, picked, view, scaling, window, softcap, sinks
-            )
+            picked = query.index_select(1, group.places)
+            rows = self._attend_group(group, picked, view, scaling, window, softcap, sinks)
+            if group.own_rows is not None:
+                rows = rows.index_select(0, group.own_rows)
+            out[group.own_places] = rows
         for chunk in self._chunks:
             part = slice(chunk.first, chunk.first + chunk.span.num_tokens)
             if chunk.table is None:
@@ -177,24 +210,31 @@ class StepAttention:
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """[B, H, D] -> [B, H, Dv]."""
-        mask = group.masks.get(window)
+        """[H, B * n, D] -> [B * n, H, Dv]."""
+        num_spans, num_rows = len(group.spans), group.num_rows
+        num_heads, _, head_dim = query.shape
+        num_kv_heads = view.heads.num_heads
+        share = num_heads // num_kv_heads
+        mask = group.masks.get((window, share))
         if mask is None:
             num_positions = group.table.shape[1] * self._block_size
-            mask = reference.one_mask(group.ends, num_positions, window, query.dtype)
-            group.masks[window] = mask
+            mask = group_mask(group.spans, num_positions, window, query.dtype, self._device)
+            mask = group.masks[window, share] = mask.repeat(1, 1, 1 if num_rows == 1 else share, 1)
         keys, values = self._gather(view, group.table, group.gather_ids, query.dtype)
-        return reference.attend_one(query, keys, values, mask, scaling, softcap, sinks)
+        # The rows of a span are so many more query heads of each kv head.
+        rows = query.view(num_kv_heads, share, num_spans, num_rows, head_dim)
+        rows = rows.permute(2, 0, 1, 3, 4).reshape(num_spans, -1, head_dim)
+        if sinks is not None:
+            sinks = sinks.repeat_interleave(num_rows)
+        out = reference.attend_one(rows, keys, values, mask, scaling, softcap, sinks)
+        out = out.view(num_spans, num_heads, num_rows, -1)
+        return out.transpose(1, 2).reshape(num_spans * num_rows, num_heads, -1)
 
     def _chunk_mask(
         self, chunk: _Chunk, window: int | None, dtype: torch.dtype, *, is_plain: bool
     ) -> torch.Tensor | None:
         """None: plain causal, which only the plain attention has built in."""
         span = chunk.span
-        if span.is_tree:
-            if window not in chunk.masks:
-                chunk.masks[window] = tree_mask(span, window, dtype, self._device)
-            return chunk.masks[window]
         if is_plain and span.start == 0 and (window is None or window >= span.end):
             return None
         if window not in chunk.masks:
@@ -204,32 +244,56 @@ class StepAttention:
         return chunk.masks[window]
 
 
-def tree_mask(
-    span: Span, window: int | None, dtype: torch.dtype, device: torch.device
+def group_mask(
+    spans: Sequence[Span],
+    num_positions: int,
+    window: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> torch.Tensor:
-    """[num_tokens, span.end]: 0 where a token of the span may see what lies in a slot, -inf
-    elsewhere. SpecInfer's topology-aware causal mask, section 4.2.
+    """[B, 1, n, num_positions], n the most tokens of a span: 0 where a token may see what lies in a
+    slot, -inf elsewhere. For trees SpecInfer's topology-aware causal mask, section 4.2. What is
+    padding says nothing.
 
     Args:
         window: a token sees itself and window - 1 positions before it; None: all before it.
     """
-    own = torch.tensor(span.positions)
-    slots = torch.arange(span.end)
-    trunk = span.num_tokens - len(span.branches)
-    trunk_end = span.start + trunk
+    num_rows = max(span.num_tokens for span in spans)
+    if num_rows == 1:
+        ends = torch.tensor([span.end for span in spans], device=device)
+        return reference.one_mask(ends, num_positions, window, dtype)
+    slots = np.arange(num_positions)
+    own = np.array([span.start for span in spans])[:, None] + np.arange(num_rows)
+    trunk_ends = np.array([span.end - len(span.branches) for span in spans])
     # What all nodes see; of the trunk's tokens each what lies before it.
-    visible = (
-        slots[None]
-        < torch.clamp(span.start + 1 + torch.arange(span.num_tokens), max=trunk_end)[:, None]
-    )
-    for node, parent in enumerate(span.branches):
-        if parent >= 0:
-            visible[trunk + node, trunk_end:] = visible[trunk + parent, trunk_end:]
-        visible[trunk + node, trunk_end + node] = True
+    visible = slots < np.minimum(own + 1, trunk_ends[:, None])[:, :, None]
+    trees = [(row, span) for row, span in enumerate(spans) if span.branches]
+    for row, span in trees:
+        trunk_end = trunk_ends[row]
+        nodes = visible[row, trunk_end - span.start : span.num_tokens, trunk_end : span.end]
+        for node, parent in enumerate(span.branches):
+            if parent >= 0:
+                nodes[node] = nodes[parent]
+            nodes[node, node] = True
     if window is not None:
-        slots[span.start :] = own
-        visible &= slots[None] > own[:, None] - window
-    return reference.as_bias(visible.to(device), dtype)
+        positions = np.tile(slots, (len(spans), 1))
+        for row, span in trees:
+            own[row, : span.num_tokens] = positions[row, span.start : span.end] = span.positions
+        visible &= positions[:, None] > own[:, :, None] - window
+    return reference.as_bias(torch.from_numpy(visible).to(device), dtype)[:, None]
+
+
+def _is_short(span: Span) -> bool:
+    """It is attended in a group."""
+    if not span.block_ids:
+        return False
+    is_few = span.start > 0 and span.num_tokens <= _GROUP_TOKENS
+    return is_few or span.num_tokens == 1 or span.is_tree
+
+
+def _length_class(span: Span) -> int:
+    """Spans of one class are padded to one number of tokens."""
+    return 0 if span.num_tokens == 1 else (max(_TOKENS_FLOOR, span.num_tokens) - 1).bit_length()
 
 
 def size_class(span: Span) -> int:

@@ -21,7 +21,7 @@ from engine.kv.layout import KvLayout
 from engine.kv.memory import KvMemory
 from engine.kv.sizing import DeviceMemory, device_memory, free_memory_bytes
 from engine.lora.registry import Adapters
-from engine.models.interface import Guesses
+from engine.models.interface import Ends, Guesses, Progress
 from engine.parallel.ahead import ParallelAhead, build
 from engine.parallel.memory import RankMemory, map_file
 from engine.parallel.messages import Attach, Attached, Settle, Settled, Step
@@ -168,6 +168,18 @@ class ParallelModel:
     def hidden(self) -> torch.Tensor:
         """See LoadedModel: `info` says that there is none."""
         raise ValueError("a model of several ranks keeps no hidden states")
+
+    def every_hidden(self) -> torch.Tensor | None:
+        """See LoadedModel."""
+        return None
+
+    @property
+    def ends(self) -> Ends | None:
+        """See LoadedModel: they lie in shares on several ranks."""
+        return None
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """See LoadedModel: plain steps of several ranks have no graphs."""
 
     def check_alive(self) -> None:
         """See LoadedModel."""

@@ -12,7 +12,8 @@ Engine thread only.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from engine import noise
 from engine.errors import EngineError
 from engine.request import Sampling
 from engine.sampling import dense
+from engine.sampling.copies import Fetched, bring
 from engine.sampling.history import TokenHistory
 from engine.sampling.logprobs import processed_logprobs
 from engine.sampling.masks import mask
@@ -39,16 +41,33 @@ from engine.sampling.recipe import Row, masks_ends, recipe_of
 from engine.sampling.row import Draw, Drawn
 
 
-@torch.inference_mode()
 def draw_on_device(logits: torch.Tensor, draws: Sequence[Draw]) -> list[Drawn]:
     """See pipeline.draw."""
+    return begin_on_device(logits, draws)()
+
+
+@torch.inference_mode()
+def begin_on_device(logits: torch.Tensor, draws: Sequence[Draw]) -> Callable[[], list[Drawn]]:
+    """See pipeline.begin. Rows that change no logit are drawn by what is queued here; for others it
+    says whether their logits are numbers."""
     is_adjusted = [
         recipe_of(one.sampling).adjusts or one.bitmask is not None or masks_ends(one)
         for one in draws
     ]
-    token_ids, values = _draw(logits, draws, is_greedy=is_adjusted)
+    queued = _queue(logits, draws, is_greedy=is_adjusted)
+    rows = rows_of(draws, np.ones(len(draws), dtype=np.bool_))
+    return partial(_finish, logits, draws, rows, queued)
+
+
+@torch.inference_mode()
+def _finish(
+    logits: torch.Tensor, draws: Sequence[Draw], rows: list[Row], queued: Fetched
+) -> list[Drawn]:
+    """Wait for what was queued, and work on the rows that take more than an argmax."""
+    token_ids, values = _read(queued)
     drawn, is_valid = argmaxes(draws, token_ids, values)
-    rows = rows_of(draws, is_valid)
+    if not is_valid.all():
+        rows = [row for row in rows if is_valid[row.place]]
     if not rows:
         return drawn
     outcomes: dict[int, Outcome] = {}
@@ -115,7 +134,7 @@ def sampling_rows(
     ]
     floats[1] = [one.top_p for one in samplings]
     floats[2] = [one.min_p for one in samplings]
-    brought = torch.from_numpy(words).to(device)
+    brought = bring(words, device)
     as_floats = brought[4:].view(torch.float32)
     return SamplingRows(
         temperature=as_floats[0],
@@ -140,7 +159,12 @@ def _needs(draws: Sequence[Draw], is_greedy: Sequence[bool]) -> Needs:
 def _draw(
     logits: torch.Tensor, draws: Sequence[Draw], is_greedy: Sequence[bool]
 ) -> tuple[list[int], NDArray[np.float32]]:
-    """Token ids and best values, on the host: one copy there, one back."""
+    """Token ids and best values, on the host."""
+    return _read(_queue(logits, draws, is_greedy))
+
+
+def _queue(logits: torch.Tensor, draws: Sequence[Draw], is_greedy: Sequence[bool]) -> Fetched:
+    """One copy there, the draws, one copy back; waits for none of them."""
     rows = sampling_rows(draws, logits.shape[1], logits.device, is_greedy)
     out = torch.empty(2, len(draws), dtype=torch.int32, device=logits.device)
     draw_tokens(
@@ -149,7 +173,11 @@ def _draw(
         needs=_needs(draws, is_greedy),
         out=DrawnTokens(out[0], out[1].view(torch.float32)),
     )
-    host = out.cpu().numpy()
+    return Fetched(out)
+
+
+def _read(queued: Fetched) -> tuple[list[int], NDArray[np.float32]]:
+    host = queued.wait()
     return host[0].tolist(), host[1].view(np.float32)
 
 

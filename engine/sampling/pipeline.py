@@ -18,7 +18,8 @@ depend on it, and documented here:
     12 top_p                 of what top_k left, renormalised
     13 min_p
     draw            argmax of scaled logit + noise of (seed, sample     choose.py, engine/noise.py
-                    index, position, token id)
+                    index, position, token id); or by what was        engine/speculation/
+                    proposed (Draw.proposals)                           acceptance.py
 
 Truncation cannot empty the support: each threshold is at most the best token's own.
 
@@ -36,7 +37,8 @@ Logits on a device go the same way by kernels (on_device.py). Engine thread only
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -47,16 +49,18 @@ from engine.errors import EngineError
 from engine.request import Sampling
 from engine.sampling import dense
 from engine.sampling.choose import choose
+from engine.sampling.copies import bring
 from engine.sampling.logprobs import processed_logprobs
 from engine.sampling.masks import mask
-from engine.sampling.on_device import draw_on_device, warm_up_device
+from engine.sampling.on_device import begin_on_device, warm_up_device
 from engine.sampling.outcome import NUM_TRACE_TOP as NUM_TRACE_TOP
 from engine.sampling.outcome import Outcome, argmaxes, report, rows_of, unsound
 from engine.sampling.penalties import penalise
-from engine.sampling.recipe import Row
+from engine.sampling.recipe import Row, recipe_of
 from engine.sampling.row import Draw as Draw
 from engine.sampling.row import Drawn as Drawn
 from engine.sampling.truncation import thresholds
+from engine.speculation.acceptance import judge
 
 WARM_UP = Draw(Sampling(max_tokens=1, temperature=1.0, top_p=0.9), position=0)
 
@@ -82,7 +86,7 @@ def draw(logits: torch.Tensor, draws: Sequence[Draw]) -> list[Drawn]:
         draws: R of them.
     """
     if logits.device.type != "cpu":
-        return draw_on_device(logits, draws)
+        return _begin_on_device(logits, draws)()
     values, best_ids = dense.best(logits)
     drawn, is_valid = argmaxes(draws, best_ids.tolist(), values)
     rows = rows_of(draws, is_valid)
@@ -102,6 +106,67 @@ def draw(logits: torch.Tensor, draws: Sequence[Draw]) -> list[Drawn]:
             drawn[row.place] = Drawn(outcome.token_id, error=outcome.error)
     report(logits, rows, outcomes, drawn)
     return drawn
+
+
+def begin(
+    logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int] | None = None
+) -> Callable[[], list[Drawn]]:
+    """`draw`, but the device is not waited for: its part is queued behind what made the logits.
+
+    Args:
+        logits: [R, V] as of `draw`; they must hold until the result was taken.
+        rows: the row of each draw; None: row i is draw i's.
+    Returns: what waits for the draws and gives them; to be called once. On CPU all is done there.
+    """
+    if rows is not None:
+        places = bring(np.array(rows, dtype=np.int64), logits.device)
+        logits = logits.index_select(0, places)
+    if logits.device.type != "cpu":
+        return _begin_on_device(logits, draws)
+    return partial(draw, logits, draws)
+
+
+def _begin_on_device(logits: torch.Tensor, draws: Sequence[Draw]) -> Callable[[], list[Drawn]]:
+    """What was proposed is judged on the host."""
+    finish = begin_on_device(logits, draws)
+    judged = [place for place, one in enumerate(draws) if one.proposals is not None]
+    if not judged:
+        return finish
+    own = logits.index_select(0, bring(np.array(judged, dtype=np.int64), logits.device))
+
+    def finish_all() -> list[Drawn]:
+        drawn = finish()
+        of_judged = draw(own.cpu(), [draws[place] for place in judged])
+        for place, one in zip(judged, of_judged, strict=True):
+            drawn[place] = one
+        return drawn
+
+    return finish_all
+
+
+@torch.inference_mode()
+def distributions(logits: torch.Tensor, draws: Sequence[Draw]) -> NDArray[np.float64]:
+    """[R, V], what `draw` would draw from; NaN where it would give an error.
+
+    Args:
+        logits: [R, V] in the model's dtype, on any device; read only.
+        draws: R of them, all with a temperature.
+    """
+    own = logits.float().cpu() if logits.device.type != "cpu" else logits.float().clone()
+    recipes = [recipe_of(one.sampling) for one in draws]
+    rows = [
+        Row(place, one, recipe, adjusts=True)
+        for place, (one, recipe) in enumerate(zip(draws, recipes, strict=True))
+    ]
+    penalise(own, rows)
+    mask(own, rows)
+    values, _ = dense.best(own)
+    is_valid = np.isfinite(values)
+    own[torch.from_numpy(~is_valid)] = 0.0
+    floors = _scale(own, rows, np.where(is_valid, values, np.float32(0.0)))
+    found = _shares(own, floors)
+    found[~is_valid] = np.nan
+    return found
 
 
 # Rows are sorted by these, so that those of each step lie side by side.
@@ -172,19 +237,14 @@ def _sample(
     rows: Sequence[Row],
     values: NDArray[np.float32],
     best_ids: NDArray[np.int64],
-) -> tuple[list[int], list[int], torch.Tensor]:
+) -> tuple[list[int], list[int | None], torch.Tensor]:
     """Temperature, truncation, draw; `logits` become the scaled ones.
 
     Returns: token ids, keys of the noise, and the thresholds [R].
     """
     device = logits.device
     samplings = [row.draw.sampling for row in rows]
-    temperatures = torch.tensor([one.temperature for one in samplings], dtype=torch.float32)
-    # Subtracting the maximum first keeps a tiny temperature from overflowing; the order of scores
-    # is the same.
-    logits.sub_(torch.from_numpy(values).to(device)[:, None])
-    logits.div_(temperatures.to(device)[:, None])
-    floors = thresholds(logits, samplings)
+    floors = _scale(logits, rows, values)
     keys = noise.row_keys(
         [one.seed for one in samplings],
         [row.draw.sample_index for row in rows],
@@ -193,4 +253,35 @@ def _sample(
     token_ids = choose(
         logits, torch.from_numpy(best_ids).to(device), torch.from_numpy(keys).to(device), floors
     )
-    return token_ids, keys.tolist(), floors
+    row_keys: list[int | None] = keys.tolist()
+    proposed = {
+        at: row.draw.proposals for at, row in enumerate(rows) if row.draw.proposals is not None
+    }
+    if proposed:
+        shares = _shares(logits[list(proposed)], floors[list(proposed)])
+        for own, (at, proposals) in zip(shares, proposed.items(), strict=True):
+            token_ids[at], row_keys[at] = judge(own, proposals), None
+    return token_ids, row_keys, floors
+
+
+def _scale(logits: torch.Tensor, rows: Sequence[Row], values: NDArray[np.float32]) -> torch.Tensor:
+    """By temperature, in place. Returns: the thresholds [R]."""
+    samplings = [row.draw.sampling for row in rows]
+    temperatures = torch.tensor([one.temperature for one in samplings], dtype=torch.float32)
+    # Subtracting the maximum first keeps a tiny temperature from overflowing; the order of scores
+    # is the same.
+    logits.sub_(torch.from_numpy(values).to(logits.device)[:, None])
+    logits.div_(temperatures.to(logits.device)[:, None])
+    return thresholds(logits, samplings)
+
+
+def _shares(scaled: torch.Tensor, floors: torch.Tensor) -> NDArray[np.float64]:
+    """[R, V], the softmax of what reaches its threshold; on CPU.
+
+    Args:
+        scaled, floors: [R, V], [R].
+    """
+    scores = scaled.numpy().astype(np.float64)
+    shares: NDArray[np.float64] = np.where(scores >= floors.numpy()[:, None], np.exp(scores), 0.0)
+    shares /= shares.sum(axis=1, keepdims=True)
+    return shares

@@ -13,6 +13,7 @@ import torch
 from engine.errors import EngineError
 from engine.request import Sampling
 from engine.sampling.history import TokenHistory
+from engine.speculation.acceptance import Proposals
 from engine.step_output import StepTrace, TokenLogprobs
 
 
@@ -38,6 +39,10 @@ class Draw(NamedTuple):
 
     bitmask: torch.Tensor | None = None
     """int32 [ceil(V / 32)] on CPU, bit i of word w set: the grammar allows token 32 * w + i."""
+
+    proposals: Proposals | None = None
+    """What a sampled row draws by the multi-step rule from (engine/speculation/acceptance.py), in
+    place of its noise."""
 
 
 class Drawn(NamedTuple):

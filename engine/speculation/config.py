@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from process.settings import SettingsError
 
 DRAFTERS = ("ngram",)
+MAX_DRAFT_DEADLINE_S = 60.0
+ACCEPTANCES = ("exact", "multi_step", "naive")
 
 
 @dataclass(frozen=True)
@@ -45,15 +47,35 @@ class SpeculationConfig:
     """Small models that guess, too: bundled names, local folders, or Hugging Face names, with the
     tokenizer of the model that they guess for. Their trees are merged."""
 
+    draft_heads: tuple[str, ...] = ()
+    """Draft heads that were trained for this model and guess by its hidden states: folders, or
+    Hugging Face names, in the published format of Medusa or of EAGLE (EAGLE-2's is the same), as
+    safetensors. Their trees are merged with the others'. Not with acceptance "multi_step"."""
+
     expansion: tuple[int, ...] = (2, 1, 1, 1)
     """Children that a draft model gives each of its newest nodes, step by step: SpecInfer's <k1,
-    ..., km>."""
+    ..., km>. Of Medusa's heads: tokens of each head."""
 
     draft_kv_bytes: int = 256 * 2**20
-    """Of each draft model's own KV cache, at most."""
+    """Of each draft model's own KV cache, and of an EAGLE head's, at most."""
+
+    draft_workers: tuple[str, ...] = ()
+    """host:port of each draft worker (`python -m services.draft`), whose model guesses on a device
+    of its own. Every sequence is with one of them; one that does not answer costs its guesses.
+    For decode workers; not with acceptance "multi_step"."""
+
+    draft_deadline_s: float = 0.05
+    """How long a step waits for draft workers, at most; later guesses are dropped."""
 
     max_num_nodes: int = 16
     """Most guessed tokens of one sample in one step. Fewer are computed where more do not pay."""
+
+    acceptance: str = "exact"
+    """Which guesses a sampled answer keeps. "exact": those that plain decoding would draw; drafts
+    are drawn with the same noise. "multi_step": SpecInfer's multi-step speculative sampling of
+    drafts that are drawn independently; answers are distributed as plain decoding's, but other
+    ones, and what is guessed has a say in which. "naive": as "exact", with such drafts; for
+    comparison."""
 
     always: bool = False
     """Compute all that is guessed, whatever it costs: for measurements and tests."""
@@ -65,17 +87,49 @@ class SpeculationConfig:
         for name in self.drafters:
             if name not in DRAFTERS:
                 raise SettingsError(f"drafters: {name!r} is none of {', '.join(DRAFTERS)}")
-        for name, named in (("drafters", self.drafters), ("draft_models", self.draft_models)):
+        for name, named in (
+            ("drafters", self.drafters),
+            ("draft_models", self.draft_models),
+            ("draft_workers", self.draft_workers),
+            ("draft_heads", self.draft_heads),
+        ):
             if len(set(named)) < len(named):
                 raise SettingsError(f"{name}: one is named twice")
+        if self.acceptance not in ACCEPTANCES:
+            raise SettingsError(
+                f"acceptance: {self.acceptance!r} is none of {', '.join(ACCEPTANCES)}"
+            )
+        if self.draft_heads and self.acceptance == "multi_step":
+            raise SettingsError(
+                "draft_heads: not with acceptance=multi_step, which tries draws; heads propose "
+                "their best tokens. Set acceptance to exact, or leave draft_heads empty"
+            )
+        if self.draft_workers and self.acceptance == "multi_step":
+            raise SettingsError(
+                "draft_workers: not with acceptance=multi_step, which needs what drafts were drawn "
+                "from; draft workers send token ids. Set acceptance to exact, or use draft_models"
+            )
         if not self.expansion or min(self.expansion) < 1:
             raise SettingsError(f"expansion: {self.expansion} is not a row of counts above 0")
         if self.draft_kv_bytes < 1:
             raise SettingsError(f"draft_kv_bytes: {self.draft_kv_bytes} is below 1")
+        for address in self.draft_workers:
+            _check_address(address)
+        if not 0.0 < self.draft_deadline_s <= MAX_DRAFT_DEADLINE_S:
+            raise SettingsError(
+                f"draft_deadline_s: {self.draft_deadline_s:g} is not in (0, "
+                f"{MAX_DRAFT_DEADLINE_S:g}]"
+            )
         if self.max_num_nodes < 1:
             raise SettingsError(f"max_num_nodes: {self.max_num_nodes} is below 1")
 
     @property
     def is_on(self) -> bool:
         """Somebody guesses."""
-        return bool(self.drafters or self.draft_models)
+        return any((self.drafters, self.draft_models, self.draft_workers, self.draft_heads))
+
+
+def _check_address(address: str) -> None:
+    host, colon, port = address.rpartition(":")
+    if not (host and colon and port.isascii() and port.isdigit() and 0 < int(port) <= 65535):
+        raise SettingsError(f"draft_workers: {address!r} is not host:port")

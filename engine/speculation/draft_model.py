@@ -3,10 +3,13 @@ configuration <k1, ..., km>: at step i each newest node gets its k_i best childr
 
 Children are chosen for the exact mode: by the model's scores with the very noise that the target's
 draw after the same tokens will have (engine/noise.py), so that both draw the same token as often as
-their distributions allow; without noise where the request is greedy. It has a KV cache of its own,
-for the tokens that the sequence has; nodes are computed anew with each step of a tree, and nothing
-of them is kept. A sequence that it has not caught up with (a long prompt, a new worker) gets no
-draft until it has.
+their distributions allow; without noise where the request is greedy. A task that `is_drawn` gets
+k_i draws instead (drawing.py); what was drawn twice is one node with two tries.
+
+It has a KV cache of its own, for the tokens that the sequence has. Of one path each node is
+computed once; nodes of a tree that has branched are computed anew with each step of it. Nothing of
+them is kept for the next call. A sequence that it has not caught up with (a long
+prompt, a new worker) gets no draft until it has.
 
 Engine thread only.
 """
@@ -22,10 +25,12 @@ import torch
 from engine import noise
 from engine.batch import Batch, Span
 from engine.models.interface import Guesses, LoadedModel
+from engine.request import ModelInfo
 from engine.schedule.order import Key
 from engine.speculation.draft_cache import DraftCache
-from engine.speculation.drafter import Draft, Task
-from engine.speculation.tree import EMPTY, ROOT, TokenTree, ordered
+from engine.speculation.drafter import Distribution, Draft, Place, Task
+from engine.speculation.drawing import Children, Parent, draw_children, proposing
+from engine.speculation.tree import EMPTY, ROOT, Try, ordered
 
 
 @dataclass(slots=True)
@@ -40,6 +45,17 @@ class _Growing:
     depths: list[int] = field(default_factory=list)
     newest: list[int] = field(default_factory=lambda: [ROOT])
     """Whose children come next."""
+    tries: list[tuple[Try, ...]] = field(default_factory=list)
+    """Of each node, if it is drawn."""
+    distributions: dict[Place, Distribution] = field(default_factory=dict)
+
+    def path(self, node: int) -> tuple[int, ...]:
+        """Tokens from the root's child down to `node`."""
+        token_ids: list[int] = []
+        while node != ROOT:
+            token_ids.append(self.token_ids[node])
+            node = self.parents[node]
+        return tuple(reversed(token_ids))
 
 
 class DraftModel:
@@ -65,10 +81,15 @@ class DraftModel:
         self._cache = DraftCache(num_blocks, self._block_size)
         self._takes_trees = model.guesses is Guesses.TREES
 
+    @property
+    def info(self) -> ModelInfo:
+        """What was loaded."""
+        return self._model.info
+
     def propose(self, tasks: Sequence[Task]) -> list[Draft]:
         """See Drafter."""
-        trees: dict[Key, TokenTree] = {}
         growing, logits = self._begin(tasks)
+        begun = {one.task.key: one for one in growing}
         for depth, width in enumerate(self._expansion):
             growing = [one for one in growing if one.newest and _has_room(one)]
             if not growing:
@@ -76,9 +97,9 @@ class DraftModel:
             if depth > 0:
                 logits = self._forward(growing)
             self._expand(growing, logits, width)
-            for one in growing:
-                trees[one.task.key] = ordered(one.token_ids, one.parents, one.chances)
-        return [Draft(trees.get(task.key, EMPTY).best(task.num_nodes), {}) for task in tasks]
+        return [
+            _draft(begun[task.key]) if task.key in begun else Draft(EMPTY, {}) for task in tasks
+        ]
 
     def forget(self, key: Key) -> None:
         """See Drafter."""
@@ -146,18 +167,20 @@ class DraftModel:
         draws: list[int] = []
         for one in growing:
             last = len(one.task.token_ids) - 1
-            first = len(token_ids) + 1
             own, branches = self._computed(one)
-            token_ids += [one.task.token_ids[last], *(one.token_ids[node] for node in own)]
             end = last + 1 + len(own)
+            block_ids = one.block_ids[: -(-end // self._block_size)]
+            if branches == tuple(range(-1, len(own) - 1)):
+                # One path: what lies above its end was computed by the forwards before.
+                self._clear(one.block_ids, end - 1, end)
+                spans.append(Span(end - 1, 1, block_ids))
+                draws.append(len(token_ids))
+                token_ids.append(one.token_ids[own[-1]])
+                continue
+            first = len(token_ids) + 1
+            token_ids += [one.task.token_ids[last], *(one.token_ids[node] for node in own)]
             self._clear(one.block_ids, last + 1, end)
-            span = Span(
-                last,
-                1 + len(own),
-                one.block_ids[: -(-end // self._block_size)],
-                branches=branches,
-            )
-            spans.append(span if span.is_tree else span._replace(branches=()))
+            spans.append(Span(last, 1 + len(own), block_ids, branches=branches))
             places = {node: first + place for place, node in enumerate(own)}
             draws += [places[node] for node in one.newest]
         return self._model.forward(Batch(tuple(token_ids), tuple(spans), tuple(draws)))
@@ -183,12 +206,15 @@ class DraftModel:
         count = min(width, scores.shape[-1])
         best = scores.topk(count, dim=-1)
         shares = torch.softmax(scores, dim=-1).gather(-1, best.indices).nan_to_num(0.0).tolist()
+        drawn = _drawn(growing, logits, width)
         row = 0
         for one, ids in _by_tree(growing, best.indices.tolist()):
             added: list[int] = []
             for parent, children in zip(one.newest, ids, strict=True):
                 above = 1.0 if parent == ROOT else one.chances[parent]
                 depth = 1 if parent == ROOT else one.depths[parent] + 1
+                if one.task.is_drawn:
+                    children, shares[row] = _note(one, parent, drawn[row])
                 for token_id, share in zip(children, shares[row], strict=True):
                     added.append(len(one.token_ids))
                     one.token_ids.append(token_id)
@@ -209,7 +235,7 @@ class DraftModel:
         for one in growing:
             task = one.task
             for node in one.newest:
-                temperatures.append(task.sampling.temperature)
+                temperatures.append(0.0 if task.is_drawn else task.sampling.temperature)
                 seeds.append(task.sampling.seed)
                 samples.append(task.sample_index)
                 depth = 0 if node == ROOT else one.depths[node]
@@ -222,6 +248,48 @@ class DraftModel:
             every = torch.arange(scores.shape[-1], device=scores.device)[None]
             scores[rows] = scores[rows] / heat + noise.gumbel(keys[rows, None], every)
         return scores
+
+
+def _draft(one: _Growing) -> Draft:
+    tree = ordered(one.token_ids, one.parents, one.chances, one.tries)
+    if one.task.is_drawn:
+        return Draft(tree, dict(one.distributions))
+    return Draft(tree.best(one.task.num_nodes), {})
+
+
+def _drawn(
+    growing: Sequence[_Growing], logits: torch.Tensor, width: int
+) -> dict[int, Children | None]:
+    """By row: of those newest nodes whose children are draws."""
+    parents: dict[int, Parent] = {}
+    row = 0
+    for one in growing:
+        if one.task.is_drawn:
+            sampling = proposing(one.task.sampling)
+            for place, node in enumerate(one.newest):
+                parents[row + place] = Parent(sampling, one.path(node))
+        row += len(one.newest)
+    if not parents:
+        return {}
+    rows = list(parents)
+    own = logits if len(rows) == len(logits) else logits[rows]
+    return dict(zip(rows, draw_children(own, list(parents.values()), width), strict=True))
+
+
+def _note(one: _Growing, parent: int, drawn: Children | None) -> tuple[list[int], list[float]]:
+    """Take what was drawn after a node. Returns: its distinct tokens, and their shares."""
+    if drawn is None:
+        return [], []
+    one.distributions[one.path(parent), _OWN] = drawn.distribution
+    shares: list[float] = []
+    for token_id, count in drawn.counts.items():
+        shares.append(min(1.0, float(drawn.distribution[token_id])))
+        one.tries.append((Try(_OWN, shares[-1]),) * count)
+    return list(drawn.counts), shares
+
+
+_OWN = 0
+"""Under which a draft's tries name their one drafter."""
 
 
 def _has_room(one: _Growing) -> bool:

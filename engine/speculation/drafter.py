@@ -9,22 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from engine.request import Sampling
 from engine.schedule.order import Key
+from engine.speculation.acceptance import Distribution as Distribution
+from engine.speculation.acceptance import Place as Place
+from engine.speculation.acceptance import Proposals
 from engine.speculation.tree import TokenTree
 
 if TYPE_CHECKING:
     from engine.grammar.state import GrammarState
-
-Distribution = NDArray[np.float64]
-"""[V], sums to 1."""
-
-Place = tuple[tuple[int, ...], int]
-"""(tokens from the root's child down to a parent, index of a drafter): whose distribution after
-which guesses. By tokens, so that it stays when trees are merged."""
 
 
 class Task(NamedTuple):
@@ -39,6 +32,10 @@ class Task(NamedTuple):
     """Which sample of the request: part of the key of the noise."""
     num_nodes: int
     """Most nodes that are of use."""
+    is_drawn: bool = False
+    """Children are draws, each with a `Try`, and none is left out: by random numbers that depend on
+    the sampling's seed, which is another for each step, and on the path to their parent. Who does
+    not draw so may choose, without tries. The target's noise is of another seed."""
 
 
 class Draft(NamedTuple):
@@ -46,17 +43,20 @@ class Draft(NamedTuple):
 
     tree: TokenTree
     distributions: Mapping[Place, Distribution]
-    """What each `Try` was drawn from. A place that has none: its token was certain to be
-    proposed."""
+    """What each `Try` was drawn from, under the number that it names. A place that has none: its
+    token was certain to be proposed."""
 
 
 class Guess(NamedTuple):
     """What of all drafts one step computes for one sequence."""
 
     tree: TokenTree
-    """Not empty."""
+    """Empty only where there are `proposals`."""
     grammars: tuple[GrammarState | None, ...]
     """Where each node is in the sequence's grammar, if it has one."""
+    proposals: tuple[Proposals | None, ...] = ()
+    """Under the multi-step rule (acceptance.py): what is tried after the newest token, and after
+    each node."""
 
 
 class Drafter(Protocol):
@@ -68,7 +68,8 @@ class Drafter(Protocol):
         ...
 
     def propose(self, tasks: Sequence[Task]) -> list[Draft]:
-        """A guess for each task, maybe an empty one, of at most `num_nodes` nodes."""
+        """A guess for each task, maybe an empty one, of at most `num_nodes` nodes if it is not
+        `is_drawn`."""
         ...
 
     def forget(self, key: Key) -> None:

@@ -23,6 +23,16 @@ _PRIOR = 8.0
 _MEMORY = 400.0
 """Observations of a bin after which older ones count for little; guessed."""
 
+_SIZE_BITS = 4
+"""Sizes that are taken together differ by an eighth at most."""
+_STEPS = 32.0
+"""Steps of a size that its average is about; guessed."""
+_KNOWN = 4.0
+"""Steps of a size after which one of twice its seconds is an accident; guessed."""
+_REACH = 4
+_MORE = 16
+"""Steps of a quarter to four times the rows, and 16 more, say what a row costs here; guessed."""
+
 
 class Calibration:
     """How often nodes were kept whose parent was, by the chance that one drafter gave them."""
@@ -49,32 +59,54 @@ def _bin(belief: float) -> int:
 
 
 class StepCost:
-    """Seconds of a step by its rows, as `base_s + row_s * rows`: a line through what was measured,
-    older steps fading. Until it has seen steps of different sizes, a row costs nothing."""
+    """Seconds of a step by its rows, as `base_s + row_s * rows`: a line through what was measured
+    of steps of about this size. Until it has seen steps of different sizes, a row costs nothing.
+
+    By size, so that what was seldom seen is not forgotten for what is seen all the time, and so
+    that steps of a thousand rows have no say in the price of the ninth.
+    """
 
     def __init__(self) -> None:
-        self._weight = self._rows = self._seconds = self._rows_2 = self._product = 0.0
+        self._sizes: dict[int, _Size] = {}
 
     def observe(self, num_rows: int, seconds: float) -> None:
         """A step has lasted so long."""
-        fading = 1.0 - 1.0 / _MEMORY
-        self._weight = self._weight * fading + 1.0
-        self._rows = self._rows * fading + num_rows
-        self._seconds = self._seconds * fading + seconds
-        self._rows_2 = self._rows_2 * fading + num_rows * num_rows
-        self._product = self._product * fading + num_rows * seconds
+        shift = max(0, num_rows.bit_length() - _SIZE_BITS)
+        size = self._sizes.setdefault(num_rows >> shift << shift, _Size())
+        if size.weight >= _KNOWN:  # the machine did something else, too
+            seconds = min(seconds, 2.0 * size.seconds)
+        size.weight = min(size.weight + 1.0, _STEPS)
+        size.num_rows += (num_rows - size.num_rows) / size.weight
+        size.seconds += (seconds - size.seconds) / size.weight
 
-    def line(self) -> tuple[float, float]:
-        """(base_s, row_s), neither negative."""
-        if self._weight == 0.0:
+    def line(self, num_rows: int) -> tuple[float, float]:
+        """(base_s, row_s), neither negative, near a step of so many rows."""
+        least, most = num_rows / _REACH, num_rows * _REACH + _MORE
+        near = [one for one in self._sizes.values() if least <= one.num_rows <= most]
+        near = near or list(self._sizes.values())
+        weight = sum(one.weight for one in near)
+        if weight == 0.0:
             return 1.0, 0.0
-        spread = self._weight * self._rows_2 - self._rows * self._rows
-        mean_s = self._seconds / self._weight
-        if spread <= 1e-9 * self._weight * self._rows_2:
+        mean_rows = sum(one.weight * one.num_rows for one in near) / weight
+        mean_s = sum(one.weight * one.seconds for one in near) / weight
+        spread = product = 0.0
+        for one in near:
+            away = one.num_rows - mean_rows
+            spread += one.weight * away * away
+            product += one.weight * away * (one.seconds - mean_s)
+        if spread <= 1e-9 * weight * mean_rows * mean_rows:
             return mean_s, 0.0
-        slope = (self._weight * self._product - self._rows * self._seconds) / spread
-        row_s = min(max(slope, 0.0), mean_s * self._weight / self._rows)
-        return mean_s - row_s * self._rows / self._weight, row_s
+        row_s = min(max(product / spread, 0.0), mean_s / mean_rows)
+        return mean_s - row_s * mean_rows, row_s
+
+
+@dataclass(slots=True)
+class _Size:
+    """Steps of about one size: averages."""
+
+    weight: float = 0.0
+    num_rows: float = 0.0
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -87,6 +119,11 @@ class Load:
     """All tokens of it, those of prompts included; at least `num_sequences`."""
     base_s: float
     row_s: float
+
+    @property
+    def seconds(self) -> float:
+        """What it lasts."""
+        return self.base_s + self.row_s * self.num_rows
 
 
 def choose(trees: Sequence[TokenTree], load: Load, max_num_nodes: int) -> list[TokenTree]:
@@ -104,7 +141,7 @@ def choose(trees: Sequence[TokenTree], load: Load, max_num_nodes: int) -> list[T
         for node, chance in enumerate(tree.chances)
     )
     num_tokens = float(load.num_sequences)
-    seconds = load.base_s + load.row_s * load.num_rows
+    seconds = load.seconds
     counts = [0] * len(trees)
     for negative, index, _ in nodes[: max(max_num_nodes, 0)]:
         # Worth it while what it adds per second is more than what the step has per second.
@@ -114,38 +151,6 @@ def choose(trees: Sequence[TokenTree], load: Load, max_num_nodes: int) -> list[T
         seconds += load.row_s
         counts[index] += 1
     return [tree.best(count) for tree, count in zip(trees, counts, strict=True)]
-
-
-class Worth:
-    """Whether to ask a drafter: what its calls brought, against what they cost."""
-
-    def __init__(self) -> None:
-        self._num_kept = self._cost_s = 0.0
-        self._num_calls = self._num_passed = 0
-
-    def observe(self, num_kept: int, cost_s: float) -> None:
-        """A call has brought so many tokens and cost so long, the rows of its nodes included."""
-        self._num_calls += 1
-        share = max(1.0 / self._num_calls, 1.0 / _CALLS)
-        self._num_kept += (num_kept - self._num_kept) * share
-        self._cost_s += (cost_s - self._cost_s) * share
-
-    def is_asked(self, load: Load) -> bool:
-        """Tokens per second are more with it than without, by what was seen; or it is tried again,
-        once in `_TRIES` steps."""
-        seconds = load.base_s + load.row_s * load.num_rows
-        pays = self._num_kept * seconds >= load.num_sequences * self._cost_s
-        if pays or self._num_calls < _CALLS or self._num_passed >= _TRIES:
-            self._num_passed = 0
-            return True
-        self._num_passed += 1
-        return False
-
-
-_CALLS = 16
-"""Calls of a drafter that its average is about; guessed."""
-_TRIES = 64
-"""Steps after which a drafter that did not pay is asked again; guessed."""
 
 
 def calibrated(tree: TokenTree, calibration: Calibration) -> TokenTree:

@@ -4,6 +4,7 @@ memory on the target's device: before the target's own cache is sized. Engine th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from engine.config import EngineConfig
@@ -13,26 +14,53 @@ from engine.models.load import load_model
 from engine.request import ModelInfo
 from engine.speculation.config import SpeculationConfig
 from engine.speculation.draft_model import DraftModel
+from engine.speculation.draft_port import DraftPeer
 from engine.speculation.drafter import Drafter
 from engine.speculation.ngram import PromptLookup
+from engine.speculation.remote import RemoteDrafter
 
 
 def load_drafters(
-    config: EngineConfig, target: ModelInfo, progress: Progress | None = None
+    config: EngineConfig,
+    target: ModelInfo,
+    progress: Progress | None = None,
+    peers: Sequence[DraftPeer] = (),
 ) -> list[Drafter]:
-    """In the order of the settings, draft models last.
+    """In the order of the settings: lookups, draft models, draft workers.
 
+    Args:
+        peers: the ways to `speculation.draft_workers`.
     Raises: LoadError, also for a draft model of another tokenizer, or too large a one.
     """
     wanted = config.speculation
     drafters: list[Drafter] = [PromptLookup(wanted.ngram) for _ in wanted.drafters]
     for name in wanted.draft_models:
         drafters.append(_load(name, config, target, progress))
+    if wanted.draft_workers:
+        drafters.append(_remote(wanted, target, peers))
     return drafters
 
 
+def load_draft_model(config: EngineConfig, progress: Progress | None = None) -> DraftModel:
+    """`config.model` for a draft worker, which guesses for others' targets. Raises: LoadError."""
+    return _load(config.model, config, None, progress)
+
+
+def _remote(
+    wanted: SpeculationConfig, target: ModelInfo, peers: Sequence[DraftPeer]
+) -> RemoteDrafter:
+    if tuple(peer.channel.address for peer in peers) != wanted.draft_workers:
+        raise LoadError(
+            "speculation.draft_workers: are for prefill and decode workers, which connect to them; "
+            "here, name draft_models"
+        )
+    drafter = RemoteDrafter(peers, target, deadline_s=wanted.draft_deadline_s)
+    drafter.meet()
+    return drafter
+
+
 def _load(
-    name: str, config: EngineConfig, target: ModelInfo, progress: Progress | None
+    name: str, config: EngineConfig, target: ModelInfo | None, progress: Progress | None
 ) -> DraftModel:
     own = replace(
         config,
@@ -45,21 +73,24 @@ def _load(
         pipeline_parallel=1,
         exact=False,
         overlap=False,
-        speculation=SpeculationConfig(),
+        speculation=SpeculationConfig(max_num_nodes=config.speculation.max_num_nodes),
     )
-    model = load_model(own, progress=progress)
+    model = load_model(own, progress=progress, is_draft=True)
     try:
-        _check(name, model.info, target)
+        if target is not None:
+            _check(name, model.info, target)
         num_blocks = _num_blocks(model, config)
     except BaseException:
         model.close()
         raise
-    return DraftModel(
+    drafter = DraftModel(
         model,
         config.speculation.expansion,
         num_blocks=num_blocks,
         max_num_tokens=config.max_num_tokens_per_step,
     )
+    model.warm_up(progress)
+    return drafter
 
 
 def _check(name: str, draft: ModelInfo, target: ModelInfo) -> None:

@@ -59,7 +59,12 @@ class NgramIndex:
         self._settings = settings
         self._num_tokens = 0
         self._first = 0
-        self._ends: dict[tuple[int, ...], list[int]] = {}
+        self._newest: dict[tuple[int, ...], int] = {}
+        """Where each n-gram ended last."""
+        self._lengths = range(settings.min_length, settings.max_length + 1)
+        self._before: list[list[int]] = [[] for _ in self._lengths]
+        """By length, then by an n-gram's end, `_first` + 1 being the first: where the same one
+        ended before; 0: nowhere."""
 
     def propose(self, token_ids: Sequence[int], num_tokens: int) -> TokenTree:
         """What may follow `token_ids`: at most `num_tokens` of each continuation.
@@ -70,15 +75,16 @@ class NgramIndex:
         """
         self._extend(token_ids)
         settings = self._settings
-        if num_tokens < 1 or self._num_tokens < len(token_ids):
+        if num_tokens < 1 or not token_ids or self._num_tokens < len(token_ids):
             return EMPTY
-        for length in range(min(settings.max_length, len(token_ids)), settings.min_length - 1, -1):
-            ends = self._ends.get(tuple(token_ids[-length:]), [])
-            found = [
-                token_ids[end : end + num_tokens]
-                for end in reversed(ends[-settings.max_matches - 1 :])
-                if end < len(token_ids)
-            ][: settings.max_matches]
+        if not self._before[0][-1]:
+            return EMPTY  # most often so; what a longer one followed, a shorter one did, too
+        for length, before in zip(reversed(self._lengths), reversed(self._before), strict=True):
+            found: list[Sequence[int]] = []
+            end = before[-1]
+            while end and len(found) < settings.max_matches:
+                found.append(token_ids[end : end + num_tokens])
+                end = before[end - self._first - 1]
             if found:
                 # The longer the match, and the nearer to it, the likelier. Replaced by what is
                 # measured (expansion.py) as soon as there is something.
@@ -91,12 +97,16 @@ class NgramIndex:
     def _extend(self, token_ids: Sequence[int]) -> None:
         if len(token_ids) < self._num_tokens:
             raise ValueError(f"{len(token_ids)} tokens, {self._num_tokens} at the call before")
-        settings = self._settings
         if not self._num_tokens:
             self._first = self._num_tokens = max(0, len(token_ids) - MAX_INDEXED)
         newest = min(len(token_ids), self._num_tokens + _PER_CALL)
-        for end in range(self._num_tokens + 1, newest + 1):
-            longest = min(settings.max_length, end - self._first)
-            for length in range(settings.min_length, longest + 1):
-                self._ends.setdefault(tuple(token_ids[end - length : end]), []).append(end)
+        first, known = self._first, self._newest
+        for length, before in zip(self._lengths, self._before, strict=True):
+            for end in range(self._num_tokens + 1, newest + 1):
+                if end - first < length:
+                    before.append(0)
+                    continue
+                gram = tuple(token_ids[end - length : end])
+                before.append(known.get(gram, 0))
+                known[gram] = end
         self._num_tokens = newest

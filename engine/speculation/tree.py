@@ -135,9 +135,16 @@ def chain(token_ids: Sequence[int], chances: Sequence[float]) -> TokenTree:
 
 
 def ordered(
-    token_ids: Sequence[int], parents: Sequence[int], chances: Sequence[float]
+    token_ids: Sequence[int],
+    parents: Sequence[int],
+    chances: Sequence[float],
+    tries: Sequence[tuple[Try, ...]] = (),
 ) -> TokenTree:
-    """The tree of nodes in any order that has parents before their children, without tries."""
+    """The tree of nodes in any order that has parents before their children.
+
+    Args:
+        tries: of each node; or of none.
+    """
     below: dict[int, list[int]] = {}
     for node, parent in enumerate(parents):
         below.setdefault(parent, []).append(node)
@@ -152,8 +159,18 @@ def ordered(
         tuple(token_ids[node] for node in order),
         tuple(places[parents[node]] for node in order),
         tuple(chances[node] for node in order),
-        ((),) * len(order),
+        tuple(tries[node] for node in order) if tries else ((),) * len(order),
     )
+
+
+def numbered(tree: TokenTree, drafter: int) -> TokenTree:
+    """The tree with all its tries in this drafter's name; a node without any gets one that was
+    certain to come."""
+    certain = (Try(drafter, 1.0),)
+    tries = tuple(
+        tuple(one._replace(drafter=drafter) for one in own) or certain for own in tree.tries
+    )
+    return TokenTree(tree.token_ids, tree.parents, tree.chances, tries)
 
 
 def merge(trees: Sequence[TokenTree]) -> TokenTree:

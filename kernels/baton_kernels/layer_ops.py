@@ -131,6 +131,7 @@ def rotate_and_write(
     sequence_ids: torch.Tensor | None = None,
     *,
     num_heads: int,
+    slots: torch.Tensor | None = None,
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     norm_eps: float = 1e-6,
@@ -151,6 +152,8 @@ def rotate_and_write(
         block_tables: [B, n] int32; None with `rows`.
         sequence_ids: [T] int32, the block table's row of each token; None: token i is of row i.
         num_heads: H.
+        slots: [T] int32: where in its sequence's blocks each token's key and value go, of account
+            where there is a position; None: at its position. Nodes of a token tree share positions.
         q_norm, k_norm: [D] weights of an RMSNorm over each head, both or none.
         norm_eps: of that norm.
         out_q: [T, H, D], rows dense.
@@ -162,6 +165,8 @@ def rotate_and_write(
     num_kv_heads = _check_rotation(
         qkv, positions, cos_sin, rows, block_tables, sequence_ids, num_heads, q_norm, k_norm
     )
+    if slots is not None:
+        _check_ids("slots", slots, qkv.shape[0])
     num_tokens, head_dim = qkv.shape[0], cos_sin.shape[1]
     if out_q is None:
         out_q = qkv.new_empty(num_tokens, num_heads, head_dim)
@@ -173,7 +178,7 @@ def rotate_and_write(
         from baton_kernels.gpu import layer_ops as gpu
 
         gpu.rotate_and_write(
-            qkv, positions, cos_sin, rows, block_tables, sequence_ids,
+            qkv, positions, cos_sin, rows, block_tables, sequence_ids, slots,
             q_norm, k_norm, norm_eps, out_q, out_k, out_v,
         )  # fmt: skip
         return out_q
@@ -187,7 +192,8 @@ def rotate_and_write(
     if out_v is not None:
         out_v.copy_(value)
     if rows is not None and block_tables is not None:
-        write_reference(key, value, positions, rows, block_tables, sequence_ids)
+        places = positions if slots is None else torch.where(positions < 0, positions, slots)
+        write_reference(key, value, places, rows, block_tables, sequence_ids)
     return out_q
 
 
@@ -229,7 +235,7 @@ def write_reference(
     block_tables: torch.Tensor,
     sequence_ids: torch.Tensor | None,
 ) -> None:
-    """Keys and values [T, K, D] of tokens at `positions` (-1: none) into the cache."""
+    """Keys and values [T, K, D] of tokens into the cache's slots `positions` (-1: none)."""
     if rows.values is None:
         raise ValueError("rows: latents are not written by this operation")
     (live,) = torch.nonzero(positions >= 0, as_tuple=True)

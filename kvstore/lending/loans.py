@@ -24,6 +24,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvstore.block import Block, Tier
 from kvstore.errors import IntegrityError, LeaseLapsed
@@ -32,9 +33,9 @@ FIRST_GENERATION = 2
 """Even, as of every block that can be read, and not the 0 of a field that nobody set."""
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """A block to be lent. chain_hash is empty for a tail block; num_tokens counts filled slots."""
+class Offer(NamedTuple):
+    """A block to be lent; a tuple, for one is made of each block of each prompt. chain_hash is
+    empty for a tail block; num_tokens counts filled slots."""
 
     block_id: int
     chain_hash: bytes
@@ -55,6 +56,7 @@ class LoanCounters:
 class _Lease:
     expires_at_s: float
     blocks: dict[int, Block] = field(default_factory=dict)
+    on_end: list[Callable[[], None]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -111,33 +113,27 @@ class LoanTable:
             another content; nothing was done.
         """
         offers = list(offers)
-        for offer in offers:
-            known = self._lent.get(offer.block_id)
-            if known is not None and known.chain_hash != offer.chain_hash:
-                raise IntegrityError(f"block {offer.block_id} is lent with another content")
+        for block_id, chain_hash, _, _ in offers:
+            known = self._lent.get(block_id)
+            if known is not None and known.chain_hash != chain_hash:
+                raise IntegrityError(f"block {block_id} is lent with another content")
         lease = self._lease(lease_id) if lease_id else _Lease(math.inf)
         if not lease_id:
             lease_id = secrets.token_hex(16)
             self._leases[lease_id] = lease
         blocks: list[Block] = []
         twice: list[int] = []
-        for offer in offers:
-            lent = self._lent.get(offer.block_id)
+        for block_id, chain_hash, checksum, num_tokens in offers:
+            lent = self._lent.get(block_id)
             if lent is None:
-                lent = self._lent[offer.block_id] = _Lent(offer.chain_hash)
+                lent = self._lent[block_id] = _Lent(chain_hash)
                 self.counters.num_blocks_lent += 1
             else:
-                twice.append(offer.block_id)
-            block = Block(
-                offer.chain_hash,
-                offer.block_id,
-                self._generation(offer.block_id),
-                offer.checksum,
-                offer.num_tokens,
-                Tier.DEVICE,
-            )
-            lent.num_leases += offer.block_id not in lease.blocks
-            lease.blocks[offer.block_id] = block
+                twice.append(block_id)
+            generation = self._generation(block_id)
+            block = Block(chain_hash, block_id, generation, checksum, num_tokens, Tier.DEVICE)
+            lent.num_leases += block_id not in lease.blocks
+            lease.blocks[block_id] = block
             blocks.append(block)
         if twice:
             self._on_free(twice)
@@ -173,6 +169,14 @@ class LoanTable:
         """End the leases that are over by `now_s`."""
         over = [name for name, lease in self._leases.items() if lease.expires_at_s <= now_s]
         self.counters.num_leases_lapsed += self._end(over)
+
+    def when_over(self, lease_id: str, then: Callable[[], None]) -> None:
+        """Have `then` called once, when the lease ends, however that is; now if it is over."""
+        lease = self._leases.get(lease_id)
+        if lease is None:
+            then()
+        else:
+            lease.on_end.append(then)
 
     def end_all(self) -> None:
         """The worker stops: end every lease. Copies under way keep their blocks."""
@@ -291,6 +295,8 @@ class LoanTable:
             for block_id in lease.blocks:
                 self._lent[block_id].num_leases -= 1
             self._settle(lease.blocks)
+            for then in lease.on_end:
+                then()
         return num_ended
 
     def _settle(self, block_ids: Iterable[int]) -> None:

@@ -7,7 +7,7 @@ only what is not there yet. An early pull that fails costs nothing but itself: t
 tries again.
 
 Nothing here fails a request: what cannot be fetched is recomputed and counted by reason. The final
-handle's leases are given back whatever happens, if they are this request's.
+handle's leases are given back by `give_back`, if they are this request's.
 
 Invariant: tokens [0, num_tokens) are verified and lie in the reservation's blocks; a block that a
 late transfer may still write into is not one of those (`Engine.refill`). Belongs to the loop's
@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 
 from engine.request import Reservation
 from engine.sequence import HOLE
+from kvstore import block_hash
 from kvstore.block import Block
 from kvstore.errors import DEADLINE, MISSING
 from process import logs
@@ -110,10 +111,11 @@ class Intake:
 
     def hashes(self, context: tuple[int, ...]) -> list[bytes]:
         """Chain hashes of the full blocks of prompt and drawn tokens, by our own tenant key."""
-        known, num_blocks = self._ask.reservation.chain_hashes, len(context) // self._size
-        if num_blocks <= len(known):
-            return list(known[:num_blocks])
-        return self._ask.chain.hashes(context)
+        size, known = self._size, self._ask.reservation.chain_hashes
+        more = context[len(known) * size :]  # with what was drawn one block may be full by now
+        parent = known[-1] if known else b""
+        hashes = [*known, *block_hash.chain(self._ask.chain.root, more, size, parent)]
+        return hashes[: len(context) // size]
 
     async def pull_early(self, handle: handles.Handle, deadline: Deadline) -> None:
         """Fetch the full blocks that a partial handle names beyond what is there."""
@@ -136,21 +138,23 @@ class Intake:
             )
 
     async def load(self, handover: Handover, context: tuple[int, ...], deadline: Deadline) -> int:
-        """Fetch what was handed over beyond what is there; the leg is told of everything.
+        """Fetch what was handed over beyond what is there; the leg is told of everything. The
+        leases are to be given back then (`give_back`).
 
         Args: context: prompt and the tokens drawn already.
         Returns: tokens, counted from the first, whose KV is verified and there.
         """
-        home = self._core.connector.client or self._home
-        try:
-            why = await self._load(handover, context, deadline)
-        finally:
-            handle = handover.handle
-            if handle is not None and is_for(handle, self._ask.request_id, self._ask.tenant):
-                give_back(self._core, handle, home)
+        self._home = self._core.connector.client or self._home
+        why = await self._load(handover, context, deadline)
         if not handover.computes_prompt:
             self._count_rest(why)
         return self.num_tokens
+
+    def give_back(self, handover: Handover) -> None:
+        """The leases that came with the final handle, whatever came of `load`; once."""
+        handle = handover.handle
+        if handle is not None and is_for(handle, self._ask.request_id, self._ask.tenant):
+            give_back(self._core, handle, self._home)
 
     async def _load(self, handover: Handover, context: tuple[int, ...], deadline: Deadline) -> str:
         """Returns: why blocks that are not there and were not counted are missing."""

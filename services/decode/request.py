@@ -266,8 +266,28 @@ class DecodeRequest:
         outputs = self._outputs(handover)
         self._move(DecodeState.FETCHING)
         self._clock.enter("decode_fetch")
+        self._is_taken_in = True
+        try:
+            await self._take_in(intake, handover, outputs)
+        finally:
+            # Behind the start: that is what the client waits for.
+            intake.give_back(handover)
+        if ask.beam is not None and not self._done.done():
+            self._begin_decoding()  # it has no tokens to tell of before its end
+        await asyncio.wait((self._done, self._departure.told), return_when=asyncio.FIRST_COMPLETED)
+        if not self._done.done():
+            self._held = await self._take_out()
+        if self._done.done():
+            await self._done
+        else:
+            await self._move_away()
+
+    async def _take_in(
+        self, intake: Intake, handover: Handover, outputs: tuple[tuple[int, ...], ...]
+    ) -> None:
+        """FETCHING -> RUNNING."""
+        ask, thread = self._ask, self._core.thread
         drawn = outputs[0] or tuple(token_id for token_id, _ in handover.beam_start[:1])
-        self._is_taken_in = True  # from here on it gives the leases back
         with self._write_back.standing_back():
             num_loaded = await intake.load(handover, ask.prompt_token_ids + drawn, self._deadline)
         self.chunks.start(num_loaded)
@@ -290,15 +310,6 @@ class DecodeRequest:
                 engine.finish_sample(engine_id, index)
 
         await thread.call(start)
-        if ask.beam is not None and not self._done.done():
-            self._begin_decoding()  # it has no tokens to tell of before its end
-        await asyncio.wait((self._done, self._departure.told), return_when=asyncio.FIRST_COMPLETED)
-        if not self._done.done():
-            self._held = await self._take_out()
-        if self._done.done():
-            await self._done
-        else:
-            await self._move_away()
 
     async def _take_out(self) -> Held | None:
         """Of the engine's steps; behind it no more news comes. Returns: None where several samples

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.request import Beam, Sampling
-from engine.step_output import RequestEvent
+from engine.step_output import FilledBlock, RequestEvent
 from process import spans
 from process.deadline import Deadline
 from process.errors import Internal
@@ -120,6 +120,8 @@ class PrefillJob:
     first: asyncio.Future[Firsts]
     firsts: dict[int, RequestEvent] = field(default_factory=dict)
     """Of the samples that have drawn, until all have."""
+    last_filled: Sequence[FilledBlock] = ()
+    """Full blocks of the step that drew the first tokens: lent at once, stored behind that."""
     clock: StageClock = field(default_factory=StageClock)
     state: PrefillState = PrefillState.QUEUED
     writer: BlockWriter | None = None

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 
 from engine.step_output import FilledBlock
 from kvstore.block import Block
+from kvstore.packed import PackedBlocks
 from process.errors import BatonError
 from process.tasks import start_task
 from services.worker.block_writer import TailSource
@@ -53,7 +54,7 @@ class LentPrompt:
         self._held: list[int] = []
         self._lent: set[int] = set()
         self._filled: list[FilledBlock] = []
-        self._refs: list[Block] = []
+        self._refs = PackedBlocks()
         self._turn = asyncio.Lock()
         self._lending: asyncio.Task[None] | None = None
         self._is_closed = False
@@ -72,9 +73,9 @@ class LentPrompt:
         return len(self._filled) if self.problem is None else 0
 
     @property
-    def refs(self) -> tuple[Block, ...]:
+    def refs(self) -> PackedBlocks:
         """Full blocks from the first on, as they are lent."""
-        return tuple(self._refs)
+        return self._refs
 
     @property
     def part(self) -> Part:
@@ -119,7 +120,7 @@ class LentPrompt:
             self.problem = reason_of(error)
             return
         self._lent |= block_ids
-        self._refs += refs[:num_full]
+        self._refs += PackedBlocks.of(refs[:num_full])
         self.tail = refs[-1] if tail is not None else None
 
     def hand_over(self, ttl_s: float) -> bool:

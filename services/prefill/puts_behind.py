@@ -1,9 +1,10 @@
 """PutsBehind: the store is written after the handle went out, where a request hands over its own
 blocks.
 
-Life of one: `follow` a writer whose request is over -> its puts end, or `put_budget_s` is over,
-which cancels them -> its lease is given back, and the blocks that it read may go. What was not
-stored then is counted, and computed again by somebody some day.
+Life of one: `follow` a writer whose request is over -> the blocks are read by whoever has the
+handle, or YIELD_S is over -> its last puts begin -> they end, or `put_budget_s` is over, which
+cancels them -> its lease is given back, and the blocks that it read may go. What was not stored
+then is counted, and computed again by somebody some day.
 
 Invariant: blocks that a put reads are lent, by a hold of ours, until it is over. Belongs to the
 loop's thread.
@@ -12,18 +13,23 @@ loop's thread.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from kvstore.block import Block
+from engine.step_output import FilledBlock
 from kvstore.errors import DEADLINE, GENERATION
 from process import logs
 from process.tasks import end_tasks, start_task
+from services.prefill.lent_prompt import LentPrompt
 from services.worker.block_writer import BlockWriter
-from services.worker.lender import WorkerLender
 
 logger = logging.getLogger(__name__)
+
+YIELD_S = 0.05
+"""The last puts wait no longer for whoever reads: decode answers to a client and asks this process
+for its word on the blocks, and nobody waits for the store. Guessed: ten times what that takes."""
 
 
 class PutsBehind:
@@ -40,16 +46,25 @@ class PutsBehind:
         """Requests that are over and whose puts are not."""
         return len(self._tasks)
 
-    def follow(self, writer: BlockWriter, blocks: Sequence[Block], lender: WorkerLender) -> None:
-        """See a writer to its end. blocks: all full blocks of its prompt, as they are lent now."""
-        left = blocks[writer.num_stored :]
-        hold_id, is_held = lender.loans.hold(left)
+    def follow(
+        self, writer: BlockWriter, lent: LentPrompt, last_filled: Sequence[FilledBlock]
+    ) -> None:
+        """See a writer to its end, whose prompt is lent and handed over. last_filled: what it is
+        still to be given."""
+        num_blocks, loans = len(lent.refs), lent.lender.loans
+        left = tuple(lent.refs[writer.num_stored :])
+        hold_id, is_held = loans.hold(left)
         if not all(is_held):  # given back already: their bytes may be another's soon
-            lender.loans.unhold(hold_id)
+            loans.unhold(hold_id)
             self.not_stored[GENERATION] += len(left)
             writer.cancel()
             return
-        task = start_task(self._follow(writer, len(blocks), hold_id, lender), "put behind")
+        is_read = asyncio.Event()
+        loans.when_over(lent.lease_id, is_read.set)
+        task = start_task(
+            self._follow(writer, last_filled, num_blocks, is_read, lambda: loans.unhold(hold_id)),
+            "put behind",
+        )
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -65,17 +80,26 @@ class PutsBehind:
         await end_tasks(set(self._tasks))
 
     async def _follow(
-        self, writer: BlockWriter, num_blocks: int, hold_id: str, lender: WorkerLender
+        self,
+        writer: BlockWriter,
+        last_filled: Sequence[FilledBlock],
+        num_blocks: int,
+        is_read: asyncio.Event,
+        unhold: Callable[[], None],
     ) -> None:
         problem: str | None = DEADLINE
         try:
             async with asyncio.timeout(self._put_budget_s):
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(min(YIELD_S, self._put_budget_s / 4)):
+                        await is_read.wait()
+                writer.add(last_filled)
                 problem = (await writer.finish(None)).problem
         except TimeoutError:
             pass  # cancelled below
         finally:
             writer.cancel()  # gives its lease back, whatever it came to
-            lender.loans.unhold(hold_id)  # a cancelled put never commits
+            unhold()  # a cancelled put never commits
             num_lost = num_blocks - writer.num_stored
             if problem is not None and num_lost:
                 self.not_stored[problem] += num_lost

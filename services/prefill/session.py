@@ -84,8 +84,9 @@ class PrefillSession:
     ) -> None:
         try:
             with span:
-                answer = await self._worker.prefill(ask, deadline, sink)
-                self._tell(key, answer, sink)
+                await self._worker.prefill(
+                    ask, deadline, sink, lambda answer: self._tell(key, answer, sink)
+                )
         except asyncio.CancelledError:
             sink.failed(Cancelled(f"request {ask.request_id} was cancelled"))
         except Exception as error:  # the translator of this border: the sink makes a status of it
@@ -95,13 +96,10 @@ class PrefillSession:
             sink.failed(error)
 
     def _tell(self, key: int, answer: PrefillAnswer, sink: EventSink) -> None:
-        try:
-            if self._is_closed:
-                raise Cancelled("the stream is gone")
-            sink.answered(answer)
-        except BaseException:
-            answer.take_back()
-            raise
+        """Raises: when it cannot be told; whoever made the answer takes it back then."""
+        if self._is_closed:
+            raise Cancelled("the stream is gone")
+        sink.answered(answer)
         self._untold[key] = answer
 
     def _over(self, key: int) -> None:

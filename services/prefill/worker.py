@@ -25,7 +25,7 @@ services/prefill/handover.py.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from engine.request import Request, Reservation
@@ -88,30 +88,54 @@ class PrefillWorker:
         return {engine_id: job.state for engine_id, job in self._jobs.items()}
 
     async def prefill(
-        self, ask: PrefillAsk, deadline: Deadline, audience: Audience
+        self,
+        ask: PrefillAsk,
+        deadline: Deadline,
+        audience: Audience,
+        tell: Callable[[PrefillAnswer], None] = lambda answer: None,
     ) -> PrefillAnswer:
         """Prefill one prompt and draw the next token of each sample, which `audience` gets at once;
         then store the KV.
 
         Cancelling this coroutine is cancelling the request.
-        Raises: NoCapacity, InvalidArgument, DeadlineExceeded, Unavailable, Internal.
+        Args: tell: called with the answer as soon as it is there; what the request still holds is
+            given back behind whatever that puts on the loop. When it raises, the answer's leases
+            are given back, too.
+        Raises: NoCapacity, InvalidArgument, DeadlineExceeded, Unavailable, Internal; what `tell`
+            raises.
         """
         with self._core.admit():
             job = self._new_job(ask, deadline)
             self._jobs[job.engine_id] = job
+            answer: PrefillAnswer | None = None
             try:
-                async with deadline.timeout("prefill"):
-                    answer = await self._run(job, audience)
-                self._finish(job)
-                return answer
-            except asyncio.CancelledError:
-                job.move(PrefillState.CANCELLED)
-                raise
-            except Exception as error:  # also of `audience`: whoever asked is gone
-                job.move(PrefillState.FAILED)
-                raise named_on_wire(error, ask.sampling) from error
-            finally:
+                answer = await self._answer(job, deadline, audience)
+                tell(answer)
+            except BaseException:
                 self._close(job)
+                if answer is not None:
+                    answer.take_back()
+                raise
+            finally:
+                request_spans.tell(job.span, job.clock, job.leg)
+            # Decode waits for the answer, nobody for this.
+            asyncio.get_running_loop().call_soon(self._close, job)
+            return answer
+
+    async def _answer(
+        self, job: PrefillJob, deadline: Deadline, audience: Audience
+    ) -> PrefillAnswer:
+        try:
+            async with deadline.timeout("prefill"):
+                answer = await self._run(job, audience)
+            self._finish(job)
+        except asyncio.CancelledError:
+            job.move(PrefillState.CANCELLED)
+            raise
+        except Exception as error:  # also of `audience`: whoever asked is gone
+            job.move(PrefillState.FAILED)
+            raise named_on_wire(error, job.ask.sampling) from error
+        return answer
 
     def _new_job(self, ask: PrefillAsk, deadline: Deadline) -> PrefillJob:
         core = self._core
@@ -229,8 +253,9 @@ class PrefillWorker:
         if wants_handle and num_rest and not self._core.layout.is_quantized:
             name = f"{job.engine_id}@{self._core.identity.incarnation.hex()}"
             tail = TailSource(name, reservation.block_ids[num_full_blocks], num_rest)
-        self._write(job, [block for event in firsts for block in event.filled])
+        job.last_filled = [block for event in firsts for block in event.filled]
         if wants_handle and job.lent is not None:
+            job.lent.add(job.last_filled)
             answer = await self._handover.direct(job, job.lent, tail)
             if answer is not None:
                 return answer
@@ -239,6 +264,7 @@ class PrefillWorker:
                 num_blocks = num_full_blocks + (num_rest > 0)
                 job.leg.not_stored[STORE_UNAVAILABLE] += num_blocks
             return PrefillAnswer(None, job.leg, job.clock.seconds, ())
+        job.writer.add(job.last_filled)
         written, _ = await asyncio.gather(job.writer.finish(tail), job.pins.renew())
         job.leg.num_bytes_written = written.num_bytes
         if written.problem is not None:
@@ -267,14 +293,13 @@ class PrefillWorker:
         if lent is not None:
             lent.close(is_handed_over=is_lent)
         if lent is not None and writer is not None and is_lent:
-            self.behind.follow(writer, lent.refs, lent.lender)
+            self.behind.follow(writer, lent, job.last_filled)
         elif writer is not None and writer.lease_id not in handed_over:
             writer.cancel()
         job.pins.hand_over(handed_over)
         if job.first.done() and not job.first.cancelled():
             job.first.exception()  # seen, even if nobody waited any more
         self._core.drop(job.engine_id)
-        request_spans.tell(job.span, job.clock, job.leg)
 
     # ---- the engine's events
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum
 from functools import partial
@@ -98,6 +98,7 @@ class RequestFlow:
         # Ours until a decode worker is told of it.
         self._handle: SealedHandle | None = None
         self._fingerprint = ""
+        self._to_note: Callable[[], None] | None = None
 
     async def run(self) -> None:
         """Serve the request to its last message. The caller bounds it by the deadline.
@@ -252,7 +253,9 @@ class RequestFlow:
             self.choice = asking.decision.choice  # another one than the first, after a retry
         if self._leg is not None:
             workers = [prefilled.worker_id, self._leg.worker_id]
-            self._cluster.routing.note_prompt(asking, prefilled.layout, workers)
+            self._to_note = partial(
+                self._cluster.routing.note_prompt, asking, prefilled.layout, workers
+            )
         account = prefilled.account
         if account is None:
             self._account.recompute_for("")  # the decode worker says that it is missing
@@ -309,7 +312,11 @@ class RequestFlow:
                 leg.generate(self._samples.handover(), self._handle)
             except OTHERS_MAY as error:
                 return Loss(leg.worker_id, leg.incarnation, error)
+            finally:
+                self._note_prompt()  # not before: decode waits for the handle
             self._handle = None
+        else:
+            self._note_prompt()
         self._failover.mark("handover", None)
         for answer in ended:
             await self._delivery.end(answer, answer.empty())
@@ -323,6 +330,12 @@ class RequestFlow:
                 fingerprint=self._fingerprint,
             )
         return None
+
+    def _note_prompt(self) -> None:
+        """Have it remembered who has the prompt's KV, once."""
+        note, self._to_note = self._to_note, None
+        if note is not None:
+            note()
 
     def _need_leg(self, otherwise: str) -> DecodeLeg:
         if self._leg is None:

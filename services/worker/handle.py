@@ -17,18 +17,17 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import overload
 
-from kvstore import wire
 from kvstore.block import Block
 from kvstore.errors import DEADLINE, INCARNATION
+from kvstore.packed import PackedBlocks
 from process.errors import BatonError
 from protos import common_pb2
 from services.worker.handle_keys import HandleKeys
 from services.worker.provenance import FINGERPRINT
 
-VERSION = 2
-"""1 was not signed."""
+VERSION = 3
+"""1 was not signed; 2 had a message for each block."""
 
 SIGNATURE = "signature"
 REPLAYED = "replayed"
@@ -62,47 +61,7 @@ class Run:
     lease_id: str
     first_block: int
     blocks: Sequence[Block]
-
-
-class WireBlocks(Sequence[Block]):
-    """The blocks of a run as they came, each made a value when it is asked for: decode has most
-    blocks of most handles already."""
-
-    __slots__ = ("messages",)
-    __hash__ = None  # type: ignore[assignment]
-
-    def __init__(self, messages: Sequence[common_pb2.BlockRef]) -> None:
-        """messages: nobody changes them any more."""
-        self.messages = messages
-
-    def __len__(self) -> int:
-        return len(self.messages)
-
-    @overload
-    def __getitem__(self, index: int) -> Block: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Block]: ...
-    def __getitem__(self, index: int | slice) -> Block | Sequence[Block]:
-        if isinstance(index, slice):
-            return tuple(wire.blocks_from_proto(self.messages[index]))
-        return wire.block_from_proto(self.messages[index])
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and tuple(self) == tuple(other)
-
-    def __repr__(self) -> str:
-        return repr(tuple(self))
-
-
-def num_matching(blocks: Sequence[Block], chain_hashes: Sequence[bytes], num_tokens: int) -> int:
-    """How many leading blocks have these hashes, and so many tokens each."""
-    refs: Sequence[Block | common_pb2.BlockRef] = blocks
-    if isinstance(blocks, WireBlocks):
-        refs = blocks.messages  # unmade: both have these two
-    for index, (ref, chain_hash) in enumerate(zip(refs, chain_hashes, strict=False)):
-        if ref.chain_hash != chain_hash or ref.num_tokens != num_tokens:
-            return index
-    return min(len(refs), len(chain_hashes))
+    """`PackedBlocks` of one that came: decode has most blocks of most handles already."""
 
 
 @dataclass(frozen=True)
@@ -258,7 +217,7 @@ def stretches(handle: Handle, chain_hashes: Sequence[bytes]) -> tuple[list[Stret
         if run.first_block != first:
             return found, FINGERPRINT
         ours = chain_hashes[first : first + len(run.blocks)]
-        num_ours = num_matching(run.blocks, ours, handle.block_size)
+        num_ours = PackedBlocks.of(run.blocks).num_matching(ours, handle.block_size)
         if num_ours:
             found.append(Stretch(run, first, first + num_ours))
         if num_ours < len(run.blocks):
@@ -282,8 +241,7 @@ def tail_stretch(handle: Handle, num_full_blocks: int) -> Stretch | None:
 
 
 _HEAD = struct.Struct("<IIIq??I")
-_RUN = struct.Struct("<II")
-_BLOCK = struct.Struct("<IQQIiQ")  # and behind it the hash, of the size that comes last
+_RUN = struct.Struct("<I")
 _LENGTH = struct.Struct("<Q")
 
 
@@ -319,18 +277,15 @@ def signed_bytes(message: common_pb2.KvHandle) -> bytes:
 
 
 def _add_run(parts: list[bytes], run: common_pb2.BlockRun) -> None:
-    parts.append(_RUN.pack(run.first_block, len(run.blocks)))
+    parts.append(_RUN.pack(run.first_block))
     _add_sized(
         parts,
         run.node_id.encode(),
         run.store_address.encode(),
         run.store_incarnation,
         run.lease_id.encode(),
+        run.blocks,
     )
-    for block in run.blocks:
-        chain_hash = block.chain_hash
-        numbers = (block.frame, block.generation, block.checksum, block.num_tokens, block.tier)
-        parts += (_BLOCK.pack(*numbers, len(chain_hash)), chain_hash)
 
 
 def _add_sized(parts: list[bytes], *values: bytes) -> None:
@@ -345,16 +300,20 @@ def _run_to_proto(run: Run) -> common_pb2.BlockRun:
         store_incarnation=run.store_incarnation,
         lease_id=run.lease_id,
         first_block=run.first_block,
-        blocks=[wire.block_to_proto(block) for block in run.blocks],
+        blocks=PackedBlocks.of(run.blocks).data,
     )
 
 
 def _run_from_proto(run: common_pb2.BlockRun) -> Run:
+    try:
+        blocks = PackedBlocks(run.blocks)
+    except ValueError as error:
+        raise HandleRefused(FINGERPRINT, f"a run of {error}") from error
     return Run(
         node_id=run.node_id,
         store_address=run.store_address,
         store_incarnation=run.store_incarnation,
         lease_id=run.lease_id,
         first_block=run.first_block,
-        blocks=WireBlocks(run.blocks),
+        blocks=blocks,
     )

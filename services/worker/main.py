@@ -11,18 +11,21 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from engine.speculation.draft_port import DraftPeer
 from process import entry, interpreter, logs, tls
 from process.access import Role as PeerRole
 from process.health import Health
 from process.metrics import MetricsServer
+from process.serving import Dialer
 from process.tasks import end_tasks, start_task
 from process.tracing import Tracing
 from services.worker.config import WorkerSettings
 from services.worker.core import WorkerCore
+from services.worker.draft_channel import DraftPeers
 from services.worker.engine_port import WorkerEngine
 from services.worker.handle_keys import HandleKeys
 from services.worker.roles import MakeRole
@@ -47,7 +50,7 @@ async def run(
     """
     # What is wrong with these files is told before a model is loaded.
     HandleKeys.of(settings.handle_keys_file)
-    tls.Identity.of(settings.tls, PeerRole(role_name))
+    identity = tls.Identity.of(settings.tls, PeerRole(role_name))
     Tracing.check(settings.tracing)
     health = Health("loading the model")
     metrics = MetricsServer(health=health)
@@ -55,15 +58,18 @@ async def run(
     if settings.metrics_listen:
         # Before the model: whoever probes shall see that this process lives, and what it does.
         metrics.start(settings.metrics_listen)
+    drafts = DraftPeers(settings.engine.speculation.draft_workers, Dialer(identity))
     try:
-        engine = await _load(settings, stop, health)
+        engine = await _load(settings, stop, health, drafts.peers)
         if engine is None:
             return
         worker = await start(engine, settings, role_name, make_role, metrics)
+        drafts.show(metrics, lambda: worker.core.identity)
         health.judge_by(worker.why_not_ready)
         await _serve(worker, role_name, stop)
     finally:
         health.end()
+        await drafts.close()
         await asyncio.to_thread(metrics.stop)
 
 
@@ -131,7 +137,7 @@ async def _first(*events: asyncio.Event) -> None:
 
 
 async def _load(
-    settings: WorkerSettings, stop: asyncio.Event, health: Health
+    settings: WorkerSettings, stop: asyncio.Event, health: Health, peers: Sequence[DraftPeer]
 ) -> WorkerEngine | None:
     """Load the engine on a thread that does not hold the process back when it is told to stop.
 
@@ -159,6 +165,7 @@ async def _load(
                 settings.engine,
                 progress=_Progress(health),
                 prepares_grammars=settings.prepare_grammars,
+                draft_peers=peers,
             )
             outcome = (engine, None)
         except Exception as error:  # handed to the loop, which raises it

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvstore.block import Block
+from kvstore.packed import PackedBlocks
 from services.worker import handle as handles
 
 
@@ -40,7 +41,7 @@ class Part:
             keeper.incarnation,
             self.lease_id,
             first_block,
-            tuple(blocks),
+            PackedBlocks.of(blocks),
         )
 
 

@@ -31,6 +31,7 @@ from process import incarnation
 from process.deadline import Deadline
 from tests.chaos import damage
 from tests.conformance.conftest import FINGERPRINT, Worker
+from tests.handle_blocks import blocks_of
 from tests.wire.prefill_decode_pair import Pair, pair
 
 pytestmark = pytest.mark.chaos
@@ -337,8 +338,8 @@ async def _spoiled_request(p: Pair, rng: random.Random, name: str) -> tuple[int,
         assert (await stream.next(key)).reserved.num_tokens_local == 0
         reply = await p.run_prefill(prompt, name=name)
         handle = reply.handle
-        frames = [block.frame for run in handle.runs for block in run.blocks]
-        frames += [block.frame for block in handle.tail.blocks]
+        frames = [block.frame for run in handle.runs for block in blocks_of(run)]
+        frames += [block.frame for block in blocks_of(handle.tail)]
         bad = sorted(rng.sample(range(len(frames)), rng.randint(1, len(frames))))
         for index in bad:
             _spoil_frame(rng, p.store.node.slab, frames[index])

@@ -19,6 +19,7 @@ from protos import (
     prefill_pb2,
     prefill_pb2_grpc,
 )
+from tests.handle_blocks import blocks_of, forge
 from tests.wire.prefill_call import PrefillCall
 from tests.wire.prefill_decode_pair import Answer, RouterStream, sampling_params
 
@@ -44,11 +45,11 @@ def _unknown_key(handle: common_pb2.KvHandle) -> None:
 
 
 def _other_checksum(handle: common_pb2.KvHandle) -> None:
-    handle.runs[0].blocks[0].checksum ^= 1
+    forge(handle.runs[0], 0, checksum=blocks_of(handle.runs[0])[0].checksum ^ 1)
 
 
 def _other_frame(handle: common_pb2.KvHandle) -> None:
-    handle.runs[0].blocks[0].frame += 1
+    forge(handle.runs[0], 0, frame=blocks_of(handle.runs[0])[0].frame + 1)
 
 
 def _other_store(handle: common_pb2.KvHandle) -> None:

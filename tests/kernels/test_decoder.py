@@ -16,9 +16,9 @@ from engine.kv.memory import KvMemory
 
 _STEPS = (
     (Span(0, 7, (3, 1)), Span(0, 1, (2,)), Span(0, 3, (5,))),
-    (Span(7, 1, (3, 1)), Span(1, 5, (2, 0)), Span(3, 1, (5,))),
+    (Span(7, 1, (3, 1)), Span(1, 5, (2, 0)), Span(3, 4, (5, 4), branches=(-1, 0, -1))),
 )
-"""Chunks beside single tokens, off and on block borders."""
+"""Chunks, and a token tree, beside single tokens, off and on block borders."""
 
 
 _KINDS = [(torch.float32, "")]

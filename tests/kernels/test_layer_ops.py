@@ -140,6 +140,13 @@ def test_rotate_and_write(
     if norms:
         options |= {"q_norm": randn(dim, dtype=dtype), "k_norm": randn(dim, dtype=dtype)}
     sequence_ids = torch.tensor(sequences, dtype=torch.int32, device=device) if ids else None
+    places = positions.tolist()
+    if ids:  # as a token tree's nodes: the second one's position is not its slot
+        places = [0, 4, -1, 13, 5]
+        slots = torch.tensor([0, 4, 99, 13, 5], dtype=torch.int32, device=device)
+        written = {"slots": slots}
+    else:
+        written = {}
     out = {
         "out_q": poisoned(5, num_heads, dim, dtype=dtype),
         "out_k": poisoned(5, num_kv_heads, dim, dtype=dtype),
@@ -154,6 +161,7 @@ def test_rotate_and_write(
         sequence_ids,
         **options,
         **out,
+        **written,
         backend="triton",
     )
     exact = layer_ops.rotate_reference(qkv.double(), positions, cos_sin, **options)
@@ -162,18 +170,19 @@ def test_rotate_and_write(
         assert not result[2].any(), "padding is zero"
     expected = Cache(len(cache.numbers), num_kv_heads, size, dim, dtype, device)
     for token, sequence in enumerate(sequences):
-        position = int(positions[token])
-        if position < 0:
+        slot = places[token]
+        if slot < 0:
             continue
-        keys, values = expected.token(int(tables[sequence, position // size]), position % size)
+        keys, values = expected.token(int(tables[sequence, slot // size]), slot % size)
         keys.copy_(out["out_k"][token])
         values.copy_(out["out_v"][token])
     assert torch.equal(cache.numbers, expected.numbers)
 
     other = Cache(len(cache.numbers), num_kv_heads, size, dim, dtype, device)
     result = layer_ops.rotate_and_write(
-        qkv, positions, cos_sin, other.rows, tables, sequence_ids, **options, backend="reference"
-    )
+        qkv, positions, cos_sin, other.rows, tables, sequence_ids, **options, **written,
+        backend="reference",
+    )  # fmt: skip
     assert relative(result, exact[0]) < TOLERANCE[dtype]
     assert relative(other.numbers, cache.numbers) < TOLERANCE[dtype]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from protos import common_pb2, decode_pb2
 from services.worker import handle as handles
+from tests.handle_blocks import blocks_of, set_blocks
 from tests.wire.prefill_decode_pair import Pair, RouterStream
 
 
@@ -12,7 +13,7 @@ def partial(p: Pair, handle: common_pb2.KvHandle, num_blocks: int) -> common_pb2
     early = common_pb2.KvHandle()
     early.CopyFrom(handle)
     early.ClearField("tail")
-    del early.runs[0].blocks[num_blocks:]
+    set_blocks(early.runs[0], blocks_of(early.runs[0])[:num_blocks])
     early.num_tokens = num_blocks * early.block_size
     early.is_partial = True
     early.nonce = handles.new_nonce()

@@ -18,6 +18,7 @@ import torch
 from engine.batch import Batch
 from engine.loop import Engine
 from kvstore import serve
+from kvstore.block import Block
 from kvstore.client import StoreClient
 from kvstore.config import KvStoreSettings
 from process import keys, serving
@@ -119,7 +120,7 @@ class Node:
         assert not any(found[num_held:]), "presence has a gap"
         return num_held
 
-    def flip_bit(self, block: common_pb2.BlockRef) -> None:
+    def flip_bit(self, block: Block) -> None:
         """In a committed frame, behind everybody's back."""
         self.store.node.slab.frames[block.frame, 3] ^= 1
 

@@ -26,6 +26,7 @@ from services.decode.role import DecodeRole
 from services.worker import handle as handles
 from services.worker import main
 from services.worker.config import WorkerLimits, WorkerSettings
+from tests.handle_blocks import blocks_of, set_blocks
 from tests.unit.worker.builders import SALT, GatedModel, fake_engine, prompt_of
 from tests.wire.partial_handles import partial, prefetch
 from tests.wire.prefill_decode_pair import (
@@ -172,7 +173,8 @@ async def split(n: TwoNodes, reply: prefill_pb2.PrefillReply, at: int = 4) -> No
     client = decode.connector.client
     assert client is not None
     run = reply.handle.runs[0]
-    hashes = [block.chain_hash for block in run.blocks]
+    blocks = blocks_of(run)
+    hashes = [block.chain_hash for block in blocks]
     matched = await client.match(hashes[:at], ttl_s=LEASE_TTL_S, deadline=Deadline.after(WAIT_S))
     assert len(matched.blocks) == at
     home = common_pb2.BlockRun(
@@ -181,12 +183,14 @@ async def split(n: TwoNodes, reply: prefill_pb2.PrefillReply, at: int = 4) -> No
         store_incarnation=client.incarnation,
         lease_id=matched.lease_id,
     )
-    for block, ref in zip(run.blocks[:at], matched.blocks, strict=True):
-        home.blocks.add().CopyFrom(block)
-        home.blocks[-1].frame = ref.frame
-        home.blocks[-1].generation = ref.generation
-        home.blocks[-1].checksum = ref.checksum
-    del run.blocks[:at]
+    at_home = [
+        dataclasses.replace(
+            block, frame=ref.frame, generation=ref.generation, checksum=ref.checksum
+        )
+        for block, ref in zip(blocks[:at], matched.blocks, strict=True)
+    ]
+    set_blocks(home, at_home)
+    set_blocks(run, blocks[at:])
     run.first_block = at
     rest = common_pb2.BlockRun()
     rest.CopyFrom(run)
@@ -255,7 +259,7 @@ async def test_a_bad_block_of_another_node_is_computed(tmp_path: Path) -> None:
         far = n.pair.store.node.node_id
 
         async def flip(n: TwoNodes, reply: prefill_pb2.PrefillReply) -> None:
-            n.pair.store.node.slab.frames[reply.handle.runs[0].blocks[2].frame, 3] ^= 1
+            n.pair.store.node.slab.frames[blocks_of(reply.handle.runs[0])[2].frame, 3] ^= 1
 
         answer = await generate(n, flip)
         assert answer.recomputed == {"checksum": 6} and from_store(answer) == {far: 8}

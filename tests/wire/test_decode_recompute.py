@@ -12,6 +12,7 @@ import pytest
 from process import incarnation, keys
 from protos import common_pb2, prefill_pb2
 from services.worker import handle as handles
+from tests.handle_blocks import blocks_of, forge, set_blocks
 from tests.unit.worker.builders import prompt_of
 from tests.wire.prefill_decode_pair import Answer, Pair, pair, until
 
@@ -49,19 +50,20 @@ def flip_byte(p: Pair, frame: int) -> None:
 
 
 def corrupt(index: int) -> Spoil:
-    return lambda p, handle: flip_byte(p, handle.runs[0].blocks[index].frame)
+    return lambda p, handle: flip_byte(p, blocks_of(handle.runs[0])[index].frame)
 
 
 def corrupt_tail(p: Pair, handle: common_pb2.KvHandle) -> None:
-    flip_byte(p, handle.tail.blocks[0].frame)
+    flip_byte(p, blocks_of(handle.tail)[0].frame)
 
 
 def older(p: Pair, handle: common_pb2.KvHandle) -> None:
-    handle.runs[0].blocks[4].generation += 2
+    run = handle.runs[0]
+    forge(run, 4, generation=blocks_of(run)[4].generation + 2)
 
 
 def foreign_block(p: Pair, handle: common_pb2.KvHandle) -> None:
-    handle.runs[0].blocks[5].chain_hash = bytes(16)
+    forge(handle.runs[0], 5, chain_hash=bytes(16))
 
 
 def other_tenant(p: Pair, handle: common_pb2.KvHandle) -> None:
@@ -91,7 +93,7 @@ def gap(p: Pair, handle: common_pb2.KvHandle) -> None:
 
 
 def shortened(p: Pair, handle: common_pb2.KvHandle) -> None:
-    del handle.runs[0].blocks[3:]
+    set_blocks(handle.runs[0], blocks_of(handle.runs[0])[:3])
     handle.ClearField("tail")
     handle.num_tokens = 12
 
@@ -288,7 +290,7 @@ async def test_a_corrupt_frame_at_prefill_is_computed_again_and_counted(tmp_path
         first = await p.run_prefill(PROMPT, name="first")
         for start in range(60, 63):
             await p.run_prefill(prompt_of(200, start=start), name=f"f{start}", wants_handle=False)
-        flip_byte(p, first.handle.runs[0].blocks[2].frame)
+        flip_byte(p, blocks_of(first.handle.runs[0])[2].frame)
         again = await p.run_prefill(PROMPT, name="again")
         assert list(again.token_ids) == p.expected(PROMPT, 1)
         assert {c.reason: c.num_blocks for c in again.leg.recomputed} == {"checksum": 5}

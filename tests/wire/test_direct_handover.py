@@ -25,6 +25,8 @@ from process.deadline import Deadline
 from process.errors import Cancelled, DeadlineExceeded
 from protos import common_pb2, prefill_pb2_grpc
 from services.decode.states import DecodeState
+from services.prefill import puts_behind
+from services.prefill.handover import PrefillAnswer
 from services.prefill.job import Firsts, PrefillState
 from services.prefill.role import PrefillRole
 from services.worker import core, links, main
@@ -32,6 +34,7 @@ from services.worker import handle as handles
 from services.worker.config import WorkerLimits, WorkerSettings
 from services.worker.core import Identity, WorkerCore
 from tests.conformance.fake_device import FakeDevice
+from tests.handle_blocks import blocks_of
 from tests.unit.worker.builders import BLOCK_SIZE, GATE_S, fake_engine, prompt_of
 from tests.wire.deadlines import Deadlines
 from tests.wire.decode_movers import hold_at
@@ -95,7 +98,7 @@ async def test_decode_reads_the_prefill_workers_own_cache(
         (run,) = reply.handle.runs
         assert run.node_id == lender_node_id("prefill-0") == reply.handle.tail.node_id
         assert run.store_address == p.prefill.address
-        assert len(run.blocks) == FULL and run.first_block == 0
+        assert len(blocks_of(run)) == FULL and run.first_block == 0
         leg = answer.leg
         assert leg.num_tokens_computed == 0 and answer.recomputed == {}
         (count,) = leg.from_store
@@ -282,7 +285,7 @@ async def test_the_first_token_does_not_wait_for_blocks_to_be_lent(tmp_path: Pat
 
 def stored(p: Pair, reply: Any) -> list[bool]:
     """Whether each full block of the handle lies in the store."""
-    hashes = [block.chain_hash for block in reply.handle.runs[0].blocks]
+    hashes = [block.chain_hash for block in blocks_of(reply.handle.runs[0])]
     return [p.store.node.store.catalog.find(each) is not None for each in hashes]
 
 
@@ -304,6 +307,27 @@ async def test_the_store_has_the_prompt_behind(tmp_path: Path) -> None:
         await all_back(p)
         assert stored(p, reply) == [True] * FULL
         assert not p.prefill_role.worker.behind.not_stored
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+async def test_the_last_puts_wait_for_whoever_reads_but_not_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_read: bool
+) -> None:
+    """A prompt of one chunk: all of its blocks are the last step's."""
+    monkeypatch.setattr(puts_behind, "YIELD_S", 1e9 if is_read else 0.01)
+    limits = WorkerLimits(store_wait_s=WAIT_S, attach_budget_s=5.0, drain_s=0.2, put_budget_s=1e10)
+    async with direct(tmp_path, limits=limits) as p:
+        reply = await p.run_prefill(PROMPT[:6], handover=DIRECT)
+        lender = p.prefill.core.lender
+        assert lender is not None and reply.leg.num_blocks_behind == 1
+        if is_read:
+            await until(lambda: p.prefill_role.worker.behind.num_writers == 1)
+            assert stored(p, reply) == [False] and lender.loans.num_leases == 1
+        else:
+            await until(lambda: stored(p, reply) == [True])
+            assert lender.loans.num_leases == 1
+        lender.release(reply.handle.runs[0].lease_id)
+        await until(lambda: stored(p, reply) == [True])
 
 
 async def test_a_put_behind_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
@@ -410,7 +434,7 @@ async def test_bytes_that_changed_are_computed_again(tmp_path: Path) -> None:
         reply = await p.run_prefill(PROMPT, handover=DIRECT)
         lender = p.prefill.core.lender
         assert lender is not None
-        frame = reply.handle.runs[0].blocks[2].frame
+        frame = blocks_of(reply.handle.runs[0])[2].frame
         lender.lender.memory.view[frame, 5] ^= 1
         await stream.generate(key, reply)
         answer = await stream.collect(key)
@@ -537,11 +561,12 @@ async def test_many_at_once_with_little_room_and_some_that_leave(
             await asyncio.gather(*(one(number, *each) for number, each in enumerate(asked)))
 
 
-async def test_a_handle_that_nobody_could_be_told_of_is_taken_back(tmp_path: Path) -> None:
-    class Deaf:
-        async def show_firsts(self, firsts: Firsts) -> None: ...
-        async def show_partial(self, handle: handles.Handle) -> None: ...
+class Deaf:
+    async def show_firsts(self, firsts: Firsts) -> None: ...
+    async def show_partial(self, handle: handles.Handle) -> None: ...
 
+
+async def test_a_handle_that_nobody_could_be_told_of_is_taken_back(tmp_path: Path) -> None:
     async with direct(tmp_path) as p:
         servicer = p.prefill_role._servicer
         ask = servicer._ask(p.prefill_request(PROMPT, handover=DIRECT))
@@ -551,6 +576,23 @@ async def test_a_handle_that_nobody_could_be_told_of_is_taken_back(tmp_path: Pat
         answer.take_back()
         answer.take_back()
         assert lender.loans.num_leases == 0
+
+
+async def test_a_handle_whose_telling_failed_is_taken_back_and_its_prompt_is_stored(
+    tmp_path: Path,
+) -> None:
+    def tell(answer: PrefillAnswer) -> None:
+        assert answer.handle is not None
+        raise Cancelled("the stream is gone")
+
+    async with direct(tmp_path) as p:
+        ask = p.prefill_role._servicer._ask(p.prefill_request(PROMPT, handover=DIRECT))
+        worker, lender = p.prefill_role.worker, p.prefill.core.lender
+        with pytest.raises(Cancelled):
+            await worker.prefill(ask, Deadline.after(WAIT_S), Deaf(), tell)
+        assert lender is not None and lender.loans.num_leases == 0 and not worker.states
+        await all_back(p)
+        assert not worker.behind.not_stored
 
 
 @pytest.mark.parametrize("how", ["never taken", "given up by decode"])

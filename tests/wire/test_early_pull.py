@@ -19,6 +19,7 @@ from kvstore.errors import Quarantine, TransferFailed, TransferTimeout
 from protos import common_pb2, decode_pb2
 from services.decode.states import DecodeState
 from services.worker import handle as handles
+from tests.handle_blocks import blocks_of
 from tests.unit.worker.builders import GATE_S, prompt_of
 from tests.wire.partial_handles import partial, prefetch
 from tests.wire.prefill_call import PrefillCall
@@ -58,7 +59,7 @@ async def test_the_final_handle_loads_only_the_rest(tmp_path: Path) -> None:
         reply = await p.run_prefill(PROMPT)
         key = await stream.reserve(p.reserve(PROMPT))
         await stream.next(key)
-        hashes = [block.chain_hash for block in reply.handle.runs[0].blocks]
+        hashes = [block.chain_hash for block in blocks_of(reply.handle.runs[0])]
         assert len(hashes) == FULL
         for index, num_blocks in enumerate((2, 5), 1):
             await prefetch(stream, key, partial(p, reply.handle, num_blocks))
@@ -203,7 +204,7 @@ async def test_a_bad_block_ends_an_early_pull_and_the_final_one_at_the_same_plac
 ) -> None:
     async with pair(tmp_path) as p, p.stream() as stream:
         reply = await p.run_prefill(PROMPT)
-        p.store.node.slab.frames[reply.handle.runs[0].blocks[3].frame, 3] ^= 1
+        p.store.node.slab.frames[blocks_of(reply.handle.runs[0])[3].frame, 3] ^= 1
         key = await stream.reserve(p.reserve(PROMPT))
         await stream.next(key)
         await prefetch(stream, key, partial(p, reply.handle, 5))

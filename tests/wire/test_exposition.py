@@ -23,11 +23,18 @@ from prometheus_client.registry import Collector
 from kvstore import block_hash, serve
 from kvstore.config import KvStoreSettings
 from process.metrics import LoopCollector, MetricsServer
+from process.serving import PLAIN
 from protos import common_pb2
+from services.draft.metrics import DraftCollector
+from services.draft.thread import DraftThread
 from services.router.metrics import RouterMetrics
 from services.worker import metrics as worker_metrics
+from services.worker.core import Identity
+from services.worker.draft_channel import DraftPeers
 from services.worker.metrics import WorkerCollector
 from services.worker.parking import StoreParking
+from tests import draft_workers
+from tests.handle_blocks import blocks_of
 from tests.unit.router.bench import RedisServer, running
 from tests.unit.router.bench import request as router_request
 from tests.unit.worker.builders import BLOCK_SIZE, prompt_of
@@ -263,12 +270,22 @@ def _of_all() -> set[str]:
     rows = worker_metrics._of_parking(cast(StoreParking, parking), {"worker_id": "w", "role": "d"})
     registry = CollectorRegistry()
     registry.register(router)
-    registry.register(_Rows(list(rows)))
+    registry.register(_Rows([*rows, *_of_drafts()]))
     text = generate_latest(registry).decode()
     assert "detail" not in text and 'term="queue"' in text and 'term="turns"' not in text
     families = exposition.read(text)
     _check_documented(families.values())
     return set(families)
+
+
+def _of_drafts() -> list[Metric]:
+    """Of a draft worker, and of a decode worker that has one."""
+    sessions = draft_workers.sessions(by=draft_workers.CountsOn())
+    thread = SimpleNamespace(failure=None, num_waiting=0, sessions=sessions)
+    drafts = DraftPeers(["127.0.0.1:1"], PLAIN)
+    drafts.show(MetricsServer(), lambda: Identity.new("decode", "w"))
+    own = DraftCollector(cast(DraftThread, thread), "w").collect()
+    return [*(row for row in own if row.name != "baton_up"), *drafts.collect()]
 
 
 async def test_the_page_names_what_there_is_and_nothing_else(tmp_path: Path) -> None:
@@ -337,7 +354,7 @@ async def test_a_block_that_fails_verification_is_counted_by_reason(tmp_path: Pa
         key = await stream.reserve(p.reserve(prompt, max_tokens=4))
         await stream.next(key)
         reply = await p.run_prefill(prompt, max_tokens=4, handover=common_pb2.HANDOVER_PATH_STORE)
-        p.store.node.slab.frames[reply.handle.runs[0].blocks[1].frame, 3] ^= 1
+        p.store.node.slab.frames[blocks_of(reply.handle.runs[0])[1].frame, 3] ^= 1
         await stream.generate(key, reply)
         answer = await stream.collect(key)
         assert answer.recomputed["checksum"] > 0

@@ -18,6 +18,7 @@ from kvstore.transport.base import GetResult
 from process.deadline import Deadline
 from process.errors import InvalidArgument
 from protos import common_pb2, prefill_pb2
+from tests.handle_blocks import blocks_of
 from tests.unit.worker.builders import BLOCK_SIZE, prompt_of
 from tests.wire.prefill_call import PrefillCall
 from tests.wire.prefill_decode_pair import WAIT_S, until, whole
@@ -38,7 +39,7 @@ def recomputed(reply: prefill_pb2.PrefillReply) -> dict[str, int]:
 
 def shape(handle: common_pb2.KvHandle) -> list[tuple[str, int, int]]:
     """(node, first block, number of blocks) of each run."""
-    return [(run.node_id, run.first_block, len(run.blocks)) for run in handle.runs]
+    return [(run.node_id, run.first_block, len(blocks_of(run))) for run in handle.runs]
 
 
 async def fill(n: Nodes, node: Node, num_tokens: int = len(PROMPT)) -> prefill_pb2.PrefillReply:
@@ -170,7 +171,7 @@ Spoil = Callable[[Nodes, prefill_pb2.PrefillReply, common_pb2.PrefixRun], None]
 
 
 def flip(index: int) -> Spoil:
-    return lambda n, filled, hint: n[0].flip_bit(filled.handle.runs[0].blocks[index])
+    return lambda n, filled, hint: n[0].flip_bit(blocks_of(filled.handle.runs[0])[index])
 
 
 def other_life(n: Nodes, filled: prefill_pb2.PrefillReply, hint: common_pb2.PrefixRun) -> None:
@@ -303,7 +304,7 @@ async def test_a_bad_block_at_home_comes_from_the_other_node(tmp_path: Path) -> 
         filled = await n.run(n[1], PROMPT, name="fill")
         await n.release(filled.handle)
         await n.forget(n[1])
-        n[1].flip_bit(filled.handle.runs[0].blocks[5])
+        n[1].flip_bit(blocks_of(filled.handle.runs[0])[5])
         hints = [n[1].hint(0, NUM_FULL), n[0].hint(NUM_FULL, 1)]
         reply = await n.run(n[1], PROMPT, hints, wants_handle=False)
         assert tokens_by_node(reply) == {"store-1": 20, "store-0": 20}

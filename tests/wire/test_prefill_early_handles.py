@@ -13,12 +13,14 @@ import grpc.aio
 import numpy as np
 import pytest
 
+from kvstore.block import Block
 from kvstore.client import StoreClient
 from kvstore.transport.base import BlockMemory
 from process.deadline import Deadline
 from process.errors import Cancelled, DeadlineExceeded, Unavailable
 from protos import common_pb2, prefill_pb2
 from services.worker import handle as handles
+from tests.handle_blocks import blocks_of
 from tests.unit.worker.builders import BLOCK_SIZE, prompt_of
 from tests.wire.deadlines import Deadlines
 from tests.wire.prefill_call import KEY, PrefillCall
@@ -29,12 +31,12 @@ PROMPT = prompt_of(90, start=3)  # six chunks of 16 tokens
 NUM_FULL = 22
 
 
-def refs_of(handle: common_pb2.KvHandle) -> list[common_pb2.BlockRef]:
+def refs_of(handle: common_pb2.KvHandle) -> list[Block]:
     """All full blocks, without a gap."""
-    refs: list[common_pb2.BlockRef] = []
+    refs: list[Block] = []
     for run in handle.runs:
         assert run.first_block == len(refs)
-        refs += run.blocks
+        refs += blocks_of(run)
     return refs
 
 
@@ -259,7 +261,7 @@ async def test_a_partial_handle_over_two_stores(tmp_path: Path) -> None:
         hints = [n[0].hint(0, 5), n[1].hint(5, 5)]
         call = PrefillCall(n[0].stub, n.request(PROMPT, hints), timeout_s=WAIT_S)
         message = await call.read()
-        shape = [(run.node_id, run.first_block, len(run.blocks)) for run in message.handle.runs]
+        shape = [(run.node_id, run.first_block, len(blocks_of(run))) for run in message.handle.runs]
         assert shape == [("store-0", 0, 5), ("store-1", 5, 5)]
         call.cancel()
         n[0].model.release()

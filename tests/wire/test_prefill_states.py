@@ -18,6 +18,7 @@ from process.errors import Cancelled, DeadlineExceeded, NoCapacity
 from protos import prefill_pb2_grpc
 from services.prefill.job import PrefillState
 from services.worker.config import WorkerLimits
+from tests.handle_blocks import blocks_of
 from tests.unit.worker.builders import BLOCK_SIZE, prompt_of
 from tests.wire.deadlines import Deadlines
 from tests.wire.prefill_call import KEY, PrefillCall
@@ -230,7 +231,7 @@ async def test_room_for_whole_blocks_only_is_waited_for(tmp_path: Path) -> None:
             reply = await asyncio.wait_for(whole(call), WAIT_S)
         assert list(reply.token_ids) == p.expected(PROMPT, 1)
         assert reply.handle.num_tokens == len(PROMPT)
-        assert len(reply.handle.runs[0].blocks) == len(PROMPT) // BLOCK_SIZE
+        assert len(blocks_of(reply.handle.runs[0])) == len(PROMPT) // BLOCK_SIZE
         await p.check(leases=1)
 
 

@@ -25,6 +25,8 @@ from protos import (
     autoscaler_pb2_grpc,
     decode_pb2,
     decode_pb2_grpc,
+    draft_pb2,
+    draft_pb2_grpc,
     externalscaler_pb2,
     externalscaler_pb2_grpc,
     inference_pb2,
@@ -76,6 +78,9 @@ SERVED: dict[Role, list[tuple[Any, Add, Any]]] = {
             kvstore_pb2_grpc.add_KvStoreServicer_to_server,
             kvstore_pb2_grpc.KvStoreServicer,
         )
+    ],
+    Role.DRAFT: [
+        (draft_pb2, draft_pb2_grpc.add_DraftServicer_to_server, draft_pb2_grpc.DraftServicer)
     ],
     Role.AUTOSCALER: [
         (

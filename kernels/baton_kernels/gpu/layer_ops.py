@@ -138,15 +138,16 @@ def silu_mul(
 
 @triton.jit(
     do_not_specialize=["table_stride"],
-    do_not_specialize_on_alignment=["positions", "block_tables", "sequence_ids"],
+    do_not_specialize_on_alignment=["positions", "block_tables", "sequence_ids", "slots"],
 )  # type: ignore[untyped-decorator]
 def _rotate_and_write(  # type: ignore[no-untyped-def]
     qkv, positions, cos_sin, q_norm, k_norm, out_q, out_k, out_v,
-    keys, values, block_tables, sequence_ids,
+    keys, values, block_tables, sequence_ids, slots,
     qkv_stride, key_stride, value_stride, table_stride, rows_per_block, head_step, eps,
     H: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr,
     P: tl.constexpr, HEADS: tl.constexpr, NORMS: tl.constexpr, WRITES: tl.constexpr,
-    GIVES_K: tl.constexpr, GIVES_V: tl.constexpr, HAS_IDS: tl.constexpr, OVERLAPS: tl.constexpr,
+    GIVES_K: tl.constexpr, GIVES_V: tl.constexpr, HAS_IDS: tl.constexpr, HAS_SLOTS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     D: tl.constexpr = 2 * HALF
     if OVERLAPS:
@@ -169,6 +170,8 @@ def _rotate_and_write(  # type: ignore[no-untyped-def]
         sequence = token
         if HAS_IDS:
             sequence = tl.load(sequence_ids + token).to(tl.int64)
+        if HAS_SLOTS:
+            place = tl.maximum(tl.load(slots + token), 0).to(tl.int64)
         block = tl.load(
             block_tables + sequence * table_stride + place // P, mask=is_live, other=0
         ).to(tl.int64)
@@ -229,6 +232,7 @@ def rotate_and_write(
     rows: BlockRows | None,
     block_tables: torch.Tensor | None,
     sequence_ids: torch.Tensor | None,
+    slots: torch.Tensor | None,
     q_norm: torch.Tensor | None,
     k_norm: torch.Tensor | None,
     norm_eps: float,
@@ -260,11 +264,12 @@ def rotate_and_write(
         k_norm if k_norm is not None else cos_sin, out_q,
         out_k if out_k is not None else out_q, out_v if out_v is not None else out_q,
         keys, values, table, sequence_ids if sequence_ids is not None else positions,
+        slots if slots is not None else positions,
         qkv.stride(0), keys.stride(0), values.stride(0), table.stride(0), **cache, eps=norm_eps,
         H=num_heads, K=(num_all - num_heads) // 2, HALF=head_dim // 2,
         HALF_BLOCK=triton.next_power_of_2(head_dim // 2),
         P=1 if rows is None else rows.block_size, HEADS=heads_each, NORMS=q_norm is not None,
         WRITES=rows is not None, GIVES_K=out_k is not None, GIVES_V=out_v is not None,
-        HAS_IDS=sequence_ids is not None,
+        HAS_IDS=sequence_ids is not None, HAS_SLOTS=slots is not None,
         num_warps=num_warps, enable_fp_fusion=False, **overlap,
     )  # fmt: skip

@@ -16,6 +16,7 @@ from engine.config import EngineConfig
 from kvstore.config import KvStoreSettings
 from process import settings
 from services.autoscaler.config import AutoscalerSettings
+from services.draft.config import DraftSettings
 from services.router.config import RouterSettings
 from services.worker.config import WorkerSettings
 
@@ -52,6 +53,33 @@ def test_every_part_has_a_process_of_its_own() -> None:
         "decode-2",
         "router",
     ]
+
+
+def test_draft_workers_guess_for_decode_workers_alone() -> None:
+    config = ClusterConfig(
+        num_draft=2, draft_model="small", device="cuda:0,cuda:1", overrides=("draft.worker_id=x",)
+    )
+    specs = cluster_plan.drafts(config, listen="127.0.0.1:0")
+    assert [(spec.name, spec.kind) for spec in specs] == [
+        ("draft-0", "draft"),
+        ("draft-1", "draft"),
+    ]
+    told = [settings.load(DraftSettings, overrides=_sets(spec)) for spec in specs]
+    assert {one.engine.model for one in told} == {"small"}
+    assert [one.engine.device for one in told] == ["cuda:0", "cuda:1"]
+    assert told[0].worker_id == "x", "the user's own come last"
+    addresses = ("127.0.0.1:7", "127.0.0.1:8")
+    for spec in cluster_plan.workers(
+        config,
+        redis_url="redis://x",
+        store_addresses=["127.0.0.1:1"],
+        handle_keys_file="/x/handle.keys",
+        draft_addresses=addresses,
+    ):
+        worker = settings.load(WorkerSettings, overrides=_sets(spec))
+        is_told = worker.engine.speculation.draft_workers == addresses
+        assert is_told is (spec.kind == "decode")
+    assert not cluster_plan.drafts(ClusterConfig(), listen="127.0.0.1:0")
 
 
 def test_components_take_the_settings_we_give_them() -> None:
@@ -254,6 +282,8 @@ def test_overrides_reach_whom_they_name_and_win() -> None:
         ({"device": "cuda:0,"}, "--device cuda:0,: '' is none of"),
         ({"device": "cpu,cuda:1", "transport": "nixl"}, "--transport nixl: .* use shm"),
         ({"num_stores": 0}, "--stores 0"),
+        ({"num_draft": -1}, "--draft -1"),
+        ({"num_draft": 1, "more_models": ("b",)}, "--draft: goes with one --model"),
         ({"num_stores": 3}, "--stores 3: at most one for each worker, which are 2"),
         ({"handover": "fast"}, "--handover fast: choose one of auto, store, direct"),
         *(

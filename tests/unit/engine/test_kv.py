@@ -10,10 +10,12 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import ModelNotSupported, TooFewBlocks
+from engine.fake import FakeModel
 from engine.kv import sizing
 from engine.kv.layout import KvLayout, LayerKv, layout_of
 from engine.kv.memory import KvMemory
 from engine.kv.sizing import DeviceMemory, choose_num_blocks, free_memory_bytes
+from engine.loop import Engine
 
 LAYOUT = KvLayout.plain(num_layers=3, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")
 
@@ -199,6 +201,28 @@ def test_a_measured_device_gives_all_that_its_share_leaves() -> None:
         assert part in message, part
     with pytest.raises(TooFewBlocks, match=r"room for 0 KV blocks.*raise worker"):
         choose_num_blocks(EngineConfig(memory_share=0.2), LAYOUT, 100, 0, device)
+
+
+def test_draft_models_come_out_of_the_share() -> None:
+    """They are there already: of what is free they took their part, of the share nobody did."""
+    block = LAYOUT.block_bytes
+    device = DeviceMemory("a GPU", 1000 * block, 630 * block, 250 * block, 100 * block, 70 * block)
+    config = EngineConfig(memory_share=0.8)
+    assert choose_num_blocks(config, LAYOUT, 100, 0, device) == 380
+    assert choose_num_blocks(EngineConfig(memory_share=1.0), LAYOUT, 100, 0, device) == 530
+    with pytest.raises(TooFewBlocks, match=f"of weights and {70 * block} of draft models are"):
+        choose_num_blocks(EngineConfig(memory_share=0.43), LAYOUT, 100, 0, device)
+    assert sizing.held_bytes("cpu") == 0
+
+
+def test_an_engine_is_told_what_its_drafters_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = FakeModel(block_size=4)
+    block = model.layout.block_bytes
+    device = DeviceMemory("a GPU", 1000 * block, 900 * block, 50 * block, 50 * block)
+    monkeypatch.setattr(model, "device_memory", lambda: device)
+    config = EngineConfig(memory_share=0.5)
+    assert Engine(config, model).kv.num_blocks == 400
+    assert Engine(config, model, draft_bytes=150 * block).kv.num_blocks == 250
 
 
 def test_engines_that_share_a_device_fit_one_after_the_other() -> None:

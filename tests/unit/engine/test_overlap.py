@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -93,7 +92,7 @@ def test_every_step_tells_what_a_plain_one_does(
 def _without_ids(events: Sequence[RequestEvent]) -> list[RequestEvent]:
     """Which block is taken is nobody's business."""
     return [
-        event._replace(filled=tuple(replace(block, block_id=0) for block in event.filled))
+        event._replace(filled=tuple(block._replace(block_id=0) for block in event.filled))
         for event in events
     ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 import torch
@@ -96,6 +97,56 @@ def test_decodes_alone_equal_naive_attention(seed: int) -> None:
         assert torch.equal(flat[0, :, start], key[:, i])  # written where it belongs
         expected = _naive(query[:, i : i + 1], flat[0], flat[1], start, None)
         assert torch.allclose(out[i : i + 1], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_trees_of_a_step_see_their_own_paths(
+    window: int | None, softcap: float | None, seed: int
+) -> None:
+    """The mask of trees against each node's path by itself: wide and deep trees, paths, decodes and
+    prompts in one step, with the tokens before a tree known or not. Whatever lies in other slots is
+    seen by nobody."""
+    generator = torch.Generator().manual_seed(seed)
+    rng = random.Random(seed)
+    layout = KvLayout.plain(
+        num_layers=1, num_kv_heads=KV_HEADS, head_dim=DIM, block_size=SIZE, dtype="float32"
+    )
+    memory = KvMemory(layout, 400)
+    memory.cache.copy_(torch.randn(memory.cache.shape, generator=generator))
+    free = torch.randperm(400, generator=generator).tolist()
+    sinks = torch.randn(HEADS, generator=generator) if softcap is not None else None
+    spans: list[Span] = []
+    for num_nodes in (0, 0, 1, 3, 7, 7, 12, 40):
+        start, trunk = rng.randrange(60), rng.randint(1, 3)
+        end = start + trunk + num_nodes
+        blocks = tuple(free.pop() for _ in range(-(-end // SIZE)))
+        branches = tuple(rng.randrange(-1, node) for node in range(num_nodes))
+        spans.append(Span(start, trunk + num_nodes, blocks, branches=branches))
+    num_tokens = sum(span.num_tokens for span in spans)
+    query = torch.randn(HEADS, num_tokens, DIM, generator=generator)
+    key, value = torch.randn(2, KV_HEADS, num_tokens, DIM, generator=generator)
+    step = StepAttention(Batch((0,) * num_tokens, tuple(spans), ()), memory.layer_views(), SIZE)
+    out = step.attend(0, query, key, value, DIM**-0.5, window, softcap, sinks)
+    first = 0
+    for span in spans:
+        blocks = memory.cache[list(span.block_ids)][:, :, 0]  # [n, K, 2, P, D]
+        kv = blocks.permute(2, 1, 0, 3, 4).reshape(2, KV_HEADS, -1, DIM)
+        keys, values = kv.repeat_interleave(HEADS // KV_HEADS, dim=1)
+        positions = span.positions
+        for index in range(span.num_tokens):
+            slots = span.slots_seen(index)
+            own = [*range(span.start), *positions]
+            if window is not None:
+                slots = [slot for slot in slots if own[slot] > positions[index] - window]
+            scores = (keys[:, slots] @ query[:, first + index, :, None])[..., 0] / math.sqrt(DIM)
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            extra = scores.exp().sum(-1) + (sinks.exp() if sinks is not None else 0)
+            weights = (scores.exp() / extra[:, None])[:, None]
+            expected = (weights @ values[:, slots])[:, 0]
+            assert torch.allclose(out[first + index], expected, atol=1e-4)
+        first += span.num_tokens
 
 
 def test_a_step_writes_its_own_slots_and_nothing_else(seed: int) -> None:

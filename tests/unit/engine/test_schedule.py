@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.schedule.admit import Room, admit
+from engine.schedule.admit import Admission, Room, admit, admit_ranked
 from engine.schedule.compatibility import BatchTraits, may_share_batch
 from engine.schedule.order import Policy, Waiting, is_pass, rank
 from engine.schedule.victim import Holder, choose_victim
@@ -112,6 +112,72 @@ def test_whoever_could_be_let_in_is(
     passed = [one for one in queue if is_pass(one, first, policy)]
     if fits and all(one.num_passes < max_passes and not one.is_preempted for one in passed):
         assert outcome.keys[0] == first.key
+
+
+def _admit_looking_at_all(
+    queue: list[Waiting], room: Room, policy: Policy, max_passes: int
+) -> Admission:
+    """The rules, read plainly: everybody who waits may be passed, wherever it stands."""
+    remaining = sorted(queue, key=lambda one: rank(one, policy, max_passes))
+    lacking: set[object] = set()
+    passes: Counter[object] = Counter()
+    keys = []
+    num_blocks, num_tokens, batch = room.num_blocks, room.num_tokens, room.batch
+    for one in list(remaining):
+        if num_tokens <= 0 or batch.num_rows >= room.max_num_rows:
+            break
+        passed = [
+            other
+            for other in remaining
+            if is_pass(other, one, policy) and (one.num_blocks or other.key not in lacking)
+        ]
+        can_share = may_share_batch(
+            batch,
+            num_rows=one.num_places,
+            adapter=one.adapter,
+            max_num_rows=room.max_num_rows,
+            max_num_adapters=room.max_num_adapters,
+        )
+        if can_share and one.num_blocks > num_blocks:
+            lacking.add(one.key)
+        elif can_share and not any(
+            other.is_preempted or other.num_passes + passes[other.key] >= max_passes
+            for other in passed
+        ):
+            passes.update(other.key for other in passed)
+            remaining.remove(one)
+            keys.append(one.key)
+            num_blocks, num_tokens = num_blocks - one.num_blocks, num_tokens - one.num_tokens
+            adapters = batch.adapters | ({one.adapter} if one.adapter else set())
+            batch = BatchTraits(batch.num_rows + one.num_places, adapters)
+    left = {one.key: passes[one.key] for one in remaining if passes[one.key]}
+    return Admission(tuple(keys), left)
+
+
+@given(queue=_queues(), room=rooms, policy=policies, max_passes=st.integers(0, 4))
+def test_who_stands_behind_the_last_let_in_is_not_looked_at(
+    queue: list[Waiting], room: Room, policy: Policy, max_passes: int
+) -> None:
+    """And the outcome is as if all were."""
+    expected = _admit_looking_at_all(queue, room, policy, max_passes)
+    ranked = sorted(queue, key=lambda one: rank(one, policy, max_passes))
+    taken: list[Waiting] = []
+
+    def coming() -> Iterator[Waiting]:
+        for one in ranked:
+            taken.append(one)
+            yield one
+
+    outcome = admit_ranked(coming(), room, policy, max_passes)
+    assert outcome == expected == admit(queue, room, policy, max_passes)
+    let_in = [one for one in queue if one.key in outcome.keys]
+    num_rows = room.batch.num_rows + sum(one.num_places for one in let_in)
+    is_full = sum(one.num_tokens for one in let_in) >= room.num_tokens
+    if policy != "cache_aware" and (is_full or num_rows >= room.max_num_rows):
+        last = outcome.keys[-1:]
+        assert [one.key for one in taken[-1:]] == list(last)
+    else:
+        assert taken == ranked
 
 
 def test_orders_of_the_policies() -> None:

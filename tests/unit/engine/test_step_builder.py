@@ -37,3 +37,25 @@ def test_samples_are_drawn_from_their_own_rows_beside_beams(
         engine.check_integrity()
     expected = model.generate(prompt, 12)
     assert outputs == {index: expected for index in range(num_samples)}
+
+
+@pytest.mark.parametrize("clears_entered", [True, False])
+def test_blocks_are_cleared_for_models_that_read_them(
+    clears_entered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt's last block always, as others may get it with the prompt; those that a decode
+    enters only for a model that reads what was not written."""
+    model = FakeModel(block_size=4, context_window=64)
+    model.reads_unwritten = clears_entered
+    engine = Engine(EngineConfig(num_blocks=16, overlap=False), model)
+    cleared: list[int] = []
+    monkeypatch.setattr(engine.kv, "clear", cleared.append)
+    sampling = Sampling(max_tokens=10, ignore_eos=True)
+    engine.submit(Request("r", tuple(range(1, 7)), sampling, hasher()))
+    engine.step()
+    block_ids = engine.block_ids("r")
+    assert cleared == [block_ids[1]]  # of tokens 4 to 7, two of which are there
+    while engine.has_work():
+        engine.step()
+    entered = list(block_ids[2:4]) if clears_entered else []  # at tokens 8 and 12
+    assert cleared == [block_ids[1], *entered]

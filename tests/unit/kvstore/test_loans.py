@@ -214,3 +214,30 @@ def test_each_law_is_recomputed(spoil: Callable[[LoanTable], object], law: str) 
     spoil(table)
     with pytest.raises(IntegrityError, match=law):
         table.check_integrity()
+
+
+@pytest.mark.parametrize("how", ["released", "lapsed", "damaged", "all ended"])
+def test_the_end_of_a_lease_is_told_once_however_it_comes(how: str) -> None:
+    table = LoanTable(8, 64, 30.0, lambda block_ids: None)
+    lease_id, (block,) = table.lend([offer(1)])
+    other, _ = table.lend([offer(2)])
+    told: list[str] = []
+    table.when_over(lease_id, lambda: told.append("first"))
+    table.when_over(lease_id, lambda: told.append("second"))
+    table.when_over(other, lambda: told.append("other"))
+    table.hand_over(lease_id, 1.0, now_s=0.0)
+    table.lapse(0.5)
+    assert told == []
+    if how == "released":
+        table.release([lease_id], 0.5)
+    elif how == "lapsed":
+        table.lapse(1.0)
+    elif how == "damaged":
+        table.drop([(1, block.checksum)])
+    else:
+        table.end_all()
+    table.release([lease_id], 2.0)
+    assert told == ["first", "second", *(["other"] if how == "all ended" else [])]
+    table.when_over(lease_id, lambda: told.append("late"))
+    assert told[-1] == "late"
+    table.check_integrity()

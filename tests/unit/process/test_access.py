@@ -13,6 +13,7 @@ from process.access import RULES, WORKERS, Role
 from protos import (
     autoscaler_pb2,
     decode_pb2,
+    draft_pb2,
     inference_pb2,
     kvstore_pb2,
     prefill_pb2,
@@ -24,6 +25,7 @@ SERVED = {
     Role.PREFILL: [prefill_pb2, kvstore_pb2, worker_control_pb2],
     Role.DECODE: [decode_pb2, worker_control_pb2],
     Role.KVSTORE: [kvstore_pb2],
+    Role.DRAFT: [draft_pb2],
     Role.AUTOSCALER: [autoscaler_pb2],
 }
 

@@ -25,5 +25,5 @@ async def test_it_prepares_for_grammars_as_its_settings_say(
 
     monkeypatch.setattr("engine.loop.load_engine", load)
     with pytest.raises(LoadError, match="no model here"):
-        await main._load(settings, asyncio.Event(), Health("loading"))
+        await main._load(settings, asyncio.Event(), Health("loading"), ())
     assert told == [settings.prepare_grammars]

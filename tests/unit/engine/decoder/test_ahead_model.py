@@ -30,7 +30,7 @@ NUM_BLOCKS = 200
 MAX_ROWS = 6
 
 
-def _model(device: str, dtype: torch.dtype, seed: int) -> DecoderModel:
+def _model(device: str, dtype: torch.dtype, seed: int, *, is_exact: bool = False) -> DecoderModel:
     config = Qwen3Config(
         num_hidden_layers=2,
         hidden_size=64,
@@ -63,7 +63,7 @@ def _model(device: str, dtype: torch.dtype, seed: int) -> DecoderModel:
         weight_bytes=0,
     )
     return DecoderModel(
-        Decoder(weights, rope_table(shape, WINDOW, torch.device(device))),
+        Decoder(weights, rope_table(shape, WINDOW, torch.device(device)), is_exact=is_exact),
         info,
         kv_layout(shape, block_size=BLOCK, dtype=dtype_name),
         make_ahead=functools.partial(

@@ -23,9 +23,12 @@ from engine.decoder.inputs import DecodeInputs
 from engine.decoder.shape import rope_table
 from engine.errors import LoadError, ModelNotSupported
 from engine.kv.memory import KvMemory
+from engine.kv.sizing import DeviceMemory
 from engine.loop import load_engine
 from engine.models import load as load_module
+from engine.models.interface import InOneProcess
 from engine.models.load import load_model
+from engine.speculation.config import SpeculationConfig
 from process.settings import SettingsError
 from tests.parity.models import FAMILIES, save
 
@@ -309,3 +312,35 @@ def test_what_computes_other_numbers_has_another_fingerprint(llama: Path) -> Non
         found.add(model.info.fingerprint)
         model.close()
     assert len(found) == 3
+
+
+def test_whoever_is_guessed_for_has_graphs_and_room_for_them(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draft model computes trees, too, though nobody guesses for it."""
+    made: list[dict[str, int]] = []
+    monkeypatch.setattr(
+        load_module, "make_plain_graphs", lambda decoder, memory, **sizes: made.append(sizes)
+    )
+    measured = DeviceMemory("a GPU", 1 << 40, 1 << 40, 0, 1000)
+    monkeypatch.setattr(InOneProcess, "device_memory", lambda model: measured)
+    speculation = SpeculationConfig(max_num_nodes=9)
+    config = EngineConfig(
+        model=str(llama), device="cpu", decoder="own", max_num_running=5,
+        max_num_tokens_per_step=70, speculation=speculation,
+    )  # fmt: skip
+    speculation = dataclasses.replace(speculation, drafters=("ngram",))
+    guessing = dataclasses.replace(config, speculation=speculation)
+    for one, is_draft in ((config, False), (guessing, False), (config, True)):
+        model = load_model(one, is_draft=is_draft)
+        model.attach(KvMemory(model.layout, 12))
+        made.clear()
+        model.warm_up()
+        found = model.device_memory()
+        assert found is not None
+        if one is config and not is_draft:
+            assert not made and found.step_bytes == 1000
+        else:
+            (sizes,) = made
+            assert (sizes["max_rows"], sizes["max_tokens"], sizes["max_num_nodes"]) == (5, 70, 9)
+            assert found.step_bytes > 1000 + 2 * 70 * 4 * model.info.vocab_size

@@ -12,14 +12,25 @@ import itertools
 import math
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 
-from engine.speculation.acceptance import Accepted, multi_step, naive, pick
+from engine.speculation import acceptance
+from engine.speculation.acceptance import (
+    Accepted,
+    Proposal,
+    Uniform,
+    accept,
+    at_nodes,
+    judge,
+    multi_step,
+    naive,
+    pick,
+)
 from engine.speculation.drafter import Distribution, Place
-from engine.speculation.tree import ROOT, TokenTree, Try, merge
+from engine.speculation.tree import EMPTY, ROOT, TokenTree, Try, chain, merge
 
 _VOCAB_SIZE = 5
 _DEPTH = 3
@@ -210,3 +221,94 @@ def test_a_certain_proposal_is_kept_as_often_as_the_model_draws_it(seed: int) ->
 def test_pick_gives_no_token_of_probability_zero() -> None:
     own = np.array([0.0, 0.5, 0.0, 0.5, 0.0])
     assert {pick(own, one) for one in (0.0, 0.25, 0.5, 0.75, 1.0 - 2**-53, 1.0)} == {1, 3}
+
+
+_MODEL = np.array([0.1, 0.5, 0.2, 0.2])
+_FAR_OFF = np.array([0.55, 0.15, 0.15, 0.15])
+_NUM_DRAWS = 5_000
+
+
+def _one_deep(own: Distribution, num_draws: int, rng: random.Random) -> TokenTree:
+    drawn = Counter(pick(own, rng.random()) for _ in range(num_draws))
+    shares = tuple(float(own[token_id]) for token_id in drawn)
+    tries = tuple(
+        (Try(0, share),) * count for share, count in zip(shares, drawn.values(), strict=True)
+    )
+    return TokenTree(tuple(drawn), (ROOT,) * len(drawn), shares, tries)
+
+
+def _first(own: Distribution, computed: TokenTree, tried: TokenTree, rng: random.Random) -> int:
+    """The token after the newest, as a step draws it."""
+    found = at_nodes(computed, tried, {((), 0): own}, lambda _: rng.getrandbits(64))
+    assert found[0] is not None
+    return judge(_MODEL, found[0])
+
+
+def _of_first(draw: Callable[[random.Random], int], seed: int) -> float:
+    rng = random.Random(seed)
+    counts = Counter((draw(rng),) for _ in range(_NUM_DRAWS))
+    return _likelihood(counts, {(i,): float(share) for i, share in enumerate(_MODEL)})
+
+
+def test_a_tree_is_cut_and_its_draws_are_not(seed: int) -> None:
+    def all_tried(rng: random.Random) -> int:
+        tree = _one_deep(_FAR_OFF, 3, rng)
+        return _first(_FAR_OFF, tree.best(1), tree, rng)
+
+    def only_computed(rng: random.Random) -> int:
+        computed = _one_deep(_FAR_OFF, 3, rng).best(1)
+        return _first(_FAR_OFF, computed, computed, rng)
+
+    assert _of_first(all_tried, seed) > _LIMIT
+    assert _of_first(only_computed, seed) < _LIMIT, "draws that are left out for their value"
+
+
+def test_a_lookup_beside_draws(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a draw has the certain token, too, there is one try less: right only if that would have
+    come last."""
+
+    def folded(rng: random.Random) -> int:
+        tree = merge([_one_deep(_MODEL, 1, rng), chain([1], [0.5])])
+        return _first(_MODEL, tree, tree, rng)
+
+    def in_any_order(wanted: Distribution, tries: Sequence[Proposal], uniform: Uniform) -> int:
+        for one in sorted(tries, key=lambda _: uniform()):
+            if uniform() * one.probability < wanted[one.token_id]:
+                return one.token_id
+            wanted = acceptance._residual(wanted, one)
+        return pick(wanted, uniform())
+
+    assert _of_first(folded, seed) > _LIMIT
+    monkeypatch.setattr(acceptance, "accept", in_any_order)
+    assert _of_first(folded, seed) < _LIMIT
+
+
+def test_tries_are_found_by_path_in_a_cut_tree() -> None:
+    world = World(3, 2, 0.5)
+    tree, places = world.draw_tree(random.Random(3))
+    computed = tree.best(len(tree) // 2).without([0])
+    found = at_nodes(computed, tree, places, lambda depth: 100 + depth)
+    assert len(found) == 1 + len(computed)
+    for node, proposals in enumerate(found, ROOT):
+        own = computed.path(node)
+        path = tuple(computed.token_ids[one] for one in own)
+        place = ROOT
+        for token_id in path:
+            place = tree.children[place][token_id]
+        children = tree.children.get(place, {}).values()
+        expected = [
+            (tree.token_ids[child], one.probability)
+            for child in children
+            for one in tree.tries[child]
+        ]
+        assert [one[:2] for one in (proposals.tries if proposals else ())] == expected
+        assert proposals is None or proposals.key == 100 + len(path)
+        for one in proposals.tries if proposals else ():
+            assert one.drawn_from is not None
+            assert one.drawn_from[one.token_id] == one.probability
+    assert at_nodes(EMPTY, EMPTY, {}, lambda _: 0) == ()
+
+
+def test_accepting_without_tries_is_drawing() -> None:
+    assert accept(np.array([0.25, 0.75]), (), lambda: 0.2) == 0
+    assert accept(np.array([0.25, 0.75]), (), lambda: 0.3) == 1

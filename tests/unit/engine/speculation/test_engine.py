@@ -12,6 +12,7 @@ import dataclasses
 import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM
@@ -90,6 +91,7 @@ class GuessingBench(Bench):
 
     drafter: KnowsTheAnswers | None = None
     always: bool = True
+    acceptance: str = "exact"
 
     def engine(
         self,
@@ -100,7 +102,10 @@ class GuessingBench(Bench):
         if self.drafter is None:
             return super().engine(config, parking, rng)  # type: ignore[arg-type]
         config = dataclasses.replace(
-            config, speculation=SpeculationConfig(max_num_nodes=9, always=self.always)
+            config,
+            speculation=SpeculationConfig(
+                max_num_nodes=9, always=self.always, acceptance=self.acceptance
+            ),
         )
         return Engine(
             config,
@@ -119,6 +124,7 @@ def _check(bench: Bench, rng: random.Random, vocab_size: int = VOCAB) -> Engine:
         **{field.name: getattr(bench, field.name) for field in dataclasses.fields(Bench)},
         drafter=drafter,
         always=rng.random() < 0.7,
+        acceptance=rng.choice(["exact", "exact", "naive"]),
     )
     engine = small_engine(rng, guessing)
     assert disturbed(engine, requests, rng, expected) == expected
@@ -141,6 +147,32 @@ def test_random_workloads_end_as_without_guesses(seed: int, scale: Callable[[int
         num_guessed, num_kept = num_guessed + guessed, num_kept + kept
     assert num_kept > 0, "nothing was kept"
     assert num_guessed > num_kept, "nothing was refused"
+
+
+def test_random_workloads_under_the_multi_step_rule(seed: int, scale: Callable[[int], int]) -> None:
+    """Greedy and traced requests end as without guesses; sampled ones end, among grammars too."""
+    for index in range(scale(60)):
+        rng = random.Random(f"multi-step {seed} {index}")
+        requests = [
+            dataclasses.replace(
+                one, sampling=dataclasses.replace(one.sampling, **rng.choice(_EXACT_OR_NOT))
+            )
+            for one in workload(rng)
+        ]
+        expected = undisturbed(requests)
+        drafter = KnowsTheAnswers(rng, expected, VOCAB)
+        bench = GuessingBench(drafter=drafter, acceptance="multi_step")
+        found = disturbed(small_engine(rng, bench), requests, rng)
+        for one in requests:
+            if one.sampling.temperature == 0.0 or one.sampling.trace:
+                assert found[one.request_id] == expected[one.request_id]
+            else:
+                assert all(
+                    reason or error for _, reason, _, error in found[one.request_id].values()
+                )
+
+
+_EXACT_OR_NOT: list[dict[str, Any]] = [{"temperature": 0.0}, {"trace": True}, {}]
 
 
 def test_workloads_with_grammars(seed: int, scale: Callable[[int], int]) -> None:

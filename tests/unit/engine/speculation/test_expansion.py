@@ -68,15 +68,31 @@ def test_beliefs_are_corrected_by_what_is_seen() -> None:
 
 def test_a_line_through_what_steps_cost() -> None:
     cost = StepCost()
-    assert cost.line() == (1.0, 0.0)
+    assert cost.line(4) == (1.0, 0.0)
     cost.observe(4, 0.5)
-    assert cost.line() == (0.5, 0.0)  # one size says nothing of a row's price
+    assert cost.line(4) == (0.5, 0.0)  # one size says nothing of a row's price
     rng = random.Random(1)
     for _ in range(2000):
         num_rows = rng.randint(1, 64)
         cost.observe(num_rows, 0.01 + 0.002 * num_rows)
-    base_s, row_s = cost.line()
+    base_s, row_s = cost.line(30)
     assert (base_s, row_s) == (pytest.approx(0.01, rel=0.1), pytest.approx(0.002, rel=0.1))
+
+
+def test_a_rows_price_is_that_of_steps_of_about_its_size() -> None:
+    """A thousand rows cost less each, and what was seen once is not forgotten for what is always
+    seen; one step that was held up is not believed."""
+    cost = StepCost()
+    cost.observe(1000, 0.1)
+    for num_rows in (8, 12):
+        for _ in range(4):
+            cost.observe(num_rows, 0.004 + 0.0005 * num_rows)
+    for _ in range(1000):
+        cost.observe(8, 0.008)
+    cost.observe(8, 10.0)
+    base_s, row_s = cost.line(8)
+    assert row_s == pytest.approx(0.0005, rel=0.3)
+    assert base_s + 8 * row_s == pytest.approx(0.008, rel=0.1)
 
 
 @given(st.lists(st.tuples(st.integers(1, 100), st.floats(0.0, 10.0)), min_size=1, max_size=30))
@@ -84,6 +100,7 @@ def test_no_price_is_negative(steps: list[tuple[int, float]]) -> None:
     cost = StepCost()
     for num_rows, seconds in steps:
         cost.observe(num_rows, seconds)
-    base_s, row_s = cost.line()
-    assert base_s >= -1e-9
-    assert row_s >= 0.0
+    for num_rows in (1, 30, 1000):
+        base_s, row_s = cost.line(num_rows)
+        assert base_s >= -1e-9
+        assert row_s >= 0.0

@@ -1,0 +1,497 @@
+"""Several tokens a step on one GPU: what a step costs that verifies guesses, and what it brings.
+
+Random weights, bfloat16, greedy, made where they are used: no checkpoint, no disk. What attention
+and MLP add to a token is scaled down so far that the next token is the last one's successor
+whatever is rounded how: costs are those of any weights, and whoever knows the rule can guess right
+as often as he likes. Plain steps are launched ahead, as an engine without speculation does.
+
+1. A step by number of guessed tokens (`--nodes`), a tree of four branches for each sequence, at
+   batch 1, 8 and 32 with 1,024 tokens of context: milliseconds of the engine's whole step, without
+   the time that the drafter takes, beside a plain step's; and of the forward pass alone on the
+   device, and its launch on the host. A step of more rows than there are graphs for says so.
+2. Speed by batch size, 1 to 64, with guesses of up to four tokens of which each is right with the
+   chance that gives `--tokens-per-step` where all are computed (what the bundled model has with its
+   draft model: benchmarks/speculation.py, batch 1, "all of the tree"); the engine chooses how many
+   it computes. The drafter itself costs nothing here: a draft model's time comes on top.
+
+    python -m benchmarks.speculation_gpu --shape llama-8b
+
+The last line printed is one JSON object. Needs one CUDA device with 80 GB; takes about two minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.context import context, publish
+from benchmarks.random_checkpoint import SHAPES
+from engine.batch import Batch, Span
+from engine.config import EngineConfig
+from engine.decoder.ahead import make_ahead
+from engine.decoder.decoder import Decoder
+from engine.decoder.model import DecoderModel, kv_layout
+from engine.decoder.plain_graphs import make_plain_graphs
+from engine.decoder.shape import DecoderShape, read_shape, rope_table
+from engine.decoder.sources import random_weights
+from engine.decoder.weights import DecoderWeights
+from engine.loop import Engine
+from engine.request import ModelInfo, Request, Sampling
+from engine.schedule.order import Key
+from engine.speculation.config import SpeculationConfig
+from engine.speculation.drafter import Draft, Task
+from engine.speculation.tree import TokenTree
+from kvstore import block_hash
+from process import interpreter
+
+DEVICE = "cuda:0"
+BLOCK_SIZE = 16
+WINDOW = 4096
+CONTEXT = 1024
+NUM_BLOCKS = 4096
+NUM_STEPS = 40
+NUM_BRANCHES = 4
+MAX_BATCH = 64
+SWEEP_PROMPT, SWEEP_OUTPUT = 512, 97
+SWEEP_DEPTH = 4
+_ROOT = block_hash.root_key(b"benchmark", "00")
+
+
+def _block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """As a worker's."""
+    return block_hash.extend(_ROOT, parent, token_ids)
+
+
+# -- the model
+
+
+def make_weights(shape: DecoderShape) -> DecoderWeights:
+    """Whose next token is `successor` of the last one, by far."""
+    weights = random_weights(shape, dtype=torch.bfloat16, device=torch.device(DEVICE), seed=0)
+    for layer in weights.layers:
+        layer.o.weight.mul_(1e-3)  # type: ignore[union-attr]
+        layer.down.weight.mul_(1e-3)  # type: ignore[union-attr]
+    assert weights.norm is not None and weights.embedding is not None and weights.head is not None
+    weights.norm.fill_(1.0)
+    if not shape.is_tied:
+        weights.head.weight.copy_(weights.embedding.roll(1, 0))  # type: ignore[union-attr]
+    return weights
+
+
+def successor(token_id: int, shape: DecoderShape) -> int:
+    """The next token, by the weights above."""
+    return token_id if shape.is_tied else (token_id + 1) % shape.vocab_size
+
+
+def make_model(weights: DecoderWeights, config: EngineConfig, *, num_nodes: int) -> DecoderModel:
+    """A model of its own on the same weights.
+
+    Args:
+        num_nodes: guesses for one sequence in a step; 0: steps are launched ahead.
+    """
+    shape = weights.shape
+    info = ModelInfo(
+        model="random",
+        model_type="llama",
+        fingerprint="",
+        tokenizer_digest="",
+        dtype="bfloat16",
+        context_window=WINDOW,
+        vocab_size=shape.vocab_size,
+        eos_token_ids=(),
+        block_size=BLOCK_SIZE,
+        num_blocks=0,
+        device=DEVICE,
+        linear="fused kernels",
+        fused=(),
+        num_parameters=shape.num_parameters,
+        weight_bytes=weights.num_bytes,
+    )
+    sizes: dict[str, Any] = {
+        "max_rows": config.max_num_running,
+        "max_tokens": config.max_num_tokens_per_step,
+        "context_window": WINDOW,
+    }
+    return DecoderModel(
+        Decoder(weights, rope_table(shape, WINDOW, torch.device(DEVICE))),
+        info,
+        kv_layout(shape, block_size=BLOCK_SIZE, dtype="bfloat16"),
+        make_ahead=functools.partial(make_ahead, **sizes),
+        make_graphs=functools.partial(make_plain_graphs, **sizes, max_num_nodes=num_nodes),
+    )
+
+
+# -- guesses
+
+
+class Scripted:
+    """A Drafter that knows the rule, and is right as often as it is told.
+
+    Attributes:
+        num_nodes: of a tree of wrong guesses; 0: paths, as far as `depth`, each token of which is
+            right with `chance`.
+        seconds: that its calls took.
+    """
+
+    name = "scripted"
+
+    def __init__(self, shape: DecoderShape) -> None:
+        self.num_nodes = 0
+        self.depth = SWEEP_DEPTH
+        self.chance = 0.0
+        self.seconds = 0.0
+        self._shape = shape
+
+    def propose(self, tasks: Sequence[Task]) -> list[Draft]:
+        """See Drafter."""
+        began = time.perf_counter()
+        make = self._wrong if self.num_nodes else self._path
+        drafts = [Draft(make(task), {}) for task in tasks]
+        self.seconds += time.perf_counter() - began
+        return drafts
+
+    def forget(self, key: Key) -> None:
+        """See Drafter."""
+
+    def check_integrity(self) -> None:
+        """See Drafter."""
+
+    def _wrong(self, task: Task) -> TokenTree:
+        num_nodes = min(self.num_nodes, task.num_nodes)
+        right = successor(task.token_ids[-1], self._shape)
+        token_ids: list[int] = []
+        parents: list[int] = []
+        for branch in range(NUM_BRANCHES):
+            parent = -1
+            for node in range(len(parents), num_nodes * (branch + 1) // NUM_BRANCHES):
+                token_ids.append((right + 1 + node) % self._shape.vocab_size)
+                parents.append(parent)
+                parent = node
+        return _tree(token_ids, parents, [0.5] * num_nodes)
+
+    def _path(self, task: Task) -> TokenTree:
+        depth = min(self.depth, task.num_nodes)
+        token = task.token_ids[-1]
+        token_ids, chances = [], []
+        # By sequence and place: the same guesses however many are computed.
+        draws = random.Random(hash((task.key, len(task.token_ids))))
+        for _ in range(depth):
+            token = successor(token, self._shape)
+            if draws.random() >= self.chance:
+                token = (token + 7) % self._shape.vocab_size
+            token_ids.append(token)
+            chances.append(self.chance ** len(token_ids))
+        return _tree(token_ids, list(range(-1, depth - 1)), chances)
+
+
+def _tree(token_ids: list[int], parents: list[int], chances: list[float]) -> TokenTree:
+    tries = ((),) * len(token_ids)
+    return TokenTree(tuple(token_ids), tuple(parents), tuple(chances), tries)
+
+
+def chance_for(tokens_per_step: float, depth: int) -> float:
+    """Of each token of a path to be right, for so many tokens a step: 1 + p + p^2 + ..."""
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        if sum(middle**power for power in range(depth + 1)) < tokens_per_step:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+# -- runs
+
+
+class Bench:
+    """One engine, and requests that differ from all before."""
+
+    def __init__(self, engine: Engine, shape: DecoderShape) -> None:
+        self.engine = engine
+        self._shape = shape
+        self._num_requests = 0
+
+    def submit(self, batch: int, num_prompt: int, num_output: int) -> list[str]:
+        vocab_size = self.engine.model_info.vocab_size
+        sampling = Sampling(max_tokens=num_output, ignore_eos=True)
+        names = []
+        for _ in range(batch):
+            self._num_requests += 1
+            token_ids = tuple(
+                (self._num_requests * 7919 + at * 104_729) % vocab_size for at in range(num_prompt)
+            )
+            names.append(f"r{self._num_requests}")
+            self.engine.submit(Request(names[-1], token_ids, sampling, _block_hash))
+        return names
+
+    def steps(self, names: Sequence[str]) -> Iterator[tuple[float, dict[str, tuple[int, ...]]]]:
+        """(milliseconds, new tokens by request) of each step after all have drawn."""
+        live: set[str] = set()
+        while self.engine.has_work():
+            was_full = len(live) == len(names)
+            began = time.perf_counter()
+            output = self.engine.step()
+            took_ms = (time.perf_counter() - began) * 1e3
+            told = {event.request_id: event.token_ids for event in output.events}
+            live |= told.keys()
+            if was_full:
+                yield took_ms, told
+
+    def step_ms(self, batch: int, drafter: Scripted | None = None) -> float:
+        """Median of NUM_STEPS steps of decodes alone, without what the drafter took."""
+        names = self.submit(batch, CONTEXT, 1000)
+        found: list[float] = []
+        before = drafter.seconds if drafter else 0.0
+        for took_ms, told in self.steps(names):
+            if any(len(token_ids) != 1 for token_ids in told.values()):
+                raise SystemExit("a wrong guess was kept, or a step told nothing")
+            drafted_s = drafter.seconds - before if drafter else 0.0
+            before = drafter.seconds if drafter else 0.0
+            found.append(took_ms - drafted_s * 1e3)
+            if len(found) == NUM_STEPS:
+                break
+        for name in names:
+            self.engine.abort(name)
+        while self.engine.has_work():
+            self.engine.step()
+        self.engine.step()  # whatever is in flight is over
+        return statistics.median(found[5:])
+
+    def answers(self, batch: int) -> tuple[float, float]:
+        """(tokens per second from all first tokens to the last one, tokens of a sequence's step).
+        Every answer is looked at."""
+        names = self.submit(batch, SWEEP_PROMPT, SWEEP_OUTPUT)
+        took_s, num_tokens, num_events = 0.0, 0, 0
+        newest: dict[str, int] = {}
+        for took_ms, told in self.steps(names):
+            took_s += took_ms / 1e3
+            for name, token_ids in told.items():
+                for token_id in token_ids:
+                    before = newest.get(name)
+                    if before is not None and token_id != successor(before, self._shape):
+                        raise SystemExit(f"{name}: {token_id} is not what follows {before}")
+                    newest[name] = token_id
+                num_tokens += len(token_ids)
+                num_events += 1
+        return num_tokens / took_s, num_tokens / num_events
+
+
+def device_times(model: DecoderModel, batch: int, num_nodes: int) -> dict[str, float]:
+    """One forward pass: median milliseconds on the device, and until the host had launched it. What
+    lies in the cache is spoiled."""
+    each = -(-(CONTEXT + 1 + num_nodes) // BLOCK_SIZE)
+    parents = [
+        -1 if place == num_nodes * branch // NUM_BRANCHES else place - 1
+        for branch in range(NUM_BRANCHES)
+        for place in range(
+            num_nodes * branch // NUM_BRANCHES, num_nodes * (branch + 1) // NUM_BRANCHES
+        )
+    ]
+    spans = tuple(
+        Span(
+            CONTEXT,
+            1 + num_nodes,
+            tuple(range(index * each, (index + 1) * each)),
+            branches=tuple(parents),
+        )
+        for index in range(batch)
+    )
+    num_rows = batch * (1 + num_nodes)
+    step = Batch((1,) * num_rows, spans, tuple(range(num_rows)))
+    device_ms, host_ms = [], []
+    for _ in range(15):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        start.record()
+        model.forward(step)
+        end.record()
+        host_ms.append((time.perf_counter() - began) * 1e3)
+        end.synchronize()
+        device_ms.append(start.elapsed_time(end))
+    return {
+        "device_ms": round(statistics.median(device_ms[5:]), 3),
+        "host_ms": round(statistics.median(host_ms[5:]), 3),
+    }
+
+
+def _config(num_nodes: int, *, always: bool) -> EngineConfig:
+    return EngineConfig(
+        device=DEVICE,
+        max_num_tokens_per_step=8192,
+        max_num_running=MAX_BATCH,
+        num_blocks=NUM_BLOCKS,
+        speculation=SpeculationConfig(max_num_nodes=max(num_nodes, 1), always=always),
+    )
+
+
+def _engine(
+    weights: DecoderWeights, num_nodes: int, drafter: Scripted | None, *, always: bool = False
+) -> tuple[Engine, DecoderModel, float]:
+    """And the seconds that its graphs and kernels took."""
+    config = _config(num_nodes, always=always)
+    model = make_model(weights, config, num_nodes=num_nodes)
+    engine = Engine(config, model, drafters=[drafter] if drafter else [])
+    began = time.perf_counter()
+    engine.warm_up()
+    return engine, model, time.perf_counter() - began
+
+
+def _close(engine: Engine) -> None:
+    engine.check_integrity()
+    engine.close()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Both parts."""
+    config = transformers.AutoConfig.for_model(**_for_model(SHAPES[arguments.shape]))
+    shape = read_shape(config)
+    weights = make_weights(shape)
+    drafter = Scripted(shape)
+    plain_engine, _, plain_ready_s = _engine(weights, 0, None)
+    most = max(arguments.nodes)
+    engine, model, ready_s = _engine(weights, most, drafter, always=True)
+    interpreter.begin_serving()
+    plain, own = Bench(plain_engine, shape), Bench(engine, shape)
+    result: dict[str, Any] = {
+        "warm_up_s": {"plain": round(plain_ready_s, 1), "guessing": round(ready_s, 1)},
+        "steps": {},
+    }
+    graphs = model.graphs
+    assert graphs is not None
+    result["num_graphs"] = graphs.num_shapes
+    for batch in arguments.step_batches:
+        plain.step_ms(batch)  # whatever is made on the first use
+        plain_ms = plain.step_ms(batch)
+        found: dict[str, Any] = {"plain_ms": round(plain_ms, 3)}
+        for num_nodes in arguments.nodes:
+            drafter.num_nodes = num_nodes
+            missed = graphs.num_missed
+            took_ms = own.step_ms(batch, drafter)
+            # Prompts that are computed beside guesses may miss, too: once or twice.
+            found[f"{num_nodes} nodes"] = {
+                "ms": round(took_ms, 3),
+                "ratio": round(took_ms / plain_ms, 3),
+                "in_graph": graphs.num_missed - missed < NUM_STEPS,
+            }
+        result["steps"][f"batch {batch}"] = found
+    for batch in arguments.step_batches:
+        for num_nodes in arguments.nodes:
+            found = device_times(model, batch, num_nodes)
+            result["steps"][f"batch {batch}"][f"{num_nodes} nodes"] |= found
+        result["steps"][f"batch {batch}"]["plain forward"] = device_times(model, batch, 0)
+    _show_steps(console, result["steps"])
+    _close(engine)
+    del engine, model, own, graphs
+    drafter.num_nodes = 0
+    drafter.chance = chance_for(arguments.tokens_per_step, SWEEP_DEPTH)
+    result["chance"] = round(drafter.chance, 3)
+    engine, _, again_s = _engine(weights, 16, drafter)
+    result["warm_up_s"]["guessing, kernels compiled"] = round(again_s, 1)
+    result["sweep"] = _sweep(plain, Bench(engine, shape), arguments.batches)
+    _show_sweep(console, result["sweep"])
+    _close(engine)
+    _close(plain_engine)
+    return result
+
+
+def _sweep(plain: Bench, own: Bench, batches: Sequence[int]) -> dict[str, Any]:
+    """Turn about, the better of two."""
+    found: dict[str, Any] = {}
+    plain.answers(1)  # whatever is made on the first use
+    own.answers(1)
+    for batch in batches:
+        ways = {"plain": [plain.answers(batch)], "guessing": [own.answers(batch)]}
+        ways["plain"].append(plain.answers(batch))
+        ways["guessing"].append(own.answers(batch))
+        plain_per_s, own_per_s = (max(rate for rate, _ in one) for one in ways.values())
+        found[f"batch {batch}"] = {
+            "plain_tokens_per_s": round(plain_per_s, 1),
+            "tokens_per_s": round(own_per_s, 1),
+            "speed": round(own_per_s / plain_per_s, 3),
+            "tokens_per_step": round(statistics.mean(kept for _, kept in ways["guessing"]), 3),
+        }
+    return found
+
+
+def _for_model(fields: dict[str, Any]) -> dict[str, Any]:
+    """What transformers' config takes."""
+    return {name: value for name, value in fields.items() if name != "architectures"}
+
+
+def _show_steps(console: Console, steps: dict[str, Any]) -> None:
+    table = Table(title="a step, ms (ratio to plain)")
+    table.add_column("")
+    names = [name for name in next(iter(steps.values())) if name.endswith("nodes")]
+    for name in ("plain", *names):
+        table.add_column(name, justify="right")
+    for batch, found in steps.items():
+        cells = [
+            f"{found[name]['ms']:.2f} ({found[name]['ratio']:.2f}), device "
+            f"{found[name]['device_ms']:.2f}, host {found[name]['host_ms']:.2f}"
+            + ("" if found[name]["in_graph"] else ", no graph")
+            for name in names
+        ]
+        forward = found["plain forward"]
+        table.add_row(batch, f"{found['plain_ms']:.2f}, device {forward['device_ms']:.2f}", *cells)
+    console.print(table)
+
+
+def _show_sweep(console: Console, sweep: dict[str, Any]) -> None:
+    table = Table(title="speed against plain decoding, launched ahead")
+    for column in ("", "plain tok/s", "tok/s", "speed", "tokens per step"):
+        table.add_column(column, justify="right")
+    for batch, found in sweep.items():
+        table.add_row(
+            batch,
+            f"{found['plain_tokens_per_s']:.0f}",
+            f"{found['tokens_per_s']:.0f}",
+            f"{found['speed']:.2f}",
+            f"{found['tokens_per_step']:.2f}",
+        )
+    console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--shape", choices=list(SHAPES), default="llama-8b")
+    parser.add_argument("--nodes", nargs="+", type=int, default=[8, 16, 32, 64])
+    parser.add_argument("--step-batches", nargs="+", type=int, default=[1, 8, 32])
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--tokens-per-step", type=float, default=3.3)
+    parser.add_argument("--out", type=Path, default=None)
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("benchmarks.speculation_gpu: torch finds no CUDA device")
+    console = Console(stderr=True, width=200)
+    result: dict[str, Any] = {
+        **context(),
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "shape": arguments.shape,
+        "tokens_per_step": arguments.tokens_per_step,
+        **measure(arguments, console),
+    }
+    publish(result, arguments.out)
+
+
+if __name__ == "__main__":
+    main()

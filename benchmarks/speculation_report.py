@@ -1,0 +1,384 @@
+"""How good guesses are, SpecInfer's tables (arXiv 2305.09781) for the bundled models: how often the
+target's token is among a draft model's k likeliest, tokens per step of the target by tree width,
+and multi-step speculative sampling against naive sampling.
+
+An engine without guesses answers prompts that training never saw, greedily and sampled. Hit rates
+and the rates of the rules are taken along these answers, token by token; tokens per step come from
+engines that guess by trees <k, 1, 1, 1> and compute all of them. `--further` names draft models
+that were trained on what the first one misses (`python -m tools.bundled_model.boost`): "any" is all
+draft models together, with k tokens of each. Speed by batch size is what `python -m
+benchmarks.speculation --out FILE` measures; `--speed FILE` takes its table over. Prints Markdown;
+the last line is one JSON object.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.speculation_report --out benchmarks/results/....json
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import track
+from tokenizers import Tokenizer
+
+from benchmarks.context import context, publish
+from benchmarks.speculation_tables import WIDTHS, draw, markdown
+from engine import noise
+from engine.config import EngineConfig
+from engine.loop import Engine, load_engine
+from engine.request import Request, Sampling
+from engine.speculation.acceptance import Distribution, Place, multi_step, naive, pick
+from engine.speculation.config import SpeculationConfig
+from engine.speculation.tree import ROOT, TokenTree, Try
+from tools.bundled_model.boost import Answer, load, prompts
+from tools.bundled_model.corpus import HELD_OUT
+
+DEPTH = 4
+"""Steps of a tree: <k, 1, 1, 1>."""
+RULES = ("exact", "multi_step", "naive")
+
+Table = dict[str, dict[str, list[float]]]
+"""{how it was drawn: {row: a figure of each width}}."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of one report."""
+
+    target: str = "baton-5m"
+    """Bundled name or folder."""
+
+    drafts: tuple[str, ...] = ("baton-5m-draft",)
+    """The first one is also measured alone; the others together with it."""
+
+    num_prompts: int = 32
+    num_prompt_tokens: int = 128
+    """Longer prompts are passed over."""
+
+    num_tokens: int = 64
+    """Most of an answer."""
+
+    temperatures: tuple[float, ...] = (0.8, 1.0)
+    """Beside greedy answers."""
+
+    num_trials: int = 2
+    """Of each rule of acceptance at each token."""
+
+    seed: int = 5
+    """Of prompts and draws; the prompts are of the held-out part of the corpus."""
+
+
+class Told(NamedTuple):
+    """An answer, and what each model thought of each of its tokens."""
+
+    answer: Answer
+    seed: int
+    """Of the request."""
+    logits: tuple[torch.Tensor, ...]
+    """[answered tokens, V] float32 of the target, then of each draft model."""
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The answer's, without the prompt's."""
+        return self.answer.token_ids[self.answer.num_prompt_tokens :]
+
+
+def way(temperature: float) -> str:
+    """Its name in the tables."""
+    return "greedy" if temperature == 0.0 else f"temperature {temperature:g}"
+
+
+def _block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    data = b"".join(token.to_bytes(4, "little") for token in token_ids)
+    return hashlib.blake2b(parent + data, digest_size=16).digest()
+
+
+def engine_for(wanted: Settings, speculation: SpeculationConfig) -> Engine:
+    """The target on one CPU thread, with these guesses."""
+    window = wanted.num_prompt_tokens + wanted.num_tokens + _beyond(wanted)
+    window += -window % 16
+    return load_engine(
+        EngineConfig(
+            model=wanted.target,
+            device="cpu",
+            dtype="float32",
+            num_threads=1,
+            context_window=window,
+            num_blocks=wanted.num_prompts * window // 16,
+            max_num_running=wanted.num_prompts,
+            # Room for all trees, and for a draft model to read all prompts at once: nobody waits.
+            max_num_tokens_per_step=wanted.num_prompts * window,
+            speculation=speculation,
+        )
+    )
+
+
+def _beyond(wanted: Settings) -> int:
+    """Tokens that each request may have after those that count. At most as many nodes are guessed
+    as a request may still have tokens: without these, trees would be cut towards the end."""
+    return WIDTHS[-1] * DEPTH * len(wanted.drafts)
+
+
+def answered(
+    engine: Engine, asked: Sequence[Sequence[int]], temperature: float, wanted: Settings
+) -> tuple[list[Answer], float]:
+    """The engine's answers up to `num_tokens`, and tokens per step: of the steps after the prompt's
+    that began before so many were there."""
+    said: dict[str, list[int]] = {}
+    for index, token_ids in enumerate(asked):
+        sampling = Sampling(
+            max_tokens=wanted.num_tokens + _beyond(wanted), temperature=temperature, seed=index
+        )
+        name = f"{temperature:g}-{index}"
+        said[name] = []
+        engine.submit(Request(name, tuple(token_ids), sampling, _block_hash))
+    num_steps = num_tokens = 0
+    while engine.has_work():
+        for event in engine.step().events:
+            own = said[event.request_id]
+            if event.token_ids and 0 < len(own) < wanted.num_tokens:
+                num_steps += 1
+                num_tokens += len(event.token_ids)
+            own += event.token_ids
+    answers = [
+        Answer((*token_ids, *own[: wanted.num_tokens]), len(token_ids), temperature)
+        for token_ids, own in zip(asked, said.values(), strict=True)
+    ]
+    return answers, num_tokens / max(1, num_steps)
+
+
+@torch.no_grad()
+def listened(models: Sequence[Any], answers: Sequence[Answer]) -> list[Told]:
+    """What each model thought along each answer.
+
+    Args:
+        answers: to requests whose seeds were 0, 1, 2, ...
+    """
+    found = []
+    for seed, one in enumerate(answers):
+        inputs = torch.tensor([one.token_ids[:-1]])
+        logits = tuple(
+            model(input_ids=inputs, use_cache=False).logits[0, one.num_prompt_tokens - 1 :].float()
+            for model in models
+        )
+        found.append(Told(one, seed, logits))
+    return found
+
+
+def ranks(told: Told, logits: torch.Tensor, *, is_coupled: bool) -> NDArray[np.int64]:
+    """[answered tokens], how many tokens come before the target's in these scores.
+
+    Args:
+        is_coupled: with the noise that the target drew with, as the exact rule's drafts are.
+    """
+    if is_coupled and told.answer.temperature > 0.0:
+        first, end = told.answer.num_prompt_tokens, len(told.answer.token_ids)
+        keys = noise.row_keys(
+            [told.seed] * (end - first), [0] * (end - first), list(range(first, end))
+        )
+        every = torch.arange(logits.shape[-1])[None]
+        heard = noise.gumbel(torch.from_numpy(keys)[:, None], every)
+        logits = logits / told.answer.temperature + heard
+    own = logits.gather(-1, torch.tensor(told.tokens)[:, None])
+    return (logits > own).sum(-1).numpy().astype(np.int64)
+
+
+def hit_rates(
+    told: Sequence[Told], names: Sequence[str], *, is_coupled: bool
+) -> dict[str, list[float]]:
+    """By draft model, and of all together where there are several: the share of tokens that were
+    among its k likeliest, for each of WIDTHS."""
+    by_name = {
+        name: np.concatenate(
+            [ranks(one, one.logits[1 + place], is_coupled=is_coupled) for one in told]
+        )
+        for place, name in enumerate(names)
+    }
+    if len(names) > 1:
+        by_name["any"] = np.min(np.stack(list(by_name.values())), axis=0)
+    return {
+        name: [round(float((own < width).mean()), 4) for width in WIDTHS]
+        for name, own in by_name.items()
+    }
+
+
+def drawn_children(
+    distributions: Sequence[Distribution], width: int, rng: random.Random
+) -> tuple[TokenTree, dict[Place, Distribution]]:
+    """A tree of one level: `width` draws of each draft model, equal ones folded into one node."""
+    tries: dict[int, tuple[Try, ...]] = {}
+    for drafter, own in enumerate(distributions):
+        for _ in range(width):
+            token_id = pick(own, rng.random())
+            tries[token_id] = (*tries.get(token_id, ()), Try(drafter, float(own[token_id])))
+    num_nodes = len(tries)
+    tree = TokenTree(tuple(tries), (ROOT,) * num_nodes, (1.0,) * num_nodes, tuple(tries.values()))
+    return tree, {((), drafter): own for drafter, own in enumerate(distributions)}
+
+
+def kept_rates(told: Sequence[Told], num_drafts: int, wanted: Settings) -> dict[str, list[float]]:
+    """By rule: how often one of k independent draws of each of the first `num_drafts` draft models
+    is kept, for each of WIDTHS. Both rules judge the same draws."""
+    rng = random.Random(wanted.seed)
+    kept = {rule: np.zeros(len(WIDTHS)) for rule in ("multi_step", "naive")}
+    num_judged = 0
+    for target, drafts in _distributions(told, num_drafts):
+        num_judged += wanted.num_trials
+        always = partial(_same, target)
+        for place, width in enumerate(WIDTHS):
+            for _ in range(wanted.num_trials):
+                tree, drawn_from = drawn_children(drafts, width, rng)
+                accepted = multi_step(tree, drawn_from, always, rng.random)
+                kept["multi_step"][place] += len(accepted.nodes)
+                accepted = naive(tree, always, rng.random)
+                kept["naive"][place] += len(accepted.nodes)
+    return {
+        rule: [round(float(one), 4) for one in counts / num_judged] for rule, counts in kept.items()
+    }
+
+
+def _same(distribution: Distribution, _: int) -> Distribution:
+    """After any node: in a tree of one level, what is drawn after a child keeps nothing more."""
+    return distribution
+
+
+def _distributions(
+    told: Sequence[Told], num_drafts: int
+) -> Iterator[tuple[Distribution, list[Distribution]]]:
+    """What the target and the draft models would draw each answered token from."""
+    for one in told:
+        shares = [
+            torch.softmax(logits.double() / one.answer.temperature, dim=-1).numpy()
+            for logits in one.logits[: 1 + num_drafts]
+        ]
+        for target, *drafts in zip(*shares, strict=True):
+            yield target, drafts
+
+
+def tokens_per_step(wanted: Settings, asked: Sequence[Sequence[int]]) -> Table:
+    """By rule of acceptance for the first draft model, and by the exact one for all together.
+
+    Raises: SystemExit where an answer by the exact rule is not the same at every width.
+    """
+    found: Table = {}
+    first, ways = wanted.drafts[:1], (0.0, *wanted.temperatures)
+    runs = [(first, rule, rule) for rule in RULES]
+    if len(wanted.drafts) > 1:
+        runs.append((wanted.drafts, "exact", "any, exact"))
+    expected: dict[float, list[Answer]] = {}
+    pairs = [(width, run) for width in WIDTHS for run in runs]
+    for width, (drafts, rule, name) in track(pairs, "trees", console=Console(stderr=True)):
+        speculation = SpeculationConfig(
+            draft_models=drafts,
+            expansion=(width, *[1] * (DEPTH - 1)),
+            max_num_nodes=width * DEPTH * len(drafts),
+            acceptance=rule,
+            always=True,
+        )
+        engine = engine_for(wanted, speculation)
+        for temperature in ways:
+            if temperature == 0.0 and rule != "exact":
+                continue  # greedy, there is one rule
+            answers, rate = answered(engine, asked, temperature, wanted)
+            if rule == "exact" and answers != expected.setdefault(temperature, answers):
+                raise SystemExit(f"{name}, width {width}: an answer differs from width 1's")
+            found.setdefault(way(temperature), {}).setdefault(name, []).append(round(rate, 3))
+    return found
+
+
+def report(wanted: Settings) -> dict[str, Any]:
+    """The tables; see the module."""
+    loaded = [load(name) for name in (wanted.target, *wanted.drafts)]
+    models, names = [model for model, _ in loaded], [folder.name for _, folder in loaded[1:]]
+    tokenizer = Tokenizer.from_file(str(loaded[0][1] / "tokenizer.json"))
+    asked = prompts(tokenizer, wanted.seed + HELD_OUT, wanted.num_prompts, wanted.num_prompt_tokens)
+    plain = engine_for(wanted, SpeculationConfig())
+    hits: Table = {}
+    kept: Table = {}
+    num_tokens: dict[str, int] = {}
+    for temperature in track(
+        (0.0, *wanted.temperatures), "hit rates", console=Console(stderr=True)
+    ):
+        answers, _ = answered(plain, asked, temperature, wanted)
+        told = listened(models, answers)
+        name = way(temperature)
+        num_tokens[name] = sum(len(one.tokens) for one in told)
+        hits[name] = hit_rates(told, names, is_coupled=False)
+        if temperature > 0.0:
+            hits[f"{name}, same noise"] = hit_rates(told, names, is_coupled=True)
+            kept[name] = kept_rates(told, 1, wanted)
+            if len(names) > 1:
+                together = kept_rates(told, len(names), wanted)
+                kept[name] |= {f"any, {rule}": rates for rule, rates in together.items()}
+    return {
+        "seed": wanted.seed,
+        "num_tokens": num_tokens,
+        "hit_rate": hits,
+        "kept_rate": kept,
+        "tokens_per_step": tokens_per_step(wanted, asked),
+    }
+
+
+def main() -> None:
+    """See the module."""
+    defaults = Settings()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--target", default=defaults.target)
+    parser.add_argument("--draft", default=defaults.drafts[0])
+    parser.add_argument("--further", nargs="+", default=[], help="draft models beside the first")
+    parser.add_argument("--prompts", type=int, default=defaults.num_prompts)
+    parser.add_argument("--tokens", type=int, default=defaults.num_tokens)
+    parser.add_argument(
+        "--temperatures", type=float, nargs="+", default=list(defaults.temperatures)
+    )
+    parser.add_argument("--trials", type=int, default=defaults.num_trials)
+    parser.add_argument("--seed", type=int, default=defaults.seed)
+    parser.add_argument("--speed", type=Path, help="a result of benchmarks.speculation")
+    parser.add_argument("--plot", type=Path, help="*.png or *.svg; needs matplotlib")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    if min(given.temperatures) <= 0.0:
+        parser.error("--temperatures: above 0; greedy comes in any case")
+    if min(given.prompts, given.tokens, given.trials) < 1:
+        parser.error("--prompts, --tokens, --trials: 1 at least")
+    if given.plot is not None:
+        import matplotlib  # noqa: F401  # asked before the work, not after it
+    wanted = replace(
+        defaults,
+        target=given.target,
+        drafts=(given.draft, *given.further),
+        num_prompts=given.prompts,
+        num_tokens=given.tokens,
+        temperatures=tuple(given.temperatures),
+        num_trials=given.trials,
+        seed=given.seed,
+    )
+    speed = json.loads(given.speed.read_text(encoding="utf-8")) if given.speed else None
+    Console(stderr=True).print(f"seed {wanted.seed}")
+    torch.set_num_threads(1)
+    found = {**context(), **report(wanted)}
+    if speed is not None:
+        found["speed"] = speed["by_batch"]
+        found["speed_of"] = {name: speed[name] for name in ("commit", "command", "hardware")}
+    sys.stdout.write(markdown(found) + "\n")
+    if given.plot is not None:
+        draw(found, given.plot)
+    publish(found, given.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""The tables of `benchmarks.speculation_report` as Markdown and as a picture; the latter needs
+matplotlib. Knows no models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+WIDTHS = (1, 2, 3, 4, 5)
+"""k: tokens of one draft model after one token; the paper's."""
+
+_TITLES = {
+    "hit_rate": "The target's token among the draft's k likeliest",
+    "kept_rate": "One of k independent draws is kept",
+    "tokens_per_step": "Tokens per step of the target, trees <k, 1, 1, 1>",
+}
+
+
+def markdown(found: Mapping[str, Any]) -> str:
+    """The tables of `report`, and of speed if there is one."""
+    lines: list[str] = []
+    for key, title in _TITLES.items():
+        heads = " | ".join(f"k = {width}" for width in WIDTHS)
+        lines += [f"{title}:", "", f"| | {heads} |", "|---|" + "---:|" * len(WIDTHS)]
+        for how, rows in found[key].items():
+            for name, values in rows.items():
+                shown = [
+                    f"{one:.2f}" if key == "tokens_per_step" else f"{100 * one:.1f} %"
+                    for one in values
+                ]
+                lines.append(f"| {how}: {name} | {' | '.join(shown)} |")
+        lines.append("")
+    if speed := found.get("speed"):
+        ways = list(next(iter(speed.values())))
+        lines += ["Speed against plain decoding:", "", f"| | {' | '.join(ways)} |"]
+        lines.append("|---|" + "---:|" * len(ways))
+        for name, by_way in speed.items():
+            shown = [f"{by_way[one]['speed']:.2f}" for one in ways]
+            lines.append(f"| {name} | {' | '.join(shown)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def draw(found: Mapping[str, Any], file: Path) -> None:
+    """The three tables as one picture. Raises: OSError."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(15, 5), layout="constrained")
+    for axes, (key, title) in zip(figure.subplots(1, len(_TITLES)), _TITLES.items(), strict=True):
+        for how, rows in found[key].items():
+            for name, values in rows.items():
+                axes.plot(WIDTHS, values, marker=".", lw=1, label=f"{how}: {name}")
+        axes.set_title(title, fontsize=9)
+        axes.set_xlabel("k")
+        axes.set_xticks(WIDTHS)
+        axes.grid(alpha=0.25)
+        axes.legend(fontsize=6, frameon=False)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=120, metadata={"Date": None} if file.suffix == ".svg" else None)

@@ -1,0 +1,198 @@
+"""PlainGraphs: what of plain steps runs as CUDA graphs: steps without guesses (step_graphs.py),
+steps that verify guesses (tree_graphs.py), and, one after the other, what a step has of both: its
+long chunks of prompts, and all the rest.
+
+A step is nowhere cut where it would be taken whole. Knows no requests. Engine thread only.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+
+from engine.batch import Batch
+from engine.decoder.decoder import Decoder
+from engine.decoder.graph_set import GraphMemory
+from engine.decoder.shape import DecoderShape
+from engine.decoder.step_graphs import StepGraphs, max_chunk_tokens
+from engine.decoder.tree_graphs import TreeGraphs, max_exact_trees
+from engine.kv.memory import KvMemory
+
+logger = logging.getLogger(__name__)
+
+
+class PlainGraphs:
+    """See the module.
+
+    Args:
+        trees: None: nobody guesses.
+    Attributes:
+        num_missed: steps that verified guesses, and that no graph took.
+    """
+
+    def __init__(self, steps: StepGraphs, trees: TreeGraphs | None = None) -> None:
+        self.num_missed = 0
+        self._steps = steps
+        self._trees = trees
+
+    @property
+    def num_shapes(self) -> int:
+        """Graphs that `capture` makes."""
+        return len(self._steps.shapes) + (0 if self._trees is None else len(self._trees.shapes))
+
+    def capture(
+        self,
+        *,
+        memory: GraphMemory | None = None,
+        on_captured: Callable[[], None] | None = None,
+    ) -> None:
+        """See GraphSet."""
+        if self._trees is not None:
+            self._trees.capture(memory=memory, on_captured=on_captured)
+        self._steps.capture(memory=memory, on_captured=on_captured)
+
+    def forget(self) -> None:
+        """See GraphSet."""
+        self._steps.forget()
+        if self._trees is not None:
+            self._trees.forget()
+
+    @torch.inference_mode()
+    def verify(self, batch: Batch) -> torch.Tensor | None:
+        """Logits [R, V] of a step that verifies guesses, as it is, if every sequence has few rows;
+        see `run`."""
+        if self._trees is None or not _verifies(batch):
+            return None
+        shape = self._trees.shape_of(batch)
+        return None if shape is None else self._trees.run(shape, batch)
+
+    @torch.inference_mode()
+    def run(self, batch: Batch) -> torch.Tensor | None:
+        """Logits [R, V] of the draws of a step that `verify` does not take. They hold until the
+        next step; None: no graph takes it.
+
+        Args:
+            batch: in the order of `singles_first`.
+        """
+        if self._trees is not None and _verifies(batch):
+            logits = self._run_both(self._trees, batch)
+            if logits is None:
+                self._miss(batch)
+            return logits
+        shape = self._steps.shape_of(batch)
+        return None if shape is None else self._steps.run(shape, batch)
+
+    def _run_both(self, trees: TreeGraphs, batch: Batch) -> torch.Tensor | None:
+        is_long = [span.num_tokens > trees.max_num_nodes for span in batch.spans]
+        if not any(is_long):  # a long sequence was cut, or nobody takes it
+            shape = trees.shape_of(batch)
+            return None if shape is None else trees.run(shape, batch)
+        if any(span.branches for span, long in zip(batch.spans, is_long, strict=True) if long):
+            return None
+        if all(is_long):
+            only = self._steps.shape_of(batch)
+            return None if only is None else self._steps.run(only, batch)
+        chunks, chunk_draws = part(batch, is_long)
+        others, other_draws = part(batch, [not long for long in is_long])
+        chunk_shape, shape = self._steps.shape_of(chunks), trees.shape_of(others)
+        if chunk_shape is None or shape is None:
+            return None
+        found = (self._steps.run(chunk_shape, chunks), trees.run(shape, others))
+        order = [0] * len(batch.draw_indices)
+        for row, draw in enumerate((*chunk_draws, *other_draws)):
+            order[draw] = row
+        logits = torch.cat(found)
+        return logits.index_select(0, torch.tensor(order).to(logits.device))
+
+    def _miss(self, batch: Batch) -> None:
+        if not self.num_missed:
+            logger.warning(
+                "guesses: a step of %d tokens of %d sequences fits no CUDA graph: it and others "
+                "like it take longer. Less speculation.max_num_nodes, or fewer max_num_running",
+                len(batch.token_ids),
+                len(batch.spans),
+            )
+        self.num_missed += 1
+
+
+def _verifies(batch: Batch) -> bool:
+    """Some sequence has several draws, or a tree."""
+    return len(batch.draw_indices) > len(batch.spans) or any(span.branches for span in batch.spans)
+
+
+def part(batch: Batch, is_in: Sequence[bool]) -> tuple[Batch, list[int]]:
+    """Some of a step's spans as a step of their own, and which of the whole step's draws its draws
+    are.
+
+    Args:
+        is_in: for each span.
+    """
+    ends = list(itertools.accumulate(span.num_tokens for span in batch.spans))
+    token_ids: list[int] = []
+    places: dict[int, int] = {}
+    for span, end, taken in zip(batch.spans, ends, is_in, strict=True):
+        if taken:
+            rows = range(end - span.num_tokens, end)
+            places.update(zip(rows, itertools.count(len(token_ids)), strict=False))
+            token_ids += batch.token_ids[rows.start : rows.stop]
+    draws = [at for at, row in enumerate(batch.draw_indices) if row in places]
+    own = Batch(
+        tuple(token_ids),
+        tuple(itertools.compress(batch.spans, is_in)),
+        tuple(places[batch.draw_indices[at]] for at in draws),
+    )
+    return own, draws
+
+
+def make_plain_graphs(
+    decoder: Decoder,
+    memory: KvMemory,
+    *,
+    max_rows: int,
+    max_tokens: int,
+    context_window: int,
+    max_num_nodes: int = 0,
+) -> PlainGraphs | None:
+    """For a decoder that is attached to `memory`, whose blocks store what is computed; None on CPU.
+
+    Args:
+        max_rows, max_tokens: most sequences and tokens of a step.
+        max_num_nodes: guesses for one sequence in one step; 0: nobody guesses.
+    """
+    device, block_size = memory.cache.device, memory.layout.block_size
+    if device.type != "cuda":
+        return None
+    most = min(max_tokens, max_chunk_tokens(num_multiplied(decoder.shape)))
+    steps = StepGraphs(
+        decoder.forward,
+        max_singles=max_rows,
+        max_tokens=most,
+        context_window=context_window,
+        block_size=block_size,
+        device=device,
+    )
+    trees = None
+    if max_num_nodes:
+        max_trees = None
+        if decoder.is_exact:
+            max_trees = max_exact_trees(decoder.shape, 1 + max_num_nodes, context_window)
+        trees = TreeGraphs(
+            decoder.forward,
+            max_sequences=max_rows,
+            max_num_nodes=1 + max_num_nodes,
+            max_rows=most,
+            context_window=context_window,
+            block_size=block_size,
+            device=device,
+            max_trees=max_trees,
+        )
+    return PlainGraphs(steps, trees)
+
+
+def num_multiplied(shape: DecoderShape) -> int:
+    """Parameters that every token is multiplied with: embedding and head are of few rows."""
+    few = shape.vocab_size * shape.hidden_size
+    return shape.num_parameters - few * (1 if shape.is_tied else 2)

@@ -1,0 +1,278 @@
+"""TreeGraphs: steps that verify guesses, as CUDA graphs: every sequence has a few rows of its own,
+one where nothing was guessed for it, each with logits.
+
+A step is padded to one of a few shapes: so many sequences, so many rows in all; which row is whose,
+and what it sees, lies in tensors on the device. Rows of padding have position -1 and belong to no
+sequence: they write no KV, and nothing reads theirs. A step that fits no shape is not taken. Knows
+no requests. Invariant: a capture writes no KV. Engine thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.batch import Batch
+from engine.decoder.graph_set import GraphMemory, GraphSet
+from engine.decoder.inputs import MixedInputs
+from engine.decoder.numbers import int32s, table_of
+from engine.decoder.rows import aligned
+from engine.decoder.shape import DecoderShape
+from engine.decoder.tree_inputs import TreeInputs, as_lines, put_nodes, width_of
+from engine.errors import IntegrityError
+
+Forward = Callable[[MixedInputs], torch.Tensor]
+"""Logits [R, V] of a step; writes the tokens' KV."""
+
+_SEQUENCES = (1, 4, 16, 64, 256, 1024)
+"""What attention is split for: a step of fewer has programs that leave at once."""
+
+_ROWS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+"""Products of up to 16 rows cost the same, and those of up to 64 nearly. Steps of more rows than
+the last are the device's time, not the host's, and their logits would take much memory."""
+
+
+_MAX_EXACT_PART_BYTES = 64 << 20
+_EXACT_ROWS, _SPLIT_POSITIONS = 64, 512
+"""Of gpu/attention_tiles.py, which only a machine with Triton can import."""
+
+
+class TreeShape(NamedTuple):
+    """What a graph is captured for."""
+
+    num_sequences: int
+    num_rows: int
+
+
+class TreeGraphs:
+    """See the module.
+
+    Args:
+        forward: the decoder's.
+        max_sequences: most sequences of a step.
+        max_num_nodes: most rows of one sequence in a step that is taken, its last token included.
+        max_rows: most rows of a step that is taken.
+        max_trees: shapes of more sequences are attended as chunks, and take no tree (the same
+            bits where every bit is promised); None: all shapes take trees.
+        uses_graphs: False: padded steps are launched kernel by kernel.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        *,
+        max_sequences: int,
+        max_num_nodes: int,
+        max_rows: int,
+        context_window: int,
+        block_size: int,
+        device: torch.device,
+        max_trees: int | None = None,
+        uses_graphs: bool = True,
+    ) -> None:
+        self._forward = forward
+        self._max_trees = max_trees
+        self._is_cuda = device.type == "cuda"
+        self.max_num_nodes = max_num_nodes
+        self.shapes = tree_shapes(max_sequences, max_num_nodes, max_rows)
+        self._line = width_of(max_num_nodes)
+        self._block_size = block_size
+        self._table_width = aligned(-(-context_window // block_size))
+        most = TreeShape(
+            max((shape.num_sequences for shape in self.shapes), default=0),
+            max((shape.num_rows for shape in self.shapes), default=0),
+        )
+        self._most = most
+        # Each part begins at the same word in every shape; the tables come last: of them as much is
+        # brought as a step has sequences.
+        self._firsts: dict[str, int] = {}
+        num_words = 0
+        for name, size in self._sizes(most).items():
+            self._firsts[name] = num_words
+            num_words += aligned(size)
+        self._first_table = num_words
+        num_words += most.num_sequences * self._table_width
+        self._words = torch.zeros(num_words, dtype=torch.int32, device=device)
+        self._graphs = GraphSet(self._compute, uses_graphs=uses_graphs and self._is_cuda)
+        self._logits: torch.Tensor | None = None  # of all shapes: kept apart they would be many
+
+    def _sizes(self, shape: TreeShape) -> dict[str, int]:
+        """Words of each part but the tables."""
+        num_sequences, num_rows = shape
+        return {
+            "token_ids": num_rows,
+            "positions": num_rows,
+            "slots": num_rows,
+            "sequence_ids": num_rows,
+            "depths": num_rows,
+            "num_cached": num_sequences,
+            "node_starts": num_sequences + 1,
+            "visible": num_rows * self._line // 4,
+        }
+
+    @torch.inference_mode()
+    def capture(
+        self,
+        *,
+        memory: GraphMemory | None = None,
+        on_captured: Callable[[], None] | None = None,
+    ) -> None:
+        """See GraphSet."""
+        if not self.shapes:
+            return
+        self._words.zero_()
+        self._part(self._words, "positions", self._most).fill_(-1)
+        self._graphs.capture(self.shapes, memory=memory, on_captured=on_captured)
+
+    def forget(self) -> None:
+        """See GraphSet."""
+        self._graphs.forget()
+
+    def shape_of(self, batch: Batch) -> TreeShape | None:
+        """The smallest shape that a step fits; None: it is not taken."""
+        if self._logits is None:  # nothing is captured yet
+            return None
+        for span in batch.spans:
+            if not 0 < len(span.block_ids) <= self._table_width or span.adapter:
+                return None
+            if span.num_tokens > self.max_num_nodes:
+                return None
+        is_plain = not any(span.is_tree for span in batch.spans)
+        fitting = (
+            shape
+            for shape in self.shapes
+            if shape.num_sequences >= len(batch.spans)
+            and shape.num_rows >= len(batch.token_ids)
+            and (is_plain or not self._is_of_chunks(shape))
+        )
+        return min(fitting, key=lambda shape: (shape.num_rows, shape.num_sequences), default=None)
+
+    @torch.inference_mode()
+    def run(self, shape: TreeShape, batch: Batch) -> torch.Tensor:
+        """Logits [R, V] of the step's draws; they hold until the next step.
+
+        Args:
+            shape: `shape_of` the batch.
+        """
+        words = self._words_of(shape, batch)
+        self._words[: words.shape[0]].copy_(words, non_blocking=True)
+        self._graphs.run(shape)
+        if self._logits is None:
+            raise IntegrityError("a step that was not captured")
+        draws = batch.draw_indices
+        if draws == tuple(range(len(draws))):
+            return self._logits[: len(draws)]
+        rows = torch.tensor(draws, dtype=torch.int32, pin_memory=self._is_cuda)
+        return self._logits.index_select(0, rows.to(self._logits.device, non_blocking=True))
+
+    def _part(self, words: torch.Tensor, name: str, shape: TreeShape) -> torch.Tensor:
+        first = self._firsts[name]
+        return words[first : first + self._sizes(shape)[name]]
+
+    def _words_of(self, shape: TreeShape, batch: Batch) -> torch.Tensor:
+        """The padded step, in memory that the copy to the device may read late. Tables of sequences
+        that are not there are not brought: nobody looks."""
+        spans, num_rows = batch.spans, len(batch.token_ids)
+        width, firsts = self._table_width, self._firsts
+        num_words = self._first_table + len(spans) * width
+        words = torch.zeros(num_words, dtype=torch.int32, pin_memory=self._is_cuda)
+        host = words.numpy()
+
+        def of_rows(name: str) -> NDArray[np.int32]:
+            return host[firsts[name] : firsts[name] + num_rows]
+
+        counts = np.array([span.num_tokens for span in spans], dtype=np.int32)
+        starts = np.array([span.start for span in spans], dtype=np.int32)
+        ends = counts.cumsum()
+        depths = of_rows("depths")
+        lines = host[firsts["visible"] :].view(np.bool_)[: num_rows * self._line]
+        put_nodes(spans, depths, lines.reshape(num_rows, self._line))
+        of_rows("token_ids")[:] = int32s(batch.token_ids)
+        host[firsts["positions"] : firsts["positions"] + shape.num_rows] = -1
+        np.add(starts.repeat(counts), depths, out=of_rows("positions"), casting="same_kind")
+        of_rows("slots")[:] = np.arange(num_rows) + (starts - ends + counts).repeat(counts)
+        of_rows("sequence_ids")[:] = np.arange(len(spans)).repeat(counts)
+        host[firsts["num_cached"] : firsts["num_cached"] + len(spans)] = starts
+        node_starts = host[firsts["node_starts"] :][: shape.num_sequences + 1]
+        node_starts[1 : len(spans) + 1] = ends
+        node_starts[len(spans) + 1 :] = num_rows
+        first = self._first_table
+        for span in spans:
+            host[first : first + len(span.block_ids)] = table_of(span.block_ids)
+            first += width
+        return words
+
+    def _is_of_chunks(self, shape: TreeShape) -> bool:
+        return self._max_trees is not None and shape.num_sequences > self._max_trees
+
+    def _compute(self, shape: TreeShape) -> None:
+        parts = {name: self._part(self._words, name, shape) for name in self._firsts}
+        none = parts["num_cached"][:0]
+        tables = self._words[self._first_table :].view(-1, self._table_width)
+        num_nodes = min(self.max_num_nodes, shape.num_rows)
+        is_of_chunks = self._is_of_chunks(shape)
+        trees = None
+        if not is_of_chunks:
+            visible = as_lines(parts["visible"], shape.num_rows)
+            trees = TreeInputs(
+                parts["num_cached"], parts["node_starts"], parts["depths"], visible, num_nodes
+            )
+        logits = self._forward(
+            MixedInputs(
+                token_ids=parts["token_ids"],
+                positions=parts["positions"],
+                sequence_ids=parts["sequence_ids"],
+                block_tables=tables[: shape.num_sequences],
+                ends=none,
+                query_starts=parts["node_starts"] if is_of_chunks else none,
+                starts=parts["num_cached"] if is_of_chunks else none,
+                draw_indices=None,
+                num_singles=0,
+                max_query_len=num_nodes if is_of_chunks else 0,
+                max_end=self._table_width * self._block_size if is_of_chunks else 0,
+                slots=parts["slots"],
+                trees=trees,
+            )
+        )
+        if self._logits is None:  # not within a capture: a run goes before it
+            self._logits = logits.new_empty(self._most.num_rows, logits.shape[1])
+        self._logits[: len(logits)].copy_(logits)
+
+
+def tree_shapes(max_sequences: int, max_num_nodes: int, max_rows: int) -> list[TreeShape]:
+    """What is captured, the largest first: for each number of sequences those numbers of rows that
+    no smaller one has and that it can come to."""
+    shapes: list[TreeShape] = []
+    fewer = 0
+    rows = sorted({min(count, max_rows) for count in _ROWS})
+    for num_sequences in sorted({min(count, max_sequences) for count in _SEQUENCES}):
+        before = 0
+        for num_rows in rows:
+            if num_rows > fewer and before < num_sequences * max_num_nodes:
+                shapes.append(TreeShape(num_sequences, num_rows))
+            before = num_rows
+        fewer = num_sequences
+    return sorted(shapes, key=lambda shape: (shape.num_rows, shape.num_sequences), reverse=True)
+
+
+def max_exact_trees(shape: DecoderShape, max_num_nodes: int, context_window: int) -> int:
+    """Sequences of an exact step up to which its parts (gpu/attention_plan.py: one for every 512
+    positions that a sequence may have) fit into `_MAX_EXACT_PART_BYTES`."""
+    num_programs = -(-shape.num_heads // shape.num_kv_heads * max_num_nodes // _EXACT_ROWS)
+    num_splits = -(-context_window // _SPLIT_POSITIONS)
+    tile_bytes = _EXACT_ROWS * shape.head_dim * 4
+    return _MAX_EXACT_PART_BYTES // (shape.num_kv_heads * num_programs * num_splits * tile_bytes)
+
+
+def reserved_bytes(
+    max_rows: int, *, vocab_size: int, hidden_size: int, intermediate_size: int, element_bytes: int
+) -> int:
+    """What graphs of so many rows take on the device, at most: their logits twice (once where they
+    are computed), and what lies between two layers and within one."""
+    num_rows = min(max_rows, _ROWS[-1])
+    numbers = 2 * vocab_size + 4 * hidden_size + 4 * intermediate_size
+    return num_rows * numbers * element_bytes

@@ -1,0 +1,108 @@
+"""What a verifier and a draft worker say to each other: tasks by session and by the tokens that are
+new, and guesses as token ids. Values and Protocols; what carries them is for whoever has an RPC.
+
+A session is one sequence of one verifier. The verifier numbers its sessions, and never gives a
+number twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+VERIFIER_BYTES = 16
+"""Of a verifier's name: random, of one life."""
+
+
+class About(NamedTuple):
+    """Who guesses at a draft worker."""
+
+    model: str
+    tokenizer_digest: str
+    vocab_size: int
+
+
+class Ask(NamedTuple):
+    """One sequence to guess for (drafter.Task, as it travels)."""
+
+    session: int
+    """Unsigned 64 bits."""
+    start: int
+    """Tokens of the sequence that earlier asks brought."""
+    token_ids: Sequence[int]
+    """All of the sequence from there on."""
+    num_prompt_tokens: int
+    num_nodes: int
+    """Most nodes that are of use."""
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int
+    sample_index: int
+
+
+class Answer(NamedTuple):
+    """A token tree, depth-first (tree.TokenTree without tries). Not checked by anybody."""
+
+    is_known: bool
+    """False: the worker lacks tokens before `start`, and wants all of them. There are no nodes."""
+    token_ids: Sequence[int]
+    parents: Sequence[int]
+    chances: Sequence[float]
+
+
+UNKNOWN = Answer(False, (), (), ())
+
+
+class DraftChannel(Protocol):
+    """The way to one draft worker. No method waits, and each may be called from any thread; futures
+    fail with any exception when the worker does not do as asked within `timeout_s`."""
+
+    @property
+    def address(self) -> str:
+        """For metrics and errors."""
+        ...
+
+    def describe(self, timeout_s: float) -> Future[About]:
+        """Who guesses there now."""
+        ...
+
+    def propose(
+        self, verifier: bytes, asks: Sequence[Ask], timeout_s: float
+    ) -> Future[Sequence[Answer]]:
+        """An answer to each."""
+        ...
+
+    def forget(self, verifier: bytes, sessions: Sequence[int]) -> None:
+        """These are over. Nobody hears whether it was understood."""
+        ...
+
+
+@dataclass(eq=False)
+class DraftCounts:
+    """What became of what one draft worker was asked; written by the engine's thread, read by any.
+    Every call is answered, late or failed."""
+
+    num_answered: int = 0
+    """Calls."""
+    num_late: int = 0
+    """Calls whose answers came after the deadline, and were dropped."""
+    num_failed: int = 0
+    """Calls that failed in time, or whose answers were no such trees."""
+    num_nodes: int = 0
+    """Guesses that came in time."""
+    num_resent: int = 0
+    """Sequences of which the worker wanted all again."""
+    is_ready: bool = False
+    """It is asked."""
+
+
+@dataclass(frozen=True, eq=False)
+class DraftPeer:
+    """One draft worker, as the verifier knows it."""
+
+    channel: DraftChannel
+    counts: DraftCounts = field(default_factory=DraftCounts)

@@ -1,0 +1,91 @@
+"""Children that are draws from a draft model's own distribution, as the multi-step rule wants them
+(acceptance.py): each with what it was drawn from, none chosen for its value.
+
+What it is drawn from is what plain decoding would draw from, if the draft model were the target
+(engine/sampling/pipeline.py), without what depends on the text before: penalties, n-gram bans,
+grammars. Any distribution is right; one nearer to the target's is accepted more often.
+
+The random numbers are a function of the task's seed and of the path to the parent, by which no two
+parents draw with the same ones: what is drawn below one node says nothing about another. Pure.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from engine.request import Sampling
+from engine.sampling import pipeline
+from engine.sampling.history import needs_history
+from engine.sampling.row import Draw
+from engine.speculation.acceptance import Distribution
+
+
+class Parent(NamedTuple):
+    """Whose children are drawn."""
+
+    sampling: Sampling
+    """As of `proposing`."""
+    path: tuple[int, ...]
+    """Tokens from the root's child down to it; none: the newest token."""
+
+
+class Children(NamedTuple):
+    """Those of one parent."""
+
+    counts: Counter[int]
+    """How often each token was drawn, in the order in which they were first."""
+    distribution: Distribution
+
+
+def proposing(sampling: Sampling) -> Sampling:
+    """What of it a draft model draws by."""
+    if not needs_history(sampling):
+        return sampling
+    return replace(
+        sampling,
+        repetition_penalty=1.0,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        no_repeat_ngram=0,
+        bad_words=(),
+    )
+
+
+def draw_children(
+    logits: torch.Tensor, parents: Sequence[Parent], width: int
+) -> list[Children | None]:
+    """`width` draws for each parent. None: its logits are no numbers, or nothing may be drawn.
+
+    Args:
+        logits: [P, V], after each.
+    """
+    # The position is of no account: no noise is drawn.
+    distributions = pipeline.distributions(logits, [Draw(one.sampling, 0) for one in parents])
+    found: list[Children | None] = []
+    for parent, own in zip(parents, distributions, strict=True):
+        if np.isnan(own[0]):
+            found.append(None)
+            continue
+        uniform = random.Random(random_key(parent.sampling.seed, *parent.path)).random
+        sums = np.cumsum(own)
+        places = sums.searchsorted([uniform() * sums[-1] for _ in range(width)], side="right")
+        # By rounding the last sum may be reached beyond the last token that can be drawn.
+        last = int(sums.searchsorted(sums[-1]))
+        found.append(Children(Counter(min(int(place), last) for place in places), own))
+    return found
+
+
+def random_key(*words: int) -> int:
+    """64 bits that look random, of whole numbers; only the low 64 bits of each count."""
+    digest = hashlib.blake2b(digest_size=8)
+    for word in words:
+        digest.update((word & (2**64 - 1)).to_bytes(8, "little"))
+    return int.from_bytes(digest.digest(), "little")

@@ -1,0 +1,152 @@
+"""PackedBlocks: blocks in the form in which a handle carries them: a row of fixed size for each,
+side by side.
+
+The references of a long prompt are made, signed, sent, verified and compared as one piece of bytes;
+a block becomes a value when somebody asks for it. A row names everything of its block, so equal
+bytes are equal blocks and the other way round. Immutable; no I/O, any thread.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from typing import overload
+
+import numpy as np
+
+from kvstore.block import Block, Tier
+from kvstore.block_hash import CHAIN_HASH_BYTES
+
+_ROW = struct.Struct("<16sQQIIBB")
+_COLUMNS = np.dtype(
+    [
+        ("chain_hash", "<u8", (2,)),
+        ("generation", "<u8"),
+        ("checksum", "<u8"),
+        ("frame", "<u4"),
+        ("num_tokens", "<u4"),
+        ("tier", "u1"),
+        ("num_hash_bytes", "u1"),
+    ]
+)
+"""The row again, for looks at one field of all rows."""
+
+ROW_BYTES = _ROW.size
+_TIERS = {tier.value: tier for tier in Tier}
+
+
+class PackedBlocks(Sequence[Block]):
+    """See the module."""
+
+    __slots__ = ("data",)
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, data: bytes = b"") -> None:
+        """Raises: ValueError for what are no whole rows, or a row that no `of` makes."""
+        if len(data) % ROW_BYTES:
+            raise ValueError(f"blocks of {ROW_BYTES} bytes each, not {len(data)} bytes")
+        self.data = data
+        """As it goes over the wire."""
+        if data:
+            sizes = self._column("num_hash_bytes")
+            others = sizes != CHAIN_HASH_BYTES
+            if others.any():
+                if sizes[others].any():
+                    raise ValueError(f"a chain hash has {CHAIN_HASH_BYTES} bytes")
+                if self._column("chain_hash")[others].any():
+                    raise ValueError("a block without a chain hash has one")
+
+    @classmethod
+    def of(cls, blocks: Iterable[Block]) -> PackedBlocks:
+        """Raises: ValueError for a chain hash that is neither empty nor of 16 bytes; struct.error
+        for a number that has no place."""
+        if isinstance(blocks, PackedBlocks):
+            return blocks
+        rows: list[bytes] = []
+        for block in blocks:
+            chain_hash = block.chain_hash
+            if len(chain_hash) not in (0, CHAIN_HASH_BYTES):
+                raise ValueError(f"a chain hash has {CHAIN_HASH_BYTES} bytes: {chain_hash!r}")
+            rows.append(
+                _ROW.pack(
+                    chain_hash,
+                    block.generation,
+                    block.checksum,
+                    block.frame,
+                    block.num_tokens,
+                    block.tier,
+                    len(chain_hash),
+                )
+            )
+        return cls._whole(b"".join(rows))
+
+    def num_matching(self, chain_hashes: Sequence[bytes], num_tokens: int) -> int:
+        """How many leading blocks have these hashes, of 16 bytes, and so many tokens each."""
+        count = min(len(self), len(chain_hashes))
+        if not count:
+            return 0
+        ours = np.frombuffer(b"".join(chain_hashes[:count]), "<u8").reshape(count, 2)
+        fits = (self._column("chain_hash")[:count] == ours).all(axis=1)
+        fits &= self._column("num_tokens")[:count] == num_tokens
+        fits &= self._column("num_hash_bytes")[:count] == CHAIN_HASH_BYTES
+        return count if fits.all() else int(fits.argmin())
+
+    def __len__(self) -> int:
+        return len(self.data) // ROW_BYTES
+
+    @overload
+    def __getitem__(self, index: int) -> Block: ...
+    @overload
+    def __getitem__(self, index: slice) -> PackedBlocks: ...
+    def __getitem__(self, index: int | slice) -> Block | PackedBlocks:
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
+            if step != 1:
+                raise ValueError("blocks are cut out in one piece")
+            return self._whole(self.data[start * ROW_BYTES : max(start, stop) * ROW_BYTES])
+        at = range(len(self))[index]
+        return _block(*_ROW.unpack_from(self.data, at * ROW_BYTES))
+
+    def __iter__(self) -> Iterator[Block]:
+        return (_block(*row) for row in _ROW.iter_unpack(self.data))
+
+    def __add__(self, other: PackedBlocks) -> PackedBlocks:
+        return self._whole(self.data + other.data)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, PackedBlocks):
+            return self.data == other.data
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+    @classmethod
+    def _whole(cls, data: bytes) -> PackedBlocks:
+        """Of rows that were looked at before."""
+        made = cls()
+        made.data = data
+        return made
+
+    def _column(self, name: str) -> np.ndarray[tuple[int, ...], np.dtype[np.generic]]:
+        return np.frombuffer(self.data, _COLUMNS)[name]
+
+
+def _block(
+    chain_hash: bytes,
+    generation: int,
+    checksum: int,
+    frame: int,
+    num_tokens: int,
+    tier: int,
+    num_hash_bytes: int,
+) -> Block:
+    """A tier that this version does not know becomes UNSPECIFIED."""
+    return Block(
+        chain_hash[:num_hash_bytes],
+        frame,
+        generation,
+        checksum,
+        num_tokens,
+        _TIERS.get(tier, Tier.UNSPECIFIED),
+    )

@@ -1,0 +1,22 @@
+"""`python -m services.draft --config file.toml --set key=value`: one draft worker process."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from process import entry
+from services.draft.config import DraftSettings
+
+_IMPORTS = ("services.draft.main",)
+"""They import torch."""
+
+
+async def _main(settings: DraftSettings, stop: asyncio.Event) -> None:
+    from services.draft import main
+
+    await main.run(settings, stop)
+
+
+if __name__ == "__main__":
+    sys.exit(entry.run("draft", DraftSettings, _main, imports=_IMPORTS))

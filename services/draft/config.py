@@ -1,0 +1,87 @@
+"""DraftSettings: what a draft worker is told at start.
+
+Frozen; the loader is `process.settings`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.config import EngineConfig
+from engine.speculation.draft_sessions import SESSION_BYTES
+from process.metrics import check_listen
+from process.settings import SettingsError
+from process.tls import TlsSettings
+
+
+@dataclass(frozen=True)
+class DraftLimits:
+    """Bounds of one draft worker."""
+
+    max_num_sessions: int = 256
+    """Sequences that it remembers; the one asked for longest ago gives way."""
+
+    max_session_bytes: int = 64 * 1024 * 1024
+    """Of their token ids. Their KV has a bound of its own: engine.speculation.draft_kv_bytes."""
+
+    max_waiting_calls: int = 64
+    """Calls that are computed or wait for it; the next one is refused."""
+
+    catch_up_tokens: int = 128
+    """Of a text that is new here, computed at once between two calls: a call may wait for that."""
+
+    max_call_s: float = 10.0
+    """A call that waits longer is given up, if its caller has not given it up before."""
+
+    drain_s: float = 1.0
+    """How long calls under way may take to end when the process is asked to stop."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_sessions", "max_waiting_calls", "catch_up_tokens"):
+            if getattr(self, name) < 1:
+                raise SettingsError(f"{name}: {getattr(self, name)} is below 1")
+        if self.max_session_bytes < SESSION_BYTES:
+            raise SettingsError(
+                f"max_session_bytes: {self.max_session_bytes} is below {SESSION_BYTES}, what one "
+                "session takes"
+            )
+        if not self.max_call_s > 0:
+            raise SettingsError(f"max_call_s: {self.max_call_s:g} is not above 0")
+        if not self.drain_s >= 0:
+            raise SettingsError(f"drain_s: {self.drain_s:g} is negative")
+
+
+@dataclass(frozen=True)
+class DraftSettings:
+    """Settings of one draft worker."""
+
+    listen: str = "127.0.0.1:0"
+    """host:port of its gRPC server; port 0: a free one."""
+
+    worker_id: str = ""
+    """Its name in logs and metrics; empty: "draft" and a random part."""
+
+    tls: TlsSettings = field(default_factory=TlsSettings)
+    """Who this worker is to verifiers; empty: no TLS."""
+
+    metrics_listen: str = ""
+    """host:port of /metrics, usually on loopback; port 0: a free one; empty: nobody listens."""
+
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    """The model that guesses and its device. Of `speculation`, `expansion`, `draft_kv_bytes` and
+    `max_num_nodes` are this worker's."""
+
+    limits: DraftLimits = field(default_factory=DraftLimits)
+    """Bounds."""
+
+    def __post_init__(self) -> None:
+        check_listen("metrics_listen", self.metrics_listen)
+        self.tls.check_peers("tls")
+        self.tls.check_listen("listen", self.listen, "tls")
+        if not self.engine.model:
+            raise SettingsError("engine.model: is empty; name the small model that guesses")
+        if self.engine.speculation.is_on:
+            raise SettingsError(
+                "engine.speculation: a draft worker guesses with engine.model alone; leave "
+                "drafters, draft_models and draft_workers empty"
+            )

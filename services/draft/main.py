@@ -1,0 +1,141 @@
+"""How a draft worker's process starts, serves and ends: the model is loaded on a thread (progress
+as log lines) -> a worker (services/draft/worker.py) -> ready line. It ends on a signal, or when
+guessing has failed. Signals, exit codes and parent watch are `process.entry`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+
+from engine.request import Sampling
+from engine.speculation.draft_model import DraftModel
+from engine.speculation.draft_port import About
+from engine.speculation.drafter import Task
+from engine.speculation.load import load_draft_model
+from process import interpreter, logs, tls
+from process.access import Role
+from process.health import Health
+from process.metrics import MetricsServer
+from services.draft.config import DraftSettings
+from services.draft.worker import DraftWorker, serving_drafts
+
+logger = logging.getLogger(__name__)
+
+PROGRESS_EVERY = 0.1
+"""Loading is logged when it moved by this share."""
+
+
+async def run(settings: DraftSettings, stop: asyncio.Event) -> None:
+    """A draft worker process's whole life.
+
+    Raises: what keeps it from starting (one line: what and how to fix it); Internal when guessing
+    failed.
+    """
+    tls.Identity.of(settings.tls, Role.DRAFT)  # wrong files are told before a model is loaded
+    health = Health("loading the model")
+    metrics = MetricsServer(health=health)
+    health.follow()
+    if settings.metrics_listen:
+        metrics.start(settings.metrics_listen)
+    try:
+        drafter = await _load(settings, stop, health)
+        if drafter is None:
+            return
+        info = drafter.info
+        about = About(info.model, info.tokenizer_digest, info.vocab_size)
+        async with serving_drafts(drafter, about, settings, metrics) as worker:
+            health.judge_by(worker.why_not_ready)
+            _say_ready(worker, drafter, metrics)
+            await _first(stop, worker.thread.failed)
+            logs.event(logger, "stopping", num_sessions=len(worker.thread.sessions))
+            worker.is_draining = True
+        if worker.thread.failure is not None:
+            raise worker.thread.failure
+    finally:
+        health.end()
+        await asyncio.to_thread(metrics.stop)
+
+
+def _say_ready(worker: DraftWorker, drafter: DraftModel, metrics: MetricsServer) -> None:
+    interpreter.begin_serving()
+    logs.event(
+        logger,
+        "ready",
+        address=worker.address,
+        worker_id=worker.worker_id,
+        role=Role.DRAFT.value,
+        incarnation=worker.incarnation.hex(),
+        model=drafter.info.model,
+        decoder=drafter.info.decoder,
+        load_seconds=dict(drafter.info.seconds),
+        metrics=metrics.address,
+    )
+
+
+async def _first(*events: asyncio.Event) -> None:
+    """Wait for whichever comes first."""
+    waits = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+
+
+async def _load(settings: DraftSettings, stop: asyncio.Event, health: Health) -> DraftModel | None:
+    """On a thread that does not hold the process back when it is told to stop. Returns: None when
+    `stop` came first."""
+    loop = asyncio.get_running_loop()
+    over = asyncio.Event()
+    loaded: list[DraftModel | Exception] = []
+
+    def load() -> None:
+        try:
+            if settings.engine.num_threads:
+                import torch
+
+                torch.set_num_threads(settings.engine.num_threads)
+            drafter = load_draft_model(settings.engine, _Progress(health))
+            _warm_up(drafter)
+            loaded.append(drafter)
+        except Exception as error:  # handed to the loop, which raises it
+            loaded.append(error)
+        try:
+            loop.call_soon_threadsafe(over.set)
+        except RuntimeError:
+            logs.event(logger, "loaded_too_late", level=logging.DEBUG)
+
+    threading.Thread(target=load, name="load", daemon=True).start()
+    await _first(stop, over)
+    if not over.is_set():
+        return None
+    (outcome,) = loaded
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
+
+
+def _warm_up(drafter: DraftModel) -> None:
+    """So that the first call does not wait for what the model does once."""
+    key = ("warm-up", 0)
+    for sampling in (Sampling(max_tokens=1), Sampling(max_tokens=1, temperature=1.0)):
+        drafter.propose([Task(key, [0, 0], 1, sampling, 0, 64)])
+        drafter.forget(key)
+
+
+class _Progress:
+    """Progress of loading, for probes and as log lines: not more than anybody can look at."""
+
+    def __init__(self, health: Health) -> None:
+        self._health = health
+        self._last = ("", 0)
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        before, logged = self._last
+        is_step = done - logged >= max(1, int(total * PROGRESS_EVERY))
+        if what != before or is_step or done >= total:
+            self._last = (what, done)
+            self._health.say(f"loading the model: {what}, {done} of {total}")
+            logs.event(logger, "loading", what=what, done=done, total=total)

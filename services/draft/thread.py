@@ -1,0 +1,194 @@
+"""DraftThread: the one thread that the sessions and their model belong to. Calls that wait are
+computed as one batch, at most one of each verifier; between calls, texts that are new are caught up
+with, and when there is nothing to do, the conservation laws are recomputed.
+
+When anything but a wrong ask goes wrong, `failed` is set and every call fails: the process should
+end. Its methods belong to the loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from engine.speculation.draft_port import Answer, Ask
+from engine.speculation.draft_sessions import DraftSessions
+from process.deadline import Deadline
+from process.errors import BatonError, Internal, InvalidArgument, NoCapacity, Unavailable
+
+logger = logging.getLogger(__name__)
+
+IDLE_CHECK_S = 0.25
+
+
+@dataclass(eq=False)
+class _Call:
+    verifier: bytes
+    asks: Sequence[Ask]
+    answers: Future[Sequence[Answer]] = field(default_factory=Future)
+
+
+@dataclass(eq=False)
+class _Forget:
+    verifier: bytes
+    sessions: Sequence[int]
+
+
+_Job = _Call | _Forget | None
+
+
+class DraftThread:
+    """See the module."""
+
+    def __init__(self, sessions: DraftSessions, max_waiting_calls: int) -> None:
+        self.sessions = sessions
+        """For counts alone."""
+        self.failed = asyncio.Event()
+        self.failure: BatonError | None = None
+        self.num_waiting = 0
+        self._max_waiting_calls = max_waiting_calls
+        self._loop = asyncio.get_running_loop()
+        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self._is_over = False
+        self._thread = threading.Thread(target=self._run, name="drafts", daemon=True)
+        self._thread.start()
+
+    async def propose(
+        self, verifier: bytes, asks: Sequence[Ask], deadline: Deadline
+    ) -> Sequence[Answer]:
+        """An answer to each. Raises: InvalidArgument, NoCapacity, DeadlineExceeded, Unavailable
+        when the thread has ended or failed."""
+        try:
+            self.sessions.check(verifier, asks)
+        except ValueError as error:
+            name, _, problem = str(error).partition(": ")
+            raise InvalidArgument(name, problem) from error
+        self._check()
+        if self.num_waiting >= self._max_waiting_calls:
+            raise NoCapacity(f"{self.num_waiting} calls wait", retry_after_s=0.1)
+        call = _Call(verifier, asks)
+        self.num_waiting += 1
+        try:
+            self._jobs.put(call)
+            async with deadline.timeout("guessing"):
+                return await asyncio.wrap_future(call.answers)
+        finally:
+            self.num_waiting -= 1
+
+    def forget(self, verifier: bytes, sessions: Sequence[int]) -> None:
+        """Behind the calls before; nobody waits for it. Raises: Unavailable."""
+        self._check()
+        self._jobs.put(_Forget(verifier, sessions))
+
+    async def stop(self, timeout_s: float) -> bool:
+        """Calls that have not begun fail. Returns: whether it ended in time."""
+        self._is_over = True
+        self._jobs.put(None)
+        await asyncio.to_thread(self._thread.join, timeout_s)
+        return not self._thread.is_alive()
+
+    def _check(self) -> None:
+        if self._is_over or self.failure is not None:
+            raise Unavailable(str(self.failure or "this worker is stopping"))
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        waiting: deque[_Call | _Forget] = deque()
+        try:
+            self._work(waiting)
+        except Exception as error:
+            logger.exception("guessing has failed")
+            self.failure = Internal(f"guessing has failed: {type(error).__name__}: {error}")
+            self._loop.call_soon_threadsafe(self.failed.set)
+        self._is_over = True
+        with contextlib.suppress(queue.Empty, _Over):
+            while True:
+                self._take(waiting, 0.0)
+        for job in waiting:
+            if isinstance(job, _Call) and job.answers.set_running_or_notify_cancel():
+                job.answers.set_exception(
+                    Unavailable(str(self.failure or "this worker is stopping"))
+                )
+
+    def _work(self, waiting: deque[_Call | _Forget]) -> None:
+        is_behind = is_changed = False
+        while True:
+            if not waiting:
+                timeout_s = 0.0 if is_behind else IDLE_CHECK_S if is_changed else None
+                try:
+                    self._take(waiting, timeout_s)
+                except queue.Empty:
+                    if is_behind:
+                        is_behind = self.sessions.catch_up()
+                    else:
+                        self.sessions.check_integrity()
+                        is_changed = False
+                    continue
+                except _Over:
+                    return
+            is_changed = True
+            if isinstance(waiting[0], _Forget):
+                job = waiting.popleft()
+                assert isinstance(job, _Forget)
+                self.sessions.forget(job.verifier, job.sessions)
+            else:
+                self._propose(_batch(waiting))
+                is_behind = self.sessions.is_behind
+
+    def _take(self, waiting: deque[_Call | _Forget], timeout_s: float | None) -> None:
+        """All that waits, at least one. Raises: Empty when nothing came, _Over at the end."""
+        is_waiting = timeout_s is None or timeout_s > 0.0
+        job = self._jobs.get(is_waiting, timeout_s if is_waiting else None)
+        while True:
+            if job is None:
+                raise _Over
+            waiting.append(job)
+            try:
+                job = self._jobs.get_nowait()
+            except queue.Empty:
+                return
+
+    def _propose(self, calls: Sequence[_Call]) -> None:
+        # Whoever has given up meanwhile is not computed for.
+        live = [call for call in calls if call.answers.set_running_or_notify_cancel()]
+        if not live:
+            return
+        try:
+            answers = self.sessions.propose(
+                [(call.verifier, ask) for call in live for ask in call.asks]
+            )
+        except Exception as error:
+            for call in live:
+                call.answers.set_exception(Internal(f"guessing has failed: {error}"))
+            raise
+        first = 0
+        for call in live:
+            call.answers.set_result(answers[first : first + len(call.asks)])
+            first += len(call.asks)
+
+
+class _Over(Exception):
+    """The thread was told to end."""
+
+
+def _batch(waiting: deque[_Call | _Forget]) -> list[_Call]:
+    """The first call, and those behind it that may be computed with it."""
+    calls: list[_Call] = []
+    verifiers: set[bytes] = set()
+    while waiting:
+        job = waiting[0]
+        # Another call of the same verifier may be about the same sessions.
+        if isinstance(job, _Forget) or job.verifier in verifiers:
+            break
+        waiting.popleft()
+        verifiers.add(job.verifier)
+        calls.append(job)
+    return calls

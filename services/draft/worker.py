@@ -1,0 +1,92 @@
+"""A draft worker from a loaded drafter to its clean end: thread, gRPC server, health, metrics.
+
+Start: thread -> server. End: it says that it takes nothing more, calls under way end within
+`limits.drain_s` -> thread. Belongs to the loop's thread. Tests and the process use the same one.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from engine.speculation.draft_port import About
+from engine.speculation.draft_sessions import DraftSessions, SessionLimits
+from engine.speculation.drafter import Drafter
+from process import incarnation, serving, standard_services
+from process.access import RULES, Role
+from process.metrics import MetricsServer
+from process.tls import Identity
+from services.draft.config import DraftSettings
+from services.draft.metrics import DraftCollector
+from services.draft.server import SERVICE, DraftServicer
+from services.draft.thread import DraftThread
+
+JOIN_S = 5.0
+
+
+class DraftWorker:
+    """One that serves."""
+
+    def __init__(self, worker_id: str, thread: DraftThread) -> None:
+        self.worker_id = worker_id
+        self.thread = thread
+        self.incarnation = incarnation.new()
+        self.address = ""
+        self.is_draining = False
+
+    def why_not_ready(self) -> str:
+        """For probes and callers, any thread: one line; empty: it guesses."""
+        if self.is_draining:
+            return f"{self.worker_id} is draining"
+        return "" if self.thread.failure is None else str(self.thread.failure)
+
+
+@asynccontextmanager
+async def serving_drafts(
+    drafter: Drafter, about: About, settings: DraftSettings, metrics: MetricsServer | None = None
+) -> AsyncIterator[DraftWorker]:
+    """Guess with `drafter`, which is this worker's from now on, until the body ends.
+
+    Args: metrics: that shows what is counted; its owner starts and stops it.
+    Raises: Unavailable when the port is taken; SettingsError for a certificate of another role.
+    """
+    limits = settings.limits
+    sessions = DraftSessions(
+        drafter,
+        about.vocab_size,
+        SessionLimits(
+            limits.max_num_sessions,
+            limits.max_session_bytes,
+            settings.engine.speculation.max_num_nodes,
+            limits.catch_up_tokens,
+        ),
+    )
+    identity = Identity.of(settings.tls, Role.DRAFT)
+    worker_id = settings.worker_id or f"draft-{secrets.token_hex(4)}"
+    worker = DraftWorker(worker_id, DraftThread(sessions, limits.max_waiting_calls))
+    servicer = DraftServicer(
+        worker.thread,
+        about,
+        worker_id=worker_id,
+        incarnation=worker.incarnation,
+        max_call_s=limits.max_call_s,
+        why_not_ready=worker.why_not_ready,
+    )
+    health = standard_services.Health({SERVICE: lambda: not worker.why_not_ready()})
+    try:
+        server, worker.address = await serving.listen(
+            settings.listen,
+            [servicer.add_to, health.add_to],
+            identity=identity,
+            rules=RULES[Role.DRAFT],
+        )
+        try:
+            if metrics is not None:
+                metrics.add(DraftCollector(worker.thread, worker_id))
+            yield worker
+        finally:
+            worker.is_draining = True
+            await server.stop(limits.drain_s)
+    finally:
+        await worker.thread.stop(JOIN_S)

@@ -1,0 +1,216 @@
+"""GrpcDraftChannel: the way to one draft worker over gRPC, for an engine's thread that knows no
+RPC (engine/speculation/draft_port.py); and all of them, as a worker's settings name them.
+
+Every call runs on the worker's loop; whoever made it holds a future. A connection is made anew with
+the first question to a worker that was away, so that a certificate which has changed meanwhile is
+shown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import grpc.aio
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from engine.speculation.draft_port import About, Answer, Ask, DraftPeer
+from process import serving
+from process.access import Role
+from process.families import counters, gauges
+from process.metrics import MetricsServer
+from process.serving import Dialer
+from protos import draft_pb2, draft_pb2_grpc
+from services.worker.core import Identity
+
+FORGET_S = 1.0
+
+T = TypeVar("T")
+
+
+class GrpcDraftChannel:
+    """A DraftChannel (engine/speculation/draft_port.py). See the module. Made on the loop's thread,
+    and closed there."""
+
+    def __init__(self, address: str, dial: Dialer) -> None:
+        self.address = address
+        self._dial = dial
+        self._loop = asyncio.get_running_loop()
+        self._channel: grpc.aio.Channel | None = None
+        self._stub: Any = None
+        self._calls: set[asyncio.Task[Any]] = set()
+        self._is_closed = False
+
+    def describe(self, timeout_s: float) -> Future[About]:
+        """See DraftChannel."""
+        return self._begin(self._describe(timeout_s))
+
+    def propose(
+        self, verifier: bytes, asks: Sequence[Ask], timeout_s: float
+    ) -> Future[Sequence[Answer]]:
+        """See DraftChannel."""
+        return self._begin(self._propose(_request(verifier, asks), timeout_s))
+
+    def forget(self, verifier: bytes, sessions: Sequence[int]) -> None:
+        """See DraftChannel."""
+        self._begin(self._forget(draft_pb2.ForgetRequest(verifier=verifier, sessions=sessions)))
+
+    async def close(self) -> None:
+        """Calls under way fail."""
+        self._is_closed = True
+        for call in list(self._calls):
+            call.cancel()
+        await self._disconnect()
+
+    def _begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        future: Future[T] = Future()
+        try:
+            self._loop.call_soon_threadsafe(self._start, work, future)
+        except RuntimeError as error:  # the loop is closed: this process ends
+            work.close()
+            future.set_exception(error)
+        return future
+
+    def _start(self, work: Coroutine[Any, Any, T], future: Future[T]) -> None:
+        if self._is_closed:
+            work.close()
+            future.set_exception(ConnectionError(f"{self.address}: closed"))
+            return
+        call = self._loop.create_task(self._settle(work, future))
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+
+    async def _settle(self, work: Coroutine[Any, Any, T], future: Future[T]) -> None:
+        try:
+            future.set_result(await work)
+        except grpc.aio.AioRpcError as error:
+            future.set_exception(serving.error_from_rpc(error))
+        except asyncio.CancelledError:
+            future.set_exception(ConnectionError(f"{self.address}: closed"))
+        except Exception as error:  # whoever holds the future is told
+            future.set_exception(error)
+
+    async def _describe(self, timeout_s: float) -> About:
+        await self._disconnect()
+        reply = await self._connected().Describe(
+            draft_pb2.DescribeDraftRequest(), timeout=timeout_s
+        )
+        return About(reply.model, reply.tokenizer_digest, reply.vocab_size)
+
+    async def _propose(
+        self, request: draft_pb2.ProposeRequest, timeout_s: float
+    ) -> Sequence[Answer]:
+        reply = await self._connected().Propose(request, timeout=timeout_s)
+        return [
+            Answer(
+                not tree.is_unknown, list(tree.token_ids), list(tree.parents), list(tree.chances)
+            )
+            for tree in reply.trees
+        ]
+
+    async def _forget(self, request: draft_pb2.ForgetRequest) -> None:
+        with contextlib.suppress(grpc.aio.AioRpcError):  # they give way by themselves
+            await self._connected().Forget(request, timeout=FORGET_S)
+
+    def _connected(self) -> Any:
+        if self._channel is None:
+            self._channel = self._dial(self.address, Role.DRAFT)
+            self._stub = draft_pb2_grpc.DraftStub(self._channel)
+        return self._stub
+
+    async def _disconnect(self) -> None:
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close(0)
+
+
+def _request(verifier: bytes, asks: Sequence[Ask]) -> draft_pb2.ProposeRequest:
+    """Made by whoever asks: the loop has other things to do."""
+    return draft_pb2.ProposeRequest(
+        verifier=verifier,
+        tasks=[
+            draft_pb2.DraftTask(
+                session=ask.session,
+                start=ask.start,
+                token_ids=ask.token_ids,
+                num_prompt_tokens=ask.num_prompt_tokens,
+                num_nodes=ask.num_nodes,
+                temperature=ask.temperature,
+                top_p=ask.top_p,
+                top_k=ask.top_k,
+                min_p=ask.min_p,
+                seed=ask.seed,
+                sample_index=ask.sample_index,
+            )
+            for ask in asks
+        ],
+    )
+
+
+class DraftPeers(Collector):
+    """The ways to a worker's draft workers, and what became of what they were asked. Made and
+    closed on the loop's thread."""
+
+    def __init__(self, addresses: Iterable[str], dial: Dialer) -> None:
+        self._channels = [GrpcDraftChannel(address, dial) for address in addresses]
+        self.peers = tuple(DraftPeer(channel) for channel in self._channels)
+        self._identity: Callable[[], Identity] | None = None
+
+    def show(self, metrics: MetricsServer, identity: Callable[[], Identity]) -> None:
+        """Have the counts shown, as those of this worker in the role that it has then; nothing
+        where there are no draft workers."""
+        if self.peers:
+            self._identity = identity
+            metrics.add(self)
+
+    async def close(self) -> None:
+        """Nobody is asked any more."""
+        for channel in self._channels:
+            await channel.close()
+
+    def collect(self) -> Iterable[Metric]:
+        """For /metrics; any thread."""
+        if self._identity is None:
+            return
+        identity = self._identity()
+        labels = {"worker_id": identity.worker_id, "role": identity.role}
+        yield gauges(
+            "baton_draft_worker_ready",
+            "1 while the draft worker is asked.",
+            labels,
+            "peer",
+            [(one.channel.address, one.counts.is_ready) for one in self.peers],
+        )
+        calls = CounterMetricFamily(
+            "baton_draft_calls",
+            "Calls of draft workers, by what became of them.",
+            labels=(*labels, "peer", "outcome"),
+        )
+        for one in self.peers:
+            counts = one.counts
+            for outcome, num in (
+                ("answered", counts.num_answered),
+                ("late", counts.num_late),
+                ("failed", counts.num_failed),
+            ):
+                calls.add_metric((*labels.values(), one.channel.address, outcome), num)
+        yield calls
+        yield counters(
+            "baton_draft_received_nodes",
+            "Guesses that came in time.",
+            labels,
+            "peer",
+            [(one.channel.address, one.counts.num_nodes) for one in self.peers],
+        )
+        yield counters(
+            "baton_draft_resent_sequences",
+            "Sequences that a draft worker wanted whole again.",
+            labels,
+            "peer",
+            [(one.channel.address, one.counts.num_resent) for one in self.peers],
+        )

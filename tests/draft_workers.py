@@ -1,0 +1,164 @@
+"""Draft workers for tests: models, sessions, and an engine that is guessed for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from engine.config import EngineConfig
+from engine.fake import FakeModel
+from engine.loop import Engine
+from engine.request import Request, Sampling
+from engine.schedule.order import Key
+from engine.speculation.config import SpeculationConfig
+from engine.speculation.draft_fake import FakeDraftChannel
+from engine.speculation.draft_model import DraftModel
+from engine.speculation.draft_port import About, DraftPeer
+from engine.speculation.draft_sessions import DraftSessions, SessionLimits
+from engine.speculation.drafter import Draft, Drafter, Task
+from engine.speculation.remote import MAX_BACKOFF_S, RemoteDrafter
+from engine.speculation.tree import chain
+from tests.unit.engine.conftest import hasher
+
+EXPANSION = (2, 1, 1)
+LIMITS = SessionLimits(
+    max_num_sessions=64, max_session_bytes=1 << 20, max_num_nodes=16, catch_up_tokens=8
+)
+CONFIG = EngineConfig(
+    num_blocks=200,
+    block_size=4,
+    context_window=256,
+    speculation=SpeculationConfig(always=True, max_num_nodes=6),
+)
+
+
+def about(model: FakeModel | None = None) -> About:
+    info = (model or FakeModel()).info
+    return About(info.model, info.tokenizer_digest, info.vocab_size)
+
+
+def drafter() -> DraftModel:
+    """It guesses what a FakeModel draws, and is always right."""
+    return DraftModel(FakeModel(), EXPANSION, num_blocks=512, max_num_tokens=64)
+
+
+class Wrapped:
+    """A Drafter in another one's place."""
+
+    name = "wrapped"
+
+    def __init__(self, inner: Drafter) -> None:
+        self.inner = inner
+
+    def propose(self, tasks: Sequence[Task]) -> list[Draft]:
+        return self.inner.propose(tasks)
+
+    def forget(self, key: Key) -> None:
+        self.inner.forget(key)
+
+    def check_integrity(self) -> None:
+        self.inner.check_integrity()
+
+
+class CountsOn:
+    """A Drafter that costs nothing: each number is followed by the next one."""
+
+    name = "counts on"
+
+    def __init__(self) -> None:
+        self.known: set[Key] = set()
+
+    def propose(self, tasks: Sequence[Task]) -> list[Draft]:
+        drafts = []
+        for task in tasks:
+            self.known.add(task.key)
+            num_nodes = min(task.num_nodes, 3)
+            following = [(task.token_ids[-1] + 1 + depth) % 97 for depth in range(num_nodes)]
+            drafts.append(Draft(chain(following, [0.5] * num_nodes), {}))
+        return drafts
+
+    def forget(self, key: Key) -> None:
+        self.known.discard(key)
+
+    def check_integrity(self) -> None:
+        pass
+
+
+def sessions(limits: SessionLimits = LIMITS, *, by: Drafter | None = None) -> DraftSessions:
+    return DraftSessions(by or drafter(), FakeModel().info.vocab_size, limits)
+
+
+def fake(
+    name: str, limits: SessionLimits = LIMITS, *, by: Drafter | None = None
+) -> FakeDraftChannel:
+    return FakeDraftChannel(name, about(), sessions(limits, by=by))
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def remote(peers: Sequence[DraftPeer], clock: Clock, deadline_s: float = 0.0) -> RemoteDrafter:
+    """One that has met its workers."""
+    made = RemoteDrafter(
+        peers, FakeModel().info, deadline_s=deadline_s, clock=clock, verifier=bytes(16)
+    )
+    made.meet()
+    return made
+
+
+def meet(drafter: RemoteDrafter, peer: DraftPeer, clock: Clock) -> None:
+    """On a slow machine it may take more than one try."""
+    for _ in range(20):
+        if peer.counts.is_ready:
+            return
+        clock.now_s += MAX_BACKOFF_S
+        drafter.meet()
+    raise AssertionError("they do not meet")
+
+
+def engine(*drafters: Drafter, config: EngineConfig = CONFIG) -> Engine:
+    return Engine(config, FakeModel(), drafters=list(drafters))
+
+
+def submit(into: Engine, num_requests: int = 3, max_tokens: int = 24) -> None:
+    """Greedy and sampled ones, short and long prompts, one of two samples."""
+    for index in range(num_requests):
+        prompt = tuple((7 * index + 3 * place) % 90 + 1 for place in range(1 + 11 * index))
+        sampling = Sampling(
+            max_tokens=max_tokens, temperature=(0.0, 0.9)[index % 2], seed=index, ignore_eos=True
+        )
+        request = Request(f"r{index}", prompt, sampling, hasher())
+        into.submit(replace(request, num_samples=1 + (index == 1)))
+
+
+Outputs = dict[tuple[str, int], list[int]]
+
+
+def outputs(
+    of: Engine, each_step: Callable[[int], None] = lambda step: None
+) -> tuple[Outputs, int]:
+    """(tokens by request and sample, steps) of what was submitted. Its laws are checked each
+    step."""
+    found: Outputs = {}
+    num_steps = 0
+    while of.has_work():
+        each_step(num_steps)
+        for event in of.step().events:
+            found.setdefault((event.request_id, event.sample_index), []).extend(event.token_ids)
+        num_steps += 1
+        of.check_integrity()
+    return found, num_steps
+
+
+def plain(num_requests: int = 3, max_tokens: int = 24) -> tuple[Outputs, int]:
+    """Without any guess."""
+    without = Engine(replace(CONFIG, speculation=SpeculationConfig()), FakeModel())
+    submit(without, num_requests, max_tokens)
+    return outputs(without)

@@ -1,0 +1,243 @@
+"""A draft worker around its sessions: settings, calls that are computed together, failures, its
+end, and what its metrics say."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Sequence
+from typing import Any
+
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2
+
+from engine.config import EngineConfig
+from engine.speculation.config import SpeculationConfig
+from engine.speculation.draft_port import Ask
+from engine.speculation.drafter import Draft, Task
+from process.access import Role
+from process.deadline import Deadline
+from process.errors import DeadlineExceeded, Internal, NoCapacity, Unavailable
+from process.serving import PLAIN
+from process.settings import SettingsError
+from process.tls import TlsSettings
+from protos import draft_pb2, draft_pb2_grpc
+from services.draft.config import DraftLimits, DraftSettings
+from services.draft.metrics import DraftCollector
+from services.draft.server import SERVICE
+from services.draft.thread import DraftThread
+from services.draft.worker import serving_drafts
+from tests import draft_workers as bench
+
+CALL_S = 60.0
+ONE, OTHER = bytes(16), bytes(range(16))
+
+
+def _ask(session: int, token_ids: Sequence[int] = (1, 2)) -> Ask:
+    return Ask(session, 0, token_ids, 1, 6, 0.0, 1.0, 0, 0.0, 0, 0)
+
+
+class Held(bench.Wrapped):
+    """A drafter that waits until it may, counts, and fails when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(bench.CountsOn())
+        self.begun = threading.Event()
+        self.may = threading.Event()
+        self.batches: list[int] = []
+        self.fails = False
+
+    def propose(self, tasks: Sequence[Task]) -> list[Draft]:
+        self.begun.set()
+        assert self.may.wait(CALL_S)
+        if self.fails:
+            raise RuntimeError("the device is gone")
+        self.batches.append(len(tasks))
+        return super().propose(tasks)
+
+
+class Bench:
+    def __init__(self, max_waiting_calls: int = 8) -> None:
+        self.drafter = Held()
+        self.thread = DraftThread(bench.sessions(by=self.drafter), max_waiting_calls)
+
+    def call(self, verifier: bytes, *asks: Ask, budget_s: float = CALL_S) -> asyncio.Task[Any]:
+        made: Awaitable[Any] = self.thread.propose(verifier, asks, Deadline.after(budget_s))
+        return asyncio.ensure_future(made)
+
+    async def begin(self) -> asyncio.Task[Any]:
+        """A call that is being computed."""
+        first = self.call(ONE, _ask(0))
+        assert await asyncio.to_thread(self.drafter.begun.wait, CALL_S)
+        return first
+
+    async def end(self) -> None:
+        self.drafter.may.set()
+        assert await self.thread.stop(CALL_S)
+
+
+async def test_what_waits_is_computed_together_but_for_calls_of_one_verifier() -> None:
+    b = Bench()
+    first = await b.begin()
+    calls = [b.call(ONE, _ask(1), _ask(2)), b.call(OTHER, _ask(1)), b.call(ONE, _ask(1))]
+    await asyncio.sleep(0)  # they are queued
+    b.drafter.may.set()
+    answers = await asyncio.gather(first, *calls)
+    assert [len(one) for one in answers] == [1, 2, 1, 1]
+    assert all(answer.is_known for one in answers for answer in one)
+    assert b.drafter.batches == [1, 3, 1]
+    b.thread.forget(ONE, [0, 1])
+    await b.call(OTHER, _ask(1))
+    assert len(b.thread.sessions) == 2
+    await b.end()
+
+
+async def test_who_has_given_up_is_not_computed_for() -> None:
+    b = Bench()
+    first = await b.begin()
+    late = b.call(OTHER, _ask(1), budget_s=0.0)
+    with pytest.raises(DeadlineExceeded):
+        await late
+    b.drafter.may.set()
+    await first
+    assert b.drafter.batches == [1] and b.thread.num_waiting == 0
+    await b.end()
+
+
+async def test_no_more_calls_wait_than_may() -> None:
+    b = Bench(max_waiting_calls=1)
+    first = await b.begin()
+    with pytest.raises(NoCapacity):
+        await b.call(OTHER, _ask(1))
+    b.drafter.may.set()
+    await first
+    await b.end()
+
+
+async def test_a_drafter_that_fails_ends_the_worker_and_every_call() -> None:
+    b = Bench()
+    first = await b.begin()
+    second = b.call(OTHER, _ask(1))
+    await asyncio.sleep(0)
+    b.drafter.fails = True
+    b.drafter.may.set()
+    with pytest.raises(Internal, match="guessing has failed"):
+        await first
+    with pytest.raises(Unavailable, match="the device is gone"):
+        await second
+    async with asyncio.timeout(CALL_S):
+        await b.thread.failed.wait()
+    with pytest.raises(Unavailable, match="the device is gone"):
+        await b.call(ONE, _ask(1))
+    up = {sample.name: sample.value for family in _families(b) for sample in family.samples}
+    assert up["baton_up"] == 0
+    await b.end()
+
+
+async def test_a_law_that_does_not_hold_ends_the_worker() -> None:
+    b = Bench()
+    b.drafter.may.set()
+    await b.call(ONE, _ask(1))
+    b.thread.sessions.num_bytes += 1
+    b.thread.forget(ONE, [7])
+    async with asyncio.timeout(CALL_S):
+        await b.thread.failed.wait()
+    assert "bytes counted" in str(b.thread.failure)
+    await b.end()
+
+
+async def test_calls_that_wait_fail_when_it_ends() -> None:
+    b = Bench()
+    first = await b.begin()
+    ending = asyncio.ensure_future(b.thread.stop(CALL_S))
+    await asyncio.sleep(0)
+    with pytest.raises(Unavailable, match="stopping"):
+        await b.call(OTHER, _ask(1))
+    b.drafter.may.set()
+    assert len(await first) == 1
+    assert await ending
+
+
+def _families(b: Bench) -> list[Any]:
+    return list(DraftCollector(b.thread, "draft-0").collect())
+
+
+async def test_metrics_say_what_was_asked() -> None:
+    b = Bench()
+    b.drafter.may.set()
+    await b.call(ONE, _ask(1), _ask(2))
+    await b.call(ONE, _ask(3)._replace(start=9))
+    found = {sample.name: sample.value for family in _families(b) for sample in family.samples}
+    assert found == {
+        "baton_up": 1,
+        "baton_draft_sessions": 2,
+        "baton_draft_session_bytes": b.thread.sessions.num_bytes,
+        "baton_draft_waiting_calls": 0,
+        "baton_draft_asked_total": 3,
+        "baton_draft_nodes_total": 6,
+        "baton_draft_unknown_total": 1,
+        "baton_draft_evicted_sessions_total": 0,
+    }
+    await b.end()
+
+
+async def test_a_worker_that_drains_says_so_and_takes_nothing_more() -> None:
+    settings = DraftSettings(engine=EngineConfig(model="fake"))
+    async with (
+        serving_drafts(bench.CountsOn(), bench.about(), settings) as worker,
+        PLAIN(worker.address, Role.DRAFT) as channel,
+    ):
+        asks = channel.unary_unary(
+            "/grpc.health.v1.Health/Check",
+            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+            response_deserializer=health_pb2.HealthCheckResponse.FromString,
+        )
+        stub = draft_pb2_grpc.DraftStub(channel)  # type: ignore[no-untyped-call]
+        status = health_pb2.HealthCheckResponse
+        for is_draining, expected in ((False, status.SERVING), (True, status.NOT_SERVING)):
+            worker.is_draining = is_draining
+            told = await asks(health_pb2.HealthCheckRequest(service=SERVICE), timeout=CALL_S)
+            assert told.status == expected
+        for call, request in (
+            (stub.Describe, draft_pb2.DescribeDraftRequest()),
+            (stub.Propose, draft_pb2.ProposeRequest(verifier=ONE)),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError, match="is draining") as refused:
+                await call(request, timeout=CALL_S)
+            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert not await asyncio.to_thread(worker.thread._thread.is_alive)
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"engine": EngineConfig()}, "engine.model: is empty; name the small model"),
+        (
+            {"engine": EngineConfig(model="m", speculation=SpeculationConfig(drafters=("ngram",)))},
+            "engine.speculation: a draft worker guesses with engine.model alone",
+        ),
+        ({"listen": "0.0.0.0:1"}, "listen: 0.0.0.0:1 is reached from other machines"),
+        ({"tls": TlsSettings("", "c", "k")}, "tls.ca_file"),
+        ({"metrics_listen": "x"}, "metrics_listen"),
+    ],
+)
+def test_settings_out_of_range_are_refused(fields: dict[str, Any], problem: str) -> None:
+    with pytest.raises(SettingsError, match=problem):
+        DraftSettings(**{"engine": EngineConfig(model="m"), **fields})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_num_sessions": 0},
+        {"max_session_bytes": 1},
+        {"max_waiting_calls": 0},
+        {"catch_up_tokens": 0},
+        {"max_call_s": 0.0},
+        {"drain_s": -1.0},
+    ],
+)
+def test_limits_out_of_range_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(SettingsError, match=next(iter(fields))):
+        DraftLimits(**fields)

@@ -1,0 +1,295 @@
+"""What heads guess is what the papers say of their weights: whatever tokens were seen in whatever
+steps, whoever guessed beside, and whatever was lost meanwhile."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from dataclasses import replace as with_fields
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine import noise
+from engine.config import EngineConfig
+from engine.models.interface import LoadedModel
+from engine.request import Sampling
+from engine.speculation.config import SpeculationConfig
+from engine.speculation.drafter import Task
+from engine.speculation.heads.eagle import EagleHead
+from engine.speculation.heads.hidden import Computed
+from engine.speculation.heads.load import load_heads
+from engine.speculation.heads.medusa import MedusaHeads, product_tree
+from engine.speculation.tree import ROOT, TokenTree
+from tests.parity.models import Tiny
+from tests.unit.engine.speculation.heads.published import (
+    HIDDEN,
+    VOCAB,
+    Tensors,
+    eagle_features,
+    eagle_tensors,
+    medusa_logits,
+    medusa_tensors,
+    save_eagle,
+    save_medusa,
+)
+
+Scores = Callable[[tuple[int, ...]], torch.Tensor]
+"""Of what follows a path: [V], noise included."""
+
+
+def _load(config: EngineConfig, model: LoadedModel, folder: Path, **fields: object) -> object:
+    speculation = SpeculationConfig(draft_heads=(str(folder),), **fields)  # type: ignore[arg-type]
+    (head,) = load_heads(with_fields(config, speculation=speculation), model)
+    return head
+
+
+def _task(name: str, token_ids: Sequence[int], *, num_nodes: int, sampling: Sampling) -> Task:
+    return Task((name, 0), list(token_ids), 1, sampling, 0, num_nodes)
+
+
+def _scores(logits: torch.Tensor, task: Task, ahead: int) -> torch.Tensor:
+    """As plain decoding would compare them."""
+    if task.sampling.temperature == 0.0:
+        return logits
+    keys = noise.row_keys([task.sampling.seed], [task.sample_index], [len(task.token_ids) + ahead])
+    found = noise.gumbel(torch.from_numpy(keys)[:, None], torch.arange(VOCAB)[None])[0]
+    return logits / task.sampling.temperature + found
+
+
+def _check(tree: TokenTree, scores: Scores, widths: Sequence[int]) -> None:
+    """Every node is one of the best of its parent, with the belief that its scores give it. Ties
+    and rounding apart, by which another token may come first."""
+    for parent in (ROOT, *range(len(tree))):
+        children = tree.children.get(parent, {})
+        if not children:
+            continue
+        path = tuple(tree.token_ids[node] for node in tree.path(parent))
+        own = scores(path)
+        assert len(children) <= widths[len(path)]
+        worst = own.sort(descending=True).values[len(children) - 1]
+        shares = own.softmax(0)
+        above = 1.0 if parent == ROOT else tree.chances[parent]
+        for token_id, node in children.items():
+            assert own[token_id] >= worst - 1e-3
+            assert tree.chances[node] == pytest.approx(above * float(shares[token_id]), abs=1e-4)
+
+
+@pytest.fixture
+def rng(seed: int) -> random.Random:
+    return random.Random(f"heads {seed}")
+
+
+@pytest.fixture
+def numbers(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed % 2**40)
+
+
+@pytest.mark.parametrize("has_projections", [True, False])
+def test_medusa_heads_guess_by_the_newest_hidden_state(
+    *,
+    config: EngineConfig,
+    model: LoadedModel,
+    target: Tiny,
+    tmp_path: Path,
+    rng: random.Random,
+    numbers: torch.Generator,
+    has_projections: bool,
+) -> None:
+    """The target's own head where they have no projections. One task has tokens that a grammar
+    forced behind the newest one computed: its first heads are passed over."""
+    tensors = medusa_tensors(has_projections=has_projections)
+    head = _load(config, model, save_medusa(tmp_path / "m", tensors), expansion=(3, 2, 2))
+    assert isinstance(head, MedusaHeads)
+    tasks: list[Task] = []
+    seen: dict[str, tuple[int, torch.Tensor]] = {}
+    for index, num_forced in enumerate((0, 1, 2, 3, 0)):
+        sampling = Sampling(max_tokens=9, temperature=rng.choice([0.0, 0.7]), seed=index)
+        num_computed = rng.randint(1, 5)
+        hidden = torch.randn(num_computed, HIDDEN, generator=numbers)
+        token_ids = [rng.randrange(VOCAB) for _ in range(num_computed + 1 + num_forced)]
+        name = f"r{index}"
+        head.see([Computed((name, 0), token_ids, 0, hidden)])
+        tasks.append(_task(name, token_ids, num_nodes=50, sampling=sampling))
+        seen[name] = num_forced, hidden[-1]
+    tasks.append(_task("unknown", [1, 2], num_nodes=9, sampling=Sampling(max_tokens=9)))
+    own_head = target.oracle.get_output_embeddings().weight.detach()
+    drafts = dict(zip([task.key[0] for task in tasks], head.propose(tasks), strict=True))
+    assert not len(drafts["unknown"].tree)
+    assert [len(drafts[f"r{index}"].tree) for index in range(5)] == [3 + 6 + 12, 3 + 6, 3, 0, 21]
+    for task in tasks[:5]:
+        num_forced, hidden = seen[task.key[0]]
+
+        def scores(path: tuple[int, ...], task=task, forced=num_forced, hidden=hidden):  # type: ignore[no-untyped-def]
+            logits = medusa_logits(tensors, forced + len(path), hidden[None], own_head)[0]
+            return _scores(logits, task, len(path))
+
+        _check(drafts[task.key[0]].tree, scores, (3, 2, 2))
+    head.forget(tasks[0].key)
+    assert not len(head.propose(tasks[:1])[0].tree)
+
+
+def test_the_likeliest_nodes_of_a_product_are_taken(rng: random.Random) -> None:
+    for _ in range(50):
+        places = [
+            sorted(
+                ((token, rng.random()) for token in rng.sample(range(9), rng.randint(1, 3))),
+                key=lambda child: -child[1],
+            )
+            for _ in range(rng.randint(0, 3))
+        ]
+        all_of_it = product_tree(places, 1000)
+        widths = [len(place) for place in places]
+        assert len(all_of_it) == sum(
+            torch.tensor(widths[: depth + 1]).prod().item() for depth in range(len(widths))
+        )
+        some = product_tree(places, 5)
+        assert len(some) == min(5, len(all_of_it))
+        assert sorted(some.chances) == pytest.approx(sorted(all_of_it.best(5).chances))
+
+
+@dataclass
+class _Sequence:
+    """One that a target computes, step by step."""
+
+    task: Task
+    hidden: torch.Tensor
+    """[n, hidden] of all its tokens, as if computed."""
+    num_computed: int
+    first: int
+    """Where the head's window begins."""
+    is_new: bool = True
+    skips: bool = False
+    """One token, in its second step: computed elsewhere."""
+
+
+def _steps(rng: random.Random, one: _Sequence) -> Iterator[int]:
+    left = len(one.task.token_ids) - 1 - one.num_computed
+    while left:
+        count = rng.randint(1, left)
+        if one.skips:
+            count = max(2, left // 2)
+        left -= count
+        yield count
+
+
+@pytest.mark.parametrize(("num_layers", "max_num_tokens"), [(1, 64), (2, 3)])
+def test_an_eagle_head_guesses_by_its_window(
+    *,
+    config: EngineConfig,
+    model: LoadedModel,
+    target: Tiny,
+    tmp_path: Path,
+    rng: random.Random,
+    numbers: torch.Generator,
+    num_layers: int,
+    max_num_tokens: int,
+    scale: Callable[[int], int],
+) -> None:
+    """Hidden states come in pieces, from any place on; one sequence lacks one amid them, and its
+    window begins behind."""
+    tensors = eagle_tensors(num_layers)
+    folder = save_eagle(tmp_path / "e", tensors, num_hidden_layers=num_layers)
+    small = with_fields(config, max_num_tokens_per_step=max_num_tokens, max_num_running=3)
+    head = _load(small, model, folder, expansion=(2, 2, 1))
+    assert isinstance(head, EagleHead)
+    embedding = target.oracle.get_input_embeddings().weight.detach()
+    own_head = target.oracle.get_output_embeddings().weight.detach()
+    for round_index in range(scale(20)):
+        sequences = [_sequence(f"{round_index} {index}", rng, numbers) for index in range(3)]
+        lacking = sequences[0] = _sequence(f"{round_index} 0", rng, numbers, num_tokens=9)
+        lacking.num_computed, lacking.first, lacking.skips = 0, 0, True
+        waiting = [(one, iter(list(_steps(rng, one)))) for one in sequences]
+        while waiting:
+            seen: list[Computed] = []
+            for one, steps in list(waiting):
+                count = next(steps, None)
+                if count is None:
+                    waiting.remove((one, steps))
+                    continue
+                if one.skips and not one.is_new:
+                    one.num_computed += 1
+                    one.first, count, one.skips = one.num_computed, count - 1, False
+                one.is_new = False
+                start, end = one.num_computed, one.num_computed + count
+                one.num_computed = end
+                known = one.task.token_ids[: end + 1]
+                seen.append(Computed(one.task.key, known, start, one.hidden[start:end]))
+            head.see(seen)
+            head.check_integrity()
+        tasks = [one.task for one in sequences]
+        assert lacking.first == 5
+        for one, draft in zip(sequences, head.propose(tasks), strict=True):
+            assert len(draft.tree) == 2 + 4 + 4
+            scores = _eagle_scores(one, tensors, embedding, own_head, num_layers)
+            _check(draft.tree, scores, (2, 2, 1))
+        again = head.propose(tasks[:1])[0].tree  # nothing of a tree was kept
+        assert again.token_ids == head.propose(tasks)[0].tree.token_ids
+        for task in tasks[1:]:
+            head.forget(task.key)
+        head.check_integrity()
+
+
+def _sequence(
+    name: str, rng: random.Random, numbers: torch.Generator, *, num_tokens: int = 0
+) -> _Sequence:
+    num_tokens = num_tokens or rng.randint(3, 30)
+    sampling = Sampling(max_tokens=9, temperature=rng.choice([0.0, 0.8]), seed=num_tokens)
+    token_ids = [rng.randrange(VOCAB) for _ in range(num_tokens)]
+    first = rng.randint(0, num_tokens - 2)
+    hidden = torch.randn(num_tokens - 1, HIDDEN, generator=numbers)
+    task = _task(name, token_ids, num_nodes=20, sampling=sampling)
+    return _Sequence(task, hidden, first, first)
+
+
+def _eagle_scores(
+    one: _Sequence,
+    tensors: Tensors,
+    embedding: torch.Tensor,
+    own_head: torch.Tensor,
+    num_layers: int,
+) -> Scores:
+    def scores(path: tuple[int, ...]) -> torch.Tensor:
+        token_ids = [*one.task.token_ids[one.first + 1 :]]
+        features = one.hidden[one.first :]
+        for token_id in (*path, None):
+            out = eagle_features(tensors, embedding, token_ids, features, one.first, num_layers)
+            if token_id is not None:
+                token_ids.append(token_id)
+                features = torch.cat((features, out[-1:]))
+        return _scores(out[-1] @ own_head.T, one.task, len(path))
+
+    return scores
+
+
+def test_an_eagle_head_without_room_begins_anew(
+    config: EngineConfig, model: LoadedModel, tmp_path: Path, numbers: torch.Generator
+) -> None:
+    """One context window of blocks for two sequences: who loses its blocks guesses again when it
+    has seen more, and who was evicted while it guessed gives no guess."""
+    small = with_fields(config, max_num_running=1)
+    head = _load(small, model, save_eagle(tmp_path / "e"), expansion=(2, 1))
+    assert isinstance(head, EagleHead)
+    sampling = Sampling(max_tokens=9)
+    hidden = torch.randn(40, HIDDEN, generator=numbers)
+    token_ids = list(range(1, 42))
+
+    def see(name: str, start: int, end: int) -> Task:
+        known = token_ids[: end + 1]
+        head.see([Computed((name, 0), known, start, hidden[start:end])])
+        return _task(name, known, num_nodes=9, sampling=sampling)
+
+    first = see("first", 0, 38)
+    assert len(head.propose([first])[0].tree) == 4
+    second = see("second", 0, 38)
+    assert len(head.propose([second])[0].tree) == 4
+    head.check_integrity()
+    assert not len(head.propose([first])[0].tree)
+    first = see("first", 38, 39)
+    # A window of one entry, which fits beside nobody: only one of two can have blocks in a step.
+    trees = [draft.tree for draft in head.propose([first, second])]
+    head.check_integrity()
+    assert sorted(len(tree) for tree in trees) == [0, 4]
+    assert len(head.propose([see("first", 39, 40)])[0].tree) == 4

@@ -1,0 +1,150 @@
+"""Whom a drafter is asked for: time is lost by finding out up to a share of what was served, and no
+more; who pays is asked, and who would pay for all is found by one."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.speculation.expansion import Load
+from engine.speculation.exploration import (
+    GRANT_STEPS,
+    SHARE,
+    TRIAL,
+    Call,
+    Exploration,
+    Worth,
+    value_s,
+)
+
+PLAIN_S = 0.01
+
+
+def _class(num_sequences: int) -> int:
+    return (num_sequences - 1).bit_length()
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 2**32), st.floats(0.0, 0.1))
+def test_time_lost_is_a_share_of_the_time_served(number: int, share: float) -> None:
+    """Whatever calls cost and bring: heavy tails, gains and losses that come in runs, batches that
+    grow and shrink. In each class of batch sizes by itself."""
+    rng = random.Random(number)
+    worth = Worth(share)
+    sizes = rng.sample(range(1, 70), 3)
+    lost: dict[int, float] = {}
+    served: dict[int, float] = {}
+    granted: dict[int, float] = {}
+    of_trial: dict[int, float] = {}
+    worst_trial: dict[int, float] = {}
+    left: dict[int, int] = {}
+    price, luck, size = 1.0, 1.0, sizes[0]
+    for _ in range(300):
+        if rng.random() < 0.05:
+            price, luck, size = 10 ** rng.uniform(-3, 2), rng.uniform(0, 4), rng.choice(sizes)
+        load = Load(size, size, 0.01 * rng.lognormvariate(0, 0.5), 0.0)
+        place = _class(size)
+        num_tasks = worth.num_asked(load)
+        granted.setdefault(place, GRANT_STEPS * load.seconds)
+        loss = 0.0
+        if num_tasks:
+            assert num_tasks <= size
+            if not left.get(place, 0):
+                left[place], of_trial[place] = TRIAL, 0.0
+            left[place] -= 1
+            num_kept = int(num_tasks * rng.uniform(0, luck))
+            own_s = 0.001 * price * rng.lognormvariate(0, 1)
+            rows_s = rng.gauss(0.001, 0.001)
+            loss = own_s + rows_s - num_kept * value_s(load)
+            worth.observe(load, Call(num_tasks, num_kept, own_s, rows_s))
+            of_trial[place] += max(loss, 0.0)
+            worst_trial[place] = max(worst_trial.get(place, 0.0), of_trial[place])
+        worth.serve(size, load.seconds)
+        lost[place] = lost.get(place, 0.0) + loss
+        served[place] = served.get(place, 0.0) + load.seconds
+        most = share * served[place] + granted[place] + worst_trial.get(place, 0.0)
+        assert lost[place] <= most * (1 + 1e-9)
+
+
+def _asked(worth: Worth, size: int, num_steps: int, kept: float, own_s: float) -> list[int]:
+    """Of each step, where a call costs the same for any number of sequences."""
+    load = Load(size, size, PLAIN_S, 0.0)
+    found: list[int] = []
+    for _ in range(num_steps):
+        num_tasks = worth.num_asked(load)
+        if num_tasks:
+            worth.observe(load, Call(num_tasks, int(num_tasks * kept), own_s, 0.0))
+        worth.serve(size, PLAIN_S)
+        found.append(num_tasks)
+    return found
+
+
+def test_who_pays_is_asked_each_time() -> None:
+    assert _asked(Worth(), 1, 100, kept=2.0, own_s=0.5 * PLAIN_S) == [1] * 100
+
+
+def test_who_pays_for_all_alone_is_found_by_one() -> None:
+    """One sequence's tokens bring a 32nd of what the call costs for them."""
+    asked = _asked(Worth(), 32, 1500, kept=2.0, own_s=0.5 * PLAIN_S)
+    assert asked[0] == 1
+    assert asked[-1] == 32
+    assert {1, 4, 16, 32} <= set(asked) <= {0, 1, 4, 16, 32}
+
+
+def test_who_does_not_pay_is_tried_again_by_one() -> None:
+    asked = _asked(Worth(), 32, 4000, kept=0.0, own_s=0.5 * PLAIN_S)
+    assert set(asked) == {0, 1}
+    assert TRIAL < sum(asked[1000:]) <= TRIAL * (1 + 3000 * SHARE / (0.5 * TRIAL))
+
+
+def test_what_does_not_pay_any_more_is_given_up() -> None:
+    worth = Worth()
+    assert _asked(worth, 1, 200, kept=2.0, own_s=0.5 * PLAIN_S)[-1] == 1
+    assert sum(_asked(worth, 1, 1000, kept=0.0, own_s=PLAIN_S)) < 40
+    # and what pays in a batch of one says nothing of 32
+    assert sum(_asked(worth, 32, 1000, kept=0.0, own_s=PLAIN_S)) < 40
+
+
+def _step(
+    exploration: Exploration, size: int, own_s: float, kept: int, num_rows: int | None = None
+) -> int:
+    """Returns: for how many one drafter was asked."""
+    samples = list(range(size))
+    asked: list[int] = []
+    if exploration.begin(size, num_rows or size):
+        asked = list(exploration.choose(0, exploration.among(samples)))
+    drafted = {0: own_s} if asked else {}
+    seconds = PLAIN_S + sum(drafted.values())
+    exploration.learn((num_rows or size) + len(asked), seconds, drafted, {0: kept * len(asked)})
+    return len(asked)
+
+
+def test_a_plain_step_is_measured_before_guesses_and_among_them() -> None:
+    exploration = Exploration(1)
+    asked = [_step(exploration, 1, own_s=0.1 * PLAIN_S, kept=3) for _ in range(400)]
+    assert asked[:9] == [0] * 8 + [1]
+    assert 370 <= sum(asked) < 393
+
+
+def test_trials_go_round_and_prompts_alone_ask_nobody() -> None:
+    exploration = Exploration(1)
+    seen: set[int] = set()
+    for _ in range(3000):
+        if exploration.begin(8, 8):
+            (one,) = exploration.choose(0, exploration.among(range(8)))
+            seen.add(one)
+            exploration.learn(9, 1.1 * PLAIN_S, {0: 0.1 * PLAIN_S}, {0: 0})
+        else:
+            exploration.learn(8, PLAIN_S, {}, {})
+    assert seen == set(range(8))
+    assert not exploration.begin(0, 100)
+    exploration.learn(100, 1.0, {}, {})
+
+
+def test_always_asks_for_all() -> None:
+    exploration = Exploration(2, always=True)
+    assert exploration.begin(5, 5)
+    for drafter in range(2):
+        assert list(exploration.choose(drafter, exploration.among(range(5)))) == list(range(5))

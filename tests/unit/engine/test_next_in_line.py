@@ -1,0 +1,50 @@
+"""The order in which the scheduler looks at those that wait is that of engine/schedule/order.py."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.fake import FakeModel
+from engine.loop import Engine
+from engine.request import State
+from engine.schedule.order import Policy, Waiting, rank
+
+
+def _sequence(number: int, order: int, priority: int, state: State) -> Any:
+    return SimpleNamespace(
+        key=(str(number), 0),
+        group=SimpleNamespace(order=order),
+        request=SimpleNamespace(priority=priority),
+        state=state,
+    )
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_it_is_that_of_rank(policy: Policy, seed: int) -> None:
+    """Those of three kinds; who came first may join the line last (its grammar took its time)."""
+    rng = random.Random(f"line {seed}")
+    config = EngineConfig(num_blocks=16, policy=policy)
+    for _ in range(20):
+        scheduler = Engine(config, FakeModel(block_size=4, context_window=64))._scheduler
+        orders = rng.sample(range(100), 40)
+        waiting = []
+        for number, order in enumerate(orders):
+            kind = rng.choice([State.QUEUED, State.WAITING, State.PREEMPTED, State.PARKED])
+            one = _sequence(number, order, rng.randint(-1, 1), kind)
+            if kind is State.QUEUED:
+                scheduler.queued.add(one)
+            elif kind is State.WAITING:
+                scheduler.waiting[one.key] = one
+            else:
+                scheduler.preempted[one.key] = one
+            is_preempted = kind in (State.PREEMPTED, State.PARKED)
+            waiting.append(
+                Waiting(one.key, one.request.priority, order, 1, is_preempted=is_preempted)
+            )
+        ranked = sorted(waiting, key=lambda one: rank(one, policy, 3))
+        assert [one.key for one in scheduler.next_in_line()] == [one.key for one in ranked]

@@ -1,0 +1,104 @@
+"""Packed blocks are the very blocks: whatever is asked of them, they say what a tuple would."""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.block import Block, Tier
+from kvstore.packed import ROW_BYTES, PackedBlocks
+
+any_blocks = st.lists(
+    st.builds(
+        Block,
+        chain_hash=st.binary(min_size=16, max_size=16) | st.just(b"") | st.just(bytes(16)),
+        frame=st.integers(0, 2**32 - 1),
+        generation=st.integers(0, 2**64 - 1),
+        checksum=st.integers(0, 2**64 - 1),
+        num_tokens=st.integers(0, 2**32 - 1),
+        tier=st.sampled_from(Tier),
+    ),
+    max_size=6,
+).map(tuple)
+edges = st.none() | st.integers(-8, 8)
+
+
+@given(any_blocks)
+def test_what_is_packed_comes_out(blocks: tuple[Block, ...]) -> None:
+    packed = PackedBlocks.of(blocks)
+    assert len(packed.data) == ROW_BYTES * len(blocks)
+    again = PackedBlocks(packed.data)
+    assert tuple(again) == blocks and len(again) == len(blocks)
+    assert again == packed == blocks and repr(again) == repr(blocks)
+    assert [again[index] for index in range(-len(blocks), len(blocks))] == [*blocks, *blocks]
+    with pytest.raises(IndexError):
+        again[len(blocks)]
+
+
+@given(any_blocks, any_blocks)
+def test_equal_bytes_are_equal_blocks(one: tuple[Block, ...], other: tuple[Block, ...]) -> None:
+    packed = PackedBlocks.of(one), PackedBlocks.of(other)
+    assert (packed[0].data == packed[1].data) == (one == other)
+    assert packed[0] + packed[1] == one + other
+
+
+@given(any_blocks, edges, edges)
+def test_any_part_is_that_part(blocks: tuple[Block, ...], start: int, stop: int) -> None:
+    part = PackedBlocks.of(blocks)[start:stop]
+    assert tuple(part) == blocks[start:stop] and PackedBlocks(part.data) == part
+    with pytest.raises(ValueError, match="one piece"):
+        PackedBlocks.of(blocks)[::2]
+
+
+@given(any_blocks, st.data())
+def test_they_match_as_far_as_hash_and_tokens_do(
+    blocks: tuple[Block, ...], data: st.DataObject
+) -> None:
+    """Against a loop. A block without a hash matches none, not even the hash that is all zeros."""
+    ours = [
+        block.chain_hash if block.chain_hash and data.draw(st.integers(0, 4)) else bytes(16)
+        for block in blocks
+    ][: data.draw(st.integers(0, 6))]
+    num_tokens = data.draw(st.sampled_from([16, *(block.num_tokens for block in blocks)]))
+    expected = 0
+    for block, chain_hash in zip(blocks, ours, strict=False):
+        if (block.chain_hash, block.num_tokens) != (chain_hash, num_tokens):
+            break
+        expected += 1
+    assert PackedBlocks.of(blocks).num_matching(ours, num_tokens) == expected
+
+
+@given(any_blocks, st.data())
+def test_a_flipped_bit_is_another_block_or_none(
+    blocks: tuple[Block, ...], data: st.DataObject
+) -> None:
+    packed = bytearray(PackedBlocks.of(blocks).data)
+    if not packed:
+        return
+    place = data.draw(st.integers(0, len(packed) - 1))
+    if place % ROW_BYTES == ROW_BYTES - 2:
+        return  # a tier that this version does not know is UNSPECIFIED
+    packed[place] ^= data.draw(st.sampled_from([1 << bit for bit in range(8)]))
+    try:
+        assert tuple(PackedBlocks(bytes(packed))) != blocks
+    except ValueError:
+        return
+
+
+def test_what_cannot_be_packed_is_refused() -> None:
+    block = Block(bytes(16), 0, 2, 0, 16)
+    with pytest.raises(ValueError, match="16 bytes"):
+        PackedBlocks.of([dataclasses.replace(block, chain_hash=b"short")])
+    with pytest.raises(struct.error):
+        PackedBlocks.of([dataclasses.replace(block, frame=2**32)])
+    row = PackedBlocks.of([block]).data
+    unknown = PackedBlocks(row[:-2] + b"\x63" + row[-1:])
+    assert unknown[0].tier is Tier.UNSPECIFIED
+    with pytest.raises(ValueError, match="bytes each"):
+        PackedBlocks(row[:-1])
+    with pytest.raises(ValueError, match="has one"):
+        PackedBlocks(b"\x01" + row[1:-1] + b"\x00")
