@@ -27,6 +27,9 @@ AUTOSCALE_INTERVAL_S = 2.0
 """Processes start faster than pods, so it looks more often than the autoscaler's default."""
 _MEMORY_SHARE = 0.9
 """Of a GPU's memory, for all of its workers together: one worker's default."""
+_DRAFT_PART = 0.25
+"""What is left for a draft worker on a GPU, in shares of the others there: it loads before them.
+Guessed: far above a small model and its KV (`draft_kv_bytes`), which are not known here."""
 
 
 Setting = str | float | bool | tuple[str, ...]
@@ -175,16 +178,16 @@ def _worker(
             **_memory_share(config, place, config.num_workers),
             **parts.secured.settings_of(Role(role)),
             **_direct(config, role),
-            **_drafts(role, parts),
+            **_drafts(config, role, parts),
             **_metrics(config),
             **_tracing(config),
         },
     )
 
 
-def _drafts(role: str, parts: WorkerSpec) -> dict[str, tuple[str, ...]]:
-    """Only decode workers have anything guessed."""
-    if role != "decode" or not parts.draft_addresses:
+def _drafts(config: ClusterConfig, role: str, parts: WorkerSpec) -> dict[str, tuple[str, ...]]:
+    """Only decode workers have anything guessed; an autoscaler makes some of prefill workers."""
+    if not parts.draft_addresses or (role != "decode" and not config.autoscale):
         return {}
     return {"engine.speculation.draft_workers": parts.draft_addresses}
 
@@ -201,7 +204,7 @@ def drafts(config: ClusterConfig, *, listen: str, secured: Secured = OPEN) -> li
                 "worker_id": name,
                 "listen": listen,
                 "engine.model": config.draft_model,
-                "engine.device": config.devices[(config.num_workers + index) % len(config.devices)],
+                "engine.device": config.devices[_draft_place(config, index)],
                 "engine.num_threads": "1",
                 **secured.settings_of(Role.DRAFT),
                 **_metrics(config),
@@ -209,6 +212,11 @@ def drafts(config: ClusterConfig, *, listen: str, secured: Secured = OPEN) -> li
         )
         for index, name in enumerate(f"draft-{number}" for number in range(config.num_draft))
     ]
+
+
+def _draft_place(config: ClusterConfig, index: int) -> int:
+    """The number of a draft worker's device."""
+    return (config.num_workers + index) % len(config.devices)
 
 
 def _placed(config: ClusterConfig) -> Iterator[tuple[str, int, str, int]]:
@@ -244,12 +252,15 @@ def _tracing(config: ClusterConfig) -> dict[str, str | float]:
 
 
 def _memory_share(config: ClusterConfig, place: int, num_workers: int) -> dict[str, float]:
-    """Workers that are dealt the same GPU share its memory; an override has the last word."""
-    num_devices = len(config.devices)
-    num_sharing = sum(other % num_devices == place % num_devices for other in range(num_workers))
-    if num_sharing == 1 or config.devices[place % num_devices] == "cpu":
+    """Workers that are dealt the same GPU share its memory, draft workers with a smaller part; an
+    override has the last word."""
+    device = place % len(config.devices)
+    num_sharing = sum(other % len(config.devices) == device for other in range(num_workers))
+    num_drafts = sum(_draft_place(config, index) == device for index in range(config.num_draft))
+    num_shares = num_sharing + _DRAFT_PART * num_drafts
+    if num_shares == 1 or config.devices[device] == "cpu":
         return {}
-    return {"engine.memory_share": _MEMORY_SHARE / num_sharing}
+    return {"engine.memory_share": _MEMORY_SHARE / num_shares}
 
 
 def router(

@@ -21,9 +21,10 @@ describe --always --dirty` says it where the history is."""
 def context() -> dict[str, str]:
     """Fields for a result's JSON object. Holds no path of this machine."""
     arguments = list(sys.argv[1:])
-    if "--out" in arguments:  # where a result lies says nothing of how it came about
-        at = arguments.index("--out")
-        del arguments[at : at + 2]
+    for option in ("--out", "--plot"):  # where a result lies says nothing of how it came about
+        if option in arguments:
+            at = arguments.index(option)
+            del arguments[at : at + 2]
     return {
         "commit": _commit(),
         "command": shlex.join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *arguments]),

@@ -3,7 +3,7 @@
 Random weights, bfloat16, greedy, made where they are used: no checkpoint, no disk. What attention
 and MLP add to a token is scaled down so far that the next token is the last one's successor
 whatever is rounded how: costs are those of any weights, and whoever knows the rule can guess right
-as often as he likes. Plain steps are launched ahead, as an engine without speculation does.
+as often as he likes. Plain steps are launched ahead, as they are where nobody guesses.
 
 1. A step by number of guessed tokens (`--nodes`), a tree of four branches for each sequence, at
    batch 1, 8 and 32 with 1,024 tokens of context: milliseconds of the engine's whole step, without
@@ -100,7 +100,7 @@ def make_model(weights: DecoderWeights, config: EngineConfig, *, num_nodes: int)
     """A model of its own on the same weights.
 
     Args:
-        num_nodes: guesses for one sequence in a step; 0: steps are launched ahead.
+        num_nodes: guesses for one sequence in a step; 0: nobody guesses.
     """
     shape = weights.shape
     info = ModelInfo(
@@ -129,7 +129,7 @@ def make_model(weights: DecoderWeights, config: EngineConfig, *, num_nodes: int)
         Decoder(weights, rope_table(shape, WINDOW, torch.device(DEVICE))),
         info,
         kv_layout(shape, block_size=BLOCK_SIZE, dtype="bfloat16"),
-        make_ahead=functools.partial(make_ahead, **sizes),
+        make_ahead=functools.partial(make_ahead, **sizes, max_num_nodes=num_nodes),
         make_graphs=functools.partial(make_plain_graphs, **sizes, max_num_nodes=num_nodes),
     )
 

@@ -126,8 +126,8 @@ def engine_for(wanted: Settings, speculation: SpeculationConfig) -> Engine:
 
 
 def _beyond(wanted: Settings) -> int:
-    """Tokens that each request may have after those that count. At most as many nodes are guessed
-    as a request may still have tokens: without these, trees would be cut towards the end."""
+    """Tokens that each request may have after those that count, which it is ended without. At most
+    as many nodes are guessed as it may still have: trees would be cut towards its end."""
     return WIDTHS[-1] * DEPTH * len(wanted.drafts)
 
 
@@ -152,6 +152,8 @@ def answered(
                 num_steps += 1
                 num_tokens += len(event.token_ids)
             own += event.token_ids
+            if len(own) >= wanted.num_tokens and event.finish_reason is None:
+                engine.abort(event.request_id)
     answers = [
         Answer((*token_ids, *own[: wanted.num_tokens]), len(token_ids), temperature)
         for token_ids, own in zip(asked, said.values(), strict=True)

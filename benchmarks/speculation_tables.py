@@ -4,6 +4,7 @@ matplotlib. Knows no models.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -43,15 +44,22 @@ def markdown(found: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+_STYLES = ("-", "--", ":", "-.", (0, (5, 1)))
+_COLOURS = ("#2a6f97", "#b23a48", "#c9a227", "#3a7d44", "#6b4c9a", "#444444")
+
+
 def draw(found: Mapping[str, Any], file: Path) -> None:
     """The three tables as one picture. Raises: OSError."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(15, 5), layout="constrained")
     for axes, (key, title) in zip(figure.subplots(1, len(_TITLES)), _TITLES.items(), strict=True):
-        for how, rows in found[key].items():
-            for name, values in rows.items():
-                axes.plot(WIDTHS, values, marker=".", lw=1, label=f"{how}: {name}")
+        for style, (how, rows) in zip(itertools.cycle(_STYLES), found[key].items(), strict=False):
+            for colour, (name, values) in zip(
+                itertools.cycle(_COLOURS), rows.items(), strict=False
+            ):
+                label = f"{how}: {name}"
+                axes.plot(WIDTHS, values, ls=style, marker=".", lw=1, color=colour, label=label)
         axes.set_title(title, fontsize=9)
         axes.set_xlabel("k")
         axes.set_xticks(WIDTHS)

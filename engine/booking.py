@@ -5,9 +5,7 @@ Engine thread only.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence as Values
-from dataclasses import replace
 
 import torch
 
@@ -25,7 +23,8 @@ from engine.sampling.row import Drawn
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence, finish_reason, should_hold
 from engine.speculation.tree import ROOT, TokenTree
-from engine.step_output import FilledBlock, RequestEvent, StepTrace, TokenLogprobs
+from engine.step_output import FilledBlock, RequestEvent
+from engine.told import event_without_tokens, logprobs_of, traces_of
 
 
 class Booking:
@@ -96,7 +95,7 @@ class Booking:
                     return self.go_on(group, now, filled)
                 except EngineError as problem:
                     return [self.fail(sequence, problem)]
-            return [_event(sequence, filled=filled)]
+            return [event_without_tokens(sequence, filled=filled)]
         events: list[RequestEvent] = []
         for sample, one in zip(self.fork(sequence.group), drawn, strict=True):
             events.append(self._take(sample, one, filled if sample is sequence else (), now))
@@ -137,7 +136,7 @@ class Booking:
             # A guess whose KV is no number spoils its neighbours' sums: once more, without any.
             sequence.takes_guesses = False
             self._holdings.forget_guesses(sequence)
-            return [_event(sequence)], 0
+            return [event_without_tokens(sequence)], 0
         num_before = len(sequence.token_ids)
         taken: list[tuple[Drawn, int]] = []  # and how many tokens there are with it
         path: list[int] = []
@@ -214,7 +213,7 @@ class Booking:
         group = sequence.group
         for sample in group.samples.values():
             self._holdings.distrust(sample)
-        event = _event(sequence, error=error, is_request_over=True)
+        event = event_without_tokens(sequence, error=error, is_request_over=True)
         self.end(group, State.ABORTED, type(error).__name__)
         return event
 
@@ -275,14 +274,14 @@ class Booking:
         return RequestEvent(
             name,
             token_ids,
-            None if taken[0][0].logprobs is None else _logprobs(taken),
+            None if taken[0][0].logprobs is None else logprobs_of(taken),
             filled,
             num_computed,
             reason,
             token_ids[-1] if reason is not None and reason.is_token else None,
             None,
             index,
-            None if taken[0][0].trace is None else _all_traces(taken, token_ids, num_before),
+            None if taken[0][0].trace is None else traces_of(taken, token_ids, num_before),
             (reason is not None or is_holding) and self._is_over(group),
         )
 
@@ -350,7 +349,7 @@ class Booking:
         """
         sequence = group.prompt
         if not group.beam_start:
-            events = [] if filled is None else [_event(sequence, filled=filled)]
+            events = [] if filled is None else [event_without_tokens(sequence, filled=filled)]
             if filled is None:
                 self._scheduler.add(sequence)
             self._fork_outputs(group)
@@ -427,61 +426,3 @@ class Booking:
         self._adapters.release(group.request.adapter)
         del self._groups[group.request.request_id]
         self._metrics.on_end(group.request.request_id, outcome)
-
-
-def _logprobs(taken: Values[tuple[Drawn, int]]) -> tuple[TokenLogprobs, ...]:
-    return tuple(one.logprobs for one, _ in taken if one.logprobs is not None)
-
-
-def _all_traces(
-    taken: Values[tuple[Drawn, int]], token_ids: tuple[int, ...], num_before: int
-) -> tuple[StepTrace, ...]:
-    """Of each token of a step, in order."""
-    traces: tuple[StepTrace, ...] = ()
-    for one, num_known in taken:
-        if one.trace is not None:
-            traces += _traces(one.trace, token_ids[len(traces) : num_known - num_before])
-    return traces
-
-
-def _traces(trace: StepTrace, token_ids: tuple[int, ...]) -> tuple[StepTrace, ...]:
-    """One for each token: the first stands for the one that was drawn, whose text begins with it;
-    the others were forced."""
-    first = replace(trace, token_id=token_ids[0], is_forced=token_ids[0] != trace.token_id)
-    forced = [
-        StepTrace(
-            position=trace.position + offset,
-            token_id=token_id,
-            raw_logprob=math.nan,
-            processed_logprob=math.nan,
-            top=(),
-            support_size=1,
-            processors=("grammar",),
-            rng_key=None,
-            is_forced=True,
-        )
-        for offset, token_id in enumerate(token_ids[1:], 1)
-    ]
-    return (first, *forced)
-
-
-def _event(
-    sequence: Sequence,
-    *,
-    filled: tuple[FilledBlock, ...] = (),
-    error: EngineError | None = None,
-    is_request_over: bool = False,
-) -> RequestEvent:
-    """An event without tokens."""
-    return RequestEvent(
-        request_id=sequence.request.request_id,
-        token_ids=(),
-        logprobs=None,
-        filled=filled,
-        num_computed_tokens=sequence.num_computed_tokens,
-        finish_reason=None,
-        stop_token_id=None,
-        error=error,
-        sample_index=sequence.sample_index,
-        is_request_over=is_request_over,
-    )

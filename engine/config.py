@@ -144,7 +144,7 @@ class EngineConfig:
     """torch's CPU threads; 0: leave torch's own. One each when several engines share few cores."""
 
     speculation: SpeculationConfig = SpeculationConfig()  # noqa: RUF009  (a frozen value)
-    """Guessing several tokens a step. Steps are not launched ahead (`overlap`) where it is on."""
+    """Guessing several tokens a step. Steps are launched ahead (`overlap`) while nobody guesses."""
 
     lora: LoraLimits = LoraLimits()  # noqa: RUF009  (a frozen value)
     """Bounds on LoRA adapters: how many, how large."""

@@ -1,23 +1,25 @@
 """Entrance: from a request to a group that the scheduler knows: checked, live, and in the queue
 when nothing is missing but room. What may be missing: its grammar (compiled elsewhere), or a first
-step for what an earlier leg drew. Takes no blocks. Engine thread only.
+step for what an earlier leg drew. Takes blocks only for who reserves. Engine thread only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Values
 
 from engine import admission
 from engine.booking import Booking
 from engine.config import EngineConfig
 from engine.constraints import Constraints
-from engine.errors import DuplicateRequest, EngineError, InvalidRequest
+from engine.errors import DuplicateRequest, EngineError, InvalidRequest, NoBlocks
 from engine.group import Group
+from engine.holdings import Holdings
 from engine.kv.layout import KvLayout
 from engine.lora.registry import Adapters
 from engine.lora.roots import CacheRoots
 from engine.metrics import EngineMetrics
-from engine.request import ModelInfo, Request, State
+from engine.request import ModelInfo, Request, Reservation, State
 from engine.sampling.history import TokenHistory, needs_history
 from engine.scheduler import Scheduler
 from engine.step_output import RequestEvent
@@ -42,6 +44,7 @@ class Entrance:
         constraints: Constraints,
         scheduler: Scheduler,
         booking: Booking,
+        holdings: Holdings,
         metrics: EngineMetrics,
         has_stop_policy: bool,
     ) -> None:
@@ -53,13 +56,70 @@ class Entrance:
         self._constraints = constraints
         self._scheduler = scheduler
         self._booking = booking
+        self._holdings = holdings
         self._metrics = metrics
         self._has_stop_policy = has_stop_policy
         self._cache_roots = CacheRoots()
         self._num_queued = 0
         self._continued: list[Group] = []
 
-    def check(self, request: Request, state: State) -> Group:
+    def reserve(self, request: Request) -> Reservation:
+        """See engine/loop.py:Engine."""
+        group = self._check(request, State.RESERVED)
+        if self._scheduler.has_preempted:
+            raise NoBlocks("preempted requests wait for blocks, and go first")
+        sequence = group.prompt
+        self._holdings.give_first(group, sequence)
+        size = self._holdings.block_size
+        if sequence.num_prompt_tokens >= size:
+            sequence.chain_hash(sequence.num_prompt_tokens // size - 1, size)  # and all before it
+        self._enter(group, sequence.num_local_tokens)
+        return Reservation(
+            request.request_id,
+            tuple(sequence.block_ids),
+            sequence.num_local_tokens,
+            tuple(sequence.chain_hashes),
+        )
+
+    def start(
+        self,
+        group: Group,
+        num_loaded_tokens: int,
+        outputs: Values[Values[int]],
+        beam_start: tuple[tuple[int, float], ...],
+    ) -> None:
+        """See engine/loop.py:Engine."""
+        sequence, size = group.prompt, self._holdings.block_size
+        drawn = admission.check_start(group, num_loaded_tokens, outputs, self._model_info, size)
+        candidates = self._booking.beams.check_start(group, beam_start, self._model_info.vocab_size)
+        self._holdings.fill_holes(sequence)
+        group.beam_start = candidates
+        if group.num_rows > 1:
+            group.first_outputs = drawn
+        elif drawn:
+            sequence.token_ids.extend(drawn[0])
+        num_known = max(num_loaded_tokens, sequence.num_local_tokens)
+        num_needless = len(sequence.token_ids) - (0 if group.is_continued else 1)
+        num_computed = self._holdings.num_resumable(min(num_known, num_needless))
+        sequence.num_computed_tokens = num_computed
+        # What was loaded nobody needs to be told of.
+        sequence.num_told_blocks = max(sequence.num_told_blocks, num_computed // size)
+        self._holdings.cache_full_blocks(sequence)
+        self._metrics.on_start(
+            group.request.request_id,
+            num_loaded_tokens=max(0, num_known - sequence.num_local_tokens),
+            num_earlier_tokens=sum(map(len, drawn)),
+        )
+        self._queue(group)
+
+    def submit(self, request: Request) -> None:
+        """See engine/loop.py:Engine."""
+        group = self._check(request, State.QUEUED)
+        self._enter(group, 0)
+        self._metrics.on_start(request.request_id)
+        self._queue(group)
+
+    def _check(self, request: Request, state: State) -> Group:
         """A request that can run, as a group that is not live yet. Its grammar is being compiled
         from here on. Raises: InvalidRequest, RequestTooLong, DuplicateRequest, GrammarBusy."""
         if request.request_id in self._groups:
@@ -88,7 +148,7 @@ class Entrance:
         group.num_own_blocks = admission.num_own_blocks(request, num_output_tokens, layout)
         return group
 
-    def enter(self, group: Group, num_cached_tokens: int) -> None:
+    def _enter(self, group: Group, num_cached_tokens: int) -> None:
         """The request is live from here on."""
         request = group.request
         self._adapters.acquire(request.adapter)
@@ -98,7 +158,7 @@ class Entrance:
             request.request_id, len(request.prompt_token_ids), num_cached_tokens
         )
 
-    def queue(self, group: Group) -> None:
+    def _queue(self, group: Group) -> None:
         """It wants to take part in steps, in the order of these calls."""
         self._num_queued += 1
         group.order = self._num_queued

@@ -4,14 +4,8 @@ blocks out.
 Prefill and decode are the same loop: a step is {sample: number of tokens}. What a role is lies in
 how it is called: a prefill worker reserves with `hold_after=1` and reads the blocks, a decode
 worker loads blocks between `reserve` and `start`; who loads nothing can `submit`, and leave it to
-the engine when blocks are taken. States and their meaning: engine/request.py. No RPC, no asyncio,
-no text.
-
-What the parts do: engine/scheduler.py who computes next, engine/holdings.py whose blocks are which,
-engine/preemptor.py how blocks are taken away and brought back, engine/constraints.py grammars,
-engine/entrance.py from a request to the queue, engine/steps.py one step after the other,
-engine/runner.py one forward pass and its draws, engine/booking.py what came of it,
-engine/in_flight.py steps that are computed before they are told.
+the engine when blocks are taken. States and their meaning: engine/request.py; its parts:
+engine/parts.py. No RPC, no asyncio, no text.
 
 Threads: every method is called from one thread, the engine's. Other threads may read `kv` bytes of
 filled blocks, write those of reserved blocks that are not started, and read `model_info`. Where
@@ -25,56 +19,28 @@ quarantined == total; who was let in ends (`check_integrity`, tests/unit/engine/
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Values
 from pathlib import Path
 
-import torch
-
-from checkpoints.resolve import resolve
-from engine import accounts, admission
-from engine.booking import Booking
 from engine.config import EngineConfig
-from engine.constraints import Constraints, MakeService
-from engine.decode_rows import DecodeRows
-from engine.entrance import Entrance
-from engine.errors import (
-    InvalidRequest,
-    NoBlocks,
-    UnknownRequest,
-    WrongState,
-)
-from engine.foresight import Foresight
-from engine.grammar.service import GrammarService
+from engine.constraints import MakeService
+from engine.errors import InvalidRequest, NoBlocks, UnknownRequest, WrongState
 from engine.group import Group
 from engine.held import Held, hold
-from engine.holdings import Holdings
-from engine.in_flight import InFlight
-from engine.kv.block_pool import BlockPool
-from engine.kv.memory import KvMemory
-from engine.kv.radix_tree import RadixTree
-from engine.kv.sizing import choose_num_blocks, free_memory_bytes, held_bytes
+from engine.load import load
 from engine.lora.config import LoraLimits
 from engine.lora.files import Adapter
 from engine.lora.registry import AdapterInfo
-from engine.metrics import EngineMetrics, MetricsSnapshot
+from engine.metrics import MetricsSnapshot
 from engine.models.interface import LoadedModel, Progress
-from engine.models.load import load_model
-from engine.models.phases import Phases
-from engine.parking import Parking, choose_parking
-from engine.preemptor import Preemptor
-from engine.request import EngineStats, ModelInfo, Request, Reservation, State, StopPolicy
-from engine.runner import Runner
-from engine.scheduler import Scheduler
+from engine.parking import Parking
+from engine.parts import Parts, park_bytes
+from engine.request import EngineStats, Request, Reservation, State, StopPolicy
 from engine.speculation.draft_port import DraftPeer
 from engine.speculation.drafter import Drafter
-from engine.speculation.heads.load import load_heads
-from engine.speculation.load import load_drafters
-from engine.speculation.speculator import make_speculator
 from engine.step_output import StepOutput
-from engine.steps import Steps
 from engine.warm_up import warm_up
 
 
@@ -106,107 +72,32 @@ class Engine:
         """
         self.config = config
         self._model = model
-        window = model.info.context_window
-        device = model.device_memory()
-        num_blocks = choose_num_blocks(
+        self._parts = parts = Parts(
             config,
-            model.layout,
-            window,
-            free_memory_bytes(model.info.device),
-            None if device is None else dataclasses.replace(device, draft_bytes=draft_bytes),
-            model.kv_record,
-        )
-        self.kv: KvMemory = model.make_memory(num_blocks)
-        self.model_info: ModelInfo = dataclasses.replace(model.info, num_blocks=num_blocks)
-        model.attach(self.kv)
-        self._pool = BlockPool(num_blocks)
-        if self.kv.tails is not None:
-            self.kv.tails.is_live = self._pool.is_used
-        # A stop policy looks at every token before the next is drawn.
-        is_guessing = config.speculation.is_on if drafters is None else bool(drafters)
-        is_ahead = config.overlap and stop_policy is None and not is_guessing
-        self._ahead = model.ahead if is_ahead else None
-        self._in_flight = InFlight(self._ahead, self._pool, self.kv.layout.block_size)
-        self._holdings = Holdings(self.kv, RadixTree(self._pool), self._in_flight)
-        self._metrics = EngineMetrics(clock, num_blocks)
-        parking = choose_parking(config, self.kv.device, self.park_bytes, parking)
-        self._preemptor = Preemptor(self._holdings, parking, self._metrics)
-        self._scheduler = Scheduler(config, self._holdings, self._preemptor, self._metrics)
-        eos_token_ids = frozenset(model.info.eos_token_ids)
-        self._groups: dict[str, Group] = {}
-        self._totals = accounts.Totals()
-        self._constraints = Constraints(
-            make_grammars,
-            eos_token_ids=eos_token_ids,
-            jumps_forward=config.jump_forward,
-        )
-        self._booking = Booking(
-            self._groups,
-            self._holdings,
-            self._scheduler,
-            self._preemptor,
-            self._constraints,
-            model.adapters,
-            self._metrics,
-            self._totals,
-            eos_token_ids=eos_token_ids,
-            stop_policy=stop_policy,
-        )
-        self._entrance = Entrance(
-            config,
-            self.model_info,
-            self.kv.layout,
-            self._groups,
-            adapters=model.adapters,
-            constraints=self._constraints,
-            scheduler=self._scheduler,
-            booking=self._booking,
-            metrics=self._metrics,
-            has_stop_policy=stop_policy is not None,
-        )
-        self._speculator = make_speculator(
-            config,
-            self._holdings,
-            drafters,
-            guesses=model.guesses,
-            eos_token_ids=eos_token_ids,
-            clock=clock,
-        )
-        runner = Runner(
             model,
-            self.kv,
-            self._constraints,
-            self._booking,
-            self._in_flight,
-            DecodeRows(
-                self._ahead,
-                self._holdings,
-                eos_token_ids,
-                clears_blocks=model.reads_unwritten,
-            ),
-            Foresight(self._scheduler, self._holdings.block_size),
-            self._speculator,
-            eos_token_ids=eos_token_ids,
+            stop_policy=stop_policy,
+            parking=parking,
+            make_grammars=make_grammars,
+            drafters=drafters,
+            draft_bytes=draft_bytes,
             clock=clock,
         )
-        self._steps = Steps(
-            self._entrance,
-            self._scheduler,
-            runner,
-            self._constraints,
-            self._holdings,
-            self._metrics,
-            self._totals,
-            stats=self.stats,
-            clock=clock,
-        )
+        self.kv = parts.kv
+        self.model_info = parts.model_info
+        self._groups = parts.groups
+        self._pool = parts.pool
+        self._in_flight = parts.in_flight
+        self._holdings = parts.holdings
+        self._preemptor = parts.preemptor
+        self._scheduler = parts.scheduler
+        self._constraints = parts.constraints
+        self._booking = parts.booking
+        self._speculator = parts.speculator
 
     @property
     def park_bytes(self) -> int:
         """Bytes that a parking may take of this process' memory; 0: nothing is ever parked."""
-        if self.config.preemption != "swap":
-            return 0
-        return self.config.park_bytes or self.kv.num_blocks * self.kv.layout.block_bytes
+        return park_bytes(self.config, self.kv)
 
     def use_parking(self, parking: Parking) -> None:
         """Park there from now on. For who can make one only when the engine is loaded.
@@ -226,7 +117,7 @@ class Engine:
         """Run the model once per kind of batch, so that the first request does not pay for it.
         Writes no KV."""
         most = self.config.max_num_tokens_per_step, self.config.max_num_running
-        warm_up(self._model, self._ahead, *most, progress)
+        warm_up(self._model, self._parts.ahead, *most, progress)
 
     # -- a request's life
 
@@ -238,21 +129,7 @@ class Engine:
         Raises: NoBlocks (nothing was taken; also while preempted requests wait for blocks),
             RequestTooLong, InvalidRequest, DuplicateRequest.
         """
-        group = self._entrance.check(request, State.RESERVED)
-        if self._scheduler.has_preempted:
-            raise NoBlocks("preempted requests wait for blocks, and go first")
-        sequence = group.prompt
-        self._holdings.give_first(group, sequence)
-        size = self._holdings.block_size
-        if sequence.num_prompt_tokens >= size:
-            sequence.chain_hash(sequence.num_prompt_tokens // size - 1, size)  # and all before it
-        self._entrance.enter(group, sequence.num_local_tokens)
-        return Reservation(
-            request.request_id,
-            tuple(sequence.block_ids),
-            sequence.num_local_tokens,
-            tuple(sequence.chain_hashes),
-        )
+        return self._parts.entrance.reserve(request)
 
     def start(
         self,
@@ -278,30 +155,7 @@ class Engine:
             in the request's grammar end it instead, with an event of the next step.
         """
         group = self._group(request_id, State.RESERVED)
-        sequence, size = group.prompt, self._holdings.block_size
-        drawn = admission.check_start(group, num_loaded_tokens, outputs, self.model_info, size)
-        candidates = self._booking.beams.check_start(
-            group, tuple(beam_start), self.model_info.vocab_size
-        )
-        self._holdings.fill_holes(sequence)
-        group.beam_start = candidates
-        if group.num_rows > 1:
-            group.first_outputs = drawn
-        elif drawn:
-            sequence.token_ids.extend(drawn[0])
-        num_known = max(num_loaded_tokens, sequence.num_local_tokens)
-        num_needless = len(sequence.token_ids) - (0 if group.is_continued else 1)
-        num_computed = self._holdings.num_resumable(min(num_known, num_needless))
-        sequence.num_computed_tokens = num_computed
-        # What was loaded nobody needs to be told of.
-        sequence.num_told_blocks = max(sequence.num_told_blocks, num_computed // size)
-        self._holdings.cache_full_blocks(sequence)
-        self._metrics.on_start(
-            request_id,
-            num_loaded_tokens=max(0, num_known - sequence.num_local_tokens),
-            num_earlier_tokens=sum(map(len, drawn)),
-        )
-        self._entrance.queue(group)
+        self._parts.entrance.start(group, num_loaded_tokens, outputs, tuple(beam_start))
 
     def submit(self, request: Request) -> None:
         """Queue a request: the engine takes blocks and starts it when its turn comes, by the policy
@@ -309,10 +163,7 @@ class Engine:
 
         Raises: RequestTooLong, InvalidRequest, DuplicateRequest.
         """
-        group = self._entrance.check(request, State.QUEUED)
-        self._entrance.enter(group, 0)
-        self._metrics.on_start(request.request_id)
-        self._entrance.queue(group)
+        self._parts.entrance.submit(request)
 
     def hold(self, request_id: str) -> Held:
         """Take a started request out of the steps as it stands, to go on elsewhere: HOLDING, whose
@@ -459,14 +310,14 @@ class Engine:
     def has_work(self) -> bool:
         """Whether `step` would compute anything. False also where all blocks are others', which
         are reserved or held: a call must free some first."""
-        return self._steps.has_work()
+        return self._parts.steps.has_work()
 
     @property
     def is_device_behind(self) -> bool:
         """The device may still write into blocks that an event named, or that nobody has any more:
         a plain step gave it work, and no draw has waited for it. False while only launches are
         under way: what they write into is kept until they were read."""
-        return self._steps.is_device_behind
+        return self._parts.steps.is_device_behind
 
     def step(self) -> StepOutput:
         """One forward pass over all scheduled samples, and one draw for each whose last token was
@@ -477,7 +328,7 @@ class Engine:
         or for bytes, it waits for that, at most steps.IDLE_WAIT_S. An exception of the model leaves
         every request as it was before.
         """
-        return self._steps.take()
+        return self._parts.steps.take()
 
     def _group(self, request_id: str, state: State | None = None) -> Group:
         group = self._groups.get(request_id)
@@ -512,30 +363,15 @@ class Engine:
 
         Raises: IntegrityError.
         """
-        accounts.check_integrity(self._groups, self._holdings)
-        self.kv.check_integrity()
-        self._scheduler.check_integrity()
-        self._preemptor.check_integrity(
-            sequence for group in self._groups.values() for sequence in group.samples.values()
-        )
-        self._metrics.check_integrity()
-        self._entrance.check_integrity()
-        if self._speculator is not None:
-            self._speculator.check_integrity()
-        self._constraints.check_integrity()
-        self._model.adapters.check_integrity(
-            accounts.num_by_adapter(group.request for group in self._groups.values())
-        )
+        self._parts.check_integrity()
 
     def stats(self) -> EngineStats:
         """Levels and counts now."""
-        return accounts.stats(
-            self._groups, self._holdings, self._totals, self._preemptor.num_by_cause
-        )
+        return self._parts.stats()
 
     def metrics(self) -> MetricsSnapshot:
         """How fast it is and was."""
-        return self._metrics.snapshot()
+        return self._parts.metrics.snapshot()
 
 
 def load_engine(
@@ -553,39 +389,11 @@ def load_engine(
     Raises: LoadError (missing or broken checkpoint, model type, too few blocks), errors of
         checkpoints.resolve; each one line that says what is wrong and how to fix it.
     """
-    if config.num_threads:
-        torch.set_num_threads(config.num_threads)
-    model = load_model(config, progress=progress)
-    phases = Phases()
-    try:
-        # The first grammar must not wait for it.
-        folder = resolve(config.model, files="tokenizer").path
-
-        def make_grammars() -> GrammarService:
-            return GrammarService.from_checkpoint(folder, model.info.vocab_size, config.grammar)
-
-        with phases.timed("drafters"):
-            before_bytes = held_bytes(model.info.device)
-            drafters = load_drafters(config, model.info, progress, draft_peers)
-            drafters += load_heads(config, model)
-            draft_bytes = held_bytes(model.info.device) - before_bytes
-        with phases.timed("cache"):
-            engine = Engine(
-                config,
-                model,
-                stop_policy=stop_policy,
-                make_grammars=make_grammars,
-                drafters=drafters,
-                draft_bytes=draft_bytes,
-            )
-        with phases.timed("warm-up"):
-            engine.warm_up(progress)
-        if prepares_grammars:
-            with phases.timed("grammars"):
-                engine.prepare_grammars()
-    except BaseException:
-        model.close()
-        raise
-    seconds = (*model.info.seconds, *phases.seconds)
-    engine.model_info = dataclasses.replace(engine.model_info, seconds=seconds)
-    return engine
+    return load(
+        Engine,
+        config,
+        progress=progress,
+        stop_policy=stop_policy,
+        prepares_grammars=prepares_grammars,
+        draft_peers=draft_peers,
+    )

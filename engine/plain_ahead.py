@@ -82,6 +82,7 @@ class AheadModel:
         self.ends = model.ends
         self.warm_up = model.warm_up
         self.check_alive = model.check_alive
+        self.check_integrity = model.check_integrity
         self.watch = model.watch
         self.reads_unwritten = model.reads_unwritten
         self.close = model.close

@@ -6,7 +6,9 @@ Where the model can (DecodesAhead), a step of decodes is launched, and the next 
 first is read: the device computes while the host books and plans. A step that was launched is the
 next one for those who are in it; who joins meanwhile takes part in the one after: in the next
 launch if it has a token and its cache, in a plain step if it has a prompt to compute. Each sample's
-events are those of plain steps.
+events are those of plain steps. Where somebody guesses, steps are launched while nobody would be
+asked anyway (Speculator.rests): when that ends, nothing follows what is in flight, and the step
+after it is a plain one.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from engine.constraints import Constraints, masked
 from engine.decode_rows import DecodeRows
 from engine.errors import IntegrityError
 from engine.foresight import Foresight
-from engine.in_flight import InFlight
+from engine.in_flight import InFlight, Planned
 from engine.kv.memory import KvMemory
 from engine.models.interface import LoadedModel
 from engine.request import State
@@ -104,12 +106,21 @@ class Runner:
             has_prompts: whether somebody who is not in the plan waits with a prompt to compute.
         """
         planned = [(running[key], num_tokens) for key, num_tokens in plan.items()]
-        if not self._in_flight.is_live:
-            rows = self._rows.of_plan(planned)
+        speculator, is_first = self._speculator, not self._in_flight.is_live
+        if speculator is not None:
+            speculator.begin(planned)
+        if is_first:
+            is_resting = speculator is None or speculator.rests(planned)
+            rows = self._rows.of_plan(planned) if is_resting else None
             if rows is None:
                 return self._compute(planned, running)
             self._in_flight.launch(rows)
-        return self._land(planned, has_prompts=has_prompts)
+        result = self._land(planned, has_prompts=has_prompts)
+        if speculator is not None:
+            num_rows = result.num_prefill_tokens + result.num_decode_tokens
+            is_last = not self._in_flight.is_live
+            speculator.pass_by(num_rows, running, is_first=is_first, is_last=is_last)
+        return result
 
     def _land(
         self, planned: list[tuple[Sequence, int]], *, has_prompts: Callable[[], bool]
@@ -117,7 +128,9 @@ class Runner:
         """The step that is in flight, when the next one is, too."""
         live = self._in_flight.live()
         joining = [one for one in planned if one[0].key not in live]
-        following = self._rows.after(live, joining, has_prompts=has_prompts)
+        following = None
+        if self._goes_on(live, joining):
+            following = self._rows.after(live, joining, has_prompts=has_prompts)
         if following is not None:
             self._in_flight.launch(following)
         sequences, drawn = self._in_flight.take()
@@ -128,11 +141,18 @@ class Runner:
         events = self._book([(sequence, 1) for sequence in sequences], drawn)
         return Result(events, len(sequences) - num_decodes, num_decodes)
 
+    def _goes_on(self, live: Mapping[Key, Planned], joining: list[tuple[Sequence, int]]) -> bool:
+        """Nobody would be asked in the step after the one that is in flight."""
+        if self._speculator is None:
+            return True
+        following = [(sequence, 1) for sequence, _ in live.values()] + joining
+        return self._speculator.rests(following, num_unread=1)
+
     def _compute(
         self, planned: list[tuple[Sequence, int]], running: Mapping[Key, Sequence]
     ) -> Result:
         """A plain step."""
-        began, speculator = self._clock(), self._speculator
+        speculator = self._speculator
         guesses = {} if speculator is None else speculator.guess(planned, running)
         try:
             step = build(
@@ -160,11 +180,9 @@ class Runner:
         num_decodes = step.num_decode_tokens
         num_prefills = len(step.batch.token_ids) - num_decodes - num_guessed
         if self._speculator is not None:
-            told = {(event.request_id, event.sample_index): event.token_ids for event in events}
-            self._speculator.learn(
-                told, num_kept, num_rows=len(step.batch.token_ids), seconds=self._clock() - began
-            )
-            self._speculator.readers.see(step, planned, guesses, self._model)
+            seen_s = self._speculator.readers.see(step, planned, guesses, self._model)
+            num_rows = len(step.batch.token_ids)
+            self._speculator.learn(events, num_kept, num_rows=num_rows, seen_s=seen_s)
         if embeddings:
             events = [_with_embedding(event, embeddings) for event in events]
         if step.has_beams:
@@ -199,6 +217,8 @@ class Runner:
             for row, sample in enumerate(step.samples)
             if sample.gives_embedding
         }
+        if not rows:
+            return {}
         hidden = self._model.hidden()[list(rows.values())].float()
         values = torch.nn.functional.normalize(hidden, dim=-1).tolist()
         return {name: tuple(one) for name, one in zip(rows, values, strict=True)}

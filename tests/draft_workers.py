@@ -14,9 +14,10 @@ from engine.speculation.config import SpeculationConfig
 from engine.speculation.draft_fake import FakeDraftChannel
 from engine.speculation.draft_model import DraftModel
 from engine.speculation.draft_port import About, DraftPeer
-from engine.speculation.draft_sessions import DraftSessions, SessionLimits
+from engine.speculation.draft_sessions import CachingDrafter, DraftSessions, SessionLimits
 from engine.speculation.drafter import Draft, Drafter, Task
-from engine.speculation.remote import MAX_BACKOFF_S, RemoteDrafter
+from engine.speculation.remote import RemoteDrafter
+from engine.speculation.remote_state import MAX_BACKOFF_S
 from engine.speculation.tree import chain
 from tests.unit.engine.conftest import hasher
 
@@ -43,11 +44,11 @@ def drafter() -> DraftModel:
 
 
 class Wrapped:
-    """A Drafter in another one's place."""
+    """A drafter in another one's place."""
 
     name = "wrapped"
 
-    def __init__(self, inner: Drafter) -> None:
+    def __init__(self, inner: CachingDrafter) -> None:
         self.inner = inner
 
     def propose(self, tasks: Sequence[Task]) -> list[Draft]:
@@ -55,6 +56,12 @@ class Wrapped:
 
     def forget(self, key: Key) -> None:
         self.inner.forget(key)
+
+    def num_cached(self, key: Key) -> int:
+        return self.inner.num_cached(key)
+
+    def has_room(self, key: Key, num_tokens: int) -> bool:
+        return self.inner.has_room(key, num_tokens)
 
     def check_integrity(self) -> None:
         self.inner.check_integrity()
@@ -66,32 +73,28 @@ class CountsOn:
     name = "counts on"
 
     def __init__(self) -> None:
-        self.known: set[Key] = set()
+        self.known: dict[Key, int] = {}
 
     def propose(self, tasks: Sequence[Task]) -> list[Draft]:
         drafts = []
         for task in tasks:
-            self.known.add(task.key)
+            self.known[task.key] = len(task.token_ids)
             num_nodes = min(task.num_nodes, 3)
             following = [(task.token_ids[-1] + 1 + depth) % 97 for depth in range(num_nodes)]
             drafts.append(Draft(chain(following, [0.5] * num_nodes), {}))
         return drafts
 
     def forget(self, key: Key) -> None:
-        self.known.discard(key)
+        self.known.pop(key, None)
+
+    def num_cached(self, key: Key) -> int:
+        return self.known.get(key, 0)
+
+    def has_room(self, key: Key, num_tokens: int) -> bool:
+        return True
 
     def check_integrity(self) -> None:
         pass
-
-
-def sessions(limits: SessionLimits = LIMITS, *, by: Drafter | None = None) -> DraftSessions:
-    return DraftSessions(by or drafter(), FakeModel().info.vocab_size, limits)
-
-
-def fake(
-    name: str, limits: SessionLimits = LIMITS, *, by: Drafter | None = None
-) -> FakeDraftChannel:
-    return FakeDraftChannel(name, about(), sessions(limits, by=by))
 
 
 class Clock:
@@ -102,6 +105,26 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now_s
+
+
+def sessions(
+    limits: SessionLimits = LIMITS,
+    *,
+    by: CachingDrafter | None = None,
+    clock: Clock | None = None,
+) -> DraftSessions:
+    vocab_size = FakeModel().info.vocab_size
+    return DraftSessions(by or drafter(), vocab_size, limits, clock or Clock())
+
+
+def fake(
+    name: str,
+    limits: SessionLimits = LIMITS,
+    *,
+    by: CachingDrafter | None = None,
+    clock: Clock | None = None,
+) -> FakeDraftChannel:
+    return FakeDraftChannel(name, about(), sessions(limits, by=by, clock=clock))
 
 
 def remote(peers: Sequence[DraftPeer], clock: Clock, deadline_s: float = 0.0) -> RemoteDrafter:

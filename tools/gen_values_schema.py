@@ -4,10 +4,10 @@
     python tools/gen_values_schema.py --check   fail if what lies there is something else
 
 What stands under `settings` of a part comes from the very class that its process loads, less what
-the chart says itself (`MANAGED`): that is refused there, because another value decides it. All else
-comes from values.yaml: a value's kind is that of its default, and keys that are not there are
-refused, but for groups that Kubernetes defines (`FREE`). Helm checks values by the schema before
-anything is installed.
+the chart says itself or the process does not heed (`MANAGED`): that is refused there, because
+another value decides it, or none. All else comes from values.yaml: a value's kind is that of its
+default, and keys that are not there are refused, but for groups that Kubernetes defines (`FREE`).
+Helm checks values by the schema before anything is installed.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import yaml
 
 from kvstore.config import KvStoreSettings
 from services.autoscaler.config import AutoscalerSettings
+from services.draft.config import DraftSettings
 from services.router.config import RouterSettings
 from services.worker.config import WorkerSettings
 
@@ -49,6 +50,42 @@ _WORKER = (
     "engine.device",
     "limits.drain_s",
 )
+_DRAFT = (
+    "listen",
+    "metrics_listen",
+    "tls",
+    "worker_id",
+    "engine.model",
+    "engine.device",
+    "limits.drain_s",
+    # A draft model is computed by one process in its own dtype, as far as its window goes, and
+    # guesses alone (engine/speculation/load.py).
+    *(
+        f"engine.{key}"
+        for key in (
+            "context_window",
+            "weight_dtype",
+            "kv_dtype",
+            "tensor_parallel",
+            "pipeline_parallel",
+            "exact",
+            "overlap",
+        )
+    ),
+    *(
+        f"engine.speculation.{key}"
+        for key in (
+            "drafters",
+            "draft_models",
+            "draft_heads",
+            "draft_workers",
+            "draft_deadline_s",
+            "acceptance",
+            "always",
+            "ngram",
+        )
+    ),
+)
 MANAGED: Mapping[str, tuple[type, tuple[str, ...]]] = {
     "router": (
         RouterSettings,
@@ -67,6 +104,7 @@ MANAGED: Mapping[str, tuple[type, tuple[str, ...]]] = {
     ),
     "prefill": (WorkerSettings, _WORKER),
     "decode": (WorkerSettings, _WORKER),
+    "draft": (DraftSettings, _DRAFT),
     "kvstore": (
         KvStoreSettings,
         (
@@ -105,7 +143,7 @@ MANAGED: Mapping[str, tuple[type, tuple[str, ...]]] = {
         ),
     ),
 }
-"""Of each part that has `settings`: their class, and what the chart sets itself."""
+"""Of each part that has `settings`: their class, and what the chart sets or nobody heeds."""
 
 _KINDS: Mapping[type, str] = {str: "string", bool: "boolean", int: "integer", float: "number"}
 

@@ -104,18 +104,32 @@ def _fits(
     role: str, engine: Mapping[str, Any], memory: ModelMemory, pod: PodNeed, cluster: Cluster
 ) -> Finding:
     num_gpus = max((amount for name, amount in pod.requests.items() if "gpu" in name), default=0.0)
+    weight_bytes, beside = memory.weight_bytes, ""
     if num_gpus:
-        needed, has = memory.least_bytes / num_gpus, _gpu_bytes(cluster)
+        if memory.streamed_bytes:
+            weight_bytes -= memory.streamed_bytes
+            beside = f", beside {_gib(memory.streamed_bytes)} of weights in host memory"
+        needed = (memory.least_bytes - memory.streamed_bytes) / num_gpus
+        has = _gpu_bytes(cluster)
         has = has and has * float(engine.get("memory_share", 0.9))
         place, fix = "each GPU may use", "more GPUs (tensor_parallel), or larger ones"
+        if beside:
+            fix = f"lower {role}.settings.engine.weights_device_bytes, or larger GPUs"
     else:
         needed, has = memory.least_bytes + PROCESS_BYTES, _limit_bytes(pod)
         place, fix = "the container's limit is", f"raise {role}.resources"
     model = engine.get("model")
     asks = (
-        f"{role}: {model} needs about {_gib(needed)} ({_gib(memory.weight_bytes)} of weights, "
+        f"{role}: {model} needs about {_gib(needed)} ({_gib(weight_bytes)} of weights, "
         f"{memory.context_window} tokens of KV at {memory.kv_bytes_per_token / 1024:.1f} KiB)"
+        f"{beside}"
     )
+    host_bytes = memory.streamed_bytes + PROCESS_BYTES if beside else 0.0
+    limit = _limit_bytes(pod)
+    if limit is not None and host_bytes > limit:
+        what = f"{asks}; the container's limit is {_gib(limit)}"
+        fix_host = f"raise {role}.resources, or {role}.settings.engine.weights_device_bytes"
+        return Finding("model", Status.FAIL, what, fix_host)
     if has is None:
         return Finding("model", Status.WARN, f"{asks}; nobody says what there is")
     if needed <= has:

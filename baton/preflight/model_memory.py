@@ -36,6 +36,9 @@ class ModelMemory:
     context_window: int
     """Tokens of the longest request."""
 
+    streamed_bytes: float = 0.0
+    """Of the weights, what at least lies in host memory beside a GPU (weights_device_bytes)."""
+
     @property
     def least_bytes(self) -> float:
         """Weights, and KV of one request that fills the window: below it no worker starts."""
@@ -62,7 +65,10 @@ def estimate(
     window = int(
         engine.get("context_window") or config.get("max_position_embeddings") or _MAX_GUESSED_WINDOW
     )
-    return ModelMemory(stored_bytes * factor, numbers * _BYTES[kv], window)
+    weight_bytes = stored_bytes * factor
+    given = float(engine.get("weights_device_bytes") or 0)
+    streamed_bytes = max(0.0, weight_bytes - given) if given else 0.0
+    return ModelMemory(weight_bytes, numbers * _BYTES[kv], window, streamed_bytes)
 
 
 def _kv_numbers_per_token(config: Mapping[str, Any]) -> float | None:

@@ -111,10 +111,15 @@ class DecoderModel(InOneProcess):
         embedding, head = weights.embedding, weights.head
         if embedding is None or head is None:
             return None
+
+        def scores(hidden: torch.Tensor) -> torch.Tensor:
+            with on_device(self._device):
+                return head.forward(hidden)
+
         return Ends(
             embedding.shape[1],
             lambda token_ids: torch.nn.functional.embedding(token_ids, embedding),
-            head.forward,
+            scores,
         )
 
     @property

@@ -31,7 +31,7 @@ Forward = Callable[[MixedInputs], torch.Tensor]
 _SEQUENCES = (1, 4, 16, 64, 256, 1024)
 """What attention is split for: a step of fewer has programs that leave at once."""
 
-_ROWS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+_ROWS = (16, 32, 64, 80, 96, 128, 192, 256, 320, 384, 512, 768, 1024)
 """Products of up to 16 rows cost the same, and those of up to 64 nearly. Steps of more rows than
 the last are the device's time, not the host's, and their logits would take much memory."""
 

@@ -171,6 +171,9 @@ class InOneProcess:
     def watch(self, tell: Callable[[], None]) -> None:
         """See LoadedModel."""
 
+    def check_integrity(self) -> None:
+        """See LoadedModel."""
+
     def close(self) -> None:
         """See LoadedModel."""
 
@@ -267,6 +270,11 @@ class LoadedModel(Protocol):
     def watch(self, tell: Callable[[], None]) -> None:
         """Have `tell` called when `check_alive` would raise from now on. From another thread, once;
         it must not block."""
+        ...
+
+    def check_integrity(self) -> None:
+        """Raises: IntegrityError where it keeps books of its own and they do not add up. Between
+        two steps."""
         ...
 
     def close(self) -> None:

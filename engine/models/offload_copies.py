@@ -127,7 +127,10 @@ class HostMemory:
                 f"{failed}): raise the memory limit (and `ulimit -l`), or weights_device_bytes"
             )
         # With the tensor, if not before: memory that is unmapped while it is pinned stays pinned.
-        self._unpin = weakref.finalize(self.bytes, runtime.cudaHostUnregister, address)
+        unpin = weakref.finalize(self.bytes, runtime.cudaHostUnregister, address)
+        # At the interpreter's end the stream settles its copies first, and closes this then.
+        unpin.atexit = False
+        self._unpin = unpin
 
     def close(self) -> None:
         """The bytes are pinned no longer; nothing may be copying from them. Idempotent."""

@@ -50,6 +50,7 @@ class PackedLayer:
         return all(
             tensor.data_ptr() == memory.data_ptr() + offset
             for offset, tensor in zip(self._offsets, self.tensors, strict=True)
+            if tensor.numel() > 0  # an empty one lies nowhere
         )
 
 

@@ -146,14 +146,15 @@ class StepAttention:
             query: [H, T, D]; key: [K, T, D]; value: [K, T, Dv].
             softcap, sinks: see reference.attend_capped; sinks [H].
             is_latent: of no account here: the layer's view knows.
-        Returns: [T, H, Dv].
+        Returns: [T, H, Dv], contiguous.
         """
         view = self._views[layer]
         if key.dtype is not self._dtype:  # nobody shall see more than what is stored
             key, value = key.to(self._dtype).to(key.dtype), value.to(self._dtype).to(key.dtype)
         self._write(view, key, value)
         if self._is_one_group:
-            return self._attend_group(self._groups[0], query, view, scaling, window, softcap, sinks)
+            out = self._attend_group(self._groups[0], query, view, scaling, window, softcap, sinks)
+            return out.contiguous()  # nearly always it is
         num_heads, num_tokens, _ = query.shape
         out = query.new_empty(num_tokens, num_heads, view.v_head_dim)
         for group in self._groups:

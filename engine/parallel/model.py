@@ -181,6 +181,9 @@ class ParallelModel:
     def warm_up(self, progress: Progress | None = None) -> None:
         """See LoadedModel: plain steps of several ranks have no graphs."""
 
+    def check_integrity(self) -> None:
+        """See LoadedModel: each rank's layers lie there whole."""
+
     def check_alive(self) -> None:
         """See LoadedModel."""
         self._processes.check()

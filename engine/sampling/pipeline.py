@@ -152,7 +152,21 @@ def distributions(logits: torch.Tensor, draws: Sequence[Draw]) -> NDArray[np.flo
         logits: [R, V] in the model's dtype, on any device; read only.
         draws: R of them, all with a temperature.
     """
-    own = logits.float().cpu() if logits.device.type != "cpu" else logits.float().clone()
+    found = np.empty(tuple(logits.shape), dtype=np.float64)
+    # Piece by piece: a row's passes take several times what its result does.
+    size = dense.rows_per_pass(torch.empty(0, logits.shape[-1]))
+    for start in range(0, len(draws), size):
+        part = slice(start, start + size)
+        found[part] = _distributions(logits[part].to("cpu", torch.float32, copy=True), draws[part])
+    return found
+
+
+def _distributions(own: torch.Tensor, draws: Sequence[Draw]) -> NDArray[np.float64]:
+    """`distributions` of some rows.
+
+    Args:
+        own: [R, V] float32 on CPU; changed.
+    """
     recipes = [recipe_of(one.sampling) for one in draws]
     rows = [
         Row(place, one, recipe, adjusts=True)

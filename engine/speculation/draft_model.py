@@ -45,6 +45,8 @@ class _Growing:
     depths: list[int] = field(default_factory=list)
     newest: list[int] = field(default_factory=lambda: [ROOT])
     """Whose children come next."""
+    has_branched: bool = False
+    """Nodes that are on no common path were computed: a cell may be a sibling's."""
     tries: list[tuple[Try, ...]] = field(default_factory=list)
     """Of each node, if it is drawn."""
     distributions: dict[Place, Distribution] = field(default_factory=dict)
@@ -91,7 +93,7 @@ class DraftModel:
         growing, logits = self._begin(tasks)
         begun = {one.task.key: one for one in growing}
         for depth, width in enumerate(self._expansion):
-            growing = [one for one in growing if one.newest and _has_room(one)]
+            growing = [one for one in growing if one.newest and _has_room(one, depth)]
             if not growing:
                 break
             if depth > 0:
@@ -100,6 +102,16 @@ class DraftModel:
         return [
             _draft(begun[task.key]) if task.key in begun else Draft(EMPTY, {}) for task in tasks
         ]
+
+    def num_cached(self, key: Key) -> int:
+        """See CachingDrafter (draft_sessions.py)."""
+        return self._cache.num_tokens(key)
+
+    def has_room(self, key: Key, num_tokens: int) -> bool:
+        """See CachingDrafter."""
+        num_slots = num_tokens + self._num_nodes
+        is_short = num_slots <= self._model.info.context_window
+        return is_short and self._cache.has_room(key, num_slots)
 
     def forget(self, key: Key) -> None:
         """See Drafter."""
@@ -170,7 +182,7 @@ class DraftModel:
             own, branches = self._computed(one)
             end = last + 1 + len(own)
             block_ids = one.block_ids[: -(-end // self._block_size)]
-            if branches == tuple(range(-1, len(own) - 1)):
+            if not one.has_branched:
                 # One path: what lies above its end was computed by the forwards before.
                 self._clear(one.block_ids, end - 1, end)
                 spans.append(Span(end - 1, 1, block_ids))
@@ -224,6 +236,7 @@ class DraftModel:
                 row += 1
             # A model without a mask for trees goes on from the likeliest alone.
             one.newest = added if self._takes_trees else added[:1]
+            one.has_branched |= len(one.newest) > 1
 
     def _scores(self, growing: Sequence[_Growing], logits: torch.Tensor) -> torch.Tensor:
         """[rows, V] float32: what the target's draw would compare, if it were this model."""
@@ -292,8 +305,8 @@ _OWN = 0
 """Under which a draft's tries name their one drafter."""
 
 
-def _has_room(one: _Growing) -> bool:
-    return len(one.token_ids) < one.task.num_nodes
+def _has_room(one: _Growing, depth: int) -> bool:
+    return len(one.token_ids) < one.task.num_nodes and depth < one.task.max_depth
 
 
 def _by_tree(

@@ -14,6 +14,16 @@ from typing import NamedTuple, Protocol
 
 VERIFIER_BYTES = 16
 """Of a verifier's name: random, of one life."""
+NEW_TOKENS = 16
+"""A session with more that the drafter has not computed is caught up with between calls. Above what
+a step of a verifier brings, guesses included; guessed."""
+MAX_NEW_TOKENS = 8192
+"""That one call brings, an ask counted as one at least; to all its workers a verifier sends no more
+in one step. So an engine's thread builds its calls in a few milliseconds, and none comes near what
+one message may hold. A text that is new has no guesses until it is computed, so that its parts may
+as well come in several steps."""
+MAX_OVER = 4096
+"""Sessions that one Forget names."""
 
 
 class About(NamedTuple):
@@ -32,10 +42,10 @@ class Ask(NamedTuple):
     start: int
     """Tokens of the sequence that earlier asks brought."""
     token_ids: Sequence[int]
-    """All of the sequence from there on."""
+    """The sequence from there on: all of it, or, without guesses, the next part."""
     num_prompt_tokens: int
     num_nodes: int
-    """Most nodes that are of use."""
+    """Most nodes that are of use; 0: there is more to come."""
     temperature: float
     top_p: float
     top_k: int
@@ -48,7 +58,8 @@ class Answer(NamedTuple):
     """A token tree, depth-first (tree.TokenTree without tries). Not checked by anybody."""
 
     is_known: bool
-    """False: the worker lacks tokens before `start`, and wants all of them. There are no nodes."""
+    """False: the worker lacks tokens before `start`, or has no room. It wants all of them, later.
+    There are no nodes."""
     token_ids: Sequence[int]
     parents: Sequence[int]
     chances: Sequence[float]
@@ -73,11 +84,11 @@ class DraftChannel(Protocol):
     def propose(
         self, verifier: bytes, asks: Sequence[Ask], timeout_s: float
     ) -> Future[Sequence[Answer]]:
-        """An answer to each."""
+        """An answer to each. At most MAX_NEW_TOKENS."""
         ...
 
     def forget(self, verifier: bytes, sessions: Sequence[int]) -> None:
-        """These are over. Nobody hears whether it was understood."""
+        """These, at most MAX_OVER, are over. Nobody hears whether it was understood."""
         ...
 
 

@@ -6,6 +6,7 @@ Engine thread only.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -32,6 +33,8 @@ class Task(NamedTuple):
     """Which sample of the request: part of the key of the noise."""
     num_nodes: int
     """Most nodes that are of use."""
+    max_depth: int = sys.maxsize
+    """Those deeper are of none: the text ends before."""
     is_drawn: bool = False
     """Children are draws, each with a `Try`, and none is left out: by random numbers that depend on
     the sampling's seed, which is another for each step, and on the path to their parent. Who does

@@ -12,7 +12,7 @@ Policy: pure functions over values, and two running averages that nobody else wr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from engine.speculation.tree import ROOT, TokenTree
@@ -79,11 +79,17 @@ class StepCost:
         size.num_rows += (num_rows - size.num_rows) / size.weight
         size.seconds += (seconds - size.seconds) / size.weight
 
+    def knows_rows(self, num_rows: int) -> bool:
+        """Near a step of so many rows more than one size was seen."""
+        return len({one.num_rows for one in self._near(num_rows)}) > 1
+
+    def _near(self, num_rows: int) -> list[_Size]:
+        least, most = num_rows / _REACH, num_rows * _REACH + _MORE
+        return [one for one in self._sizes.values() if least <= one.num_rows <= most]
+
     def line(self, num_rows: int) -> tuple[float, float]:
         """(base_s, row_s), neither negative, near a step of so many rows."""
-        least, most = num_rows / _REACH, num_rows * _REACH + _MORE
-        near = [one for one in self._sizes.values() if least <= one.num_rows <= most]
-        near = near or list(self._sizes.values())
+        near = self._near(num_rows) or list(self._sizes.values())
         weight = sum(one.weight for one in near)
         if weight == 0.0:
             return 1.0, 0.0
@@ -125,6 +131,11 @@ class Load:
         """What it lasts."""
         return self.base_s + self.row_s * self.num_rows
 
+    @property
+    def plain_s(self) -> float:
+        """What it would last without prompts."""
+        return self.base_s + self.row_s * self.num_sequences
+
 
 def choose(trees: Sequence[TokenTree], load: Load, max_num_nodes: int) -> list[TokenTree]:
     """The nodes of each tree that are worth their rows.
@@ -141,7 +152,7 @@ def choose(trees: Sequence[TokenTree], load: Load, max_num_nodes: int) -> list[T
         for node, chance in enumerate(tree.chances)
     )
     num_tokens = float(load.num_sequences)
-    seconds = load.seconds
+    seconds = load.plain_s  # prompts take theirs in any case
     counts = [0] * len(trees)
     for negative, index, _ in nodes[: max(max_num_nodes, 0)]:
         # Worth it while what it adds per second is more than what the step has per second.
@@ -161,3 +172,23 @@ def calibrated(tree: TokenTree, calibration: Calibration) -> TokenTree:
         chance = calibration.chance(believed / above if above > 0.0 else 0.0)
         chances.append(min(chance, 1.0) * (1.0 if parent == ROOT else chances[parent]))
     return TokenTree(tree.token_ids, tree.parents, tuple(chances), tree.tries)
+
+
+def observe_tree(calibration: Calibration, tree: TokenTree, token_ids: Iterable[int]) -> int:
+    """Each node whose parent was kept, put to the test by the token that came there. Returns: how
+    many were right.
+
+    Args:
+        token_ids: the last of them was drawn in any case.
+    """
+    node, chance, num_right = ROOT, 1.0, 0
+    for token_id in token_ids:
+        for guess, child in tree.children.get(node, {}).items():
+            belief = tree.chances[child] / chance if chance > 0.0 else 0.0
+            calibration.observe(belief, is_kept=guess == token_id)
+        next_node = tree.child(node, token_id)
+        if next_node is None:
+            break
+        num_right += 1
+        node, chance = next_node, tree.chances[next_node]
+    return num_right

@@ -13,6 +13,12 @@ sequence. Where one sequence's tokens would pay, were there as many for each of 
 drafter's call no dearer, the next trial asks for more of them: on a device a call for all costs
 little more than for one, and only all together pay it.
 
+Where steps are launched ahead (engine/runner.py), a step with guesses is not, nor is the next one's
+launch hidden behind it. That time (the pause) is charged like any other: what a step lasts without
+guesses is what a launched one lasts, and the first launch after guesses is charged what it lasts
+longer. It is the same for one sequence and for all, so it is measured, by a few plain steps of each
+size that are not launched, and has no say in what more sequences would cost.
+
 Policy: pure; running averages that nobody else writes.
 """
 
@@ -23,6 +29,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from engine.speculation.expansion import Load, StepCost
+from engine.speculation.pace import ACCIDENT, Pace
 
 _Task = TypeVar("_Task")
 
@@ -37,23 +44,16 @@ _GROWTH = 4
 """How many times more sequences are asked for where few promised gain; guessed."""
 _MEMORY = 16
 """Calls that an average is about; guessed."""
-GRANT_STEPS = 2.0
+GRANT_STEPS = 1.0
 """So many steps' seconds each account begins with: chance may have it that the first calls bring
 nothing where the next ones would; guessed."""
 _BANK_STEPS = 16.0
 """Gain is kept for bad times up to so many steps' seconds; guessed."""
-_MOST, _MOST_CLEAR = 8, 64
+_MOST, _MOST_CLEAR = 8, 128
 """Steps with guesses in a row, after which a plain one says what those cost now; more of them where
 there is no doubt that guessing pays; guessed."""
 _CLEAR = 0.2
 """There is none where a call gains this share of a step; guessed."""
-_MEMORY_STEPS = 16
-_FIRST = 8
-"""Steps of a size before anybody is asked; the shortest of them is what one lasts."""
-_ACCIDENT = 4.0
-"""Times the usual seconds: a step that lasts longer was held up by something else, and is taken for
-one of just so many; guessed. The same for steps with guesses and without, or one of them would
-seem dearer than it is on a machine that does other work, too."""
 
 
 class Exploration:
@@ -61,18 +61,69 @@ class Exploration:
 
     Args:
         always: they are asked for everybody, whatever it costs.
+        measures_again: what a launched step lasts is measured among guesses, too. False where
+            drafters must see every step, which launched ones do not let them: it is measured
+            before the first guesses, and whenever they do not pay.
     """
 
-    def __init__(self, num_drafters: int, *, always: bool = False) -> None:
+    def __init__(
+        self, num_drafters: int, *, always: bool = False, measures_again: bool = True
+    ) -> None:
         self._always = always
         self._worths = [Worth(SHARE / num_drafters) for _ in range(num_drafters)]
-        self._pace = Pace()
+        self._pace = Pace(measures_again=measures_again)
         self._cost = StepCost()
         self.load = Load(1, 1, 1.0, 0.0)
         """Of the step that is being computed."""
         self._num_sequences = self._num_rows = 0
         self._widths: dict[int, int] = {}
         self._num_tasks: dict[int, int] = {}
+        self._is_pausing = False
+        """The step that is being computed is a plain one, not launched to see what that costs."""
+        self._has_paused = False
+        """The newest step was not launched, because of guesses."""
+        self._saved_s = 0.0
+        """By the newest launched step that was the last."""
+
+    def rests(self, num_sequences: int) -> bool:
+        """Nobody would be asked in a step of so many sequences that draw, nor anything else be
+        found out that a launched one does not tell. Changes nothing."""
+        if self._always:
+            return False
+        able = self._able(num_sequences)
+        most = self._most(able, num_sequences)
+        is_known = self._pace.is_known(num_sequences, most)
+        return num_sequences == 0 or not able or not is_known
+
+    def pass_by(self, num_sequences: int, seconds: float, *, is_first: bool, is_last: bool) -> None:
+        """A launched step is over.
+
+        Args:
+            is_first: no other one was under way when it was launched: it lasted longer.
+            is_last: none was launched after it. Where a launch does not return before it is
+                computed, it lasted no time, and the first one twice as long.
+        """
+        has_paused, self._has_paused = self._has_paused, False
+        for worth in self._worths:
+            worth.serve(num_sequences, seconds)
+        if is_last:
+            self._saved_s = self._pace.shorter_s(num_sequences, seconds)
+        elif not is_first:
+            self._pace.observe(num_sequences, seconds, is_launched=True)
+            pause_s = self._pace.pause_s(num_sequences)
+            if pause_s is not None:
+                self._cost.observe(num_sequences, seconds + pause_s)
+        if is_first and has_paused:
+            longer_s = max(self._pace.longer_s(num_sequences, seconds) - self._saved_s, 0.0)
+            self._saved_s = 0.0
+            for worth in self._worths:
+                worth.charge(num_sequences, longer_s / len(self._worths))
+
+    def _able(self, num_sequences: int) -> list[Worth]:
+        return [worth for worth in self._worths if worth.is_able(num_sequences)]
+
+    def _most(self, able: Sequence[Worth], num_sequences: int) -> int:
+        return _MOST_CLEAR if all(one.is_clear(num_sequences) for one in able) else _MOST
 
     def begin(self, num_sequences: int, num_rows: int) -> bool:
         """A step is planned. Returns: somebody is to be asked.
@@ -84,20 +135,25 @@ class Exploration:
         self._widths.clear()
         self._num_tasks.clear()
         self._num_sequences, self._num_rows = num_sequences, num_rows
+        self._is_pausing = False
         if num_sequences == 0:
             return False
-        able = [worth for worth in self._worths if worth.is_able(num_sequences)]
+        able = self._able(num_sequences)
         if not (able or self._always):
             return False
         base_s, row_s = self._cost.line(num_sequences)
-        most = _MOST_CLEAR if all(one.is_clear(num_sequences) for one in able) else _MOST
-        pace_s = self._pace.seconds(num_sequences, row_s, most)
+        pace_s = self._pace.seconds(num_sequences, row_s, self._most(able, num_sequences))
         if pace_s is not None and num_rows == num_sequences:
             base_s = max(pace_s - row_s * num_rows, 0.0)
         self.load = Load(num_sequences, num_rows, base_s, row_s)
         if self._always:
             return True
-        if pace_s is not None:
+        # What rows cost is learnt without prompts, and what it costs beside them is not measured.
+        may_ask = num_rows == num_sequences or self._cost.knows_rows(num_sequences)
+        if pace_s is not None and may_ask:
+            if self._pace.wants_pause(num_sequences):
+                self._is_pausing = num_rows == num_sequences
+                return False
             for drafter, worth in enumerate(self._worths):
                 width = worth.num_asked(self.load)
                 if width > 0:
@@ -143,70 +199,32 @@ class Exploration:
         if not own_s:
             if is_whole:
                 self._cost.observe(num_rows, seconds)
-                self._pace.observe(num_sequences, seconds)
+                if self._is_pausing:
+                    self._pace.on_pause(num_sequences, seconds)
+                else:
+                    self._pace.observe(num_sequences, seconds)
+            self._has_paused = self._is_pausing
             return
         load = self.load
         step_s = seconds - sum(own_s.values())
-        longer_s = load.row_s * (num_rows - load.num_rows)
+        longer_s, pause_s = load.row_s * (num_rows - load.num_rows), 0.0
         if is_whole:
             self._cost.observe(num_rows, step_s)
             self._pace.on_guessed(num_sequences)
-            if num_rows > load.num_rows:
-                usual_s = load.seconds + longer_s
+            known_s = self._pace.pause_s(num_sequences)
+            self._has_paused = known_s is not None
+            if num_rows > load.num_rows or known_s is not None:
+                usual_s = load.seconds + longer_s + (known_s or 0.0)
                 # Rows make no step shorter: one that seems so says that plain ones were measured
                 # in a bad moment (an engine's first), and would be taken for gain.
-                longer_s = max(min(step_s, _ACCIDENT * usual_s) - load.seconds, 0.0)
+                longer_s = max(min(step_s, ACCIDENT * usual_s) - load.seconds, 0.0)
+                pause_s = min(known_s or 0.0, longer_s)
+        share = 1.0 / len(own_s)
         for drafter, one_s in own_s.items():
-            call = Call(self._num_tasks[drafter], num_right[drafter], one_s, longer_s / len(own_s))
+            num_tasks, num_kept = self._num_tasks[drafter], num_right[drafter]
+            rows_s = (longer_s - pause_s) * share
+            call = Call(num_tasks, num_kept, one_s, rows_s, pause_s * share)
             self._worths[drafter].observe(load, call)
-
-
-class Pace:
-    """Seconds of steps without guesses and prompts, by the number of sequences."""
-
-    def __init__(self) -> None:
-        self._by_size: dict[int, _Pace] = {}
-
-    def observe(self, num_sequences: int, seconds: float) -> None:
-        """A plain step has lasted so long."""
-        one = self._by_size.setdefault(_place(num_sequences), _Pace())
-        one.num_seen += 1
-        one.num_guessed = 0
-        share = max(1.0 / one.num_seen, 1.0 / _MEMORY_STEPS)
-        if 1 < one.num_seen <= _FIRST:  # the very first ones are no example
-            one.seconds = seconds = min(one.seconds, seconds)
-        seconds = min(seconds, _ACCIDENT * one.seconds) if one.num_seen > 1 else seconds
-        one.seconds += (seconds - one.seconds) * share
-        one.num_sequences += (num_sequences - one.num_sequences) * share
-
-    def seconds(self, num_sequences: int, row_s: float, most: int) -> float | None:
-        """Of a step; None: too few were seen of about this size, or `most` with guesses since the
-        last one, and this one should be plain."""
-        one = self._by_size.get(_place(num_sequences))
-        if one is None or one.num_seen < _FIRST or one.num_guessed >= most:
-            return None
-        return max(one.seconds + row_s * (num_sequences - one.num_sequences), 0.0)
-
-    def on_guessed(self, num_sequences: int) -> None:
-        """A step of so many sequences had guesses."""
-        one = self._by_size.get(_place(num_sequences))
-        if one is not None:
-            one.num_guessed += 1
-
-
-@dataclass(slots=True)
-class _Pace:
-    seconds: float = 0.0
-    num_sequences: float = 0.0
-    num_seen: int = 0
-    num_guessed: int = 0
-    """Steps with guesses since the last one without."""
-
-
-def _place(num_sequences: int) -> int:
-    """Sizes of one place differ by an eighth at most."""
-    shift = max(0, num_sequences.bit_length() - 4)
-    return num_sequences >> shift << shift
 
 
 @dataclass(frozen=True)
@@ -221,6 +239,8 @@ class Call:
     """Of the drafter."""
     rows_s: float
     """What its nodes made the step longer."""
+    pause_s: float = 0.0
+    """What the step lasted longer because it was not launched ahead."""
 
 
 class Worth:
@@ -267,23 +287,30 @@ class Worth:
         if one is not None:
             one.credit_s = min(one.credit_s + self._share * seconds, one.most_s)
 
+    def charge(self, num_sequences: int, seconds: float) -> None:
+        """So much was lost that no call tells."""
+        one = self._accounts.get(_class(num_sequences))
+        if one is not None:
+            one.credit_s -= seconds
+
     def observe(self, load: Load, call: Call) -> None:
         """A call of this step has had its outcome."""
         one = self._account(load)
         token_s = value_s(load)
-        gain_s = call.num_kept * token_s - call.own_s - call.rows_s
-        one.most_s = _BANK_STEPS * load.seconds
+        gain_s = call.num_kept * token_s - call.own_s - call.rows_s - call.pause_s
+        one.most_s = _BANK_STEPS * load.plain_s
         one.credit_s = min(one.credit_s + gain_s, one.most_s)
         one.num_calls += 1
         share = max(1.0 / one.num_calls, 1.0 / _MEMORY)
         one.kept += (call.num_kept / call.num_tasks - one.kept) * share
         one.rows_s += (call.rows_s / call.num_tasks - one.rows_s) * share
         one.gain_s += (gain_s - one.gain_s) * share
-        one.is_clear = one.gain_s > _CLEAR * load.seconds
+        one.is_clear = one.gain_s > _CLEAR * load.plain_s
         one.own_s = min(one.own_s, call.own_s)
         if one.num_left == 0:
             # Each of the batch as those that were asked for; a call for more at no more.
-            promised_s = (one.kept * token_s - one.rows_s) * load.num_sequences - one.own_s
+            each_s = one.kept * token_s - one.rows_s
+            promised_s = each_s * load.num_sequences - one.own_s - call.pause_s
             if promised_s > 0.0:
                 one.width = min(one.width * _GROWTH, 1 << _class(load.num_sequences))
             else:
@@ -292,7 +319,7 @@ class Worth:
     def _account(self, load: Load) -> _Account:
         place = _class(load.num_sequences)
         if place not in self._accounts:
-            granted_s = GRANT_STEPS * load.seconds
+            granted_s = GRANT_STEPS * load.plain_s
             self._accounts[place] = _Account(granted_s, granted_s)
         return self._accounts[place]
 
@@ -322,10 +349,11 @@ class _Account:
 
 
 def value_s(load: Load) -> float:
-    """Seconds that a kept token is worth."""
+    """Seconds that a kept token is worth. Prompts in the step have no part in it: they are computed
+    in any case."""
     if load.num_sequences == 1:
-        return load.seconds
-    return VALUE * load.seconds / load.num_sequences
+        return load.plain_s
+    return VALUE * load.plain_s / load.num_sequences
 
 
 def _class(num_sequences: int) -> int:

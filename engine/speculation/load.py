@@ -71,6 +71,7 @@ def _load(
         kv_dtype="auto",
         tensor_parallel=1,
         pipeline_parallel=1,
+        weights_device_bytes=0,
         exact=False,
         overlap=False,
         speculation=SpeculationConfig(max_num_nodes=config.speculation.max_num_nodes),
@@ -79,17 +80,16 @@ def _load(
     try:
         if target is not None:
             _check(name, model.info, target)
-        num_blocks = _num_blocks(model, config)
+        drafter = DraftModel(
+            model,
+            config.speculation.expansion,
+            num_blocks=_num_blocks(model, config),
+            max_num_tokens=config.max_num_tokens_per_step,
+        )
+        model.warm_up(progress)
     except BaseException:
         model.close()
         raise
-    drafter = DraftModel(
-        model,
-        config.speculation.expansion,
-        num_blocks=num_blocks,
-        max_num_tokens=config.max_num_tokens_per_step,
-    )
-    model.warm_up(progress)
     return drafter
 
 

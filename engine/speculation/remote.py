@@ -2,8 +2,10 @@
 small or too scattered for the large one, data-parallel; nothing travels but token ids.
 
 Each sequence is a session that stays with one worker, chosen by rendezvous hashing, so that a
-worker has its KV and is sent what is new alone. The engine's thread waits for answers `deadline_s`
-at most, once a step; what comes later is dropped, and who has not answered is not asked meanwhile.
+worker has its KV and is sent what is new alone; a long text that is new there arrives in parts, in
+several steps (draft_port.MAX_NEW_TOKENS). A sequence that its worker does not know or has no room
+for is sent again after a while that doubles. The engine's thread waits for answers `deadline_s` at
+most, once a step; what comes later is dropped, and who has not answered is not asked meanwhile.
 A worker that fails, is late several times in a row, or answers with what is no tree, is left out:
 its sessions go to others, and it is met again after a while that doubles. Guesses are all that is
 lost: whatever arrives, the verifier draws its own tokens.
@@ -23,13 +25,13 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from enum import Enum
 from itertools import count
 
 from engine.errors import IntegrityError, LoadError
 from engine.request import ModelInfo
 from engine.schedule.order import Key
 from engine.speculation.draft_port import (
+    MAX_OVER,
     VERIFIER_BYTES,
     About,
     Answer,
@@ -37,6 +39,15 @@ from engine.speculation.draft_port import (
     DraftPeer,
 )
 from engine.speculation.drafter import Draft, Task
+from engine.speculation.remote_state import (
+    FIRST_BACKOFF_S,
+    MAX_BACKOFF_S,
+    Session,
+    State,
+    Worker,
+    ask_of,
+    shares,
+)
 from engine.speculation.tree import EMPTY, TokenTree
 
 logger = logging.getLogger(__name__)
@@ -47,53 +58,8 @@ GIVE_UP_S = 2.0
 """From a deadline until who is late is not waited for any more: the worker has failed."""
 MAX_LATE = 3
 """Late answers in a row after which a worker is left out; guessed."""
-FIRST_BACKOFF_S = 0.5
-MAX_BACKOFF_S = 30.0
 
 NOTHING = Draft(EMPTY, {})
-
-
-class _State(Enum):
-    """See the module."""
-
-    AWAY = "away"
-    MEETING = "meeting"
-    READY = "ready"
-    LATE = "late"
-
-
-class _Worker:
-    """One draft worker, as it was last seen."""
-
-    def __init__(self, peer: DraftPeer) -> None:
-        self.channel = peer.channel
-        self.counts = peer.counts
-        self.state = _State.AWAY
-        self.due_s = 0.0
-        """When it may be met again, while it is away; when it has failed, while it is waited for:
-        channels end calls before that, if they do what they should."""
-        self.backoff_s = FIRST_BACKOFF_S
-        self.num_late = 0
-        """In a row."""
-        self.num_sessions = 0
-        self.over: list[int] = []
-        """Sessions that it is still to be told to forget."""
-        self.meeting: Future[About] | None = None
-        self.late: Future[Sequence[Answer]] | None = None
-
-
-class _Session:
-    """One sequence."""
-
-    __slots__ = ("is_refused", "num_sent", "number", "worker")
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.worker: _Worker | None = None
-        self.num_sent = 0
-        """Its tokens, from the first, that its worker is known to have."""
-        self.is_refused = False
-        """Its worker has no room for all of it."""
 
 
 class RemoteDrafter:
@@ -120,8 +86,8 @@ class RemoteDrafter:
         self._deadline_s = deadline_s
         self._clock = clock
         self._verifier = secrets.token_bytes(VERIFIER_BYTES) if verifier is None else verifier
-        self._workers = [_Worker(peer) for peer in peers]
-        self._sessions: dict[Key, _Session] = {}
+        self._workers = [Worker(peer) for peer in peers]
+        self._sessions: dict[Key, Session] = {}
         self._numbers = count()
 
     def meet(self) -> None:
@@ -131,7 +97,7 @@ class RemoteDrafter:
         Raises: LoadError for one with another tokenizer.
         """
         for worker in self._workers:
-            if worker.state is _State.AWAY:
+            if worker.state is State.AWAY:
                 self._begin_meeting(worker)
         wait([one.meeting for one in self._workers if one.meeting is not None], MEET_S)
         for worker in self._workers:
@@ -146,24 +112,19 @@ class RemoteDrafter:
         """See Drafter."""
         for worker in self._workers:
             self._look_at(worker)
-        asked: dict[_Worker, list[int]] = {}
-        for place, task in enumerate(tasks):
-            session = self._session(task.key)
-            chosen = self._place(session)
-            if chosen is not None and chosen.state is _State.READY and not session.is_refused:
-                asked.setdefault(chosen, []).append(place)
         ends_s = self._clock() + self._deadline_s
+        asked = self._asks(tasks)
         calls = {
             worker: call
-            for worker, places in asked.items()
-            if (call := self._ask(worker, [tasks[place] for place in places])) is not None
+            for worker, asks in asked.items()
+            if (call := self._ask(worker, list(asks.values()))) is not None
         }
         wait(calls.values(), max(0.0, ends_s - self._clock()))
         drafts = [NOTHING] * len(tasks)
         for worker, call in calls.items():
-            places = asked[worker]
-            found = self._collect(worker, call, [tasks[place] for place in places])
-            for place, draft in zip(places, found, strict=False):
+            own = [(tasks[place], ask) for place, ask in asked[worker].items()]
+            found = self._collect(worker, call, own)
+            for place, draft in zip(asked[worker], found, strict=False):
                 drafts[place] = draft
         return drafts
 
@@ -185,7 +146,7 @@ class RemoteDrafter:
                 raise IntegrityError(
                     f"{worker.channel.address}: {worker.num_sessions} sessions counted, {len(own)}"
                 )
-            if own and worker.state in (_State.AWAY, _State.MEETING):
+            if own and worker.state in (State.AWAY, State.MEETING):
                 raise IntegrityError(f"{worker.channel.address}: has sessions, and is left out")
         numbers = {one.number for one in self._sessions.values()}
         if len(numbers) < len(self._sessions):
@@ -193,33 +154,49 @@ class RemoteDrafter:
 
     # ---- sessions
 
-    def _session(self, key: Key) -> _Session:
+    def _session(self, key: Key) -> Session:
         session = self._sessions.get(key)
         if session is None:
-            session = self._sessions[key] = _Session(next(self._numbers))
+            session = self._sessions[key] = Session(next(self._numbers))
         return session
 
-    def _place(self, session: _Session) -> _Worker | None:
+    def _place(self, session: Session) -> Worker | None:
         """Where it is, or from now on is; None: there is nobody."""
         if session.worker is None:
-            ready = [one for one in self._workers if one.state is _State.READY]
+            ready = [one for one in self._workers if one.state is State.READY]
             if not ready:
                 return None
             session.worker = max(ready, key=lambda one: self._weight(session.number, one))
             session.worker.num_sessions += 1
         return session.worker
 
-    def _weight(self, number: int, worker: _Worker) -> bytes:
+    def _weight(self, number: int, worker: Worker) -> bytes:
         """Rendezvous hashing: a worker that comes or goes moves no sessions but its own."""
         name = f"{number} {worker.channel.address}".encode()
         return hashlib.blake2b(name, digest_size=8, key=self._verifier).digest()
 
     # ---- one call
 
-    def _ask(self, worker: _Worker, tasks: Sequence[Task]) -> Future[Sequence[Answer]] | None:
+    def _asks(self, tasks: Sequence[Task]) -> dict[Worker, dict[int, Ask]]:
+        """Of this step, by worker and place among the tasks."""
+        wanted: list[tuple[int, Worker, Session]] = []
+        now_s = self._clock()
+        for place, task in enumerate(tasks):
+            session = self._session(task.key)
+            worker = self._place(session)
+            if worker is not None and worker.state is State.READY and now_s >= session.due_s:
+                wanted.append((place, worker, session))
+        found: dict[Worker, dict[int, Ask]] = {}
+        counts = shares((session, tasks[place]) for place, _, session in wanted)
+        for (place, worker, session), num_tokens in zip(wanted, counts, strict=True):
+            if num_tokens is not None:
+                ask = ask_of(session, tasks[place], num_tokens)
+                found.setdefault(worker, {})[place] = ask
+        return found
+
+    def _ask(self, worker: Worker, asks: Sequence[Ask]) -> Future[Sequence[Answer]] | None:
         """The call on its way; None: it could not even begin."""
         self._tell_over(worker)
-        asks = [self._ask_of(task) for task in tasks]
         try:
             return worker.channel.propose(self._verifier, asks, self._deadline_s + GIVE_UP_S)
         except Exception as error:
@@ -227,40 +204,28 @@ class RemoteDrafter:
             self._leave_out(worker, error)
             return None
 
-    def _ask_of(self, task: Task) -> Ask:
-        sampling = task.sampling
-        session = self._sessions[task.key]
-        session.num_sent = start = min(session.num_sent, len(task.token_ids))
-        return Ask(
-            session.number,
-            start,
-            task.token_ids[start:],
-            task.num_prompt_tokens,
-            task.num_nodes,
-            sampling.temperature,
-            sampling.top_p,
-            sampling.top_k,
-            sampling.min_p,
-            sampling.seed,
-            task.sample_index,
-        )
-
     def _collect(
-        self, worker: _Worker, call: Future[Sequence[Answer]], tasks: Sequence[Task]
+        self,
+        worker: Worker,
+        call: Future[Sequence[Answer]],
+        asked: Sequence[tuple[Task, Ask]],
     ) -> list[Draft]:
         """What came of a call: a draft for each task, or none at all."""
         if not call.done():
             worker.counts.num_late += 1
             worker.num_late += 1
-            worker.state = _State.LATE
+            worker.state = State.LATE
             worker.late = call
             worker.due_s = self._clock() + 2 * GIVE_UP_S
             return []
         try:
             answers = call.result()
-            if len(answers) != len(tasks):
-                raise ValueError(f"{len(answers)} answers to {len(tasks)} tasks")
-            trees = [self._tree(answer, task) for answer, task in zip(answers, tasks, strict=True)]
+            if len(answers) != len(asked):
+                raise ValueError(f"{len(answers)} answers to {len(asked)} tasks")
+            trees = [
+                self._tree(answer, ask.num_nodes)
+                for answer, (_, ask) in zip(answers, asked, strict=True)
+            ]
         except Exception as error:
             worker.counts.num_failed += 1
             self._leave_out(worker, error)
@@ -268,52 +233,52 @@ class RemoteDrafter:
         worker.num_late = 0
         worker.backoff_s = FIRST_BACKOFF_S
         worker.counts.num_answered += 1
-        for task, answer, tree in zip(tasks, answers, trees, strict=True):
+        for (task, ask), answer, tree in zip(asked, answers, trees, strict=True):
             session = self._sessions[task.key]
             if answer.is_known:
-                session.num_sent = len(task.token_ids)
+                num_tokens = ask.start + len(ask.token_ids)
+                session.took(num_tokens, is_whole=num_tokens == len(task.token_ids))
             else:
-                # Of a text that it was sent whole: there is no room for it.
-                session.is_refused = session.num_sent == 0
-                session.num_sent = 0
-                worker.counts.num_resent += not session.is_refused
+                worker.counts.num_resent += ask.start > 0
+                session.refused(self._clock())
             worker.counts.num_nodes += len(tree)
         return [Draft(tree, {}) for tree in trees]
 
-    def _tree(self, answer: Answer, task: Task) -> TokenTree:
+    def _tree(self, answer: Answer, most: int) -> TokenTree:
         """Raises: ValueError for what is no tree of such tokens, or a larger one than was of
         use."""
         num_nodes = len(answer.token_ids)
-        if num_nodes > task.num_nodes or (num_nodes and not answer.is_known):
-            raise ValueError(f"{num_nodes} nodes, {task.num_nodes} at most were asked for")
+        if num_nodes > most or (num_nodes and not answer.is_known):
+            raise ValueError(f"{num_nodes} nodes, {most} at most were asked for")
         if any(not 0 <= token_id < self._target.vocab_size for token_id in answer.token_ids):
             raise ValueError("a token that is not in the vocabulary")
         return TokenTree(
             tuple(answer.token_ids), tuple(answer.parents), tuple(answer.chances), ((),) * num_nodes
         )
 
-    def _tell_over(self, worker: _Worker) -> None:
+    def _tell_over(self, worker: Worker) -> None:
         if worker.over:
             over, worker.over = worker.over, []
             try:
-                worker.channel.forget(self._verifier, over)
+                for first in range(0, len(over), MAX_OVER):
+                    worker.channel.forget(self._verifier, over[first : first + MAX_OVER])
             except Exception as error:  # it will find out by itself
                 logger.debug("draft worker %s: %s", worker.channel.address, error)
 
     # ---- who is there
 
-    def _look_at(self, worker: _Worker) -> None:
+    def _look_at(self, worker: Worker) -> None:
         """Whatever has become of it since the last step."""
         is_due = self._clock() >= worker.due_s
-        if worker.state is _State.AWAY:
+        if worker.state is State.AWAY:
             if is_due:
                 self._begin_meeting(worker)
-        elif worker.state is _State.LATE:
+        elif worker.state is State.LATE:
             self._look_at_late(worker, is_due)
-        if worker.state is _State.MEETING:
+        if worker.state is State.MEETING:
             self._look_at_meeting(worker, is_due)
 
-    def _look_at_late(self, worker: _Worker, is_due: bool) -> None:
+    def _look_at_late(self, worker: Worker, is_due: bool) -> None:
         late = worker.late
         if late is not None and late.done():
             error = None if late.cancelled() else late.exception()
@@ -321,11 +286,11 @@ class RemoteDrafter:
                 self._leave_out(worker, error or f"late {worker.num_late} times in a row")
             else:
                 worker.late = None
-                worker.state = _State.READY
+                worker.state = State.READY
         elif is_due:
             self._leave_out(worker, "no answer")
 
-    def _look_at_meeting(self, worker: _Worker, is_due: bool) -> None:
+    def _look_at_meeting(self, worker: Worker, is_due: bool) -> None:
         meeting = worker.meeting
         if meeting is None or not meeting.done():
             if is_due:
@@ -339,20 +304,20 @@ class RemoteDrafter:
             self._leave_out(worker, problem)
             return
         worker.meeting = None
-        worker.state = _State.READY
+        worker.state = State.READY
         worker.num_late = 0
         worker.counts.is_ready = True
         logger.info("draft worker %s guesses", worker.channel.address)
 
-    def _begin_meeting(self, worker: _Worker) -> None:
+    def _begin_meeting(self, worker: Worker) -> None:
         try:
             worker.meeting = worker.channel.describe(MEET_S)
-            worker.state = _State.MEETING
+            worker.state = State.MEETING
             worker.due_s = self._clock() + 2 * MEET_S
         except Exception as error:
             self._leave_out(worker, error)
 
-    def _misfit(self, worker: _Worker, about: About) -> str:
+    def _misfit(self, worker: Worker, about: About) -> str:
         """Why its tokens would be of no use; empty: they are."""
         target = self._target
         if (about.vocab_size, about.tokenizer_digest) == (
@@ -366,9 +331,9 @@ class RemoteDrafter:
             "with a model of the same family"
         )
 
-    def _leave_out(self, worker: _Worker, why: object) -> None:
+    def _leave_out(self, worker: Worker, why: object) -> None:
         """Until its back-off is over; its sessions go elsewhere."""
-        if worker.state in (_State.READY, _State.LATE):
+        if worker.state in (State.READY, State.LATE):
             logger.warning(
                 "draft worker %s is left out for %.1f s: %s",
                 worker.channel.address,
@@ -377,7 +342,7 @@ class RemoteDrafter:
             )
         elif worker.backoff_s == FIRST_BACKOFF_S:
             logger.warning("draft worker %s: %s", worker.channel.address, str(why)[:200])
-        worker.state = _State.AWAY
+        worker.state = State.AWAY
         worker.counts.is_ready = False
         worker.due_s = self._clock() + worker.backoff_s
         worker.backoff_s = min(2 * worker.backoff_s, MAX_BACKOFF_S)
@@ -386,6 +351,4 @@ class RemoteDrafter:
         worker.over.clear()
         for session in self._sessions.values():
             if session.worker is worker:
-                session.worker = None
-                session.num_sent = 0
-                session.is_refused = False
+                session.leave()

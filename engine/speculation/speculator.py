@@ -11,11 +11,9 @@ the way down, so that `choose` and `best` look at a node before they look below.
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from engine.config import EngineConfig
 from engine.constraints import end_token_ids
@@ -28,25 +26,26 @@ from engine.speculation.acceptance import at_nodes
 from engine.speculation.config import SpeculationConfig
 from engine.speculation.drafter import Distribution, Draft, Drafter, Guess, Place, Task
 from engine.speculation.drawing import random_key
-from engine.speculation.expansion import Calibration, calibrated, choose
+from engine.speculation.expansion import Calibration, calibrated, choose, observe_tree
 from engine.speculation.exploration import Exploration
+from engine.speculation.heads.hidden import Wants
 from engine.speculation.heads.readers import Readers
 from engine.speculation.ngram import PromptLookup
-from engine.speculation.tree import EMPTY, ROOT, TokenTree, merge, numbered
+from engine.speculation.possible import (
+    in_grammar,
+    likeliest_path,
+    likeliest_way_down,
+    num_levels,
+    takes_guesses,
+    within,
+)
+from engine.speculation.roster import Roster
+from engine.speculation.tree import EMPTY, TokenTree, merge, numbered
+from engine.step_output import RequestEvent
 from process.settings import SettingsError
-
-if TYPE_CHECKING:
-    from engine.grammar.state import GrammarState
-
-logger = logging.getLogger(__name__)
 
 Planned = tuple[Sample, int]
 """A sample, and how many of its pending tokens a step computes."""
-
-
-MAX_HISTORY = 8192
-"""Tokens up to which a sample with penalties on its own text, or bans in it, is guessed for: each
-node has a copy of what is known of them (1.8 ms at this length for 16 nodes)."""
 
 _TRIED, _DRAFTED = range(2)
 """What random numbers are for."""
@@ -68,6 +67,7 @@ class Speculator:
 
     Args:
         guesses: what the model takes.
+        context_window: slots that one sequence may have, those of guesses included.
         max_num_tokens: of one step.
         clock: what guesses cost is measured by; no token depends on it, up to rounding.
     """
@@ -79,26 +79,70 @@ class Speculator:
         holdings: Holdings,
         *,
         guesses: Guesses,
+        context_window: int,
         max_num_tokens: int,
         eos_token_ids: frozenset[int],
         clock: Callable[[], float],
     ) -> None:
         self._config = config
-        self._drafters = drafters
+        self._roster = Roster(drafters)
         self._holdings = holdings
         self._guesses = guesses
+        self._context_window = context_window
         self._max_num_tokens = max_num_tokens
         self._eos_token_ids = eos_token_ids
         self._clock = clock
         self._calibrations = [Calibration() for _ in drafters]
-        self._exploration = Exploration(len(drafters), always=config.always)
+        self._began_s = self._ended_s = clock()
+        """Of the step that is being computed; of the one before."""
         self._asked: dict[int, float] = {}
         """Drafters that guessed for the step that is being computed: seconds that it took them."""
-        self._known: dict[Key, Sample] = {}
         self._believed: dict[Key, list[tuple[int, TokenTree]]] = {}
         """Of the step that is being computed: each drafter's own tree, before all choice."""
-        self._failed: set[int] = set()
-        self.readers = Readers(drafters, self._failed, self._fail, self._meet)
+        self.readers = Readers(drafters, self._roster, clock)
+        # Launched steps leave no hidden states: a gap, which costs their drafters the context.
+        measures_again = self.readers.wants is Wants.NONE
+        self._exploration = Exploration(
+            len(drafters), always=config.always, measures_again=measures_again
+        )
+
+    def begin(self, planned: Sequence[Planned]) -> None:
+        """A step of this plan begins. Whoever decodes waits from one step's end to the next one's,
+        so that what the engine does in between is part of a step: a launched one is computed
+        meanwhile."""
+        is_going_on = any(sample.state is State.RUNNING for sample, _ in planned)
+        self._began_s = self._ended_s if is_going_on else self._clock()
+
+    def rests(self, planned: Sequence[Planned], *, num_unread: int = 0) -> bool:
+        """Nobody would be asked for a step of this plan, so that it may as well be launched ahead.
+        Changes nothing.
+
+        Args:
+            num_unread: steps that are under way for its samples.
+        """
+        num_rows = sum(num_tokens for _, num_tokens in planned)
+        num_drawing = sum(num == sample.num_pending_tokens for sample, num in planned)
+        is_possible = self._roster.is_live and num_rows < self._max_num_tokens
+        is_possible = is_possible and any(
+            takes_guesses(sample, num) and num_levels(sample) > num_unread
+            for sample, num in planned
+        )
+        return not is_possible or self._exploration.rests(num_drawing)
+
+    def pass_by(
+        self, num_sequences: int, running: Collection[Key], *, is_first: bool, is_last: bool
+    ) -> None:
+        """A launched step of so many sequences is over, without guesses.
+
+        Args:
+            running: see `guess`.
+            is_first, is_last: see Exploration.pass_by.
+        """
+        self._roster.forget_all_but(running)
+        self._ended_s = self._clock()
+        seconds = self._ended_s - self._began_s
+        with self._roster.at_their_cost():
+            self._exploration.pass_by(num_sequences, seconds, is_first=is_first, is_last=is_last)
 
     def guess(self, planned: Sequence[Planned], running: Collection[Key]) -> dict[Key, Guess]:
         """For those of a plan that are worth it; the blocks for them are there.
@@ -109,14 +153,17 @@ class Speculator:
         began = self._clock()
         self._believed.clear()
         self._asked.clear()
-        for key in [key for key in self._known if key not in running]:
-            self._forget(key)
+        self._roster.forget_all_but(running)
         num_rows = sum(num_tokens for _, num_tokens in planned)
         num_drawing = sum(num == sample.num_pending_tokens for sample, num in planned)
         if not self._exploration.begin(num_drawing, num_rows):
             return {}
         samples = self._exploration.among(
-            [sample for sample, num_tokens in planned if _may_guess(sample, num_tokens)]
+            [
+                sample
+                for sample, num_tokens in planned
+                if takes_guesses(sample, num_tokens) and num_levels(sample) > 0
+            ]
         )
         tasks = [task for sample in samples if (task := self._task(sample)).num_nodes > 0]
         budget = self._max_num_tokens - num_rows
@@ -133,7 +180,8 @@ class Speculator:
                 continue
             sample = by_key[task.key]
             room = self._holdings.room(sample, num_kept_blocks=len(running))
-            guess = _in_grammar(tree.best(min(room, budget)), sample.grammar)
+            room = min(room, self._context_window - len(sample.token_ids), budget)
+            guess = in_grammar(tree.best(room), sample.grammar)
             if self._is_tried(task):
                 guess = _with_proposals(guess, task, one.all_of_them)
             if len(guess.tree) or guess.proposals:
@@ -154,38 +202,55 @@ class Speculator:
 
     def learn(
         self,
-        told: Mapping[Key, Sequence[int]],
+        events: Iterable[RequestEvent],
         num_kept: Mapping[Key, int],
         *,
         num_rows: int,
-        seconds: float,
+        seen_s: Mapping[int, float],
     ) -> None:
-        """What came of `guess`.
+        """What came of `guess`; the step is over, and whatever fails here costs nobody's tokens.
 
         Args:
-            told: the tokens that each sample of the step has now and had not before.
+            events: of the step.
             num_kept: of each guess, how many nodes.
-            num_rows, seconds: of the step.
+            num_rows: of the step.
+            seen_s: seconds that its hidden states took, by number of the drafter.
         """
+        with self._roster.at_their_cost():
+            self._learn(events, num_kept, num_rows, seen_s)
+
+    def _learn(
+        self,
+        events: Iterable[RequestEvent],
+        num_kept: Mapping[Key, int],
+        num_rows: int,
+        seen_s: Mapping[int, float],
+    ) -> None:
+        told: Mapping[Key, Sequence[int]] = {}
+        if self._believed:
+            told = {(event.request_id, event.sample_index): event.token_ids for event in events}
         num_right = dict.fromkeys(self._asked, 0)
         for key, drafts in self._believed.items():
             # One token more than was kept is known to be the model's: it judges all guesses of it,
             # those that were not computed, too, so that a drafter can win its trust back.
             token_ids = told.get(key, ())[: num_kept.get(key, 0) + 1]
             for drafter, tree in drafts:
-                right = _observe(self._calibrations[drafter], tree, token_ids)
+                right = observe_tree(self._calibrations[drafter], tree, token_ids)
                 num_right[drafter] += min(right, num_kept.get(key, 0))
-        self._exploration.learn(num_rows, seconds, self._asked, num_right)
+        self._ended_s = self._clock()
+        seconds = self._ended_s - self._began_s
+        own_s = {index: one_s + seen_s.get(index, 0.0) for index, one_s in self._asked.items()}
+        self._exploration.learn(num_rows, seconds, own_s, num_right)
 
     def _draft(self, tasks: list[Task], samples: Mapping[Key, Sample]) -> list[_Drafted]:
         found: list[list[TokenTree]] = [[] for _ in tasks]
         drawn_from: list[dict[Place, Distribution]] = [{} for _ in tasks]
-        for index, drafter in enumerate(self._drafters):
+        for index in range(len(self._roster)):
             asked = self._exploration.choose(index, tasks)
             if not asked:
                 continue
             began = self._clock()
-            drafts = self._propose(index, drafter, [_seeded(task, index) for task in asked])
+            drafts = self._roster.propose(index, [_seeded(task, index) for task in asked])
             self._asked[index] = self._clock() - began
             by_key = {task.key: draft for task, draft in zip(asked, drafts, strict=True)}
             for own, places, task in zip(found, drawn_from, tasks, strict=True):
@@ -205,9 +270,10 @@ class Speculator:
             if not len(merged):
                 drafted.append(_NOTHING)
                 continue
-            tree = self._possible(merged, samples[task.key]).best(task.num_nodes)
+            ends = end_token_ids(samples[task.key].sampling, self._eos_token_ids)
+            tree = within(merged, task.max_depth, ends).best(task.num_nodes)
             if self._guesses is Guesses.CHAINS:
-                tree = _likeliest_way_down(tree) if self._is_tried(task) else _likeliest_path(tree)
+                tree = likeliest_way_down(tree) if self._is_tried(task) else likeliest_path(tree)
             drafted.append(_Drafted(tree, Draft(merged, places)))
         return drafted
 
@@ -215,40 +281,18 @@ class Speculator:
         """Its draws are judged by the multi-step rule."""
         return task.is_drawn and self._config.acceptance == "multi_step"
 
-    def _propose(self, index: int, drafter: Drafter, tasks: list[Task]) -> list[Draft]:
-        """A drafter that fails guesses no more: nobody's answer needs it."""
-        if index in self._failed:
-            return [Draft(EMPTY, {})] * len(tasks)
-        try:
-            return drafter.propose(tasks)
-        except Exception:
-            self._fail(index)
-            return [Draft(EMPTY, {})] * len(tasks)
-
-    def _fail(self, index: int) -> None:
-        """With the exception that is being handled."""
-        self._failed.add(index)
-        name = self._drafters[index].name
-        logger.exception("drafter %s has failed, and guesses no more", name)
-
-    def _meet(self, sample: Sample) -> None:
-        """From now on its key is this sample's."""
-        if self._known.get(sample.key) is not sample:
-            self._forget(sample.key)
-            self._known[sample.key] = sample
-
     def _task(self, sample: Sample) -> Task:
         key = sample.key
-        self._meet(sample)
-        # The last token that it may have is never computed, and so nothing is guessed after it.
-        num_left = sample.group.max_output_tokens - sample.num_output_tokens - 1
+        self._roster.meet(sample)
+        max_depth = num_levels(sample)
         return Task(
             key,
             sample.token_ids,
             sample.num_prompt_tokens,
             sample.sampling,
             sample.sampling.sample_index + sample.sample_index,
-            min(self._config.max_num_nodes, max(0, num_left)),
+            self._config.max_num_nodes if max_depth > 0 else 0,
+            max_depth,
             is_drawn=self._is_drawn(sample.sampling),
         )
 
@@ -257,26 +301,9 @@ class Speculator:
         is_bound = self._config.acceptance == "exact" or sampling.trace
         return sampling.temperature > 0.0 and not is_bound
 
-    def _possible(self, tree: TokenTree, sample: Sample) -> TokenTree:
-        """Without what follows an end, or lies beyond the sample's last place."""
-        ends = end_token_ids(sample.sampling, self._eos_token_ids)
-        num_left = sample.group.max_output_tokens - sample.num_output_tokens - 1
-        dropped = {
-            node
-            for node, (parent, depth) in enumerate(zip(tree.parents, tree.depths, strict=True))
-            if depth > num_left or (parent != ROOT and tree.token_ids[parent] in ends)
-        }
-        return tree.without(dropped)
-
-    def _forget(self, key: Key) -> None:
-        if self._known.pop(key, None) is not None:
-            for drafter in self._drafters:
-                drafter.forget(key)
-
     def check_integrity(self) -> None:
         """Raises: IntegrityError."""
-        for drafter in self._drafters:
-            drafter.check_integrity()
+        self._roster.check_integrity()
 
 
 def make_speculator(
@@ -285,8 +312,9 @@ def make_speculator(
     drafters: Sequence[Drafter] | None = None,
     *,
     guesses: Guesses,
+    context_window: int,
     eos_token_ids: frozenset[int],
-    clock: Callable[[], float] = time.monotonic,
+    clock: Callable[[], float],
 ) -> Speculator | None:
     """None where nobody guesses.
 
@@ -318,61 +346,11 @@ def make_speculator(
         drafters,
         holdings,
         guesses=guesses,
+        context_window=context_window,
         max_num_tokens=config.max_num_tokens_per_step,
         eos_token_ids=eos_token_ids,
         clock=clock,
     )
-
-
-def _may_guess(sample: Sample, num_tokens: int) -> bool:
-    """It draws in this step, and drew before."""
-    request = sample.request
-    return (
-        sample.state is State.RUNNING
-        and num_tokens == sample.num_pending_tokens
-        and sample.takes_guesses
-        and request.beam is None
-        and request.hold_after is None
-        and (sample.history is None or len(sample.token_ids) <= MAX_HISTORY)
-        and not sample.group.is_continued
-    )
-
-
-def _in_grammar(tree: TokenTree, grammar: GrammarState | None) -> Guess:
-    """The tree without what its grammar does not allow, and where each node is in it."""
-    if grammar is None:
-        return Guess(tree, (None,) * len(tree))
-    states = {ROOT: grammar}
-    dropped: set[int] = set()
-    for node, (parent, token_id) in enumerate(zip(tree.parents, tree.token_ids, strict=True)):
-        state = None if parent in dropped else states[parent].fork()
-        if state is not None and state.accept(token_id) and not state.is_complete:
-            states[node] = state
-        else:
-            dropped.add(node)
-    kept = [states[node] for node in range(len(tree)) if node not in dropped]
-    return Guess(tree.without(dropped), tuple(kept))
-
-
-def _likeliest_path(tree: TokenTree) -> TokenTree:
-    """The path to the node with the most to gain: the sum of chances along it."""
-    if not len(tree):
-        return EMPTY
-    gains: list[float] = []
-    for parent, chance in zip(tree.parents, tree.chances, strict=True):
-        gains.append(chance + (0.0 if parent == ROOT else gains[parent]))
-    best = tree.path(max(range(len(tree)), key=gains.__getitem__))
-    return tree.without(set(range(len(tree))) - set(best))
-
-
-def _likeliest_way_down(tree: TokenTree) -> TokenTree:
-    """The path to a leaf by the likeliest child of each node, whatever is below it."""
-    path: list[int] = []
-    below = tree.children.get(ROOT)
-    while below:
-        path.append(max(below.values(), key=lambda node: (tree.chances[node], -node)))
-        below = tree.children.get(path[-1])
-    return tree.without(set(range(len(tree))) - set(path))
 
 
 def _seeded(task: Task, drafter: int) -> Task:
@@ -391,23 +369,3 @@ def _with_proposals(guess: Guess, task: Task, drafted: Draft) -> Guess:
         return random_key(task.sampling.seed, task.sample_index, position, _TRIED)
 
     return guess._replace(proposals=at_nodes(guess.tree, drafted.tree, drafted.distributions, key))
-
-
-def _observe(calibration: Calibration, tree: TokenTree, token_ids: Iterable[int]) -> int:
-    """Each node whose parent was kept, put to the test by the token that came there. Returns: how
-    many were right.
-
-    Args:
-        token_ids: the last of them was drawn in any case.
-    """
-    node, chance, num_right = ROOT, 1.0, 0
-    for token_id in token_ids:
-        for guess, child in tree.children.get(node, {}).items():
-            belief = tree.chances[child] / chance if chance > 0.0 else 0.0
-            calibration.observe(belief, is_kept=guess == token_id)
-        next_node = tree.child(node, token_id)
-        if next_node is None:
-            break
-        num_right += 1
-        node, chance = next_node, tree.chances[next_node]
-    return num_right

@@ -223,8 +223,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         session.prefetch(key, handle)
 
     def _handover(self, message: decode_pb2.GenerateFromHandle) -> Handover:
-        """A handle that is forged, comes again or cannot be read is passed on as refused, with its
-        reason: the prompt is recomputed. Its leases are not ours to give back.
+        """A handle that is forged, of another version, comes again or cannot be read is passed on
+        as refused, with its reason: the prompt is recomputed. Its leases are not ours to give back:
+        anybody may have written those of the first two.
         """
         handle: handles.Handle | None = None
         refusal: str | None = None

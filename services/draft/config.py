@@ -19,7 +19,7 @@ class DraftLimits:
     """Bounds of one draft worker."""
 
     max_num_sessions: int = 256
-    """Sequences that it remembers; the one asked for longest ago gives way."""
+    """Sequences that it remembers; who was not asked for lately gives way, or the newcomer."""
 
     max_session_bytes: int = 64 * 1024 * 1024
     """Of their token ids. Their KV has a bound of its own: engine.speculation.draft_kv_bytes."""

@@ -85,6 +85,7 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
     async def Forget(
         self, request: draft_pb2.ForgetRequest, context: Context
     ) -> draft_pb2.ForgetReply:
+        self._check_ready()
         self._thread.forget(request.verifier, list(request.sessions))
         return draft_pb2.ForgetReply()
 

@@ -1,6 +1,7 @@
 """DraftThread: the one thread that the sessions and their model belong to. Calls that wait are
 computed as one batch, at most one of each verifier; between calls, texts that are new are caught up
-with, and when there is nothing to do, the conservation laws are recomputed.
+with, and when there is nothing to do, the conservation laws are recomputed. Where calls always
+wait, both are done after every so many batches.
 
 When anything but a wrong ask goes wrong, `failed` is set and every call fails: the process should
 end. Its methods belong to the loop's thread.
@@ -14,7 +15,7 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -26,6 +27,10 @@ from process.errors import BatonError, Internal, InvalidArgument, NoCapacity, Un
 logger = logging.getLogger(__name__)
 
 IDLE_CHECK_S = 0.25
+PIECE_EVERY = 4
+"""Batches, if calls always wait: a piece of what is new is as long as several batches; guessed."""
+LAWS_EVERY = 256
+"""Batches, if calls always wait."""
 
 
 @dataclass(eq=False)
@@ -52,7 +57,7 @@ class DraftThread:
         """For counts alone."""
         self.failed = asyncio.Event()
         self.failure: BatonError | None = None
-        self.num_waiting = 0
+        self._num_put = self._num_done = 0  # the loop writes the one, the thread the other
         self._max_waiting_calls = max_waiting_calls
         self._loop = asyncio.get_running_loop()
         self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
@@ -60,32 +65,30 @@ class DraftThread:
         self._thread = threading.Thread(target=self._run, name="drafts", daemon=True)
         self._thread.start()
 
+    @property
+    def num_waiting(self) -> int:
+        """Calls that are computed or wait for it, those that were given up included until the
+        thread gets to them, and words of what is over."""
+        return self._num_put - self._num_done
+
     async def propose(
         self, verifier: bytes, asks: Sequence[Ask], deadline: Deadline
     ) -> Sequence[Answer]:
         """An answer to each. Raises: InvalidArgument, NoCapacity, DeadlineExceeded, Unavailable
         when the thread has ended or failed."""
-        try:
+        with _named():
             self.sessions.check(verifier, asks)
-        except ValueError as error:
-            name, _, problem = str(error).partition(": ")
-            raise InvalidArgument(name, problem) from error
-        self._check()
-        if self.num_waiting >= self._max_waiting_calls:
-            raise NoCapacity(f"{self.num_waiting} calls wait", retry_after_s=0.1)
         call = _Call(verifier, asks)
-        self.num_waiting += 1
-        try:
-            self._jobs.put(call)
-            async with deadline.timeout("guessing"):
-                return await asyncio.wrap_future(call.answers)
-        finally:
-            self.num_waiting -= 1
+        self._put(call)
+        async with deadline.timeout("guessing"):
+            return await asyncio.wrap_future(call.answers)
 
     def forget(self, verifier: bytes, sessions: Sequence[int]) -> None:
-        """Behind the calls before; nobody waits for it. Raises: Unavailable."""
-        self._check()
-        self._jobs.put(_Forget(verifier, sessions))
+        """Behind the calls before; nobody waits for it. Raises: InvalidArgument, NoCapacity,
+        Unavailable."""
+        with _named():
+            self.sessions.check_over(verifier, sessions)
+        self._put(_Forget(verifier, sessions))
 
     async def stop(self, timeout_s: float) -> bool:
         """Calls that have not begun fail. Returns: whether it ended in time."""
@@ -94,9 +97,13 @@ class DraftThread:
         await asyncio.to_thread(self._thread.join, timeout_s)
         return not self._thread.is_alive()
 
-    def _check(self) -> None:
+    def _put(self, job: _Call | _Forget) -> None:
         if self._is_over or self.failure is not None:
             raise Unavailable(str(self.failure or "this worker is stopping"))
+        if self.num_waiting >= self._max_waiting_calls:
+            raise NoCapacity(f"{self.num_waiting} calls wait", retry_after_s=0.1)
+        self._num_put += 1
+        self._jobs.put(job)
 
     # ---- the thread
 
@@ -113,35 +120,48 @@ class DraftThread:
             while True:
                 self._take(waiting, 0.0)
         for job in waiting:
+            self._num_done += 1
             if isinstance(job, _Call) and job.answers.set_running_or_notify_cancel():
                 job.answers.set_exception(
                     Unavailable(str(self.failure or "this worker is stopping"))
                 )
 
     def _work(self, waiting: deque[_Call | _Forget]) -> None:
-        is_behind = is_changed = False
+        is_changed = False
+        num_batches = 0  # without a pause
         while True:
             if not waiting:
+                is_behind = self.sessions.is_behind
                 timeout_s = 0.0 if is_behind else IDLE_CHECK_S if is_changed else None
                 try:
                     self._take(waiting, timeout_s)
                 except queue.Empty:
                     if is_behind:
-                        is_behind = self.sessions.catch_up()
+                        self.sessions.catch_up()
                     else:
                         self.sessions.check_integrity()
                         is_changed = False
+                    num_batches = 0
                     continue
                 except _Over:
                     return
             is_changed = True
-            if isinstance(waiting[0], _Forget):
-                job = waiting.popleft()
-                assert isinstance(job, _Forget)
-                self.sessions.forget(job.verifier, job.sessions)
-            else:
-                self._propose(_batch(waiting))
-                is_behind = self.sessions.is_behind
+            self._do(waiting)
+            num_batches += 1
+            if num_batches % PIECE_EVERY == 0:
+                self.sessions.catch_up()
+            if num_batches % LAWS_EVERY == 0:
+                self.sessions.check_integrity()
+
+    def _do(self, waiting: deque[_Call | _Forget]) -> None:
+        """What waits longest, and what may be computed with it."""
+        job = waiting[0]
+        if isinstance(job, _Forget):
+            waiting.popleft()
+            self._num_done += 1
+            self.sessions.forget(job.verifier, job.sessions)
+        else:
+            self._propose(_batch(waiting))
 
     def _take(self, waiting: deque[_Call | _Forget], timeout_s: float | None) -> None:
         """All that waits, at least one. Raises: Empty when nothing came, _Over at the end."""
@@ -159,20 +179,29 @@ class DraftThread:
     def _propose(self, calls: Sequence[_Call]) -> None:
         # Whoever has given up meanwhile is not computed for.
         live = [call for call in calls if call.answers.set_running_or_notify_cancel()]
-        if not live:
-            return
+        asked = [(call.verifier, ask) for call in live for ask in call.asks]
         try:
-            answers = self.sessions.propose(
-                [(call.verifier, ask) for call in live for ask in call.asks]
-            )
+            answers = self.sessions.propose(asked) if live else []
         except Exception as error:
+            self._num_done += len(calls)
             for call in live:
                 call.answers.set_exception(Internal(f"guessing has failed: {error}"))
             raise
+        self._num_done += len(calls)  # before its callers know
         first = 0
         for call in live:
             call.answers.set_result(answers[first : first + len(call.asks)])
             first += len(call.asks)
+
+
+@contextlib.contextmanager
+def _named() -> Iterator[None]:
+    """ValueError `field: what is wrong` is an InvalidArgument."""
+    try:
+        yield
+    except ValueError as error:
+        name, _, problem = str(error).partition(": ")
+        raise InvalidArgument(name, problem) from error
 
 
 class _Over(Exception):

@@ -6,14 +6,14 @@ Start: thread -> server. End: it says that it takes nothing more, calls under wa
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from engine.speculation.draft_port import About
-from engine.speculation.draft_sessions import DraftSessions, SessionLimits
-from engine.speculation.drafter import Drafter
-from process import incarnation, serving, standard_services
+from engine.speculation.draft_sessions import CachingDrafter, DraftSessions, SessionLimits
+from process import incarnation, logs, serving, standard_services
 from process.access import RULES, Role
 from process.metrics import MetricsServer
 from process.tls import Identity
@@ -21,6 +21,8 @@ from services.draft.config import DraftSettings
 from services.draft.metrics import DraftCollector
 from services.draft.server import SERVICE, DraftServicer
 from services.draft.thread import DraftThread
+
+logger = logging.getLogger(__name__)
 
 JOIN_S = 5.0
 
@@ -44,7 +46,10 @@ class DraftWorker:
 
 @asynccontextmanager
 async def serving_drafts(
-    drafter: Drafter, about: About, settings: DraftSettings, metrics: MetricsServer | None = None
+    drafter: CachingDrafter,
+    about: About,
+    settings: DraftSettings,
+    metrics: MetricsServer | None = None,
 ) -> AsyncIterator[DraftWorker]:
     """Guess with `drafter`, which is this worker's from now on, until the body ends.
 
@@ -89,4 +94,6 @@ async def serving_drafts(
             worker.is_draining = True
             await server.stop(limits.drain_s)
     finally:
-        await worker.thread.stop(JOIN_S)
+        if not await worker.thread.stop(JOIN_S):
+            # The process ends all the same: it is a daemon thread.
+            logs.event(logger, "guessing_goes_on", level=logging.ERROR, waited_s=JOIN_S)

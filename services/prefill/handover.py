@@ -8,6 +8,7 @@ which it was. Knows no wire and no engine states. Belongs to the loop's thread.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -40,11 +41,16 @@ class PrefillAnswer:
     seconds: dict[str, float]
     leases: tuple[HandedOver, ...]
     """What goes with the handle."""
+    end_request: Callable[[], None] = lambda: None
+    """Ends what the request still holds; idempotent. Its puts behind need what the leases pin."""
 
     def take_back(self) -> None:
         """The handle was not delivered: give back what it would have handed over."""
-        for lease in self.leases:
-            lease.release()
+        try:
+            self.end_request()
+        finally:
+            for lease in self.leases:
+                lease.release()
 
 
 class Handover:

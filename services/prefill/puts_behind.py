@@ -2,9 +2,9 @@
 blocks.
 
 Life of one: `follow` a writer whose request is over -> the blocks are read by whoever has the
-handle, or YIELD_S is over -> its last puts begin -> they end, or `put_budget_s` is over, which
-cancels them -> its lease is given back, and the blocks that it read may go. What was not stored
-then is counted, and computed again by somebody some day.
+handle, or YIELD_S is over, or there are no last puts -> they begin -> they end, or `put_budget_s`
+is over, which cancels them -> its lease is given back, and the blocks that it read may go. What was
+not stored then is counted, and computed again by somebody some day.
 
 Invariant: blocks that a put reads are lent, by a hold of ours, until it is over. Belongs to the
 loop's thread.
@@ -60,7 +60,10 @@ class PutsBehind:
             writer.cancel()
             return
         is_read = asyncio.Event()
-        loans.when_over(lent.lease_id, is_read.set)
+        if writer.problem is None and any(each.index >= writer.num_stored for each in last_filled):
+            loans.when_over(lent.lease_id, is_read.set)
+        else:  # no put begins that would be in the reader's way
+            is_read.set()
         task = start_task(
             self._follow(writer, last_filled, num_blocks, is_read, lambda: loans.unhold(hold_id)),
             "put behind",

@@ -25,6 +25,8 @@ services/prefill/handover.py.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -109,17 +111,20 @@ class PrefillWorker:
             self._jobs[job.engine_id] = job
             answer: PrefillAnswer | None = None
             try:
-                answer = await self._answer(job, deadline, audience)
+                told = await self._answer(job, deadline, audience)
+                answer = dataclasses.replace(told, end_request=lambda: self._close(job))
                 tell(answer)
             except BaseException:
-                self._close(job)
-                if answer is not None:
+                if answer is None:
+                    self._close(job)
+                else:
                     answer.take_back()
                 raise
+            else:
+                # Decode waits for the answer, nobody for this: a hold of each block of the prompt.
+                asyncio.get_running_loop().call_soon(self._close, job)
             finally:
                 request_spans.tell(job.span, job.clock, job.leg)
-            # Decode waits for the answer, nobody for this.
-            asyncio.get_running_loop().call_soon(self._close, job)
             return answer
 
     async def _answer(
@@ -285,21 +290,23 @@ class PrefillWorker:
         )
 
     def _close(self, job: PrefillJob) -> None:
-        """Give back what the request holds; after DONE some leases are the handle's."""
-        del self._jobs[job.engine_id]
+        """Give back what the request holds, once; after DONE some leases are the handle's."""
+        if self._jobs.pop(job.engine_id, None) is None:
+            return
         handed_over = job.handed_over if job.state is PrefillState.DONE else frozenset()
         lent, writer = job.lent, job.writer
         is_lent = lent is not None and lent.lease_id in handed_over
-        if lent is not None:
-            lent.close(is_handed_over=is_lent)
-        if lent is not None and writer is not None and is_lent:
-            self.behind.follow(writer, lent, job.last_filled)
-        elif writer is not None and writer.lease_id not in handed_over:
-            writer.cancel()
-        job.pins.hand_over(handed_over)
         if job.first.done() and not job.first.cancelled():
             job.first.exception()  # seen, even if nobody waited any more
-        self._core.drop(job.engine_id)
+        with contextlib.ExitStack() as ends:  # the last first, each whatever the others raise
+            ends.callback(self._core.drop, job.engine_id)
+            ends.callback(job.pins.hand_over, handed_over)
+            if lent is not None and writer is not None and is_lent:
+                ends.callback(self.behind.follow, writer, lent, job.last_filled)
+            elif writer is not None and writer.lease_id not in handed_over:
+                ends.callback(writer.cancel)
+            if lent is not None:
+                ends.callback(lent.close, is_handed_over=is_lent)
 
     # ---- the engine's events
 

@@ -1,9 +1,9 @@
 """The handle: what travels instead of KV, as a value, built by prefill and checked by decode.
 
 A handle is a claim of another process. `from_proto` believes none that is not signed by one of our
-keys, before it looks at anything else; `check` refuses one that is not for exactly this tenant,
-model, layout and prompt, or is too old; `handle_ledger` one that comes twice. What it names is
-verified again, block by block, when it is fetched.
+keys, before it looks at anything but the version, which says how it is signed; `check` refuses one
+that is not for exactly this tenant, model, layout and prompt, or is too old; `handle_ledger` one
+that comes twice. What it names is verified again, block by block, when it is fetched.
 
 What is signed is an encoding of our own over every field of the message, each of fixed size or
 behind its length, lists behind their number, so that no two messages have the same bytes; never
@@ -31,7 +31,9 @@ VERSION = 3
 
 SIGNATURE = "signature"
 REPLAYED = "replayed"
-"""Beside those of `kvstore.errors` and `provenance`: forged, and used before."""
+OTHER_VERSION = "version"
+"""Beside those of `kvstore.errors` and `provenance`: forged, used before, and of a worker of
+another version, whose signature cannot be checked here."""
 
 CLOCK_SLACK_S = 2.0
 """Guessed: how far the clocks of two machines may differ before a handle seems too old."""
@@ -133,13 +135,14 @@ def sign(message: common_pb2.KvHandle, keys: HandleKeys) -> None:
 def from_proto(message: common_pb2.KvHandle, keys: HandleKeys) -> Handle:
     """Verify, then parse.
 
-    Raises: HandleRefused with "signature" for one that none of our keys signed as it is, or for
-    another version or a shape that no producer makes.
+    Raises: HandleRefused with "version" for one of another version, "signature" for one that none
+    of our keys signed as it is, or with the reason for a shape that no producer makes.
     """
+    # Before the signature, which another version makes of other fields: it does nothing but refuse.
+    if message.version != VERSION:
+        raise HandleRefused(OTHER_VERSION, f"handle version {message.version}, ours is {VERSION}")
     if not keys.is_signed(message.key_id, signed_bytes(message), message.signature):
         raise HandleRefused(SIGNATURE, "the handle is not signed by a key that is valid here")
-    if message.version != VERSION:
-        raise HandleRefused(FINGERPRINT, f"handle version {message.version}, ours is {VERSION}")
     if len(message.producer_incarnation) != INCARNATION_BYTES:
         raise HandleRefused(INCARNATION, "the producer's incarnation is not 16 bytes")
     if len(message.nonce) != NONCE_BYTES:

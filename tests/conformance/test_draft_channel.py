@@ -20,7 +20,7 @@ from engine.speculation.draft_fake import FakeDraftChannel
 from engine.speculation.draft_port import Answer, Ask, DraftChannel, DraftPeer
 from engine.speculation.draft_sessions import DraftSessions
 from engine.speculation.drafter import Draft, Task
-from engine.speculation.remote import _State
+from engine.speculation.remote_state import State
 from process.serving import PLAIN
 from services.draft.config import DraftLimits, DraftSettings
 from services.draft.worker import DraftWorker, serving_drafts
@@ -312,7 +312,7 @@ def test_a_stream_goes_on_while_its_draft_worker_hangs(
             counted["alone"] = peer.counts.num_nodes
             case.let_go()
             for worker in drafter._workers:
-                assert worker.state is _State.LATE and worker.late is not None
+                assert worker.state is State.LATE and worker.late is not None
                 wait([worker.late], CALL_S)
             drafter._deadline_s = CALL_S
 

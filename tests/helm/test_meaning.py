@@ -16,6 +16,7 @@ import pytest
 from kvstore.config import KvStoreSettings
 from process import keys, settings
 from services.autoscaler.config import AutoscalerSettings
+from services.draft.config import DraftSettings
 from services.router.config import RouterSettings
 from services.worker.config import WorkerSettings
 from tests.helm.conftest import (
@@ -36,6 +37,7 @@ CLASSES: dict[str, Any] = {
     "router": RouterSettings,
     "prefill": WorkerSettings,
     "decode": WorkerSettings,
+    "draft": DraftSettings,
     "kvstore": KvStoreSettings,
     "autoscaler": AutoscalerSettings,
 }
@@ -99,7 +101,7 @@ def test_every_process_takes_its_settings(render: Render, tmp_path: Path, name: 
 
 
 def _files(told: Any) -> list[str]:
-    groups = [told, told.redis, told.tls, getattr(told, "client_tls", None)]
+    groups = [told, told.tls, *(getattr(told, name, None) for name in ("redis", "client_tls"))]
     return [
         value
         for group in groups
@@ -147,6 +149,7 @@ def test_the_grace_period_covers_the_end(render: Render, tmp_path: Path) -> None
         (),
         ("decode.drainSeconds=600", "kvstore.drainSeconds=30", "router.preStopSeconds=15"),
         ("kvstore.placement=daemonset", "kvstore.drainSeconds=90", "kvstore.allowPlaintext=true"),
+        ("draft.replicas=1", "draft.model=baton-5m-draft", "draft.drainSeconds=30"),
     ):
         objects = render(*values)
         for name, container in processes(objects):
@@ -180,7 +183,8 @@ def test_a_new_worker_is_known_before_an_old_one_is_told_to_end(
 
 
 def test_probes(render: Render) -> None:
-    objects = render("prefill.startupSeconds=3600", "scaling.by=autoscaler")
+    drafts = ("draft.replicas=1", "draft.model=baton-5m-draft")
+    objects = render("prefill.startupSeconds=3600", "scaling.by=autoscaler", *drafts)
     for name, container in processes(objects):
         spec = containers(pod_specs(objects)[name])[container]
         alive = spec["livenessProbe"]
@@ -303,7 +307,8 @@ def test_who_scales_is_told_what_the_chart_made(render: Render, tmp_path: Path) 
 
 
 def test_network_policies_let_through_what_is_dialled(render: Render) -> None:
-    objects = render("scaling.by=autoscaler")
+    drafts = ("draft.replicas=1", "draft.model=baton-5m-draft")
+    objects = render("scaling.by=autoscaler", *drafts)
     policies = of_kind(objects, "NetworkPolicy")
     for source, target, port in (
         ("router", "prefill", 8510),
@@ -315,8 +320,14 @@ def test_network_policies_let_through_what_is_dialled(render: Render) -> None:
         ("router", "redis", 6379),
         ("prefill", "redis", 6379),
         ("autoscaler", "redis", 6379),
+        ("decode", "draft", 8540),
+        ("stranger", "draft", 9100),  # metrics
     ):
         assert _lets(policies[f"baton-{target}"], source, port), (source, target, port)
+    for source in ("router", "prefill", "kvstore", "autoscaler", "draft", "stranger"):
+        assert not _lets(policies["baton-draft"], source, 8540), source
+    for target, port in (("prefill", 8510), ("decode", 8510), ("decode", 8520), ("redis", 6379)):
+        assert not _lets(policies[f"baton-{target}"], "draft", port), target
     assert not _lets(policies["baton-redis"], "stranger", 6379)
     assert not _lets(policies["baton-decode"], "redis", 8510)
     assert _lets(policies["baton-router"], "stranger", 8500)
@@ -372,6 +383,9 @@ def test_notes_say_what_to_type(helm: Callable[..., str], tmp_path: Path) -> Non
     assert "port-forward service/baton-router" in plain and "helm test baton" in plain
     assert "in the clear" in plain and "without a key" in plain and "'content-type" in plain
     assert "secrets.existingSecret" in plain  # rendered without a cluster
+    assert "draft" not in plain
+    drafts = told("draft.replicas=2", "draft.model=baton-5m-draft")
+    assert "baton-5m-draft by 2 draft workers" in drafts and "statefulset/baton-draft" in drafts
     closed = told("clients.apiKeysSecret=k", "clients.tlsSecret=t", "tls.mode=self-made")
     assert "https://localhost:8501" in closed and "authorization: Bearer" in closed
     assert "in the clear" not in closed and "without a key" not in closed

@@ -109,6 +109,19 @@ MATRIX = {
     ),
     "keda": ("scaling.by=keda",),
     "hpa": ("scaling.by=hpa", "networkPolicy.enabled=false"),
+    "drafts": (
+        *("draft.replicas=2", "draft.model=Qwen/Qwen3-0.6B", "draft.gpus=1"),
+        *("draft.tolerations[0].key=nvidia.com/gpu", "draft.tolerations[0].operator=Exists"),
+        *("draft.nodeSelector.accelerator=l4", "draft.priorityClassName=spare"),
+        "draft.settings.engine.speculation.max_num_nodes=8",
+        *("model.source=hub", "model.name=Qwen/Qwen3-8B", "model.hub.tokenSecret=hf"),
+        "tls.mode=self-made",
+    ),
+    "drafts_pvc": (
+        *("draft.replicas=1", "draft.model=small", "draft.pvc.subPath=small"),
+        *("model.source=pvc", "model.name=mine", "model.pvc.claimName=models"),
+        *("tls.mode=cert-manager", "tls.certManager.issuerRef.name=ca"),
+    ),
     "own_secrets": ("secrets.existingSecret=ours", "redis.existingSecret=ours-redis"),
 }
 
@@ -246,7 +259,7 @@ def test_selectors_select_their_own(objects: list[dict[str, Any]]) -> None:
     pods = {
         each["metadata"]["name"]: each["spec"]["template"]["metadata"]["labels"]
         for each in objects
-        if each["kind"] in ("Deployment", "DaemonSet")
+        if each["kind"] in ("Deployment", "DaemonSet", "StatefulSet")
     }
     selectors = {
         (each["kind"], each["metadata"]["name"]): selector
@@ -268,7 +281,7 @@ def _selector(each: dict[str, Any]) -> dict[str, str]:
         return dict(spec["selector"])
     if each["kind"] == "NetworkPolicy":
         return dict(spec["podSelector"]["matchLabels"])
-    if each["kind"] in ("Deployment", "DaemonSet", "PodDisruptionBudget"):
+    if each["kind"] in ("Deployment", "DaemonSet", "StatefulSet", "PodDisruptionBudget"):
         return dict(spec["selector"]["matchLabels"])
     return {}
 

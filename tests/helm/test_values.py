@@ -68,6 +68,9 @@ def _paths(cls: Any, prefix: str) -> list[str]:
         ),
         # scaling.by says it: the Role lets an autoscaler that acts write another Lease.
         ("autoscaler.settings.act=false", "Additional property act is not allowed"),
+        # What a draft worker does not heed.
+        ("draft.settings.engine.tensor_parallel=2", "Additional property tensor_parallel"),
+        ("draft.settings.limits.drain_s=9", "Additional property drain_s is not allowed"),
         ("decode.resources.limit.memory=1Gi", "Additional property limit is not allowed"),
     ],
 )
@@ -77,6 +80,10 @@ def test_a_wrong_value_is_named(render: Render, value: str, message: str) -> Non
     lines = [line for line in str(told.value).splitlines() if line.startswith("- ")]
     assert len(lines) == 1 and message in lines[0], told.value
     assert "hush" not in str(told.value)
+
+
+_DRAFTS = ("draft.replicas=1", "draft.model=baton-5m-draft")
+_PVC = ("draft.replicas=1", "model.source=pvc", "model.name=m", "model.pvc.claimName=c")
 
 
 @pytest.mark.parametrize(
@@ -112,6 +119,31 @@ def test_a_wrong_value_is_named(render: Render, value: str, message: str) -> Non
             'router.podLabels: "app.kubernetes.io/instance" is the chart\'s own',
         ),
         (["kvstore.placement=daemonset"], "kvstore.placement: daemonset opens port 8520 of"),
+        (["draft.replicas=1"], "draft.model: needed with draft.replicas"),
+        (["draft.replicas=1", "draft.model=Qwen/x"], 'draft.model: "Qwen/x" is no bundled model'),
+        ([*_PVC, "draft.model=a/b"], 'draft.model: "a/b": name the folder of draft.pvc'),
+        ([*_PVC, "draft.model=d"], "draft.pvc: is the folder of model.pvc"),
+        ([*_PVC, "draft.model=d", "draft.pvc.claimName=c"], "draft.pvc: is the folder of"),
+        (
+            [
+                *("draft.replicas=1", "draft.model=d"),
+                *("model.source=image", "model.name=m", "model.image.reference=r/m:1"),
+            ],
+            "draft.image.reference: needed with draft.replicas",
+        ),
+        ([*_DRAFTS, "draft.gpus=2"], "draft.gpus: 2, but a draft worker computes on one GPU"),
+        (
+            [*_DRAFTS, "decode.settings.engine.speculation.acceptance=multi_step"],
+            "decode.settings.engine.speculation.acceptance: multi_step needs",
+        ),
+        (
+            [*_DRAFTS, "decode.settings.engine.speculation.draft_workers[0]=x:1"],
+            "decode.settings.engine.speculation.draft_workers: the chart names its own",
+        ),
+        (
+            [r"draft.podLabels.app\.kubernetes\.io/component=decode"],
+            'draft.podLabels: "app.kubernetes.io/component" is the chart\'s own',
+        ),
         (
             ["router.gateway.enabled=true", "clients.allowAnonymous=anywhere"],
             "router.gateway.parentRefs: needed",

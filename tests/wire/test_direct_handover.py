@@ -28,8 +28,9 @@ from services.decode.states import DecodeState
 from services.prefill import puts_behind
 from services.prefill.handover import PrefillAnswer
 from services.prefill.job import Firsts, PrefillState
+from services.prefill.pins import Pins
 from services.prefill.role import PrefillRole
-from services.worker import core, links, main
+from services.worker import core, links, main, request_spans
 from services.worker import handle as handles
 from services.worker.config import WorkerLimits, WorkerSettings
 from services.worker.core import Identity, WorkerCore
@@ -593,6 +594,64 @@ async def test_a_handle_whose_telling_failed_is_taken_back_and_its_prompt_is_sto
         assert lender is not None and lender.loans.num_leases == 0 and not worker.states
         await all_back(p)
         assert not worker.behind.not_stored
+
+
+async def test_a_stream_that_breaks_as_the_account_is_told_costs_the_store_no_block(
+    tmp_path: Path,
+) -> None:
+    """Its end takes the leases back before anything that the request leaves on the loop has run."""
+    async with direct(tmp_path) as p:
+        ask = p.prefill_role._servicer._ask(p.prefill_request(PROMPT, handover=DIRECT))
+        worker, lender = p.prefill_role.worker, p.prefill.core.lender
+        assert lender is not None
+        gate = Gate(p.prefill.core.connector.client, "put_blocks")
+        answers: list[PrefillAnswer] = []
+        num_lent: list[int] = []
+
+        def break_off() -> None:
+            answers[0].take_back()
+            num_lent.append(lender.num_lent_blocks)
+
+        def tell(answer: PrefillAnswer) -> None:
+            answers.append(answer)
+            asyncio.get_running_loop().call_soon(break_off)
+
+        await worker.prefill(ask, Deadline.after(WAIT_S), Deaf(), tell)
+        await until(lambda: bool(num_lent))
+        assert lender.loans.num_leases == 0 and num_lent == [FULL]
+        gate.open()
+        await all_back(p)
+        assert not worker.behind.not_stored
+
+
+async def test_an_end_that_fails_in_part_still_gives_back_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken(Exception):
+        pass
+
+    def broken(*_: object) -> None:
+        raise Broken
+
+    def deaf(answer: PrefillAnswer) -> None:
+        raise Cancelled("the stream is gone")
+
+    async with direct(tmp_path) as p:
+        worker, lender = p.prefill_role.worker, p.prefill.core.lender
+        assert lender is not None
+        ask = p.prefill_role._servicer._ask(p.prefill_request(PROMPT, handover=DIRECT))
+        with monkeypatch.context() as patched, pytest.raises(Broken):
+            patched.setattr(Pins, "hand_over", broken)
+            await worker.prefill(ask, Deadline.after(WAIT_S), Deaf(), deaf)
+        assert lender.loans.num_leases == 0
+        await all_back(p)
+        told: list[PrefillAnswer] = []
+        with monkeypatch.context() as patched, pytest.raises(Broken):
+            patched.setattr(request_spans, "tell", broken)
+            await worker.prefill(ask, Deadline.after(WAIT_S), Deaf(), told.append)
+        await until(lambda: not worker.states)
+        told[0].take_back()
+        await all_back(p)
 
 
 @pytest.mark.parametrize("how", ["never taken", "given up by decode"])

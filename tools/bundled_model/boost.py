@@ -56,7 +56,7 @@ class Settings:
     seed: int = 11
     """Of prompts, of sampled answers and of the order in training."""
 
-    num_prompts: int = 384
+    num_prompts: int = 1600
     """Each is answered once at each temperature."""
 
     num_prompt_tokens: int = 128
@@ -74,7 +74,7 @@ class Settings:
     rest_weight: float = 0.1
     """Of a position in the loss that is not missed; a missed one has 1. 0 leaves them out."""
 
-    num_steps: int = 300
+    num_steps: int = 1500
     """Of training."""
 
     batch: int = 16

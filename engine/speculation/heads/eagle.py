@@ -15,6 +15,7 @@ of its levels, and nothing of them is kept. Engine thread only.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -32,6 +33,9 @@ from engine.speculation.heads.eagle_network import EagleNetwork
 from engine.speculation.heads.hidden import Computed, Wants
 from engine.speculation.tree import EMPTY, ROOT, ordered
 
+_Waiting = list[tuple[tuple[int, ...], torch.Tensor]]
+"""Entries that are not computed: (tokens [n], hidden states [n, hidden])."""
+
 
 @dataclass(slots=True)
 class _Window:
@@ -43,8 +47,7 @@ class _Window:
     """Entries whose KV is in the cache."""
     newest: torch.Tensor | None = None
     """[hidden] that came out of the last of them."""
-    waiting: list[tuple[tuple[int, ...], torch.Tensor]] = field(default_factory=list)
-    """Entries that are not computed: (tokens [n], hidden states [n, hidden])."""
+    waiting: _Waiting = field(default_factory=list)
 
     @property
     def num_waiting(self) -> int:
@@ -117,6 +120,7 @@ class EagleHead:
         # Not for long: hidden states of long prompts are large.
         if sum(window.num_waiting for window in self._windows.values()) > self._max_num_tokens:
             self._catch_up([one.key for one in computed])
+        _compact(self._windows.values())
 
     @torch.inference_mode()
     def propose(self, tasks: Sequence[Task]) -> list[Draft]:
@@ -164,7 +168,7 @@ class EagleHead:
             features: list[torch.Tensor] = []
             positions: list[int] = []
             spans: list[Span] = []
-            windows: list[_Window] = []
+            taken: list[tuple[_Window, Held, _Waiting]] = []
             for key in keys:
                 window = self._windows.get(key)
                 if window is None or not window.waiting or left == 0:
@@ -172,23 +176,23 @@ class EagleHead:
                 held = self._room(key, window, busy)
                 if held is None:
                     continue
-                own_tokens, own_features = _take(window, left)
+                own_tokens, own_features, rest = _first(window.waiting, left)
                 start, count = window.num_computed, len(own_tokens)
                 left -= count
                 token_ids += own_tokens
                 features.append(own_features)
                 positions += range(window.first + start, window.first + start + count)
                 spans.append(self._span(held, start, count))
-                window.num_computed += count
-                held.num_tokens = window.num_computed
-                windows.append(window)
+                taken.append((window, held, rest))
             if not spans:
                 return
             out = self._pass(token_ids, torch.cat(features), positions, spans)
-            last = -1
-            for window, span in zip(windows, spans, strict=True):
-                last += span.num_tokens
-                window.newest = out[last].clone()
+            ends = itertools.accumulate(span.num_tokens for span in spans)
+            newest = [out[end - 1].clone() for end in ends]
+            # Nothing can fail any more: before, the books would say what was not computed.
+            for (window, held, rest), span, last in zip(taken, spans, newest, strict=True):
+                window.num_computed = held.num_tokens = span.end
+                window.waiting, window.newest = rest, last
 
     def _room(self, key: Key, window: _Window, busy: Collection[Key]) -> Held | None:
         """Blocks for all entries and a tree. None: it must begin anew, or there is no room; then it
@@ -299,12 +303,24 @@ class EagleHead:
         )
 
 
-def _take(window: _Window, most: int) -> tuple[tuple[int, ...], torch.Tensor]:
-    """The first entries that wait, at most so many; they wait no more."""
-    token_ids = tuple(token_id for part, _ in window.waiting for token_id in part)
-    hidden = torch.cat([part for _, part in window.waiting])
-    window.waiting = [(token_ids[most:], hidden[most:])] if len(token_ids) > most else []
-    return token_ids[:most], hidden[:most]
+def _first(waiting: _Waiting, most: int) -> tuple[tuple[int, ...], torch.Tensor, _Waiting]:
+    """The first entries that wait, at most so many, and what waits then."""
+    token_ids = tuple(token_id for part, _ in waiting for token_id in part)
+    hidden = torch.cat([part for _, part in waiting])
+    # A copy: the rest may wait for long, and is not to keep the first ones.
+    rest = [(token_ids[most:], hidden[most:].clone())] if len(token_ids) > most else []
+    return token_ids[:most], hidden[:most], rest
+
+
+def _compact(windows: Collection[_Window]) -> None:
+    """What waits lies in what a step left for several sequences; if the others' part of that is the
+    larger one, it is copied, and theirs is free: no more than twice its own bytes is kept."""
+    parts = [hidden for window in windows for _, hidden in window.waiting]
+    held = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts}
+    if sum(held.values()) <= 2 * sum(part.nbytes for part in parts):
+        return
+    for window in windows:
+        window.waiting = [(token_ids, hidden.clone()) for token_ids, hidden in window.waiting]
 
 
 def _has_room(one: _Growing) -> bool:

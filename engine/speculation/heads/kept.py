@@ -6,10 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+import numpy as np
 import torch
 
 from engine.models.interface import LoadedModel
 from engine.request import State
+from engine.sampling.copies import bring
 from engine.schedule.order import Key
 from engine.sequence import Sequence as Sample
 from engine.speculation.drafter import Guess
@@ -24,36 +26,46 @@ def computed(
     guesses: Mapping[Key, Guess],
     model: LoadedModel,
 ) -> list[tuple[Sample, Computed]]:
-    """What a step that wanted hidden states leaves for drafters, once it is booked, and whose.
+    """What a step that wanted hidden states leaves for drafters, once it is booked, and whose: all
+    in one memory of that size, no view of the model's.
 
     Args:
         planned: as the step was built of.
     """
-    drawn, every = model.hidden(), model.every_hidden()
+    every = model.every_hidden()
+    kept = model.hidden() if every is None else every
     rows: dict[int, int] = {}  # by sample: its first row of logits
     for row, sample in enumerate(step.samples):
         rows.setdefault(id(sample), row)
-    found: list[tuple[Sample, Computed]] = []
+    found: list[tuple[Sample, int, int]] = []  # whose, position of the first, how many
+    places: list[int] = []  # in `kept`: of all of them
     first = 0
     for (sample, num_tokens), span in zip(planned, step.batch.spans, strict=True):
         first_row = rows.get(id(sample))
         nodes = _kept_nodes(sample, guesses.get(sample.key), span.start + num_tokens)
         if every is not None:
-            places = [first + num_tokens + node for node in nodes]
-            trunk, behind = every[first : first + num_tokens], every[places]
+            trunk = range(first, first + num_tokens)
         elif first_row is not None:
-            places = [first_row + 1 + node for node in nodes]
-            trunk, behind = drawn[first_row : first_row + 1], drawn[places]
+            trunk = range(first_row, first_row + 1)
         else:
-            trunk = behind = drawn[:0]
+            trunk = range(0)
+        own = [*trunk, *(trunk.stop + node for node in nodes)] if trunk else []
         first += span.num_tokens
         start = span.start + num_tokens - len(trunk)
         for one in _who_has_them(sample, is_drawn=first_row is not None):
-            hidden = torch.cat((trunk, behind)) if nodes else trunk
-            hidden = hidden[: max(0, one.num_computed_tokens - start)]
-            if len(hidden):
-                found.append((one, Computed(one.key, one.token_ids, start, hidden)))
-    return found
+            own_places = own[: max(0, one.num_computed_tokens - start)]
+            if own_places:
+                found.append((one, start, len(own_places)))
+                places += own_places
+    if not found:
+        return []
+    # A copy: views would keep the hidden states of the whole step on the device.
+    hidden = kept.index_select(0, bring(np.array(places, dtype=np.int64), kept.device))
+    parts = torch.split(hidden, [count for _, _, count in found])
+    return [
+        (one, Computed(one.key, one.token_ids, start, part))
+        for (one, start, _), part in zip(found, parts, strict=True)
+    ]
 
 
 def _kept_nodes(sample: Sample, guess: Guess | None, end: int) -> list[int]:

@@ -66,6 +66,13 @@ class MedusaHeads:
         """See ReadsHidden."""
         for one in computed:
             self._seen[one.key] = one.start + len(one.hidden) - 1, one.hidden[-1]
+        if computed:
+            # All anew: a row of what a step left would keep the whole of it.
+            own = torch.stack([hidden for _, hidden in self._seen.values()])
+            self._seen = {
+                key: (position, hidden)
+                for (key, (position, _)), hidden in zip(self._seen.items(), own, strict=True)
+            }
 
     @torch.inference_mode()
     def propose(self, tasks: Sequence[Task]) -> list[Draft]:

@@ -4,7 +4,7 @@ Engine thread only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from engine.models.interface import LoadedModel
 from engine.schedule.order import Key
@@ -12,6 +12,7 @@ from engine.sequence import Sequence as Sample
 from engine.speculation.drafter import Drafter, Guess
 from engine.speculation.heads.hidden import ReadsHidden, Wants
 from engine.speculation.heads.kept import computed
+from engine.speculation.roster import Roster
 from engine.step_builder import Step
 
 
@@ -19,26 +20,23 @@ class Readers:
     """See the module.
 
     Args:
-        failed: numbers of drafters that are not asked any more; grows.
-        fail: one has failed, with the exception that is being handled.
-        meet: called with each sample that they hear of, before they do.
+        roster: of the same drafters.
+        clock: what they cost is measured by.
     """
 
     def __init__(
         self,
         drafters: Sequence[Drafter],
-        failed: Collection[int],
-        fail: Callable[[int], None],
-        meet: Callable[[Sample], None],
+        roster: Roster,
+        clock: Callable[[], float],
     ) -> None:
         self._all = {
             index: drafter
             for index, drafter in enumerate(drafters)
             if isinstance(drafter, ReadsHidden)
         }
-        self._failed = failed
-        self._fail = fail
-        self._meet = meet
+        self._roster = roster
+        self._clock = clock
 
     @property
     def wants(self) -> Wants:
@@ -51,20 +49,35 @@ class Readers:
         planned: Sequence[tuple[Sample, int]],
         guesses: Mapping[Key, Guess],
         model: LoadedModel,
-    ) -> None:
-        """A step that kept what `wants` said, once it is booked. See kept.computed."""
-        if self.wants is Wants.NONE:
-            return
-        seen = computed(step, planned, guesses, model)
-        for sample, _ in seen:
-            self._meet(sample)
-        for index, reader in self._live().items():
+    ) -> dict[int, float]:
+        """A step that kept what `wants` said, once it is booked: whatever fails here may cost
+        readers, never what the step drew. See kept.computed. Returns: seconds that it took, by
+        number of the drafter."""
+        live, began_s = dict(self._live()), self._clock()
+        if not live:
+            return {}
+        try:
+            seen = computed(step, planned, guesses, model)
+            for sample, _ in seen:
+                self._roster.meet(sample)
+        except Exception:
+            for index in live:
+                self._roster.fail(index)
+            return {}
+        gathered_s = (self._clock() - began_s) / len(live)
+        own_s: dict[int, float] = {}
+        for index, reader in live.items():
+            began_s = self._clock()
             try:
+                if index in self._roster.failed:  # since the step ended
+                    continue
                 reader.see([one for _, one in seen])
             except Exception:
-                self._fail(index)
+                self._roster.fail(index)
+            own_s[index] = self._clock() - began_s + gathered_s
+        return own_s
 
     def _live(self) -> dict[int, ReadsHidden]:
-        if not self._failed:
+        if not self._roster.failed:
             return self._all
-        return {index: one for index, one in self._all.items() if index not in self._failed}
+        return {index: one for index, one in self._all.items() if index not in self._roster.failed}

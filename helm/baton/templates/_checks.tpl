@@ -64,7 +64,7 @@
 {{- end }}
 {{- end }}
 {{- $own := include "baton.labels" (dict "root" $ "component" "any") | fromYaml }}
-{{- range $part := list "router" "prefill" "decode" }}
+{{- range $part := list "router" "prefill" "decode" "draft" }}
 {{- range $label := keys ((index $values $part).podLabels | default dict) | sortAlpha }}
 {{- if hasKey $own $label }}
 {{- fail (printf "baton: %s.podLabels: %q is the chart's own; selectors and network policies go by it" $part $label) }}

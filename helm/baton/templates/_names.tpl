@@ -57,7 +57,10 @@ labels:
 
 {{/* Of the model in a process's settings: a name, or a folder that is mounted under that name. */}}
 {{- define "baton.model" -}}
-{{- if has .Values.model.source (list "pvc" "image") }}/models/{{ .Values.model.name }}{{ else }}{{ .Values.model.name }}{{ end -}}
+{{ include "baton.modelPath" .Values.model }}
+{{- end }}
+{{- define "baton.modelPath" -}}
+{{- if has .source (list "pvc" "image") }}/models/{{ .name }}{{ else }}{{ .name }}{{ end -}}
 {{- end }}
 
 {{/* A quantity of bytes such as 256Mi as a number. */}}

@@ -52,7 +52,7 @@ topologySpreadConstraints:
       matchLabels:
         {{- include "baton.selector" . | nindent 8 }}
     # Of this revision: old pods must not push new ones together.
-    matchLabelKeys: [pod-template-hash]
+    matchLabelKeys: [{{ .revisionLabel | default "pod-template-hash" }}]
 {{- end }}
 {{- with .values.runtimeClassName }}
 runtimeClassName: {{ . }}
@@ -113,9 +113,9 @@ livenessProbe:
   failureThreshold: 3
 {{- end }}
 
-{{/* Volumes and mounts of the model: dict root. Downloads go to a folder of the pod's own. */}}
+{{/* Volumes and mounts of the model: dict root model (none: the one that is served). Downloads go to a folder of the pod's own. */}}
 {{- define "baton.modelMounts" -}}
-{{- $model := .root.Values.model -}}
+{{- $model := .model | default .root.Values.model -}}
 {{- if eq $model.source "hub" }}
 - name: models
   mountPath: /models
@@ -139,7 +139,7 @@ livenessProbe:
 {{- end }}
 
 {{- define "baton.modelVolumes" -}}
-{{- $model := .root.Values.model -}}
+{{- $model := .model | default .root.Values.model -}}
 {{- if eq $model.source "hub" }}
 - name: models
   emptyDir: {sizeLimit: {{ $model.hub.cacheSizeLimit }}}
@@ -178,14 +178,14 @@ livenessProbe:
 {{- end }}
 {{- end }}
 
-{{/* dict root: files that every process of ours reads. */}}
+{{/* dict root role isWithoutRedis (it is not shown the password): files that every process of ours reads. */}}
 {{- define "baton.commonMounts" -}}
 - name: config
   mountPath: /etc/baton/config
   readOnly: true
 - name: tmp
   mountPath: /tmp
-{{- if include "baton.redisSecret" .root }}
+{{- if and (include "baton.redisSecret" .root) (not .isWithoutRedis) }}
 - name: redis
   mountPath: /etc/baton/redis
   readOnly: true
@@ -197,17 +197,17 @@ livenessProbe:
 {{- end }}
 {{- end }}
 
-{{/* dict root component roles (whose certificates) */}}
+{{/* dict root component roles (whose certificates) isWithoutRedis */}}
 {{- define "baton.commonVolumes" -}}
 {{- $full := include "baton.fullname" .root -}}
 - name: config
   configMap: {name: {{ $full }}-{{ .component }}}
 - name: tmp
   emptyDir: {sizeLimit: {{ .tmpSizeLimit | default "256Mi" }}}
-{{- with include "baton.redisSecret" .root }}
+{{- if and (include "baton.redisSecret" .root) (not .isWithoutRedis) }}
 - name: redis
   secret:
-    secretName: {{ . }}
+    secretName: {{ include "baton.redisSecret" .root }}
     defaultMode: 0440
     items:
       - {key: password, path: password}

@@ -84,6 +84,11 @@ engine:
   {{- if not (or $worker.gpus (hasKey (dig "engine" dict $worker.settings) "num_threads")) }}
   num_threads: 1
   {{- end }}
+  {{- if and (eq .role "decode") (gt (int .root.Values.draft.replicas) 0) }}
+  speculation:
+    draft_workers:
+      {{- include "baton.draftAddresses" .root | nindent 6 }}
+  {{- end }}
 {{ include "baton.commonSettings" .root }}
 {{- end }}
 

@@ -232,6 +232,39 @@ def test_workers_on_one_gpu_share_its_memory(device: str, shares: list[float]) -
     assert getattr(loaded, "memory_share", 0.0) == 0.3
 
 
+@pytest.mark.parametrize(
+    ("device", "num_draft", "shares"),
+    [
+        ("cuda", 1, [0.4, 0.4]),
+        ("cuda", 2, [0.36, 0.36]),
+        ("cuda:0,cuda:1", 1, [0.72, 0.9]),
+        ("cuda:0,cuda:1,cuda:2", 1, [0.9, 0.9]),
+        ("cpu", 1, [0.9, 0.9]),
+    ],
+)
+def test_draft_workers_have_a_part_of_their_gpu(
+    device: str, num_draft: int, shares: list[float]
+) -> None:
+    """They load before the others, which would find less than they were told."""
+    specs = _all(ClusterConfig(device=device, num_draft=num_draft))
+    told = [
+        settings.load(WorkerSettings, overrides=_sets(specs[name])).engine.memory_share
+        for name in ("prefill-0", "decode-0")
+    ]
+    assert told == pytest.approx(shares)
+
+
+def test_a_prefill_worker_that_may_become_a_decode_worker_knows_the_draft_workers() -> None:
+    parts = cluster_plan.WorkerSpec(
+        "redis://x", ("127.0.0.1:1",), "/x/handle.keys", OPEN, ("127.0.0.1:7",)
+    )
+    for autoscale, told in ((True, ("127.0.0.1:7",)), (False, ())):
+        config = ClusterConfig(num_draft=1, autoscale=autoscale)
+        spec = cluster_plan.numbered_worker(config, "prefill", 0, parts)
+        worker = settings.load(WorkerSettings, overrides=_sets(spec))
+        assert worker.engine.speculation.draft_workers == told
+
+
 def test_a_workers_own_device_wins() -> None:
     config = ClusterConfig(device="cuda", overrides=('decode.engine.device="cuda:1"',))
     specs = _all(config)

@@ -4,6 +4,7 @@ end, and what its metrics say."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections.abc import Awaitable, Sequence
 from typing import Any
@@ -13,20 +14,23 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 from engine.config import EngineConfig
+from engine.schedule.order import Key
 from engine.speculation.config import SpeculationConfig
 from engine.speculation.draft_port import Ask
 from engine.speculation.drafter import Draft, Task
 from process.access import Role
 from process.deadline import Deadline
-from process.errors import DeadlineExceeded, Internal, NoCapacity, Unavailable
+from process.errors import DeadlineExceeded, Internal, InvalidArgument, NoCapacity, Unavailable
 from process.serving import PLAIN
 from process.settings import SettingsError
 from process.tls import TlsSettings
 from protos import draft_pb2, draft_pb2_grpc
+from services.draft import thread
+from services.draft import worker as worker_module
 from services.draft.config import DraftLimits, DraftSettings
 from services.draft.metrics import DraftCollector
 from services.draft.server import SERVICE
-from services.draft.thread import DraftThread
+from services.draft.thread import PIECE_EVERY, DraftThread
 from services.draft.worker import serving_drafts
 from tests import draft_workers as bench
 
@@ -46,6 +50,8 @@ class Held(bench.Wrapped):
         self.begun = threading.Event()
         self.may = threading.Event()
         self.batches: list[int] = []
+        self.keys: list[Key] = []
+        """Of all batches."""
         self.fails = False
 
     def propose(self, tasks: Sequence[Task]) -> list[Draft]:
@@ -54,6 +60,7 @@ class Held(bench.Wrapped):
         if self.fails:
             raise RuntimeError("the device is gone")
         self.batches.append(len(tasks))
+        self.keys += [task.key for task in tasks]
         return super().propose(tasks)
 
 
@@ -99,10 +106,11 @@ async def test_who_has_given_up_is_not_computed_for() -> None:
     late = b.call(OTHER, _ask(1), budget_s=0.0)
     with pytest.raises(DeadlineExceeded):
         await late
+    assert b.thread.num_waiting == 2, "it is still in the queue"
     b.drafter.may.set()
     await first
-    assert b.drafter.batches == [1] and b.thread.num_waiting == 0
     await b.end()
+    assert b.drafter.batches == [1] and b.thread.num_waiting == 0
 
 
 async def test_no_more_calls_wait_than_may() -> None:
@@ -113,6 +121,75 @@ async def test_no_more_calls_wait_than_may() -> None:
     b.drafter.may.set()
     await first
     await b.end()
+
+
+async def test_what_waits_is_bounded_whoever_gives_up_and_whatever_is_over() -> None:
+    b = Bench(max_waiting_calls=4)
+    first = await b.begin()
+    for _ in range(2):
+        with pytest.raises(DeadlineExceeded):
+            await b.call(OTHER, _ask(1), budget_s=0.0)
+    b.thread.forget(ONE, [1])
+    with pytest.raises(NoCapacity):
+        b.thread.forget(ONE, [2])
+    with pytest.raises(NoCapacity):
+        await b.call(OTHER, _ask(1))
+    for verifier, sessions in ((b"x", [1]), (ONE, list(range(4097)))):
+        with pytest.raises(InvalidArgument):
+            b.thread.forget(verifier, sessions)
+    assert b.thread._jobs.qsize() == 3 and b.thread.num_waiting == 4
+    b.drafter.may.set()
+    await first
+    await b.end()
+    assert b.thread.num_waiting == 0
+
+
+async def test_where_calls_always_wait_new_texts_are_caught_up_with_all_the_same() -> None:
+    b = Bench(max_waiting_calls=64)
+    first = await b.begin()
+    long = b.call(OTHER, _ask(9, [1] * 20))
+    # Each is a batch: they are of one verifier.
+    calls = [b.call(ONE, _ask(1)) for _ in range(4 * PIECE_EVERY)]
+    await asyncio.sleep(0)  # they are queued
+    b.drafter.may.set()
+    await asyncio.gather(first, long, *calls)
+    pieces = [place for place, key in enumerate(b.drafter.keys) if key == (OTHER.hex(), 9)]
+    assert len(pieces) == 3 and pieces[-1] < len(b.drafter.keys) - 1, "20 tokens, 8 at once"
+    assert all(late - early > PIECE_EVERY for early, late in itertools.pairwise(pieces))
+    await b.end()
+
+
+async def test_where_calls_always_wait_laws_are_recomputed_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(thread, "LAWS_EVERY", 3)
+    b = Bench(max_waiting_calls=64)
+    first = await b.begin()
+    b.thread.sessions.num_bytes += 1
+    calls = [b.call(ONE, _ask(1)) for _ in range(6)]
+    await asyncio.sleep(0)  # they are queued
+    b.drafter.may.set()
+    await first
+    found = await asyncio.gather(*calls, return_exceptions=True)
+    assert [isinstance(one, Unavailable) for one in found] == [False] * 2 + [True] * 4
+    assert "bytes counted" in str(b.thread.failure)
+    await b.end()
+
+
+async def test_a_thread_that_does_not_end_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(worker_module, "JOIN_S", 0.0)
+    drafter = Held()
+    settings = DraftSettings(engine=EngineConfig(model="fake"))
+    async with serving_drafts(drafter, bench.about(), settings) as worker:
+        made = worker.thread.propose(ONE, [_ask(0)], Deadline.after(CALL_S))
+        call = asyncio.ensure_future(made)
+        assert await asyncio.to_thread(drafter.begun.wait, CALL_S)
+    assert "guessing_goes_on" in caplog.text
+    drafter.may.set()
+    assert len(await call) == 1
+    assert await worker.thread.stop(CALL_S)
 
 
 async def test_a_drafter_that_fails_ends_the_worker_and_every_call() -> None:
@@ -202,6 +279,7 @@ async def test_a_worker_that_drains_says_so_and_takes_nothing_more() -> None:
         for call, request in (
             (stub.Describe, draft_pb2.DescribeDraftRequest()),
             (stub.Propose, draft_pb2.ProposeRequest(verifier=ONE)),
+            (stub.Forget, draft_pb2.ForgetRequest(verifier=ONE)),
         ):
             with pytest.raises(grpc.aio.AioRpcError, match="is draining") as refused:
                 await call(request, timeout=CALL_S)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from checkpoints.resolve import resolve
-from engine import loop
+from engine import load as engine_load
 from engine.config import EngineConfig
 from engine.errors import InvalidRequest
 from engine.fake import FakeModel
@@ -248,7 +248,7 @@ def test_the_engines_thread_reads_no_file_for_the_first_grammar(
         loads.append(threading.get_ident())
         return load(folder, vocab_size)
 
-    monkeypatch.setattr(loop, "resolve", lambda *_, **__: pytest.fail("resolved again"))
+    monkeypatch.setattr(engine_load, "resolve", lambda *_, **__: pytest.fail("resolved again"))
     monkeypatch.setattr(Vocabulary, "load", noted)
     spec = GrammarSpec(GrammarKind.CHOICE, choices=("yes", "no"))
     engine.submit(_ask(make_request, "a", spec))

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from engine import loop as loop_module
+from engine import load as engine_load
 from engine.batch import Batch, Span
 from engine.config import EngineConfig
 from engine.errors import LoadError, ModelNotSupported, TooFewBlocks
@@ -320,7 +320,7 @@ def test_a_start_that_ends_behind_the_model_closes_it(
     def gone(*_: object, **__: object) -> None:
         raise LoadError("the checkpoint is gone")
 
-    monkeypatch.setattr(loop_module, "resolve", gone)
+    monkeypatch.setattr(engine_load, "resolve", gone)
     with pytest.raises(LoadError, match="gone"):
         load_engine(EngineConfig(model=str(llama), device="cpu"))
     assert len(closed) == 1

@@ -16,7 +16,7 @@ import torch
 import checkpoints
 from engine.batch import Batch, Span
 from engine.config import EngineConfig
-from engine.errors import LoadError
+from engine.errors import IntegrityError, LoadError
 from engine.kv import sizing
 from engine.kv.memory import TORCH_DTYPES, KvMemory
 from engine.loop import Engine, load_engine
@@ -33,6 +33,7 @@ from engine.models.rehearsal import random_instance
 from engine.models.step_attention import StepAttention
 from engine.request import Request, Sampling
 from engine.speculation.config import SpeculationConfig
+from engine.speculation.load import load_draft_model
 from process.settings import SettingsError
 from tests.parity.adapters import save_adapter
 from tests.parity.models import FAMILIES, save
@@ -179,26 +180,28 @@ def test_a_pass_that_fails_leaves_the_next_one_right(seed: int) -> None:
 
 
 def test_the_host_has_what_is_streamed_once_and_the_rest_not_at_all() -> None:
-    def live_bytes() -> dict[int, int]:
+    def live() -> list[torch.Tensor]:
+        """On the host, in memory of their own kind: other tests leave tensors without any."""
         gc.collect()
-        return {
-            one.untyped_storage().data_ptr(): one.untyped_storage().nbytes()
-            for one in gc.get_objects()
-            if type(one) in (torch.Tensor, torch.nn.Parameter)
-        }
+        kinds = torch.Tensor, torch.nn.Parameter
+        found = [one for one in gc.get_objects() if type(one) in kinds]
+        return [one for one in found if one.layout is torch.strided and one.device.type == "cpu"]
 
     config = small_config("llama")
     config.hidden_size = config.intermediate_size = 256
     read = _tensors(config, 3, "float32")
     how: dict[str, Any] = {"device": "cpu", "dtype": "float32", "block_size": BLOCK}
     sizes, rest = _sizes(build(config, read, **how))
-    before = sum(live_bytes().values())
+    others = live()  # kept, so that none of their addresses comes again
+    known = {one.untyped_storage().data_ptr() for one in others}
     found = build(config, read, **how, streamed_to_bytes=rest + 2 * max(sizes) + 4096)
     assert found.stream is not None
-    after, plan = live_bytes(), found.stream.plan
+    stores = {one.untyped_storage().data_ptr(): one.untyped_storage() for one in live()}
+    after = {place: store.nbytes() for place, store in stores.items() if place not in known}
+    plan = found.stream.plan
     for memory in (*found.stream._buffers, *(host.bytes for host in found.stream._hosts)):
         assert after[memory.data_ptr()] == memory.nbytes
-    assert sum(after.values()) - before < plan.host_bytes + plan.device_bytes + min(sizes)
+    assert sum(after.values()) < plan.host_bytes + plan.device_bytes + min(sizes)
 
 
 def test_a_fusion_that_changes_numbers_is_undone_and_streamed(
@@ -338,8 +341,24 @@ def _answers(engine: Engine) -> list[tuple[int, ...]]:
 
 def _stream_of(engine: Engine) -> Any:
     assert isinstance(engine._model, HuggingFaceModel)
-    engine._model.check_integrity()
     return engine._model.stream
+
+
+def test_the_engine_checks_the_law_of_streamed_layers() -> None:
+    engine = load_engine(_config())
+    engine.check_integrity()
+    stream = _stream_of(engine)
+    stream._streamed[0].point(stream._streamed[0].views(stream._hosts[0].bytes))
+    with pytest.raises(IntegrityError, match="streamed layer 0 lies in no buffer"):
+        engine.check_integrity()
+    engine.close()
+
+
+def test_a_draft_model_lies_on_the_device_whole() -> None:
+    """What the target's weights may take is no bound of the draft model's."""
+    drafter = load_draft_model(replace(_config(weights_device_bytes=1), model="baton-5m-draft"))
+    assert isinstance(drafter._model, HuggingFaceModel)
+    assert drafter._model.stream is None
 
 
 def test_trees_cut_the_passes_of_a_streamed_model() -> None:

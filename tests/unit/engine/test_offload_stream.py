@@ -3,9 +3,12 @@ events allow: every layer is computed with its own numbers, whatever order layer
 
 from __future__ import annotations
 
+import contextlib
 import random
+import weakref
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ from torch import nn
 
 from engine.errors import IntegrityError, LoadError
 from engine.models.offload import DeviceBytes, LayerStream
+from engine.models.offload_copies import HostMemory
 from engine.models.offload_packed import PackedLayer
 from engine.models.offload_plan import NUM_BUFFERS, OffloadPlan, make_plan
 
@@ -255,3 +259,29 @@ def test_streamed_layers_are_spread_among_the_others(
 ) -> None:
     plan = make_plan([10] * num_layers, 7, 7 + 10 * (NUM_BUFFERS + num_resident))
     assert plan == OffloadPlan((10,) * num_layers, 7, streamed)
+
+
+def test_an_empty_tensor_lies_anywhere() -> None:
+    """torch gives it no address."""
+    layer = nn.Linear(3, 2)
+    layer.nothing = torch.empty(0)
+    packed = PackedLayer(layer)
+    memory = torch.zeros(packed.num_bytes, dtype=torch.uint8)
+    packed.write(memory)
+    packed.point(packed.views(memory))
+    assert packed.lies_in(memory)
+    assert not packed.lies_in(memory.clone())
+
+
+def test_pinned_memory_is_unpinned_when_copies_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the interpreter's end, too: there finalizers run newest first, the stream's own last."""
+    unpinned: list[int] = []
+    runtime = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=unpinned.append)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    memory = HostMemory(64, torch.device("cuda"))
+    assert isinstance(memory._unpin, weakref.finalize)
+    assert not memory._unpin.atexit
+    memory.close()
+    memory.close()
+    assert unpinned == [memory.bytes.data_ptr()]

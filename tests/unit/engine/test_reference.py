@@ -149,6 +149,27 @@ def test_trees_of_a_step_see_their_own_paths(
         first += span.num_tokens
 
 
+@pytest.mark.parametrize("num_spans", [1, 2])
+@pytest.mark.parametrize("num_tokens", [1, 3])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_a_tokens_heads_lie_side_by_side(
+    num_spans: int, num_tokens: int, softcap: float | None
+) -> None:
+    """Models of transformers look at them as one row of numbers, without a copy: of a step that is
+    one group, too, and of one span."""
+    layout = KvLayout.plain(
+        num_layers=1, num_kv_heads=KV_HEADS, head_dim=DIM, block_size=SIZE, dtype="float32"
+    )
+    memory = KvMemory(layout, 2 * num_spans)
+    memory.cache.zero_()
+    spans = tuple(Span(4, num_tokens, (2 * one, 2 * one + 1)) for one in range(num_spans))
+    num_rows = num_spans * num_tokens
+    step = StepAttention(Batch((0,) * num_rows, spans, ()), memory.layer_views(), SIZE)
+    ones = torch.ones(KV_HEADS, num_rows, DIM)
+    out = step.attend(0, torch.ones(HEADS, num_rows, DIM), ones, ones, 1.0, None, softcap)
+    assert out.view(num_rows, HEADS * DIM).isfinite().all()
+
+
 def test_a_step_writes_its_own_slots_and_nothing_else(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     layout = KvLayout.plain(

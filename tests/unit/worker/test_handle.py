@@ -58,6 +58,13 @@ any_handles = st.builds(
 KEYS = HandleKeys([new_key()])
 
 
+def reason_of_changed(message: common_pb2.KvHandle) -> str:
+    """Why one of ours that was changed is refused: its version says how it would be signed."""
+    if message.version == handles.VERSION:
+        return handles.SIGNATURE
+    return handles.OTHER_VERSION
+
+
 @given(any_handles)
 def test_what_is_written_is_what_is_read(handle: handles.Handle) -> None:
     wire = handles.to_proto(handle, KEYS).SerializeToString()
@@ -78,7 +85,7 @@ def test_no_flipped_byte_goes_unseen(handle: handles.Handle, data: st.DataObject
     try:
         assert handles.from_proto(message, KEYS) == handle
     except handles.HandleRefused as refused:
-        assert refused.reason == handles.SIGNATURE
+        assert refused.reason == reason_of_changed(message)
 
 
 def test_every_single_flipped_bit_of_a_handle_is_refused() -> None:
@@ -94,7 +101,7 @@ def test_every_single_flipped_bit_of_a_handle_is_refused() -> None:
             continue
         with pytest.raises(handles.HandleRefused) as caught:
             handles.from_proto(message, KEYS)
-        assert caught.value.reason == handles.SIGNATURE
+        assert caught.value.reason == reason_of_changed(message)
         num_refused += 1
     assert num_refused > len(wire)  # the others are no messages at all
 
@@ -111,7 +118,7 @@ def test_no_cut_or_longer_message_goes_unseen(handle: handles.Handle, data: st.D
         try:
             assert handles.from_proto(message, KEYS) == handle
         except handles.HandleRefused as refused:
-            assert refused.reason == handles.SIGNATURE
+            assert refused.reason == reason_of_changed(message)
 
 
 def set_another(message: Message, field: FieldDescriptor) -> None:
@@ -150,7 +157,7 @@ def test_every_field_of_every_part_is_signed() -> None:
             assert changed != full, field.full_name
             with pytest.raises(handles.HandleRefused) as caught:
                 handles.from_proto(changed, KEYS)
-            assert caught.value.reason == handles.SIGNATURE, field.full_name
+            assert caught.value.reason == reason_of_changed(changed), field.full_name
             num_changes += 1
     num_fields = {
         kind: len(kind.DESCRIPTOR.fields) for kind in (common_pb2.KvHandle, common_pb2.BlockRun)
@@ -178,12 +185,12 @@ def test_bytes_that_move_to_the_next_field_change_what_is_signed(
     assert (signed(one, other) == signed(*moved)) == ((one, other) == moved)
 
 
-def test_without_a_valid_key_or_a_signature_nothing_else_is_looked_at() -> None:
+def test_without_a_valid_key_or_a_signature_nothing_but_the_version_is_looked_at() -> None:
     foreign = HandleKeys([new_key()])
     same_name = HandleKeys([Key(KEYS.key_ids[0], bytes(32))])
     for keys in (foreign, same_name, HandleKeys(())):
         message = handles.to_proto(small_handle(), KEYS)
-        message.version = 99  # would be refused by name
+        message.nonce = b"short"  # would be refused by name
         with pytest.raises(handles.HandleRefused) as caught:
             handles.from_proto(message, keys)
         assert caught.value.reason == handles.SIGNATURE
@@ -271,9 +278,9 @@ def test_clocks_may_differ_by_the_slack_and_no_more() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "reason"),
     [
-        ("version", 1, "fingerprint"),
-        ("version", 2, "fingerprint"),
-        ("version", 0, "fingerprint"),
+        ("version", 0, "version"),
+        ("version", 1, "version"),
+        ("version", 4, "version"),
         ("nonce", b"short", "fingerprint"),
         ("producer_incarnation", b"short", "incarnation"),
     ],
@@ -285,6 +292,34 @@ def test_what_no_producer_writes_is_refused(field: str, value: object, reason: s
     with pytest.raises(handles.HandleRefused) as caught:
         handles.from_proto(message, KEYS)
     assert caught.value.reason == reason
+
+
+OF_VERSION_2 = bytes.fromhex(
+    "08021201721a01742220abababababababababababababababababababababababababababababababab2a01703210"
+    "707070707070707070707070707070703804400a4a670a016e1201611a106969696969696969696969696969696922"
+    "056c6561736532210a1000000000000000000000000000000000180221070000000000000028043002"
+    "32230a10010101010101010101010101010101011001180221070000000000000028043002522b0a016e1201611a10"
+    "6969696969696969696969696969696922056c6561736532023208100918022802300258c0843d62016b6a20914a16"
+    "c6cd679154e8260b92207b2ec6719176f07eca1bd98521b21dabf45e6b8a01106e6e6e6e6e6e6e6e6e6e6e6e6e6e6e"
+    "6e"
+)
+"""As a worker of that version signed it, with the key "k" of 32 zeros: two blocks and a tail, each
+a message in field 6 of its run."""
+
+
+def test_a_handle_of_the_version_before_is_told_from_a_forged_one() -> None:
+    """Whoever has its key or not: how it was signed is not known here."""
+    for keys in (HandleKeys([Key("k", bytes(32))]), KEYS, HandleKeys(())):
+        message = common_pb2.KvHandle.FromString(OF_VERSION_2)
+        assert (message.version, message.key_id, len(message.signature)) == (2, "k", 32)
+        assert message.runs[0].lease_id == "lease" and not message.runs[0].blocks
+        with pytest.raises(handles.HandleRefused, match="version 2, ours is 3") as caught:
+            handles.from_proto(message, keys)
+        assert caught.value.reason == "version"
+        message.version = handles.VERSION
+        with pytest.raises(handles.HandleRefused) as caught:
+            handles.from_proto(message, keys)
+        assert caught.value.reason == handles.SIGNATURE
 
 
 @pytest.mark.parametrize("is_tail", [False, True])

@@ -275,6 +275,36 @@ def test_a_model_on_gpus_is_measured_against_what_nodes_say_of_them() -> None:
         assert finding.status is status
 
 
+def test_a_model_whose_layers_are_streamed_takes_host_memory_for_the_rest() -> None:
+    node = dataclasses.replace(_CLUSTER.nodes[0], labels={"nvidia.com/gpu.memory": "16384"})
+    cluster = dataclasses.replace(_CLUSTER, nodes=(node,))
+    sizes = {"a/b": Sizes(_LLAMA_8B, 16e9)}
+
+    def found(memory: str | None, device_bytes: int = 10 * _GIB) -> Finding:
+        settings = f'model = "a/b"\nweights_device_bytes = {device_bytes}'
+        limits = {"nvidia.com/gpu": "1", **({} if memory is None else {"memory": memory})}
+        pod = _deployment(containers=[_container(resources={"limits": limits})])
+        asked = needs.of([pod, _config_map("decode", settings)])
+        (finding,) = model_check.check(asked, cluster, sizes)
+        return finding
+
+    fits = found("8Gi")
+    assert fits.status is Status.OK
+    assert "needs about 11.0 GiB (10.0 GiB of weights" in fits.what
+    assert "4.9 GiB of weights in host memory" in fits.what
+    short = found("5Gi")
+    assert short.status is Status.FAIL
+    assert "the container's limit is 5.0 GiB" in short.what
+    assert "decode.resources" in short.fix and "weights_device_bytes" in short.fix
+    assert found(None).status is Status.OK
+    much = found("8Gi", 14 * _GIB)
+    assert much.status is Status.FAIL and "each GPU may use 14.4 GiB" in much.what
+    assert much.fix.startswith("lower decode.settings.engine.weights_device_bytes")
+    whole = found("8Gi", 16 * _GIB)  # more than they take: nothing is streamed
+    assert whole.status is Status.FAIL
+    assert "host memory" not in whole.what and "more GPUs" in whole.fix
+
+
 def test_the_bundled_model_can_be_looked_at_without_a_network() -> None:
     known = model_check.sizes_of("baton-5m")
     assert isinstance(known, Sizes)

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.decoder.numbers import int32s, table_of
+from engine.decoder import numbers
+from engine.decoder.numbers import Tables, int32s, table_of
 
 int32 = st.integers(-(2**31), 2**31 - 1)
 
@@ -27,3 +28,18 @@ def test_they_are_numpys(values: list[int]) -> None:
 def test_what_is_no_int32_is_refused(value: int) -> None:
     with pytest.raises(struct.error):
         int32s([3, value])
+
+
+def test_what_is_remembered_is_bound_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of tables that grow with each step, as those of long sequences do."""
+    limit = 1 << 16
+    monkeypatch.setattr(numbers, "_REMEMBERED_BYTES", limit)
+    tables = Tables()
+    for num_blocks in range(500, 600):
+        table = tuple(range(num_blocks))
+        assert tables.of(table) is tables.of(table)
+        assert tables.of(table).tolist() == list(table)
+        assert tables.num_bytes <= limit
+    assert tables.num_bytes > limit // 4, "some of it is remembered"
+    assert len(tables.of(tuple(range(limit)))) == limit  # larger than all of it
+    assert tables.num_bytes <= limit

@@ -303,10 +303,10 @@ def test_what_no_graph_takes_is_counted(seed: int, caplog: pytest.LogCaptureFixt
 
 def test_shapes() -> None:
     shapes = tree_shapes(256, 17, 1024)
-    assert len(shapes) == len(set(shapes)) == 32
+    assert len(shapes) == len(set(shapes)) == 37
     assert shapes[0] == (256, 1024)
     assert [shape.num_rows for shape in shapes if shape.num_sequences == 1] == [32, 16]
-    assert TreeShape(4, 64) in shapes and TreeShape(4, 96) in shapes
+    assert TreeShape(4, 64) in shapes and TreeShape(4, 80) in shapes
     assert TreeShape(4, 128) not in shapes, "more than four sequences can have"
     assert TreeShape(64, 16) not in shapes, "fewer than seventeen have"
     sizes = [shape.num_rows for shape in shapes]

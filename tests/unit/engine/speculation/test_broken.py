@@ -21,7 +21,7 @@ from engine.request import Request, StopView
 from engine.speculation.config import SpeculationConfig
 from engine.speculation.draft_model import DraftModel
 from engine.speculation.drafter import Draft, Task
-from engine.speculation.speculator import _in_grammar
+from engine.speculation.possible import in_grammar
 from engine.speculation.tree import TokenTree, chain
 from tests.unit.engine.speculation.test_engine import KnowsTheAnswers
 from tests.unit.engine.workloads import SIZE, VOCAB, WINDOW, undisturbed
@@ -192,7 +192,7 @@ def test_a_parser_that_is_late_costs_the_guess() -> None:
 
     late: Any = Late(2)
     state: GrammarState = late
-    guess = _in_grammar(chain([5, 6, 7, 8], [0.9, 0.8, 0.7, 0.6]), state)
+    guess = in_grammar(chain([5, 6, 7, 8], [0.9, 0.8, 0.7, 0.6]), state)
     assert guess.tree == chain([5, 6], [0.9, 0.8])
     assert len(guess.grammars) == 2
 

@@ -20,6 +20,7 @@ from engine.fake import FakeModel
 from engine.loop import Engine, load_engine
 from engine.models.interface import Guesses
 from engine.request import Request, Sampling
+from engine.speculation import load as load_module
 from engine.speculation.config import SpeculationConfig
 from engine.speculation.draft_cache import DraftCache
 from engine.speculation.draft_model import DraftModel
@@ -153,3 +154,53 @@ def test_a_draft_model_of_another_tokenizer_or_without_room_is_refused(
         load(draft_models=(str(tmp_path / "other"),))
     with pytest.raises(LoadError, match="draft_kv_bytes: 1000 hold 0 blocks of baton-5m-draft"):
         load(draft_models=("baton-5m-draft",), draft_kv_bytes=1000)
+
+
+def test_nobody_loses_blocks_in_vain() -> None:
+    cache = DraftCache(10, 4)
+    for name, num_slots in (("a", 12), ("b", 16)):
+        held = cache.hold((name, 0), num_slots, ())
+        assert held is not None
+        held.num_tokens = num_slots
+    assert cache.has_room(("a", 0), 24) and not cache.has_room(("a", 0), 25)
+    assert cache.has_room(("c", 0), 12) and not cache.has_room(("c", 0), 13)
+    assert cache.hold(("c", 0), 25, [("b", 0)]) is None
+    assert [cache.num_tokens((name, 0)) for name in "abc"] == [12, 16, 0]
+    assert cache.hold(("c", 0), 24, [("b", 0)]) is not None
+    assert [cache.num_tokens((name, 0)) for name in "abc"] == [0, 16, 0]
+    cache.check_integrity()
+
+
+def test_a_path_below_a_sibling_that_has_no_children() -> None:
+    """Its cells are the sibling's: the first of two draws is one after which nothing is a number,
+    so that all that follows is below the second."""
+    model = FakeModel(block_size=4)
+    sampling = Sampling(max_tokens=8, temperature=1.0, seed=3)
+    task = Task(("r", 0), [3, 1, 4, 1, 5], 3, sampling, 0, 30, is_drawn=True)
+    (whole,) = DraftModel(model, (2, 1, 1), num_blocks=16, max_num_tokens=64).propose([task])
+    first, second = whole.tree.children[-1]
+    for poison, rest in ((first, second), (second, first)):
+        model = FakeModel(block_size=4, poison=frozenset({poison}))
+        (draft,) = DraftModel(model, (2, 1, 1), num_blocks=16, max_num_tokens=64).propose([task])
+        paths = [path for path, _ in draft.distributions]
+        assert [len(path) for path in paths] == [0, 1, 2] and paths[1] == (rest,)
+        for place, distribution in draft.distributions.items():
+            assert distribution.tolist() == whole.distributions[place].tolist()
+
+
+@pytest.mark.parametrize("name", ["make_memory", "attach", "warm_up"])
+def test_a_draft_model_that_cannot_be_set_up_is_closed(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    closed: list[object] = []
+
+    def fail(*_: object) -> None:
+        raise MemoryError("no room")
+
+    model = FakeModel()
+    monkeypatch.setattr(load_module, "load_model", lambda *_, **__: model)
+    monkeypatch.setattr(FakeModel, "close", lambda one: closed.append(one))
+    monkeypatch.setattr(FakeModel, name, fail)
+    with pytest.raises(MemoryError):
+        load_module.load_draft_model(TARGET)
+    assert closed == [model]

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 from checkpoints.resolve import resolve
+from engine.batch import Batch
 from engine.config import EngineConfig
 from engine.fake import FakeModel
 from engine.grammar.config import GrammarLimits
@@ -25,6 +27,7 @@ from engine.grammar.service import GrammarService
 from engine.loop import Engine
 from engine.models.interface import Guesses
 from engine.models.load import load_model
+from engine.plain_ahead import AheadModel
 from engine.request import Request
 from engine.schedule.order import Key
 from engine.speculation.config import SpeculationConfig
@@ -40,6 +43,7 @@ from tests.unit.engine.workloads import (
     Bench,
     Outcome,
     disturbed,
+    maybe_ahead,
     small_engine,
     undisturbed,
     workload,
@@ -107,13 +111,34 @@ class GuessingBench(Bench):
                 max_num_nodes=9, always=self.always, acceptance=self.acceptance
             ),
         )
-        return Engine(
+        model = self.make_model()
+        if rng is not None:
+            model = maybe_ahead(model, rng)
+        engine = Engine(
             config,
-            self.make_model(),
+            model,
             parking=parking,  # type: ignore[arg-type]
             make_grammars=self.make_grammars,
             drafters=[self.drafter],
         )
+        if rng is not None:
+            _rest_at_random(engine, random.Random(rng.random()))
+        return engine
+
+
+def _rest_at_random(engine: Engine, rng: random.Random) -> None:
+    """Launches begin and end anywhere among guesses, for longer or shorter."""
+    speculator = engine._parts.speculator
+    assert speculator is not None
+    speculator._exploration.rests = (  # type: ignore[method-assign]
+        lambda num_sequences: rng.random() < 0.7
+    )
+
+
+def _num_launches(engine: Engine) -> int:
+    """Steps that were launched ahead."""
+    model = engine._model
+    return model.launches.num_launches if isinstance(model, AheadModel) else 0
 
 
 def _check(bench: Bench, rng: random.Random, vocab_size: int = VOCAB) -> Engine:
@@ -139,37 +164,43 @@ def _counts(engine: Engine) -> tuple[int, int]:
 
 def test_random_workloads_end_as_without_guesses(seed: int, scale: Callable[[int], int]) -> None:
     """500 workloads as those of test_disturbed: every processor, samples, handovers amid answers,
-    preemptions, swaps, lack of blocks."""
-    num_guessed = num_kept = 0
+    preemptions, swaps, lack of blocks; steps without guesses may be launched ahead."""
+    num_guessed = num_kept = num_launches = 0
     for index in range(scale(500)):
         engine = _check(Bench(), random.Random(f"guesses {seed} {index}"))
         guessed, kept = _counts(engine)
         num_guessed, num_kept = num_guessed + guessed, num_kept + kept
+        num_launches += _num_launches(engine)
+    assert num_launches > 0, "nothing was launched ahead"
     assert num_kept > 0, "nothing was kept"
     assert num_guessed > num_kept, "nothing was refused"
 
 
 def test_random_workloads_under_the_multi_step_rule(seed: int, scale: Callable[[int], int]) -> None:
-    """Greedy and traced requests end as without guesses; sampled ones end, among grammars too."""
     for index in range(scale(60)):
-        rng = random.Random(f"multi-step {seed} {index}")
-        requests = [
-            dataclasses.replace(
-                one, sampling=dataclasses.replace(one.sampling, **rng.choice(_EXACT_OR_NOT))
-            )
-            for one in workload(rng)
-        ]
-        expected = undisturbed(requests)
-        drafter = KnowsTheAnswers(rng, expected, VOCAB)
-        bench = GuessingBench(drafter=drafter, acceptance="multi_step")
-        found = disturbed(small_engine(rng, bench), requests, rng)
-        for one in requests:
-            if one.sampling.temperature == 0.0 or one.sampling.trace:
-                assert found[one.request_id] == expected[one.request_id]
-            else:
-                assert all(
-                    reason or error for _, reason, _, error in found[one.request_id].values()
-                )
+        _check_multi_step(Bench(), random.Random(f"multi-step {seed} {index}"), VOCAB)
+
+
+def _check_multi_step(bench: Bench, rng: random.Random, vocab_size: int) -> None:
+    """Greedy and traced requests end as without guesses; sampled ones end, and never against their
+    grammar."""
+    requests = [
+        dataclasses.replace(
+            one, sampling=dataclasses.replace(one.sampling, **rng.choice(_EXACT_OR_NOT))
+        )
+        for one in workload(rng, bench)
+    ]
+    expected = undisturbed(requests, bench)
+    drafter = KnowsTheAnswers(rng, expected, vocab_size)
+    own = {field.name: getattr(bench, field.name) for field in dataclasses.fields(Bench)}
+    guessing = GuessingBench(**own, drafter=drafter, acceptance="multi_step")
+    found = disturbed(small_engine(rng, guessing), requests, rng)
+    for one in requests:
+        if one.sampling.temperature == 0.0 or one.sampling.trace:
+            assert found[one.request_id] == expected[one.request_id]
+            continue
+        for _, reason, _, error in found[one.request_id].values():
+            assert (reason or error) and "against its grammar" not in error
 
 
 _EXACT_OR_NOT: list[dict[str, Any]] = [{"temperature": 0.0}, {"trace": True}, {}]
@@ -186,6 +217,9 @@ def test_workloads_with_grammars(seed: int, scale: Callable[[int], int]) -> None
     try:
         for index in range(scale(100)):
             _counts(_check(bench, random.Random(f"guesses in grammars {seed} {index}"), 4096))
+        for index in range(scale(40)):
+            rng = random.Random(f"multi-step in grammars {seed} {index}")
+            _check_multi_step(bench, rng, 4096)
     finally:
         service.close()
 
@@ -286,3 +320,78 @@ def test_the_drafter_forgets_who_is_gone(make_request: Callable[..., Request]) -
         engine.check_integrity()
         live = {name for name, _ in drafter.known}
         assert "r1" not in live
+
+
+class _Wide:
+    """A Drafter of one level: the right token is the least likely."""
+
+    name = "wide"
+
+    def __init__(self, answer: Sequence[int]) -> None:
+        self._answer = answer
+
+    def propose(self, tasks: Sequence[Task]) -> list[Draft]:
+        drafts = []
+        for task in tasks:
+            right = self._answer[len(task.token_ids) - task.num_prompt_tokens]
+            wrong = [token_id for token_id in range(1, VOCAB) if token_id != right][:3]
+            tree = merge([chain([one], [0.1]) for one in [*wrong, right]])
+            drafts.append(Draft(tree.best(task.num_nodes), {}))
+        return drafts
+
+    def forget(self, key: Key) -> None:
+        pass
+
+    def check_integrity(self) -> None:
+        pass
+
+
+def test_what_is_left_of_a_text_bounds_depth_and_not_width(
+    make_request: Callable[..., Request],
+) -> None:
+    """Three tokens: the second one's guess may be one deep and four wide, and brings the third."""
+    model = FakeModel(vocab_size=VOCAB, context_window=WINDOW, block_size=SIZE)
+    prompt = [1, 2, 3]
+    answer = model.generate(prompt, 3)
+    config = EngineConfig(
+        num_blocks=32,
+        max_num_tokens_per_step=64,
+        speculation=SpeculationConfig(max_num_nodes=4, always=True),
+    )
+    engine = Engine(config, model, drafters=[_Wide(answer)])
+    engine.submit(make_request("r", prompt, max_tokens=3))
+    found: list[list[int]] = []
+    while engine.has_work():
+        found.append([one for event in engine.step().events for one in event.token_ids])
+    assert found == [answer[:1], answer[1:]]
+    engine.check_integrity()
+
+
+def test_no_slot_lies_beyond_the_context_window(make_request: Callable[..., Request]) -> None:
+    """A wide tree near its end: block tables are as wide as the window, and no wider."""
+
+    class Narrow(FakeModel):
+        def forward(self, batch: Batch) -> torch.Tensor:
+            assert all(span.end <= WINDOW for span in batch.spans)
+            return super().forward(batch)
+
+    model = Narrow(vocab_size=VOCAB, context_window=WINDOW, block_size=SIZE)
+    prompt = [1 + token_id % 50 for token_id in range(WINDOW - 5)]
+    num_tokens = 5
+    answer = FakeModel(vocab_size=VOCAB, context_window=WINDOW, block_size=SIZE).generate(
+        prompt, num_tokens
+    )
+    config = EngineConfig(
+        num_blocks=4 * WINDOW // SIZE,
+        max_num_tokens_per_step=2 * WINDOW,
+        preemption="recompute",  # blocks are not taken beforehand, which would bound them, too
+        speculation=SpeculationConfig(max_num_nodes=4, always=True),
+    )
+    engine = Engine(config, model, drafters=[_Wide(answer)])
+    engine.submit(make_request("r", prompt, max_tokens=num_tokens, ignore_eos=True))
+    found: list[int] = []
+    while engine.has_work():
+        for event in engine.step().events:
+            found += event.token_ids
+    assert found == answer
+    engine.check_integrity()

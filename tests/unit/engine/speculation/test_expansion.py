@@ -25,7 +25,7 @@ def _tree(rng: random.Random, num_paths: int) -> TokenTree:
 
 def _rate(trees: list[TokenTree], load: Load) -> float:
     gain = sum(sum(tree.chances) for tree in trees)
-    num_rows = load.num_rows + sum(map(len, trees))
+    num_rows = load.num_sequences + sum(map(len, trees))  # prompts' are computed in any case
     return (load.num_sequences + gain) / (load.base_s + load.row_s * num_rows)
 
 

@@ -143,6 +143,38 @@ def test_trials_go_round_and_prompts_alone_ask_nobody() -> None:
     exploration.learn(100, 1.0, {}, {})
 
 
+@settings(max_examples=40)
+@given(st.integers(0, 2**32), st.integers(1, 64), st.floats(0.0, 1.0))
+def test_steps_with_prompts_grant_no_more_than_plain_ones(
+    number: int, size: int, row_share: float
+) -> None:
+    """From an engine's very first step on, of which nothing is known; and with prompts in any."""
+    rng = random.Random(number)
+    row_s = row_share * PLAIN_S / size
+    plain_s = 2 * PLAIN_S
+    base_s = plain_s - row_s * size
+    exploration = Exploration(1)
+    num_plain = served_s = lost_s = 0.0
+    share = rng.random()
+    own_s = PLAIN_S * rng.uniform(0.1, 4.0)
+    for step in range(600):
+        num_prompt = 0 if step and rng.random() < share else rng.choice([1, 30, 1000])
+        num_asked = 0
+        if exploration.begin(size, size + num_prompt):
+            tasks = exploration.among(range(size))
+            num_asked = len(exploration.choose(0, tasks))
+        num_rows = size + num_prompt + num_asked
+        cost_s = own_s if num_asked else 0.0
+        step_s = base_s + row_s * num_rows + cost_s
+        exploration.learn(num_rows, step_s, {0: own_s} if num_asked else {}, {0: 0})
+        lost_s += cost_s + row_s * num_asked
+        served_s += step_s
+        num_plain += num_prompt == 0
+        trial_s = TRIAL * (own_s + row_s * size)
+        assert lost_s <= SHARE * served_s + (GRANT_STEPS * plain_s + trial_s) * (1 + 1e-6)
+        assert num_asked == 0 or num_plain >= 8
+
+
 def test_always_asks_for_all() -> None:
     exploration = Exploration(2, always=True)
     assert exploration.begin(5, 5)

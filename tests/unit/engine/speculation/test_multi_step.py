@@ -24,7 +24,7 @@ from engine.config import EngineConfig
 from engine.loop import Engine
 from engine.models.interface import Guesses
 from engine.request import FinishReason, Request, Sampling
-from engine.sampling import pipeline
+from engine.sampling import dense, pipeline
 from engine.sampling.history import TokenHistory
 from engine.sampling.pipeline import Draw
 from engine.speculation import acceptance, draft_model, drawing
@@ -340,6 +340,29 @@ def test_what_a_draft_model_draws_from_is_what_the_target_would(seed: int) -> No
     found = pipeline.distributions(broken, [Draw(sampling, 3, history=history)] * 2)
     assert np.isnan(found[0]).all()
     assert np.array_equal(found[1], own)
+
+
+def test_distributions_are_made_of_few_rows_at_once(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the number of rows: to the last bit what all of them at once are."""
+    logits = torch.from_numpy(np.random.default_rng(seed).normal(size=(7, 50)).astype(np.float32))
+    logits[4] = torch.nan
+    draws = [
+        Draw(Sampling(max_tokens=9, temperature=0.5 + row / 4, top_p=0.9), 3) for row in range(7)
+    ]
+    whole = pipeline.distributions(logits, draws)
+    most: list[int] = []
+    real = pipeline._shares
+
+    def shares(scaled: torch.Tensor, floors: torch.Tensor) -> Any:
+        most.append(len(scaled))
+        return real(scaled, floors)
+
+    monkeypatch.setattr(pipeline, "_shares", shares)
+    monkeypatch.setattr(dense, "_CPU_PASS", 100)
+    assert np.array_equal(pipeline.distributions(logits, draws), whole, equal_nan=True)
+    assert most == [2, 2, 2, 1]
 
 
 def test_what_cannot_hold_is_refused_by_name() -> None:

@@ -24,7 +24,8 @@ from engine.speculation.draft_port import Answer, DraftPeer
 from engine.speculation.draft_sessions import SESSION_BYTES, SessionLimits
 from engine.speculation.drafter import Task
 from engine.speculation.load import load_drafters
-from engine.speculation.remote import FIRST_BACKOFF_S, GIVE_UP_S, MAX_LATE, RemoteDrafter
+from engine.speculation.remote import GIVE_UP_S, MAX_LATE, RemoteDrafter
+from engine.speculation.remote_state import FIRST_BACKOFF_S
 from process.settings import SettingsError
 from tests import draft_workers as bench
 from tests.draft_workers import Clock, fake, outputs, plain, submit
@@ -82,8 +83,11 @@ def test_whatever_fails_drafts_are_trees_and_all_is_accounted_for(
     num_nodes = num_failed = num_late = num_resent = 0
     for index in range(scale(200)):
         rng = random.Random(f"draft workers {seed} {index}")
-        channels = [fake(f"{name}:1", _small(rng), by=bench.CountsOn()) for name in "abc"]
-        peers, clock = _peers(*channels), Clock()
+        clock = Clock()
+        channels = [
+            fake(f"{name}:1", _small(rng), by=bench.CountsOn(), clock=clock) for name in "abc"
+        ]
+        peers = _peers(*channels)
         drafter = bench.remote(peers, clock)
         texts: dict[str, list[int]] = {}
         for step in range(40):
@@ -309,15 +313,6 @@ def test_back_offs_double() -> None:
         clock.now_s += FIRST_BACKOFF_S / 2
     gaps = [late - early for early, late in itertools.pairwise(moments)]
     assert gaps[:4] == [2 * FIRST_BACKOFF_S * 2**index for index in range(4)]
-
-
-def test_a_text_without_room_is_not_sent_again_and_again() -> None:
-    channel = fake("a:1", SessionLimits(64, 2 * SESSION_BYTES, 16, 8))
-    drafter = bench.remote(_peers(channel), Clock())
-    tokens = [1] * 1000
-    for _ in range(3):
-        drafter.propose([_task("r", tokens)])
-    assert channel.num_tokens_sent == 1000
 
 
 def test_laws_that_do_not_hold_are_told() -> None:

@@ -3,6 +3,7 @@ kept, and answers are those of plain decoding."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import random
@@ -15,6 +16,7 @@ import torch
 from engine import fake
 from engine.batch import Batch, Span
 from engine.config import EngineConfig
+from engine.decoder import model as model_module
 from engine.decoder.decoder import Decoder
 from engine.decoder.model import DecoderModel, kv_layout
 from engine.decoder.shape import read_shape, rope_table
@@ -233,6 +235,24 @@ def _own_decoder(info: ModelInfo) -> LoadedModel:
     )
 
 
+def test_our_decoders_head_is_launched_on_its_own_device(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which need not be the current one."""
+    entered: list[torch.device] = []
+
+    @contextlib.contextmanager
+    def on_device(device: torch.device) -> Iterator[None]:
+        entered.append(device)
+        yield
+
+    ends = _own_decoder(model.info).ends
+    assert ends is not None
+    monkeypatch.setattr(model_module, "on_device", on_device)
+    assert ends.head(torch.randn(2, ends.hidden_size)).shape == (2, model.info.vocab_size)
+    assert entered == [torch.device("cpu")]
+
+
 class _FakeWithEnds(FakeModel):
     """Random ends, as the heads' sizes want them."""
 
@@ -294,7 +314,7 @@ def test_workloads_with_heads_end_as_without(
 def _check_none_has_failed(engine: Engine) -> None:
     """A drafter's exception costs guesses, and no test would see it."""
     assert engine._speculator is not None
-    assert not engine._speculator._failed
+    assert not engine._speculator._roster.failed
 
 
 def test_an_engine_loads_the_heads_that_its_settings_name(

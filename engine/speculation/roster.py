@@ -1,0 +1,94 @@
+"""Roster: the drafters of one engine, and the sequences that they know. Nobody's answer needs them:
+one that fails guesses no more, forgets all, and is of no account from then on.
+
+Engine thread only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Collection, Iterator, Sequence
+
+from engine.schedule.order import Key
+from engine.sequence import Sequence as Sample
+from engine.speculation.drafter import Draft, Drafter, Task
+from engine.speculation.tree import EMPTY
+
+logger = logging.getLogger(__name__)
+
+
+class Roster:
+    """See the module.
+
+    Attributes:
+        failed: numbers of those that are not asked any more; grows.
+    """
+
+    def __init__(self, drafters: Sequence[Drafter]) -> None:
+        self.failed: set[int] = set()
+        self._drafters = drafters
+        self._known: dict[Key, Sample] = {}
+
+    def __len__(self) -> int:
+        return len(self._drafters)
+
+    @property
+    def is_live(self) -> bool:
+        """Somebody guesses."""
+        return len(self.failed) < len(self._drafters)
+
+    def propose(self, index: int, tasks: list[Task]) -> list[Draft]:
+        """See Drafter; of one that has failed, nothing."""
+        if index not in self.failed:
+            try:
+                return self._drafters[index].propose(tasks)
+            except Exception:
+                self.fail(index)
+        return [Draft(EMPTY, {})] * len(tasks)
+
+    def fail(self, index: int) -> None:
+        """With the exception that is being handled."""
+        self.failed.add(index)
+        drafter = self._drafters[index]
+        logger.exception("drafter %s has failed, and guesses no more", drafter.name)
+        for key in self._known:
+            with contextlib.suppress(Exception):  # it may well be broken
+                drafter.forget(key)
+
+    @contextlib.contextmanager
+    def at_their_cost(self) -> Iterator[None]:
+        """What fails meanwhile fails them all, and nothing else."""
+        try:
+            yield
+        except Exception:
+            for index in range(len(self._drafters)):
+                if index not in self.failed:
+                    self.fail(index)
+
+    def meet(self, sample: Sample) -> None:
+        """From now on its key is this sample's."""
+        if self._known.get(sample.key) is not sample:
+            self._forget(sample.key)
+            self._known[sample.key] = sample
+
+    def forget_all_but(self, running: Collection[Key]) -> None:
+        """The others have no place in steps."""
+        for key in [key for key in self._known if key not in running]:
+            self._forget(key)
+
+    def _forget(self, key: Key) -> None:
+        if self._known.pop(key, None) is None:
+            return
+        for index, drafter in enumerate(self._drafters):
+            try:
+                if index not in self.failed:
+                    drafter.forget(key)
+            except Exception:
+                self.fail(index)
+
+    def check_integrity(self) -> None:
+        """Raises: IntegrityError where what one keeps does not add up that has not failed."""
+        for index, drafter in enumerate(self._drafters):
+            if index not in self.failed:
+                drafter.check_integrity()

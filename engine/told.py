@@ -1,0 +1,73 @@
+"""Told: what an event says of a sample's step beside its tokens: logprobs, traces, and the event
+without any token. Pure functions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Values
+from dataclasses import replace
+
+from engine.errors import EngineError
+from engine.sampling.row import Drawn
+from engine.sequence import Sequence
+from engine.step_output import FilledBlock, RequestEvent, StepTrace, TokenLogprobs
+
+
+def logprobs_of(taken: Values[tuple[Drawn, int]]) -> tuple[TokenLogprobs, ...]:
+    """Of each draw that has some."""
+    return tuple(one.logprobs for one, _ in taken if one.logprobs is not None)
+
+
+def traces_of(
+    taken: Values[tuple[Drawn, int]], token_ids: tuple[int, ...], num_before: int
+) -> tuple[StepTrace, ...]:
+    """Of each token of a step, in order."""
+    traces: tuple[StepTrace, ...] = ()
+    for one, num_known in taken:
+        if one.trace is not None:
+            traces += _traces(one.trace, token_ids[len(traces) : num_known - num_before])
+    return traces
+
+
+def _traces(trace: StepTrace, token_ids: tuple[int, ...]) -> tuple[StepTrace, ...]:
+    """One for each token: the first stands for the one that was drawn, whose text begins with it;
+    the others were forced."""
+    first = replace(trace, token_id=token_ids[0], is_forced=token_ids[0] != trace.token_id)
+    forced = [
+        StepTrace(
+            position=trace.position + offset,
+            token_id=token_id,
+            raw_logprob=math.nan,
+            processed_logprob=math.nan,
+            top=(),
+            support_size=1,
+            processors=("grammar",),
+            rng_key=None,
+            is_forced=True,
+        )
+        for offset, token_id in enumerate(token_ids[1:], 1)
+    ]
+    return (first, *forced)
+
+
+def event_without_tokens(
+    sequence: Sequence,
+    *,
+    filled: tuple[FilledBlock, ...] = (),
+    error: EngineError | None = None,
+    is_request_over: bool = False,
+) -> RequestEvent:
+    """An event without tokens."""
+    return RequestEvent(
+        request_id=sequence.request.request_id,
+        token_ids=(),
+        logprobs=None,
+        filled=filled,
+        num_computed_tokens=sequence.num_computed_tokens,
+        finish_reason=None,
+        stop_token_id=None,
+        error=error,
+        sample_index=sequence.sample_index,
+        is_request_over=is_request_over,
+    )
