@@ -36,7 +36,9 @@ def warm_up(
     for done, lengths in enumerate(steps):
         if progress is not None:
             progress("warm-up", done, len(steps))
-        pipeline.warm_up(model.forward(batch.warm_up(*lengths))[-1:])
+        logits = model.forward(batch.warm_up(*lengths))[-1:]
+        # Of many rows once: dtype and strides are those of all steps.
+        pipeline.warm_up(logits, max_num_tokens if done == 0 else 1)
     if ahead is not None:
         ahead.warm_up(progress)
     else:

@@ -64,7 +64,7 @@ def _finish(
     logits: torch.Tensor, draws: Sequence[Draw], rows: list[Row], queued: Fetched
 ) -> list[Drawn]:
     """Wait for what was queued, and work on the rows that take more than an argmax."""
-    token_ids, values = _read(queued)
+    token_ids, values = _read(queued, len(draws))
     drawn, is_valid = argmaxes(draws, token_ids, values)
     if not is_valid.all():
         rows = [row for row in rows if is_valid[row.place]]
@@ -90,11 +90,12 @@ def _finish(
 
 
 def warm_up_device(logits: torch.Tensor) -> None:
-    """Launch each kernel in each variant: no request pays for a compilation.
+    """Launch each kernel in each variant for so many rows: no request pays for a compilation.
 
     Args:
-        logits: [1, V].
+        logits: [R, V].
     """
+    rows = range(len(logits))
     kinds: tuple[dict[str, float], ...] = (
         {},
         {"temperature": 1.0},
@@ -102,13 +103,13 @@ def warm_up_device(logits: torch.Tensor) -> None:
     )
     for kind in kinds:
         plain = Sampling(max_tokens=1, **kind)  # type: ignore[arg-type]
-        draw_on_device(logits, [Draw(plain, 0)])
+        draw_on_device(logits, [Draw(plain, 0) for _ in rows])
         changed = dataclasses.replace(
             plain, repetition_penalty=1.5, presence_penalty=0.5, logit_bias=((0, 1.0),)
         )
         bitmask = torch.full((-(-logits.shape[1] // 32),), -1, dtype=torch.int32)
         history = TokenHistory(changed, (0,), (0,))
-        draw_on_device(logits, [Draw(changed, 0, history=history, bitmask=bitmask)])
+        draw_on_device(logits, [Draw(changed, 0, history=history, bitmask=bitmask) for _ in rows])
 
 
 def sampling_rows(
@@ -120,27 +121,28 @@ def sampling_rows(
         is_greedy: rows that are to be drawn without noise, whatever they ask for.
     """
     samplings = [one.sampling for one in draws]
-    words = np.empty((7, len(draws)), dtype=np.int32)
+    num_draws = len(draws)
+    words = np.zeros((7, _aligned(num_draws)), dtype=np.int32)
     keys = [
         noise.seed_key(one.seed, row.sample_index)
         for one, row in zip(samplings, draws, strict=True)
     ]
-    words[:2].reshape(-1).view(np.int64)[:] = keys
-    words[2] = [one.position for one in draws]
-    words[3] = [min(one.top_k, num_tokens) for one in samplings]
-    floats = words[4:].view(np.float32)
+    words[:2].reshape(-1).view(np.int64)[:num_draws] = keys
+    words[2, :num_draws] = [one.position for one in draws]
+    words[3, :num_draws] = [min(one.top_k, num_tokens) for one in samplings]
+    floats = words[4:, :num_draws].view(np.float32)
     floats[0] = [
         0.0 if greedy else one.temperature for one, greedy in zip(samplings, is_greedy, strict=True)
     ]
     floats[1] = [one.top_p for one in samplings]
     floats[2] = [one.min_p for one in samplings]
     brought = bring(words, device)
-    as_floats = brought[4:].view(torch.float32)
+    as_floats = brought[4:].view(torch.float32)[:, :num_draws]
     return SamplingRows(
         temperature=as_floats[0],
-        seed_keys=brought[:2].view(-1).view(torch.int64),
-        positions=brought[2],
-        top_k=brought[3],
+        seed_keys=brought[:2].view(-1).view(torch.int64)[:num_draws],
+        positions=brought[2, :num_draws],
+        top_k=brought[3, :num_draws],
         top_p=as_floats[1],
         min_p=as_floats[2],
     )
@@ -160,25 +162,33 @@ def _draw(
     logits: torch.Tensor, draws: Sequence[Draw], is_greedy: Sequence[bool]
 ) -> tuple[list[int], NDArray[np.float32]]:
     """Token ids and best values, on the host."""
-    return _read(_queue(logits, draws, is_greedy))
+    return _read(_queue(logits, draws, is_greedy), len(draws))
 
 
 def _queue(logits: torch.Tensor, draws: Sequence[Draw], is_greedy: Sequence[bool]) -> Fetched:
     """One copy there, the draws, one copy back; waits for none of them."""
     rows = sampling_rows(draws, logits.shape[1], logits.device, is_greedy)
-    out = torch.empty(2, len(draws), dtype=torch.int32, device=logits.device)
+    num_draws = len(draws)
+    out = torch.empty(2, _aligned(num_draws), dtype=torch.int32, device=logits.device)
+    own = out[:, :num_draws]
     draw_tokens(
         logits,
         rows,
         needs=_needs(draws, is_greedy),
-        out=DrawnTokens(out[0], out[1].view(torch.float32)),
+        out=DrawnTokens(own[0], own[1].view(torch.float32)),
     )
     return Fetched(out)
 
 
-def _read(queued: Fetched) -> tuple[list[int], NDArray[np.float32]]:
-    host = queued.wait()
+def _read(queued: Fetched, num_draws: int) -> tuple[list[int], NDArray[np.float32]]:
+    host = queued.wait()[:, :num_draws]
     return host[0].tolist(), host[1].view(np.float32)
+
+
+def _aligned(num_words: int) -> int:
+    """Each row of so many begins where 16 bytes do: Triton compiles a kernel anew for pointers that
+    do not."""
+    return -(-num_words // 4) * 4
 
 
 def _copy_of(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:

@@ -65,16 +65,23 @@ from engine.speculation.acceptance import judge
 WARM_UP = Draw(Sampling(max_tokens=1, temperature=1.0, top_p=0.9), position=0)
 
 
-def warm_up(logits: torch.Tensor) -> None:
+_MANY = 128
+"""Rows from which on the draw's kernels split a row otherwise (baton_kernels/gpu/sampling.py)."""
+
+
+def warm_up(logits: torch.Tensor, max_rows: int = 1) -> None:
     """Draw once in every way that compiles something of its own.
 
     Args:
         logits: [1, V], as the model gives them.
+        max_rows: most that are ever drawn together.
     """
     if logits.device.type == "cpu":
         draw(logits, [WARM_UP])
-    else:
-        warm_up_device(logits)
+        return
+    warm_up_device(logits)
+    if max_rows >= _MANY:
+        warm_up_device(logits.repeat(_MANY, 1))
 
 
 @torch.inference_mode()
