@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import grpc
 
@@ -23,7 +24,7 @@ from process import keys, serving
 from process.deadline import Deadline
 from protos import common_pb2, decode_pb2, decode_pb2_grpc
 from services.decode.role import DecodeRole
-from services.worker import main
+from services.worker import engine_thread, main
 from services.worker.config import WorkerLimits, WorkerSettings
 from services.worker.connector import StoreConnector
 from tests.unit.worker.builders import SALT, fake_engine
@@ -243,13 +244,18 @@ async def movers(
     has_two_nodes: bool = False,
     settings: Callable[[WorkerSettings], WorkerSettings] = lambda made: made,
 ) -> AsyncIterator[Movers]:
-    """Start all; at the end stop them. With two nodes the second worker has a store of its own."""
+    """Start all; at the end stop them. With two nodes the second worker has a store of its own.
+
+    However busy the machine is, an engine hears of all that waits between two steps: tests count
+    the steps that are made.
+    """
     limits = limits or WorkerLimits(
         store_wait_s=WAIT_S, lease_ttl_s=LEASE_TTL_S, attach_budget_s=5.0, drain_s=0.2
     )
     key_file = slab_dir / "handle.keys"
     keys.create(key_file)
     async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(mock.patch.object(engine_thread, "JOBS_S", WAIT_S))
         store_settings = KvStoreSettings(
             slab_dir=str(slab_dir), capacity_bytes=store_bytes, stop_timeout_s=0.0
         )
