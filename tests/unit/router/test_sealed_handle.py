@@ -18,7 +18,7 @@ handles = st.builds(
         signature=signature,
         runs=[
             common_pb2.BlockRun(
-                node_id=ids, blocks=[common_pb2.BlockRef(frame=frame) for frame in frames]
+                node_id=ids, blocks=b"".join(frame.to_bytes(4, "little") for frame in frames)
             )
         ],
         tail=common_pb2.BlockRun(lease_id=tail) if tail else None,
