@@ -116,7 +116,8 @@ class NixlTransport:
         if isinstance(cause, TransferFailed):
             # The agents have lost each other; only a new attachment brings them together again.
             self._rpc.mark_broken(f"NIXL transfer failed: {cause}")
-        if await _settles_at_once(transfer.settled):
+        cause = await _settling(transfer.settled, cause)
+        if transfer.settled.done():
             raise cause
         self._remember(transfer.settled)
         raise PutUnsettled(cause, transfer.settled) from cause
@@ -147,12 +148,10 @@ class NixlTransport:
             patience_s = SETTLE_AT_ONCE_S
             if is_refusal:
                 patience_s = max(patience_s, min(deadline.left_s(), _POLL_TIMEOUT_S))
-            await self._give_up(push_id, items, error, patience_s)
-            raise
+            raise await self._give_up(push_id, items, error, patience_s) from None
         if not reply.terminal:
             late = DeadlineExceeded("push: the time for it ran out")
-            await self._give_up(push_id, items, late)
-            raise late
+            raise await self._give_up(push_id, items, late)
         failed = {index: GENERATION for index in reply.stale}
         came = [index for index in range(len(items)) if index not in failed]
         checksums = await self._hash_all([items[index].block_id for index in came])
@@ -172,13 +171,14 @@ class NixlTransport:
         items: Sequence[GetItem],
         error: BaseException,
         patience_s: float = SETTLE_AT_ONCE_S,
-    ) -> None:
-        """Return when the push is over within `patience_s`; raise `error` with a quarantine when it
-        is not."""
+    ) -> BaseException:
+        """Returns: what to raise, `error` or a cancellation that came meanwhile, when the push is
+        over within `patience_s`; raised with a quarantine when it is not."""
         settled = asyncio.ensure_future(self._settle(push_id))
         self._remember(settled)
-        if await _settles_at_once(settled, patience_s):
-            return
+        error = await _settling(settled, error, patience_s)
+        if settled.done():
+            return error
         quarantine = Quarantine(tuple(item.block_id for item in items), settled)
         message = f"push {push_id} may still write: {error}"
         if isinstance(error, asyncio.CancelledError):
@@ -232,12 +232,14 @@ def region_of(memory: BlockMemory) -> Region:
     return Region(memory.address, num_bytes, memory.device.memory, memory.device.device_id)
 
 
-async def _settles_at_once(
-    settled: asyncio.Future[None], patience_s: float = SETTLE_AT_ONCE_S
-) -> bool:
-    """Whether it is over within `patience_s`. A (second) cancellation only ends the waiting."""
+async def _settling(
+    settled: asyncio.Future[None], cause: BaseException, patience_s: float = SETTLE_AT_ONCE_S
+) -> BaseException:
+    """Wait for it at most so long. Returns: `cause`, or the cancellation that ended the waiting if
+    that was no cancellation itself: whoever asked has gone, and must not be taken for still there.
+    """
     try:
         await asyncio.wait([settled], timeout=patience_s)
-    except asyncio.CancelledError:
-        return settled.done()
-    return settled.done()
+    except asyncio.CancelledError as cancelled:
+        return cause if isinstance(cause, asyncio.CancelledError) else cancelled
+    return cause

@@ -22,7 +22,7 @@ CODE = """if True:
     from services.worker.config import WorkerSettings
     from tests.unit.worker.builders import fake_engine
 
-    async def load(settings, stop, health):
+    async def load(settings, stop, health, draft_workers):
         engine = fake_engine()
         engine.has_work = lambda: True
         engine.step = lambda: threading.Event().wait()
