@@ -35,10 +35,14 @@ def markdown(found: Mapping[str, Any]) -> str:
         lines.append("")
     if speed := found.get("speed"):
         ways = list(next(iter(speed.values())))
-        lines += ["Speed against plain decoding:", "", f"| | {' | '.join(ways)} |"]
+        title = "Speed against plain decoding by the clock, median (least to greatest round):"
+        lines += [title, "", f"| | {' | '.join(ways)} |"]
         lines.append("|---|" + "---:|" * len(ways))
         for name, by_way in speed.items():
-            shown = [f"{by_way[one]['speed']:.2f}" for one in ways]
+            shown = []
+            for one in (by_way[way] for way in ways):
+                low, high = one["wall_speed_range"]
+                shown.append(f"{one['wall_speed']:.2f} ({low:.2f} to {high:.2f})")
             lines.append(f"| {name} | {' | '.join(shown)} |")
         lines.append("")
     return "\n".join(lines)

@@ -7,10 +7,10 @@ steps with them: what counts is the mean of the rounds' ratios. In a storm alway
 prompts are under way, each handed over to the decode worker and ended after its second token: a
 decode worker that shares nothing with prefill but the handover should not show it.
 
-What is told of each, quiet and storm: `seen`, what the streams' clients saw between two messages,
-and `steps`, from one step of the decode worker's engine to the next, by its step log; the longest
-of these with what went on beside (benchmarks/step_times.py). The last line printed is one JSON
-object.
+What is told of each, quiet and storm: `seen`, what the streams' clients saw between two messages
+(and `pauses_of_who_watched`, which are their own), and `steps`, from one step of the decode
+worker's engine to the next, by its step log; the longest of these with what went on beside
+(benchmarks/step_times.py). The last line printed is one JSON object.
 
     python -m benchmarks.storm --shape llama-8b --device cuda:0,cuda:1 --handover direct
 
@@ -40,6 +40,7 @@ from benchmarks.context import context, publish
 from benchmarks.random_checkpoint import SHAPES
 from benchmarks.step_times import Span, cuts, explain
 from benchmarks.storm_streams import PROMPT_TOKENS, TIMEOUT_S, StreamPlan, Streams, prompt_of
+from process import interpreter
 from services.worker import step_log
 
 MAX_TOKENS = {"llama-8b": 8000, "qwen3-0.6b": 30000}
@@ -131,11 +132,13 @@ def _measured(address: str, folder: Path, arguments: argparse.Namespace) -> dict
     prompts = [
         prompt_of(rng, vocab_size, arguments.prompt_tokens) for _ in range(arguments.num_prompts)
     ]
+    interpreter.begin_serving()
     plan = StreamPlan(address, vocab_size, arguments.streams, arguments.max_tokens, arguments.seed)
     with Streams.running(plan) as streams:
         streams.wait_begun()
         quiet, stormy, ttft_s = asyncio.run(_storms(address, prompts, arguments))
-        times = streams.end()
+        seen = streams.end()
+    times = seen.streams
     return {
         "quiet": quiet,
         "storm": stormy,
@@ -144,6 +147,10 @@ def _measured(address: str, folder: Path, arguments: argparse.Namespace) -> dict
         "p99_storm_of_quiet": _ratio(
             [(_seen(times, [q]), _seen(times, [s])) for q, s in zip(quiet, stormy, strict=True)]
         ),
+        "pauses_of_who_watched": [
+            {"in_storm": any(at_s in span for span in stormy), "ms": round(seconds * 1e3, 2)}
+            for at_s, seconds in seen.pauses
+        ],
         "storm_prompts": len(ttft_s),
         "storm_ttft_p50_ms": round(statistics.median(ttft_s) * 1e3, 1),
     }

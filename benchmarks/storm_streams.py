@@ -1,10 +1,15 @@
 """The streams of benchmarks.storm, in a process of their own: nothing else that the benchmark does
 can delay what they see. Times are seconds of the machine's monotonic clock.
+
+Nor can its own garbage collector: the process imports all that the benchmark does, and one look at
+every object there is takes as long as a dozen tokens. It looks at them once, before the streams
+begin, and tells of each later look that took long.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import multiprocessing
 import random
 import time
@@ -15,10 +20,12 @@ from multiprocessing.connection import Connection
 from typing import Any, Self
 
 from baton.client import Client
+from process import interpreter
 
 PROMPT_TOKENS = 256
 TIMEOUT_S = 300.0
 _WARM_TOKENS = 8
+_LONG_S = 0.001
 
 
 def prompt_of(rng: random.Random, vocab_size: int, num_tokens: int) -> list[int]:
@@ -37,9 +44,22 @@ class StreamPlan:
     seed: int
 
 
+@dataclass(frozen=True)
+class Seen:
+    """What came of the streams.
+
+    Attributes:
+        streams: when each token of each stream came, and how many came with it.
+        pauses: of the process that watched, for its garbage: when each began, and seconds.
+    """
+
+    streams: list[list[tuple[float, int]]]
+    pauses: list[tuple[float, float]]
+
+
 class Streams:
-    """The way to that process: `running` starts it, `wait_begun` waits, `end` brings back when
-    each token of each stream came, and how many came with it."""
+    """The way to that process: `running` starts it, `wait_begun` waits, `end` brings back what it
+    has seen."""
 
     def __init__(self, connection: Any) -> None:
         self._connection = connection
@@ -65,10 +85,10 @@ class Streams:
         """Until every stream decodes. Raises: RuntimeError with what they failed with."""
         self._hear()
 
-    def end(self) -> list[list[tuple[float, int]]]:
+    def end(self) -> Seen:
         """Raises: RuntimeError when a stream ended before."""
         self._connection.send("end")
-        found: list[list[tuple[float, int]]] = self._hear()
+        found: Seen = self._hear()
         return found
 
     def _hear(self) -> Any:
@@ -80,8 +100,25 @@ class Streams:
         return value
 
 
+class _Pauses:
+    """Of the garbage collector, from here on."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[float, float]] = []
+        self._begun_s = 0.0
+        gc.callbacks.append(self._note)
+
+    def _note(self, phase: str, _: dict[str, int]) -> None:
+        now_s = time.monotonic()
+        if phase == "start":
+            self._begun_s = now_s
+        elif now_s - self._begun_s >= _LONG_S:
+            self.found.append((self._begun_s, now_s - self._begun_s))
+
+
 def _run(plan: StreamPlan, connection: Connection) -> None:
     try:
+        interpreter.begin_serving()
         asyncio.run(_stream_all(plan, connection))
     except Exception as error:  # the other process says it
         connection.send((f"{type(error).__name__}: {error}", None))
@@ -89,6 +126,7 @@ def _run(plan: StreamPlan, connection: Connection) -> None:
 
 async def _stream_all(plan: StreamPlan, connection: Connection) -> None:
     rng = random.Random(plan.seed)
+    pauses = _Pauses()
     seen: list[list[tuple[float, int]]] = [[] for _ in range(plan.num_streams)]
     async with Client(plan.address) as client:
 
@@ -116,7 +154,7 @@ async def _stream_all(plan: StreamPlan, connection: Connection) -> None:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        connection.send(("", seen))
+        connection.send(("", Seen(seen, pauses.found)))
 
 
 def _check(tasks: Sequence[asyncio.Task[None]]) -> None:

@@ -28,7 +28,8 @@ def check_request(request: Request, model: ModelInfo) -> None:
     prompt = request.prompt_token_ids
     if not prompt:
         raise InvalidRequest("prompt_token_ids", "empty")
-    if min(prompt) < 0 or max(prompt) >= model.vocab_size:
+    least, greatest = request.token_id_range
+    if least < 0 or greatest >= model.vocab_size:
         raise InvalidRequest("prompt_token_ids", f"an id outside [0, {model.vocab_size})")
     if len(prompt) >= model.context_window:
         raise RequestTooLong(

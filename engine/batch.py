@@ -82,6 +82,10 @@ class Batch:
     """Keep the same of all tokens, where the model can (LoadedModel.every_hidden). With
     `wants_hidden`."""
 
+    wants_layers: tuple[int, ...] = ()
+    """Keep what goes into these layers (LoadedModel.layer_inputs), by the number of layers before
+    each. With `wants_every_hidden`; below Ends.num_layers."""
+
     @property
     def positions(self) -> list[int]:
         """[T] absolute positions."""

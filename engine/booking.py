@@ -1,6 +1,6 @@
 """Booking: what one step did, written into the sequences and told as events: tokens computed and
-drawn, blocks filled, samples forked, held or ended. Decides who ends and why; schedules nothing.
-Engine thread only.
+drawn, blocks filled, samples forked, held or ended. Why one ends is growth's (growth.py); schedules
+nothing. Engine thread only.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ import torch
 from engine.accounts import Totals
 from engine.beam import Beams
 from engine.constraints import Constraints
-from engine.errors import EngineError, IntegrityError, InvalidRequest, PolicyFailed
+from engine.errors import EngineError, InvalidRequest
 from engine.group import Group
+from engine.growth import Growth
 from engine.holdings import Holdings
 from engine.lora.registry import Adapters
 from engine.metrics import EngineMetrics
 from engine.preemptor import Preemptor
-from engine.request import FinishReason, State, StopPolicy, StopView
+from engine.request import FinishReason, State, StopPolicy
 from engine.sampling.row import Drawn
 from engine.scheduler import Scheduler
-from engine.sequence import Sequence, finish_reason, should_hold
+from engine.sequence import Sequence, should_hold
 from engine.speculation.tree import ROOT, TokenTree
 from engine.step_output import FilledBlock, RequestEvent
 from engine.told import event_without_tokens, logprobs_of, traces_of
@@ -53,11 +54,10 @@ class Booking:
         self._scheduler = scheduler
         self._preemptor = preemptor
         self._constraints = constraints
+        self._growth = Growth(constraints, eos_token_ids=eos_token_ids, stop_policy=stop_policy)
         self._adapters = adapters
         self._metrics = metrics
         self._totals = totals
-        self._eos_token_ids = eos_token_ids
-        self._stop_policy = stop_policy
         self._now = 0.0
         self.beams = Beams(
             holdings, scheduler, eos_token_ids=eos_token_ids, end=self.end, tell=self._tell
@@ -150,7 +150,7 @@ class Booking:
                 error = sequence.grammar.error or error
             if error is None:
                 try:
-                    reason = self._accept(sequence, one)
+                    reason = self._growth.accept(sequence, one)
                 except EngineError as problem:
                     error = problem
             if error is not None:
@@ -223,21 +223,11 @@ class Booking:
         """One drawn token, and those that a grammar forces with it."""
         num_before = len(sequence.token_ids)
         try:
-            reason = self._accept(sequence, drawn)
+            reason = self._growth.accept(sequence, drawn)
         except EngineError as error:
             return self.fail(sequence, error)
         taken = ((drawn, len(sequence.token_ids)),)
         return self._told(sequence, taken, num_before, reason, filled, now)
-
-    def _accept(self, sequence: Sequence, drawn: Drawn) -> FinishReason | None:
-        """Raises: EngineError from its grammar or the stop policy."""
-        wanted: tuple[int, ...] = (drawn.token_id,)
-        if sequence.grammar is not None and self._stop_policy is None:  # it sees every token
-            wanted = self._constraints.tokens_for(sequence, drawn.token_id)
-        reason = self._add(sequence, wanted)
-        if reason is None and self._stop_policy is not None:
-            reason = self._ask_policy(sequence, self._stop_policy)
-        return reason
 
     def _told(
         self,
@@ -284,41 +274,6 @@ class Booking:
             None if taken[0][0].trace is None else traces_of(taken, token_ids, num_before),
             (reason is not None or is_holding) and self._is_over(group),
         )
-
-    def _add(self, sequence: Sequence, token_ids: tuple[int, ...]) -> FinishReason | None:
-        """Take tokens up to one that ends the sample. Raises: EngineError from its grammar."""
-        grammar = sequence.grammar
-        for token_id in token_ids:
-            if grammar is not None and not grammar.accept(token_id):
-                raise grammar.error or IntegrityError(
-                    f"{sequence.key}: token {token_id} was drawn against its grammar"
-                )
-            sequence.add_token(token_id)
-            reason = finish_reason(
-                sequence.request.sampling,
-                token_id,
-                len(sequence.token_ids) - sequence.num_prompt_tokens,
-                sequence.group.max_output_tokens,
-                self._eos_token_ids,
-            )
-            if reason is not None:
-                return reason
-        if grammar is not None and grammar.is_complete:
-            return FinishReason.GRAMMAR
-        return None
-
-    def _ask_policy(self, sequence: Sequence, policy: StopPolicy) -> FinishReason | None:
-        request = sequence.request
-        view = StopView(
-            request.request_id,
-            sequence.sample_index,
-            request.prompt_token_ids,
-            sequence.output_token_ids,
-        )
-        try:
-            return FinishReason.POLICY if policy(view) else None
-        except Exception as error:  # the border to code that is not ours
-            raise PolicyFailed(f"the stop policy raised {type(error).__name__}: {error}") from error
 
     def _is_over(self, group: Group) -> bool:
         """Every sample has finished, or holds."""
@@ -368,7 +323,7 @@ class Booking:
         """
         outputs, group.first_outputs = group.first_outputs, ()
         for sample, token_ids in zip(self.fork(group), outputs, strict=True):
-            if self._add(sample, token_ids) is not None:
+            if self._growth.add(sample, token_ids) is not None:
                 group.unwanted.add(sample.sample_index)
         if group.unwanted >= set(group.samples):  # a grammar's end, which `start` cannot see
             raise InvalidRequest("outputs", "every sample has ended already")

@@ -26,7 +26,7 @@ from engine.noise import uniform, words
 from engine.request import ModelInfo
 
 HIDDEN_SIZE = 8
-"""Of a fake hidden state: the first logits."""
+"""Of a fake hidden state: the first logits; of what goes into layer i, 1 + i more."""
 
 
 class FakeModel(InOneProcess):
@@ -82,6 +82,7 @@ class FakeModel(InOneProcess):
         blocks."""
         self.num_forwards += 1
         self.kept_hidden = self.kept_every_hidden = None
+        self.kept_layer_inputs = {}
         rows: dict[int, torch.Tensor] = {}
         wanted = batch.draw_indices
         if batch.wants_every_hidden:
@@ -104,6 +105,9 @@ class FakeModel(InOneProcess):
             self.kept_hidden = logits[:, :HIDDEN_SIZE].clone()
         if batch.wants_every_hidden:
             self.kept_every_hidden = torch.stack([rows[i] for i in wanted])[:, :HIDDEN_SIZE].clone()
+            self.kept_layer_inputs = {
+                layer: self.kept_every_hidden + 1 + layer for layer in batch.wants_layers
+            }
         return logits
 
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:

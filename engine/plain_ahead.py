@@ -79,6 +79,7 @@ class AheadModel:
         self.attach = model.attach
         self.hidden = model.hidden
         self.every_hidden = model.every_hidden
+        self.layer_inputs = model.layer_inputs
         self.ends = model.ends
         self.warm_up = model.warm_up
         self.check_alive = model.check_alive

@@ -253,6 +253,14 @@ class Request:
     """Report the prompt's embedding with its first token, which means nothing. One sample, no
     beams."""
 
+    token_id_range: tuple[int, int] = field(init=False, repr=False, compare=False)
+    """(least, greatest) token id of the prompt; (0, 0) of an empty one. Looked for by whoever makes
+    the request, so that the engine's thread, for which all streams wait, need not."""
+
+    def __post_init__(self) -> None:
+        prompt = self.prompt_token_ids
+        object.__setattr__(self, "token_id_range", (min(prompt), max(prompt)) if prompt else (0, 0))
+
 
 @dataclass(frozen=True)
 class Reservation:

@@ -162,6 +162,7 @@ class Runner:
                 guesses,
                 clears_entered=self._model.reads_unwritten,
                 wants_hidden=Wants.NONE if speculator is None else speculator.readers.wants,
+                wants_layers=() if speculator is None else speculator.readers.layers,
             )
             self.is_device_behind = True
             logits, drawn = self._draw(step, planned)

@@ -67,6 +67,7 @@ def build(
     *,
     clears_entered: bool = True,
     wants_hidden: Wants = Wants.NONE,
+    wants_layers: tuple[int, ...] = (),
 ) -> Step:
     """Lay out the planned tokens.
 
@@ -78,6 +79,7 @@ def build(
         clears_entered: also of samples that have drawn (LoadedModel.reads_unwritten); as
             engine/decode_rows.py.
         wants_hidden: what drafters can use.
+        wants_layers: whose inputs they can use, too.
     """
     size = kv.layout.block_size
     all_token_ids: list[int] = []
@@ -146,6 +148,7 @@ def build(
         tuple(draw_indices),
         wants_hidden=bool(wants_hidden) or any(sample.gives_embedding for sample in samples),
         wants_every_hidden=wants_hidden is Wants.EVERY,
+        wants_layers=wants_layers,
     )
     return Step(
         batch,
@@ -176,17 +179,22 @@ def _tree_draws(root: Draw, tree: TokenTree, proposals: Values[Proposals | None]
     if root.history is not None:
         histories[ROOT] = root.history
     draws: list[Draw] = []
-    nodes = zip(tree.token_ids, tree.parents, proposals, strict=True)
-    for node, (token_id, parent, proposed) in enumerate(nodes):
+    nodes = zip(tree.token_ids, tree.parents, tree.depths, proposals, strict=True)
+    for node, (token_id, parent, depth, proposed) in enumerate(nodes):
         if histories:
             histories[node] = histories[parent].fork()
             histories[node].append(token_id)
+        # Positional, as it is made for every node while the device waits: a third of the price.
         draws.append(
-            root._replace(
-                position=root.position + tree.depths[node],
-                num_output_tokens=root.num_output_tokens + tree.depths[node],
-                history=histories.get(node),
-                proposals=proposed,
+            Draw(
+                root.sampling,
+                root.position + depth,
+                root.sample_index,
+                root.num_output_tokens + depth,
+                root.end_token_ids,
+                histories.get(node),
+                root.bitmask,
+                proposed,
             )
         )
     return draws

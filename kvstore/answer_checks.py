@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvstore import wire
+from kvstore.packed import PackedBlocks
 from protos import common_pb2, kvstore_pb2
 
 _INCARNATION_BYTES = 16
@@ -128,6 +129,14 @@ def check_confirmed(reply: kvstore_pb2.ConfirmReply, request: kvstore_pb2.Confir
     """Raises: SpoiledAnswer."""
     if any(index >= len(request.frames) for index in reply.stale):
         raise SpoiledAnswer("a block that was not asked for")
+
+
+def read_rest(reply: kvstore_pb2.AwaitLentReply) -> PackedBlocks:
+    """What it names. Raises: SpoiledAnswer."""
+    try:
+        return PackedBlocks(reply.blocks)
+    except ValueError as error:
+        raise SpoiledAnswer(str(error)) from error
 
 
 def _check_committed(

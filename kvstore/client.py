@@ -34,6 +34,7 @@ from kvstore.lease_calls import LeaseCalls
 from kvstore.link import Rates
 from kvstore.link_meter import LinkMeter
 from kvstore.moved import Moved, reason_of
+from kvstore.packed import PackedBlocks
 from kvstore.putting import PutResult, Putter
 from kvstore.rpc import Attached, StoreRpc
 from kvstore.transport.base import BlockMemory, GetResult, Transport
@@ -70,6 +71,7 @@ class StoreClient:
         self.num_frames = attached.num_frames
         self.transport_name = transport.name
         self._rpc = rpc
+        self._attached = attached
         self._attachment_id = attached.attachment_id
         self._transport = transport
         self._background = Background()
@@ -204,6 +206,33 @@ class StoreClient:
         """End leases; empty ids and leases that are over are passed over. Returns: how many
         ended."""
         return await self._leases.release(lease_ids, deadline)
+
+    @property
+    def tells_when_lent(self) -> bool:
+        """Whether `await_lent` can be asked."""
+        return self._attached.tells_when_lent
+
+    async def await_lent(
+        self, lease_id: str, *, num_known: int, num_wanted: int, wait_s: float, deadline: Deadline
+    ) -> tuple[PackedBlocks, bool]:
+        """Of a lender: what a lease lends beyond the first `num_known` blocks, as soon as it lends
+        `num_wanted` in all or grows no more, after `wait_s` at the latest.
+
+        Returns: they, and whether no more will come. Nothing vouches for them: no block may be used
+        that no handle names just so.
+        Raises: LeaseLapsed, NoCapacity, Unavailable, DeadlineExceeded.
+        """
+        self.num_uses += 1
+        request = kvstore_pb2.AwaitLentRequest(
+            attachment_id=self._attachment_id,
+            lease_id=lease_id,
+            num_known=num_known,
+            num_wanted=num_wanted,
+            budget_ms=wire.ttl_ms(wait_s),
+        )
+        reply = await self._rpc.call(self._rpc.stub.AwaitLent, request, deadline)
+        with self._rpc.reading():
+            return answer_checks.read_rest(reply), reply.is_all
 
     async def status(
         self, *, check_integrity: bool = False, deadline: Deadline

@@ -91,6 +91,15 @@ class PackedBlocks(Sequence[Block]):
         fits &= self._column("num_hash_bytes")[:count] == CHAIN_HASH_BYTES
         return count if fits.all() else int(fits.argmin())
 
+    def num_same(self, other: PackedBlocks) -> int:
+        """How many leading blocks are the same in both, in everything that is said of them."""
+        count = min(len(self), len(other))
+        ours, theirs = self.data[: count * ROW_BYTES], other.data[: count * ROW_BYTES]
+        if ours == theirs:
+            return count
+        same = np.frombuffer(ours, np.uint8) == np.frombuffer(theirs, np.uint8)
+        return int(same.reshape(count, ROW_BYTES).all(axis=1).argmin())
+
     def __len__(self) -> int:
         return len(self.data) // ROW_BYTES
 

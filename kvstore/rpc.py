@@ -41,6 +41,8 @@ class Attached:
     """A lender's memory, of transport cuda_ipc."""
     keeps_history: bool = False
     """It wants to hear which blocks were verified."""
+    tells_when_lent: bool = False
+    """A lender that can be asked for the rest of a lease that still grows."""
 
     @classmethod
     def of(cls, reply: kvstore_pb2.AttachReply) -> Attached:
@@ -55,6 +57,7 @@ class Attached:
             region_address=reply.region_address,
             shared=Shared(reply.ipc_handle, reply.ipc_offset_bytes) if reply.ipc_handle else None,
             keeps_history=reply.keeps_history,
+            tells_when_lent=reply.tells_when_lent,
         )
 
 

@@ -80,7 +80,8 @@ RULES: Mapping[Role, Rules] = {
         **_rules(
             "baton.v1.KvStore",
             {
-                "Attach Detach Match Pin Renew Push GetPush Confirm Read Report": [Role.DECODE],
+                "Attach Detach Match Pin Renew Push GetPush Read Report": [Role.DECODE],
+                "Confirm AwaitLent": [Role.DECODE],
                 "Release": [Role.DECODE, Role.ROUTER],
                 "GetStatus": [Role.DECODE, *_LOOKING_ON],
                 "Reserve Commit Abort Write List GetBlockHistory": [],
@@ -110,7 +111,7 @@ RULES: Mapping[Role, Rules] = {
                 "Release": [*WORKERS, Role.ROUTER],
                 "GetStatus": [*WORKERS, *_LOOKING_ON],
                 "List GetBlockHistory": [Role.ADMIN],
-                "Confirm": [],
+                "Confirm AwaitLent": [],
             },
         ),
         **_STANDARD,

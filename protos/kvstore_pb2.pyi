@@ -49,7 +49,7 @@ class AttachRequest(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., worker_incarnation: _Optional[bytes] = ..., model_fingerprint: _Optional[bytes] = ..., block_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., nixl_agent: _Optional[str] = ..., nixl_metadata: _Optional[bytes] = ..., region_address: _Optional[int] = ..., region_num_blocks: _Optional[int] = ..., region_device_id: _Optional[int] = ..., region_memory: _Optional[str] = ..., checksum: _Optional[int] = ..., host_id: _Optional[str] = ...) -> None: ...
 
 class AttachReply(_message.Message):
-    __slots__ = ("node_id", "incarnation", "frame_bytes", "num_frames", "slab_path", "slab_bytes", "frames_offset", "generations_offset", "nixl_agent", "nixl_metadata", "region_address", "attachment_id", "checksum", "ipc_handle", "ipc_offset_bytes", "keeps_history")
+    __slots__ = ("node_id", "incarnation", "frame_bytes", "num_frames", "slab_path", "slab_bytes", "frames_offset", "generations_offset", "nixl_agent", "nixl_metadata", "region_address", "attachment_id", "checksum", "ipc_handle", "ipc_offset_bytes", "keeps_history", "tells_when_lent")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     FRAME_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -66,6 +66,7 @@ class AttachReply(_message.Message):
     IPC_HANDLE_FIELD_NUMBER: _ClassVar[int]
     IPC_OFFSET_BYTES_FIELD_NUMBER: _ClassVar[int]
     KEEPS_HISTORY_FIELD_NUMBER: _ClassVar[int]
+    TELLS_WHEN_LENT_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     incarnation: bytes
     frame_bytes: int
@@ -82,7 +83,8 @@ class AttachReply(_message.Message):
     ipc_handle: bytes
     ipc_offset_bytes: int
     keeps_history: bool
-    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., frame_bytes: _Optional[int] = ..., num_frames: _Optional[int] = ..., slab_path: _Optional[str] = ..., slab_bytes: _Optional[int] = ..., frames_offset: _Optional[int] = ..., generations_offset: _Optional[int] = ..., nixl_agent: _Optional[str] = ..., nixl_metadata: _Optional[bytes] = ..., region_address: _Optional[int] = ..., attachment_id: _Optional[str] = ..., checksum: _Optional[int] = ..., ipc_handle: _Optional[bytes] = ..., ipc_offset_bytes: _Optional[int] = ..., keeps_history: bool = ...) -> None: ...
+    tells_when_lent: bool
+    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., frame_bytes: _Optional[int] = ..., num_frames: _Optional[int] = ..., slab_path: _Optional[str] = ..., slab_bytes: _Optional[int] = ..., frames_offset: _Optional[int] = ..., generations_offset: _Optional[int] = ..., nixl_agent: _Optional[str] = ..., nixl_metadata: _Optional[bytes] = ..., region_address: _Optional[int] = ..., attachment_id: _Optional[str] = ..., checksum: _Optional[int] = ..., ipc_handle: _Optional[bytes] = ..., ipc_offset_bytes: _Optional[int] = ..., keeps_history: bool = ..., tells_when_lent: bool = ...) -> None: ...
 
 class DetachRequest(_message.Message):
     __slots__ = ("attachment_id",)
@@ -329,6 +331,28 @@ class ConfirmReply(_message.Message):
     STALE_FIELD_NUMBER: _ClassVar[int]
     stale: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, stale: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class AwaitLentRequest(_message.Message):
+    __slots__ = ("attachment_id", "lease_id", "num_known", "num_wanted", "budget_ms")
+    ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_KNOWN_FIELD_NUMBER: _ClassVar[int]
+    NUM_WANTED_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_MS_FIELD_NUMBER: _ClassVar[int]
+    attachment_id: str
+    lease_id: str
+    num_known: int
+    num_wanted: int
+    budget_ms: int
+    def __init__(self, attachment_id: _Optional[str] = ..., lease_id: _Optional[str] = ..., num_known: _Optional[int] = ..., num_wanted: _Optional[int] = ..., budget_ms: _Optional[int] = ...) -> None: ...
+
+class AwaitLentReply(_message.Message):
+    __slots__ = ("blocks", "is_all")
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    IS_ALL_FIELD_NUMBER: _ClassVar[int]
+    blocks: bytes
+    is_all: bool
+    def __init__(self, blocks: _Optional[bytes] = ..., is_all: bool = ...) -> None: ...
 
 class WriteChunk(_message.Message):
     __slots__ = ("attachment_id", "lease_id", "frame", "generation", "offset", "data")

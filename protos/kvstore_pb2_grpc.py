@@ -94,6 +94,11 @@ class KvStoreStub(object):
                 request_serializer=protos_dot_kvstore__pb2.ConfirmRequest.SerializeToString,
                 response_deserializer=protos_dot_kvstore__pb2.ConfirmReply.FromString,
                 _registered_method=True)
+        self.AwaitLent = channel.unary_unary(
+                '/baton.v1.KvStore/AwaitLent',
+                request_serializer=protos_dot_kvstore__pb2.AwaitLentRequest.SerializeToString,
+                response_deserializer=protos_dot_kvstore__pb2.AwaitLentReply.FromString,
+                _registered_method=True)
         self.Write = channel.stream_unary(
                 '/baton.v1.KvStore/Write',
                 request_serializer=protos_dot_kvstore__pb2.WriteChunk.SerializeToString,
@@ -210,6 +215,14 @@ class KvStoreServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AwaitLent(self, request, context):
+        """Of a lender, asked while a prompt is still computed: the rest of a lease as soon as all of it is lent, so that the last
+        blocks are copied while their handle is on its way. Says where bytes lie and no more: only a handle lets anybody use them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Write(self, request_iterator, context):
         """gRPC transport.
         """
@@ -312,6 +325,11 @@ def add_KvStoreServicer_to_server(servicer, server):
                     servicer.Confirm,
                     request_deserializer=protos_dot_kvstore__pb2.ConfirmRequest.FromString,
                     response_serializer=protos_dot_kvstore__pb2.ConfirmReply.SerializeToString,
+            ),
+            'AwaitLent': grpc.unary_unary_rpc_method_handler(
+                    servicer.AwaitLent,
+                    request_deserializer=protos_dot_kvstore__pb2.AwaitLentRequest.FromString,
+                    response_serializer=protos_dot_kvstore__pb2.AwaitLentReply.SerializeToString,
             ),
             'Write': grpc.stream_unary_rpc_method_handler(
                     servicer.Write,
@@ -668,6 +686,33 @@ class KvStore(object):
             '/baton.v1.KvStore/Confirm',
             protos_dot_kvstore__pb2.ConfirmRequest.SerializeToString,
             protos_dot_kvstore__pb2.ConfirmReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AwaitLent(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.KvStore/AwaitLent',
+            protos_dot_kvstore__pb2.AwaitLentRequest.SerializeToString,
+            protos_dot_kvstore__pb2.AwaitLentReply.FromString,
             options,
             channel_credentials,
             insecure,

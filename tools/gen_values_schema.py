@@ -26,9 +26,11 @@ from typing import Any
 
 import yaml
 
+from engine.config import EngineConfig
+from engine.speculation.config import SpeculationConfig
 from kvstore.config import KvStoreSettings
 from services.autoscaler.config import AutoscalerSettings
-from services.draft.config import DraftSettings
+from services.draft.config import HEEDED, HEEDED_SPECULATION, DraftSettings
 from services.router.config import RouterSettings
 from services.worker.config import WorkerSettings
 
@@ -58,32 +60,11 @@ _DRAFT = (
     "engine.model",
     "engine.device",
     "limits.drain_s",
-    # A draft model is computed by one process in its own dtype, as far as its window goes, and
-    # guesses alone (engine/speculation/load.py).
+    *(f"engine.{one.name}" for one in dataclasses.fields(EngineConfig) if one.name not in HEEDED),
     *(
-        f"engine.{key}"
-        for key in (
-            "context_window",
-            "weight_dtype",
-            "kv_dtype",
-            "tensor_parallel",
-            "pipeline_parallel",
-            "exact",
-            "overlap",
-        )
-    ),
-    *(
-        f"engine.speculation.{key}"
-        for key in (
-            "drafters",
-            "draft_models",
-            "draft_heads",
-            "draft_workers",
-            "draft_deadline_s",
-            "acceptance",
-            "always",
-            "ngram",
-        )
+        f"engine.speculation.{one.name}"
+        for one in dataclasses.fields(SpeculationConfig)
+        if one.name not in HEEDED_SPECULATION
     ),
 )
 MANAGED: Mapping[str, tuple[type, tuple[str, ...]]] = {

@@ -1,8 +1,8 @@
 """Does the model fit into what its workers may have? Pure but for `sizes_of`, which reads files or
 asks the Hugging Face hub.
 
-Finds the workers' settings where the chart puts them: a ConfigMap with `prefill.toml` and
-`decode.toml`. On CPUs the container's memory limit counts, on GPUs what the nodes' labels say of
+Finds the workers' settings where the chart puts them: ConfigMaps with `prefill.toml`, `decode.toml`
+and `draft.toml`. On CPUs the container's memory limit counts, on GPUs what the nodes' labels say of
 their memory (`nvidia.com/gpu.memory`, set by GPU feature discovery).
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import huggingface_hub
@@ -28,7 +28,10 @@ PROCESS_BYTES = 450 * 2**20
 
 _HUB_S = 15.0
 _GPU_MEMORY = "nvidia.com/gpu.memory"
-_ROLES = ("prefill", "decode")
+_ROLES = ("prefill", "decode", "draft")
+DRAFT_KV_BYTES, DRAFT_NUM_RUNNING = 256 * 2**20, 64
+"""Of a draft worker whose settings say nothing else: engine.speculation.draft_kv_bytes, and
+engine.max_num_running."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +99,33 @@ def check(needs: Needs, cluster: Cluster, sizes: Mapping[str, Sizes | str]) -> I
         if memory is None:
             what = f"{role}: {engine['model']} says too little of its shape to know its memory"
             yield Finding("model", Status.WARN, what)
+        elif role == "draft":
+            yield _drafts(engine, memory, pod, cluster)
         else:
             yield _fits(role, engine, memory, pod, cluster)
+
+
+def _drafts(
+    engine: Mapping[str, Any], memory: ModelMemory, pod: PodNeed, cluster: Cluster
+) -> Finding:
+    """A draft worker's KV has a bound of its own, and is all taken at start."""
+    speculation = engine.get("speculation") or {}
+    bound = float(speculation.get("draft_kv_bytes", DRAFT_KV_BYTES))
+    window_bytes = memory.kv_bytes_per_token * memory.context_window
+    if window_bytes > bound:
+        return Finding(
+            "model",
+            Status.FAIL,
+            f"draft: {engine.get('model')}: {memory.context_window} tokens of KV take "
+            f"{_gib(window_bytes)}, draft_kv_bytes are {_gib(bound)}",
+            "raise draft.settings.engine.speculation.draft_kv_bytes, or lower "
+            "draft.settings.engine.context_window",
+        )
+    num_running = int(engine.get("max_num_running", DRAFT_NUM_RUNNING))
+    num_tokens = int(min(num_running * window_bytes, bound) // memory.kv_bytes_per_token)
+    # Its part of a GPU is what it takes: no share is set aside.
+    whole = {**engine, "memory_share": 1.0}
+    return _fits("draft", whole, replace(memory, context_window=num_tokens), pod, cluster)
 
 
 def _fits(
@@ -113,6 +141,8 @@ def _fits(
         has = _gpu_bytes(cluster)
         has = has and has * float(engine.get("memory_share", 0.9))
         place, fix = "each GPU may use", "more GPUs (tensor_parallel), or larger ones"
+        if role == "draft":
+            fix = "a larger GPU"
         if beside:
             fix = f"lower {role}.settings.engine.weights_device_bytes, or larger GPUs"
     else:
@@ -134,7 +164,10 @@ def _fits(
         return Finding("model", Status.WARN, f"{asks}; nobody says what there is")
     if needed <= has:
         return Finding("model", Status.OK, f"{asks}; {place} {_gib(has)}")
-    fix += f", or {role}.settings.engine.context_window={memory.context_window // 2} or less"
+    if role == "draft":
+        fix += ", or less draft.settings.engine.speculation.draft_kv_bytes"
+    else:
+        fix += f", or {role}.settings.engine.context_window={memory.context_window // 2} or less"
     return Finding("model", Status.FAIL, f"{asks}; {place} {_gib(has)}", fix)
 
 

@@ -20,6 +20,7 @@ from baton_kernels.layer_ops import rms_norm
 from torch.nn.functional import embedding
 
 from engine.decoder.inputs import DecodeInputs, MixedInputs
+from engine.decoder.keeping import Keeping
 from engine.decoder.layer_attention import LayerAttention
 from engine.decoder.projection import Projection
 from engine.decoder.weights import DecoderWeights, LayerWeights
@@ -30,6 +31,10 @@ if TYPE_CHECKING:  # which brings transformers along; ranks' processes need none
 _LEAST_SPARED_ROWS = 64
 """The last layer computes only rows that are drawn from, where that spares so many. A guess: what
 two more small launches cost."""
+
+_NUM_FIRST_LAYERS = 2
+"""Of a step that has two graphs, in the first one: the device's time for them is what the host has
+for launching the others."""
 
 _AttendLayer = Callable[[int, LayerWeights, torch.Tensor], torch.Tensor]
 """(index among this stage's layers, layer, qkv [T, (H + 2 K) D]) -> [T, H D]."""
@@ -83,9 +88,8 @@ class Decoder:
         self.weights = weights
         self.shape = weights.shape
         self.is_exact = is_exact
-        self.keeps_hidden = False
-        """Leave what the head makes logits of in `kept_hidden`, [R, hidden]. Not under a graph."""
-        self.kept_hidden: torch.Tensor | None = None
+        self.keeping: Keeping | None = None
+        """What `forward` and `forward_attending` leave beside logits. Not under a graph."""
         self.backend: Backend
         self._collective = collective
         self._adds_residual = collective is None or collective.rank == 0
@@ -144,11 +148,16 @@ class Decoder:
         stream = Stream(self._embed(inputs.token_ids, hidden))
         last = len(self.weights.layers) - 1
         for index, layer in enumerate(self.weights.layers):
+            if self.keeping is not None:
+                self.keeping.enter(index, stream.x)
+            if index == _NUM_FIRST_LAYERS and inputs.is_begun is not None:
+                inputs.is_begun()
             if index == last and self._spares_rows(inputs):
                 return self._logits(self._last_layer(index, layer, stream, inputs))
             stream = self._layer(index, layer, stream, attend)
         if self.weights.head is None:
             return stream.x
+        self._keep_every(stream)
         if inputs.draw_indices is None:
             return self._logits(stream)
         return self._logits(Stream(stream.x.index_select(0, inputs.draw_indices)))
@@ -186,7 +195,10 @@ class Decoder:
 
         stream = Stream(self._embed(token_ids, None))
         for index, layer in enumerate(self.weights.layers):
+            if self.keeping is not None:
+                self.keeping.enter(index, stream.x)
             stream = self._layer(index, layer, stream, attend)
+        self._keep_every(stream)
         return self._logits(Stream(stream.x.index_select(0, draw_indices)))
 
     # -- parts
@@ -263,6 +275,7 @@ class Decoder:
             and inputs.num_draws > 0
             and inputs.trees is None  # whose rows are attended by their nodes
             and not has_adapters  # whose rows are those of the whole step
+            and not (self.keeping is not None and self.keeping.wants_every)
             and spared >= _LEAST_SPARED_ROWS
         )
 
@@ -272,13 +285,26 @@ class Decoder:
     def _added(self, x: torch.Tensor) -> torch.Tensor:
         return x if self._collective is None else self._collective.add_up(x)
 
+    def _keep_every(self, stream: Stream) -> None:
+        if self.keeping is not None and self.keeping.wants_every:
+            self.keeping.every = self._normed(stream)
+
+    def _normed(self, stream: Stream) -> torch.Tensor:
+        """What the head takes; of the last stage."""
+        if self.weights.norm is None:
+            raise ValueError("keeping: this stage has no norm")
+        normed: torch.Tensor = rms_norm(
+            stream.x, self.weights.norm, self.shape.norm_eps, backend=self.backend
+        )
+        return normed
+
     def _logits(self, stream: Stream) -> torch.Tensor:
         """[R, hidden] -> [R, V], or x where the head is another stage's."""
         head, norm = self.weights.head, self.weights.norm
         if head is None or norm is None:
             return stream.x
-        if self.keeps_hidden:
-            self.kept_hidden = rms_norm(stream.x, norm, self.shape.norm_eps, backend=self.backend)
+        if self.keeping is not None:
+            self.keeping.hidden = self._normed(stream)
         logits: torch.Tensor = head.forward(
             stream.x,
             norm_weight=norm,

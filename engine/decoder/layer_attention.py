@@ -221,4 +221,5 @@ class LayerAttention:
             out=out,
             backend=self.backend,
             exact=self._is_exact,
+            is_early=True,  # ahead are heads turned, or other rows attended
         )

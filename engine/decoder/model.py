@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
+import numpy as np
 import torch
 from baton_kernels.block_rows import BlockRows
 
@@ -23,6 +24,7 @@ from engine.decoder.ahead import AheadDecoder
 from engine.decoder.decoder import Decoder
 from engine.decoder.graph_set import capture_all
 from engine.decoder.inputs import mixed_inputs, singles_first
+from engine.decoder.keeping import Keeping
 from engine.decoder.plain_graphs import PlainGraphs
 from engine.decoder.shape import DecoderShape
 from engine.decoder.weights import DecoderWeights, Share
@@ -36,6 +38,7 @@ from engine.models.interface import DecodesAhead, Ends, Guesses, InOneProcess, P
 from engine.models.quantized_attention import QuantizedAttention, Scales
 from engine.models.step_attention import StepAttention
 from engine.request import ModelInfo
+from engine.sampling.copies import bring
 
 MakeAhead = Callable[[Decoder, KvMemory], AheadDecoder]
 """Makes what launches decode steps, for a decoder on its cache."""
@@ -120,6 +123,7 @@ class DecoderModel(InOneProcess):
             embedding.shape[1],
             lambda token_ids: torch.nn.functional.embedding(token_ids, embedding),
             scores,
+            len(weights.layers),
         )
 
     @property
@@ -168,6 +172,8 @@ class DecoderModel(InOneProcess):
             raise ValueError(
                 "exact: one path of guesses, no token tree: its sums have another order"
             )
+        self.kept_hidden = self.kept_every_hidden = None
+        self.kept_layer_inputs = {}
         with on_device(self._device):
             if not self._is_plain_cache and not batch.wants_hidden:
                 return self._forward_attending(batch)
@@ -175,9 +181,9 @@ class DecoderModel(InOneProcess):
             logits = None if graphs is None else graphs.verify(batch)
             if logits is not None:
                 return logits
-            ordered = singles_first(batch)
             if batch.wants_hidden:
-                return self._forward_keeping(ordered)
+                return self._forward_keeping(batch)
+            ordered = singles_first(batch)
             logits = None if graphs is None else graphs.run(ordered)
             if logits is not None:
                 return logits
@@ -185,16 +191,23 @@ class DecoderModel(InOneProcess):
                 return self.decoder.forward(mixed_inputs(ordered, self._device))
 
     def _forward_keeping(self, batch: Batch) -> torch.Tensor:
-        """Outside of graphs, and leaving what the head takes."""
-        self.decoder.keeps_hidden = True
+        """Outside of graphs, and leaving what the batch wants beside logits."""
+        keeping = Keeping(batch.wants_every_hidden, batch.wants_layers)
+        self.decoder.keeping = keeping
         try:
-            if not self._is_plain_cache:
-                return self._forward_attending(batch)
-            with self._adapting(batch):
-                return self.decoder.forward(mixed_inputs(batch, self._device))
+            if self._is_plain_cache:
+                ordered = singles_first(batch)
+                with self._adapting(ordered):
+                    logits = self.decoder.forward(mixed_inputs(ordered, self._device))
+                if batch.wants_every_hidden:
+                    keeping.in_order(_places(batch, self._device))
+            else:
+                logits = self._forward_attending(batch)
         finally:
-            self.decoder.keeps_hidden = False
-            self.kept_hidden, self.decoder.kept_hidden = self.decoder.kept_hidden, None
+            self.decoder.keeping = None
+        self.kept_hidden, self.kept_every_hidden = keeping.hidden, keeping.every
+        self.kept_layer_inputs = keeping.inputs
+        return logits
 
     @contextlib.contextmanager
     def _adapting(self, batch: Batch) -> Generator[None, None, None]:
@@ -228,6 +241,13 @@ class DecoderModel(InOneProcess):
         if quantized is not None:
             quantized.finish()
         return logits
+
+
+def _places(batch: Batch, device: torch.device) -> torch.Tensor:
+    """[T] int64: where each row of a batch lies in what `singles_first` makes of it."""
+    every = tuple(range(len(batch.token_ids)))
+    places = singles_first(replace(batch, draw_indices=every)).draw_indices
+    return bring(np.array(places, dtype=np.int64), device)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:

@@ -9,12 +9,11 @@ no requests. Invariant: a capture writes no KV. Engine thread only.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from engine.batch import Batch
 from engine.decoder.graph_set import GraphMemory, GraphSet
@@ -31,9 +30,13 @@ Forward = Callable[[MixedInputs], torch.Tensor]
 _SEQUENCES = (1, 4, 16, 64, 256, 1024)
 """What attention is split for: a step of fewer has programs that leave at once."""
 
-_ROWS = (16, 32, 64, 80, 96, 128, 192, 256, 320, 384, 512, 768, 1024)
-"""Products of up to 16 rows cost the same, and those of up to 64 nearly. Steps of more rows than
-the last are the device's time, not the host's, and their logits would take much memory."""
+_ROWS = (
+    *(16, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256, 320, 384),
+    *(512, 576, 640, 768, 1024),
+)
+"""Products of up to 16 rows cost the same; of up to 64 each row more is read from L2 once for every
+64 rows of a weight, and attention is cut for so many nodes. Steps of more rows than the last are
+the device's time, not the host's, and their logits would take much memory."""
 
 
 _MAX_EXACT_PART_BYTES = 64 << 20
@@ -46,6 +49,15 @@ class TreeShape(NamedTuple):
 
     num_sequences: int
     num_rows: int
+
+
+class _Layout(NamedTuple):
+    """Where a shape's step lies among the words: its parts one after the other, and the last of
+    them ends where the tables of all shapes begin, so that one copy brings what a step has."""
+
+    first: int
+    parts: dict[str, tuple[int, int]]
+    """By name: (first word, words)."""
 
 
 class TreeGraphs:
@@ -82,20 +94,13 @@ class TreeGraphs:
         self._line = width_of(max_num_nodes)
         self._block_size = block_size
         self._table_width = aligned(-(-context_window // block_size))
-        most = TreeShape(
-            max((shape.num_sequences for shape in self.shapes), default=0),
-            max((shape.num_rows for shape in self.shapes), default=0),
-        )
-        self._most = most
-        # Each part begins at the same word in every shape; the tables come last: of them as much is
-        # brought as a step has sequences.
-        self._firsts: dict[str, int] = {}
-        num_words = 0
-        for name, size in self._sizes(most).items():
-            self._firsts[name] = num_words
-            num_words += aligned(size)
-        self._first_table = num_words
-        num_words += most.num_sequences * self._table_width
+        # The tables begin at the same word in every shape, and come last: of them as much is
+        # brought as a step has sequences, and what lies in the others was some sequence's.
+        widths = [sum(map(aligned, self._sizes(shape).values())) for shape in self.shapes]
+        self._first_table = max(widths, default=0)
+        self._layouts = {shape: self._layout(self._sizes(shape)) for shape in self.shapes}
+        most = max((shape.num_sequences for shape in self.shapes), default=0)
+        num_words = self._first_table + most * self._table_width
         self._words = torch.zeros(num_words, dtype=torch.int32, device=device)
         self._graphs = GraphSet(self._compute, uses_graphs=uses_graphs and self._is_cuda)
         self._logits: torch.Tensor | None = None  # of all shapes: kept apart they would be many
@@ -114,6 +119,14 @@ class TreeGraphs:
             "visible": num_rows * self._line // 4,
         }
 
+    def _layout(self, sizes: dict[str, int]) -> _Layout:
+        first = at = self._first_table - sum(map(aligned, sizes.values()))
+        parts: dict[str, tuple[int, int]] = {}
+        for name, size in sizes.items():
+            parts[name] = (at, size)
+            at += aligned(size)
+        return _Layout(first, parts)
+
     @torch.inference_mode()
     def capture(
         self,
@@ -124,9 +137,14 @@ class TreeGraphs:
         """See GraphSet."""
         if not self.shapes:
             return
-        self._words.zero_()
-        self._part(self._words, "positions", self._most).fill_(-1)
-        self._graphs.capture(self.shapes, memory=memory, on_captured=on_captured)
+        self._graphs.capture(self._blank_shapes(), memory=memory, on_captured=on_captured)
+
+    def _blank_shapes(self) -> Iterator[TreeShape]:
+        """Each when a step without rows lies where its own are looked for."""
+        for shape in self.shapes:
+            self._words.zero_()
+            self._part("positions", shape).fill_(-1)
+            yield shape
 
     def forget(self) -> None:
         """See GraphSet."""
@@ -141,15 +159,13 @@ class TreeGraphs:
                 return None
             if span.num_tokens > self.max_num_nodes:
                 return None
-        is_plain = not any(span.is_tree for span in batch.spans)
-        fitting = (
-            shape
-            for shape in self.shapes
-            if shape.num_sequences >= len(batch.spans)
-            and shape.num_rows >= len(batch.token_ids)
-            and (is_plain or not self._is_of_chunks(shape))
-        )
-        return min(fitting, key=lambda shape: (shape.num_rows, shape.num_sequences), default=None)
+        num_sequences, num_rows = len(batch.spans), len(batch.token_ids)
+        takes_chunks = not any(span.is_tree for span in batch.spans)
+        for shape in reversed(self.shapes):  # the smallest first
+            if shape.num_rows >= num_rows and shape.num_sequences >= num_sequences:
+                if takes_chunks or not self._is_of_chunks(shape):
+                    return shape
+        return None
 
     @torch.inference_mode()
     def run(self, shape: TreeShape, batch: Batch) -> torch.Tensor:
@@ -159,7 +175,8 @@ class TreeGraphs:
             shape: `shape_of` the batch.
         """
         words = self._words_of(shape, batch)
-        self._words[: words.shape[0]].copy_(words, non_blocking=True)
+        first = self._layouts[shape].first
+        self._words[first : first + len(words)].copy_(words, non_blocking=True)
         self._graphs.run(shape)
         if self._logits is None:
             raise IntegrityError("a step that was not captured")
@@ -169,38 +186,36 @@ class TreeGraphs:
         rows = torch.tensor(draws, dtype=torch.int32, pin_memory=self._is_cuda)
         return self._logits.index_select(0, rows.to(self._logits.device, non_blocking=True))
 
-    def _part(self, words: torch.Tensor, name: str, shape: TreeShape) -> torch.Tensor:
-        first = self._firsts[name]
-        return words[first : first + self._sizes(shape)[name]]
+    def _part(self, name: str, shape: TreeShape) -> torch.Tensor:
+        first, size = self._layouts[shape].parts[name]
+        return self._words[first : first + size]
 
     def _words_of(self, shape: TreeShape, batch: Batch) -> torch.Tensor:
-        """The padded step, in memory that the copy to the device may read late. Tables of sequences
-        that are not there are not brought: nobody looks."""
+        """The padded step, from the layout's first word on, in memory that the copy to the device
+        may read late. Tables of sequences that are not there are not brought: nobody looks."""
         spans, num_rows = batch.spans, len(batch.token_ids)
-        width, firsts = self._table_width, self._firsts
-        num_words = self._first_table + len(spans) * width
+        layout, width = self._layouts[shape], self._table_width
+        num_words = self._first_table - layout.first + len(spans) * width
         words = torch.zeros(num_words, dtype=torch.int32, pin_memory=self._is_cuda)
         host = words.numpy()
-
-        def of_rows(name: str) -> NDArray[np.int32]:
-            return host[firsts[name] : firsts[name] + num_rows]
-
+        token_ids, positions, slots, sequence_ids, depths, num_cached, node_starts, visible = (
+            host[first - layout.first : first - layout.first + size]
+            for first, size in layout.parts.values()
+        )
+        lines = visible.view(np.bool_)[: num_rows * self._line]
+        put_nodes(spans, depths, lines.reshape(num_rows, self._line))
+        token_ids[:num_rows] = int32s(batch.token_ids)
         counts = np.array([span.num_tokens for span in spans], dtype=np.int32)
         starts = np.array([span.start for span in spans], dtype=np.int32)
         ends = counts.cumsum()
-        depths = of_rows("depths")
-        lines = host[firsts["visible"] :].view(np.bool_)[: num_rows * self._line]
-        put_nodes(spans, depths, lines.reshape(num_rows, self._line))
-        of_rows("token_ids")[:] = int32s(batch.token_ids)
-        host[firsts["positions"] : firsts["positions"] + shape.num_rows] = -1
-        np.add(starts.repeat(counts), depths, out=of_rows("positions"), casting="same_kind")
-        of_rows("slots")[:] = np.arange(num_rows) + (starts - ends + counts).repeat(counts)
-        of_rows("sequence_ids")[:] = np.arange(len(spans)).repeat(counts)
-        host[firsts["num_cached"] : firsts["num_cached"] + len(spans)] = starts
-        node_starts = host[firsts["node_starts"] :][: shape.num_sequences + 1]
+        np.add(starts.repeat(counts), depths[:num_rows], out=positions[:num_rows])
+        positions[num_rows:] = -1
+        slots[:num_rows] = np.arange(num_rows) + (starts - ends + counts).repeat(counts)
+        sequence_ids[:num_rows] = np.arange(len(spans)).repeat(counts)
+        num_cached[: len(spans)] = starts
         node_starts[1 : len(spans) + 1] = ends
         node_starts[len(spans) + 1 :] = num_rows
-        first = self._first_table
+        first = self._first_table - layout.first
         for span in spans:
             host[first : first + len(span.block_ids)] = table_of(span.block_ids)
             first += width
@@ -210,7 +225,7 @@ class TreeGraphs:
         return self._max_trees is not None and shape.num_sequences > self._max_trees
 
     def _compute(self, shape: TreeShape) -> None:
-        parts = {name: self._part(self._words, name, shape) for name in self._firsts}
+        parts = {name: self._part(name, shape) for name in self._layouts[shape].parts}
         none = parts["num_cached"][:0]
         tables = self._words[self._first_table :].view(-1, self._table_width)
         num_nodes = min(self.max_num_nodes, shape.num_rows)
@@ -236,10 +251,11 @@ class TreeGraphs:
                 max_end=self._table_width * self._block_size if is_of_chunks else 0,
                 slots=parts["slots"],
                 trees=trees,
+                is_begun=self._graphs.cut,
             )
         )
         if self._logits is None:  # not within a capture: a run goes before it
-            self._logits = logits.new_empty(self._most.num_rows, logits.shape[1])
+            self._logits = logits.new_empty(self.shapes[0].num_rows, logits.shape[1])
         self._logits[: len(logits)].copy_(logits)
 
 

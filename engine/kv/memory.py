@@ -271,13 +271,19 @@ class KvMemory:
             return
         if self.tails is not None or not self.is_whole:
             raise ValueError("single tokens of this cache cannot be moved")
-        columns = torch.tensor(moves, device=self.cache.device).T
-        source, source_slot, target, target_slot = columns[:, :, None]
+        is_cuda = self.cache.device.type == "cuda"
+        brought = torch.tensor(moves, pin_memory=is_cuda).to(self.cache.device, non_blocking=True)
+        source, source_slot, target, target_slot = brought.T
+        if self.record.is_uniform:  # at once: the next step waits for it
+            matrices = self.cache.flatten(1, 3)  # [blocks, matrices, P, D]
+            matrices[target, :, target_slot] = matrices[source, :, source_slot]
+            return
+        source, source_slot, target, target_slot = brought.T[:, :, None]
         rows: dict[HeadRows, tuple[torch.Tensor, torch.Tensor]] = {}
         for view in self._own_views():
             heads = view.heads
             if heads not in rows:
-                steps = torch.arange(heads.num_heads, device=columns.device) * heads.head_step
+                steps = torch.arange(heads.num_heads, device=brought.device) * heads.head_step
                 first = source * heads.rows_per_block, target * heads.rows_per_block
                 rows[heads] = first[0] + steps, first[1] + steps
             from_rows, to_rows = rows[heads]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -20,9 +21,11 @@ from engine.lora.config import LoraLimits
 from engine.lora.registry import Adapters
 from engine.models.attention_hook import Attend
 from engine.models.interface import DecodesAhead, Ends, Guesses, InOneProcess
+from engine.models.layer_lists import layer_lists
 from engine.models.lora_sites import find_sites
 from engine.models.offload import LayerStream
 from engine.models.quantized_attention import QuantizedAttention, Scales
+from engine.models.scratch import Scratch, scratch_for
 from engine.models.step_attention import StepAttention
 from engine.request import ModelInfo
 
@@ -52,6 +55,7 @@ class HuggingFaceModel(InOneProcess):
         self.stream = stream
         self._memory: KvMemory | None = None
         self._views: list[LayerView] = []
+        self._scratch: Scratch | None = None
         self._has_body_before_head = model.base_model is not model
         self._is_body_checked = False
         self.ahead: DecodesAhead | None = None
@@ -67,6 +71,7 @@ class HuggingFaceModel(InOneProcess):
         """Views of each layer's keys and values in the cache."""
         self._memory = memory
         self._views = memory.layer_views()
+        self._scratch = scratch_for(memory, self.info.dtype)
         # A quantized block is made once, of the tokens that fill it: none that may be taken back.
         self.guesses = Guesses.TREES if memory.tails is None else Guesses.NONE
 
@@ -76,14 +81,20 @@ class HuggingFaceModel(InOneProcess):
         embedding, head = self._model.get_input_embeddings(), self._model.get_output_embeddings()
         if embedding is None or head is None:
             return None
-        return Ends(int(embedding.weight.shape[1]), embedding, head)
+        return Ends(int(embedding.weight.shape[1]), embedding, head, len(self._layers))
+
+    @cached_property
+    def _layers(self) -> tuple[torch.nn.Module, ...]:
+        """Its decoder layers; none where it keeps them in several lists."""
+        found = layer_lists(self._model)
+        return tuple(found[0]) if len(found) == 1 else ()
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> torch.Tensor:
         """See LoadedModel. Logits come in the model's dtype."""
         self.adapters.begin(batch)
         if self._memory is None or self._memory.tails is None:
-            step = StepAttention(batch, self._views, self.layout.block_size)
+            step = StepAttention(batch, self._views, self.layout.block_size, self._scratch)
             return self._run(batch, step)
         quantized = QuantizedAttention(batch, self._memory, self._views, self._fixed_scales)
         logits = self._run(batch, quantized)
@@ -91,17 +102,23 @@ class HuggingFaceModel(InOneProcess):
         return logits
 
     def check_integrity(self) -> None:
-        """Raises: IntegrityError where the books of streamed layers do not add up."""
+        """Raises: IntegrityError where the books of streamed layers, or of what steps gather into,
+        do not add up."""
+        if self._scratch is not None:
+            self._scratch.check_integrity()
         if self.stream is not None:
             self.stream.check_integrity()
 
     def close(self) -> None:
         """See LoadedModel."""
+        if self._scratch is not None:
+            self._scratch.close()
         if self.stream is not None:
             self.stream.close()
 
     def _run(self, batch: Batch, step: Attend) -> torch.Tensor:
         self.kept_hidden = self.kept_every_hidden = None
+        self.kept_layer_inputs = {}
         if not batch.wants_hidden:
             return run(self._model, batch, step, self._device)
 
@@ -115,14 +132,28 @@ class HuggingFaceModel(InOneProcess):
         def keep_every(body: torch.nn.Module, inputs: object, output: Any) -> None:
             self.kept_every_hidden = output[0][0].clone()
 
+        layer_inputs: dict[int, torch.Tensor] = {}
+
+        def keep_input(
+            index: int, layer: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
+        ) -> None:
+            rows = inputs[0] if inputs else named.get("hidden_states")
+            # Some code has several streams between its layers: no head was trained for those.
+            if rows is not None and rows.shape[:-1] == (1, len(batch.token_ids)):
+                layer_inputs[index] = rows[0].clone()
+
         watches = [self._model.get_output_embeddings().register_forward_pre_hook(keep)]
         if batch.wants_every_hidden and self._has_body_before_head:
             watches.append(self._model.base_model.register_forward_hook(keep_every))
+        for index in batch.wants_layers:
+            keep_it, layer = partial(keep_input, index), self._layers[index]
+            watches.append(layer.register_forward_pre_hook(keep_it, with_kwargs=True))
         try:
             logits = run(self._model, batch, step, self._device)
         finally:
             for watch in watches:
                 watch.remove()
+        self.kept_layer_inputs = layer_inputs
         self._check_body(batch)
         return logits
 
@@ -131,6 +162,8 @@ class HuggingFaceModel(InOneProcess):
         here than the head takes, and keeps those of the draws alone."""
         if self._is_body_checked or self.kept_every_hidden is None or not batch.draw_indices:
             return
+        if not any(span.block_ids for span in batch.spans):
+            return  # a warm-up's numbers say nothing
         drawn = self.kept_every_hidden[list(batch.draw_indices)]
         self._is_body_checked = True
         # What is no number is none in both.

@@ -8,7 +8,8 @@ Called from the engine's thread only.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import torch
@@ -116,6 +117,9 @@ class Ends(NamedTuple):
     head: Callable[[torch.Tensor], torch.Tensor]
     """[R, hidden], after the last norm -> logits [R, vocab_size]; without adapters."""
 
+    num_layers: int = 0
+    """Layers whose input can be kept (Batch.wants_layers): all of them, or 0."""
+
 
 class InOneProcess:
     """What a LoadedModel does that is computed by this process alone."""
@@ -126,6 +130,8 @@ class InOneProcess:
     """Of the last `forward`, if its batch wanted it."""
     kept_every_hidden: torch.Tensor | None = None
     """The same of all its tokens, if its batch wanted that and the model can."""
+    kept_layer_inputs: Mapping[int, torch.Tensor] = MappingProxyType({})
+    """Of its layers, those that its batch wanted."""
     reads_unwritten: bool = True
     """See LoadedModel."""
     guesses: Guesses = Guesses.CHAINS
@@ -156,6 +162,10 @@ class InOneProcess:
     def every_hidden(self) -> torch.Tensor | None:
         """See LoadedModel."""
         return self.kept_every_hidden
+
+    def layer_inputs(self) -> Mapping[int, torch.Tensor]:
+        """See LoadedModel."""
+        return self.kept_layer_inputs
 
     @property
     def ends(self) -> Ends | None:
@@ -250,6 +260,11 @@ class LoadedModel(Protocol):
     def every_hidden(self) -> torch.Tensor | None:
         """[T, hidden]: `hidden` of all tokens of the last batch, in their order. Only after a batch
         that `wants_every_hidden`; None: this model has it for the draws alone."""
+        ...
+
+    def layer_inputs(self) -> Mapping[int, torch.Tensor]:
+        """[T, hidden] by layer, for the last batch's `wants_layers`: what went into that layer for
+        each token, before any norm. Layer i's is what the first i layers made of the embedding."""
         ...
 
     @property

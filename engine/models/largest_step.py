@@ -4,6 +4,8 @@ before the cache is made, so that the cache can have the rest. Start-up only; kn
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from engine.batch import Batch, Span
@@ -11,6 +13,9 @@ from engine.config import EngineConfig
 from engine.errors import LoadError
 from engine.models.interface import LoadedModel
 from engine.sampling import pipeline
+
+MOST_LAYERS = 3
+"""Whose inputs one head goes by: EAGLE-3's."""
 
 
 def largest_step_bytes(model: LoadedModel, config: EngineConfig) -> int:
@@ -31,6 +36,8 @@ def largest_step_bytes(model: LoadedModel, config: EngineConfig) -> int:
     try:
         for num_long in (0, 1):  # many decodes; as many as leave room for a chunk
             batch = _largest(config, model.info.context_window, num_long)
+            if config.speculation.draft_heads:
+                batch = _keeping(batch, model)
             draws = [pipeline.WARM_UP] * len(batch.draw_indices)
             pipeline.draw(model.forward(batch), draws)
         torch.cuda.synchronize(device)
@@ -43,6 +50,13 @@ def largest_step_bytes(model: LoadedModel, config: EngineConfig) -> int:
     peak = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()
     return int(peak)
+
+
+def _keeping(batch: Batch, model: LoadedModel) -> Batch:
+    """With what heads may want kept of a step beside: which ones there are is not known yet."""
+    num_layers = 0 if model.ends is None else model.ends.num_layers
+    layers = tuple(range(min(MOST_LAYERS, num_layers)))
+    return replace(batch, wants_hidden=True, wants_every_hidden=True, wants_layers=layers)
 
 
 def _largest(config: EngineConfig, context_window: int, num_long: int) -> Batch:

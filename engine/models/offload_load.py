@@ -15,6 +15,7 @@ from torch import nn
 
 from engine.errors import LoadError
 from engine.models.latent import LATENTS
+from engine.models.layer_lists import layer_lists
 from engine.models.offload import DeviceBytes, LayerStream
 from engine.models.offload_packed import PackedLayer, weights_of
 from engine.models.offload_plan import make_plan
@@ -105,18 +106,13 @@ def find_layers(model: Any) -> list[nn.Module]:
         or keep some where they cannot be moved.
     """
     name, num_layers = type(model).__name__, int(model.config.num_hidden_layers)
-    found: dict[str, nn.ModuleList] = {}
-    for path, module in model.named_modules():
-        is_inside = any(path.startswith(f"{outer}.") for outer in found)
-        if isinstance(module, nn.ModuleList) and len(module) == num_layers and not is_inside:
-            found[path] = module
+    found = layer_lists(model)
     if len(found) != 1:
         raise LoadError(
             f"weights_device_bytes: {name} keeps its {num_layers} layers in {len(found)} lists; "
             "only layers of one list can be streamed: leave it 0"
         )
-    (only,) = found.values()
-    layers = list(only)
+    layers = list(found[0])
     if any(hasattr(module, LATENTS) for layer in layers for module in layer.modules()):
         raise LoadError(
             f"weights_device_bytes: {name} caches latents (MLA), and matrices that belong to them "

@@ -17,6 +17,7 @@ from baton_kernels import reference
 
 from engine.batch import Batch, Span
 from engine.kv.memory import HeadRows, LayerView
+from engine.models.scratch import Scratch
 
 _GROUP_FLOOR = 8
 """Sequences of up to this many blocks are one group: padding them costs less than another call. A
@@ -69,13 +70,21 @@ class StepAttention:
 
     Args:
         views: one per layer (KvMemory.layer_views).
+        scratch: what keys and values are gathered into; None: new memory each time.
     """
 
-    def __init__(self, batch: Batch, views: list[LayerView], block_size: int) -> None:
+    def __init__(
+        self,
+        batch: Batch,
+        views: list[LayerView],
+        block_size: int,
+        scratch: Scratch | None = None,
+    ) -> None:
         keys = views[0].keys
         self._views = views
         self._device, self._dtype = keys.device, keys.dtype
         self._block_size = block_size
+        self._scratch = scratch
         self._chunks: list[_Chunk] = []
         self._groups: list[_Group] = []
         self._new_blocks: torch.Tensor | None = None  # [T] block ids of the new tokens
@@ -192,14 +201,28 @@ class StepAttention:
     def _gather(
         self, view: LayerView, table: torch.Tensor, gather_ids: Rows, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys [B, K, S, D] and values [B, K, S, Dv] of whole sequences."""
+        """Keys [B, K, S, D] and values [B, K, S, Dv] of whole sequences, until the next call."""
         ids = gather_ids.get(view.heads)
         if ids is None:
             ids = gather_ids[view.heads] = row_ids(table, view.heads)
-        keys = reference.gather(view.keys, ids).to(dtype)
+        keys = self._gathered("keys", view.keys, ids, dtype)
         if view.values is None:
             return keys, keys[..., : view.v_head_dim]
-        return keys, reference.gather(view.values, ids).to(dtype)
+        return keys, self._gathered("values", view.values, ids, dtype)
+
+    def _gathered(
+        self, place: str, rows: torch.Tensor, ids: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """In this place of the scratch, if there is one."""
+        if self._scratch is None:
+            return reference.gather(rows, ids).to(dtype)
+        batch, num_heads, num_blocks = ids.shape
+        shape = batch, num_heads, num_blocks * rows.shape[1], rows.shape[2]
+        out = self._scratch.take(place, shape, dtype)
+        if dtype is rows.dtype:
+            return reference.gather(rows, ids, out)
+        stored = self._scratch.take("stored", shape, rows.dtype)
+        return out.copy_(reference.gather(rows, ids, stored))
 
     def _attend_group(
         self,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -172,6 +172,10 @@ class ParallelModel:
     def every_hidden(self) -> torch.Tensor | None:
         """See LoadedModel."""
         return None
+
+    def layer_inputs(self) -> Mapping[int, torch.Tensor]:
+        """See LoadedModel: no batch may want any (`ends`)."""
+        return {}
 
     @property
     def ends(self) -> Ends | None:

@@ -6,7 +6,9 @@ each draw x from a drafter's distribution q is accepted with min(1, p(x) / q(x))
 leaves the residual norm(max(0, p - q)) in p's place for the next. It keeps p whatever q is, as long
 as the draws are independent of one another and of the order in which they are tried, and none is
 left out for its value. A token that was certain to be proposed, or of which nobody knows what it
-was drawn from, has q = 1: it is accepted with p(x), which is right for any token.
+was drawn from, has q = 1: it is accepted with p(x), which is right for any token, whoever chose it
+and how, as long as the numbers that judge it had no say in that. Several of them, one after the
+other, are one draw from p, taken apart.
 
 So a tree may be cut after it was drawn, but not its draws: a node that is not computed is tried all
 the same, and if it is accepted the path ends with it (`at_nodes`). Whether a node is computed must

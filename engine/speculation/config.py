@@ -49,8 +49,8 @@ class SpeculationConfig:
 
     draft_heads: tuple[str, ...] = ()
     """Draft heads that were trained for this model and guess by its hidden states: folders, or
-    Hugging Face names, in the published format of Medusa or of EAGLE (EAGLE-2's is the same), as
-    safetensors. Their trees are merged with the others'. Not with acceptance "multi_step"."""
+    Hugging Face names, in the published format of Medusa, of EAGLE (EAGLE-2's is the same) or of
+    EAGLE-3, as safetensors. Their trees are merged with the others'."""
 
     expansion: tuple[int, ...] = (2, 1, 1, 1)
     """Children that a draft model gives each of its newest nodes, step by step: SpecInfer's <k1,
@@ -59,10 +59,15 @@ class SpeculationConfig:
     draft_kv_bytes: int = 256 * 2**20
     """Of each draft model's own KV cache, and of an EAGLE head's, at most."""
 
+    draft_share_bytes: int = 64 * 2**20
+    """Of this process' memory for draft models' KV on its way to the worker's store and back, where
+    there are both: a text that a draft model has not seen is fetched where that is sooner than
+    computing it. 0: always compute it, and store none."""
+
     draft_workers: tuple[str, ...] = ()
     """host:port of each draft worker (`python -m services.draft`), whose model guesses on a device
     of its own. Every sequence is with one of them; one that does not answer costs its guesses.
-    For decode workers; not with acceptance "multi_step"."""
+    For decode workers."""
 
     draft_deadline_s: float = 0.05
     """How long a step waits for draft workers, at most; later guesses are dropped."""
@@ -73,9 +78,9 @@ class SpeculationConfig:
     acceptance: str = "exact"
     """Which guesses a sampled answer keeps. "exact": those that plain decoding would draw; drafts
     are drawn with the same noise. "multi_step": SpecInfer's multi-step speculative sampling of
-    drafts that are drawn independently; answers are distributed as plain decoding's, but other
-    ones, and what is guessed has a say in which. "naive": as "exact", with such drafts; for
-    comparison."""
+    drafts that are drawn independently, or, of heads, draft workers and lookups, chosen without
+    any noise; answers are distributed as plain decoding's, but other ones, and what is guessed has
+    a say in which. "naive": as "exact", with such drafts; for comparison."""
 
     always: bool = False
     """Compute all that is guessed, whatever it costs: for measurements and tests."""
@@ -99,20 +104,12 @@ class SpeculationConfig:
             raise SettingsError(
                 f"acceptance: {self.acceptance!r} is none of {', '.join(ACCEPTANCES)}"
             )
-        if self.draft_heads and self.acceptance == "multi_step":
-            raise SettingsError(
-                "draft_heads: not with acceptance=multi_step, which tries draws; heads propose "
-                "their best tokens. Set acceptance to exact, or leave draft_heads empty"
-            )
-        if self.draft_workers and self.acceptance == "multi_step":
-            raise SettingsError(
-                "draft_workers: not with acceptance=multi_step, which needs what drafts were drawn "
-                "from; draft workers send token ids. Set acceptance to exact, or use draft_models"
-            )
         if not self.expansion or min(self.expansion) < 1:
             raise SettingsError(f"expansion: {self.expansion} is not a row of counts above 0")
         if self.draft_kv_bytes < 1:
             raise SettingsError(f"draft_kv_bytes: {self.draft_kv_bytes} is below 1")
+        if self.draft_share_bytes < 0:
+            raise SettingsError(f"draft_share_bytes: {self.draft_share_bytes} is below 0")
         for address in self.draft_workers:
             _check_address(address)
         if not 0.0 < self.draft_deadline_s <= MAX_DRAFT_DEADLINE_S:

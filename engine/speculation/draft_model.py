@@ -9,14 +9,16 @@ k_i draws instead (drawing.py); what was drawn twice is one node with two tries.
 It has a KV cache of its own, for the tokens that the sequence has. Of one path each node is
 computed once; nodes of a tree that has branched are computed anew with each step of it. Nothing of
 them is kept for the next call. A sequence that it has not caught up with (a long
-prompt, a new worker) gets no draft until it has.
+prompt, a new worker) gets no draft until it has: by computing, or with pages of KV that another
+worker left in the store, where those come sooner (draft_share.py).
 
 Engine thread only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,10 +26,13 @@ import torch
 
 from engine import noise
 from engine.batch import Batch, Span
+from engine.kv.layout import KvLayout
 from engine.models.interface import Guesses, LoadedModel
 from engine.request import ModelInfo
 from engine.schedule.order import Key
-from engine.speculation.draft_cache import DraftCache
+from engine.speculation.draft_cache import DraftCache, Held
+from engine.speculation.draft_pages import DraftPages, Fetch
+from engine.speculation.draft_share import MAX_PUT_PAGES, DraftShare
 from engine.speculation.drafter import Distribution, Draft, Place, Task
 from engine.speculation.drawing import Children, Parent, draw_children, proposing
 from engine.speculation.tree import EMPTY, ROOT, Try, ordered
@@ -68,10 +73,17 @@ class DraftModel:
         expansion: k1, k2, ...: children at each step.
         num_blocks: of its cache.
         max_num_tokens: that one call computes to catch up.
+        clock: seconds; by it is measured whether pages or computing come sooner.
     """
 
     def __init__(
-        self, model: LoadedModel, expansion: Sequence[int], *, num_blocks: int, max_num_tokens: int
+        self,
+        model: LoadedModel,
+        expansion: Sequence[int],
+        *,
+        num_blocks: int,
+        max_num_tokens: int,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = model.info.model
         self._model = model
@@ -82,6 +94,10 @@ class DraftModel:
         self._block_size = model.layout.block_size
         self._cache = DraftCache(num_blocks, self._block_size)
         self._takes_trees = model.guesses is Guesses.TREES
+        self._clock = clock
+        self._share: DraftShare | None = None
+        self._is_sound = True
+        """No call has failed in its middle, so that what counts as computed was."""
 
     @property
     def info(self) -> ModelInfo:
@@ -90,6 +106,9 @@ class DraftModel:
 
     def propose(self, tasks: Sequence[Task]) -> list[Draft]:
         """See Drafter."""
+        if self._share is not None:
+            self._share.settle(self._cache)
+        was_sound, self._is_sound = self._is_sound, False
         growing, logits = self._begin(tasks)
         begun = {one.task.key: one for one in growing}
         for depth, width in enumerate(self._expansion):
@@ -99,6 +118,8 @@ class DraftModel:
             if depth > 0:
                 logits = self._forward(growing)
             self._expand(growing, logits, width)
+        self._is_sound = was_sound
+        self._keep(tasks)
         return [
             _draft(begun[task.key]) if task.key in begun else Draft(EMPTY, {}) for task in tasks
         ]
@@ -115,7 +136,33 @@ class DraftModel:
 
     def forget(self, key: Key) -> None:
         """See Drafter."""
-        self._cache.forget(key)
+        try:
+            if self._share is not None:
+                self._share.forget(key, self._cache.find(key) if self._is_sound else None)
+        finally:
+            self._cache.forget(key)
+
+    @property
+    def layout(self) -> KvLayout:
+        """See SharesPages."""
+        return self._model.layout
+
+    def share(self, pages: DraftPages) -> None:
+        """See SharesPages."""
+        if self._share is not None:
+            self._share.close()
+        self._share = DraftShare(pages, self.info.fingerprint, self._memory, self._clock)
+
+    @property
+    def fetches(self) -> Sequence[Fetch]:
+        """See SharesPages."""
+        return () if self._share is None else self._share.fetches
+
+    def expect(self, key: Key, num_tokens: int, chain_hashes: Sequence[bytes]) -> None:
+        """See SharesPages."""
+        is_short = num_tokens + self._num_nodes <= self._model.info.context_window
+        if self._share is not None and is_short:
+            self._share.expect(key, chain_hashes)
 
     def check_integrity(self) -> None:
         """See Drafter."""
@@ -130,18 +177,21 @@ class DraftModel:
         spans: list[Span] = []
         draws: list[int] = []
         growing: list[_Growing] = []
+        num_late_tokens = 0
         for task in tasks:
             num_tokens = len(task.token_ids)
             num_slots = num_tokens + self._num_nodes
             held = None
             if num_slots <= self._model.info.context_window:
                 held = self._cache.hold(task.key, num_slots, busy)
-            if held is None or left == 0:
+            if held is None or left == 0 or self._is_coming(task, held):
                 continue
             # The last one is computed in any case: its logits are wanted.
             start = min(held.num_tokens, num_tokens - 1)
             count = min(num_tokens - start, left)
             left -= count
+            if self._share is not None and self._share.is_late(held, num_tokens):
+                num_late_tokens += count
             end = start + count
             token_ids += task.token_ids[start:end]
             block_ids = tuple(held.block_ids)
@@ -149,11 +199,36 @@ class DraftModel:
             spans.append(Span(start, count, block_ids[: -(-end // self._block_size)]))
             held.num_tokens = end
             if end == num_tokens:
+                held.is_caught_up = True
                 draws.append(len(token_ids) - 1)
                 growing.append(_Growing(task, block_ids))
         if not spans:
             return [], torch.empty(0)
-        return growing, self._model.forward(Batch(tuple(token_ids), tuple(spans), tuple(draws)))
+        batch = Batch(tuple(token_ids), tuple(spans), tuple(draws))
+        if not num_late_tokens or self._share is None:
+            return growing, self._model.forward(batch)
+        began_s = self._clock()
+        logits = self._model.forward(batch)
+        if logits.is_cuda:  # launched is not computed
+            torch.cuda.synchronize(logits.device)
+        self._share.on_computed(len(token_ids), num_late_tokens, self._clock() - began_s)
+        return growing, logits
+
+    def _is_coming(self, task: Task, held: Held) -> bool:
+        """Pages of its KV are on their way."""
+        if self._share is None:
+            return False
+        return self._share.is_coming(task.key, held, len(task.token_ids), task.chain_hashes)
+
+    def _keep(self, tasks: Sequence[Task]) -> None:
+        """Others may go on from what these sequences have filled."""
+        if self._share is None:
+            return
+        left = MAX_PUT_PAGES
+        for task in tasks:
+            held = self._cache.find(task.key)
+            if held is not None and left > 0 and self._is_sound:
+                left -= self._share.keep(task.key, held, task.chain_hashes, left)
 
     @property
     def _num_nodes(self) -> int:

@@ -12,6 +12,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from engine.speculation.draft_traces import DraftTraces
+
 VERIFIER_BYTES = 16
 """Of a verifier's name: random, of one life."""
 NEW_TOKENS = 16
@@ -117,3 +119,5 @@ class DraftPeer:
 
     channel: DraftChannel
     counts: DraftCounts = field(default_factory=DraftCounts)
+    traces: DraftTraces = field(default_factory=DraftTraces)
+    """Shared by all of a verifier's."""

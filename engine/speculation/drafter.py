@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from engine.request import Sampling
 from engine.schedule.order import Key
@@ -19,6 +19,8 @@ from engine.speculation.tree import TokenTree
 
 if TYPE_CHECKING:
     from engine.grammar.state import GrammarState
+    from engine.kv.layout import KvLayout
+    from engine.speculation.draft_pages import DraftPages, Fetch
 
 
 class Task(NamedTuple):
@@ -39,6 +41,8 @@ class Task(NamedTuple):
     """Children are draws, each with a `Try`, and none is left out: by random numbers that depend on
     the sampling's seed, which is another for each step, and on the path to their parent. Who does
     not draw so may choose, without tries. The target's noise is of another seed."""
+    chain_hashes: Sequence[bytes] = ()
+    """Of the target's leading full blocks, as many as are known. Not kept: it grows."""
 
 
 class Draft(NamedTuple):
@@ -81,4 +85,32 @@ class Drafter(Protocol):
 
     def check_integrity(self) -> None:
         """Raises: IntegrityError where what is kept for sequences does not add up."""
+        ...
+
+
+@runtime_checkable
+class SharesPages(Protocol):
+    """A Drafter with KV of its own, of which other workers may have what is missing here
+    (draft_share.py)."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def layout(self) -> KvLayout:
+        """Of its KV."""
+        ...
+
+    def share(self, pages: DraftPages) -> None:
+        """From now on through these."""
+        ...
+
+    @property
+    def fetches(self) -> Sequence[Fetch]:
+        """Asked for and not dropped."""
+        ...
+
+    def expect(self, key: Key, num_tokens: int, chain_hashes: Sequence[bytes]) -> None:
+        """Guesses for a sequence that begins with so many tokens may be wanted soon; `forget` comes
+        in any case."""
         ...

@@ -25,7 +25,11 @@ from engine.request import Sampling
 from engine.sampling import pipeline
 from engine.sampling.history import needs_history
 from engine.sampling.row import Draw
-from engine.speculation.acceptance import Distribution
+from engine.speculation.acceptance import Distribution, at_nodes
+from engine.speculation.drafter import Draft, Guess, Task
+
+_TRIED, _DRAFTED = range(2)
+"""What random numbers are for."""
 
 
 class Parent(NamedTuple):
@@ -89,3 +93,23 @@ def random_key(*words: int) -> int:
     for word in words:
         digest.update((word & (2**64 - 1)).to_bytes(8, "little"))
     return int.from_bytes(digest.digest(), "little")
+
+
+def seeded(task: Task, drafter: int) -> Task:
+    """With a seed of this drafter's and this step's own, if it is drawn: draws of two drafters are
+    independent, and of what was drawn before."""
+    if not task.is_drawn:
+        return task
+    one = task.sampling
+    seed = random_key(one.seed, task.sample_index, len(task.token_ids), _DRAFTED, drafter)
+    return task._replace(sampling=replace(one, seed=seed))
+
+
+def with_proposals(guess: Guess, task: Task, drafted: Draft) -> Guess:
+    """The guess with what is tried at its nodes, by random numbers of this step's own."""
+
+    def key(depth: int) -> int:
+        position = len(task.token_ids) + depth
+        return random_key(task.sampling.seed, task.sample_index, position, _TRIED)
+
+    return guess._replace(proposals=at_nodes(guess.tree, drafted.tree, drafted.distributions, key))

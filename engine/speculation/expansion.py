@@ -171,7 +171,7 @@ def calibrated(tree: TokenTree, calibration: Calibration) -> TokenTree:
         above = 1.0 if parent == ROOT else tree.chances[parent]
         chance = calibration.chance(believed / above if above > 0.0 else 0.0)
         chances.append(min(chance, 1.0) * (1.0 if parent == ROOT else chances[parent]))
-    return TokenTree(tree.token_ids, tree.parents, tuple(chances), tree.tries)
+    return tree.with_chances(tuple(chances))
 
 
 def observe_tree(calibration: Calibration, tree: TokenTree, token_ids: Iterable[int]) -> int:

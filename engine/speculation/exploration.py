@@ -19,6 +19,10 @@ guesses is what a launched one lasts, and the first launch after guesses is char
 longer. It is the same for one sequence and for all, so it is measured, by a few plain steps of each
 size that are not launched, and has no say in what more sequences would cost.
 
+While all are deep in debt, steps are slept through (`sleeps`): all that is learnt of them is how
+long they lasted, so that rest costs next to nothing. It ends some steps before anybody can be
+asked, and those say what a step lasts now.
+
 Policy: pure; running averages that nobody else writes.
 """
 
@@ -30,30 +34,15 @@ from typing import TypeVar
 
 from engine.speculation.expansion import Load, StepCost
 from engine.speculation.pace import ACCIDENT, Pace
+from engine.speculation.worth import SHARE, Call, Worth, size_class
 
 _Task = TypeVar("_Task")
 
-SHARE = 0.005
-"""Of the time served: what finding out may cost, all drafters together."""
-TRIAL = 3
-"""Calls in a row; guessed."""
-VALUE = 0.75
-"""What a kept token is worth of its share of a plain step, where that step is several sequences':
-who is ahead of the others waits for a batch that is as long as its slowest. Guessed."""
-_GROWTH = 4
-"""How many times more sequences are asked for where few promised gain; guessed."""
-_MEMORY = 16
-"""Calls that an average is about; guessed."""
-GRANT_STEPS = 1.0
-"""So many steps' seconds each account begins with: chance may have it that the first calls bring
-nothing where the next ones would; guessed."""
-_BANK_STEPS = 16.0
-"""Gain is kept for bad times up to so many steps' seconds; guessed."""
 _MOST, _MOST_CLEAR = 8, 128
 """Steps with guesses in a row, after which a plain one says what those cost now; more of them where
 there is no doubt that guessing pays; guessed."""
-_CLEAR = 0.2
-"""There is none where a call gains this share of a step; guessed."""
+_AWAKE_STEPS = 32
+"""Before somebody can be asked: twice what the pace of steps is an average of (pace.py)."""
 
 
 class Exploration:
@@ -84,6 +73,36 @@ class Exploration:
         """The newest step was not launched, because of guesses."""
         self._saved_s = 0.0
         """By the newest launched step that was the last."""
+        self._sleep = _Sleep()
+
+    def sleeps(self, num_sequences: int) -> bool:
+        """Nobody can be asked in a step of so many sequences that draw, nor in the next ones.
+        Instead of `begin` and `learn`, `sleep` is told how long it lasted."""
+        one = self._sleep
+        return (
+            one.served_s < one.end_s
+            and one.place == size_class(num_sequences)
+            and num_sequences > 0
+        )
+
+    def sleep(self, seconds: float) -> None:
+        """A step is over that `sleeps` was said of."""
+        self._sleep.served_s += seconds
+
+    def _wake(self) -> None:
+        one = self._sleep
+        if one.end_s > 0.0:
+            self._sleep = _Sleep()
+            for worth in self._worths:
+                worth.serve(1 << one.place, one.served_s)
+
+    def _fall_asleep(self, step_s: float) -> None:
+        """If it is long enough until somebody can be asked, by what a step lasts."""
+        num_sequences = self._num_sequences
+        end_s = min(worth.barred_s(num_sequences) for worth in self._worths)
+        end_s -= _AWAKE_STEPS * step_s
+        if end_s > 0.0 and not self._always:
+            self._sleep = _Sleep(size_class(num_sequences), end_s)
 
     def rests(self, num_sequences: int) -> bool:
         """Nobody would be asked in a step of so many sequences that draw, nor anything else be
@@ -103,6 +122,7 @@ class Exploration:
             is_last: none was launched after it. Where a launch does not return before it is
                 computed, it lasted no time, and the first one twice as long.
         """
+        self._wake()
         has_paused, self._has_paused = self._has_paused, False
         for worth in self._worths:
             worth.serve(num_sequences, seconds)
@@ -132,6 +152,7 @@ class Exploration:
             num_sequences: that draw a token in it.
             num_rows: without guesses.
         """
+        self._wake()
         self._widths.clear()
         self._num_tasks.clear()
         self._num_sequences, self._num_rows = num_sequences, num_rows
@@ -204,6 +225,8 @@ class Exploration:
                 else:
                     self._pace.observe(num_sequences, seconds)
             self._has_paused = self._is_pausing
+            if is_whole:
+                self._fall_asleep(seconds)
             return
         load = self.load
         step_s = seconds - sum(own_s.values())
@@ -227,135 +250,12 @@ class Exploration:
             self._worths[drafter].observe(load, call)
 
 
-@dataclass(frozen=True)
-class Call:
-    """What became of one call of a drafter."""
-
-    num_tasks: int
-    """Sequences that it was asked for; at least 1."""
-    num_kept: int
-    """Tokens that it was right in, and that the step computed."""
-    own_s: float
-    """Of the drafter."""
-    rows_s: float
-    """What its nodes made the step longer."""
-    pause_s: float = 0.0
-    """What the step lasted longer because it was not launched ahead."""
-
-
-class Worth:
-    """Whom to ask one drafter for. See the module.
-
-    Args:
-        share: of the time served that finding out may cost.
-    """
-
-    def __init__(self, share: float = SHARE) -> None:
-        self._share = share
-        self._accounts: dict[int, _Account] = {}
-
-    def is_able(self, num_sequences: int) -> bool:
-        """It may be asked in a step of so many sequences."""
-        one = self._accounts.get(_class(num_sequences))
-        return one is None or one.num_left > 0 or one.credit_s >= 0.0
-
-    def is_clear(self, num_sequences: int) -> bool:
-        """There is no doubt that it pays."""
-        one = self._accounts.get(_class(num_sequences))
-        return one is not None and one.is_clear
-
-    def num_asked(self, load: Load) -> int:
-        """Sequences that it is asked for in this step; 0: not asked. Counts as asked."""
-        one = self._account(load)
-        if one.num_left == 0:
-            if one.credit_s < 0.0:
-                return 0
-            one.num_left = TRIAL
-            one.num_trials += 1
-            one.own_s = float("inf")
-        one.num_left -= 1
-        return min(one.width, load.num_sequences)
-
-    def num_trials(self, num_sequences: int) -> int:
-        """So far, with about so many sequences."""
-        one = self._accounts.get(_class(num_sequences))
-        return 0 if one is None else one.num_trials
-
-    def serve(self, num_sequences: int, seconds: float) -> None:
-        """A step has lasted so long, guesses included."""
-        one = self._accounts.get(_class(num_sequences))
-        if one is not None:
-            one.credit_s = min(one.credit_s + self._share * seconds, one.most_s)
-
-    def charge(self, num_sequences: int, seconds: float) -> None:
-        """So much was lost that no call tells."""
-        one = self._accounts.get(_class(num_sequences))
-        if one is not None:
-            one.credit_s -= seconds
-
-    def observe(self, load: Load, call: Call) -> None:
-        """A call of this step has had its outcome."""
-        one = self._account(load)
-        token_s = value_s(load)
-        gain_s = call.num_kept * token_s - call.own_s - call.rows_s - call.pause_s
-        one.most_s = _BANK_STEPS * load.plain_s
-        one.credit_s = min(one.credit_s + gain_s, one.most_s)
-        one.num_calls += 1
-        share = max(1.0 / one.num_calls, 1.0 / _MEMORY)
-        one.kept += (call.num_kept / call.num_tasks - one.kept) * share
-        one.rows_s += (call.rows_s / call.num_tasks - one.rows_s) * share
-        one.gain_s += (gain_s - one.gain_s) * share
-        one.is_clear = one.gain_s > _CLEAR * load.plain_s
-        one.own_s = min(one.own_s, call.own_s)
-        if one.num_left == 0:
-            # Each of the batch as those that were asked for; a call for more at no more.
-            each_s = one.kept * token_s - one.rows_s
-            promised_s = each_s * load.num_sequences - one.own_s - call.pause_s
-            if promised_s > 0.0:
-                one.width = min(one.width * _GROWTH, 1 << _class(load.num_sequences))
-            else:
-                one.width = max(one.width // _GROWTH, 1)
-
-    def _account(self, load: Load) -> _Account:
-        place = _class(load.num_sequences)
-        if place not in self._accounts:
-            granted_s = GRANT_STEPS * load.plain_s
-            self._accounts[place] = _Account(granted_s, granted_s)
-        return self._accounts[place]
-
-
 @dataclass(slots=True)
-class _Account:
-    """Of one class of batch sizes."""
+class _Sleep:
+    """Through steps of one class of batch sizes."""
 
-    credit_s: float
-    most_s: float
-    """Of it."""
-    width: int = 1
-    """Sequences to ask for."""
-    num_left: int = 0
-    """Calls of this trial that are still to come."""
-    num_trials: int = 0
-    num_calls: int = 0
-    own_s: float = 0.0
-    """The least that a call of this trial cost."""
-    kept: float = 0.0
-    """Per sequence asked for."""
-    rows_s: float = 0.0
-    """Per sequence asked for."""
-    gain_s: float = 0.0
-    """Of a call."""
-    is_clear: bool = False
-
-
-def value_s(load: Load) -> float:
-    """Seconds that a kept token is worth. Prompts in the step have no part in it: they are computed
-    in any case."""
-    if load.num_sequences == 1:
-        return load.plain_s
-    return VALUE * load.plain_s / load.num_sequences
-
-
-def _class(num_sequences: int) -> int:
-    """1, 2, 3-4, 5-8, ...: its greatest size is 2 to this power."""
-    return (num_sequences - 1).bit_length()
+    place: int = 0
+    end_s: float = 0.0
+    """To be served until it is over; 0.0: nobody sleeps."""
+    served_s: float = 0.0
+    """So far, and in no account yet."""

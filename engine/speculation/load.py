@@ -4,6 +4,7 @@ memory on the target's device: before the target's own cache is sized. Engine th
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -34,16 +35,22 @@ def load_drafters(
     """
     wanted = config.speculation
     drafters: list[Drafter] = [PromptLookup(wanted.ngram) for _ in wanted.drafters]
-    for name in wanted.draft_models:
-        drafters.append(_load(name, config, target, progress))
-    if wanted.draft_workers:
-        drafters.append(_remote(wanted, target, peers))
+    with contextlib.ExitStack() as opened:
+        for name in wanted.draft_models:
+            drafters.append(_load(name, config, target, progress, opened))
+        if wanted.draft_workers:
+            drafters.append(_remote(wanted, target, peers))
+        opened.pop_all()  # they are the drafters' from now on
     return drafters
 
 
 def load_draft_model(config: EngineConfig, progress: Progress | None = None) -> DraftModel:
-    """`config.model` for a draft worker, which guesses for others' targets. Raises: LoadError."""
-    return _load(config.model, config, None, progress)
+    """`config.model` for a draft worker, which guesses for others' targets: its settings are this
+    model's own. Raises: LoadError."""
+    with contextlib.ExitStack() as opened:
+        drafter = _load(config.model, config, None, progress, opened)
+        opened.pop_all()
+    return drafter
 
 
 def _remote(
@@ -60,14 +67,23 @@ def _remote(
 
 
 def _load(
-    name: str, config: EngineConfig, target: ModelInfo | None, progress: Progress | None
+    name: str,
+    config: EngineConfig,
+    target: ModelInfo | None,
+    progress: Progress | None,
+    opened: contextlib.ExitStack,
 ) -> DraftModel:
+    """
+    Args:
+        target: whose tokens it guesses; None: others'.
+        opened: closes the model where this, or what comes after it, fails.
+    """
     own = replace(
         config,
         model=name,
-        # Smaller than its target's, never larger: what is beyond it gets no draft.
-        context_window=0,
-        weight_dtype="auto",
+        # Of a target's settings; what is beyond the window gets no draft.
+        context_window=config.context_window if target is None else 0,
+        weight_dtype=config.weight_dtype if target is None else "auto",
         kv_dtype="auto",
         tensor_parallel=1,
         pipeline_parallel=1,
@@ -77,19 +93,16 @@ def _load(
         speculation=SpeculationConfig(max_num_nodes=config.speculation.max_num_nodes),
     )
     model = load_model(own, progress=progress, is_draft=True)
-    try:
-        if target is not None:
-            _check(name, model.info, target)
-        drafter = DraftModel(
-            model,
-            config.speculation.expansion,
-            num_blocks=_num_blocks(model, config),
-            max_num_tokens=config.max_num_tokens_per_step,
-        )
-        model.warm_up(progress)
-    except BaseException:
-        model.close()
-        raise
+    opened.callback(model.close)
+    if target is not None:
+        _check(name, model.info, target)
+    drafter = DraftModel(
+        model,
+        config.speculation.expansion,
+        num_blocks=_num_blocks(model, config),
+        max_num_tokens=config.max_num_tokens_per_step,
+    )
+    model.warm_up(progress)
     return drafter
 
 

@@ -112,7 +112,8 @@ class RemoteDrafter:
         """See Drafter."""
         for worker in self._workers:
             self._look_at(worker)
-        ends_s = self._clock() + self._deadline_s
+        began_s = self._clock()
+        ends_s = began_s + self._deadline_s
         asked = self._asks(tasks)
         calls = {
             worker: call
@@ -124,6 +125,8 @@ class RemoteDrafter:
         for worker, call in calls.items():
             own = [(tasks[place], ask) for place, ask in asked[worker].items()]
             found = self._collect(worker, call, own)
+            if worker.traces.is_on:
+                self._trace(worker, call, began_s, own, found)
             for place, draft in zip(asked[worker], found, strict=False):
                 drafts[place] = draft
         return drafts
@@ -243,6 +246,26 @@ class RemoteDrafter:
                 session.refused(self._clock())
             worker.counts.num_nodes += len(tree)
         return [Draft(tree, {}) for tree in trees]
+
+    def _trace(
+        self,
+        worker: Worker,
+        call: Future[Sequence[Answer]],
+        began_s: float,
+        asked: Sequence[tuple[Task, Ask]],
+        found: Sequence[Draft],
+    ) -> None:
+        """What a call took that is collected."""
+        is_late = worker.late is call
+        nums = [len(draft.tree) for draft in found] or [0] * len(asked)
+        worker.traces.note(
+            worker.channel.address,
+            began_s,
+            self._clock(),
+            [(task.key, num) for (task, _), num in zip(asked, nums, strict=True)],
+            is_late=is_late,
+            is_failed=not found and not is_late,
+        )
 
     def _tree(self, answer: Answer, most: int) -> TokenTree:
         """Raises: ValueError for what is no tree of such tokens, or a larger one than was of

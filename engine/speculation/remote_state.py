@@ -39,6 +39,7 @@ class Worker:
     def __init__(self, peer: DraftPeer) -> None:
         self.channel = peer.channel
         self.counts = peer.counts
+        self.traces = peer.traces
         self.state = State.AWAY
         self.due_s = 0.0
         """When it may be met again, while it is away; when it has failed, while it is waited for:
@@ -90,7 +91,8 @@ class Session:
 
 def ask_of(session: Session, task: Task, num_tokens: int) -> Ask:
     """What its worker is sent of it: `num_tokens` that are new there. Of a text that does not
-    arrive whole nothing is guessed."""
+    arrive whole nothing is guessed. A task that is drawn asks for the likeliest tokens: no noise of
+    the worker's is the target's there."""
     sampling = task.sampling
     start = session.num_sent
     end = start + num_tokens
@@ -100,7 +102,7 @@ def ask_of(session: Session, task: Task, num_tokens: int) -> Ask:
         task.token_ids[start:end],
         task.num_prompt_tokens,
         task.num_nodes if end == len(task.token_ids) else 0,
-        sampling.temperature,
+        0.0 if task.is_drawn else sampling.temperature,
         sampling.top_p,
         sampling.top_k,
         sampling.min_p,

@@ -10,12 +10,17 @@ import contextlib
 import logging
 from collections.abc import Collection, Iterator, Sequence
 
+from engine.request import State
 from engine.schedule.order import Key
 from engine.sequence import Sequence as Sample
-from engine.speculation.drafter import Draft, Drafter, Task
+from engine.speculation.drafter import Draft, Drafter, SharesPages, Task
 from engine.speculation.tree import EMPTY
 
 logger = logging.getLogger(__name__)
+
+_TO_COME = (State.RESERVED, State.WAITING_FOR_GRAMMAR, State.WAITING)
+"""States of who was expected and has no place in steps yet."""
+_OVER = (State.FINISHED, State.ABORTED)
 
 
 class Roster:
@@ -29,6 +34,12 @@ class Roster:
         self.failed: set[int] = set()
         self._drafters = drafters
         self._known: dict[Key, Sample] = {}
+        self._expected: set[Key] = set()  # of the known ones
+        self._sharers = {
+            index: drafter
+            for index, drafter in enumerate(drafters)
+            if isinstance(drafter, SharesPages)
+        }
 
     def __len__(self) -> int:
         return len(self._drafters)
@@ -72,14 +83,36 @@ class Roster:
             self._forget(sample.key)
             self._known[sample.key] = sample
 
+    def expect(self, sample: Sample) -> None:
+        """It has blocks, and will have a place in steps sooner or later."""
+        for key in [key for key in self._expected if self._known[key].state in _OVER]:
+            self._forget(key)
+        sharers = [index for index in self._sharers if index not in self.failed]
+        if not sharers:
+            return
+        self.meet(sample)
+        self._expected.add(sample.key)
+        for index in sharers:
+            try:
+                num_tokens = len(sample.token_ids)
+                self._sharers[index].expect(sample.key, num_tokens, sample.chain_hashes)
+            except Exception:
+                self.fail(index)
+
     def forget_all_but(self, running: Collection[Key]) -> None:
         """The others have no place in steps."""
+        self._expected.difference_update(running)
         for key in [key for key in self._known if key not in running]:
-            self._forget(key)
+            if not self._is_to_come(key):
+                self._forget(key)
+
+    def _is_to_come(self, key: Key) -> bool:
+        return key in self._expected and self._known[key].state in _TO_COME
 
     def _forget(self, key: Key) -> None:
         if self._known.pop(key, None) is None:
             return
+        self._expected.discard(key)
         for index, drafter in enumerate(self._drafters):
             try:
                 if index not in self.failed:

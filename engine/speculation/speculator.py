@@ -12,7 +12,6 @@ the way down, so that `choose` and `best` look at a node before they look below.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from engine.config import EngineConfig
@@ -22,10 +21,9 @@ from engine.models.interface import Guesses
 from engine.request import Sampling, State
 from engine.schedule.order import Key
 from engine.sequence import Sequence as Sample
-from engine.speculation.acceptance import at_nodes
 from engine.speculation.config import SpeculationConfig
 from engine.speculation.drafter import Distribution, Draft, Drafter, Guess, Place, Task
-from engine.speculation.drawing import random_key
+from engine.speculation.drawing import seeded, with_proposals
 from engine.speculation.expansion import Calibration, calibrated, choose, observe_tree
 from engine.speculation.exploration import Exploration
 from engine.speculation.heads.hidden import Wants
@@ -46,9 +44,6 @@ from process.settings import SettingsError
 
 Planned = tuple[Sample, int]
 """A sample, and how many of its pending tokens a step computes."""
-
-_TRIED, _DRAFTED = range(2)
-"""What random numbers are for."""
 
 
 class _Drafted(NamedTuple):
@@ -97,6 +92,10 @@ class Speculator:
         """Of the step that is being computed; of the one before."""
         self._asked: dict[int, float] = {}
         """Drafters that guessed for the step that is being computed: seconds that it took them."""
+        self._counted: tuple[Sequence[Planned], int, int] = ((), 0, 0)
+        """The plan that is being computed: its rows, and how many of its samples draw."""
+        self._is_asleep = False
+        """Of the step that is being computed nothing is learnt but how long it lasts."""
         self._believed: dict[Key, list[tuple[int, TokenTree]]] = {}
         """Of the step that is being computed: each drafter's own tree, before all choice."""
         self.readers = Readers(drafters, self._roster, clock)
@@ -112,6 +111,12 @@ class Speculator:
         meanwhile."""
         is_going_on = any(sample.state is State.RUNNING for sample, _ in planned)
         self._began_s = self._ended_s if is_going_on else self._clock()
+        self._counted = planned, *_count(planned)
+
+    def expect(self, sample: Sample) -> None:
+        """Its request was reserved: what drafters lack of its prompt may come meanwhile."""
+        if sample.request.beam is None and sample.request.hold_after is None:
+            self._roster.expect(sample)
 
     def rests(self, planned: Sequence[Planned], *, num_unread: int = 0) -> bool:
         """Nobody would be asked for a step of this plan, so that it may as well be launched ahead.
@@ -120,8 +125,9 @@ class Speculator:
         Args:
             num_unread: steps that are under way for its samples.
         """
-        num_rows = sum(num_tokens for _, num_tokens in planned)
-        num_drawing = sum(num == sample.num_pending_tokens for sample, num in planned)
+        num_rows, num_drawing = self._counts(planned)
+        if self._exploration.sleeps(num_drawing):
+            return True
         is_possible = self._roster.is_live and num_rows < self._max_num_tokens
         is_possible = is_possible and any(
             takes_guesses(sample, num) and num_levels(sample) > num_unread
@@ -150,12 +156,14 @@ class Speculator:
         Args:
             running: whoever has a place in steps; all others are forgotten.
         """
-        began = self._clock()
         self._believed.clear()
         self._asked.clear()
         self._roster.forget_all_but(running)
-        num_rows = sum(num_tokens for _, num_tokens in planned)
-        num_drawing = sum(num == sample.num_pending_tokens for sample, num in planned)
+        num_rows, num_drawing = self._counts(planned)
+        self._is_asleep = self._exploration.sleeps(num_drawing)
+        if self._is_asleep:
+            return {}
+        began = self._clock()
         if not self._exploration.begin(num_drawing, num_rows):
             return {}
         samples = self._exploration.among(
@@ -183,7 +191,7 @@ class Speculator:
             room = min(room, self._context_window - len(sample.token_ids), budget)
             guess = in_grammar(tree.best(room), sample.grammar)
             if self._is_tried(task):
-                guess = _with_proposals(guess, task, one.all_of_them)
+                guess = with_proposals(guess, task, one.all_of_them)
             if len(guess.tree) or guess.proposals:
                 self._holdings.grow(sample, len(sample.token_ids) + len(guess.tree))
                 guesses[task.key] = guess
@@ -216,6 +224,10 @@ class Speculator:
             num_rows: of the step.
             seen_s: seconds that its hidden states took, by number of the drafter.
         """
+        if self._is_asleep:
+            self._ended_s = self._clock()
+            self._exploration.sleep(self._ended_s - self._began_s)
+            return
         with self._roster.at_their_cost():
             self._learn(events, num_kept, num_rows, seen_s)
 
@@ -242,6 +254,11 @@ class Speculator:
         own_s = {index: one_s + seen_s.get(index, 0.0) for index, one_s in self._asked.items()}
         self._exploration.learn(num_rows, seconds, own_s, num_right)
 
+    def _counts(self, planned: Sequence[Planned]) -> tuple[int, int]:
+        """Rows of a plan, and how many of its samples draw."""
+        plan, num_rows, num_drawing = self._counted
+        return (num_rows, num_drawing) if plan is planned else _count(planned)
+
     def _draft(self, tasks: list[Task], samples: Mapping[Key, Sample]) -> list[_Drafted]:
         found: list[list[TokenTree]] = [[] for _ in tasks]
         drawn_from: list[dict[Place, Distribution]] = [{} for _ in tasks]
@@ -250,7 +267,7 @@ class Speculator:
             if not asked:
                 continue
             began = self._clock()
-            drafts = self._roster.propose(index, [_seeded(task, index) for task in asked])
+            drafts = self._roster.propose(index, [seeded(task, index) for task in asked])
             self._asked[index] = self._clock() - began
             by_key = {task.key: draft for task, draft in zip(asked, drafts, strict=True)}
             for own, places, task in zip(found, drawn_from, tasks, strict=True):
@@ -294,6 +311,7 @@ class Speculator:
             self._config.max_num_nodes if max_depth > 0 else 0,
             max_depth,
             is_drawn=self._is_drawn(sample.sampling),
+            chain_hashes=sample.chain_hashes,
         )
 
     def _is_drawn(self, sampling: Sampling) -> bool:
@@ -353,19 +371,9 @@ def make_speculator(
     )
 
 
-def _seeded(task: Task, drafter: int) -> Task:
-    """With a seed of this drafter's and this step's own, if it is drawn: draws of two drafters are
-    independent, and of what was drawn before."""
-    if not task.is_drawn:
-        return task
-    one = task.sampling
-    seed = random_key(one.seed, task.sample_index, len(task.token_ids), _DRAFTED, drafter)
-    return task._replace(sampling=replace(one, seed=seed))
-
-
-def _with_proposals(guess: Guess, task: Task, drafted: Draft) -> Guess:
-    def key(depth: int) -> int:
-        position = len(task.token_ids) + depth
-        return random_key(task.sampling.seed, task.sample_index, position, _TRIED)
-
-    return guess._replace(proposals=at_nodes(guess.tree, drafted.tree, drafted.distributions, key))
+def _count(planned: Sequence[Planned]) -> tuple[int, int]:
+    num_rows = num_drawing = 0
+    for sample, num_tokens in planned:
+        num_rows += num_tokens
+        num_drawing += num_tokens == sample.num_pending_tokens
+    return num_rows, num_drawing

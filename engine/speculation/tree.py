@@ -52,9 +52,10 @@ class TokenTree:
         open_path: list[int] = [ROOT]
         seen: set[tuple[int, int]] = set()
         for node, (token_id, parent) in enumerate(zip(self.token_ids, self.parents, strict=True)):
-            if parent not in open_path:
+            while open_path and open_path[-1] != parent:
+                open_path.pop()
+            if not open_path:
                 raise ValueError(f"node {node} hangs on {parent}: the order is not depth-first")
-            del open_path[open_path.index(parent) + 1 :]
             open_path.append(node)
             if (parent, token_id) in seen:
                 raise ValueError(f"node {node} repeats its sibling's token {token_id}")
@@ -93,6 +94,16 @@ class TokenTree:
             nodes.append(node)
             node = self.parents[node]
         return tuple(reversed(nodes))
+
+    def with_chances(self, chances: tuple[float, ...]) -> TokenTree:
+        """The same nodes with other chances, none greater than its parent's: that is not checked.
+        What is known of the nodes is not found out again: the device waits meanwhile."""
+        if len(chances) != len(self):
+            raise ValueError("a tree's tuples have one entry per node")
+        tree = object.__new__(TokenTree)
+        known = {"depths": self.depths, "children": self.children}
+        tree.__dict__.update(self.__dict__, chances=chances, **known)
+        return tree
 
     def best(self, num_nodes: int) -> TokenTree:
         """The likeliest `num_nodes` of the nodes; among equals, those that come first. Whole paths,

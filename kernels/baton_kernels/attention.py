@@ -107,6 +107,7 @@ def tree_attention(
     out: torch.Tensor | None = None,
     backend: Backend = "auto",
     exact: bool = False,
+    is_early: bool = False,
     workspace: Workspace | None = None,
     config: Config | None = None,
 ) -> torch.Tensor:
@@ -132,6 +133,8 @@ def tree_attention(
         max_num_nodes: no sequence has more (host-known; decides the grid).
         window: by positions: ancestors and cached positions above position - window.
         out: [N, H, Dv], query's dtype.
+        is_early: all but the query, keys and values was written before the launch directly ahead,
+            and may be read while that one ends (on Hopper).
     Returns: [N, H, Dv].
     Raises: ValueError naming the argument that does not fit.
     Bytes moved: as decode_attention, once per ceil(nodes * G / 64). FLOPs: times nodes.
@@ -166,7 +169,7 @@ def tree_attention(
         query, rows, block_tables, num_cached, out,
         scaling=scaling, window=window, softcap=softcap, sinks=sinks,
         tree=gpu.Tree(node_starts, depths, visible.view(torch.uint8)), max_num_nodes=max_num_nodes,
-        num_splits=num_splits, exact=exact, workspace=workspace, config=config,
+        num_splits=num_splits, exact=exact, workspace=workspace, config=config, is_early=is_early,
     )  # fmt: skip
     return out
 

@@ -25,17 +25,25 @@ def write(
     rows.index_put_((row_ids, slots), values)
 
 
-def gather(rows: torch.Tensor, row_ids: torch.Tensor) -> torch.Tensor:
+def gather(
+    rows: torch.Tensor, row_ids: torch.Tensor, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """Keys or values of whole sequences, head by head.
 
     Args:
         rows: [R, P, D].
         row_ids: [B, K, n] int64: the n blocks of each of B sequences, padded with any valid row.
+        out: of the result's shape, contiguous, the rows' dtype: where it is written; None: into new
+        memory.
     Returns: [B, K, n * P, D], contiguous. Copies B * K * n * P * D elements once.
     """
     batch, num_heads, num_blocks = row_ids.shape
-    picked = rows.index_select(0, row_ids.view(-1))
-    return picked.view(batch, num_heads, num_blocks * rows.shape[1], rows.shape[2])
+    _, block_size, dim = rows.shape
+    if out is None:
+        picked = rows.index_select(0, row_ids.view(-1))
+        return picked.view(batch, num_heads, num_blocks * block_size, dim)
+    torch.index_select(rows, 0, row_ids.view(-1), out=out.view(-1, block_size, dim))
+    return out
 
 
 def attend_one(

@@ -15,17 +15,19 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
 
 from kvstore.attachments import Attachment, AttachmentTable
 from kvstore.block import Block
 from kvstore.errors import CHECKSUM, GENERATION, LEASE_LAPSED, IntegrityError, LeaseLapsed
 from kvstore.lending import PROBE_HASH
+from kvstore.lending.followers import Followers, Told
 from kvstore.lending.host import own_host_id
 from kvstore.lending.loans import LoanTable, Offer
 from kvstore.lending.outlet import Outlet
+from kvstore.lending.reader import LenderIdentity as LenderIdentity
+from kvstore.lending.reader import Reader as Reader
 from kvstore.link_meter import num_blocks_wanted
-from kvstore.push_peers import PeerBlocks, PushPeers
+from kvstore.push_peers import PushPeers
 from kvstore.pushes import Frames, PushOutcome, Target
 from kvstore.transport.base import CUDA_IPC, DIRECT_TRANSPORTS, BlockMemory
 from kvstore.transport.device import Shared
@@ -52,28 +54,6 @@ FindFree = Callable[[int, float], Awaitable[Sequence[int]]]
 free again (`LoanTable`'s `on_free`); none where there is no room."""
 
 
-@dataclass(frozen=True)
-class LenderIdentity:
-    """Who lends. fingerprint: of the model, which a reader's must be."""
-
-    node_id: str
-    incarnation: bytes
-    fingerprint: bytes
-
-
-@dataclass(frozen=True)
-class Reader:
-    """What a worker says about itself. peer: of transport nixl. host_id: of cuda_ipc."""
-
-    worker_id: str
-    worker_incarnation: bytes
-    fingerprint: bytes
-    block_bytes: int
-    transport: str
-    peer: PeerBlocks | None = None
-    host_id: str = ""
-
-
 class Lender:
     """See the module. `loans` is the truth about what is lent."""
 
@@ -93,6 +73,7 @@ class Lender:
         self.memory = memory
         self.loans = loans
         self.attachments = AttachmentTable()
+        self.followers = Followers(loans)
         self.shared: Shared | None = None
         """What readers of transport cuda_ipc are given; made for the first."""
         self._find_free = find_free
@@ -235,6 +216,13 @@ class Lender:
         self.loans.release([former], self._clock())
         return lease_id, blocks
 
+    async def await_lent(
+        self, attachment_id: str, lease_id: str, num_known: int, num_wanted: int, budget_s: float
+    ) -> Told:
+        """What is lent beyond the blocks that a reader knows of; see Followers."""
+        self._need_lease(lease_id, self.seen(attachment_id))
+        return await self.followers.rest(lease_id, num_known, num_wanted, budget_s)
+
     # -- bytes
 
     async def copy_out(
@@ -334,6 +322,7 @@ class Lender:
         try:
             self.loans.lapse(self._clock())
             self.loans.check_integrity()
+            self.followers.check_integrity()
         except IntegrityError as error:
             logs.event(logger, "integrity_error", level=logging.ERROR, error=str(error))
             return str(error)

@@ -6,9 +6,9 @@ last lease and its last hold are over: it is given back, once (`on_free`), and i
 by two, so that no handle of before ever fits it again. In between its bytes do not change: whoever
 lends sees to that before it lends.
 
-A lease is kept by the request that lends until `hand_over`; then it lapses by its deadline unless
-whoever reads renews it, and ends at once when it is released. A hold is a copy under way, and keeps
-blocks beyond the end of their leases.
+A lease is kept by the request that lends until `hand_over`; then it grows no more, and lapses by
+its deadline unless whoever reads renews it, and ends at once when it is released. A hold is a copy
+under way, and keeps blocks beyond the end of their leases.
 
 Laws, recomputed by `check_integrity`: a block is lent as long as leases and holds name it and no
 longer, each counted once. Whoever lends sees to it that no lease is kept for nobody (`num_kept`).
@@ -24,6 +24,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 from kvstore.block import Block, Tier
@@ -57,6 +58,7 @@ class _Lease:
     expires_at_s: float
     blocks: dict[int, Block] = field(default_factory=dict)
     on_end: list[Callable[[], None]] = field(default_factory=list)
+    watchers: list[Callable[[], None]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -101,6 +103,11 @@ class LoanTable:
         """Leases that were not handed over: they have no end."""
         return sum(math.isinf(lease.expires_at_s) for lease in self._leases.values())
 
+    @property
+    def num_watchers(self) -> int:
+        """Of all leases."""
+        return sum(len(lease.watchers) for lease in self._leases.values())
+
     # -- lending
 
     def lend(self, offers: Iterable[Offer], lease_id: str = "") -> tuple[str, tuple[Block, ...]]:
@@ -137,12 +144,39 @@ class LoanTable:
             blocks.append(block)
         if twice:
             self._on_free(twice)
+        _tell(lease)
         return lease_id, tuple(blocks)
 
     def hand_over(self, lease_id: str, ttl_s: float, now_s: float) -> None:
         """From here on the lease is whoever's that was told of it: it lapses. Raises:
         LeaseLapsed."""
-        self._lease(lease_id).expires_at_s = now_s + min(ttl_s, self.max_ttl_s)
+        lease = self._lease(lease_id)
+        lease.expires_at_s = now_s + min(ttl_s, self.max_ttl_s)
+        _tell(lease)
+
+    # -- watching a lease grow
+
+    def watch(self, lease_id: str, then: Callable[[], None]) -> None:
+        """Have `then` called whenever the lease lends more, is handed over or ends, until
+        `unwatch`. Raises: LeaseLapsed."""
+        self._lease(lease_id).watchers.append(then)
+
+    def unwatch(self, lease_id: str, then: Callable[[], None]) -> None:
+        """Idempotent."""
+        lease = self._leases.get(lease_id)
+        if lease is not None and then in lease.watchers:
+            lease.watchers.remove(then)
+
+    def is_whole(self, lease_id: str, num_wanted: int) -> bool:
+        """Whether so many blocks are lent under it, or it was handed over with fewer. Raises:
+        LeaseLapsed."""
+        lease = self._lease(lease_id)
+        return len(lease.blocks) >= num_wanted or not math.isinf(lease.expires_at_s)
+
+    def blocks_of(self, lease_id: str, first: int) -> list[Block]:
+        """Blocks of a lease from the `first` on, in the order in which they were lent. Raises:
+        LeaseLapsed."""
+        return list(islice(self._lease(lease_id).blocks.values(), first, None))
 
     # -- leases
 
@@ -297,6 +331,7 @@ class LoanTable:
             self._settle(lease.blocks)
             for then in lease.on_end:
                 then()
+            _tell(lease)
         return num_ended
 
     def _settle(self, block_ids: Iterable[int]) -> None:
@@ -310,3 +345,8 @@ class LoanTable:
                 free.append(block_id)
         if free:
             self._on_free(free)
+
+
+def _tell(lease: _Lease) -> None:
+    for then in tuple(lease.watchers):
+        then()

@@ -11,7 +11,8 @@ import grpc.aio
 
 from kvstore import wire
 from kvstore.lending import PROBE_HASH
-from kvstore.lending.lender import Lender, Reader
+from kvstore.lending.lender import Lender
+from kvstore.lending.reader import Reader
 from kvstore.transport.base import CUDA_IPC
 from process import serving
 from process.errors import FailedPrecondition, InvalidArgument
@@ -48,6 +49,7 @@ class LenderServicer(kvstore_pb2_grpc.KvStoreServicer):
             frame_bytes=memory.block_bytes,
             num_frames=memory.num_blocks,
             attachment_id=attachment.attachment_id,
+            tells_when_lent=True,
         )
         if request.transport == "nixl":
             reply.nixl_agent = lender.peers.name
@@ -101,6 +103,19 @@ class LenderServicer(kvstore_pb2_grpc.KvStoreServicer):
     ) -> kvstore_pb2.ReleaseReply:
         num_released = self._lender.loans.release(request.lease_ids, self._lender.now_s())
         return kvstore_pb2.ReleaseReply(num_released=num_released)
+
+    @serving.unary
+    async def AwaitLent(
+        self, request: kvstore_pb2.AwaitLentRequest, context: Context
+    ) -> kvstore_pb2.AwaitLentReply:
+        told = await self._lender.await_lent(
+            request.attachment_id,
+            request.lease_id,
+            request.num_known,
+            request.num_wanted,
+            request.budget_ms / 1000,
+        )
+        return kvstore_pb2.AwaitLentReply(blocks=told.blocks.data, is_all=told.is_all)
 
     # -- bytes
 

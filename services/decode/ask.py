@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.request import Beam, Sampling
+from engine.request import Beam, Request, Sampling
 from process.trace_context import TraceContext
 from services.worker.core import Chain
 
@@ -24,3 +24,18 @@ class DecodeAsk:
     beam: Beam | None = None
     trace: TraceContext | None = None
     """Of the router's span; None: the request is not traced."""
+
+    def request(self, engine_id: str) -> Request:
+        """As the engine is asked, under that name."""
+        return Request(
+            request_id=engine_id,
+            prompt_token_ids=self.prompt_token_ids,
+            sampling=self.sampling,
+            block_hasher=self.chain.hasher,
+            prompt_hashes=tuple(self.chain.hashes(self.prompt_token_ids)),
+            cache_root=self.chain.root,
+            priority=self.priority,
+            num_samples=self.num_samples,
+            beam=self.beam,
+            adapter=self.adapter,
+        )

@@ -2,16 +2,16 @@
 why.
 
 Life of one request's intake: `pull_early` any number of times, each with a partial handle of what
-is stored while prefill still runs; then `load` once with the final one (or none), which fetches
-only what is not there yet. An early pull that fails costs nothing but itself: the final handle
-tries again.
+is stored while prefill still runs, and `pull_rest` when a lender has said where the rest lies
+(services/decode/ahead.py); then `load` once with the final one (or none), which fetches only what
+is not there yet. An early pull that fails costs nothing but itself: the final handle tries again.
 
 Nothing here fails a request: what cannot be fetched is recomputed and counted by reason. The final
 handle's leases are given back by `give_back`, if they are this request's.
 
-Invariant: tokens [0, num_tokens) are verified and lie in the reservation's blocks; a block that a
-late transfer may still write into is not one of those (`Engine.refill`). Belongs to the loop's
-thread; one call at a time.
+Invariant: tokens [0, num_tokens) are verified, named by a handle, and lie in the reservation's
+blocks; a block that a late transfer may still write into is not one of those (`Engine.refill`).
+Belongs to the loop's thread; one call at a time.
 """
 
 from __future__ import annotations
@@ -19,21 +19,24 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 from engine.request import Reservation
 from engine.sequence import HOLE
 from kvstore import block_hash
 from kvstore.block import Block
 from kvstore.errors import DEADLINE, MISSING
+from kvstore.packed import PackedBlocks
 from process import logs
 from process.deadline import Deadline
 from process.errors import BatonError
-from services.decode.leases import client_for, give_back, is_for
+from services.decode.ahead import Ahead, Copied
+from services.decode.ask import DecodeAsk
+from services.decode.leases import client_for, give_back, is_for, place_of
 from services.worker import handle as handles
 from services.worker.connector import reason_of
-from services.worker.core import Chain, WorkerCore
+from services.worker.core import WorkerCore
 from services.worker.provenance import FINGERPRINT, Leg
 
 logger = logging.getLogger(__name__)
@@ -55,19 +58,6 @@ class Handover:
     computes_prompt: bool = False
     """Without a handle: nobody else was asked to compute the prompt, so nothing of it is missing.
     """
-
-
-@dataclass(frozen=True)
-class IntakeAsk:
-    """Whose KV is to be loaded, and where to."""
-
-    request_id: str
-    tenant: str
-    adapter: str
-    chain: Chain
-    engine_id: str
-    reservation: Reservation
-    prompt_token_ids: tuple[int, ...]
 
 
 Batch = tuple[handles.Run, list[tuple[Block, int]]]
@@ -92,17 +82,41 @@ class _Pulled:
 class Intake:
     """See the module."""
 
-    def __init__(self, core: WorkerCore, ask: IntakeAsk, leg: Leg) -> None:
+    def __init__(
+        self,
+        core: WorkerCore,
+        ask: DecodeAsk,
+        engine_id: str,
+        reservation: Reservation,
+        leg: Leg,
+        *,
+        on_rest: Callable[[], None] = lambda: None,
+    ) -> None:
+        """
+        Args:
+            ask: whose KV is to be loaded.
+            reservation: where to, under the name `engine_id`.
+            on_rest: called when there is something for `pull_rest`.
+        """
         self._core = core
         self._ask = ask
+        self._engine_id = engine_id
+        self._reservation = reservation
         self._leg = leg
         self._size = core.model.block_size
-        self._block_ids = ask.reservation.block_ids
+        self._block_ids = reservation.block_ids
         self._home = core.connector.client
         self._early: list[_Pulled] = []
+        self._ahead = Ahead(core, on_rest=on_rest, on_failure=self._tell)
+        self._has_tail = False
         self._num_counted = 0  # blocks that did not come and have a reason of their own
-        self.num_tokens = ask.reservation.num_local_tokens
+        self.num_tokens = reservation.num_local_tokens
         """Tokens, counted from the first, whose KV is verified and there."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens."""
+        return self._size
 
     @property
     def num_blocks(self) -> int:
@@ -111,31 +125,54 @@ class Intake:
 
     def hashes(self, context: tuple[int, ...]) -> list[bytes]:
         """Chain hashes of the full blocks of prompt and drawn tokens, by our own tenant key."""
-        size, known = self._size, self._ask.reservation.chain_hashes
+        size, known = self._size, self._reservation.chain_hashes
         more = context[len(known) * size :]  # with what was drawn one block may be full by now
         parent = known[-1] if known else b""
         hashes = [*known, *block_hash.chain(self._ask.chain.root, more, size, parent)]
         return hashes[: len(context) // size]
 
     async def pull_early(self, handle: handles.Handle, deadline: Deadline) -> None:
-        """Fetch the full blocks that a partial handle names beyond what is there."""
+        """Fetch the full blocks that a partial handle names beyond what is there; and have its
+        lender asked for the rest meanwhile."""
         prompt = self._ask.prompt_token_ids
         try:
             self._check(handle, prompt)
         except handles.HandleRefused as refused:
             self._tell(refused.reason)
             return
-        found, _ = handles.stretches(handle, self.hashes(prompt))
+        found, why_short = handles.stretches(handle, self.hashes(prompt))
+        if len(found) == 1 and why_short is None:
+            self._ahead.follow(found[0].run, self._num_lendable, deadline)
+        self._confirm(found)
         wanted, _ = self._wanted(found)
         pulled = await self._pull(wanted, deadline)
         self._take(pulled)
         self._early.append(pulled)
-        if pulled.not_usable:
-            self._tell(next(iter(pulled.not_usable)))
-            # What a transfer may still write into is another block's place from here on.
-            self._block_ids = await self._core.thread.call(
-                lambda engine: engine.refill(self._ask.engine_id)
-            )
+        await self._settle(pulled)
+
+    @property
+    def has_rest(self) -> bool:
+        """`pull_rest` has something to do."""
+        return self._ahead.has_rest
+
+    async def pull_rest(self, deadline: Deadline) -> None:
+        """Fetch what the lender says it lends behind what is there: for a handle that names it."""
+        rest = self._ahead.take()
+        if rest is None or rest.first_block > self.num_blocks:
+            return
+        first = self.num_blocks
+        end = self._end_of_own(rest)
+        wanted, _ = self._wanted([handles.Stretch(rest, rest.first_block, end)])
+        pulled = await self._pull(wanted, deadline)
+        self._leg.num_bytes_read += pulled.num_bytes
+        for _, blocks in pulled.loaded:
+            run = replace(rest, first_block=first, blocks=PackedBlocks.of(blocks))
+            self._ahead.keep(Copied(run, tuple(blocks)))
+        await self._settle(pulled)
+
+    def follow_no_more(self) -> None:
+        """The final handle is here, or none will come. Idempotent."""
+        self._ahead.close()
 
     async def load(self, handover: Handover, context: tuple[int, ...], deadline: Deadline) -> int:
         """Fetch what was handed over beyond what is there; the leg is told of everything. The
@@ -158,19 +195,9 @@ class Intake:
 
     async def _load(self, handover: Handover, context: tuple[int, ...], deadline: Deadline) -> str:
         """Returns: why blocks that are not there and were not counted are missing."""
+        found, why_short = self._named(handover, context)
+        self._confirm(found)
         self._count_early(context)
-        handle = handover.handle
-        if handle is None:
-            return handover.refusal or MISSING
-        try:
-            self._check(handle, context)
-        except handles.HandleRefused as refused:
-            return refused.reason
-        found, why_short = handles.stretches(handle, self.hashes(context))
-        if why_short is None:
-            tail = handles.tail_stretch(handle, found[-1].end if found else 0)
-            if tail is not None:
-                found.append(tail)
         wanted, has_hole = self._wanted(found)
         if has_hole:
             why_short = DEADLINE
@@ -180,6 +207,24 @@ class Intake:
         self._leg.recomputed.update(pulled.not_usable)
         self._num_counted = pulled.not_usable.total()
         return why_short or MISSING
+
+    def _named(
+        self, handover: Handover, context: tuple[int, ...]
+    ) -> tuple[list[handles.Stretch], str | None]:
+        """What the final handle names, the tail included, and why that is not all."""
+        handle = handover.handle
+        if handle is None:
+            return [], handover.refusal
+        try:
+            self._check(handle, context)
+        except handles.HandleRefused as refused:
+            return [], refused.reason
+        found, why_short = handles.stretches(handle, self.hashes(context))
+        if why_short is None:
+            tail = handles.tail_stretch(handle, found[-1].end if found else 0)
+            if tail is not None:
+                found.append(tail)
+        return found, why_short
 
     # ---- checks
 
@@ -195,6 +240,35 @@ class Intake:
         if handle.num_tokens > len(context):
             raise handles.HandleRefused(FINGERPRINT, "the handle covers more tokens than there are")
 
+    @property
+    def _num_lendable(self) -> int:
+        """Blocks of the prompt that a prefill worker lends: an unfilled one of a quantized cache
+        has no bytes of its own."""
+        num_full, num_rest = divmod(len(self._ask.prompt_token_ids), self._size)
+        return num_full + (num_rest > 0 and not self._core.layout.is_quantized)
+
+    def _end_of_own(self, rest: handles.Run) -> int:
+        """Up to where a run that no handle names is what this prompt asks for."""
+        prompt, first = self._ask.prompt_token_ids, rest.first_block
+        ours = self.hashes(prompt)[first:]
+        num_own = PackedBlocks.of(rest.blocks).num_matching(ours, self._size)
+        if num_own == len(ours) < len(rest.blocks):
+            tail = rest.blocks[num_own]
+            num_own += tail.chain_hash == b"" and tail.num_tokens == len(prompt) % self._size > 0
+        return first + num_own
+
+    def _confirm(self, found: Sequence[handles.Stretch]) -> None:
+        """What was copied ahead of a handle is there as far as that names it just so."""
+        for stretch in found:
+            copied = self._ahead.confirm(stretch)
+            if copied is not None:
+                pulled = _Pulled([(copied.run.node_id, list(copied.blocks))])
+                self._take(pulled)
+                self._early.append(pulled)
+                self._has_tail = copied.blocks[-1].num_tokens < self._size
+        if found and self._ahead.contradicts(found[-1].end):
+            self._tell(FINGERPRINT)
+
     def _wanted(self, found: Sequence[handles.Stretch]) -> tuple[list[Batch], bool]:
         """What of `found` is not there yet, as far as there is a place for it; and whether one was
         lost. Where the engine preempts, only the prompt has places before the start.
@@ -203,7 +277,7 @@ class Intake:
         prompt's.
         """
         wanted: list[Batch] = []
-        first = self.num_blocks
+        first = self.num_blocks + self._has_tail
         for stretch in found:
             end = min(stretch.end, len(self._block_ids))
             if end <= first:
@@ -212,7 +286,7 @@ class Intake:
             num_places = block_ids.index(HOLE) if HOLE in block_ids else len(block_ids)
             blocks = stretch.blocks(first, first + num_places)
             items = list(zip(blocks, block_ids[:num_places], strict=True))
-            if wanted and _place(wanted[-1][0]) == _place(stretch.run):
+            if wanted and place_of(wanted[-1][0]) == place_of(stretch.run):
                 wanted[-1][1].extend(items)
             elif items:
                 wanted.append((stretch.run, items))
@@ -237,7 +311,7 @@ class Intake:
                 begun_s = time.monotonic()
                 loaded = await self._core.connector.load(
                     client,
-                    self._ask.engine_id,
+                    self._engine_id,
                     run.lease_id,
                     items,
                     deadline,
@@ -262,6 +336,15 @@ class Intake:
     def _budget(self, deadline: Deadline) -> Deadline:
         return deadline.sooner(self._core.limits.transfer_budget_s)
 
+    async def _settle(self, pulled: _Pulled) -> None:
+        """An early pull is over. What a transfer may still write into is another block's place
+        from here on."""
+        if pulled.not_usable:
+            self._tell(next(iter(pulled.not_usable)))
+            self._block_ids = await self._core.thread.call(
+                lambda engine: engine.refill(self._engine_id)
+            )
+
     def _take(self, pulled: _Pulled) -> None:
         self.num_tokens += pulled.num_tokens
         self._leg.num_bytes_read += pulled.num_bytes
@@ -271,7 +354,7 @@ class Intake:
     def _count_early(self, context: tuple[int, ...]) -> None:
         """Tell the leg of the early pulls, now that it is known which tokens are computed in any
         case."""
-        first_token = self._ask.reservation.num_local_tokens
+        first_token = self._reservation.num_local_tokens
         for pulled in self._early:
             self._count(pulled, first_token, context, is_early=True)
             first_token += pulled.num_tokens
@@ -308,7 +391,3 @@ class Intake:
             request_id=self._ask.request_id,
             reason=reason,
         )
-
-
-def _place(run: handles.Run) -> tuple[str, bytes, str]:
-    return run.node_id, run.store_incarnation, run.lease_id

@@ -45,6 +45,11 @@ async def client_for(core: WorkerCore, run: Run, deadline: Deadline) -> StoreCli
     return client
 
 
+def place_of(run: Run) -> tuple[str, bytes, str]:
+    """Blocks of one place are read together: of one lease of one life of a store."""
+    return run.node_id, run.store_incarnation, run.lease_id
+
+
 def is_for(handle: Handle, request_id: str, tenant: str) -> bool:
     """Whether a handle was made for that request: another's leases are not its to give back."""
     return (handle.request_id, handle.tenant) == (request_id, tenant)

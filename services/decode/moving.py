@@ -11,12 +11,15 @@ never commits, and its lease is given back.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from engine.errors import UnknownRequest
 from engine.held import Held
 from engine.step_output import FilledBlock
 from kvstore.errors import MISSING, STORE_UNAVAILABLE
 from process.deadline import Deadline
+from services.decode.ask import DecodeAsk
 from services.worker import handle as handles
 from services.worker.block_writer import BlockWriter, TailSource
 from services.worker.core import WorkerCore
@@ -35,6 +38,21 @@ class Luggage:
 
     handle: handles.Handle | None
     reason: str
+
+
+async def take_out(
+    core: WorkerCore, ask: DecodeAsk, engine_id: str, is_over: Callable[[], bool]
+) -> Held | None:
+    """Out of the engine's steps; behind it no more news comes. Returns: None where several samples
+    or beams cannot be taken along, or where it has just ended (`is_over`)."""
+    if ask.num_samples > 1 or ask.beam is not None:
+        return None
+    try:
+        return await core.thread.call(lambda engine: engine.hold(engine_id))
+    except UnknownRequest:
+        if not is_over():  # its last news was delivered before this
+            raise
+        return None
 
 
 async def pack(

@@ -29,9 +29,8 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from engine.errors import UnknownRequest
 from engine.held import Held
-from engine.request import Request, Reservation
+from engine.request import Reservation
 from engine.step_output import RequestEvent
 from kvstore.errors import DEADLINE
 from process.deadline import Deadline
@@ -39,27 +38,29 @@ from process.errors import (
     BatonError,
     FailedPrecondition,
     Internal,
-    InvalidArgument,
     NotFound,
     Unavailable,
 )
 from services.decode import moving
+from services.decode.answer_chains import AnswerChains
+from services.decode.arrival import Arrival
 from services.decode.ask import DecodeAsk
 from services.decode.departure import Departure, MustLeave
-from services.decode.intake import Handover, Intake, IntakeAsk
+from services.decode.intake import Handover, Intake
 from services.decode.leases import give_back, is_for
 from services.decode.moving import Luggage
+from services.decode.samples import Samples
 from services.decode.sink import EventSink, Load
 from services.decode.states import ALLOWED, DecodeState
+from services.decode.traced_drafts import TracedDrafts
 from services.decode.traced_steps import TracedSteps
-from services.worker import handle as handles
 from services.worker import request_spans
 from services.worker.adapters import check_digest
 from services.worker.core import WorkerCore
 from services.worker.engine_port import WorkerEngine
 from services.worker.provenance import Leg, StageClock
 from services.worker.sampling import named_on_wire
-from services.worker.write_back import AnswerChain, WriteBack
+from services.worker.write_back import WriteBack
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +85,6 @@ class DecodeRequest:
         num_waiting: Callable[[], int],
         on_over: Callable[[DecodeRequest], None],
     ) -> None:
-        loop = asyncio.get_running_loop()
         self.key = key
         self.state = DecodeState.RESERVING
         self.engine_id = core.engine_id(ask.request_id)
@@ -102,17 +102,16 @@ class DecodeRequest:
         self._clock = StageClock()
         self._span = core.tracing.follow("serve decode", ask.trace, core.about)
         self._steps = TracedSteps(self._span)
+        self._drafts = TracedDrafts(self._span, core.draft_traces, self.engine_id)
         self.chunks = request_spans.TracedChunks(self._span, len(ask.prompt_token_ids))
         """Of the prompt, as far as it is computed here."""
-        self._handover: asyncio.Future[Handover] = loop.create_future()
-        self._early: handles.Handle | None = None
-        self._news = asyncio.Event()
-        self._chains: dict[int, AnswerChain] = {}
-        self._done: asyncio.Future[None] = loop.create_future()
-        self._open = set(range(ask.num_samples))
+        self.arrival = Arrival()
+        """Of its KV."""
+        self._chains = AnswerChains(write_back, ask, self._leg)
+        self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._samples = Samples(ask.num_samples)
         self._departure = Departure(core.identity.worker_id)
         self._held: Held | None = None
-        self._num_outputs = [0] * ask.num_samples
         self._is_cancel_wanted = False
         self._is_taken_in = False
         self._has_begun = False
@@ -132,16 +131,9 @@ class DecodeRequest:
         was one already."""
         if self._is_closed:
             raise NotFound(f"no request {self.key} on this stream any more")
-        if self._handover.done():
+        if self.arrival.is_over:
             raise FailedPrecondition(f"request {self._ask.request_id} was told to generate twice")
-        self._handover.set_result(handover)
-        self._news.set()
-
-    def prefetch(self, handle: handles.Handle) -> None:
-        """Prefill has stored so much by now. Of several that wait only the newest counts; one that
-        comes behind the final handle, or never gets its turn, costs nothing."""
-        self._early = handle
-        self._news.set()
+        self.arrival.hand_over(handover)
 
     def cancel(self, *, say_so: bool) -> None:
         """End it, in whatever state; `say_so`: its stream is still there to be told."""
@@ -157,10 +149,10 @@ class DecodeRequest:
 
     def cancel_sample(self, sample_index: int) -> None:
         """Nobody wants more of one sample; with the last one the request ends."""
-        if sample_index not in self._open or self._done.done():
+        if sample_index not in self._samples.open or self._done.done():
             return
-        self._open.discard(sample_index)
-        if not self._open:
+        self._samples.open.discard(sample_index)
+        if not self._samples.open:
             self.cancel(say_so=True)
         elif self.state is DecodeState.RUNNING:
             engine_id = self.engine_id
@@ -171,7 +163,7 @@ class DecodeRequest:
         by then. One that has no KV yet ends at once."""
         if self.task is None or self._done.done():
             return
-        self._departure.tell(by if self._handover.done() else Deadline.after(0))
+        self._departure.tell(by if self.arrival.is_over else Deadline.after(0))
 
     # ---- the states
 
@@ -212,6 +204,7 @@ class DecodeRequest:
         finally:
             self._on_over(self)
             self._steps.tell()
+            self._drafts.tell()
             request_spans.tell(self._span, self._clock, self._leg)
             self._span.end(problem)
         if self.state is not DecodeState.FINISHED:
@@ -227,18 +220,7 @@ class DecodeRequest:
     async def _run(self) -> None:
         ask, thread = self._ask, self._core.thread
         self._core.refuse_when_full(self._num_waiting() - 1)
-        request = Request(
-            request_id=self.engine_id,
-            prompt_token_ids=ask.prompt_token_ids,
-            sampling=ask.sampling,
-            block_hasher=ask.chain.hasher,
-            prompt_hashes=tuple(ask.chain.hashes(ask.prompt_token_ids)),
-            cache_root=ask.chain.root,
-            priority=ask.priority,
-            num_samples=ask.num_samples,
-            beam=ask.beam,
-            adapter=ask.adapter,
-        )
+        request = ask.request(self.engine_id)
 
         def reserve(engine: WorkerEngine) -> Reservation:
             check_digest(engine, ask.adapter, ask.chain.adapter_digest)
@@ -249,21 +231,12 @@ class DecodeRequest:
         self._move(DecodeState.RESERVED)
         self.sink.reserved(self.key, reservation.num_local_tokens)
         self.sink.flush(Load.now(thread.stats))
-        intake = Intake(
-            self._core,
-            IntakeAsk(
-                ask.request_id,
-                ask.tenant,
-                ask.adapter,
-                ask.chain,
-                self.engine_id,
-                reservation,
-                ask.prompt_token_ids,
-            ),
-            self._leg,
+        on_rest = self.arrival.news.set
+        intake = Intake(self._core, ask, self.engine_id, reservation, self._leg, on_rest=on_rest)
+        handover = await self.arrival.wait(
+            intake, self._deadline, move=self._move, standing_back=self._write_back.standing_back
         )
-        handover = await self._pull_early(intake)
-        outputs = self._outputs(handover)
+        outputs = self._samples.begin(handover) if ask.beam is None else ((),)
         self._move(DecodeState.FETCHING)
         self._clock.enter("decode_fetch")
         self._is_taken_in = True
@@ -292,11 +265,11 @@ class DecodeRequest:
             num_loaded = await intake.load(handover, ask.prompt_token_ids + drawn, self._deadline)
         self.chunks.start(num_loaded)
         self._leg.num_reached = num_loaded
-        self._follow_chains(intake, ask.prompt_token_ids + drawn)
+        self._chains.follow(intake, ask.prompt_token_ids + drawn, sorted(self._samples.open))
         self._clock.enter("decode_queue")  # until the first token: the wait and its first step
         self._move(DecodeState.RUNNING)
         # Who is cancelled from here on is posted behind the start.
-        over = sorted(set(range(ask.num_samples)) - self._open)
+        over = self._samples.ended
         engine_id = self.engine_id
 
         def start(engine: WorkerEngine) -> None:
@@ -312,17 +285,7 @@ class DecodeRequest:
         await thread.call(start)
 
     async def _take_out(self) -> Held | None:
-        """Of the engine's steps; behind it no more news comes. Returns: None where several samples
-        or beams cannot be taken along, or where it has just ended."""
-        if self._ask.num_samples > 1 or self._ask.beam is not None:
-            return None
-        engine_id = self.engine_id
-        try:
-            return await self._core.thread.call(lambda engine: engine.hold(engine_id))
-        except UnknownRequest:
-            if not self._done.done():  # its last news was delivered before this
-                raise
-            return None
+        return await moving.take_out(self._core, self._ask, self.engine_id, self._done.done)
 
     async def _move_away(self) -> None:
         """RUNNING -> MOVED."""
@@ -334,8 +297,9 @@ class DecodeRequest:
         if self._leg.num_reached is not None:  # nobody is told of the step in which it was held
             self._leg.num_reached = max(self._leg.num_reached, self._held.num_computed_tokens)
         num_held = len(self._held.token_ids) - len(self._ask.prompt_token_ids)
-        if num_held != self._num_outputs[0]:
-            raise Internal(f"{self.engine_id}: {num_held} tokens drawn, {self._num_outputs} told")
+        num_told = self._samples.num_outputs[0]
+        if num_held != num_told:
+            raise Internal(f"{self.engine_id}: {num_held} tokens drawn, {num_told} told")
         luggage = await moving.pack(
             self._core,
             self._ask,
@@ -356,50 +320,7 @@ class DecodeRequest:
         if leg is not None:
             self._core.counts.add(leg)
         self._core.counts.moved[luggage.reason] += 1
-        self.sink.moved(self.key, luggage, self._num_outputs, leg, self._clock.seconds)
-
-    async def _pull_early(self, intake: Intake) -> Handover:
-        """Wait for the final handle; meanwhile pull what partial ones name."""
-        while not self._handover.done():
-            await self._news.wait()
-            self._news.clear()
-            early, self._early = self._early, None
-            if early is not None and not self._handover.done():
-                self._move(DecodeState.PREFETCHING)
-                with self._write_back.standing_back():
-                    await intake.pull_early(early, self._deadline)
-                self._move(DecodeState.RESERVED)
-        return self._handover.result()
-
-    def _follow_chains(self, intake: Intake, context: tuple[int, ...]) -> None:
-        """From here on what is filled goes back to the store. A beam search fills nothing that
-        others could find."""
-        ask = self._ask
-        if ask.beam is not None or not self._write_back.is_on:
-            return
-        hashes = intake.hashes(context)
-        num_prompt_blocks = len(ask.prompt_token_ids) // self._core.model.block_size
-        for index in sorted(self._open):
-            # What the prompt's blocks lack is filled by the first sample, before the others part.
-            known = hashes[: intake.num_blocks] if index == 0 else hashes[:num_prompt_blocks]
-            self._chains[index] = self._write_back.begin(
-                ask.tenant, known, num_prompt_blocks, self._leg
-            )
-
-    def _outputs(self, handover: Handover) -> tuple[tuple[int, ...], ...]:
-        """What was drawn already, of each sample. Raises: InvalidArgument for another number of
-        samples."""
-        if self._ask.beam is not None:
-            return ((),)
-        if len(handover.outputs) != self._ask.num_samples:
-            raise InvalidArgument(
-                "outputs", f"of {len(handover.outputs)} samples, not {self._ask.num_samples}"
-            )
-        self._num_outputs = [len(token_ids) for token_ids in handover.outputs]
-        self._open -= handover.over
-        if not self._open:
-            raise InvalidArgument("outputs", "every sample has ended")
-        return handover.outputs
+        self.sink.moved(self.key, luggage, self._samples.num_outputs, leg, self._clock.seconds)
 
     def _move(self, state: DecodeState) -> None:
         if state not in ALLOWED[self.state]:
@@ -417,23 +338,20 @@ class DecodeRequest:
         if event.error is not None:
             self._done.set_exception(event.error)
             return
-        chain = self._chains.get(event.sample_index)
-        if chain is not None and event.filled:
-            self._write_back.add(chain, event.filled)
+        self._chains.add(event)
         self._note_reached(event)
-        if event.sample_index not in self._open:
+        if event.sample_index not in self._samples.open:
             return  # cancelled while the step ran
         if not event.token_ids and event.finish_reason is None:
             return
         self._begin_decoding()
         self._steps.add(len(event.token_ids))
         self._core.counts.num_output_tokens += len(event.token_ids)
-        self._num_outputs[event.sample_index] += len(event.token_ids)
+        self._samples.num_outputs[event.sample_index] += len(event.token_ids)
         if event.finish_reason is not None:
-            self._open.discard(event.sample_index)
-            if chain is not None:
-                self._write_back.end(chain)
-        if self._open:
+            self._samples.open.discard(event.sample_index)
+            self._chains.end(event.sample_index)
+        if self._samples.open:
             self.sink.tokens(self.key, event)
             return
         self._move(DecodeState.FINISHED)
@@ -474,9 +392,8 @@ class DecodeRequest:
             )
         elif self.state is not DecodeState.FINISHED:
             self._core.drop(self.engine_id)
-        for chain in self._chains.values():
-            self._write_back.end(chain)
-        if self._handover.done() and not self._handover.cancelled() and not self._is_taken_in:
-            handle = self._handover.result().handle
+        self._chains.end_all()
+        if not self._is_taken_in:
+            handle = self.arrival.untaken
             if handle is not None and is_for(handle, self._ask.request_id, self._ask.tenant):
                 give_back(self._core, handle)

@@ -70,7 +70,7 @@ class StreamSession:
         its final handle already."""
         request = self._requests.get(key)
         if request is not None:
-            request.prefetch(handle)
+            request.arrival.prefetch(handle)
 
     def cancel(self, key: int) -> None:
         """End a request; nothing happens when it is over already."""

@@ -5,13 +5,31 @@ Frozen; the loader is `process.settings`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from engine.config import EngineConfig
+from engine.speculation.config import SpeculationConfig
 from engine.speculation.draft_sessions import SESSION_BYTES
 from process.metrics import check_listen
 from process.settings import SettingsError
 from process.tls import TlsSettings
+
+HEEDED = (
+    "model",
+    "device",
+    "dtype",
+    "decoder",
+    "weight_dtype",
+    "block_size",
+    "max_num_tokens_per_step",
+    "max_num_running",
+    "context_window",
+    "num_threads",
+    "speculation",
+)
+"""Of `engine`. The others are of an engine that serves requests."""
+HEEDED_SPECULATION = ("expansion", "draft_kv_bytes", "max_num_nodes")
+"""Of `engine.speculation`."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +54,10 @@ class DraftLimits:
     drain_s: float = 1.0
     """How long calls under way may take to end when the process is asked to stop."""
 
+    step_timeout_s: float = 300.0
+    """Guessing that takes longer has failed: the device does not answer, and the worker ends. Far
+    above the longest call, compilations included. 0: never."""
+
     def __post_init__(self) -> None:
         for name in ("max_num_sessions", "max_waiting_calls", "catch_up_tokens"):
             if getattr(self, name) < 1:
@@ -47,8 +69,9 @@ class DraftLimits:
             )
         if not self.max_call_s > 0:
             raise SettingsError(f"max_call_s: {self.max_call_s:g} is not above 0")
-        if not self.drain_s >= 0:
-            raise SettingsError(f"drain_s: {self.drain_s:g} is negative")
+        for name in ("drain_s", "step_timeout_s"):
+            if not getattr(self, name) >= 0:
+                raise SettingsError(f"{name}: {getattr(self, name):g} is negative")
 
 
 @dataclass(frozen=True)
@@ -68,8 +91,8 @@ class DraftSettings:
     """host:port of /metrics, usually on loopback; port 0: a free one; empty: nobody listens."""
 
     engine: EngineConfig = field(default_factory=EngineConfig)
-    """The model that guesses and its device. Of `speculation`, `expansion`, `draft_kv_bytes` and
-    `max_num_nodes` are this worker's."""
+    """The model that guesses and its device. What a draft worker does not heed (HEEDED,
+    HEEDED_SPECULATION) is refused."""
 
     limits: DraftLimits = field(default_factory=DraftLimits)
     """Bounds."""
@@ -84,4 +107,18 @@ class DraftSettings:
             raise SettingsError(
                 "engine.speculation: a draft worker guesses with engine.model alone; leave "
                 "drafters, draft_models and draft_workers empty"
+            )
+        _check_heeded("engine", self.engine, EngineConfig(), HEEDED)
+        own, plain = self.engine.speculation, SpeculationConfig()
+        _check_heeded("engine.speculation", own, plain, HEEDED_SPECULATION)
+
+
+def _check_heeded(
+    where: str, own: EngineConfig | SpeculationConfig, plain: object, heeded: tuple[str, ...]
+) -> None:
+    for one in fields(own):
+        if one.name not in heeded and getattr(own, one.name) != getattr(plain, one.name):
+            raise SettingsError(
+                f"{where}.{one.name}: a draft worker does not heed it; leave it out. It heeds "
+                f"{', '.join(heeded)}"
             )

@@ -14,7 +14,7 @@ from engine.speculation.draft_model import DraftModel
 from engine.speculation.draft_port import About
 from engine.speculation.drafter import Task
 from engine.speculation.load import load_draft_model
-from process import interpreter, logs, tls
+from process import entry, interpreter, logs, tls
 from process.access import Role
 from process.health import Health
 from process.metrics import MetricsServer
@@ -23,6 +23,8 @@ from services.draft.worker import DraftWorker, serving_drafts
 
 logger = logging.getLogger(__name__)
 
+STOP_GRACE_S = 1.0
+"""For the last messages of calls that fail."""
 PROGRESS_EVERY = 0.1
 """Loading is logged when it moved by this share."""
 
@@ -49,6 +51,9 @@ async def run(settings: DraftSettings, stop: asyncio.Event) -> None:
             health.judge_by(worker.why_not_ready)
             _say_ready(worker, drafter, metrics)
             await _first(stop, worker.thread.failed)
+            if worker.thread.is_stuck:
+                await asyncio.sleep(STOP_GRACE_S)
+                entry.end_now("draft", worker.thread.failure)
             logs.event(logger, "stopping", num_sessions=len(worker.thread.sessions))
             worker.is_draining = True
         if worker.thread.failure is not None:

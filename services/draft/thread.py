@@ -3,8 +3,8 @@ computed as one batch, at most one of each verifier; between calls, texts that a
 with, and when there is nothing to do, the conservation laws are recomputed. Where calls always
 wait, both are done after every so many batches.
 
-When anything but a wrong ask goes wrong, `failed` is set and every call fails: the process should
-end. Its methods belong to the loop's thread.
+When anything but a wrong ask goes wrong, or a batch takes longer than `step_timeout_s`, `failed` is
+set and every call fails: the process should end. Its methods belong to the loop's thread.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ from dataclasses import dataclass, field
 
 from engine.speculation.draft_port import Answer, Ask
 from engine.speculation.draft_sessions import DraftSessions
+from process import logs
 from process.deadline import Deadline
 from process.errors import BatonError, Internal, InvalidArgument, NoCapacity, Unavailable
+from process.step_watch import StepWatch
+from process.tasks import end_tasks, start_task
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +55,10 @@ _Job = _Call | _Forget | None
 class DraftThread:
     """See the module."""
 
-    def __init__(self, sessions: DraftSessions, max_waiting_calls: int) -> None:
+    def __init__(
+        self, sessions: DraftSessions, max_waiting_calls: int, *, step_timeout_s: float = 0.0
+    ) -> None:
+        """step_timeout_s: 0: guessing may take as long as it likes."""
         self.sessions = sessions
         """For counts alone."""
         self.failed = asyncio.Event()
@@ -62,8 +68,17 @@ class DraftThread:
         self._loop = asyncio.get_running_loop()
         self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._is_over = False
+        self._watch = StepWatch(step_timeout_s, "guessing")
+        self._watching: asyncio.Task[None] | None = None
+        if self._watch.is_on:
+            self._watching = start_task(self._watch.run(self._on_late), "draft watch")
         self._thread = threading.Thread(target=self._run, name="drafts", daemon=True)
         self._thread.start()
+
+    @property
+    def is_stuck(self) -> bool:
+        """It failed because guessing does not end; as long as that is so."""
+        return self.failure is not None and self._watch.is_late
 
     @property
     def num_waiting(self) -> int:
@@ -92,10 +107,17 @@ class DraftThread:
 
     async def stop(self, timeout_s: float) -> bool:
         """Calls that have not begun fail. Returns: whether it ended in time."""
+        await end_tasks([self._watching])
         self._is_over = True
         self._jobs.put(None)
         await asyncio.to_thread(self._thread.join, timeout_s)
         return not self._thread.is_alive()
+
+    def _on_late(self, failure: Internal) -> None:
+        if self.failure is None:
+            self.failure = failure
+            logs.event(logger, "guessing_stuck", level=logging.ERROR, why=str(failure))
+            self.failed.set()
 
     def _put(self, job: _Call | _Forget) -> None:
         if self._is_over or self.failure is not None:
@@ -113,8 +135,10 @@ class DraftThread:
             self._work(waiting)
         except Exception as error:
             logger.exception("guessing has failed")
-            self.failure = Internal(f"guessing has failed: {type(error).__name__}: {error}")
+            if self.failure is None:
+                self.failure = Internal(f"guessing has failed: {type(error).__name__}: {error}")
             self._loop.call_soon_threadsafe(self.failed.set)
+        self._watch.end()
         self._is_over = True
         with contextlib.suppress(queue.Empty, _Over):
             while True:
@@ -134,8 +158,10 @@ class DraftThread:
                 is_behind = self.sessions.is_behind
                 timeout_s = 0.0 if is_behind else IDLE_CHECK_S if is_changed else None
                 try:
+                    self._watch.end()
                     self._take(waiting, timeout_s)
                 except queue.Empty:
+                    self._watch.begin()
                     if is_behind:
                         self.sessions.catch_up()
                     else:
@@ -146,9 +172,11 @@ class DraftThread:
                 except _Over:
                     return
             is_changed = True
+            self._watch.begin()
             self._do(waiting)
             num_batches += 1
             if num_batches % PIECE_EVERY == 0:
+                self._watch.begin()
                 self.sessions.catch_up()
             if num_batches % LAWS_EVERY == 0:
                 self.sessions.check_integrity()

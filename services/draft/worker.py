@@ -69,7 +69,8 @@ async def serving_drafts(
     )
     identity = Identity.of(settings.tls, Role.DRAFT)
     worker_id = settings.worker_id or f"draft-{secrets.token_hex(4)}"
-    worker = DraftWorker(worker_id, DraftThread(sessions, limits.max_waiting_calls))
+    thread = DraftThread(sessions, limits.max_waiting_calls, step_timeout_s=limits.step_timeout_s)
+    worker = DraftWorker(worker_id, thread)
     servicer = DraftServicer(
         worker.thread,
         about,

@@ -11,6 +11,7 @@ Knows no stubs. Belongs to the loop's thread.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from typing import Protocol
 
@@ -72,12 +73,14 @@ class PrefillSession:
 
     def close(self) -> None:
         """The stream is gone: cancel all of its prompts, and take back what nobody heard of.
-        Idempotent."""
+        Idempotent. Raises: what taking one back has raised, when all of them were."""
         self._is_closed = True
         for task in list(self._tasks.values()):
             task.cancel()
-        while self._untold:
-            self._untold.popitem()[1].take_back()
+        with contextlib.ExitStack() as taking:  # all of them, whatever one of them raises
+            for answer in self._untold.values():
+                taking.callback(answer.take_back)
+            self._untold.clear()
 
     async def _live(
         self, key: int, ask: PrefillAsk, deadline: Deadline, sink: EventSink, span: Span

@@ -23,6 +23,7 @@ from typing import Any
 
 from engine.metrics import MetricsSnapshot
 from engine.request import BlockHasher, EngineStats
+from engine.speculation.draft_traces import DraftTraces
 from kvstore import block_hash
 from kvstore.client import StoreClient
 from process import incarnation, tls
@@ -38,6 +39,7 @@ from services.worker.adapters import WorkerAdapters
 from services.worker.config import WorkerSettings
 from services.worker.connector import StoreConnector
 from services.worker.device_memory import block_memory, check_transports, kernel_wait
+from services.worker.draft_pages import StoreDraftPages
 from services.worker.engine_port import WorkerEngine
 from services.worker.engine_thread import EngineThread
 from services.worker.handle_keys import HandleKeys
@@ -101,6 +103,8 @@ class WorkerCore:
         if before is not None:
             self.step_log = before.step_log
         """What the engine did when; None: nobody wants to know."""
+        self.draft_traces: DraftTraces = DraftTraces() if before is None else before.draft_traces
+        """What draft workers' calls for traced requests took; noted by whoever asks them."""
         self.thread = EngineThread(
             engine,
             log=self.step_log,
@@ -142,6 +146,8 @@ class WorkerCore:
         """Who lends this worker's blocks to others; None: it lends none."""
         self.parking = self._store_parking(target, engine)
         """Where preempted requests' blocks go, with a store; None: where the engine says."""
+        self.draft_pages = self._store_draft_pages(target, engine)
+        """Where draft models' KV goes that others may go on from; None: nowhere."""
         self.adapters = WorkerAdapters(self.thread, engine.adapters())
         self.counts = WorkerCounts()
         self.laws: LawCheck = (
@@ -203,6 +209,24 @@ class WorkerCore:
         )
         engine.use_parking(parking)
         return parking
+
+    def _store_draft_pages(
+        self, target: StoreTarget | None, engine: WorkerEngine
+    ) -> StoreDraftPages | None:
+        """Only decode workers guess."""
+        sharing = engine.draft_sharing
+        if target is None or not sharing.num_bytes or self.identity.role != "decode":
+            return None
+        pages = StoreDraftPages(
+            self.layout.block_bytes,
+            sharing.num_bytes,
+            self.limits,
+            make_connector=lambda memory: StoreConnector(
+                replace(target, memory=memory), self.thread, self.limits
+            ),
+        )
+        sharing.use(pages)
+        return pages
 
     @property
     def about(self) -> dict[str, Value]:
@@ -298,6 +322,8 @@ class WorkerCore:
         starts = [self.connector.start(wait_s=wait_s)]
         if self.parking is not None:
             starts.append(self.parking.start(wait_s=wait_s))
+        if self.draft_pages is not None:
+            starts.append(self.draft_pages.start(wait_s=wait_s))
         await asyncio.gather(*starts)
         await self.links.settle()
 
@@ -329,6 +355,8 @@ class WorkerCore:
         """
         if self.parking is not None:
             await self.parking.stop(timeout_s=timeout_s)
+        if self.draft_pages is not None:
+            await self.draft_pages.stop(timeout_s=timeout_s)
         await self.links.stop()
         # Whoever still gives back what lies elsewhere needs the ways there.
         await self.connector.finish(Deadline.after(timeout_s))

@@ -20,6 +20,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from engine.speculation.draft_port import About, Answer, Ask, DraftPeer
+from engine.speculation.draft_traces import DraftTraces
 from process import serving
 from process.access import Role
 from process.families import counters, gauges
@@ -158,7 +159,8 @@ class DraftPeers(Collector):
 
     def __init__(self, addresses: Iterable[str], dial: Dialer) -> None:
         self._channels = [GrpcDraftChannel(address, dial) for address in addresses]
-        self.peers = tuple(DraftPeer(channel) for channel in self._channels)
+        self.traces = DraftTraces()
+        self.peers = tuple(DraftPeer(channel, traces=self.traces) for channel in self._channels)
         self._identity: Callable[[], Identity] | None = None
 
     def show(self, metrics: MetricsServer, identity: Callable[[], Identity]) -> None:

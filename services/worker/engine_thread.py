@@ -42,6 +42,7 @@ from engine.request import EngineStats
 from engine.step_output import StepOutput
 from process import logs
 from process.errors import Internal, Unavailable
+from process.step_watch import StepWatch
 from process.tasks import end_tasks, start_task
 from services.worker.engine_port import WorkerEngine
 from services.worker.step_log import StepLog
@@ -49,9 +50,6 @@ from services.worker.step_log import StepLog
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-WATCH_S = 1.0
-"""How often it is looked whether a step is late; more often where that is short."""
 
 JOBS_S = 0.001
 JOBS_SHARE = 0.2
@@ -88,9 +86,8 @@ class EngineThread:
         self._wait_for_kernels = wait_for_kernels
         self._log = log
         self._idle_check_s = idle_check_s
-        self._step_timeout_s = step_timeout_s
+        self._watch = StepWatch(step_timeout_s, "the engine's step")
         self._watching: asyncio.Task[None] | None = None
-        self._busy_since_s: float | None = None
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._late: deque[_Job | None] = deque()  # taken from it, and not run yet
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -114,8 +111,8 @@ class EngineThread:
         self._on_failure = on_failure
         self._engine.watch(self._wake)
         self._thread.start()
-        if self._step_timeout_s:
-            self._watching = start_task(self._watch(), "engine watch")
+        if self._watch.is_on:
+            self._watching = start_task(self._watch.run(self._on_late), "engine watch")
 
     @property
     def stats(self) -> EngineStats:
@@ -130,7 +127,7 @@ class EngineThread:
     @property
     def is_stuck(self) -> bool:
         """It failed because a step or job does not end; as long as that is so."""
-        return self._failure is not None and self._is_late()
+        return self._failure is not None and self._watch.is_late
 
     async def call(self, run: Callable[[WorkerEngine], T]) -> T:
         """Run `run(engine)` between two steps and return what it returns.
@@ -179,20 +176,11 @@ class EngineThread:
         if self._closed:
             raise Unavailable("the worker is stopping")
 
-    def _is_late(self) -> bool:
-        since_s = self._busy_since_s
-        return since_s is not None and time.monotonic() - since_s > self._step_timeout_s
-
-    async def _watch(self) -> None:
-        while self._failure is None:
-            await asyncio.sleep(min(WATCH_S, self._step_timeout_s / 4))
-            if self._is_late() and self._failure is None:
-                self._failure = Internal(
-                    f"the engine's step did not end within {self._step_timeout_s:g} s "
-                    "(limits.step_timeout_s): its device does not answer"
-                )
-                logs.event(logger, "engine_stuck", level=logging.ERROR, why=str(self._failure))
-                self._on_failure(self._failure)
+    def _on_late(self, failure: Internal) -> None:
+        if self._failure is None:
+            self._failure = failure
+            logs.event(logger, "engine_stuck", level=logging.ERROR, why=str(failure))
+            self._on_failure(failure)
 
     def _wake(self) -> None:
         """A process of the engine's has ended: look, also when there is nothing else to do. Any
@@ -208,13 +196,13 @@ class EngineThread:
                 if job is None:
                     stopping = True
                     break
-                self._busy_since_s = time.monotonic()
+                self._watch.begin()
                 self._do(job)
-                self._busy_since_s = None
+                self._watch.end()
             if not stopping and self._failure is None:
-                self._busy_since_s = time.monotonic()
+                self._watch.begin()
                 self._step()
-                self._busy_since_s = None
+                self._watch.end()
         self._refuse_rest()
         self._stats = self._engine.stats()
         try:

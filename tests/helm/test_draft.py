@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from process import settings
 from process.access import Role
-from services.worker.config import WorkerSettings
 from tests.helm.conftest import NAMESPACE, Render, containers, data_of, of_kind, pod_specs
 from tests.helm.test_meaning import loaded
 from tests.helm.test_rendered import MATRIX
@@ -153,12 +151,13 @@ def test_one_at_a_time_is_taken_away_and_all_are_watched(render: Render) -> None
     assert default["spec"]["maxUnavailable"] == 1
 
 
-def test_the_settings_refuse_what_the_chart_refuses(render: Render, tmp_path: Path) -> None:
-    """Or the chart would refuse what could run."""
-    objects = render(*DRAFTS)
-    file = tmp_path / "more.toml"
-    file.write_text('engine.speculation.acceptance = "multi_step"\n')
-    data = data_of(objects, "baton-decode")["decode.toml"]
-    (tmp_path / "decode.toml").write_text(data)
-    with pytest.raises(settings.SettingsError, match="not with acceptance=multi_step"):
-        settings.load(WorkerSettings, files=[tmp_path / "decode.toml", file])
+def test_they_go_with_multi_step_and_take_the_weights_dtype(render: Render, tmp_path: Path) -> None:
+    objects = render(
+        *DRAFTS,
+        "decode.settings.engine.speculation.acceptance=multi_step",
+        "draft.settings.engine.weight_dtype=fp8_e4m3",
+    )
+    decode = loaded(objects, "Deployment/baton-decode", "worker", tmp_path).engine.speculation
+    assert decode.acceptance == "multi_step" and len(decode.draft_workers) == 3
+    draft = loaded(objects, "StatefulSet/baton-draft", "worker", tmp_path)
+    assert draft.engine.weight_dtype == "fp8_e4m3"

@@ -70,6 +70,7 @@ def _paths(cls: Any, prefix: str) -> list[str]:
         ("autoscaler.settings.act=false", "Additional property act is not allowed"),
         # What a draft worker does not heed.
         ("draft.settings.engine.tensor_parallel=2", "Additional property tensor_parallel"),
+        ("draft.settings.engine.kv_bytes=2000000", "Additional property kv_bytes is not allowed"),
         ("draft.settings.limits.drain_s=9", "Additional property drain_s is not allowed"),
         ("decode.resources.limit.memory=1Gi", "Additional property limit is not allowed"),
     ],
@@ -132,10 +133,6 @@ _PVC = ("draft.replicas=1", "model.source=pvc", "model.name=m", "model.pvc.claim
             "draft.image.reference: needed with draft.replicas",
         ),
         ([*_DRAFTS, "draft.gpus=2"], "draft.gpus: 2, but a draft worker computes on one GPU"),
-        (
-            [*_DRAFTS, "decode.settings.engine.speculation.acceptance=multi_step"],
-            "decode.settings.engine.speculation.acceptance: multi_step needs",
-        ),
         (
             [*_DRAFTS, "decode.settings.engine.speculation.draft_workers[0]=x:1"],
             "decode.settings.engine.speculation.draft_workers: the chart names its own",

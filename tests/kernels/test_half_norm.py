@@ -27,7 +27,10 @@ def error_of(result: torch.Tensor, truth: torch.Tensor) -> float:
 @pytest.mark.parametrize("is_gated", [False, True])
 @pytest.mark.parametrize(
     ("num_rows", "hidden", "depth", "width"),
-    [(2, 136, 96, 72), (8, 200, 384, 64), (16, 64, 128, 33), (5, 320, 512, 40)],
+    [
+        *((2, 136, 96, 72), (8, 200, 384, 64), (16, 64, 128, 33), (5, 320, 512, 40)),
+        *((20, 72, 96, 33), (33, 72, 96, 33)),
+    ],
 )
 def test_equals_float64(
     num_rows: int,

@@ -11,6 +11,7 @@ import pytest
 import torch
 from baton_kernels.attention import decode_attention, tree_attention, tree_attention_reference
 from baton_kernels.block_rows import BlockRows
+from baton_kernels.layer_ops import rotate_and_write
 
 from tests.kernels.conftest import DEVICE, poisoned
 from tests.kernels.test_attention import SHAPES, Cache, Shape, close
@@ -112,6 +113,21 @@ def test_options(options: dict[str, Any], generator: torch.Generator, seed: int)
     close(trees.kernel(**its), truth)
 
 
+@pytest.mark.parametrize(("num_nodes", "num_padded"), [(17, 24), (33, 40), (33, 64)])
+def test_many_nodes_in_a_launch_for_more(
+    num_nodes: int, num_padded: int, generator: torch.Generator, seed: int
+) -> None:
+    """More than a program's rows, the last program's few, and programs without any; as a graph that
+    was captured for so many nodes launches it."""
+    draw = random.Random(seed)
+    cached = [draw.randint(130, 200), draw.randint(0, 9)]
+    shape = Shape(num_heads=8)
+    trees = Trees(shape, cached, [num_nodes, 2], torch.bfloat16, generator, draw)
+    trees.visible = torch.nn.functional.pad(trees.visible, (0, num_padded - num_nodes))
+    trees.max_num_nodes = num_padded
+    close(trees.kernel(scaling=0.3), trees.truth(scaling=0.3))
+
+
 @pytest.mark.parametrize("window", [None, 20])
 def test_a_node_is_the_newest_token_of_its_path(
     window: int | None, generator: torch.Generator, seed: int
@@ -143,6 +159,62 @@ def test_a_node_is_the_newest_token_of_its_path(
             backend="reference",
         )
         close(out[node][None], alone.double())
+
+
+def test_behind_the_kernel_that_writes_nodes(generator: torch.Generator) -> None:
+    """In a graph, a launch begins before the one ahead has ended: what that one writes (the nodes'
+    keys and values, and the queries) is seen nevertheless."""
+    if DEVICE != "cuda":
+        pytest.skip("overlapping launches: on a GPU only")
+    heads, kv_heads, dim, size, num_layers = 8, 2, 64, 16, 24
+    counts, cached = [33, 0, 5], [200, 3, 60]
+    options: dict[str, Any] = {"dtype": torch.int32, "device": DEVICE}
+    starts = torch.tensor([0, 33, 33, 38], **options)
+    num_cached = torch.tensor(cached, **options)
+    depths = torch.cat([torch.arange(count, **options) for count in counts])
+    sequence_ids = torch.repeat_interleave(torch.arange(3), torch.tensor(counts)).to(**options)
+    positions = num_cached[sequence_ids] + depths
+    visible = torch.ones(38, 48, dtype=torch.bool, device=DEVICE).tril()
+    visible[33:] = torch.ones(5, 48, dtype=torch.bool, device=DEVICE).tril()
+    tables = torch.arange(45, **options).view(3, 15)
+    shape = (num_layers, 45 * kv_heads, size, dim)
+    keys, values = (torch.randn(shape, generator=generator, device=DEVICE) for _ in range(2))
+    layers = [
+        BlockRows(key.bfloat16(), value.bfloat16(), dim, kv_heads, kv_heads, 1)
+        for key, value in zip(keys, values, strict=True)
+    ]
+    x = torch.randn(num_layers, 38, (heads + 2 * kv_heads) * dim, device=DEVICE).bfloat16()
+    angles = torch.randn(300, dim // 2, device=DEVICE)
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
+    out = poisoned(num_layers, 38, heads, dim, dtype=torch.bfloat16)
+
+    def step() -> None:
+        for index, rows in enumerate(layers):
+            query = rotate_and_write(
+                x[index], positions, cos_sin, rows, tables, sequence_ids,
+                num_heads=heads, backend="triton",
+            )  # fmt: skip
+            tree_attention(
+                query, rows, tables, num_cached, starts, depths, visible,
+                max_num_nodes=40, scaling=0.1, out=out[index], backend="triton", is_early=True,
+            )  # fmt: skip
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for _ in range(5):
+        x.normal_()
+        graph.replay()
+        for index, rows in enumerate(layers):
+            query = rotate_and_write(
+                x[index], positions, cos_sin, rows, tables, sequence_ids,
+                num_heads=heads, backend="reference",
+            )  # fmt: skip
+            truth = tree_attention_reference(
+                query, rows, tables, num_cached, starts, depths, visible, scaling=0.1
+            )
+            close(out[index], truth.double())
 
 
 def test_what_a_node_does_not_see_cannot_reach_it(generator: torch.Generator, seed: int) -> None:

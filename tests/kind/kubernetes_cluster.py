@@ -105,10 +105,11 @@ class KubernetesCluster:
         return json.loads(self.kubectl("get", kind, name, "--output", "json"))
 
     def wait_ready(self, timeout_s: float = 300.0) -> None:
-        """Until every Deployment has rolled out, and no pod of before is left."""
-        for name in self.names("deployment"):
-            limit = f"--timeout={timeout_s:g}s"
-            self.kubectl("rollout", "status", f"deployment/{name}", limit, timeout_s=timeout_s + 10)
+        """Until every Deployment and StatefulSet has rolled out, and no pod of before is left."""
+        for kind in ("statefulset", "deployment"):
+            for name in self.names(kind):
+                limit = f"--timeout={timeout_s:g}s"
+                self.kubectl("rollout", "status", f"{kind}/{name}", limit, timeout_s=timeout_s + 10)
 
     def wait(self, what: str, is_true: Callable[[], bool], timeout_s: float = 180.0) -> None:
         """Poll until it is true. Raises: AssertionError naming `what`, with the pods there are."""

@@ -132,6 +132,28 @@ def test_a_killed_pod_costs_no_request(
     _assert_all_served(found, num_requests)
 
 
+_SCRAPE = (
+    "from urllib.request import urlopen as get; "
+    "print(get('http://127.0.0.1:9100/metrics').read().decode())"
+)
+"""What a pod says of itself, to itself."""
+
+
+def test_draft_workers_guess(cluster: KubernetesCluster, scale: Callable[[int], int]) -> None:
+    always = "decode.settings.engine.speculation.always=true"
+    cluster.upgrade("draft.replicas=2", f"draft.model={MODEL}-draft", always)
+    pods = cluster.names("pods", "draft")
+    assert len(pods) == 2
+    num_requests = scale(1000)
+    with cluster.load("drafts", *_steady(num_requests)) as found:
+        pass
+    _assert_all_served(found, num_requests)
+    for pod in pods:  # sequences are dealt to both
+        told = cluster.kubectl("exec", pod, "--", "python", "-c", _SCRAPE)
+        (line,) = [one for one in told.splitlines() if one.startswith("baton_draft_nodes_total")]
+        assert float(line.rpartition(" ")[2]) > 0, pod
+
+
 def test_the_autoscaler_adds_and_removes_workers(
     cluster: KubernetesCluster, scale: Callable[[int], int]
 ) -> None:
@@ -153,5 +175,14 @@ def test_the_autoscaler_adds_and_removes_workers(
 def test_uninstall_leaves_nothing(cluster: KubernetesCluster) -> None:
     cluster.helm("uninstall", cluster.release)
     cluster.wait("pods are gone", lambda: not cluster.names("pods"), timeout_s=300)
-    for kind in ("deployment", "service", "configmap", "secret", "pvc", "lease", "role"):
+    for kind in (
+        "deployment",
+        "statefulset",
+        "service",
+        "configmap",
+        "secret",
+        "pvc",
+        "lease",
+        "role",
+    ):
         assert not cluster.names(kind), kind

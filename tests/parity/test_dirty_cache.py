@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.models.scratch import Scratch
 from engine.request import Sampling
 from tests.parity.models import VOCAB_SIZE, Tiny
 
@@ -50,3 +51,42 @@ def test_nan_in_every_free_block_changes_no_token(
     outputs = run(engine, {str(i): (prompt, sampling) for i, prompt in enumerate(prompts)})
     for index, prompt in enumerate(prompts):
         assert outputs[str(index)] == tiny.generate(prompt, 40), len(prompt)
+
+
+def test_nan_in_what_steps_gather_into_changes_no_token(
+    get_tiny: Callable[[str], Tiny],
+    load: Callable[..., Any],
+    run: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    seed: int,
+) -> None:
+    """On a CPU it is the same memory in each layer of each step, and gone when the engine is."""
+    taken: set[Scratch] = set()
+    take = Scratch.take
+
+    def dirty(one: Scratch, *wanted: Any) -> torch.Tensor:
+        taken.add(one)
+        return take(one, *wanted).fill_(float("nan"))
+
+    monkeypatch.setattr(Scratch, "take", dirty)
+    rng = random.Random(seed)
+    tiny = get_tiny("llama")
+    engine = load(
+        tiny.path,
+        decoder="transformers",
+        device="cpu",
+        dtype="float32",
+        max_num_tokens_per_step=24,
+        max_num_running=8,
+    )
+    prompts = [[rng.randrange(2, VOCAB_SIZE) for _ in range(n)] for n in (1, 17, 33, 60)]
+    sampling = Sampling(max_tokens=20, ignore_eos=True)
+    outputs = run(engine, {str(i): (prompt, sampling) for i, prompt in enumerate(prompts)})
+    for index, prompt in enumerate(prompts):
+        assert outputs[str(index)] == tiny.generate(prompt, 20), len(prompt)
+    engine.check_integrity()
+    (scratch,) = taken
+    assert scratch.num_bytes > 0
+    engine.close()
+    assert scratch.num_bytes == 0
+    engine.check_integrity()

@@ -305,7 +305,9 @@ async def test_the_final_handle_waits_for_an_early_pull_that_is_under_way(tmp_pa
         await stream.generate(key, reply)
         await prefetch(stream, key, partial(p, reply.handle, 6))  # too late
         (waiting,) = p.decode_role.worker._requests.values()
-        await until(waiting._handover.done)  # the final handle is there before the pull is over
+        await until(
+            lambda: waiting.arrival.is_over
+        )  # the final handle is there before the pull is over
         gate.open()
         answer = await stream.collect(key)
         assert [*reply.token_ids, *answer.token_ids] == p.expected(PROMPT, 8)

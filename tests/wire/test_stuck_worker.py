@@ -36,12 +36,49 @@ CODE = """if True:
     sys.exit(entry.run("decode", WorkerSettings, run))
 """
 
+DRAFT = """if True:
+    import asyncio
+    import sys
+    import threading
+
+    from engine.fake import FakeModel
+    from engine.speculation.draft_port import Ask
+    from process import entry
+    from process.deadline import Deadline
+    from services.draft import main
+    from services.draft.config import DraftSettings
+    from tests.draft_workers import CountsOn
+
+    class Hangs(CountsOn):
+        info = FakeModel().info
+
+        def propose(self, tasks):
+            threading.Event().wait()
+
+    async def load(settings, stop, health):
+        return Hangs()
+
+    def ready(worker, drafter, metrics):
+        ask = Ask(1, 0, [1], 1, 1, 0.0, 1.0, 0, 0.0, 0, 0)
+        asked = worker.thread.propose(bytes(16), [ask], Deadline.after(60.0))
+        worker.asking = asyncio.ensure_future(asked)
+
+    main._load, main._say_ready = load, ready
+    sys.exit(entry.run("draft", DraftSettings, main.run))
+"""
+
 
 @pytest.mark.timeout(2 * WAIT_S)
-def test_a_worker_on_a_device_that_hangs_ends_with_one_line() -> None:
-    told = ("--set", 'redis_url=""', "--set", "limits.step_timeout_s=0.3")
+@pytest.mark.parametrize(
+    ("component", "code", "setting"),
+    [("decode", CODE, 'redis_url=""'), ("draft", DRAFT, 'engine.model="fake"')],
+)
+def test_a_worker_on_a_device_that_hangs_ends_with_one_line(
+    component: str, code: str, setting: str
+) -> None:
+    told = ("--set", setting, "--set", "limits.step_timeout_s=0.3")
     ended = subprocess.run(
-        [sys.executable, "-c", CODE, *told],
+        [sys.executable, "-c", code, *told],
         timeout=WAIT_S,
         capture_output=True,
         text=True,
@@ -49,4 +86,4 @@ def test_a_worker_on_a_device_that_hangs_ends_with_one_line() -> None:
     )
     assert ended.returncode == 1, ended.stderr
     last = ended.stderr.strip().splitlines()[-1]
-    assert last.startswith("decode: ") and "limits.step_timeout_s" in last
+    assert last.startswith(f"{component}: ") and "limits.step_timeout_s" in last

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from engine.speculation.draft_traces import DraftTraces
 from process import serving
 from process.trace_context import TraceContext, parse
 from process.tracing import TracingSettings
@@ -54,6 +56,23 @@ async def traced(
     return answer
 
 
+class Noting(DraftTraces):
+    """As if a draft worker had been called for every traced request."""
+
+    def watch(self, request_id: str) -> None:
+        super().watch(request_id)
+        began_s = time.monotonic()
+        for num_nodes in (0, 3):
+            self.note(
+                "a:1",
+                began_s,
+                began_s + 0.25,
+                [((request_id, 0), num_nodes), (("another's", 0), 5)],
+                is_late=num_nodes == 0,
+                is_failed=False,
+            )
+
+
 def under(spans: Sequence[Received], parent: Received) -> list[Received]:
     """Its children, in order."""
     children = [each for each in spans if each.parent_id == parent.span_id]
@@ -75,6 +94,7 @@ async def test_each_chunk_and_each_transfer_is_a_span(tmp_path: Path, transport:
         async with pair(
             tmp_path, transport=transport, chunk=BLOCK_SIZE, tracing=settings(receiver)
         ) as p:
+            p.decode.core.draft_traces = Noting()
             answer = await traced(p, PROMPT, TRACE)
             assert answer.token_ids == p.expected(PROMPT, NUM_TOKENS)
             spans = await asyncio.to_thread(receiver.wait, both_over)
@@ -120,6 +140,12 @@ async def test_each_chunk_and_each_transfer_is_a_span(tmp_path: Path, transport:
 
     steps = only(spans, "baton-decode", "decode_steps")
     assert steps.attributes["baton.num_tokens"] == NUM_TOKENS - 1, "the first is prefill's"
+    drafts = only(spans, "baton-decode", "draft_calls")
+    assert drafts.parent_id == decode.span_id
+    assert drafts.end_ns - drafts.begin_ns == 250_000_000
+    assert drafts.attributes["baton.num_calls"] == 2
+    assert drafts.attributes["baton.num_late"] == 1
+    assert drafts.attributes["baton.num_guessed_tokens"] == 3
     assert decode.attributes["baton.num_tokens_computed"] == 0
     assert decode.attributes["baton.num_tokens_from_store"] == len(PROMPT)
 
@@ -153,6 +179,7 @@ async def test_who_is_not_traced_leaves_nothing_at_the_workers(tmp_path: Path) -
             for number, parent in enumerate((None, silent)):
                 await traced(p, PROMPT, parent, name=f"r{number}")
             await p.check()
+            assert not p.decode.core.draft_traces.is_on
             counters = [p.prefill.core.tracing.counters, p.decode.core.tracing.counters]
             assert [each.num_ended for each in counters] == [0, 0]
     assert receiver.spans == []

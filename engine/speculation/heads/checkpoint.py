@@ -37,7 +37,7 @@ class HeadCheckpoint:
         self.folder = found.path
         self.config: dict[str, Any] = files.read_config(found.path)
         self._dtype = dtype
-        self._device = device
+        self.device = device
         self._places: dict[str, tuple[Path, str]] = {}
         for path in self._paths():
             for key in _keys(path):
@@ -55,6 +55,22 @@ class HeadCheckpoint:
 
     def tensor(self, key: str, shape: Sequence[int]) -> torch.Tensor:
         """One tensor on the device. Raises: LoadError where it is missing or has another shape."""
+        found = self._read(key, shape)
+        return found.to(device=self.device, dtype=self._dtype, copy=True)
+
+    def exact(self, key: str, shape: Sequence[int], dtypes: Sequence[torch.dtype]) -> torch.Tensor:
+        """One tensor on the host, of its own type. Raises: LoadError, also where that is none of
+        `dtypes`."""
+        found = self._read(key, shape).clone()
+        if found.dtype not in dtypes:
+            raise LoadError(
+                f"speculation.draft_heads: {self.name}: {key} is of {found.dtype}, and must be of "
+                f"{' or '.join(str(dtype) for dtype in dtypes)}; fetch it again"
+            )
+        return found
+
+    def _read(self, key: str, shape: Sequence[int]) -> torch.Tensor:
+        """As it lies in the file, mapped: it changes with it. Copy it."""
         if key not in self._places:
             raise LoadError(
                 f"speculation.draft_heads: {self.name} has no tensor {key}; fetch it again, or "
@@ -69,11 +85,10 @@ class HeadCheckpoint:
                         f"speculation.draft_heads: {self.name}: {key} is {list(found)}, and must "
                         f"be {list(shape)} beside this model; name heads that were made for it"
                     )
-                # A copy: what lies in the file, mapped, changes with it.
                 tensor: torch.Tensor = source.get_tensor(saved)
         except (SafetensorError, OSError) as error:
             raise LoadError(f"{path}: cannot be read ({error}); fetch it again") from error
-        return tensor.to(device=self._device, dtype=self._dtype, copy=True)
+        return tensor
 
     def optional(self, key: str, shape: Sequence[int]) -> torch.Tensor | None:
         """`tensor`, or None where there is none."""

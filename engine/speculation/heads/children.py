@@ -19,7 +19,10 @@ Children = list[tuple[int, float]]
 
 
 def best_children(
-    logits: torch.Tensor, rows: Sequence[tuple[Task, int]], widths: Sequence[int]
+    logits: torch.Tensor,
+    rows: Sequence[tuple[Task, int]],
+    widths: Sequence[int],
+    token_ids: torch.Tensor | None = None,
 ) -> list[Children]:
     """Of each row.
 
@@ -27,18 +30,22 @@ def best_children(
         logits: [rows, V].
         rows: whose each is, and how many tokens lie between its sequence's newest and the draw.
         widths: how many children of each row are wanted.
+        token_ids: [V] int64: the target's token of each logit; None: they are the same.
     """
-    scores = _scores(logits, rows)
+    scores = _scores(logits, rows, token_ids)
     count = min(max(widths), scores.shape[-1])
     best = scores.topk(count, dim=-1)
+    ids = best.indices if token_ids is None else token_ids[best.indices]
     shares = torch.softmax(scores, dim=-1).gather(-1, best.indices).nan_to_num(0.0)
     return [
-        list(zip(ids[:width], beliefs[:width], strict=True))
-        for ids, beliefs, width in zip(best.indices.tolist(), shares.tolist(), widths, strict=True)
+        list(zip(own[:width], beliefs[:width], strict=True))
+        for own, beliefs, width in zip(ids.tolist(), shares.tolist(), widths, strict=True)
     ]
 
 
-def _scores(logits: torch.Tensor, rows: Sequence[tuple[Task, int]]) -> torch.Tensor:
+def _scores(
+    logits: torch.Tensor, rows: Sequence[tuple[Task, int]], token_ids: torch.Tensor | None
+) -> torch.Tensor:
     """[rows, V] float32."""
     scores = logits.float().clone()
     temperatures = np.array([task.sampling.temperature for task, _ in rows])
@@ -57,7 +64,8 @@ def _scores(logits: torch.Tensor, rows: Sequence[tuple[Task, int]]) -> torch.Ten
             [task.sample_index for task, _ in own],
             [len(task.token_ids) + ahead for task, ahead in own],
         )
-        every = torch.arange(scores.shape[-1], device=device)[None]
+        if token_ids is None:
+            token_ids = torch.arange(scores.shape[-1], device=device)
         own_keys = torch.from_numpy(keys).to(device)[:, None]
-        scores[torch.tensor(coupled, device=device)] += noise.gumbel(own_keys, every)
+        scores[torch.tensor(coupled, device=device)] += noise.gumbel(own_keys, token_ids[None])
     return scores

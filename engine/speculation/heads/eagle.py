@@ -1,6 +1,6 @@
-"""EagleHead: EAGLE's head (eagle_network.py) guesses token after token, level by level of a tree
-with a configuration <k1, ..., km>, as a draft model does; but what it goes on from is the target's
-hidden states.
+"""EagleHead: EAGLE's head (eagle_network.py) or EAGLE-3's (eagle3_network.py) guesses token after
+token, level by level of a tree with a configuration <k1, ..., km>, as a draft model does; but what
+it goes on from is the target's hidden states.
 
 Its layers have a KV cache of their own, with an entry for every token whose hidden state the target
 left here, at the token's place in the sequence: its window. A token that was computed elsewhere, or
@@ -29,12 +29,12 @@ from engine.schedule.order import Key
 from engine.speculation.draft_cache import DraftCache, Held
 from engine.speculation.drafter import Draft, Task
 from engine.speculation.heads.children import best_children
-from engine.speculation.heads.eagle_network import EagleNetwork
 from engine.speculation.heads.hidden import Computed, Wants
+from engine.speculation.heads.network import Network
 from engine.speculation.tree import EMPTY, ROOT, ordered
 
 _Waiting = list[tuple[tuple[int, ...], torch.Tensor]]
-"""Entries that are not computed: (tokens [n], hidden states [n, hidden])."""
+"""Entries that are not computed: (tokens [n], features [n, hidden])."""
 
 
 @dataclass(slots=True)
@@ -90,7 +90,7 @@ class EagleHead:
     def __init__(
         self,
         name: str,
-        network: EagleNetwork,
+        network: Network,
         memory: KvMemory,
         expansion: Sequence[int],
         *,
@@ -98,6 +98,7 @@ class EagleHead:
         max_num_tokens: int,
     ) -> None:
         self.name = name
+        self.layers = network.layers
         self._network = network
         self._memory = memory
         self._views = memory.layer_views()
@@ -110,14 +111,15 @@ class EagleHead:
 
     def see(self, computed: Sequence[Computed]) -> None:
         """See ReadsHidden."""
-        for one in computed:
+        features = self._network.features(computed)
+        for one, own in zip(computed, features, strict=True):
             window = self._windows.get(one.key)
             if window is None or window.end != one.start:
                 self.forget(one.key)
                 window = self._windows[one.key] = _Window(one.start)
-            end = one.start + len(one.hidden)
-            window.waiting.append((tuple(one.token_ids[one.start + 1 : end + 1]), one.hidden))
-        # Not for long: hidden states of long prompts are large.
+            end = one.start + len(own)
+            window.waiting.append((tuple(one.token_ids[one.start + 1 : end + 1]), own))
+        # Not for long: features of long prompts are large.
         if sum(window.num_waiting for window in self._windows.values()) > self._max_num_tokens:
             self._catch_up([one.key for one in computed])
         _compact(self._windows.values())
@@ -259,8 +261,8 @@ class EagleHead:
             features: [their number, hidden].
         """
         rows = [(one.task, depth) for one in growing for _ in one.newest]
-        logits = self._network.ends.head(features)
-        best = best_children(logits, rows, [width] * len(rows))
+        logits = self._network.logits(features)
+        best = best_children(logits, rows, [width] * len(rows), self._network.token_ids)
         children = iter(zip(best, features, strict=True))
         for one in growing:
             added: list[int] = []

@@ -4,7 +4,8 @@ thread only."""
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -33,6 +34,9 @@ class Computed(NamedTuple):
     """Position of the first that was computed."""
     hidden: torch.Tensor
     """[n, hidden], the target's last norm included: what its head takes. n >= 1."""
+    layers: Mapping[int, torch.Tensor] = MappingProxyType({})
+    """[n, hidden] by layer: what went into it (LoadedModel.layer_inputs); of all that some reader
+    wants."""
 
 
 @runtime_checkable
@@ -42,6 +46,11 @@ class ReadsHidden(Drafter, Protocol):
     @property
     def wants(self) -> Wants:
         """What it can use."""
+        ...
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Whose inputs it can use, too; with Wants.EVERY."""
         ...
 
     def see(self, computed: Sequence[Computed]) -> None:

@@ -60,11 +60,28 @@ def computed(
     if not found:
         return []
     # A copy: views would keep the hidden states of the whole step on the device.
-    hidden = kept.index_select(0, bring(np.array(places, dtype=np.int64), kept.device))
-    parts = torch.split(hidden, [count for _, _, count in found])
+    counts = [count for _, _, count in found]
+
+    def split(of_all: torch.Tensor, wanted: Sequence[int]) -> tuple[torch.Tensor, ...]:
+        rows = bring(np.array(wanted, dtype=np.int64), of_all.device)
+        return torch.split(of_all.index_select(0, rows), counts)
+
+    parts = split(kept, places)
+    if every is None:
+        places = [step.batch.draw_indices[place] for place in places]
+    layers = {layer: split(rows, places) for layer, rows in model.layer_inputs().items()}
     return [
-        (one, Computed(one.key, one.token_ids, start, part))
-        for (one, start, _), part in zip(found, parts, strict=True)
+        (
+            one,
+            Computed(
+                one.key,
+                one.token_ids,
+                start,
+                parts[index],
+                {layer: own[index] for layer, own in layers.items()},
+            ),
+        )
+        for index, (one, start, _) in enumerate(found)
     ]
 
 

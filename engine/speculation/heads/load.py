@@ -13,8 +13,10 @@ from engine.models.interface import Ends, LoadedModel
 from engine.speculation.drafter import Drafter
 from engine.speculation.heads.checkpoint import HeadCheckpoint
 from engine.speculation.heads.eagle import EagleHead
+from engine.speculation.heads.eagle3_network import is_eagle3, read_eagle3
 from engine.speculation.heads.eagle_network import is_eagle, read_eagle
 from engine.speculation.heads.medusa import MedusaHeads, read_medusa
+from engine.speculation.heads.network import Network
 
 
 def load_heads(config: EngineConfig, target: LoadedModel) -> list[Drafter]:
@@ -48,12 +50,15 @@ def _load(name: str, config: EngineConfig, target: LoadedModel, ends: Ends) -> D
     if "medusa_num_heads" in checkpoint.config:
         heads = read_medusa(checkpoint, hidden_size=ends.hidden_size, vocab_size=info.vocab_size)
         return MedusaHeads(checkpoint.name, heads, ends, expansion)
-    if not is_eagle(checkpoint):
+    if is_eagle3(checkpoint):
+        network: Network = read_eagle3(checkpoint, ends, vocab_size=info.vocab_size)
+    elif is_eagle(checkpoint):
+        network = read_eagle(checkpoint, ends, vocab_size=info.vocab_size)
+    else:
         raise LoadError(
             f"speculation.draft_heads: {checkpoint.name} is neither in Medusa's format (its "
             "config.json has no medusa_num_heads) nor in EAGLE's (it has no tensor fc.weight)"
         )
-    network = read_eagle(checkpoint, ends, vocab_size=info.vocab_size)
     layout = network.layout(info.block_size, info.dtype)
     memory = KvMemory(layout, _num_blocks(checkpoint.name, layout, config, target), info.device)
     return EagleHead(

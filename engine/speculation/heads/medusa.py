@@ -46,6 +46,7 @@ class MedusaHeads:
     """
 
     wants = Wants.DRAWN
+    layers: tuple[int, ...] = ()
 
     def __init__(
         self, name: str, heads: Sequence[Head], ends: Ends | None, expansion: Sequence[int]

@@ -43,6 +43,11 @@ class Readers:
         """What some of them can use."""
         return max((one.wants for one in self._live().values()), default=Wants.NONE)
 
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Whose inputs some of them can use."""
+        return tuple(sorted({layer for one in self._live().values() for layer in one.layers}))
+
     def see(
         self,
         step: Step,

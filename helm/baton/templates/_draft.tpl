@@ -60,8 +60,5 @@ engine:
 {{- if hasKey $speculation "draft_workers" }}
 {{- fail "baton: decode.settings.engine.speculation.draft_workers: the chart names its own with draft.replicas; leave one of the two out" }}
 {{- end }}
-{{- if eq (get $speculation "acceptance") "multi_step" }}
-{{- fail "baton: decode.settings.engine.speculation.acceptance: multi_step needs what drafts were drawn from, and draft workers (draft.replicas) send token ids; set exact, or use draft_models" }}
-{{- end }}
 {{- end }}
 {{- end }}

@@ -9,7 +9,7 @@ import pytest
 
 from engine.sequence import HOLE
 from kvstore.block import Block, Tier
-from services.decode.intake import Intake, IntakeAsk
+from services.decode.intake import Intake
 from services.worker.handle import Run, Stretch
 from services.worker.provenance import Leg
 
@@ -21,9 +21,8 @@ def _intake(block_ids: tuple[int, ...], num_local: int) -> Intake:
         model=SimpleNamespace(block_size=SIZE), connector=SimpleNamespace(client=None)
     )
     reservation: Any = SimpleNamespace(block_ids=block_ids, num_local_tokens=num_local * SIZE)
-    nobody: Any = None
-    ask = IntakeAsk("r", "t", "", nobody, "e", reservation, ())
-    return Intake(core, ask, Leg(len(block_ids) * SIZE, transport="shm"))
+    ask: Any = SimpleNamespace(request_id="r", tenant="t", adapter="", prompt_token_ids=())
+    return Intake(core, ask, "e", reservation, Leg(len(block_ids) * SIZE, transport="shm"))
 
 
 def _stretch(node_id: str, first: int, end: int) -> Stretch:

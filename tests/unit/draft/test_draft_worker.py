@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
+import time
 from collections.abc import Awaitable, Sequence
 from typing import Any
 
@@ -65,9 +66,11 @@ class Held(bench.Wrapped):
 
 
 class Bench:
-    def __init__(self, max_waiting_calls: int = 8) -> None:
+    def __init__(self, max_waiting_calls: int = 8, step_timeout_s: float = 0.0) -> None:
         self.drafter = Held()
-        self.thread = DraftThread(bench.sessions(by=self.drafter), max_waiting_calls)
+        self.thread = DraftThread(
+            bench.sessions(by=self.drafter), max_waiting_calls, step_timeout_s=step_timeout_s
+        )
 
     def call(self, verifier: bytes, *asks: Ask, budget_s: float = CALL_S) -> asyncio.Task[Any]:
         made: Awaitable[Any] = self.thread.propose(verifier, asks, Deadline.after(budget_s))
@@ -212,6 +215,37 @@ async def test_a_drafter_that_fails_ends_the_worker_and_every_call() -> None:
     await b.end()
 
 
+async def test_guessing_that_does_not_end_is_the_workers_failure() -> None:
+    b = Bench(step_timeout_s=0.05)
+    first = await b.begin()
+    async with asyncio.timeout(CALL_S):
+        await b.thread.failed.wait()
+    assert b.thread.is_stuck and "limits.step_timeout_s" in str(b.thread.failure)
+    with pytest.raises(Unavailable, match="its device does not answer"):
+        await b.call(OTHER, _ask(1))
+    # A device that answers after all.
+    b.drafter.may.set()
+    assert len(await first) == 1
+    await b.end()
+    assert not b.thread.is_stuck
+
+
+async def test_a_worker_that_waits_for_calls_is_not_stuck() -> None:
+    b = Bench(step_timeout_s=CALL_S)
+    b.drafter.may.set()
+    await b.call(ONE, _ask(1))
+    assert await asyncio.to_thread(_is_idle, b)
+    await b.end()
+
+
+def _is_idle(b: Bench) -> bool:
+    """No step of its thread has begun that has not ended."""
+    until_s = time.monotonic() + CALL_S
+    while b.thread._watch._since_s is not None and time.monotonic() < until_s:
+        time.sleep(0.001)
+    return b.thread._watch._since_s is None
+
+
 async def test_a_law_that_does_not_hold_ends_the_worker() -> None:
     b = Bench()
     b.drafter.may.set()
@@ -314,6 +348,7 @@ def test_settings_out_of_range_are_refused(fields: dict[str, Any], problem: str)
         {"catch_up_tokens": 0},
         {"max_call_s": 0.0},
         {"drain_s": -1.0},
+        {"step_timeout_s": -1.0},
     ],
 )
 def test_limits_out_of_range_are_refused(fields: dict[str, Any]) -> None:

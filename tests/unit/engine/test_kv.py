@@ -140,6 +140,47 @@ def test_copy_takes_all_bytes_of_one_block_and_of_no_other() -> None:
     assert (memory.host_view[:2] == before[:2]).all()
 
 
+@pytest.mark.parametrize(
+    "layers",
+    [
+        (LayerKv(2, 8, 2, 8),) * 3,
+        (LayerKv(2, 8, 2, 4), LayerKv(2, 8, 2, 4)),
+        (LayerKv(4, 8, 4, 8), LayerKv(2, 8, 2, 8)),
+        (LayerKv(1, 12, 0, 8),) * 2,
+    ],
+    ids=["uniform", "two dims", "two numbers of heads", "latents"],
+)
+def test_tokens_are_moved_in_every_matrix_and_nothing_else(
+    layers: tuple[LayerKv, ...], seed: int
+) -> None:
+    """A path through a tree: what one move writes may be what another reads, or its own place."""
+    memory = KvMemory(KvLayout(layers, 4, "float32"), 6)
+    generator = torch.Generator().manual_seed(seed)
+    memory.cache.copy_(torch.randn(memory.cache.shape, generator=generator))
+    moves = [((2, 3), (2, 1)), ((5, 0), (2, 3)), ((5, 2), (5, 0)), ((0, 1), (4, 1))]
+    before = [view.keys.clone() for view in memory.layer_views()]
+    values = [None if view.values is None else view.values.clone() for view in memory.layer_views()]
+    memory.move_tokens([(*source, *target) for source, target in moves])
+    for old_keys, old_values, view in zip(before, values, memory.layer_views(), strict=True):
+        heads = view.heads
+        for old, new in ((old_keys, view.keys), (old_values, view.values)):
+            if old is None or new is None:
+                continue
+            expected = old.clone()
+            for (block, slot), (to_block, to_slot) in moves:
+                for head in range(heads.num_heads):
+                    row = head * heads.head_step
+                    expected[to_block * heads.rows_per_block + row, to_slot] = old[
+                        block * heads.rows_per_block + row, slot
+                    ]
+            # Rows of a view are of all layers and heads: those that are not its own moved, too.
+            for block in range(6):
+                for head in range(heads.num_heads):
+                    row = block * heads.rows_per_block + head * heads.head_step
+                    assert torch.equal(new[row], expected[row])
+    memory.move_tokens([])
+
+
 def test_no_two_tables_have_one_fingerprint_part() -> None:
     parts = {layout_of(table, block_size=4, dtype="float32").fingerprint_part: None
              for table in TABLES.values()}  # fmt: skip

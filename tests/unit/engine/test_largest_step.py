@@ -12,6 +12,7 @@ from engine.batch import Batch
 from engine.config import EngineConfig
 from engine.errors import LoadError
 from engine.models.largest_step import largest_step_bytes
+from engine.speculation.config import SpeculationConfig
 
 
 class _Model:
@@ -71,3 +72,17 @@ def test_nothing_is_measured_on_a_cpu() -> None:
     model: Any = _Model("cpu")
     assert largest_step_bytes(model, EngineConfig()) == 0
     assert not model.batches
+
+
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize(("num_layers", "layers"), [(0, ()), (2, (0, 1)), (32, (0, 1, 2))])
+def test_what_heads_may_want_of_a_step_is_measured(
+    num_layers: int, layers: tuple[int, ...]
+) -> None:
+    model: Any = _Model()
+    model.ends = SimpleNamespace(num_layers=num_layers)
+    config = EngineConfig(speculation=SpeculationConfig(draft_heads=("x",)))
+    largest_step_bytes(model, config)
+    for batch in model.batches:
+        assert batch.wants_hidden and batch.wants_every_hidden
+        assert batch.wants_layers == layers

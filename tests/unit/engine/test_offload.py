@@ -139,6 +139,7 @@ def test_streamed_layers_give_the_resident_models_bits(
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.gpu
+@pytest.mark.timeout(400)  # half a billion random numbers are made on the host, and copied twice
 def test_large_layers_arrive_before_they_are_computed(seed: int) -> None:
     """Copies that take longer than the computation, and the other way round, on a real device."""
     config = small_config("llama")

@@ -14,7 +14,7 @@ import engine.config
 import engine.request
 from engine.config import EngineConfig
 from engine.fingerprint import fingerprint, normalised_config
-from engine.request import ALLOWED, State
+from engine.request import ALLOWED, Request, Sampling, State
 from process.settings import SettingsError
 
 
@@ -24,6 +24,13 @@ def test_every_state_can_be_aborted_and_the_ends_are_ends() -> None:
     for state, after in ALLOWED.items():
         assert (state in ends) == (after == frozenset())
         assert state in ends or State.ABORTED in after
+
+
+def test_whoever_makes_a_request_knows_the_range_of_its_tokens() -> None:
+    made = Request("r", (7, 3, 96, 5), Sampling(max_tokens=1), block_hasher=lambda *_: b"")
+    assert made.token_id_range == (3, 96)
+    assert dataclasses.replace(made, prompt_token_ids=(-1,)).token_id_range == (-1, -1)
+    assert dataclasses.replace(made, prompt_token_ids=()).token_id_range == (0, 0)
 
 
 @pytest.mark.parametrize(

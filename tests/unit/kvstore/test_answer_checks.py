@@ -11,6 +11,7 @@ from google.protobuf.message import DecodeError
 
 from kvstore import answer_checks, block_hash, wire
 from kvstore.answer_checks import SpoiledAnswer
+from kvstore.packed import ROW_BYTES
 from protos import common_pb2, kvstore_pb2
 
 NUM_FRAMES = 8
@@ -254,3 +255,10 @@ def test_fields_of_a_later_version_are_covered_and_do_no_harm(place: str) -> Non
     heard = type(reply).FromString(spoken.SerializeToString())
     _look("reserve", heard, request)
     assert wire.checksum_of(heard) != wire.checksum_of(_reserve()[0])
+
+
+@pytest.mark.parametrize("data", [b"1", bytes(ROW_BYTES - 1) + b"\x05"])
+def test_what_is_no_row_of_blocks_is_no_lenders_word(data: bytes) -> None:
+    assert len(answer_checks.read_rest(kvstore_pb2.AwaitLentReply())) == 0
+    with pytest.raises(SpoiledAnswer):
+        answer_checks.read_rest(kvstore_pb2.AwaitLentReply(blocks=data))

@@ -51,6 +51,19 @@ def test_equal_bytes_are_equal_blocks(one: tuple[Block, ...], other: tuple[Block
 
 
 @some
+@given(any_blocks, any_blocks, any_blocks)
+def test_leading_blocks_that_are_the_same(
+    both: tuple[Block, ...], one: tuple[Block, ...], other: tuple[Block, ...]
+) -> None:
+    ours, theirs = (*both, *one), (*both, *other)
+    pairs = zip(ours, theirs, strict=False)
+    num_same = next(
+        (at for at, (a, b) in enumerate(pairs) if a != b), min(map(len, (ours, theirs)))
+    )
+    assert PackedBlocks.of(ours).num_same(PackedBlocks.of(theirs)) == num_same
+
+
+@some
 @given(any_blocks, edges, edges)
 def test_any_part_is_that_part(blocks: tuple[Block, ...], start: int, stop: int) -> None:
     part = PackedBlocks.of(blocks)[start:stop]

@@ -24,6 +24,7 @@ from benchmarks.speculation_report import (
     ranks,
     report,
 )
+from benchmarks.speculation_rounds import Round, summary
 from benchmarks.speculation_tables import WIDTHS, draw, markdown
 from engine.speculation.config import SpeculationConfig
 from tests.unit.tools.tiny_pair import save_pair
@@ -146,8 +147,10 @@ def test_markdown_has_every_row_of_every_table() -> None:
     assert "| temperature 0.8: one | 12.5 % |" in plain
     assert "| greedy: exact | 1.00 | 2.00 | 3.00 | 4.00 | 5.00 |" in plain
     assert "Speed" not in plain
-    speed = {"temperature 0, batch 1": {"plain": {"speed": 1.0}, "tree": {"speed": 2.5}}}
-    assert "| temperature 0, batch 1 | 1.00 | 2.50 |" in markdown({**_tables(), "speed": speed})
+    rounds = {"plain": [Round(1.0, 1.0, 96, 0)] * 2, "tree": [Round(0.4, 0.4, 96, 72)] * 2}
+    speed = {"temperature 0, batch 1": summary(rounds)}
+    row = "| temperature 0, batch 1 | 1.00 (1.00 to 1.00) | 2.50 (2.50 to 2.50) |"
+    assert row in markdown({**_tables(), "speed": speed})
     for line in plain.splitlines():
         assert line.count("|") in (0, 2 + len(WIDTHS))
 

@@ -13,6 +13,7 @@ from baton.preflight.cluster_view import Cluster, Node, Resource
 from baton.preflight.findings import Finding, Status
 from baton.preflight.model_check import Sizes
 from baton.preflight.needs import Kind
+from engine.config import EngineConfig
 
 _GIB = 2**30
 _SAFE: dict[str, Any] = {
@@ -311,3 +312,44 @@ def test_the_bundled_model_can_be_looked_at_without_a_network() -> None:
     found = model_memory.estimate(known.config, known.stored_bytes, {})
     assert found is not None and found.least_bytes < 64 * 2**20
     assert "cannot be looked at" in str(model_check.sizes_of("/models/x"))
+
+
+def test_a_draft_worker_is_looked_at_as_the_others() -> None:
+    """Its pods are a StatefulSet's; its KV has a bound of its own."""
+    small = {"nvidia.com/gpu": "1", "memory": "1Gi"}
+    pod = _deployment(
+        "x-draft",
+        containers=[_container(image="r.io/draft:1", resources={"limits": small})],
+    ) | {"kind": "StatefulSet"}
+    pod["spec"]["template"]["spec"]["volumes"] = [
+        {"name": "m", "persistentVolumeClaim": {"claimName": "small-models"}}
+    ]
+    missing = {("PersistentVolumeClaim", "small-models"): None}
+    found = _bad(_all([pod], found=missing))
+    told = [f"{check}: {what}" for check, _, what in found]
+    for words in (
+        "references: StatefulSet x-draft needs PersistentVolumeClaim small-models",
+        "devices: no node offers nvidia.com/gpu",
+        "room: 2 of StatefulSet x-draft find no room",
+        "images: r.io/draft:1 is on no node",
+    ):
+        assert any(line.startswith(words) for line in told), (words, told)
+
+    node = dataclasses.replace(_CLUSTER.nodes[0], labels={"nvidia.com/gpu.memory": "24576"})
+    cluster = dataclasses.replace(_CLUSTER, nodes=(node,))
+    sizes = {"a/b": Sizes(_LLAMA_8B, 16e9)}
+    plain = EngineConfig()
+    assert model_check.DRAFT_KV_BYTES == plain.speculation.draft_kv_bytes
+    assert model_check.DRAFT_NUM_RUNNING == plain.max_num_running
+    bound = "speculation.draft_kv_bytes = "
+    for settings, status, words, fix in (
+        ("", Status.FAIL, "8192 tokens of KV take 1.0 GiB, draft_kv_bytes are 0.2 GiB", "raise"),
+        (f"{bound}{2 * _GIB}", Status.OK, "16384 tokens of KV", ""),
+        (f"{bound}{16 * _GIB}", Status.FAIL, "each GPU may use 24.0 GiB", "a larger GPU"),
+        (f"{bound}{_GIB}\nmax_num_running = 1", Status.OK, "8192 tokens of KV", ""),
+        ("context_window = 1024", Status.OK, "needs about 15.2 GiB", ""),
+    ):
+        asked = needs.of([pod, _config_map("draft", f'model = "a/b"\n{settings}')])
+        (one,) = model_check.check(asked, cluster, sizes)
+        assert one.status is status and words in one.what, (settings, one)
+        assert one.fix.startswith(fix) and bool(one.fix) == bool(fix)

@@ -303,16 +303,16 @@ def test_what_no_graph_takes_is_counted(seed: int, caplog: pytest.LogCaptureFixt
 
 def test_shapes() -> None:
     shapes = tree_shapes(256, 17, 1024)
-    assert len(shapes) == len(set(shapes)) == 37
+    assert len(shapes) == len(set(shapes)) == 50
     assert shapes[0] == (256, 1024)
-    assert [shape.num_rows for shape in shapes if shape.num_sequences == 1] == [32, 16]
+    assert [shape.num_rows for shape in shapes if shape.num_sequences == 1] == [24, 16]
     assert TreeShape(4, 64) in shapes and TreeShape(4, 80) in shapes
     assert TreeShape(4, 128) not in shapes, "more than four sequences can have"
     assert TreeShape(64, 16) not in shapes, "fewer than seventeen have"
     sizes = [shape.num_rows for shape in shapes]
     assert sizes == sorted(sizes, reverse=True)
     assert tree_shapes(3, 5, 10) == [(3, 10), (1, 10)]
-    assert tree_shapes(8, 65, 8192)[0] == (8, 768)
+    assert tree_shapes(8, 65, 8192)[0] == (8, 576)
 
 
 def test_bytes_that_graphs_take() -> None:

@@ -1,5 +1,6 @@
 """MarkovModel: a LoadedModel whose next token depends on the last two, by a table, read from the KV
-blocks as FakeModel's; and Tally: whether tokens are distributed as they should be."""
+blocks as FakeModel's, and which keeps hidden states for draft heads; and Tally: whether tokens are
+distributed as they should be."""
 
 from __future__ import annotations
 
@@ -12,13 +13,16 @@ from numpy.typing import NDArray
 
 from engine.batch import Batch
 from engine.fake import FakeModel
+from engine.models.interface import Ends
 
 Table = NDArray[np.float64]
 """[V, V], a distribution for each `context`."""
 
+HIDDEN_SIZE = 8
+
 
 def context(before: int, last: int, vocab_size: int) -> int:
-    """What the next token depends on."""
+    """What the next token depends on; after one token, that one twice."""
     return (before + last) % vocab_size
 
 
@@ -33,13 +37,26 @@ class MarkovModel(FakeModel):
         super().__init__(vocab_size=len(table), context_window=context_window, block_size=8)
         self.table = table
         self._logits_of = torch.from_numpy(np.log(table).astype(np.float32))
+        numbers = torch.Generator().manual_seed(1)
+        self._hidden_of = torch.randn(len(table), HIDDEN_SIZE, generator=numbers)
+        self._embedding = torch.randn(len(table), HIDDEN_SIZE, generator=numbers)
+
+    @property
+    def ends(self) -> Ends:
+        return Ends(
+            HIDDEN_SIZE,
+            embed=lambda token_ids: self._embedding[token_ids],
+            head=lambda hidden: hidden @ self._hidden_of.T,
+        )
 
     def forward(self, batch: Batch) -> torch.Tensor:
         self.num_forwards += 1
         kept = self._cells().numpy()  # [N, 2, P]: ids, positions
         size = self.layout.block_size
         wanted = set(batch.draw_indices)
-        contexts: list[int] = []
+        if batch.wants_every_hidden:
+            wanted = set(range(len(batch.token_ids)))
+        contexts: dict[int, int] = {}
         first = 0
         for span in batch.spans:
             where = [
@@ -50,13 +67,18 @@ class MarkovModel(FakeModel):
                 kept[block_id, 0, slot] = batch.token_ids[index]
             for index in own:
                 if index in wanted:
-                    before, last = (
+                    seen = [
                         int(kept[span.block_ids[slot // size], 0, slot % size])
                         for slot in span.slots_seen(index - first)[-2:]
-                    )
-                    contexts.append(context(before, last, len(self.table)))
+                    ]
+                    contexts[index] = context(seen[0], seen[-1], len(self.table))
             first += span.num_tokens
-        return self._logits_of[contexts]
+        drawn = [contexts[index] for index in batch.draw_indices]
+        self.kept_hidden = self._hidden_of[drawn] if batch.wants_hidden else None
+        self.kept_every_hidden = None
+        if batch.wants_every_hidden:
+            self.kept_every_hidden = self._hidden_of[[contexts[index] for index in sorted(wanted)]]
+        return self._logits_of[drawn]
 
 
 def random_table(rng: np.random.Generator, vocab_size: int, spread: float) -> Table:

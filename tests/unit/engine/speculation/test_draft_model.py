@@ -204,3 +204,28 @@ def test_a_draft_model_that_cannot_be_set_up_is_closed(
     with pytest.raises(MemoryError):
         load_module.load_draft_model(TARGET)
     assert closed == [model]
+
+
+def test_one_that_cannot_be_loaded_closes_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    models = [FakeModel(), FakeModel()]
+    left, closed = list(models), []
+
+    def load_one(config: EngineConfig, **_: Any) -> FakeModel:
+        if not left:
+            raise LoadError("no such folder")
+        return left.pop(0)
+
+    monkeypatch.setattr(load_module, "load_model", load_one)
+    monkeypatch.setattr(FakeModel, "close", lambda one: closed.append(one))
+    speculation = SpeculationConfig(draft_models=("a", "b"))
+    config = replace(TARGET, speculation=speculation)
+    drafters = load_module.load_drafters(config, FakeModel().info)
+    assert len(drafters) == 2 and not closed
+    left += models
+    for fields in ({"draft_models": ("a", "b", "c")}, {"draft_workers": ("nowhere:1",)}):
+        with pytest.raises(LoadError):
+            load_module.load_drafters(
+                replace(config, speculation=replace(speculation, **fields)), FakeModel().info
+            )
+        assert closed == models[::-1]
+        left, closed = list(models), []

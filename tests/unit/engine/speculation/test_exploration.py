@@ -3,21 +3,16 @@ more; who pays is asked, and who would pay for all is found by one."""
 
 from __future__ import annotations
 
+import math
 import random
+from typing import NamedTuple
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.speculation.expansion import Load
-from engine.speculation.exploration import (
-    GRANT_STEPS,
-    SHARE,
-    TRIAL,
-    Call,
-    Exploration,
-    Worth,
-    value_s,
-)
+from engine.speculation.exploration import Exploration
+from engine.speculation.worth import GRANT_STEPS, SHARE, TRIAL, Call, Worth, value_s
 
 PLAIN_S = 0.01
 
@@ -180,3 +175,86 @@ def test_always_asks_for_all() -> None:
     assert exploration.begin(5, 5)
     for drafter in range(2):
         assert list(exploration.choose(drafter, exploration.among(range(5)))) == list(range(5))
+
+
+class _Account(NamedTuple):
+    asked: list[bool]
+    slept: list[bool]
+    lost_s: float
+    served_s: float
+
+
+def _served(number: int, size: int, own_s: float, *, sleeps: bool) -> _Account:
+    """Steps of one class of sizes, a few with prompts, whose guesses are all wrong. As
+    speculator.py does, or awake all the time."""
+    rng, one = random.Random(number), Exploration(1)
+    asked: list[bool] = []
+    slept: list[bool] = []
+    lost_s = served_s = 0.0
+    for _ in range(2500):
+        step_s = PLAIN_S * rng.uniform(0.9, 1.1)
+        num_rows = size + (100 if rng.random() < 0.02 else 0)
+        is_asleep = sleeps and one.sleeps(size)
+        is_asking = not is_asleep and one.begin(size, num_rows)
+        if is_asking:
+            assert len(one.choose(0, one.among(range(size)))) > 0
+        cost_s = own_s if is_asking else 0.0
+        if is_asleep:
+            one.sleep(step_s)
+        else:
+            drafted = {0: own_s} if is_asking else {}
+            one.learn(num_rows + is_asking, step_s + cost_s, drafted, {0: 0})
+        asked.append(is_asking)
+        slept.append(is_asleep)
+        lost_s += cost_s
+        served_s += step_s + cost_s
+    return _Account(asked, slept, lost_s, served_s)
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 64), st.floats(0.5, 3.0))
+def test_what_is_slept_through_is_served_all_the_same(number: int, size: int, price: float) -> None:
+    """As often asked as who stays awake, within the same law, and only after steps that said what
+    one lasts now."""
+    own_s = price * PLAIN_S
+    ran, awake = (_served(number, size, own_s, sleeps=sleeps) for sleeps in (True, False))
+    assert not any(awake.slept)
+    assert sum(ran.slept) > len(ran.slept) / 4
+    trial_s = TRIAL * own_s
+    for one in (ran, awake):
+        assert one.lost_s <= SHARE * one.served_s + (GRANT_STEPS * 1.1 * PLAIN_S + trial_s) * 1.01
+    # Prompts among the steps move a trial by a few of them, and so maybe beyond the end.
+    assert abs(sum(ran.asked) - sum(awake.asked)) <= TRIAL
+    assert sum(ran.asked) > TRIAL
+    for place, is_asking in enumerate(ran.asked):
+        if is_asking and place > TRIAL + 9:
+            own = range(max(0, place - 16), place)
+            assert not any(ran.slept[step] for step in own)
+
+
+def test_steps_of_another_size_and_launched_ones_end_a_sleep() -> None:
+    """Nothing of what was served is lost, nor counted twice."""
+    one = Exploration(1)
+    for _ in range(8 + TRIAL + 1):
+        _step(one, 8, own_s=PLAIN_S, kept=0)
+    (worth,) = one._worths
+    barred_s = worth.barred_s(8)
+    assert one.sleeps(8) and one.sleeps(5) and not one.sleeps(4) and not one.sleeps(0)
+    one.sleep(0.25)
+    assert worth.barred_s(8) == barred_s
+    _step(one, 1, own_s=PLAIN_S, kept=0)
+    assert not one.sleeps(8)
+    assert math.isclose(worth.barred_s(8), barred_s - 0.25)
+    _step(one, 8, own_s=PLAIN_S, kept=0)
+    assert one.sleeps(8)
+    one.sleep(0.125)
+    one.pass_by(8, PLAIN_S, is_first=True, is_last=True)
+    assert not one.sleeps(8)
+    assert math.isclose(worth.barred_s(8), barred_s - 0.25 - 0.125 - 2 * PLAIN_S)
+
+
+def test_who_is_always_asked_never_sleeps() -> None:
+    one = Exploration(1, always=True)
+    for _ in range(100):
+        assert _step(one, 4, own_s=9 * PLAIN_S, kept=0) == 4
+        assert not one.sleeps(4)

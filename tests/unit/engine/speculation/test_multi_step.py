@@ -2,15 +2,12 @@
 distribution of plain decoding, given those before it, through the engine's own path: draft models
 that draw, trees that are merged and cut, KV, the sampling pipeline, kept paths. A wrong rule, or
 children that are no draws, must fail the same test.
-
-False alarms: a right engine fails one of these comparisons (`_LIMIT`) with probability 1e-9 by the
-normal approximation, and below 1e-6 by what that leaves out. Wrong ones pass with less than 1e-9.
+False alarms: drawn_answers.py.
 """
 
 from __future__ import annotations
 
 import itertools
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -23,125 +20,27 @@ import torch
 from engine.config import EngineConfig
 from engine.loop import Engine
 from engine.models.interface import Guesses
-from engine.request import FinishReason, Request, Sampling
+from engine.request import FinishReason, Sampling
 from engine.sampling import dense, pipeline
 from engine.sampling.history import TokenHistory
 from engine.sampling.pipeline import Draw
 from engine.speculation import acceptance, draft_model, drawing
 from engine.speculation.acceptance import Distribution, Proposal, Proposals
 from engine.speculation.config import NgramConfig, SpeculationConfig
-from engine.speculation.draft_model import DraftModel
-from engine.speculation.drafter import Drafter
 from engine.speculation.ngram import PromptLookup
 from process.settings import SettingsError
-from tests.unit.engine.conftest import hasher
-from tests.unit.engine.sampling.reference import processed
-from tests.unit.engine.speculation.markov import MarkovModel, Table, Tally, context, random_table
-
-VOCAB = 5
-_LIMIT = 1e-9
-_NUM_TOKENS = 200
-"""Of one request."""
-
-Outputs = dict[tuple[str, int], tuple[list[int], FinishReason | None]]
-
-
-def _world(seed: int, num_drafters: int, likeness: float) -> tuple[Table, list[Table]]:
-    """A model's table, and one of each draft model, like it or not."""
-    rng = np.random.default_rng(seed)
-    model = random_table(rng, VOCAB, 0.5)
-    others = [random_table(rng, VOCAB, 0.5) for _ in range(num_drafters)]
-    return model, [likeness * model + (1.0 - likeness) * other for other in others]
-
-
-def _engine(
-    model: MarkovModel | Table,
-    drafters: Sequence[Drafter],
-    rule: str = "multi_step",
-    *,
-    clock: Callable[[], float] = time.monotonic,
-    **fields: Any,
-) -> Engine:
-    fields = {"always": True} | fields
-    config = EngineConfig(
-        num_blocks=1024,
-        max_num_tokens_per_step=512,
-        max_num_running=32,
-        speculation=SpeculationConfig(acceptance=rule, **fields),
-    )
-    model = model if isinstance(model, MarkovModel) else MarkovModel(model)
-    return Engine(config, model, drafters=drafters, clock=clock)
-
-
-def _drafter(table: Table, *expansion: int, takes_trees: bool = True) -> DraftModel:
-    model = MarkovModel(table)
-    model.guesses = Guesses.TREES if takes_trees else Guesses.CHAINS
-    return DraftModel(model, expansion, num_blocks=1024, max_num_tokens=512)
-
-
-def _requests(num_requests: int, seed: int, num_samples: int = 1, **sampling: Any) -> list[Request]:
-    fields = {"max_tokens": _NUM_TOKENS, "temperature": 1.0, "ignore_eos": True} | sampling
-    return [
-        Request(
-            f"r{index}",
-            (1, index % VOCAB),
-            Sampling(seed=(seed + index) % 2**64, **fields),  # type: ignore[arg-type]
-            hasher(),
-            num_samples=num_samples,
-        )
-        for index in range(num_requests)
-    ]
-
-
-def _answer(engine: Engine, requests: Sequence[Request]) -> Outputs:
-    outputs: Outputs = {}
-    for start in range(0, len(requests), 32):
-        for request in requests[start : start + 32]:
-            engine.submit(request)
-        while engine.has_work():
-            for event in engine.step().events:
-                assert event.error is None
-                key = event.request_id, event.sample_index
-                so_far = outputs.get(key, ([], None))[0]
-                outputs[key] = [*so_far, *event.token_ids], event.finish_reason
-    engine.check_integrity()
-    return outputs
-
-
-def _expected(table: Table, request: Request, output: Sequence[int]) -> Distribution:
-    """By the reference of the processors, and truncation in a few words."""
-    prompt, one = request.prompt_token_ids, request.sampling
-    own = table[context(*[*prompt, *output][-2:], VOCAB)]
-    logits = torch.from_numpy(np.log(own).astype(np.float32))
-    draw = Draw(one, len(prompt) + len(output), num_output_tokens=len(output))
-    scores = processed(logits, draw, prompt, output).numpy().astype(np.float64)
-    shares = np.exp((scores - scores.max()) / one.temperature)
-    if one.top_k:
-        shares[shares < np.sort(shares)[-one.top_k]] = 0.0
-    shares /= shares.sum()
-    if one.top_p < 1.0:
-        ranked = np.sort(shares)[::-1]
-        shares[shares < ranked[int((np.cumsum(ranked) < one.top_p).sum())]] = 0.0
-    shares[shares < one.min_p * shares.max()] = 0.0
-    return shares / shares.sum()
-
-
-def _likelihood(table: Table, requests: Sequence[Request], outputs: Outputs) -> float:
-    """Of the answers; by the token before each, that a distribution may depend on what was kept."""
-    tally = Tally(VOCAB)
-    for request in requests:
-        is_plain = request.sampling == Sampling(
-            max_tokens=_NUM_TOKENS, temperature=1.0, ignore_eos=True, seed=request.sampling.seed
-        )
-        for index in range(request.num_samples):
-            text = [*request.prompt_token_ids, *outputs[request.request_id, index][0]]
-            for place in range(2, len(text)):
-                group = context(text[place - 2], text[place - 1], VOCAB)
-                expected = table[group]
-                if not is_plain:
-                    expected = _expected(table, request, text[2:place])
-                tally.add(group, text[place], expected)
-    return tally.likelihood()
+from tests.unit.engine.speculation.drawn_answers import (
+    LIMIT,
+    NUM_TOKENS,
+    VOCAB,
+    answer,
+    draft_model_of,
+    likelihood,
+    make_engine,
+    requests_of,
+    world,
+)
+from tests.unit.engine.speculation.markov import MarkovModel, Table, Tally
 
 
 @pytest.mark.timeout(600)
@@ -153,11 +52,11 @@ def test_tokens_have_the_models_distribution(
     scale: Callable[[int], int],
 ) -> None:
     """One draft model and two; three draws of five tokens are often the same."""
-    table, tables = _world(seed, len(expansions), likeness)
-    drafters = [_drafter(own, *one) for own, one in zip(tables, expansions, strict=True)]
-    engine = _engine(table, drafters)
-    requests = _requests(scale(100_000) // _NUM_TOKENS, seed)
-    assert _likelihood(table, requests, _answer(engine, requests)) > _LIMIT
+    table, tables = world(seed, len(expansions), likeness)
+    drafters = [draft_model_of(own, *one) for own, one in zip(tables, expansions, strict=True)]
+    engine = make_engine(table, drafters)
+    requests = requests_of(scale(100_000) // NUM_TOKENS, seed)
+    assert likelihood(table, requests, answer(engine, requests)) > LIMIT
     counts = engine.metrics()
     assert counts.num_kept_tokens > 0.1 * counts.num_output_tokens
 
@@ -166,19 +65,19 @@ def _chains(table: Table, own: Table, _: object) -> Engine:
     """Of a target and a draft model without masks for trees."""
     model = MarkovModel(table)
     model.guesses = Guesses.CHAINS
-    return _engine(model, [_drafter(own, 2, 2, takes_trees=False)])
+    return make_engine(model, [draft_model_of(own, 2, 2, takes_trees=False)])
 
 
 _CUTS: dict[str, Callable[[Table, Table, Callable[[], float]], Engine]] = {
-    "room for two of four": lambda table, own, _: _engine(
-        table, [_drafter(own, 3, 1)], max_num_nodes=2
+    "room for two of four": lambda table, own, _: make_engine(
+        table, [draft_model_of(own, 3, 1)], max_num_nodes=2
     ),
-    "what pays": lambda table, own, clock: _engine(
-        table, [_drafter(own, 2, 1, 1)], always=False, clock=clock
+    "what pays": lambda table, own, clock: make_engine(
+        table, [draft_model_of(own, 2, 1, 1)], always=False, clock=clock
     ),
-    "a lookup beside": lambda table, own, _: _engine(
+    "a lookup beside": lambda table, own, _: make_engine(
         table,
-        [_drafter(own, 2, 1), PromptLookup(NgramConfig(min_length=1, max_matches=2))],
+        [draft_model_of(own, 2, 1), PromptLookup(NgramConfig(min_length=1, max_matches=2))],
         max_num_nodes=4,
     ),
     "chains": _chains,
@@ -189,11 +88,11 @@ _CUTS: dict[str, Callable[[Table, Table, Callable[[], float]], Engine]] = {
 def test_what_is_not_computed_is_tried_all_the_same(
     cut: str, seed: int, scale: Callable[[int], int]
 ) -> None:
-    table, (own,) = _world(seed, 1, 0.3)
+    table, (own,) = world(seed, 1, 0.3)
     ticks = itertools.count()
     engine = _CUTS[cut](table, own, lambda: next(ticks) * 1e-3)
-    requests = _requests(max(3, scale(10_000) // _NUM_TOKENS), seed)
-    assert _likelihood(table, requests, _answer(engine, requests)) > _LIMIT
+    requests = requests_of(max(3, scale(10_000) // NUM_TOKENS), seed)
+    assert likelihood(table, requests, answer(engine, requests)) > LIMIT
     assert engine.metrics().num_guessed_tokens > 0
 
 
@@ -235,9 +134,9 @@ def test_what_does_not_keep_it_is_found(
     row = np.array([0.7, 0.15, 0.08, 0.04, 0.03])
     table = np.stack([np.roll(row, shift) for shift in range(VOCAB)])
     own = np.stack([np.roll(row[::-1], shift) for shift in range(VOCAB)])
-    requests = _requests(2_000 // _NUM_TOKENS, seed)
-    outputs = _answer(_engine(table, [_drafter(own, 3)]), requests)
-    assert _likelihood(table, requests, outputs) < _LIMIT
+    requests = requests_of(2_000 // NUM_TOKENS, seed)
+    outputs = answer(make_engine(table, [draft_model_of(own, 3)]), requests)
+    assert likelihood(table, requests, outputs) < LIMIT
 
 
 @pytest.mark.parametrize(
@@ -257,10 +156,10 @@ def test_what_does_not_keep_it_is_found(
 def test_the_distribution_is_the_processed_one(sampling: dict[str, Any], seed: int) -> None:
     """Of two samples each: every processor, each node with its own history; ends inside a kept
     run."""
-    table, (own,) = _world(seed, 1, 0.6)
-    requests = _requests(30, seed, num_samples=2, max_tokens=12, **sampling)
-    outputs = _answer(_engine(table, [_drafter(own, 2, 1)]), requests)
-    assert _likelihood(table, requests, outputs) > _LIMIT
+    table, (own,) = world(seed, 1, 0.6)
+    requests = requests_of(30, seed, num_samples=2, max_tokens=12, **sampling)
+    outputs = answer(make_engine(table, [draft_model_of(own, 2, 1)]), requests)
+    assert likelihood(table, requests, outputs) > LIMIT
     for token_ids, reason in outputs.values():
         assert (reason is FinishReason.STOP_TOKEN) == (
             bool(sampling.get("stop_token_ids")) and token_ids[-1] == 3
@@ -271,7 +170,7 @@ def test_the_distribution_is_the_processed_one(sampling: dict[str, Any], seed: i
 
 def test_naive_and_greedy_and_traced_answers_are_plain_ones(seed: int) -> None:
     """Whatever the draft models draw: and a record can be replayed under the multi-step rule."""
-    table, tables = _world(seed, 2, 0.5)
+    table, tables = world(seed, 2, 0.5)
     cases: list[tuple[str, Mapping[str, Any]]] = [
         ("naive", {}),
         ("naive", {"top_p": 0.8, "frequency_penalty": 0.5, "num_samples": 2}),
@@ -280,9 +179,9 @@ def test_naive_and_greedy_and_traced_answers_are_plain_ones(seed: int) -> None:
     ]
     num_kept = num_guessed = 0
     for rule, fields in cases:
-        requests = _requests(3, seed, **({"max_tokens": 25} | dict(fields)))
-        engine = _engine(table, [_drafter(own, 2, 1) for own in tables], rule)
-        assert _answer(engine, requests) == _answer(_engine(table, []), requests)
+        requests = requests_of(3, seed, **({"max_tokens": 25} | dict(fields)))
+        engine = make_engine(table, [draft_model_of(own, 2, 1) for own in tables], rule)
+        assert answer(engine, requests) == answer(make_engine(table, []), requests)
         counts = engine.metrics()
         num_kept += counts.num_kept_tokens
         num_guessed += counts.num_guessed_tokens
@@ -291,13 +190,14 @@ def test_naive_and_greedy_and_traced_answers_are_plain_ones(seed: int) -> None:
 
 def test_a_run_can_be_repeated(seed: int) -> None:
     """And its tokens are not plain decoding's."""
-    table, tables = _world(seed, 2, 0.5)
-    requests = _requests(2, seed, max_tokens=60)
+    table, tables = world(seed, 2, 0.5)
+    requests = requests_of(2, seed, max_tokens=60)
     first, again = (
-        _answer(_engine(table, [_drafter(own, 2, 1) for own in tables]), requests) for _ in range(2)
+        answer(make_engine(table, [draft_model_of(own, 2, 1) for own in tables]), requests)
+        for _ in range(2)
     )
     assert first == again
-    assert first != _answer(_engine(table, []), requests)
+    assert first != answer(make_engine(table, []), requests)
 
 
 def test_masks_of_grammars_hold_for_what_was_proposed(seed: int) -> None:
@@ -317,7 +217,7 @@ def test_masks_of_grammars_hold_for_what_was_proposed(seed: int) -> None:
     shares = np.where([0, 1, 0, 1, 1, 0], np.exp(logits.double().numpy() / 0.7), 0.0)
     for one in pipeline.draw(logits.expand(len(draws), -1), draws):
         tally.add("all", one.token_id, shares / shares.sum())
-    assert tally.likelihood() > _LIMIT
+    assert tally.likelihood() > LIMIT
 
 
 def test_what_a_draft_model_draws_from_is_what_the_target_would(seed: int) -> None:
@@ -335,7 +235,7 @@ def test_what_a_draft_model_draws_from_is_what_the_target_would(seed: int) -> No
     ]
     for one in pipeline.draw(logits.expand(len(rows), -1), rows):
         tally.add("all", one.token_id, own)
-    assert tally.likelihood() > _LIMIT
+    assert tally.likelihood() > LIMIT
     broken = torch.stack([torch.full((6,), torch.nan), logits])
     found = pipeline.distributions(broken, [Draw(sampling, 3, history=history)] * 2)
     assert np.isnan(found[0]).all()
@@ -371,6 +271,6 @@ def test_what_cannot_hold_is_refused_by_name() -> None:
     config = EngineConfig(
         num_blocks=64, exact=True, speculation=SpeculationConfig(acceptance="multi_step")
     )
-    table, (own,) = _world(0, 1, 0.5)
+    table, (own,) = world(0, 1, 0.5)
     with pytest.raises(SettingsError, match="multi_step is not for exact=true"):
-        Engine(config, MarkovModel(table), drafters=[_drafter(own, 1)])
+        Engine(config, MarkovModel(table), drafters=[draft_model_of(own, 1)])

@@ -22,6 +22,7 @@ from engine.speculation.config import SpeculationConfig
 from engine.speculation.draft_fake import FakeDraftChannel
 from engine.speculation.draft_port import Answer, DraftPeer
 from engine.speculation.draft_sessions import SESSION_BYTES, SessionLimits
+from engine.speculation.draft_traces import DraftTraces
 from engine.speculation.drafter import Task
 from engine.speculation.load import load_drafters
 from engine.speculation.remote import GIVE_UP_S, MAX_LATE, RemoteDrafter
@@ -315,6 +316,39 @@ def test_back_offs_double() -> None:
     assert gaps[:4] == [2 * FIRST_BACKOFF_S * 2**index for index in range(4)]
 
 
+def test_calls_for_traced_requests_are_noted() -> None:
+    """By request, whatever the sample; those of others are not."""
+    clock, traces = Clock(), DraftTraces()
+    channel, other = fake("a:1"), fake("b:1")
+    peers = [DraftPeer(one, traces=traces) for one in (channel, other)]
+    drafter = bench.remote(peers, clock)
+    tasks = [_task("r", [1, 2]), _task("s", [3])]
+    drafter.propose(tasks)
+    assert not traces.is_on
+    traces.watch("r")
+    trees = [len(draft.tree) for draft in drafter.propose(tasks)]
+    began_s = clock.now_s
+    place = drafter._sessions["r", 0].worker
+    assert place is not None
+    for one in (channel, other):
+        one.withholds = True
+    drafter.propose(tasks)  # too late
+    for one in (channel, other):
+        one.let_go()
+        one.withholds = False
+        one.is_away = True
+    clock.now_s += 1.0
+    drafter.propose(tasks)  # fails
+    found = traces.take("r")
+    assert found is not None and not traces.is_on and traces.take("r") is None
+    assert (found.num_calls, found.num_late, found.num_failed) == (3, 1, 1)
+    assert found.num_nodes == trees[0] > 0
+    assert (found.first_s, found.last_s) == (began_s, clock.now_s)
+    assert found.addresses == [place.channel.address]
+    traces.watch("nobody guessed")
+    assert traces.take("nobody guessed") is None
+
+
 def test_laws_that_do_not_hold_are_told() -> None:
     drafter = bench.remote(_peers(fake("a:1")), Clock())
     drafter.propose([_task("r", [1])])
@@ -329,10 +363,6 @@ def test_laws_that_do_not_hold_are_told() -> None:
         ({"draft_workers": ("nowhere",)}, "draft_workers: 'nowhere' is not host:port"),
         ({"draft_workers": ("a:1", "a:1")}, "named twice"),
         ({"draft_deadline_s": 0.0}, "draft_deadline_s"),
-        (
-            {"draft_workers": ("a:1",), "acceptance": "multi_step"},
-            "draft_workers: not with acceptance=multi_step",
-        ),
     ],
 )
 def test_settings_out_of_range_are_refused(fields: dict[str, Any], problem: str) -> None:

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import pytest
 
-from engine.speculation.exploration import GRANT_STEPS, SHARE, TRIAL, Exploration
+from engine.speculation.exploration import Exploration
+from engine.speculation.worth import GRANT_STEPS, SHARE, TRIAL
 
 LAUNCHED_S = 0.01
 

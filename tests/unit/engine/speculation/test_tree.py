@@ -77,6 +77,19 @@ def test_order_depths_and_children(paths: list[list[int]]) -> None:
     assert tree.child(ROOT, 99) is None
 
 
+@given(_paths)
+def test_with_other_chances_it_is_the_tree_that_has_them(paths: list[list[int]]) -> None:
+    tree = _merged(paths)
+    chances = tuple(0.5 * chance for chance in tree.chances)
+    found = tree.with_chances(chances)
+    expected = TokenTree(tree.token_ids, tree.parents, chances, tree.tries)
+    assert found == expected and tree == _merged(paths)
+    assert (found.depths, found.children) == (expected.depths, expected.children)
+    assert found.best(2) == expected.best(2)
+    with pytest.raises(ValueError, match="one entry per node"):
+        tree.with_chances((*chances, 0.1))
+
+
 @pytest.mark.parametrize(
     ("token_ids", "parents", "chances", "problem"),
     [

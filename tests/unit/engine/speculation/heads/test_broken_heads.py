@@ -31,6 +31,7 @@ from engine.speculation.heads.medusa import MedusaHeads
 from engine.speculation.tree import chain
 from tests.unit.engine.conftest import hasher
 from tests.unit.engine.speculation.heads import published as heads
+from tests.unit.engine.speculation.heads.published_eagle3 import LAYERS, save_eagle3
 
 PROMPT = (1, 2, 3, 4, 5)
 ALWAYS = SpeculationConfig(always=True)
@@ -41,6 +42,7 @@ class _Reader:
 
     name = "reader"
     wants = Wants.EVERY
+    layers: tuple[int, ...] = ()
 
     def __init__(self) -> None:
         self.num_asked = self.num_seen = 0
@@ -203,39 +205,49 @@ def test_what_a_step_leaves_takes_its_own_bytes(wants: Wants) -> None:
     step: Any = SimpleNamespace(
         samples=decodes,
         batch=SimpleNamespace(
-            spans=[Span(48, 1, (1,)), Span(0, num_tokens, (2,)), Span(58, 1, (3,))]
+            spans=[Span(48, 1, (1,)), Span(0, num_tokens, (2,)), Span(58, 1, (3,))],
+            draw_indices=(0, num_tokens + 1),
         ),
     )
     drawn = every[[0, num_tokens + 1]]
     model: Any = SimpleNamespace(
-        hidden=lambda: drawn, every_hidden=lambda: every if wants is Wants.EVERY else None
+        hidden=lambda: drawn,
+        every_hidden=lambda: every if wants is Wants.EVERY else None,
+        layer_inputs=lambda: {3: every + 3},
     )
     planned = [(decodes[0], 1), (_sample("p", num_tokens, hold_after=1), num_tokens)]
     found = computed(step, [*planned, (decodes[1], 1)], {}, model)
     assert [one.key for _, one in found] == [("a", 0), ("b", 0)]
     assert torch.cat([one.hidden for _, one in found]).equal(drawn)
+    assert torch.cat([one.layers[3] for _, one in found]).equal(drawn + 3)
     for _, one in found:
         assert one.hidden.untyped_storage().nbytes() == drawn.nbytes
+        assert one.layers[3].untyped_storage().nbytes() == drawn.nbytes
 
 
-@pytest.mark.parametrize("kind", ["medusa", "eagle"])
+def _computed(name: str, token_ids: list[int], start: int, hidden: torch.Tensor) -> Computed:
+    """What goes into each layer is the same."""
+    return Computed((name, 0), token_ids, start, hidden, dict.fromkeys(LAYERS, hidden))
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle", "eagle3"])
 def test_what_heads_keep_is_bound_by_what_they_know(
     config: EngineConfig, model: LoadedModel, tmp_path: Path, kind: str
 ) -> None:
     """A prompt comes and goes with each step; one sequence gets a token in each, another waits."""
-    made = {"medusa": heads.save_medusa, "eagle": heads.save_eagle}[kind](tmp_path / kind)
-    head = _head(config, model, made)
+    saves = {"medusa": heads.save_medusa, "eagle": heads.save_eagle, "eagle3": save_eagle3}
+    head = _head(config, model, saves[kind](tmp_path / kind))
     token_ids = list(range(40))
     for step in range(8):
         left = torch.randn(31, heads.HIDDEN)
         head.see(
             [
-                Computed(("stays" if step else "waits", 0), token_ids, step, left[:1]),
-                Computed((f"goes {step}", 0), token_ids, 0, left[1:]),
+                _computed("stays" if step else "waits", token_ids, step, left[:1]),
+                _computed(f"goes {step}", token_ids, 0, left[1:]),
             ]
         )
         head.forget((f"goes {step}", 0))
-    head.see([Computed(("stays", 0), token_ids, 8, torch.randn(1, heads.HIDDEN))])
+    head.see([_computed("stays", token_ids, 8, torch.randn(1, heads.HIDDEN))])
     kept: list[torch.Tensor]
     if isinstance(head, MedusaHeads):
         kept = [hidden for _, hidden in head._seen.values()]

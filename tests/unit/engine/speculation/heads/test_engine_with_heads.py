@@ -35,6 +35,7 @@ from engine.step_output import RequestEvent
 from tests.parity.models import FAMILIES, Tiny
 from tests.unit.engine.conftest import hasher
 from tests.unit.engine.speculation.heads import published as heads
+from tests.unit.engine.speculation.heads.published_eagle3 import save_eagle3
 from tests.unit.engine.workloads import (
     VOCAB,
     WINDOW,
@@ -83,6 +84,7 @@ class _Spy:
 
     def __init__(self, rng: random.Random, expected: Expected, wants: Wants) -> None:
         self.wants = wants
+        self.layers = (1, 3) if wants is Wants.EVERY else ()
         self.places: dict[Key, list[tuple[int, int]]] = {}
         self._rng = rng
         self._model = FakeModel(context_window=WINDOW, block_size=4)
@@ -96,6 +98,8 @@ class _Spy:
             for position, hidden in enumerate(one.hidden, one.start):
                 logits = self._model.logits(one.token_ids[: position + 1])
                 assert hidden.equal(logits[: fake.HIDDEN_SIZE])
+            for layer in self.layers:
+                assert one.layers[layer].equal(one.hidden + 1 + layer)
             self.places.setdefault(one.key, []).append((one.start, end))
             self._ends[one.key] = end
 
@@ -222,7 +226,7 @@ def test_transformers_code_gives_what_its_head_takes(model: LoadedModel, target:
 
 
 def _own_decoder(info: ModelInfo) -> LoadedModel:
-    """Our decoder: paths for trees, and hidden states of the draws alone."""
+    """Our decoder: paths for trees."""
     shape = read_shape(FAMILIES["llama"]())
     device = torch.device("cpu")
     return DecoderModel(
@@ -263,7 +267,7 @@ class _FakeWithEnds(FakeModel):
 
     @property
     def ends(self) -> Ends:
-        return Ends(heads.HIDDEN, lambda ids: self._table[ids], lambda x: x @ self._table.T)
+        return Ends(heads.HIDDEN, lambda ids: self._table[ids], lambda x: x @ self._table.T, 3)
 
 
 @pytest.mark.parametrize("kind", ["fake", "transformers", "own"])
@@ -277,7 +281,7 @@ def test_workloads_with_heads_end_as_without(
     scale: Callable[[int], int],
     kind: str,
 ) -> None:
-    """Medusa's and EAGLE's together, or one of them."""
+    """Medusa's, EAGLE's and EAGLE-3's together, or some of them."""
     monkeypatch.setattr(fake, "HIDDEN_SIZE", heads.HIDDEN)
     made = {
         "fake": _FakeWithEnds,
@@ -285,12 +289,13 @@ def test_workloads_with_heads_end_as_without(
         "own": lambda: _own_decoder(model.info),
     }
     target = made[kind]()
-    names = (str(heads.save_medusa(tmp_path / "m")), str(heads.save_eagle(tmp_path / "e")))
+    saves = (heads.save_medusa, heads.save_eagle, save_eagle3)
+    names = [str(save(tmp_path / save.__name__)) for save in saves]
     num_guessed = 0
     for index in range(scale(20)):
         rng = random.Random(f"heads {kind} {seed} {index}")
         speculation = SpeculationConfig(
-            draft_heads=rng.choice([names, names, names[:1], names[1:]]),
+            draft_heads=tuple(rng.sample(names, rng.choice([1, 2, 3, 3]))),
             expansion=rng.choice([(2, 1, 1, 1), (1, 1), (4,), (2, 2, 2)]),
         )
         drafters = load_heads(dataclasses.replace(config, speculation=speculation), target)
@@ -320,7 +325,8 @@ def _check_none_has_failed(engine: Engine) -> None:
 def test_an_engine_loads_the_heads_that_its_settings_name(
     config: EngineConfig, model: LoadedModel, tmp_path: Path
 ) -> None:
-    names = (str(heads.save_medusa(tmp_path / "m")), str(heads.save_eagle(tmp_path / "e")))
+    saves = (heads.save_medusa, heads.save_eagle, save_eagle3)
+    names = tuple(str(save(tmp_path / save.__name__)) for save in saves)
     speculation = SpeculationConfig(draft_heads=names, always=True, max_num_nodes=6)
     sampling = Sampling(max_tokens=14, temperature=0.8, seed=3, ignore_eos=True)
     answers: list[list[int]] = []

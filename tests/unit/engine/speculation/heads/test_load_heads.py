@@ -16,6 +16,7 @@ from engine.fake import FakeModel
 from engine.models.interface import LoadedModel
 from engine.speculation.config import SpeculationConfig
 from engine.speculation.heads.eagle import EagleHead
+from engine.speculation.heads.eagle_network import EagleNetwork
 from engine.speculation.heads.load import load_heads
 from process.settings import SettingsError
 from tests.unit.engine.speculation.heads import published as heads
@@ -73,13 +74,13 @@ def test_medusa_heads_of_another_form_are_refused(
         ({}, {"vocab_size": 32000}, "config.json says vocab_size 32000, this model has 260"),
         ({}, {"num_attention_heads": 5}, "5 heads and 2 of keys over hidden_size 48"),
         ({}, {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({}, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling 'llama3'"),
+        ({}, {"rope_scaling": {"rope_type": "dynamic", "factor": 8.0}}, "rope_scaling 'dynamic'"),
+        ({}, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "which cannot be .*Missing"),
         (
             {"layers.0.input_layernorm.weight": torch.ones(48)},
             {},
             "does not have, first layers.0.input_layernorm.weight",
         ),
-        ({"d2t": torch.zeros(9)}, {}, "is an EAGLE-3 head"),
         ({"fc.weight": None}, {}, "neither in Medusa's format .* nor in EAGLE's"),
     ],
 )
@@ -113,8 +114,6 @@ def test_pickles_and_models_that_cannot_have_heads_are_refused(
         _load(config, model, eagle, draft_kv_bytes=1000)
     with pytest.raises(LoadError, match="draft_heads: fake keeps no hidden states"):
         _load(config, FakeModel(), eagle)
-    with pytest.raises(SettingsError, match="draft_heads: not with acceptance=multi_step"):
-        SpeculationConfig(draft_heads=("x",), acceptance="multi_step")
     with pytest.raises(SettingsError, match="draft_heads: one is named twice"):
         SpeculationConfig(draft_heads=("x", "x"))
 
@@ -135,7 +134,8 @@ def test_what_published_checkpoints_have_beside_is_passed_over(
     (head,) = _load(config, model, folder)
     assert isinstance(head, EagleHead)
     assert head.name == "e"
-    layer = head._network.layers[0]
+    assert isinstance(head._network, EagleNetwork)
+    (layer,) = head._network.own_layers.all
     assert layer.qkv_bias is not None
     assert layer.qkv_bias.shape == (96,)
-    assert head._network.shape.rope_divisor == 2.0
+    assert head._network.own_layers.rope.frequencies[0] == 0.5

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as with_fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,13 +28,20 @@ from tests.parity.models import Tiny
 from tests.unit.engine.speculation.heads.published import (
     HIDDEN,
     VOCAB,
-    Tensors,
     eagle_features,
     eagle_tensors,
     medusa_logits,
     medusa_tensors,
     save_eagle,
     save_medusa,
+)
+from tests.unit.engine.speculation.heads.published_eagle3 import (
+    LAYERS,
+    eagle3_feature,
+    eagle3_logits,
+    eagle3_out,
+    eagle3_tensors,
+    save_eagle3,
 )
 
 Scores = Callable[[tuple[int, ...]], torch.Tensor]
@@ -160,9 +168,16 @@ class _Sequence:
     num_computed: int
     first: int
     """Where the head's window begins."""
+    layers: dict[int, torch.Tensor]
+    """[n, hidden] by layer: what went into it."""
     is_new: bool = True
     skips: bool = False
     """One token, in its second step: computed elsewhere."""
+
+    def computed(self, start: int, end: int) -> Computed:
+        layers = {layer: rows[start:end] for layer, rows in self.layers.items()}
+        known = self.task.token_ids[: end + 1]
+        return Computed(self.task.key, known, start, self.hidden[start:end], layers)
 
 
 def _steps(rng: random.Random, one: _Sequence) -> Iterator[int]:
@@ -175,7 +190,57 @@ def _steps(rng: random.Random, one: _Sequence) -> Iterator[int]:
         yield count
 
 
-@pytest.mark.parametrize(("num_layers", "max_num_tokens"), [(1, 64), (2, 3)])
+@dataclass(frozen=True)
+class _Kind:
+    """A head's format, and what the paper says of one."""
+
+    save: Callable[[Path], Path]
+    features: Callable[[_Sequence], torch.Tensor]
+    """[n, own size] of all that was computed."""
+    out: Callable[..., torch.Tensor]
+    """(embedding, token ids, features, first) -> [n, own size] that come out."""
+    logits: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    """(target's head, one row that came out) -> [V]"""
+
+
+def _eagle(num_layers: int) -> _Kind:
+    tensors = eagle_tensors(num_layers)
+    return _Kind(
+        lambda folder: save_eagle(folder, tensors, num_hidden_layers=num_layers),
+        lambda one: one.hidden,
+        lambda *given: eagle_features(tensors, *given, num_layers),
+        lambda own_head, row: own_head @ row,
+    )
+
+
+def _eagle3(own_size: int, *, adds_normed: bool) -> _Kind:
+    """With sizes and an embedding of its own, if its size is not the target's."""
+    tensors = eagle3_tensors(own_size=own_size)
+    own = tensors.get("embed_tokens.weight")
+
+    def out(embedding: torch.Tensor, *given: Any) -> torch.Tensor:
+        embedding = embedding if own is None else own
+        return eagle3_out(tensors, embedding, *given, adds_normed=adds_normed)
+
+    fields = {"hidden_size": own_size, "norm_before_residual": adds_normed}
+    return _Kind(
+        lambda folder: save_eagle3(folder, tensors, **fields),
+        lambda one: eagle3_feature(tensors, one.layers),
+        out,
+        lambda _, row: eagle3_logits(tensors, row),
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "max_num_tokens"),
+    [
+        (_eagle(1), 64),
+        (_eagle(2), 3),
+        (_eagle3(HIDDEN, adds_normed=False), 64),
+        (_eagle3(30, adds_normed=True), 3),
+    ],
+    ids=["eagle", "eagle of two layers", "eagle3", "eagle3 of its own size"],
+)
 def test_an_eagle_head_guesses_by_its_window(
     *,
     config: EngineConfig,
@@ -184,14 +249,13 @@ def test_an_eagle_head_guesses_by_its_window(
     tmp_path: Path,
     rng: random.Random,
     numbers: torch.Generator,
-    num_layers: int,
+    kind: _Kind,
     max_num_tokens: int,
     scale: Callable[[int], int],
 ) -> None:
     """Hidden states come in pieces, from any place on; one sequence lacks one amid them, and its
     window begins behind."""
-    tensors = eagle_tensors(num_layers)
-    folder = save_eagle(tmp_path / "e", tensors, num_hidden_layers=num_layers)
+    folder = kind.save(tmp_path / "e")
     small = with_fields(config, max_num_tokens_per_step=max_num_tokens, max_num_running=3)
     head = _load(small, model, folder, expansion=(2, 2, 1))
     assert isinstance(head, EagleHead)
@@ -215,15 +279,14 @@ def test_an_eagle_head_guesses_by_its_window(
                 one.is_new = False
                 start, end = one.num_computed, one.num_computed + count
                 one.num_computed = end
-                known = one.task.token_ids[: end + 1]
-                seen.append(Computed(one.task.key, known, start, one.hidden[start:end]))
+                seen.append(one.computed(start, end))
             head.see(seen)
             head.check_integrity()
         tasks = [one.task for one in sequences]
         assert lacking.first == 5
         for one, draft in zip(sequences, head.propose(tasks), strict=True):
             assert len(draft.tree) == 2 + 4 + 4
-            scores = _eagle_scores(one, tensors, embedding, own_head, num_layers)
+            scores = _eagle_scores(one, kind, embedding, own_head)
             _check(draft.tree, scores, (2, 2, 1))
         again = head.propose(tasks[:1])[0].tree  # nothing of a tree was kept
         assert again.token_ids == head.propose(tasks)[0].tree.token_ids
@@ -239,27 +302,23 @@ def _sequence(
     sampling = Sampling(max_tokens=9, temperature=rng.choice([0.0, 0.8]), seed=num_tokens)
     token_ids = [rng.randrange(VOCAB) for _ in range(num_tokens)]
     first = rng.randint(0, num_tokens - 2)
-    hidden = torch.randn(num_tokens - 1, HIDDEN, generator=numbers)
+    hidden, *inputs = torch.randn(4, num_tokens - 1, HIDDEN, generator=numbers)
     task = _task(name, token_ids, num_nodes=20, sampling=sampling)
-    return _Sequence(task, hidden, first, first)
+    return _Sequence(task, hidden, first, first, dict(zip(LAYERS, inputs, strict=True)))
 
 
 def _eagle_scores(
-    one: _Sequence,
-    tensors: Tensors,
-    embedding: torch.Tensor,
-    own_head: torch.Tensor,
-    num_layers: int,
+    one: _Sequence, kind: _Kind, embedding: torch.Tensor, own_head: torch.Tensor
 ) -> Scores:
     def scores(path: tuple[int, ...]) -> torch.Tensor:
         token_ids = [*one.task.token_ids[one.first + 1 :]]
-        features = one.hidden[one.first :]
+        features = kind.features(one)[one.first :]
         for token_id in (*path, None):
-            out = eagle_features(tensors, embedding, token_ids, features, one.first, num_layers)
+            out = kind.out(embedding, token_ids, features, one.first)
             if token_id is not None:
                 token_ids.append(token_id)
                 features = torch.cat((features, out[-1:]))
-        return _scores(out[-1] @ own_head.T, one.task, len(path))
+        return _scores(kind.logits(own_head, out[-1]), one.task, len(path))
 
     return scores
 

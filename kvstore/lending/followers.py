@@ -1,0 +1,83 @@
+"""Followers: readers who wait at a lender for the rest of a lease that still grows, so that the
+last blocks of a prompt are on their way while the word about them is, too.
+
+Life of one: `rest` -> all that was wanted is lent, or the lease is handed over with less, or the
+time is over: it is told what there is; or the lease ends, or it is cancelled. What it is told says
+where bytes lie and lets nobody use them: that is the handle's to say.
+
+Laws: at most MAX_FOLLOWERS wait, none longer than MAX_WAIT_S; a lease is watched by those who wait
+and nobody else (`check_integrity`). Knows no bytes and no stubs. One asyncio loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from kvstore.errors import IntegrityError
+from kvstore.lending.loans import LoanTable
+from kvstore.packed import PackedBlocks
+from process.errors import NoCapacity
+
+MAX_FOLLOWERS = 256
+"""Who waits has a prompt under way here. Guessed: far more than a worker computes at once."""
+
+MAX_WAIT_S = 5.0
+"""Then a reader asks again, if it still wants to know. Guessed: many chunks of a prompt."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """Blocks beyond those that were known; `is_all`: the lease lends no more than that."""
+
+    blocks: PackedBlocks
+    is_all: bool
+
+
+class Followers:
+    """See the module."""
+
+    def __init__(self, loans: LoanTable) -> None:
+        self._loans = loans
+        self._num_waiting = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return self._num_waiting
+
+    async def rest(self, lease_id: str, num_known: int, num_wanted: int, budget_s: float) -> Told:
+        """Wait until the lease lends `num_wanted` blocks or is handed over, at most `budget_s`.
+
+        Returns: what it lends by then beyond the first `num_known`.
+        Raises: LeaseLapsed when it ends; NoCapacity when too many wait.
+        """
+        if self._num_waiting >= MAX_FOLLOWERS:
+            raise NoCapacity(f"{MAX_FOLLOWERS} readers wait for this lender already")
+        news = asyncio.Event()
+        self._loans.watch(lease_id, news.set)
+        self._num_waiting += 1
+        try:
+            is_all = await self._wait(lease_id, num_wanted, min(budget_s, MAX_WAIT_S), news)
+        finally:
+            self._num_waiting -= 1
+            self._loans.unwatch(lease_id, news.set)
+        return Told(PackedBlocks.of(self._loans.blocks_of(lease_id, num_known)), is_all)
+
+    async def _wait(
+        self, lease_id: str, num_wanted: int, budget_s: float, news: asyncio.Event
+    ) -> bool:
+        """Returns: whether it lends no more."""
+        try:
+            async with asyncio.timeout(budget_s):
+                while not self._loans.is_whole(lease_id, num_wanted):
+                    news.clear()
+                    await news.wait()
+        except TimeoutError:
+            return self._loans.is_whole(lease_id, num_wanted)
+        return True
+
+    def check_integrity(self) -> None:
+        """Raises: IntegrityError."""
+        num_watchers = self._loans.num_watchers
+        if num_watchers > self._num_waiting:  # fewer: of leases that have just ended
+            raise IntegrityError(f"{num_watchers} watch leases, {self._num_waiting} wait")

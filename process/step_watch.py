@@ -1,0 +1,56 @@
+"""StepWatch: whether a thread's step takes longer than it may, so that it waits for a device which
+will not answer. Nothing can end such a step: its process must end (process/entry.py:end_now).
+
+The thread says when a step begins and ends; the loop's thread looks. Knows neither.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from process.errors import Internal
+
+WATCH_S = 1.0
+"""How often it is looked whether a step is late; more often where that is short."""
+
+
+class StepWatch:
+    """See the module.
+
+    Args:
+        timeout_s: 0: a step may take as long as it likes.
+        what: that did not end, for the one line.
+    """
+
+    def __init__(self, timeout_s: float, what: str) -> None:
+        self.is_on = timeout_s > 0.0
+        self._timeout_s = timeout_s
+        self._what = what
+        self._since_s: float | None = None
+
+    def begin(self) -> None:
+        """A step begins; the one before has ended."""
+        self._since_s = time.monotonic()
+
+    def end(self) -> None:
+        """The step is over, and there is none."""
+        self._since_s = None
+
+    @property
+    def is_late(self) -> bool:
+        """Any thread."""
+        since_s = self._since_s
+        return self.is_on and since_s is not None and time.monotonic() - since_s > self._timeout_s
+
+    async def run(self, on_late: Callable[[Internal], None]) -> None:
+        """Look until a step is late, and say so once."""
+        while not self.is_late:
+            await asyncio.sleep(min(WATCH_S, self._timeout_s / 4))
+        on_late(
+            Internal(
+                f"{self._what} did not end within {self._timeout_s:g} s (limits.step_timeout_s): "
+                "its device does not answer"
+            )
+        )

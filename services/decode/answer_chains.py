@@ -1,0 +1,58 @@
+"""AnswerChains: the chains of full blocks that one request's samples write back to the store, each
+from where it is verified. None where nothing is written back, and none of a beam search: it fills
+nothing that others could find. One request, the loop's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from engine.step_output import RequestEvent
+from services.decode.ask import DecodeAsk
+from services.decode.intake import Intake
+from services.worker.provenance import Leg
+from services.worker.write_back import AnswerChain, WriteBack
+
+
+class AnswerChains:
+    """See the module. Life: `follow` once -> `add` and `end` -> `end_all`."""
+
+    def __init__(self, write_back: WriteBack, ask: DecodeAsk, leg: Leg) -> None:
+        self._write_back = write_back
+        self._ask = ask
+        self._leg = leg
+        self._chains: dict[int, AnswerChain] = {}
+
+    def follow(self, intake: Intake, context: tuple[int, ...], samples: Iterable[int]) -> None:
+        """From here on what these samples fill goes back to the store.
+
+        Args: context: prompt and what the first of them has drawn.
+        """
+        ask = self._ask
+        if ask.beam is not None or not self._write_back.is_on:
+            return
+        hashes = intake.hashes(context)
+        num_prompt_blocks = len(ask.prompt_token_ids) // intake.block_size
+        for index in samples:
+            # What the prompt's blocks lack is filled by the first sample, before the others part.
+            known = hashes[: intake.num_blocks] if index == 0 else hashes[:num_prompt_blocks]
+            self._chains[index] = self._write_back.begin(
+                ask.tenant, known, num_prompt_blocks, self._leg
+            )
+
+    def add(self, event: RequestEvent) -> None:
+        """What a step filled."""
+        chain = self._chains.get(event.sample_index)
+        if chain is not None and event.filled:
+            self._write_back.add(chain, event.filled)
+
+    def end(self, sample_index: int) -> None:
+        """It fills nothing more. Idempotent."""
+        chain = self._chains.get(sample_index)
+        if chain is not None:
+            self._write_back.end(chain)
+
+    def end_all(self) -> None:
+        """Idempotent."""
+        for chain in self._chains.values():
+            self._write_back.end(chain)

@@ -1,0 +1,82 @@
+"""Arrival: a reserved request's KV on its way: what its router says of it, and what is pulled
+before the last word.
+
+Life: made with the request -> `prefetch`, any number of times -> `hand_over`, once; `wait` pulls
+meanwhile what there is, and ends with the last word. The handle belongs to the request from then
+on; `untaken` is what it has to give back if it never came to that. One request, the loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from process.deadline import Deadline
+from services.decode.intake import Handover, Intake
+from services.decode.states import DecodeState
+from services.worker import handle as handles
+
+
+class Arrival:
+    """See the module."""
+
+    def __init__(self) -> None:
+        self.news = asyncio.Event()
+        """Something may be pulled, or the last word is here."""
+        self._last: asyncio.Future[Handover] = asyncio.get_running_loop().create_future()
+        self._early: handles.Handle | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """The last word is here."""
+        return self._last.done()
+
+    @property
+    def untaken(self) -> handles.Handle | None:
+        """Of the last word, if that came with one."""
+        if not self._last.done() or self._last.cancelled():
+            return None
+        return self._last.result().handle
+
+    def hand_over(self, handover: Handover) -> None:
+        """The last word; once."""
+        self._last.set_result(handover)
+        self.news.set()
+
+    def prefetch(self, handle: handles.Handle) -> None:
+        """Prefill has stored so much by now. Of several that wait only the newest counts; one that
+        comes behind the last word, or never gets its turn, costs nothing."""
+        self._early = handle
+        self.news.set()
+
+    async def wait(
+        self,
+        intake: Intake,
+        deadline: Deadline,
+        *,
+        move: Callable[[DecodeState], None],
+        standing_back: Callable[[], AbstractContextManager[None]],
+    ) -> Handover:
+        """Until the last word; meanwhile pull what partial handles name, and what their lender says
+        is next. A cancel leaves nothing that still asks.
+
+        Args: move: told of each state. standing_back: around each pull.
+        """
+        try:
+            while not self.is_over:
+                await self.news.wait()
+                self.news.clear()
+                early, self._early = self._early, None
+                if self.is_over or not (early or intake.has_rest):
+                    continue
+                move(DecodeState.PREFETCHING)
+                with standing_back():
+                    if early is not None:
+                        await intake.pull_early(early, deadline)
+                    if not self.is_over:
+                        await intake.pull_rest(deadline)
+                move(DecodeState.RESERVED)
+        finally:
+            intake.follow_no_more()
+        return self._last.result()

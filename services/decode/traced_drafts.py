@@ -1,0 +1,46 @@
+"""TracedDrafts: all calls of draft workers that guessed for one traced request as one span, as its
+steps are (traced_steps.py). Nothing for a request that is not traced. One request, the loop's
+thread.
+"""
+
+from __future__ import annotations
+
+from engine.speculation.draft_traces import DraftTraces
+from process.spans import Span
+
+
+class TracedDrafts:
+    """See the module.
+
+    Args:
+        request_id: the engine's name of the request.
+    """
+
+    def __init__(self, span: Span, traces: DraftTraces, request_id: str) -> None:
+        self._span = span
+        self._traces = traces
+        self._request_id = request_id
+        if span.is_recording:
+            traces.watch(request_id)
+
+    def tell(self) -> None:
+        """The request is over."""
+        if not self._span.is_recording:
+            return
+        calls = self._traces.take(self._request_id)
+        if calls is None:
+            return
+        self._span.add_child(
+            "draft_calls",
+            calls.first_s,
+            calls.last_s,
+            {
+                "baton.num_calls": calls.num_calls,
+                "baton.num_late": calls.num_late,
+                "baton.num_failed": calls.num_failed,
+                "baton.num_guessed_tokens": calls.num_nodes,
+                "baton.waited_s": calls.waited_s,
+                "baton.longest_call_s": calls.longest_s,
+                "baton.draft_workers": tuple(calls.addresses),
+            },
+        )

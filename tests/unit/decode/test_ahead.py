@@ -1,0 +1,150 @@
+"""What was copied ahead of its handle counts as far as that names it just so, and no further."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvstore.block import Block, Tier
+from kvstore.lending import lender_node_id
+from kvstore.packed import PackedBlocks
+from services.decode.ahead import Ahead, Copied
+from services.decode.intake import Intake
+from services.worker.connector import Loaded
+from services.worker.handle import Run, Stretch
+from services.worker.provenance import Leg
+
+SIZE = 16
+HASHES = tuple(bytes([index]) * 16 for index in range(1, 7))
+TAIL = Block(b"", 6, 2, 60, 5, Tier.DEVICE)
+
+
+def blocks(first: int, end: int) -> list[Block]:
+    return [Block(HASHES[i], i, 2, 10 * i, SIZE, Tier.DEVICE) for i in range(first, end)]
+
+
+def run(named: list[Block], first: int = 0, **changes: Any) -> Run:
+    made = Run(lender_node_id("p"), "a", bytes(16), "lease", first, PackedBlocks.of(named))
+    return dataclasses.replace(made, **changes)
+
+
+def ahead(first: int = 2) -> Ahead:
+    """Blocks [first, 6) and the tail were copied."""
+    made = Ahead(None, on_rest=lambda: None, on_failure=lambda reason: None)  # type: ignore[arg-type]
+    copied = [*blocks(first, 6), TAIL]
+    made.keep(Copied(run(copied, first), tuple(copied)))
+    return made
+
+
+def frames(copied: Copied | None) -> list[int]:
+    return [] if copied is None else [block.frame for block in copied.blocks]
+
+
+def test_it_is_confirmed_piece_by_piece() -> None:
+    made = ahead()
+    assert frames(made.confirm(Stretch(run(blocks(0, 2)), 0, 2))) == []
+    assert not made.contradicts(2)
+    assert frames(made.confirm(Stretch(run(blocks(0, 4)), 0, 4))) == [2, 3]
+    assert not made.contradicts(4)
+    assert frames(made.confirm(Stretch(run(blocks(0, 6)), 0, 6))) == [4, 5]
+    assert frames(made.confirm(Stretch(run([TAIL], 6), 6, 7))) == [6]
+    assert not made.contradicts(7), "nothing is left"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"lease_id": "another"}, {"store_incarnation": b"1" * 16}, {"node_id": lender_node_id("q")}],
+)
+def test_another_place_is_another_block(changes: dict[str, Any]) -> None:
+    made = ahead()
+    assert made.confirm(Stretch(run(blocks(0, 6), **changes), 0, 6)) is None
+    assert made.contradicts(6)
+    assert made.confirm(Stretch(run(blocks(0, 6)), 0, 6)) is None, "it is forgotten"
+
+
+@pytest.mark.parametrize("field", ["chain_hash", "frame", "generation", "checksum", "num_tokens"])
+def test_a_block_that_differs_in_anything_ends_it(field: str) -> None:
+    made, named = ahead(), blocks(0, 6)
+    other: Any = b"9" * 16 if field == "chain_hash" else 99
+    named[4] = dataclasses.replace(named[4], **{field: other})
+    assert frames(made.confirm(Stretch(run(named), 0, 6))) == [2, 3]
+    assert made.contradicts(6)
+
+
+class Core:
+    """A worker's, whose loads bring the first `num_usable` of what is asked for."""
+
+    def __init__(self, num_usable: int = 99) -> None:
+        self.model = SimpleNamespace(block_size=SIZE)
+        self.layout = SimpleNamespace(is_quantized=False)
+        self.limits = SimpleNamespace(transfer_budget_s=1.0)
+        self.connector = SimpleNamespace(client=None, address="", load=self.load)
+        self.remote_stores = SimpleNamespace(client=self.client)
+        self.step_log = None
+        self.num_usable = num_usable
+        self.loads: list[list[tuple[int, int]]] = []
+
+    async def client(self, *_: Any) -> None: ...
+
+    async def load(
+        self, client: Any, engine_id: str, lease_id: str, items: Any, *_: Any, **__: Any
+    ):
+        self.loads.append([(block.frame, block_id) for block, block_id in items])
+        return Loaded(min(len(items), self.num_usable), 64 * len(items))
+
+
+def intake(core: Core, num_local: int) -> Intake:
+    num_tokens = 6 * SIZE + 5
+    reservation: Any = SimpleNamespace(
+        block_ids=tuple(range(100, 109)), num_local_tokens=num_local * SIZE, chain_hashes=HASHES
+    )
+    ask: Any = SimpleNamespace(
+        request_id="r",
+        tenant="t",
+        adapter="",
+        prompt_token_ids=(1,) * num_tokens,
+        chain=SimpleNamespace(root=bytes(32)),
+    )
+    core_: Any = core
+    return Intake(core_, ask, "e", reservation, Leg(num_tokens, transport="grpc"))
+
+
+def deadline() -> Any:
+    return SimpleNamespace(sooner=lambda seconds: None)
+
+
+def other_tail(**changes: Any) -> Block:
+    return dataclasses.replace(TAIL, **changes)
+
+
+@pytest.mark.parametrize(
+    ("rest", "first", "num_local", "expected"),
+    [
+        ([*blocks(2, 6), TAIL], 2, 2, [2, 3, 4, 5, 6]),
+        ([*blocks(2, 6), TAIL], 2, 4, [4, 5, 6]),  # some came otherwise meanwhile
+        ([*blocks(2, 6), TAIL], 2, 1, []),  # what lies between is not here
+        (blocks(2, 5), 2, 2, [2, 3, 4]),
+        ([*blocks(2, 5), *blocks(4, 5)], 2, 2, [2, 3, 4]),  # another prompt's
+        ([*blocks(2, 6), other_tail(num_tokens=6)], 2, 2, [2, 3, 4, 5]),
+        ([*blocks(2, 6), other_tail(chain_hash=b"9" * 16)], 2, 2, [2, 3, 4, 5]),
+        ([*blocks(2, 5), TAIL], 2, 2, [2, 3, 4]),
+        ([], 6, 6, []),
+    ],
+)
+async def test_of_the_lenders_word_only_what_the_prompt_asks_for_is_fetched(
+    rest: list[Block], first: int, num_local: int, expected: list[int]
+) -> None:
+    core = Core()
+    made = intake(core, num_local)
+    made._ahead._rest = run(rest, first)
+    await made.pull_rest(deadline())
+    assert core.loads == ([[(frame, 100 + frame) for frame in expected]] if expected else [])
+    assert made.num_blocks == num_local, "no handle has named it"
+    await made.pull_rest(deadline())
+    assert len(core.loads) == bool(expected), "once"
+    made._confirm([Stretch(run(blocks(0, 6)), 0, 6), Stretch(run([TAIL], 6), 6, 7)])
+    num_here = max([num_local * SIZE, *(min(16 * frame + 16, 101) for frame in expected)])
+    assert made.num_tokens == num_here

@@ -1,0 +1,128 @@
+"""Who waits at a lender for the rest of a lease hears of it once, whatever becomes of the lease."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvstore.errors import IntegrityError, LeaseLapsed
+from kvstore.lending import followers
+from kvstore.lending.followers import Followers
+from kvstore.lending.loans import LoanTable, Offer
+from process.errors import NoCapacity
+
+WAIT_S = 20.0
+FOR_EVER_S = 1e9
+
+
+@pytest.fixture(autouse=True)
+def _unbounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is told of anything because a time was over."""
+    monkeypatch.setattr(followers, "MAX_WAIT_S", FOR_EVER_S)
+
+
+def offers(*block_ids: int) -> list[Offer]:
+    return [Offer(each, b"%16d" % each, each, 16) for each in block_ids]
+
+
+class Place:
+    """A lease on two blocks that is to grow to four."""
+
+    def __init__(self) -> None:
+        self.loans = LoanTable(32, 64, 10.0, lambda block_ids: None)
+        self.followers = Followers(self.loans)
+        self.lease_id, _ = self.loans.lend(offers(7, 3))
+
+    async def ask(self, num_known: int = 2, budget_s: float = FOR_EVER_S) -> asyncio.Task:
+        task = asyncio.create_task(self.followers.rest(self.lease_id, num_known, 4, budget_s))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        return task
+
+    def check(self) -> None:
+        self.loans.check_integrity()
+        self.followers.check_integrity()
+        assert self.followers.num_waiting == self.loans.num_watchers == 0
+
+
+async def test_all_who_wait_hear_of_the_last_block_and_not_before() -> None:
+    place = Place()
+    one, other = await place.ask(), await place.ask(num_known=0)
+    place.loans.lend(offers(9), place.lease_id)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not one.done() and place.followers.num_waiting == 2
+    _, (last,) = place.loans.lend(offers(1), place.lease_id)
+    told = await asyncio.wait_for(one, WAIT_S)
+    assert told.is_all and [block.frame for block in told.blocks] == [9, 1]
+    assert told.blocks[1] == last
+    assert [block.frame for block in (await other).blocks] == [7, 3, 9, 1]
+    place.check()
+
+
+async def test_who_comes_late_is_told_at_once() -> None:
+    place = Place()
+    place.loans.lend(offers(9, 1), place.lease_id)
+    told = await (await place.ask(num_known=3))
+    assert told.is_all and [block.frame for block in told.blocks] == [1]
+    assert not (await (await place.ask(num_known=9))).blocks
+    place.check()
+
+
+async def test_a_lease_that_is_handed_over_grows_no_more() -> None:
+    place = Place()
+    asking = await place.ask(num_known=1)
+    place.loans.hand_over(place.lease_id, 5.0, now_s=0.0)
+    told = await asyncio.wait_for(asking, WAIT_S)
+    assert told.is_all and [block.frame for block in told.blocks] == [3]
+    place.check()
+
+
+async def test_whose_time_is_over_is_told_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place()
+    told = await (await place.ask(num_known=0, budget_s=0.0))
+    assert not told.is_all and len(told.blocks) == 2
+    monkeypatch.setattr(followers, "MAX_WAIT_S", 0.0)  # nobody waits for ever
+    assert not (await (await place.ask())).is_all
+    place.check()
+
+
+@pytest.mark.parametrize("how", ["released", "all end"])
+async def test_a_lease_that_ends_is_an_error(how: str) -> None:
+    place = Place()
+    asking = await place.ask()
+    if how == "released":
+        place.loans.release([place.lease_id], now_s=0.0)
+    else:
+        place.loans.end_all()
+    place.followers.check_integrity()
+    with pytest.raises(LeaseLapsed):
+        await asyncio.wait_for(asking, WAIT_S)
+    with pytest.raises(LeaseLapsed):
+        await (await place.ask())
+    place.check()
+
+
+async def test_only_so_many_wait_and_who_leaves_makes_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(followers, "MAX_FOLLOWERS", 2)
+    place = Place()
+    waiting = [await place.ask(), await place.ask()]
+    with pytest.raises(NoCapacity, match="2 readers wait"):
+        await (await place.ask())
+    waiting[0].cancel()
+    await asyncio.wait(waiting[:1])
+    assert place.followers.num_waiting == place.loans.num_watchers == 1
+    again = await place.ask()
+    place.loans.lend(offers(9, 1), place.lease_id)
+    assert (await again).is_all and (await waiting[1]).is_all
+    place.check()
+
+
+async def test_a_watcher_that_nobody_is_breaks_the_law() -> None:
+    place = Place()
+    place.loans.watch(place.lease_id, lambda: None)
+    with pytest.raises(IntegrityError, match="1 watch leases, 0 wait"):
+        place.followers.check_integrity()

@@ -1,0 +1,254 @@
+"""StoreDraftPages over a real store: pages come back exactly or with a reason, and rows and leases
+are all given back, whatever happens when."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.errors import IntegrityError
+from engine.speculation.draft_pages import Fetched, Pages, PagesRefused
+from kvstore import block_hash, serve
+from kvstore.config import KvStoreSettings
+from kvstore.errors import Quarantine, TransferCancelled, TransferTimeout
+from kvstore.store import Store
+from process.deadline import Deadline
+from process.settings import SettingsError
+from services.worker.config import WorkerLimits
+from services.worker.connector import StoreConnector
+from services.worker.draft_pages import StoreDraftPages
+from services.worker.staging_rows import StagingRows
+from services.worker.store_target import StoreTarget
+from tests.unit.worker.test_parking import gated, until
+
+PAGE_BYTES = 1000
+FRAME_BYTES = 4096  # of such a page in the slab
+NUM_TOKENS = 12
+WAIT_S = 10.0
+LIMITS = WorkerLimits(attach_budget_s=5.0)
+
+
+class Lot:
+    """A store and pages over it."""
+
+    def __init__(self, store: Any, exits: contextlib.AsyncExitStack) -> None:
+        self.node = store.node
+        self.address: str = store.address
+        self.exits = exits
+        self.pages: StoreDraftPages
+
+    @property
+    def store(self) -> Store:
+        store: Store = self.node.store
+        return store
+
+    @property
+    def rows(self) -> StagingRows:
+        return self.pages._rows
+
+    @property
+    def client(self) -> Any:
+        client = self.pages.connector.client
+        assert client is not None
+        return client
+
+    async def kill_store(self) -> None:
+        await self.exits.aclose()
+        self.pages.connector._suspect.set()
+        await until(lambda: self.pages.connector.client is None)
+
+    async def stored(self, num_pages: int) -> None:
+        self.pages.put(keys_of(num_pages), b"", pages_of(num_pages), NUM_TOKENS)
+        await until(lambda: not self.pages._puts)
+
+    async def fetched(self, num_pages: int) -> Fetched:
+        fetch = self.pages.get(keys_of(num_pages), NUM_TOKENS)
+        await until(lambda: fetch.is_done)
+        found = fetch.result()
+        self.pages.drop(fetch)
+        return found
+
+    async def check_empty(self) -> None:
+        self.pages.check_integrity([])
+        await until(lambda: self.rows.num_free == self.rows.num_rows)
+        await until(lambda: len(self.store.leases) == 0)
+        assert self.store.num_pinned() == 0
+        self.store.check_integrity()
+        self.pages.check_integrity([])
+
+
+@contextlib.asynccontextmanager
+async def lot(
+    tmp_path: Path, *, transport: str = "shm", num_rows: int = 8, num_frames: int = 32
+) -> AsyncIterator[Lot]:
+    settings = KvStoreSettings(
+        slab_dir=str(tmp_path), capacity_bytes=num_frames * FRAME_BYTES, stop_timeout_s=0.0
+    )
+    async with contextlib.AsyncExitStack() as exits:
+        made = Lot(await exits.enter_async_context(serve.running(settings)), exits)
+        nobody: Any = None
+
+        def connector(memory: Any) -> StoreConnector:
+            target = StoreTarget(made.address, "w", b"i" * 16, "ab" * 32, memory, transport)
+            return StoreConnector(target, nobody, LIMITS)
+
+        made.pages = StoreDraftPages(
+            PAGE_BYTES, num_rows * PAGE_BYTES, LIMITS, make_connector=connector
+        )
+        try:
+            assert await made.pages.start(wait_s=WAIT_S)
+            yield made
+        finally:
+            await made.pages.stop(timeout_s=1)
+
+
+def pages_of(num_pages: int, seed: int = 0) -> Pages:
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, 256, (num_pages, PAGE_BYTES), dtype=np.uint8)
+
+
+def keys_of(num_pages: int) -> list[bytes]:
+    return [block_hash.draft_page("cd", NUM_TOKENS, bytes([i]) * 16) for i in range(num_pages)]
+
+
+async def test_they_come_back_over_the_network_too(tmp_path: Path) -> None:
+    async with lot(tmp_path, transport="grpc") as made:
+        await made.stored(3)
+        made.rows.memory.view[:] = 255
+        found = await made.fetched(3)
+        assert np.array_equal(found.pages, pages_of(3)) and not found.reason
+        await made.check_empty()
+
+
+async def test_bytes_that_changed_in_the_store_are_not_used(tmp_path: Path) -> None:
+    async with lot(tmp_path) as made:
+        await made.stored(3)
+        frame = made.store.catalog.find(keys_of(3)[1]).block.frame  # type: ignore[union-attr]
+        made.node.slab.frames[frame, 0] ^= 1
+        found = await made.fetched(3)
+        assert np.array_equal(found.pages, pages_of(3)[:1]) and found.reason == "checksum"
+        assert made.pages.counts.not_fetched == {"checksum": 2}
+        assert made.pages.counts.num_fetched == 1
+        await made.check_empty()
+
+
+async def test_a_full_store_or_none_is_a_reason(tmp_path: Path) -> None:
+    async with lot(tmp_path, num_rows=32, num_frames=3) as made:
+        assert made.store.frames.num_frames < 16
+        put = made.pages.put(keys_of(16), b"", pages_of(16), NUM_TOKENS)
+        await until(lambda: not made.pages._puts)
+        counts = made.pages.counts
+        assert put.is_lost and counts.not_put == {"no_room": 16 - counts.num_put}
+        await made.check_empty()
+        await made.kill_store()
+        assert (await made.fetched(2)).reason == "store_unavailable"
+        put = made.pages.put(keys_of(2), b"", pages_of(2), NUM_TOKENS)
+        await until(lambda: put.is_lost)
+        assert counts.not_put["store_unavailable"] == 2
+        made.pages.check_integrity([])
+        assert made.rows.num_free == 32
+
+
+async def test_puts_stand_back_for_fetches_and_take_half_of_the_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with lot(tmp_path) as made:
+        gate, puts = gated(made.client, "match", monkeypatch), []
+        put_blocks = made.client.put_blocks
+
+        async def put(*arguments: Any, **options: Any) -> Any:
+            puts.append(arguments)
+            return await put_blocks(*arguments, **options)
+
+        monkeypatch.setattr(made.client, "put_blocks", put)
+        fetch = made.pages.get(keys_of(2), NUM_TOKENS)
+        await until(lambda: made.pages._num_moving == 1)
+        made.pages.put(keys_of(2), b"", pages_of(2), NUM_TOKENS)
+        made.pages.put(keys_of(4)[2:], keys_of(2)[1], pages_of(2, 1), NUM_TOKENS)
+        with pytest.raises(PagesRefused):
+            made.pages.put(keys_of(1), b"", pages_of(1), NUM_TOKENS)
+        made.pages.check_integrity([fetch])
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert made.rows.num_free == 2 and made.pages._putting is not None and not puts
+        gate.set()
+        await until(lambda: made.pages.counts.num_put == 4)
+        made.pages.drop(fetch)
+        await made.check_empty()
+
+
+@pytest.mark.parametrize("how", ["timeout", "stop"])
+async def test_rows_that_may_still_be_written_into_are_out_of_use_until_it_is_settled(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    has_begun = asyncio.Event()
+    async with lot(tmp_path) as made:
+        await made.stored(3)
+
+        async def stalled(
+            lease_id: str, items: Any, deadline: Deadline, *, incarnation: bytes
+        ) -> Any:
+            has_begun.set()
+            quarantine = Quarantine(tuple(row for _, row in items), settled)
+            if how == "timeout":
+                raise TransferTimeout("late", quarantine)
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError as error:
+                raise TransferCancelled("cancelled", quarantine) from error
+
+        monkeypatch.setattr(made.client, "get_blocks", stalled)
+        fetch = made.pages.get(keys_of(3), NUM_TOKENS)
+        if how == "stop":
+            await until(has_begun.is_set)
+            await made.pages.stop(timeout_s=1)
+        await until(lambda: fetch.is_done)
+        found = fetch.result()
+        assert len(found.pages) == 0
+        assert found.reason == ("deadline" if how == "timeout" else "stopped")
+        assert made.pages.counts.not_fetched == {found.reason: 3}
+        made.pages.check_integrity([fetch])
+        made.pages.drop(fetch)
+        made.pages.check_integrity([])
+        assert (made.rows.num_quarantined, made.rows.num_free) == (3, 5)
+        settled.set_result(None)
+        await until(lambda: made.rows.num_free == 8)
+        made.pages.check_integrity([])
+
+
+async def test_a_put_that_is_under_way_at_the_stop_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with lot(tmp_path) as made:
+        gated(made.client, "put_blocks", monkeypatch)
+        puts = [
+            made.pages.put(keys_of(2), b"", pages_of(2), NUM_TOKENS),
+            made.pages.put(keys_of(4)[2:], keys_of(2)[1], pages_of(2), NUM_TOKENS),
+        ]
+        await until(lambda: made.pages._putting is not None)
+        await made.pages.stop(timeout_s=1)
+        assert all(put.is_lost for put in puts)
+        assert made.pages.counts.not_put == {"stopped": 4}
+        made.pages.check_integrity([])
+        assert made.rows.num_free == 8
+
+
+async def test_a_row_that_nobody_has_is_found_out(tmp_path: Path) -> None:
+    async with lot(tmp_path) as made:
+        assert made.rows.take(1) is not None
+        with pytest.raises(IntegrityError, match="of 8"):
+            made.pages.check_integrity([])
+        made.rows.give_back([0])
+        await made.check_empty()
+
+
+def test_a_bound_without_room_for_a_page_is_refused_by_name() -> None:
+    with pytest.raises(SettingsError, match="draft_share_bytes"):
+        StoreDraftPages(100, 99, LIMITS, make_connector=lambda memory: pytest.fail("too late"))
