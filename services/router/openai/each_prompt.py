@@ -53,12 +53,16 @@ class EachPrompt:
                 except InvalidArgument as error:
                     raise _of_prompt(error, prompt) from None
 
+        problem: BaseException | None = None
         try:
             async with asyncio.TaskGroup() as group:
                 for prompt in range(len(self.requests)):
                     group.create_task(in_turn(prompt))
         except* (BatonError, ConnectionError) as errors:
-            raise _first(errors) from None
+            problem = _first(errors)
+        # Not raised above: what is raised there may come out as a group of its own.
+        if problem is not None:
+            raise problem from None
 
     async def _one(self, prompt: int, take: Take, deadline: Deadline) -> None:
         await self.desk.serve(
