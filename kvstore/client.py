@@ -218,9 +218,10 @@ class StoreClient:
         """Of a lender: what a lease lends beyond the first `num_known` blocks, as soon as it lends
         `num_wanted` in all or grows no more, after `wait_s` at the latest.
 
-        Returns: they, and whether no more will come. Nothing vouches for them: no block may be used
-        that no handle names just so.
-        Raises: LeaseLapsed, NoCapacity, Unavailable, DeadlineExceeded.
+        Args: num_wanted: more than `num_known`.
+        Returns: they, and whether that is all that was wanted or will come. Nothing vouches for
+            them: no block may be used that no handle names just so.
+        Raises: LeaseLapsed, InvalidArgument, NoCapacity, Unavailable, DeadlineExceeded.
         """
         self.num_uses += 1
         request = kvstore_pb2.AwaitLentRequest(

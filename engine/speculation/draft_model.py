@@ -30,7 +30,7 @@ from engine.kv.layout import KvLayout
 from engine.models.interface import Guesses, LoadedModel
 from engine.request import ModelInfo
 from engine.schedule.order import Key
-from engine.speculation.draft_cache import DraftCache, Held
+from engine.speculation.draft_cache import DraftCache
 from engine.speculation.draft_pages import DraftPages, Fetch
 from engine.speculation.draft_share import MAX_PUT_PAGES, DraftShare
 from engine.speculation.drafter import Distribution, Draft, Place, Task
@@ -107,7 +107,7 @@ class DraftModel:
     def propose(self, tasks: Sequence[Task]) -> list[Draft]:
         """See Drafter."""
         if self._share is not None:
-            self._share.settle(self._cache)
+            self._share.settle(self._cache, {task.key for task in tasks})
         was_sound, self._is_sound = self._is_sound, False
         growing, logits = self._begin(tasks)
         begun = {one.task.key: one for one in growing}
@@ -147,22 +147,28 @@ class DraftModel:
         """See SharesPages."""
         return self._model.layout
 
-    def share(self, pages: DraftPages) -> None:
+    def share(self, pages: DraftPages | None) -> None:
         """See SharesPages."""
         if self._share is not None:
             self._share.close()
-        self._share = DraftShare(pages, self.info.fingerprint, self._memory, self._clock)
+        self._share = None
+        if pages is not None:
+            self._share = DraftShare(pages, self.info.fingerprint, self._memory, self._clock)
 
     @property
     def fetches(self) -> Sequence[Fetch]:
         """See SharesPages."""
         return () if self._share is None else self._share.fetches
 
-    def expect(self, key: Key, num_tokens: int, chain_hashes: Sequence[bytes]) -> None:
+    def expect(self, key: Key, num_tokens: int, chain_hashes: Sequence[bytes]) -> bool:
         """See SharesPages."""
         is_short = num_tokens + self._num_nodes <= self._model.info.context_window
-        if self._share is not None and is_short:
-            self._share.expect(key, chain_hashes)
+        return self._share is not None and is_short and self._share.expect(key, chain_hashes)
+
+    def begin_step(self) -> None:
+        """See SharesPages."""
+        if self._share is not None:
+            self._share.begin_step()
 
     def check_integrity(self) -> None:
         """See Drafter."""
@@ -184,8 +190,11 @@ class DraftModel:
             held = None
             if num_slots <= self._model.info.context_window:
                 held = self._cache.hold(task.key, num_slots, busy)
-            if held is None or left == 0 or self._is_coming(task, held):
+            if held is None or left == 0:
                 continue
+            share, known = self._share, task.chain_hashes
+            if share is not None and share.is_coming(task.key, held, num_tokens, known):
+                continue  # pages of its KV are on their way
             # The last one is computed in any case: its logits are wanted.
             start = min(held.num_tokens, num_tokens - 1)
             count = min(num_tokens - start, left)
@@ -214,12 +223,6 @@ class DraftModel:
         self._share.on_computed(len(token_ids), num_late_tokens, self._clock() - began_s)
         return growing, logits
 
-    def _is_coming(self, task: Task, held: Held) -> bool:
-        """Pages of its KV are on their way."""
-        if self._share is None:
-            return False
-        return self._share.is_coming(task.key, held, len(task.token_ids), task.chain_hashes)
-
     def _keep(self, tasks: Sequence[Task]) -> None:
         """Others may go on from what these sequences have filled."""
         if self._share is None:
@@ -228,7 +231,7 @@ class DraftModel:
         for task in tasks:
             held = self._cache.find(task.key)
             if held is not None and left > 0 and self._is_sound:
-                left -= self._share.keep(task.key, held, task.chain_hashes, left)
+                left = self._share.keep(task.key, held, task.chain_hashes, left)
 
     @property
     def _num_nodes(self) -> int:

@@ -15,6 +15,7 @@ Conservation: rows of memory free + taken + quarantined == all (`check_integrity
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +36,8 @@ MISSING = "missing"
 SIZE = "size"
 SLOW = "slow"
 ENDED = "ended"
+FAILED = "failed"
+"""By a mistake of our own, which the log says."""
 
 
 class PagesRefused(EngineError):
@@ -85,7 +88,8 @@ class PagePut(Protocol):
 
 @dataclass
 class PageCounts:
-    """Since start. Written by one thread each, read by any."""
+    """Since start. What is missing is counted by any thread (`add_not_put`, `add_not_fetched`), the
+    rest by one thread each; read by any."""
 
     num_put: int = 0
     """Pages that were written (those that were there already are not)."""
@@ -98,6 +102,19 @@ class PageCounts:
     """Texts that a draft model had not seen, by the way that was chosen."""
     num_recomputed_tokens: int = 0
     """Of texts that a draft model had not seen, and was a page or more behind with."""
+    _lock: threading.Lock = field(
+        default_factory=threading.Lock, init=False, repr=False, compare=False
+    )
+
+    def add_not_put(self, reason: str, num_pages: int) -> None:
+        """Any thread."""
+        with self._lock:
+            self.not_put[reason] += num_pages
+
+    def add_not_fetched(self, reason: str, num_pages: int) -> None:
+        """Any thread."""
+        with self._lock:
+            self.not_fetched[reason] += num_pages
 
 
 class DraftPages(Protocol):
@@ -107,8 +124,18 @@ class DraftPages(Protocol):
     def page_bytes(self) -> int: ...
 
     @property
-    def max_put_pages(self) -> int:
-        """Of one put: more are always refused."""
+    def max_get_pages(self) -> int:
+        """Of all fetches together, where nothing is put."""
+        ...
+
+    @property
+    def num_free_get_pages(self) -> int:
+        """That one `get` would ask for now. 0: it is refused."""
+        ...
+
+    @property
+    def num_free_put_pages(self) -> int:
+        """That one `put` may have now: more are refused."""
         ...
 
     @property

@@ -69,7 +69,6 @@ class FakeDraftPages:
     def __init__(self, page_bytes: int, num_rows: int) -> None:
         self.page_bytes = page_bytes
         self.num_rows = num_rows
-        self.max_put_pages = max(1, num_rows // 2)
         self.counts = PageCounts()
         self.kept: dict[bytes, tuple[int, Pages]] = {}
         self.parents: dict[bytes, bytes] = {}
@@ -80,6 +79,23 @@ class FakeDraftPages:
         self.num_gets = 0
         self._gets: list[_Get] = []
         self._withheld: deque[_Get] = deque()
+
+    @property
+    def max_get_pages(self) -> int:
+        """See DraftPages."""
+        return self.num_rows
+
+    @property
+    def num_free_get_pages(self) -> int:
+        """See DraftPages."""
+        if self.is_stopped:
+            return 0
+        return self.num_rows - sum(get.num_asked for get in self._gets)
+
+    @property
+    def num_free_put_pages(self) -> int:
+        """See DraftPages."""
+        return min(self.num_free_get_pages, max(1, self.num_rows // 2))
 
     def key(self, model_fingerprint: str, num_tokens: int, chain_hash: bytes) -> bytes:
         """See DraftPages."""
@@ -92,10 +108,10 @@ class FakeDraftPages:
             raise IntegrityError(f"{len(keys)} pages of {self.page_bytes} bytes, not {pages.shape}")
         if self.is_stopped:
             raise PagesRefused(STOPPED)
-        if len(keys) > self.max_put_pages:
+        if len(keys) > self.num_free_put_pages:
             raise PagesRefused(NO_ROWS)
         if self.loses or (parent and parent not in self.kept):
-            self.counts.not_put[MISSING] += len(keys)
+            self.counts.add_not_put(MISSING, len(keys))
             return _Put(is_lost=True)
         for key, page in zip(keys, pages, strict=True):
             self.parents[key], parent = parent, key
@@ -108,10 +124,9 @@ class FakeDraftPages:
         """See DraftPages."""
         if self.is_stopped:
             raise PagesRefused(STOPPED)
-        num_free = self.num_rows - sum(get.num_asked for get in self._gets)
-        if num_free < 1:
+        if self.num_free_get_pages < 1:
             raise PagesRefused(NO_ROWS)
-        get = _Get(keys[:num_free], num_tokens)
+        get = _Get(keys[: self.num_free_get_pages], num_tokens)
         self.num_gets += 1
         self._gets.append(get)
         if self.withholds:
@@ -157,4 +172,4 @@ class FakeDraftPages:
     def _count(self, get: _Get, num_found: int, reason: str) -> None:
         self.counts.num_fetched += num_found
         if reason:
-            self.counts.not_fetched[reason] += get.num_asked - num_found
+            self.counts.add_not_fetched(reason, get.num_asked - num_found)

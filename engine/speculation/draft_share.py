@@ -3,7 +3,8 @@
 
 Life of a text, which is one sequence's tokens as far as they are known:
 
-    expected   its request was reserved: pages may be on their way before anybody asks for a guess
+    expected   its request was reserved: pages may be on their way before anybody asks for a guess,
+               in a few of the rows
     COMING     asked for; no guess meanwhile, for at most twice the time that computing would take
     settled    what came is in the cache, the rest is computed: nothing more is asked for, unless
                the cache gives its blocks to somebody else
@@ -15,13 +16,15 @@ and counted. Engine thread only.
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from engine.errors import IntegrityError
 from engine.kv.memory import TORCH_DTYPES, KvMemory
 from engine.schedule.order import Key
 from engine.speculation.draft_cache import DraftCache, Held
@@ -39,7 +42,12 @@ from engine.speculation.draft_pages import (
 )
 
 MAX_PUT_PAGES = 8
-"""Pages that one call copies out, so that no step waits long for it. Guessed: 0.1 ms each."""
+"""Pages that one call copies out, and as many that all who end in a step do, so that no step waits
+long for it. Guessed: 2 MiB take about 1 ms."""
+
+EARLY_SHARE = 4
+"""One in so many pages that may be on their way at once, and at least one, is for texts that nobody
+has asked a guess for: what is asked for finds rows."""
 
 MAX_UNASKED = 8
 """Requests in a row that pages are fetched for before anybody asked for a guess."""
@@ -63,8 +71,6 @@ class _Text:
     """Of `fetch`."""
     wanted_s: float | None = None
     """Since when a guess waits for it."""
-    is_early: bool = False
-    """Nobody has asked for a guess yet."""
     is_left: bool = False
     """It was chosen to be computed before anybody asked for a guess."""
     num_there: int = 0
@@ -101,40 +107,52 @@ class DraftShare:
         self.page_tokens = self._num_page_blocks * layout.block_size
         self.choice = DraftChoice(self.page_tokens)
         self._texts: dict[Key, _Text] = {}
-        self._early: set[Key] = set()
+        self._early: dict[Key, Fetch] = {}
+        """Of texts that nobody has asked a guess for, in the order asked."""
         self._num_unasked = 0
+        self._end_left = MAX_PUT_PAGES
+        """Pages that who is forgotten before the next step may still put."""
 
     # ---- in
 
-    def expect(self, key: Key, chain_hashes: Sequence[bytes]) -> None:
+    def expect(self, key: Key, chain_hashes: Sequence[bytes]) -> bool:
         """A sequence that begins with these full blocks of the target's will want guesses, if
-        anybody does."""
+        anybody does. Returns: something is kept for it until `forget`."""
         self._num_unasked += 1
-        if self._num_unasked > MAX_UNASKED:
-            return
-        text = self._text(key, chain_hashes)
+        if key in self._texts:
+            return True
         num_pages = len(chain_hashes) // self._num_page_blocks
-        if num_pages < 1 or text.fetch is not None:
-            return
-        text.is_left = not self._ask(text, 0, num_pages)
+        num_early = sum(fetch.num_asked for fetch in self._early.values())
+        most = max(1, self._pages.max_get_pages // EARLY_SHARE) - num_early
+        most = min(most, self._pages.num_free_get_pages)
+        if self._num_unasked > MAX_UNASKED or num_pages < 1 or most < 1:
+            return False
+        text = self._text(key, chain_hashes)
+        text.is_left = not self._ask(text, 0, num_pages, most)
         if text.fetch is not None:
-            text.is_early = True
-            self._early.add(key)
+            self._early[key] = text.fetch
+        return True
 
-    def settle(self, cache: DraftCache) -> None:
+    def settle(self, cache: DraftCache, asked: Collection[Key]) -> None:
         """A call for guesses begins. What came early goes where it belongs, as far as there is room
-        that is nobody's."""
+        that is nobody's; else it is dropped, for others need its rows.
+
+        Args:
+            asked: whoever a guess is asked for: these may take room of others (`is_coming`).
+        """
         self._num_unasked = 0
-        for key in list(self._early):
-            text = self._texts[key]
-            if text.fetch is None or not text.fetch.is_done:
+        for key, fetch in list(self._early.items()):
+            if not fetch.is_done or key in asked:
                 continue
-            num_slots = (text.first_page + text.fetch.num_asked) * self.page_tokens
+            text, held = self._texts[key], None
+            num_slots = fetch.num_asked * self.page_tokens
             if cache.has_room(key, num_slots):
                 held = cache.hold(key, num_slots, ())
-                if held is not None:
-                    self._take(text, held)
-                    self._early.discard(key)
+            if held is None:
+                self._drop(text)
+            else:
+                self._take(text, held)
+            del self._early[key]
 
     def is_coming(
         self, key: Key, held: Held, num_tokens: int, chain_hashes: Sequence[bytes]
@@ -142,9 +160,10 @@ class DraftShare:
         """A guess is asked for after so many tokens of a sequence: bring in what is here, ask for
         what is missing. Returns: pages are on their way, so that there is no guess yet."""
         text = self._text(key, chain_hashes)
-        text.is_early = False
-        self._early.discard(key)
+        self._early.pop(key, None)
         while True:
+            if text.fetch is not None and not self._follows(text, held):
+                self._drop(text)
             if text.fetch is None and not held.is_settled:
                 self._consider(text, held, num_tokens)
             if text.fetch is None:
@@ -163,18 +182,24 @@ class DraftShare:
             held.is_settled = True
         text.is_left = False
 
-    def _ask(self, text: _Text, first_page: int, num_pages: int) -> bool:
-        """By choice. Returns: they are on their way."""
+    def _follows(self, text: _Text, held: Held) -> bool:
+        """All before what was asked for lies there; not so where `held` is new, since another
+        sequence took the blocks of the one before."""
+        return text.first_page * self.page_tokens <= held.num_tokens
+
+    def _ask(self, text: _Text, first_page: int, num_pages: int, most: int = sys.maxsize) -> bool:
+        """By choice, and the leading `most` of them at most. Returns: they are on their way."""
         counts = self._pages.counts
         way = self.choice.choose(num_pages)
         counts.choices[way.value] += 1
         if way is Way.RECOMPUTE:
             return False
-        keys = self._keys(text, first_page, first_page + num_pages)
+        num_keys = min(num_pages, most, max(self._pages.num_free_get_pages, 1))
+        keys = self._keys(text, first_page, first_page + num_keys)
         try:
             text.fetch = self._pages.get(keys, self.page_tokens)
         except PagesRefused as refused:
-            counts.not_fetched[refused.reason] += num_pages
+            counts.add_not_fetched(refused.reason, num_pages)
             return False
         text.first_page, text.wanted_s = first_page, None
         return True
@@ -190,14 +215,17 @@ class DraftShare:
         if not computing_s or waited_s <= PATIENCE * computing_s + PATIENCE_S:
             return False
         self.choice.on_fetched(fetch.num_asked, 0, waited_s)
-        self._pages.counts.not_fetched[SLOW] += fetch.num_asked
+        self._pages.counts.add_not_fetched(SLOW, fetch.num_asked)
         self._drop(text)
         held.is_settled = True
         return True
 
     def _take(self, text: _Text, held: Held) -> None:
-        """What came lies in the cache from here on."""
+        """What came lies in the cache from here on. Raises: IntegrityError where it follows what is
+        not there."""
         assert text.fetch is not None
+        if not self._follows(text, held):
+            raise IntegrityError(f"page {text.first_page} follows {held.num_tokens} tokens")
         num_asked, began_s = text.fetch.num_asked, self._clock()
         pages, reason, seconds = text.fetch.result()
         end = text.first_page + len(pages)
@@ -228,22 +256,23 @@ class DraftShare:
 
     # ---- out
 
-    def keep(
-        self, key: Key, held: Held, chain_hashes: Sequence[bytes], most: int = MAX_PUT_PAGES
-    ) -> int:
-        """Put what a sequence has filled, at most so many pages. Returns: how many were put."""
+    def keep(self, key: Key, held: Held, chain_hashes: Sequence[bytes], most: int) -> int:
+        """Put what a sequence has filled, at most so many pages. Returns: how many more may be put
+        now; 0 once one was refused."""
         text = self._text(key, chain_hashes)
         num_full = self._num_full(text, held)
         if num_full <= text.num_there:
-            return 0
+            return most
         if text.writes is None:
             text.writes = self.choice.writes()
         if text.writes and text.put is not None and text.put.is_lost:
             text.writes = False  # what follows it would be of no use
-        end = min(num_full, text.num_there + min(most, self._pages.max_put_pages))
-        if not text.writes or end <= text.num_there:
-            return 0
+        if not text.writes:
+            return most
         first = text.num_there
+        end = min(num_full, first + min(most, self._pages.num_free_put_pages))
+        if end <= first:
+            return 0
         keys = self._keys(text, max(first - 1, 0), end)
         parent = keys.pop(0) if first else b""
         blocks = slice(first * self._num_page_blocks, end * self._num_page_blocks)
@@ -256,7 +285,11 @@ class DraftShare:
                 text.writes = False
             return 0
         text.num_there = end
-        return end - first
+        return most - (end - first)
+
+    def begin_step(self) -> None:
+        """See SharesPages (drafter.py)."""
+        self._end_left = MAX_PUT_PAGES
 
     def forget(self, key: Key, held: Held | None) -> None:
         """The sequence is over, or has lost its place.
@@ -264,17 +297,17 @@ class DraftShare:
         Args:
             held: what the cache has of it.
         """
-        self._early.discard(key)
+        self._early.pop(key, None)
         text = self._texts.get(key)
         if text is None:
             return
         self._drop(text)
         try:
             if held is not None:
-                self.keep(key, held, text.chain_hashes)
+                self._end_left = self.keep(key, held, text.chain_hashes, self._end_left)
                 if text.writes:
                     num_left = self._num_full(text, held) - text.num_there
-                    self._pages.counts.not_put[ENDED] += max(num_left, 0)
+                    self._pages.counts.add_not_put(ENDED, max(num_left, 0))
         finally:
             del self._texts[key]
 

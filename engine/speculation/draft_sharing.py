@@ -45,9 +45,9 @@ class DraftSharing:
         self.num_bytes = max_bytes if self._sharers and fits else 0
         """Of memory that pages on their way may take; 0: nothing is shared."""
 
-    def use(self, pages: DraftPages) -> None:
-        """Share through these from now on. For who has a way to a store only when the engine is
-        loaded, and may have another one later."""
+    def use(self, pages: DraftPages | None) -> None:
+        """Share through these from now on; None: no more. For who has a way to a store only when
+        the engine is loaded, and may have another one later, or none."""
         self._pages = pages
         for sharer in self._sharers:
             sharer.share(pages)

@@ -42,7 +42,8 @@ class Task(NamedTuple):
     the sampling's seed, which is another for each step, and on the path to their parent. Who does
     not draw so may choose, without tries. The target's noise is of another seed."""
     chain_hashes: Sequence[bytes] = ()
-    """Of the target's leading full blocks, as many as are known. Not kept: it grows."""
+    """Of the target's leading full blocks, as many as are known. May be kept: it grows, and no
+    hash in it changes."""
 
 
 class Draft(NamedTuple):
@@ -101,8 +102,8 @@ class SharesPages(Protocol):
         """Of its KV."""
         ...
 
-    def share(self, pages: DraftPages) -> None:
-        """From now on through these."""
+    def share(self, pages: DraftPages | None) -> None:
+        """From now on through these; None: no more. What was asked for before is dropped."""
         ...
 
     @property
@@ -110,7 +111,11 @@ class SharesPages(Protocol):
         """Asked for and not dropped."""
         ...
 
-    def expect(self, key: Key, num_tokens: int, chain_hashes: Sequence[bytes]) -> None:
-        """Guesses for a sequence that begins with so many tokens may be wanted soon; `forget` comes
-        in any case."""
+    def expect(self, key: Key, num_tokens: int, chain_hashes: Sequence[bytes]) -> bool:
+        """Guesses for a sequence that begins with so many tokens may be wanted soon. Returns:
+        something is kept for it until `forget`."""
+        ...
+
+    def begin_step(self) -> None:
+        """What was to be written of sequences that are forgotten from here on is bounded anew."""
         ...

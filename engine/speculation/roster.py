@@ -18,6 +18,10 @@ from engine.speculation.tree import EMPTY
 
 logger = logging.getLogger(__name__)
 
+MAX_EXPECTED = 32
+"""Samples that something is kept for before they have a place in steps: each step goes through
+them. Guessed; those that came first run first."""
+
 _TO_COME = (State.RESERVED, State.WAITING_FOR_GRAMMAR, State.WAITING)
 """States of who was expected and has no place in steps yet."""
 _OVER = (State.FINISHED, State.ABORTED)
@@ -88,19 +92,26 @@ class Roster:
         for key in [key for key in self._expected if self._known[key].state in _OVER]:
             self._forget(key)
         sharers = [index for index in self._sharers if index not in self.failed]
-        if not sharers:
+        if not sharers or len(self._expected) >= MAX_EXPECTED:
             return
+        key, num_tokens = sample.key, len(sample.token_ids)
         self.meet(sample)
-        self._expected.add(sample.key)
+        is_kept = False
         for index in sharers:
             try:
-                num_tokens = len(sample.token_ids)
-                self._sharers[index].expect(sample.key, num_tokens, sample.chain_hashes)
+                is_kept |= self._sharers[index].expect(key, num_tokens, sample.chain_hashes)
             except Exception:
                 self.fail(index)
+        if is_kept:
+            self._expected.add(key)
+        else:
+            self._forget(key)
 
     def forget_all_but(self, running: Collection[Key]) -> None:
         """The others have no place in steps."""
+        for index, sharer in self._sharers.items():
+            if index not in self.failed:
+                sharer.begin_step()
         self._expected.difference_update(running)
         for key in [key for key in self._known if key not in running]:
             if not self._is_to_come(key):

@@ -133,8 +133,8 @@ def tree_attention(
         max_num_nodes: no sequence has more (host-known; decides the grid).
         window: by positions: ancestors and cached positions above position - window.
         out: [N, H, Dv], query's dtype.
-        is_early: all but the query, keys and values was written before the launch directly ahead,
-            and may be read while that one ends (on Hopper).
+        is_early: all but the query, keys and values was written by no kernel of the step, and may
+            be read while the launch directly ahead ends (on Hopper).
     Returns: [N, H, Dv].
     Raises: ValueError naming the argument that does not fit.
     Bytes moved: as decode_attention, once per ceil(nodes * G / 64). FLOPs: times nodes.

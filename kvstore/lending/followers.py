@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from kvstore.errors import IntegrityError
 from kvstore.lending.loans import LoanTable
 from kvstore.packed import PackedBlocks
-from process.errors import NoCapacity
+from process.errors import InvalidArgument, NoCapacity
 
 MAX_FOLLOWERS = 256
 """Who waits has a prompt under way here. Guessed: far more than a worker computes at once."""
@@ -28,7 +28,8 @@ MAX_WAIT_S = 5.0
 
 @dataclass(frozen=True)
 class Told:
-    """Blocks beyond those that were known; `is_all`: the lease lends no more than that."""
+    """Blocks beyond those that were known; `is_all`: they are all that was wanted, or the lease was
+    handed over and lends no more."""
 
     blocks: PackedBlocks
     is_all: bool
@@ -49,8 +50,11 @@ class Followers:
         """Wait until the lease lends `num_wanted` blocks or is handed over, at most `budget_s`.
 
         Returns: what it lends by then beyond the first `num_known`.
-        Raises: LeaseLapsed when it ends; NoCapacity when too many wait.
+        Raises: LeaseLapsed when it ends; NoCapacity when too many wait; InvalidArgument for who
+            wants no more than it knows: that would be all of it at any time.
         """
+        if num_wanted <= num_known:
+            raise InvalidArgument("num_wanted", f"{num_wanted} is not more than {num_known} known")
         if self._num_waiting >= MAX_FOLLOWERS:
             raise NoCapacity(f"{MAX_FOLLOWERS} readers wait for this lender already")
         news = asyncio.Event()
@@ -66,7 +70,7 @@ class Followers:
     async def _wait(
         self, lease_id: str, num_wanted: int, budget_s: float, news: asyncio.Event
     ) -> bool:
-        """Returns: whether it lends no more."""
+        """Returns: whether all that was wanted is lent, or it grows no more."""
         try:
             async with asyncio.timeout(budget_s):
                 while not self._loans.is_whole(lease_id, num_wanted):

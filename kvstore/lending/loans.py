@@ -60,6 +60,11 @@ class _Lease:
     on_end: list[Callable[[], None]] = field(default_factory=list)
     watchers: list[Callable[[], None]] = field(default_factory=list)
 
+    @property
+    def is_kept(self) -> bool:
+        """It was not handed over."""
+        return math.isinf(self.expires_at_s)
+
 
 @dataclass(slots=True)
 class _Lent:
@@ -101,7 +106,7 @@ class LoanTable:
     @property
     def num_kept(self) -> int:
         """Leases that were not handed over: they have no end."""
-        return sum(math.isinf(lease.expires_at_s) for lease in self._leases.values())
+        return sum(lease.is_kept for lease in self._leases.values())
 
     @property
     def num_watchers(self) -> int:
@@ -116,8 +121,8 @@ class LoanTable:
         A block that is lent already, to others who share it, is one block: what the caller did to
         keep this one in place is given back at once (`on_free`).
         Returns: the lease, and the blocks as readers know them.
-        Raises: LeaseLapsed for a lease that is over, IntegrityError for a block that is lent with
-            another content; nothing was done.
+        Raises: LeaseLapsed for a lease that is over, IntegrityError for one that was handed over,
+            and for a block that is lent with another content; nothing was done.
         """
         offers = list(offers)
         for block_id, chain_hash, _, _ in offers:
@@ -125,6 +130,8 @@ class LoanTable:
             if known is not None and known.chain_hash != chain_hash:
                 raise IntegrityError(f"block {block_id} is lent with another content")
         lease = self._lease(lease_id) if lease_id else _Lease(math.inf)
+        if not lease.is_kept:
+            raise IntegrityError(f"lease {lease_id} was handed over; it grows no more")
         if not lease_id:
             lease_id = secrets.token_hex(16)
             self._leases[lease_id] = lease
@@ -171,7 +178,7 @@ class LoanTable:
         """Whether so many blocks are lent under it, or it was handed over with fewer. Raises:
         LeaseLapsed."""
         lease = self._lease(lease_id)
-        return len(lease.blocks) >= num_wanted or not math.isinf(lease.expires_at_s)
+        return len(lease.blocks) >= num_wanted or not lease.is_kept
 
     def blocks_of(self, lease_id: str, first: int) -> list[Block]:
         """Blocks of a lease from the `first` on, in the order in which they were lent. Raises:

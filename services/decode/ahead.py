@@ -9,7 +9,9 @@ may be used -> `close`, from any state, ends the question and forgets the rest.
 
 The lender's word is nobody's promise: not a block is used that no signed handle names with the same
 frame, generation, checksum and lease. A question that fails costs nothing: the handle is as good
-without. One request, the loop's thread.
+without. One whose lease has ended did not fail: its prompt was given up. Nor is it told that there
+is no way to the lender: who copies what the partial handle names finds that out. One request, the
+loop's thread.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvstore.block import Block
+from kvstore.client import StoreClient
+from kvstore.errors import LeaseLapsed
 from kvstore.lending import is_lender
 from kvstore.lending.followers import MAX_WAIT_S
 from kvstore.packed import PackedBlocks
@@ -59,7 +63,7 @@ class Ahead:
     def __init__(
         self, core: WorkerCore, *, on_rest: Callable[[], None], on_failure: Callable[[str], None]
     ) -> None:
-        """on_failure: told why a question was not answered."""
+        """on_failure: told why a lender did not answer a question."""
         self._core = core
         self._on_rest = on_rest
         self._on_failure = on_failure
@@ -128,27 +132,43 @@ class Ahead:
             self._asking.cancel()
 
     async def _ask(self, run: handles.Run, num_wanted: int, deadline: Deadline) -> None:
-        num_known = len(run.blocks)
         budget = deadline.sooner(self._core.limits.transfer_budget_s)
         try:
             client = await client_for(self._core, run, budget)
-            if not client.tells_when_lent:
-                return
-            for _ in range(1 + int(deadline.left_s() / MAX_WAIT_S)):
-                blocks, is_all = await client.await_lent(
-                    run.lease_id,
-                    num_known=num_known,
-                    num_wanted=num_wanted,
-                    wait_s=min(MAX_WAIT_S, deadline.left_s()),
-                    deadline=deadline.sooner(MAX_WAIT_S + ANSWER_S),
-                )
-                if is_all:
-                    break
-            else:
-                return
-        except BatonError as error:
-            self._on_failure(reason_of(error))
+        except BatonError:
+            return  # see the module
+        blocks = await self._await_rest(client, run, num_wanted, deadline)
+        if blocks is None:
             return
         self._is_over = True
-        self._rest = dataclasses.replace(run, first_block=num_known, blocks=blocks)
+        self._rest = dataclasses.replace(run, first_block=len(run.blocks), blocks=blocks)
         self._on_rest()
+
+    async def _await_rest(
+        self, client: StoreClient, run: handles.Run, num_wanted: int, deadline: Deadline
+    ) -> PackedBlocks | None:
+        """What is lent behind a run, once that is all; None: nobody said so."""
+        if not client.tells_when_lent:
+            return None
+        for _ in range(1 + int(deadline.left_s() / MAX_WAIT_S)):
+            left_s = deadline.left_s()
+            wait_s = min(MAX_WAIT_S, left_s)
+            try:
+                blocks, is_all = await client.await_lent(
+                    run.lease_id,
+                    num_known=len(run.blocks),
+                    num_wanted=num_wanted,
+                    wait_s=wait_s,
+                    deadline=deadline.sooner(MAX_WAIT_S + ANSWER_S),
+                )
+            except LeaseLapsed:
+                return None
+            except BatonError as error:
+                # It waits as it was told to: to answer it had no more than what is behind that.
+                had_s = min(ANSWER_S, left_s - wait_s)
+                self._core.connector.suspect(client, error, had_s=had_s)
+                self._on_failure(reason_of(error))
+                return None
+            if is_all:
+                return blocks
+        return None

@@ -87,9 +87,15 @@ class WorkerCore:
         identity: Identity,
         *,
         idle_check_s: float = 0.25,
+        draft_traces: DraftTraces | None = None,
         before: WorkerCore | None = None,
     ) -> None:
-        """before: of this worker's life in another role, over the same engine, which is over."""
+        """
+        Args:
+            draft_traces: noted by those who ask draft workers; None: nobody does.
+            before: of this worker's life in another role, over the same engine, which is over; its
+                traces go on.
+        """
         self.settings = settings
         self.limits = settings.limits
         self.identity = identity
@@ -103,7 +109,9 @@ class WorkerCore:
         if before is not None:
             self.step_log = before.step_log
         """What the engine did when; None: nobody wants to know."""
-        self.draft_traces: DraftTraces = DraftTraces() if before is None else before.draft_traces
+        if draft_traces is None:
+            draft_traces = DraftTraces() if before is None else before.draft_traces
+        self.draft_traces: DraftTraces = draft_traces
         """What draft workers' calls for traced requests took; noted by whoever asks them."""
         self.thread = EngineThread(
             engine,
@@ -213,9 +221,10 @@ class WorkerCore:
     def _store_draft_pages(
         self, target: StoreTarget | None, engine: WorkerEngine
     ) -> StoreDraftPages | None:
-        """Only decode workers guess."""
+        """Only decode workers guess. What a life before shared through is let go in any case."""
         sharing = engine.draft_sharing
         if target is None or not sharing.num_bytes or self.identity.role != "decode":
+            sharing.use(None)
             return None
         pages = StoreDraftPages(
             self.layout.block_bytes,

@@ -25,6 +25,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from engine.errors import IntegrityError
 from engine.speculation.draft_pages import (
+    FAILED,
     MISSING,
     NO_ROWS,
     STOPPED,
@@ -82,7 +83,7 @@ class StoreDraftPages:
         self.counts = PageCounts()
         self._limits = limits
         self._rows = StagingRows(max_bytes // page_bytes, page_bytes)
-        self.max_put_pages = max(1, self._rows.num_rows // 2)
+        self._max_put_pages = max(1, self._rows.num_rows // 2)
         self.connector = make_connector(self._rows.memory)
         self._lock = threading.Lock()
         self._fetches: set[StoredFetch] = set()
@@ -112,6 +113,24 @@ class StoreDraftPages:
 
     # ---- the engine's thread
 
+    @property
+    def max_get_pages(self) -> int:
+        """See DraftPages."""
+        return self._rows.num_rows
+
+    @property
+    def num_free_get_pages(self) -> int:
+        """See DraftPages."""
+        with self._lock:
+            return 0 if self._loop is None else self._rows.num_free
+
+    @property
+    def num_free_put_pages(self) -> int:
+        """See DraftPages."""
+        num_free = self.num_free_get_pages
+        with self._lock:
+            return min(num_free, self._max_put_pages - self._num_put_rows)
+
     def key(self, model_fingerprint: str, num_tokens: int, chain_hash: bytes) -> bytes:
         """See DraftPages; any thread."""
         return block_hash.draft_page(model_fingerprint, num_tokens, chain_hash)
@@ -122,7 +141,7 @@ class StoreDraftPages:
             raise IntegrityError(f"{len(keys)} pages of {self.page_bytes} bytes, not {pages.shape}")
         with self._lock:
             rows = None
-            if self._num_put_rows + len(keys) <= self.max_put_pages:
+            if self._num_put_rows + len(keys) <= self._max_put_pages:
                 rows = self._take(len(keys))
             if rows is None:
                 raise PagesRefused(NO_ROWS)
@@ -218,7 +237,7 @@ class StoreDraftPages:
                 return
             self.counts.num_fetched += num_came
             if reason:
-                self.counts.not_fetched[reason] += fetch.num_asked - num_came
+                self.counts.add_not_fetched(reason, fetch.num_asked - num_came)
 
     def _end(self, fetch: StoredFetch) -> None:
         """Nothing moves for it any more."""
@@ -238,14 +257,14 @@ class StoreDraftPages:
             put.rows = ()
             if num_lost:
                 put.is_lost = True
-                self.counts.not_put[reason] += num_lost
+                self.counts.add_not_put(reason, num_lost)
 
-    def _lose_rest(self) -> None:
-        """The way to the store is closed."""
+    def _lose_rest(self, reason: str = STOPPED) -> None:
+        """The way to the store is closed, or not to be trusted."""
         with self._lock:
             left = list(self._puts)
         for put in left:
-            self._settle(put, len(put.keys), STOPPED)
+            self._settle(put, len(put.keys), reason)
 
     # ---- fetching, on the loop
 
@@ -336,6 +355,9 @@ class StoreDraftPages:
             num_lost, reason = len(put.keys), STOPPED
             try:
                 num_lost, reason = await self._store(put)
+            except Exception:  # those behind it keep no rows until somebody puts again
+                self._lose_rest(FAILED)
+                raise  # whoever runs the task logs it
             finally:
                 self._settle(put, num_lost, reason)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+from engine.speculation.draft_traces import DraftTraces
 from process import logs
 from process.deadline import Deadline
 from process.errors import Internal
@@ -93,15 +94,19 @@ async def begin(
     role_name: str,
     make_role: MakeRole,
     *,
+    draft_traces: DraftTraces | None = None,
     before: WorkerCore | None = None,
 ) -> Life:
     """A life that is not announced yet.
 
-    Args: before: the core of the life before, over the same engine.
+    Args:
+        draft_traces: see WorkerCore.
+        before: the core of the life before, over the same engine.
     Raises: FailedPrecondition from the store; InvalidArgument for an adapter that does not fit.
     """
     worker_id = settings.worker_id if before is None else before.identity.worker_id
-    core = WorkerCore(engine, settings, Identity.new(role_name, worker_id), before=before)
+    identity = Identity.new(role_name, worker_id)
+    core = WorkerCore(engine, settings, identity, draft_traces=draft_traces, before=before)
     core.tracing.start()
     role = make_role(core)
     role.start()

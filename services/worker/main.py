@@ -63,8 +63,9 @@ async def run(
         engine = await _load(settings, stop, health, drafts.peers)
         if engine is None:
             return
-        worker = await start(engine, settings, role_name, make_role, metrics)
-        worker.core.draft_traces = drafts.traces
+        worker = await start(
+            engine, settings, role_name, make_role, metrics, draft_traces=drafts.traces
+        )
         drafts.show(metrics, lambda: worker.core.identity)
         health.judge_by(worker.why_not_ready)
         await _serve(worker, role_name, stop)

@@ -101,7 +101,9 @@ def _of_worker(core: WorkerCore, labels: Labels) -> Iterator[Metric]:
         ),
         (
             "baton_kv_early_pulls_failed",
-            "Pulls while prefill ran that did not bring all; the final handle tried again.",
+            "Partial handles refused, pulls while prefill ran that did not bring all, and "
+            "questions that a lender did not answer (but for leases that had ended); the final "
+            "handle tried again.",
             counts.early_pulls_failed,
         ),
         (

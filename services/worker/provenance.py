@@ -144,8 +144,9 @@ class WorkerCounts:
     not_written_back: Counter[str] = field(default_factory=Counter)
     """Blocks that decode filled and could not store, by reason."""
     early_pulls_failed: Counter[str] = field(default_factory=Counter)
-    """Pulls while prefill still ran that did not bring all they were for, by reason; the final
-    handle tried again."""
+    """Partial handles that could not be used, pulls while prefill still ran that did not bring all
+    they were for, and questions that a lender did not answer, by reason; the final handle tried
+    again. A question whose lease has ended is none of them."""
     recomputed: Counter[str] = field(default_factory=Counter)
     moved: Counter[str] = field(default_factory=Counter)
     """Requests that left a draining decode worker: "draining" with their KV, else by the reason why

@@ -16,6 +16,7 @@ import logging
 
 import grpc.aio
 
+from engine.speculation.draft_traces import DraftTraces
 from process import logs, serving, tls
 from process.access import Role as PeerRole
 from process.errors import BatonError, FailedPrecondition, Internal, Unavailable
@@ -196,13 +197,17 @@ async def start(
     role_name: str,
     make_role: MakeRole,
     metrics: MetricsServer | None = None,
+    *,
+    draft_traces: DraftTraces | None = None,
 ) -> Worker:
     """Serve with a loaded engine. Returns when the worker answers.
 
-    Args: metrics: that was started before; None: one is made, and started where the settings say.
+    Args:
+        metrics: that was started before; None: one is made, and started where the settings say.
+        draft_traces: see WorkerCore.
     Raises: Unavailable when the port is taken; InvalidArgument for an adapter that does not fit.
     """
-    life = await begin(engine, settings, role_name, make_role)
+    life = await begin(engine, settings, role_name, make_role, draft_traces=draft_traces)
     is_listening = metrics is not None
     metrics = metrics or MetricsServer()
     collector = WorkerCollector(life.core, asyncio.get_running_loop())

@@ -188,7 +188,8 @@ async def test_a_page_follows_another_one_or_is_lost(case: Case) -> None:
 async def test_rows_bound_what_is_on_its_way(case: Case) -> None:
     pages = case.pages
     keys = keys_of(pages, 8)
-    assert pages.max_put_pages == NUM_ROWS // 2
+    assert pages.max_get_pages == pages.num_free_get_pages == NUM_ROWS
+    assert pages.num_free_put_pages == NUM_ROWS // 2
     with pytest.raises(PagesRefused) as refused:
         pages.put(keys[:4], b"", pages_of(4), NUM_TOKENS)
     assert refused.value.reason == "no_rows"
@@ -196,8 +197,13 @@ async def test_rows_bound_what_is_on_its_way(case: Case) -> None:
     await put(case, keys[3:6], pages_of(3, 1), keys[2])
     await put(case, keys[6:], pages_of(2, 2), keys[5])
     first = pages.get(keys[:2], NUM_TOKENS)
+    assert (pages.num_free_get_pages, pages.num_free_put_pages) == (NUM_ROWS - 2, NUM_ROWS // 2)
     second = pages.get(keys, NUM_TOKENS)
     assert (first.num_asked, second.num_asked) == (2, NUM_ROWS - 2)
+    assert (pages.num_free_get_pages, pages.num_free_put_pages) == (0, 0)
+    with pytest.raises(PagesRefused) as refused:
+        pages.put(keys[:1], b"", pages_of(1), NUM_TOKENS)
+    assert refused.value.reason == "no_rows"
     with pytest.raises(PagesRefused) as refused:
         pages.get(keys, NUM_TOKENS)
     assert refused.value.reason == "no_rows"
@@ -254,6 +260,7 @@ async def test_after_the_stop_everything_is_refused(case: Case) -> None:
         with pytest.raises(PagesRefused) as refused:
             ask()
         assert refused.value.reason == "stopped"
+    assert (case.pages.num_free_get_pages, case.pages.num_free_put_pages) == (0, 0)
     assert np.array_equal(fetch.result().pages, pages_of(2))  # it is here
     case.pages.drop(fetch)
     case.pages.check_integrity([])

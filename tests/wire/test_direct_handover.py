@@ -214,7 +214,14 @@ async def test_what_is_computed_is_read_meanwhile(tmp_path: Path) -> None:
     """Prefill's own partial handles, as the router forwards them; it stands still after two steps
     until what they name is there. Nothing waits for the store: its puts are held."""
     prompt = prompt_of(60, start=3)
-    async with direct(tmp_path) as p, p.stream() as stream:
+    limits = WorkerLimits(
+        store_wait_s=WAIT_S,
+        lease_ttl_s=2 * WAIT_S,
+        transfer_budget_s=WAIT_S,
+        put_budget_s=WAIT_S,
+        drain_s=0.2,
+    )
+    async with direct(tmp_path, limits=limits) as p, p.stream() as stream:
         gate = Gate(p.prefill.core.connector.client, "put_blocks")
         steps = threading.Semaphore(2)
         forward = p.prefill_model.forward
@@ -231,13 +238,16 @@ async def test_what_is_computed_is_read_meanwhile(tmp_path: Path) -> None:
         rest = []
         lender = p.prefill.core.lender
         assert lender is not None
+        frame_bytes = lender.loans.frame_bytes
+        (request,) = p.decode_role.worker._requests.values()
         async for message in call:
             if not message.handle.is_partial:
                 rest.append(message)
                 continue
-            num_bytes = lender.loans.counters.num_bytes_read
             await prefetch(stream, key, message.handle)
-            await until(lambda n=num_bytes: lender.loans.counters.num_bytes_read > n)
+            # It may be there before: decode asks the lender for what comes, too.
+            num_named = message.handle.num_tokens // BLOCK_SIZE
+            await until(lambda n=num_named: request._leg.num_bytes_read >= n * frame_bytes)
             await until(
                 lambda: list(p.decode_role.worker.states.values()) == [DecodeState.RESERVED]
             )

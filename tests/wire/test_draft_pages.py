@@ -13,6 +13,7 @@ from engine.loop import Engine
 from engine.speculation.config import SpeculationConfig
 from engine.speculation.draft_model import DraftModel
 from engine.speculation.draft_pages import PageCounts
+from services.worker.config import WorkerLimits
 from services.worker.draft_pages import StoreDraftPages
 from services.worker.metrics import WorkerCollector
 from tests.unit.worker.builders import BLOCK_SIZE, GatedModel, prompt_of
@@ -24,10 +25,19 @@ from tests.wire.decode_movers import (
     movers,
     release_when_taken_out,
 )
-from tests.wire.prefill_decode_pair import Sample, until
+from tests.wire.prefill_decode_pair import LEASE_TTL_S, WAIT_S, Sample, until
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 PROMPT = prompt_of(30, start=3)
+LIMITS = WorkerLimits(
+    store_wait_s=WAIT_S,
+    lease_ttl_s=LEASE_TTL_S,
+    attach_budget_s=WAIT_S,
+    transfer_budget_s=WAIT_S,
+    put_budget_s=WAIT_S,
+    drain_s=0.2,
+)
+"""A transfer that is late on a busy machine is none that failed: tests count those."""
 
 
 def make_engine(index: int, share_bytes: int = 1 << 16) -> Engine:
@@ -83,7 +93,7 @@ async def test_the_next_turn_at_another_worker_goes_on_from_the_draft_models_kv(
 ) -> None:
     """It comes while the request waits for its handover, so that guesses begin with the second
     token, and nothing of the conversation is computed again."""
-    async with movers(tmp_path, make_engine=make_engine) as m:
+    async with movers(tmp_path, make_engine=make_engine, limits=LIMITS) as m:
         answer = await collect(m, 0, await m.begin(0, PROMPT, max_tokens=20))
         assert answer == FakeModel(block_size=4).generate(PROMPT, 20)
         await settled(m, 0)
@@ -113,7 +123,7 @@ async def test_the_next_turn_at_another_worker_goes_on_from_the_draft_models_kv(
 async def test_a_stream_that_moves_finds_its_draft_models_kv(tmp_path: Path) -> None:
     """Seed, position and rule are all that its guesses go by, beside KV that the store has: so the
     handover carries no further state."""
-    async with movers(tmp_path, make_engine=make_engine) as m:
+    async with movers(tmp_path, make_engine=make_engine, limits=LIMITS) as m:
         await believe(m, 1)
         model, sample = m.engine(0)._model, Sample()
         hold_at(model, 6)
@@ -142,7 +152,7 @@ async def test_metrics_show_what_was_shared(tmp_path: Path) -> None:
     def make(index: int) -> Engine:
         return make_engine(index, share_bytes=(1 << 16) * (1 - index))
 
-    async with movers(tmp_path, make_engine=make) as m:
+    async with movers(tmp_path, make_engine=make, limits=LIMITS) as m:
         assert m.workers[1].core.draft_pages is None
         await collect(m, 0, await m.begin(0, PROMPT, max_tokens=20))
         await settled(m, 0)
@@ -163,3 +173,22 @@ async def test_metrics_show_what_was_shared(tmp_path: Path) -> None:
         names = {name for name, _ in shown if name.startswith("baton_draft_")}
         assert len(names) == 5 and all(f"| `{name}` |" in documented for name in names)
         await m.check()
+
+
+async def test_a_worker_that_guesses_no_more_keeps_no_pages(tmp_path: Path) -> None:
+    """Their memory would be held as long as the process lives."""
+    async with movers(tmp_path, make_engine=make_engine) as m:
+        made, engine = m.workers[0], m.engine(0)
+        (drafter,) = engine._speculator._roster._drafters
+        await collect(m, 0, await m.begin(0, PROMPT, max_tokens=20))
+        await settled(m, 0)
+        first = pages_of(m, 0)
+        assert drafter._share._pages is first
+        await made.set_role("prefill")
+        assert made.core.draft_pages is None
+        assert drafter._share is None and engine.draft_sharing._pages is None
+        await made.core.thread.call(lambda engine: engine.check_integrity())
+        await made.set_role("decode")
+        again = pages_of(m, 0)
+        assert again is not first and drafter._share._pages is again
+        await made.core.thread.call(lambda engine: engine.check_integrity())

@@ -351,7 +351,7 @@ def launch(
         max_num_nodes: no sequence has more.
         rotation: `query` is [B, (H + 2 K), D] before rotation, `ends` are positions (-1: padding),
             and the newest tokens' keys and values are written first. One part of the kernel.
-        is_early: block_tables and ends were not written by the launch directly ahead.
+        is_early: block_tables and ends were written by no kernel of the step.
         config, num_splits: None: by attention_plan's tables.
     """
     group = out.shape[1] // rows.num_heads

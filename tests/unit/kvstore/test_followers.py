@@ -10,7 +10,7 @@ from kvstore.errors import IntegrityError, LeaseLapsed
 from kvstore.lending import followers
 from kvstore.lending.followers import Followers
 from kvstore.lending.loans import LoanTable, Offer
-from process.errors import NoCapacity
+from process.errors import InvalidArgument, NoCapacity
 
 WAIT_S = 20.0
 FOR_EVER_S = 1e9
@@ -66,8 +66,17 @@ async def test_who_comes_late_is_told_at_once() -> None:
     place.loans.lend(offers(9, 1), place.lease_id)
     told = await (await place.ask(num_known=3))
     assert told.is_all and [block.frame for block in told.blocks] == [1]
-    assert not (await (await place.ask(num_known=9))).blocks
     place.check()
+
+
+@pytest.mark.parametrize("num_known", [4, 9])
+async def test_who_knows_all_that_it_wants_is_not_told_that_it_is_all(num_known: int) -> None:
+    place = Place()
+    for _ in range(2):
+        with pytest.raises(InvalidArgument, match="num_wanted: 4 is not more than"):
+            await (await place.ask(num_known=num_known, budget_s=0.0))
+        place.check()
+        place.loans.hand_over(place.lease_id, 5.0, now_s=0.0)
 
 
 async def test_a_lease_that_is_handed_over_grows_no_more() -> None:

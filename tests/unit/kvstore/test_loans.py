@@ -51,6 +51,11 @@ class Model:
         known = draw.choice(["", *self.leases])
         offers = [offer(each, self.content[each]) for each in block_ids]
         self.kept.update(block_ids)
+        if known and not math.isinf(self.leases[known][0]):
+            with pytest.raises(IntegrityError, match="grows no more"):
+                self.table.lend(offers, known)
+            self.kept.subtract(block_ids)
+            return
         lease_id, blocks = self.table.lend(offers, known)
         assert lease_id == known or not known
         expires_s, ids = self.leases.get(lease_id, (math.inf, set()))
@@ -158,6 +163,19 @@ def test_a_kept_lease_does_not_lapse_and_a_handed_over_one_does() -> None:
     with pytest.raises(LeaseLapsed):
         table.lend([offer(3)], lease_id)
     assert table.num_lent == 0
+
+
+def test_a_lease_that_was_handed_over_grows_no_more() -> None:
+    given: list[int] = []
+    table = LoanTable(NUM_BLOCKS, 64, TTL_S, given.extend)
+    lease_id, _ = table.lend([offer(1)])
+    table.lend([offer(2)], lease_id)
+    table.hand_over(lease_id, 1.0, 0.0)
+    with pytest.raises(IntegrityError, match="was handed over"):
+        table.lend([offer(3), offer(1)], lease_id)
+    assert [block.frame for block in table.blocks_of(lease_id, 0)] == [1, 2]
+    assert (table.num_lent, table.num_kept, given) == (2, 0, [])
+    table.check_integrity()
 
 
 def test_another_content_under_a_lent_block_is_a_defect() -> None:

@@ -30,8 +30,9 @@ from tests.unit.worker.test_parking import gated, until
 PAGE_BYTES = 1000
 FRAME_BYTES = 4096  # of such a page in the slab
 NUM_TOKENS = 12
-WAIT_S = 10.0
-LIMITS = WorkerLimits(attach_budget_s=5.0)
+WAIT_S = 30.0
+LIMITS = WorkerLimits(attach_budget_s=WAIT_S, transfer_budget_s=WAIT_S, put_budget_s=WAIT_S)
+"""A transfer that is late on a busy machine is none that failed: tests count those."""
 
 
 class Lot:
@@ -238,6 +239,32 @@ async def test_a_put_that_is_under_way_at_the_stop_is_lost(
         assert made.pages.counts.not_put == {"stopped": 4}
         made.pages.check_integrity([])
         assert made.rows.num_free == 8
+
+
+async def test_a_mistake_of_our_own_keeps_no_rows_of_the_puts_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with lot(tmp_path) as made:
+        with monkeypatch.context() as patched:
+
+            async def fails(*_: Any, **__: Any) -> Any:
+                raise RuntimeError("a mistake")
+
+            patched.setattr(made.client, "put_blocks", fails)
+            puts = [
+                made.pages.put(keys_of(2), b"", pages_of(2), NUM_TOKENS),
+                made.pages.put(keys_of(4)[2:], keys_of(2)[1], pages_of(2), NUM_TOKENS),
+            ]
+            await until(lambda: made.rows.num_free == 8)
+        assert all(put.is_lost for put in puts)
+        assert made.pages.counts.not_put == {"failed": 4}
+        await until(lambda: made.pages._putting.done())  # type: ignore[union-attr]
+        (record,) = [each for each in caplog.records if each.message == "background_task_died"]
+        assert record.exc_info is not None and "a mistake" in str(record.exc_info[1])
+        made.pages.check_integrity([])
+        await made.stored(2)  # the next one finds its way
+        assert made.pages.counts.num_put == 2
+        await made.check_empty()
 
 
 async def test_a_row_that_nobody_has_is_found_out(tmp_path: Path) -> None:

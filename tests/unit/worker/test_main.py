@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from engine.config import EngineConfig
 from engine.errors import LoadError
+from engine.speculation.config import SpeculationConfig
+from engine.speculation.draft_port import DraftPeer
+from engine.speculation.draft_traces import DraftTraces
 from process.health import Health
+from services.decode.role import DecodeRole
 from services.worker import main
-from services.worker.config import WorkerSettings
+from services.worker.config import WorkerLimits, WorkerSettings
+from services.worker.core import WorkerCore
+from tests.unit.worker.builders import fake_engine
 
 
 @pytest.mark.parametrize("settings", [WorkerSettings(), WorkerSettings(prepare_grammars=True)])
@@ -27,3 +35,29 @@ async def test_it_prepares_for_grammars_as_its_settings_say(
     with pytest.raises(LoadError, match="no model here"):
         await main._load(settings, asyncio.Event(), Health("loading"), ())
     assert told == [settings.prepare_grammars]
+
+
+async def test_requests_watch_the_traces_that_draft_workers_calls_are_noted_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From the first one on: before its role begins, and so before the worker listens."""
+    noted: list[DraftTraces] = []
+    watched: list[DraftTraces] = []
+
+    async def load(_: Any, __: Any, ___: Any, peers: Sequence[DraftPeer]) -> Any:
+        noted.extend(peer.traces for peer in peers)
+        return fake_engine()
+
+    def make_role(core: WorkerCore) -> DecodeRole:
+        watched.append(core.draft_traces)
+        return DecodeRole(core)
+
+    monkeypatch.setattr(main, "_load", load)
+    engine = EngineConfig(speculation=SpeculationConfig(draft_workers=("127.0.0.1:1",)))
+    settings = WorkerSettings(
+        worker_id="w", redis_url="", engine=engine, limits=WorkerLimits(drain_s=0.2)
+    )
+    stop = asyncio.Event()
+    stop.set()
+    await main.run(settings, stop, "decode", make_role)
+    assert len(noted) == len(watched) == 1 and watched[0] is noted[0]

@@ -39,7 +39,7 @@ from tests.unit.worker.builders import GatedModel, fake_engine, prompt_of, reque
 
 LAYOUT = KvLayout.plain(num_layers=2, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")
 FINGERPRINT = "ab" * 32
-WAIT_S = 10.0
+WAIT_S = 30.0
 LIMITS = WorkerLimits(attach_budget_s=5.0)
 FRAME_BYTES = 4096  # of LAYOUT's blocks in the slab
 

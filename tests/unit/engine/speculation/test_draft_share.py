@@ -21,9 +21,10 @@ from engine.models.load import load_model
 from engine.request import Request, Sampling
 from engine.schedule.order import Key
 from engine.speculation.config import SpeculationConfig
+from engine.speculation.draft_cache import Held
 from engine.speculation.draft_choice import NUM_PROBES
 from engine.speculation.draft_model import DraftModel
-from engine.speculation.draft_pages import PagesRefused
+from engine.speculation.draft_pages import Pages, PagesRefused
 from engine.speculation.draft_pages_fake import FakeDraftPages
 from engine.speculation.draft_share import (
     MAX_PUT_PAGES,
@@ -33,6 +34,7 @@ from engine.speculation.draft_share import (
 )
 from engine.speculation.draft_sharing import DraftSharing
 from engine.speculation.drafter import Draft, Task
+from engine.speculation.roster import MAX_EXPECTED
 from process.settings import SettingsError
 from tests.draft_workers import Clock
 from tests.unit.engine.conftest import hasher
@@ -297,6 +299,43 @@ def test_few_rows_bring_a_part_and_then_the_next() -> None:
     law(pages, first, second)
 
 
+def test_a_part_whose_place_is_lost_is_not_taken() -> None:
+    """Between two parts of a text its blocks became another sequence's."""
+    pages = FakeDraftPages(PAGE_BYTES, 64)
+    first, second = Worker(pages), Worker(pages, num_blocks=25)
+    tokens, cache = text(70), second.drafter._cache
+    draft = first.propose(tokens)
+    pages.num_rows, pages.withholds = 1, True
+    second.propose(tokens)
+    pages.let_go()
+    second.propose(tokens)  # the first page is here, the second one is asked for
+    assert cache.num_tokens(KEY) == PAGE_TOKENS and second.drafter.fetches
+    second.propose(text(70, 5), ("y", 0))
+    assert cache.find(KEY) is None
+    second.drafter.forget(("y", 0))
+    pages.let_go()
+    pages.withholds = False
+    assert same(second.propose(tokens), draft)
+    law(pages, first, second)
+    # Who takes it all the same is told.
+    late = second.share._texts[KEY]
+    late.first_page, late.fetch = 1, pages.get([b"a"], PAGE_TOKENS)
+    with pytest.raises(IntegrityError, match="page 1 follows 0 tokens"):
+        second.share._take(late, Held())
+    second.drafter.forget(KEY)
+    law(pages, first, second)
+
+
+def test_keys_are_made_of_as_many_pages_as_there_are_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = FakeDraftPages(PAGE_BYTES, 2)
+    worker, made = Worker(pages, num_blocks=400), []
+    key = pages.key
+    monkeypatch.setattr(pages, "key", lambda *about: made.append(about) or key(*about))
+    pages.withholds = True
+    worker.propose(text(15 * PAGE_TOKENS))
+    assert len(made) == worker.drafter.fetches[0].num_asked == 2
+
+
 def test_a_lost_put_ends_the_writing_of_that_text_alone() -> None:
     pages = FakeDraftPages(PAGE_BYTES, 64)
     worker = Worker(pages)
@@ -340,6 +379,45 @@ def test_what_is_left_at_the_end_is_written_within_bounds() -> None:
     law(pages, worker)
 
 
+def test_nothing_is_copied_out_that_nobody_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = FakeDraftPages(PAGE_BYTES, 64)
+    worker = Worker(pages, num_blocks=400)
+    taken = pages.get([bytes([index]) for index in range(64)], 1)
+    copied: list[int] = []
+    read = worker.share._read
+
+    def reading(block_ids: Sequence[int]) -> Pages:
+        copied.append(len(block_ids) // 3)
+        return read(block_ids)
+
+    monkeypatch.setattr(worker.share, "_read", reading)
+    asked = [task(text(60, index), (f"r{index}", 0)) for index in range(4)]
+    for _ in range(3):
+        worker.drafter.propose(asked)
+    worker.drafter.forget(("r0", 0))
+    assert not copied and pages.counts.not_put == {"ended": 5}
+    pages.drop(taken)
+    worker.drafter.propose(asked[1:])
+    assert copied == [5, 3] and pages.counts.num_put == MAX_PUT_PAGES
+    law(pages, worker)
+
+
+def test_all_that_end_in_a_step_share_one_bound() -> None:
+    pages = FakeDraftPages(PAGE_BYTES, 64)
+    worker = Worker(pages, num_blocks=400, max_num_tokens=1000)
+    names = [(f"r{index}", 0) for index in range(5)]
+    worker.drafter.propose([task(text(7 * PAGE_TOKENS, index), names[index]) for index in range(5)])
+    assert pages.counts.num_put == MAX_PUT_PAGES == 8
+    for name in names[1:4]:
+        worker.drafter.forget(name)
+    assert pages.counts.num_put == 2 * MAX_PUT_PAGES
+    assert pages.counts.not_put == {"ended": 6 + 7 + 7 - MAX_PUT_PAGES}
+    worker.drafter.begin_step()
+    worker.drafter.forget(names[4])
+    assert pages.counts.num_put == 2 * MAX_PUT_PAGES + 7
+    law(pages, worker)
+
+
 def test_pages_that_never_come_are_soon_not_asked_for() -> None:
     pages = FakeDraftPages(PAGE_BYTES, 64)
     worker = Worker(pages)
@@ -364,10 +442,16 @@ def test_random_events_change_no_guess_and_break_no_law(
             computed[key, num_tokens] = alone.propose(texts[key][:num_tokens], key)
         return computed[key, num_tokens]
 
+    def ask(worker: Worker, keys: Sequence[Key], lengths: dict[Key, int]) -> None:
+        asked = [task(texts[each][: lengths[each]], each) for each in keys]
+        for each, draft in zip(keys, worker.drafter.propose(asked), strict=True):
+            assert not len(draft.tree) or same(draft, expected(each, lengths[each]))
+
     for index in range(scale(200)):
         rng = random.Random(f"{seed} {index}")
         pages = FakeDraftPages(PAGE_BYTES, rng.choice((1, 2, 5, 40)))
-        workers = [Worker(pages, num_blocks=40, max_num_tokens=rng.choice((7, 256))) for _ in "ab"]
+        num_blocks, most = rng.choice((20, 40)), rng.choice((7, 256))
+        workers = [Worker(pages, num_blocks=num_blocks, max_num_tokens=most) for _ in "ab"]
         lengths = {key: rng.randint(PAGE_TOKENS, 40) for key in texts}
         for worker in workers:  # the second one has something to fetch
             while not len(worker.propose(texts["x", 0][: lengths["x", 0]], ("x", 0)).tree):
@@ -377,12 +461,21 @@ def test_random_events_change_no_guess_and_break_no_law(
             event = rng.random()
             if event < 0.5:
                 lengths[key] = min(lengths[key] + rng.choice((0, 1, 3, 30)), 70)
-                keys = rng.sample(list(texts), rng.randint(1, 3))
-                asked = [task(texts[each][: lengths[each]], each) for each in keys]
-                drafts = worker.drafter.propose(asked)
-                for each, draft in zip(keys, drafts, strict=True):
-                    assert not len(draft.tree) or same(draft, expected(each, lengths[each]))
-            elif event < 0.65:
+                ask(worker, rng.sample(list(texts), rng.randint(1, 3)), lengths)
+            elif event < 0.6:  # a part comes, the rest not yet: another takes its place meanwhile
+                worker.drafter.forget(key)
+                ask(workers[worker is workers[0]], [key], lengths)
+                pages.withholds = True
+                for _ in range(2):
+                    ask(worker, [key], lengths)
+                    pages.let_go()
+                other = rng.choice([each for each in texts if each != key])
+                ask(worker, [other], lengths)
+                if rng.random() < 0.5:
+                    worker.drafter.forget(other)
+                pages.withholds = rng.random() < 0.5
+                ask(worker, [key], lengths)
+            elif event < 0.7:
                 known = hashes(texts[key][: lengths[key]])
                 worker.drafter.expect(key, lengths[key], known)
             elif event < 0.8:
@@ -399,7 +492,7 @@ def test_random_events_change_no_guess_and_break_no_law(
             for key in texts:
                 worker.drafter.forget(key)
             assert not worker.drafter.fetches
-            assert worker.drafter._cache.has_room(KEY, 40 * SIZE)
+            assert worker.drafter._cache.has_room(KEY, num_blocks * SIZE)
         law(pages, *workers)
         assert pages.counts.num_fetched > 0
         pages.withholds = False
@@ -438,7 +531,7 @@ def run(engine: Engine, name: str, prompt: Sequence[int], max_tokens: int) -> tu
 
 
 def test_pages_are_fetched_while_a_reserved_request_waits() -> None:
-    pages = FakeDraftPages(BLOCK_BYTES, 64)
+    pages = FakeDraftPages(BLOCK_BYTES, 128)
     first, second = Worker(None), Worker(None)
     engines = [engine_of(worker.drafter) for worker in (first, second)]
     for engine, worker in zip(engines, (first, second), strict=True):
@@ -472,11 +565,12 @@ def test_pages_are_fetched_while_a_reserved_request_waits() -> None:
     assert len(second.drafter.fetches) == 1
     pages.withholds = False
     run(engines[1], "e", prompt, 3)
-    assert not second.drafter.fetches or engines[1]._groups == {}
+    run(engines[1], "f", text(3), 2)
+    assert not second.drafter.fetches
 
 
 def test_a_request_that_nobody_guesses_for_fetches_only_for_a_while() -> None:
-    pages = FakeDraftPages(BLOCK_BYTES, 200)
+    pages = FakeDraftPages(BLOCK_BYTES, 400)
     first, second = Worker(pages), Worker(pages)
     tokens = text(40)
     first.propose(tokens)
@@ -488,6 +582,63 @@ def test_a_request_that_nobody_guesses_for_fetches_only_for_a_while() -> None:
     law(pages, first, second)
     assert second.drafter._cache.num_tokens(("r0", 0)) == 4 * MAX_PUT_PAGES  # by now
     assert len(second.drafter.fetches) == 1
+
+
+def test_requests_that_wait_leave_rows_to_those_that_run() -> None:
+    """A quarter is theirs, and none where the cache has no room for what came."""
+    tokens, running = text(8 * PAGE_TOKENS), text(8 * PAGE_TOKENS, 7)
+    pages = FakeDraftPages(PAGE_BYTES, 8)
+    first, second = Worker(pages), Worker(pages, num_blocks=30)
+    for each in (tokens, running):
+        for _ in range(2):
+            first.propose(each, ("run", 0) if each is running else KEY)
+    assert len(pages.kept) == 16
+    asked = [second.drafter.expect((f"q{i}", 0), 99, hashes(tokens)) for i in range(3)]
+    assert asked == [True, False, False]
+    assert [fetch.num_asked for fetch in second.drafter.fetches] == [2]
+    assert second.computed(running, ("run", 0)) == 1  # it has all the other rows
+    assert not second.drafter.fetches
+    assert second.drafter._cache.find(("q0", 0)) is None
+    # What is asked for now finds its pages here, whoever has blocks that it may take.
+    assert second.drafter.expect(("q3", 0), 99, hashes(tokens))
+    num_gets = pages.num_gets
+    assert second.computed(tokens, ("q3", 0)) == 1
+    assert pages.num_gets == num_gets + 1  # for the other six
+    law(pages, first, second)
+    # One row is enough for one page.
+    few = FakeDraftPages(PAGE_BYTES, 1)
+    third = Worker(few)
+    assert third.drafter.expect(KEY, 99, hashes(tokens))
+    assert [fetch.num_asked for fetch in third.drafter.fetches] == [1]
+    law(few, third)
+
+
+def test_only_requests_that_something_is_kept_for_are_expected() -> None:
+    """Each step goes through them."""
+    pages = FakeDraftPages(BLOCK_BYTES, 400)
+    worker = Worker(None)
+    engine = engine_of(worker.drafter)
+    engine.draft_sharing.use(pages)
+    worker.share.choice.on_recomputed(100, 0.1)
+    assert engine._speculator is not None
+    known = engine._speculator._roster._known
+    own = Sampling(max_tokens=1)
+
+    def reserve(name: str, num_tokens: int) -> None:
+        engine.reserve(Request(name, tuple(text(num_tokens)), own, hasher()))
+        worker.share._num_unasked = 0  # as if guesses were asked for in between
+
+    for index in range(3):
+        reserve(f"short {index}", SIZE - 1)
+    assert not known
+    for index in range(MAX_EXPECTED + 2):
+        reserve(f"r{index}", SIZE)
+    assert len(known) == MAX_EXPECTED
+    for index in range(MAX_EXPECTED + 2):
+        engine.abort(f"r{index}")
+    reserve("last", SIZE)
+    assert set(known) == {("last", 0)} and len(worker.drafter.fetches) <= 1
+    engine.check_integrity()
 
 
 def test_nothing_is_shared_where_it_cannot_be(caplog: pytest.LogCaptureFixture) -> None:
