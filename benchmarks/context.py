@@ -27,7 +27,7 @@ def context() -> dict[str, str]:
             del arguments[at : at + 2]
     return {
         "commit": _commit(),
-        "command": shlex.join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *arguments]),
+        "command": shlex.join(["python", "-m", _module(), *arguments]),
         "hardware": f"{os.cpu_count()} cores, {_processor()}",
         "python": platform.python_version(),
     }
@@ -40,6 +40,12 @@ def publish(result: Mapping[str, Any], out: Path | None) -> None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(line + "\n", encoding="utf-8")
     sys.stdout.write(line + "\n")
+
+
+def _module() -> str:
+    """What runs, as `python -m` takes it."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return spec.name if spec is not None else f"benchmarks.{Path(sys.argv[0]).stem}"
 
 
 def _commit() -> str:

@@ -5,9 +5,13 @@ One local cluster for each transport, with two routers over the same workers: on
 the store, the other directly. The same number of fresh prompts goes through each, in turns, and
 through one engine in this process that does both roles: the ceiling, for which nothing moves.
 `exposed` is the time between the first and the second token beyond what later tokens take, so what
-of storing, handing over and loading did not hide behind the prefill; beside it, as what the bytes
-alone would cost, is a plain copy of as many in memory. Each answer's provenance is checked for the
-way that it went. The last line printed is one JSON object.
+of storing, handing over and loading did not hide behind the prefill: messages, changes of thread,
+and what the first step takes longer than later ones, included. `exposed_transfer` is the part of it
+in which the request waits for its KV: from the first token until prefill has stored or lent the
+last blocks and made their handle (`prefill_store`), and from that handle's arrival at decode until
+every block is there and verified (`decode_fetch`). As what the bytes alone would cost, a plain copy
+of as many in memory stands beside them. Each answer's provenance is checked for the way that it
+went. The last line printed is one JSON object.
 
     python -m benchmarks.handover --requests 5 --prompt-tokens 1024 8192
     python -m benchmarks.handover --shape llama-8b --device cuda:0,cuda:1 --transports shm \
@@ -56,6 +60,8 @@ from process import interpreter
 
 TRANSPORTS = ("shm", "nixl", "grpc")
 PATHS = ("store", "direct")
+TRANSFER_STAGES = ("prefill_store", "decode_fetch")
+"""Of the account of a request: the waits for its KV that no prefill hides."""
 OUTPUT_TOKENS = 16
 _START_S = 60.0
 _SETTLE_S = 0.5
@@ -78,14 +84,27 @@ class Series:
         self.ttft_s.append(times_s[1] - times_s[0])
         self.exposed_s.append(max(0.0, gaps[0] - statistics.median(gaps[1:])))
 
+    @property
+    def transfer_s(self) -> list[float]:
+        """Of each request with an account: what it waited for its KV behind the first token."""
+        return [sum(stages.get(name, 0.0) for name in TRANSFER_STAGES) for stages in self.stages]
+
     def figures(self) -> dict[str, Any]:
-        """Medians."""
+        """Medians; of the waits for KV where the requests have accounts."""
         ttft_s, exposed_s = statistics.median(self.ttft_s), statistics.median(self.exposed_s)
         names = sorted({name for stages in self.stages for name in stages})
+        transfer = {}
+        if self.stages:
+            transfer_s = statistics.median(self.transfer_s)
+            transfer = {
+                "exposed_transfer_p50_ms": round(transfer_s * 1e3, 2),
+                "exposed_transfer_share_of_ttft": round(transfer_s / ttft_s, 4),
+            }
         return {
             "ttft_p50_ms": round(ttft_s * 1e3, 2),
             "exposed_p50_ms": round(exposed_s * 1e3, 2),
             "exposed_share_of_ttft": round(exposed_s / ttft_s, 4),
+            **transfer,
             "stage_p50_ms": {
                 name: round(
                     statistics.median(stages.get(name, 0.0) for stages in self.stages) * 1e3, 3
@@ -180,6 +199,33 @@ def figures_of(transport: str, num_tokens: int, found: Mapping[str, Series]) -> 
     }
 
 
+def table_of(figures: Sequence[Mapping[str, Any]]) -> Table:
+    """A row for each length and way."""
+    table = Table(
+        "KV over", "prompt", "", "TTFT ms", "exposed ms", "of TTFT", "KV ms", "of TTFT", "copy ms"
+    )
+    for figure in figures:
+        for name in [name for name in ("engine", *PATHS) if name in figure]:
+            row = figure[name]
+            table.add_row(
+                figure["direct_transport"] if name == "direct" else figure["transport"],
+                str(figure["num_prompt_tokens"]),
+                "engine (ceiling)" if name == "engine" else name,
+                f"{row['ttft_p50_ms']:.1f}",
+                *_with_share(row, "exposed"),
+                *_with_share(row, "exposed_transfer"),
+                f"{figure['copy_ms']:.2f}",
+            )
+    return table
+
+
+def _with_share(row: Mapping[str, Any], name: str) -> tuple[str, str]:
+    """Milliseconds, and what part of the time to the first token that is; where it was measured."""
+    if f"{name}_p50_ms" not in row:
+        return "", ""
+    return f"{row[f'{name}_p50_ms']:.2f}", f"{100 * row[f'{name}_share_of_ttft']:.1f} %"
+
+
 @contextlib.contextmanager
 def model_of(arguments: argparse.Namespace) -> Iterator[str]:
     """A checkpoint whose window holds the prompts."""
@@ -237,20 +283,7 @@ def main() -> int:
                     figures.append(
                         {"direct_transport": direct, **figures_of(transport, num_tokens, found)}
                     )
-    table = Table("KV over", "prompt", "", "TTFT ms", "exposed ms", "of TTFT", "copy ms")
-    for figure in figures:
-        for name in [name for name in ("engine", *PATHS) if name in figure]:
-            row = figure[name]
-            table.add_row(
-                figure["direct_transport"] if name == "direct" else figure["transport"],
-                str(figure["num_prompt_tokens"]),
-                "engine (ceiling)" if name == "engine" else name,
-                f"{row['ttft_p50_ms']:.1f}",
-                f"{row['exposed_p50_ms']:.2f}",
-                f"{100 * row['exposed_share_of_ttft']:.1f} %",
-                f"{figure['copy_ms']:.2f}",
-            )
-    console.print(table)
+    console.print(table_of(figures))
     result = {
         "benchmark": "handover",
         **context(),

@@ -1,11 +1,13 @@
 """What `benchmarks.speculation` makes of its rounds, and where it keeps what it has: in which order
-ways take their turns, medians and spreads of each way against plain decoding in the same round, and
-a file with a line for each cell that is done. Knows no engine.
+ways take their turns, medians and spreads of each way against plain decoding in the same round,
+which of them are too slow, by their medians and beyond noise, and a file with a line for each cell
+that is done. Knows no engine.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import random
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-PLAIN = "plain"
+PLAIN, AGAIN = "plain", "plain again"
+"""The latter does the very same: how far its speed is from 1 is noise."""
+
+FALSE_ALARM = 0.05
+"""Of a way that is as fast as it has to be, in one cell: how likely it is called too slow beyond
+noise, at most."""
+
 _DIGITS = 3
 
 
@@ -42,8 +50,8 @@ def turns(ways: Sequence[str], seed: str) -> Iterator[list[str]]:
 def summary(rounds: Mapping[str, Sequence[Round]]) -> dict[str, dict[str, Any]]:
     """By way, against plain decoding: `wall_speed` and `cpu_speed`, medians over rounds, each with
     its least and its greatest (`_range`) and with that of all rounds together (`_total`), in which
-    what an engine tries for the first time counts; and `tokens_per_step`: tokens per row of logits
-    that the target drew from.
+    what an engine tries for the first time counts; `wall_speeds` of each round; and
+    `tokens_per_step`: tokens per row of logits that the target drew from.
 
     Args:
         rounds: of each way equally many, its n-th beside the others' n-th; "plain" among them.
@@ -59,6 +67,8 @@ def summary(rounds: Mapping[str, Sequence[Round]]) -> dict[str, dict[str, Any]]:
             one[f"{clock}_speed"] = round(statistics.median(speeds), _DIGITS)
             one[f"{clock}_speed_range"] = [round(pick(speeds), _DIGITS) for pick in (min, max)]
             one[f"{clock}_speed_total"] = round(sum(of_plain) / sum(seconds), _DIGITS)
+            if clock == "wall":
+                one["wall_speeds"] = [round(speed, _DIGITS) for speed in speeds]
         num_tokens, num_kept = (sum(getattr(each, key) for each in own)
                                 for key in ("num_tokens", "num_kept"))  # fmt: skip
         one["tokens_per_s"] = round(num_tokens / sum(each.wall_s for each in own), 1)
@@ -68,13 +78,44 @@ def summary(rounds: Mapping[str, Sequence[Round]]) -> dict[str, dict[str, Any]]:
 
 
 def slower(by_batch: Mapping[str, Mapping[str, Any]], least: float) -> list[str]:
-    """Cells and ways whose median by the clock is below this speed."""
+    """Cells and ways whose median by the clock is below this speed, noise or not."""
     return [
         f"{cell}, {way}: {found['wall_speed']:.3f}"
         for cell, by_way in by_batch.items()
         for way, found in by_way.items()
         if found["wall_speed"] < least
     ]
+
+
+def surely_slower(by_batch: Mapping[str, Mapping[str, Any]], least: float) -> list[str]:
+    """Those of `slower` where the rounds say so beyond noise, by a sign test: were the way just as
+    fast as `least`, each round would fall below it or not like a coin, and so many below it would
+    come with a chance of at most FALSE_ALARM: 5 of 5, 9 of 11, 12 of 15. With fewer than 5 rounds
+    nothing is sure. No round counts for more than another, however far off it is.
+
+    Engines that do the same differ by some percent for as long as they live, by where their memory
+    lies, and rounds do not tell that from a slow way: below is a round where the way is slower than
+    `least` times the slower one of "plain" and "plain again"."""
+    found: list[str] = []
+    for cell, by_way in by_batch.items():
+        again = by_way[AGAIN]["wall_speeds"] if AGAIN in by_way else None
+        for way, one in by_way.items():
+            speeds = one["wall_speeds"]
+            of_plain = [1.0] * len(speeds)
+            if again is not None and way != AGAIN:
+                of_plain = [min(1.0, speed) for speed in again]
+            pairs = zip(speeds, of_plain, strict=True)
+            num_below = sum(speed < least * plain for speed, plain in pairs)
+            if one["wall_speed"] < least and _chance(num_below, len(speeds)) <= FALSE_ALARM:
+                what = f"{num_below} of {len(speeds)} rounds"
+                found.append(f"{cell}, {way}: {one['wall_speed']:.3f}, {what}")
+    return found
+
+
+def _chance(num_heads: int, num_tosses: int) -> float:
+    """Of so many heads, or more."""
+    ways = sum(math.comb(num_tosses, heads) for heads in range(num_heads, num_tosses + 1))
+    return float(ways / 2**num_tosses)
 
 
 class Kept:

@@ -16,6 +16,7 @@ from engine.holdings import Holdings
 from engine.request import STARTED, WITHOUT_BLOCKS, EngineStats, Request, State
 from engine.sequence import HOLE, Sequence
 
+_RUNNING = (State.RUNNING, State.PREFILLING)
 _WAITING = (
     State.QUEUED,
     State.WAITING_FOR_GRAMMAR,
@@ -39,6 +40,18 @@ class Totals:
     step_s: float = 0.0
 
 
+def num_running_and_waiting(groups: Mapping[str, Group]) -> tuple[int, int]:
+    """Requests; as `stats` counts them, which has more to count."""
+    num_running = num_waiting = 0
+    for group in groups.values():
+        state = group.state
+        if state in _RUNNING:
+            num_running += 1
+        elif state in _WAITING:
+            num_waiting += 1
+    return num_running, num_waiting
+
+
 def stats(
     groups: Mapping[str, Group],
     holdings: Holdings,
@@ -55,7 +68,7 @@ def stats(
     return EngineStats(
         num_reserved=states[State.RESERVED],
         num_waiting=sum(states[state] for state in _WAITING),
-        num_running=states[State.PREFILLING] + states[State.RUNNING],
+        num_running=sum(states[state] for state in _RUNNING),
         num_holding=states[State.HOLDING],
         num_blocks=pool.num_blocks,
         num_free_blocks=pool.num_free + num_idle_blocks,

@@ -155,7 +155,7 @@ class Parts:
             self.holdings,
             self.metrics,
             self.totals,
-            stats=self.stats,
+            groups=self.groups,
             clock=clock,
         )
 

@@ -165,7 +165,7 @@ class Runner:
                 wants_layers=() if speculator is None else speculator.readers.layers,
             )
             self.is_device_behind = True
-            logits, drawn = self._draw(step, planned)
+            logits, drawn = self._draw(step, planned, guesses)
         except BaseException:
             if self._speculator is not None:
                 self._speculator.take_back(planned, guesses)
@@ -192,10 +192,10 @@ class Runner:
         return Result(events, num_prefills, num_decodes + num_all_kept, num_guessed, num_all_kept)
 
     def _draw(
-        self, step: Step, planned: list[tuple[Sequence, int]]
+        self, step: Step, planned: list[tuple[Sequence, int]], guesses: Mapping[Key, Guess]
     ) -> tuple[torch.Tensor, list[pipeline.Drawn]]:
         """Logits [R, V] of all rows, and what was drawn from those that are not beams'."""
-        fill = self._constraints.begin_fill(step.grammars)
+        fill = self._constraints.begin_fill(step.grammars) if step.has_grammars else None
         try:
             logits = self._model.forward(step.batch)
         except BaseException:
@@ -209,6 +209,8 @@ class Runner:
             draws = masked(draws, step.rows, step.grammars, fill)
         drawing = pipeline.begin(logits, draws, None if step.is_plain else step.rows)
         self._foresight.use_wait(planned)
+        if self._speculator is not None:
+            self._speculator.use_wait(guesses)
         return logits, drawing()
 
     def _embeddings(self, step: Step) -> dict[str, tuple[float, ...]]:

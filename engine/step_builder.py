@@ -2,7 +2,8 @@
 and no states. Engine thread only.
 
 A sample with a token tree has a row of logits for its last token and one for each node: what would
-be drawn if the path to that node were its text.
+be drawn if the path to that node were its text. What is drawn is laid out when somebody asks: the
+device can compute meanwhile.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Values
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
 
 from engine.batch import Batch, Span
 from engine.constraints import end_token_ids
@@ -29,34 +31,71 @@ if TYPE_CHECKING:
     from engine.sampling.history import TokenHistory
 
 
+class _Drawing(NamedTuple):
+    """Who has rows of logits."""
+
+    sequence: Sequence
+    num_tokens: int
+    """That it has, guesses not counted."""
+    guess: Guess | None
+
+
+class _Laid(NamedTuple):
+    """See the properties of Step."""
+
+    draws: list[Draw]
+    rows: list[int]
+    samples: list[Sequence]
+    grammars: list[GrammarState | None]
+
+
 @dataclass(frozen=True)
 class Step:
-    """One step's input."""
+    """One step's input, and what is drawn of its logits: to be asked for before it is booked."""
 
     batch: Batch
 
-    draws: tuple[Draw, ...]
-    """What to draw, in the order of the batch; a prompt that forks has one for each sample."""
+    drawing: tuple[_Drawing, ...]
+    """In the order of the batch."""
 
-    rows: tuple[int, ...]
-    """The row of logits of each draw."""
-
-    samples: tuple[Sequence, ...]
-    """Whose each row of logits is; of a prompt that forks, its first sample's. Beams have rows, but
-    no draws."""
-
-    grammars: tuple[GrammarState | None, ...]
-    """Where each row of logits is in its sample's grammar."""
+    eos_token_ids: frozenset[int]
 
     num_decode_tokens: int
     """Tokens of samples that have drawn before; guesses are not counted."""
 
     has_beams: bool
 
+    has_grammars: bool
+
+    @cached_property
+    def _laid(self) -> _Laid:
+        return _lay_out(self.drawing, self.eos_token_ids)
+
+    @property
+    def draws(self) -> Values[Draw]:
+        """What to draw, in the order of the batch; a prompt that forks has one for each sample."""
+        return self._laid.draws
+
+    @property
+    def rows(self) -> Values[int]:
+        """The row of logits of each draw."""
+        return self._laid.rows
+
+    @property
+    def samples(self) -> Values[Sequence]:
+        """Whose each row of logits is; of a prompt that forks, its first sample's. Beams have rows,
+        but no draws."""
+        return self._laid.samples
+
+    @property
+    def grammars(self) -> Values[GrammarState | None]:
+        """Where each row of logits is in its sample's grammar."""
+        return self._laid.grammars
+
     @property
     def is_plain(self) -> bool:
         """Row i of the logits is draw i's."""
-        return self.rows == tuple(range(len(self.samples)))
+        return self._laid.rows == list(range(len(self._laid.samples)))
 
 
 def build(
@@ -85,12 +124,9 @@ def build(
     all_token_ids: list[int] = []
     spans: list[Span] = []
     draw_indices: list[int] = []
-    draws: list[Draw] = []
-    rows: list[int] = []
-    samples: list[Sequence] = []
-    grammars: list[GrammarState | None] = []
+    drawing: list[_Drawing] = []
     num_decode_tokens = 0
-    has_beams = False
+    has_beams = has_grammars = gives_embedding = False
     for sequence, num_tokens in planned:
         group, token_ids = sequence.group, sequence.token_ids
         guess = guesses.get(sequence.key) if guesses else None
@@ -120,45 +156,48 @@ def build(
             all_token_ids += tree.token_ids
             spans.append(_tree_span(start, num_tokens, sequence, tree))
         if end == len(token_ids) and (has_drawn or not group.is_continued):
-            if sequence.request.beam is None:
-                sampling = sequence.request.sampling
-                ends = end_token_ids(sampling, eos_token_ids)
-                first = sampling.sample_index + sequence.sample_index
-                num_drawn = end - sequence.num_prompt_tokens
-                for index in range(first, first + group.num_places):
-                    rows.append(len(samples))
-                    draws.append(Draw(sampling, end, index, num_drawn, ends, sequence.history))
-            else:
-                has_beams = True
-            samples.append(sequence)
-            grammars.append(sequence.grammar)
-            draw_indices.append(len(all_token_ids) - (1 if tree is None else 1 + len(tree)))
-            if guess is not None and tree is not None:
-                first_row, first_place = len(samples), draw_indices[-1] + 1
-                rows += range(first_row, first_row + len(tree))
-                proposals = guess.proposals or (None,) * (1 + len(tree))
-                draws[-1] = draws[-1]._replace(proposals=proposals[0])
-                draws += _tree_draws(draws[-1], tree, proposals[1:])
-                samples += [sequence] * len(tree)
-                grammars += guess.grammars
-                draw_indices += range(first_place, first_place + len(tree))
+            drawing.append(_Drawing(sequence, end, guess))
+            has_beams = has_beams or sequence.request.beam is not None
+            has_grammars = has_grammars or sequence.grammar is not None
+            gives_embedding = gives_embedding or sequence.gives_embedding
+            num_rows = 1 if tree is None else 1 + len(tree)
+            draw_indices += range(len(all_token_ids) - num_rows, len(all_token_ids))
     batch = Batch(
         tuple(all_token_ids),
         tuple(spans),
         tuple(draw_indices),
-        wants_hidden=bool(wants_hidden) or any(sample.gives_embedding for sample in samples),
+        wants_hidden=gives_embedding or bool(wants_hidden),
         wants_every_hidden=wants_hidden is Wants.EVERY,
         wants_layers=wants_layers,
     )
-    return Step(
-        batch,
-        tuple(draws),
-        tuple(rows),
-        tuple(samples),
-        tuple(grammars),
-        num_decode_tokens,
-        has_beams,
-    )
+    return Step(batch, tuple(drawing), eos_token_ids, num_decode_tokens, has_beams, has_grammars)
+
+
+def _lay_out(drawing: Iterable[_Drawing], eos_token_ids: frozenset[int]) -> _Laid:
+    draws: list[Draw] = []
+    rows: list[int] = []
+    samples: list[Sequence] = []
+    grammars: list[GrammarState | None] = []
+    for sequence, num_tokens, guess in drawing:
+        if sequence.request.beam is None:
+            sampling = sequence.request.sampling
+            ends = end_token_ids(sampling, eos_token_ids)
+            first = sampling.sample_index + sequence.sample_index
+            num_drawn = num_tokens - sequence.num_prompt_tokens
+            for index in range(first, first + sequence.group.num_places):
+                rows.append(len(samples))
+                draws.append(Draw(sampling, num_tokens, index, num_drawn, ends, sequence.history))
+        samples.append(sequence)
+        grammars.append(sequence.grammar)
+        if guess is not None:
+            num_nodes = len(guess.tree)
+            rows += range(len(samples), len(samples) + num_nodes)
+            if guess.proposals:
+                draws[-1] = draws[-1]._replace(proposals=guess.proposals[0])
+            draws += _tree_draws(draws[-1], guess.tree, guess.proposals[1:])
+            samples += [sequence] * num_nodes
+            grammars += guess.grammars
+    return _Laid(draws, rows, samples, grammars)
 
 
 def _tree_span(start: int, num_tokens: int, sequence: Sequence, tree: TokenTree) -> Span:
@@ -174,27 +213,43 @@ def _tree_span(start: int, num_tokens: int, sequence: Sequence, tree: TokenTree)
 
 
 def _tree_draws(root: Draw, tree: TokenTree, proposals: Values[Proposals | None]) -> list[Draw]:
-    """What would be drawn after each node."""
+    """What would be drawn after each node.
+
+    Args:
+        proposals: of each node, or none.
+    """
+    if root.history is None and not any(proposals):
+        # What is drawn depends on the place alone: nodes of one depth share it.
+        levels = [_at_depth(root, depth) for depth in range(1 + max(tree.depths, default=0))]
+        return [levels[depth] for depth in tree.depths]
     histories: dict[int, TokenHistory] = {}
     if root.history is not None:
         histories[ROOT] = root.history
     draws: list[Draw] = []
+    proposals = proposals or (None,) * len(tree)
     nodes = zip(tree.token_ids, tree.parents, tree.depths, proposals, strict=True)
     for node, (token_id, parent, depth, proposed) in enumerate(nodes):
         if histories:
             histories[node] = histories[parent].fork()
             histories[node].append(token_id)
-        # Positional, as it is made for every node while the device waits: a third of the price.
-        draws.append(
-            Draw(
-                root.sampling,
-                root.position + depth,
-                root.sample_index,
-                root.num_output_tokens + depth,
-                root.end_token_ids,
-                histories.get(node),
-                root.bitmask,
-                proposed,
-            )
-        )
+        draws.append(_at_depth(root, depth, histories.get(node), proposed))
     return draws
+
+
+def _at_depth(
+    root: Draw,
+    depth: int,
+    history: TokenHistory | None = None,
+    proposed: Proposals | None = None,
+) -> Draw:
+    # Positional, as it is made while the device waits: a third of the price.
+    return Draw(
+        root.sampling,
+        root.position + depth,
+        root.sample_index,
+        root.num_output_tokens + depth,
+        root.end_token_ids,
+        history,
+        root.bitmask,
+        proposed,
+    )

@@ -5,14 +5,14 @@ Events of a step that an exception cut short are told by the next. Engine thread
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from engine.accounts import Totals
+from engine.accounts import Totals, num_running_and_waiting
 from engine.constraints import Constraints
 from engine.entrance import Entrance
+from engine.group import Group
 from engine.holdings import Holdings
 from engine.metrics import EngineMetrics
-from engine.request import EngineStats
 from engine.runner import Runner
 from engine.scheduler import Scheduler
 from engine.step_output import RequestEvent, StepOutput
@@ -26,7 +26,7 @@ class Steps:
     """See the module.
 
     Args:
-        stats: the engine's, after a step.
+        groups: the live requests.
         clock: of the metrics.
     """
 
@@ -40,7 +40,7 @@ class Steps:
         metrics: EngineMetrics,
         totals: Totals,
         *,
-        stats: Callable[[], EngineStats],
+        groups: Mapping[str, Group],
         clock: Callable[[], float],
     ) -> None:
         self._entrance = entrance
@@ -50,7 +50,7 @@ class Steps:
         self._holdings = holdings
         self._metrics = metrics
         self._totals = totals
-        self._stats = stats
+        self._groups = groups
         self._clock = clock
         self._untold: list[RequestEvent] = []
 
@@ -86,23 +86,22 @@ class Steps:
         # Kept guesses are among the decodes.
         num_refused = num_guessed - num_kept
         self._totals.num_computed_tokens += num_prefills + num_decodes + num_refused
-        seconds = 0.0
         if is_computing:
             seconds = self._clock() - began
             self._totals.num_computing_steps += 1
             self._totals.num_decode_tokens += num_decodes
             self._totals.step_s += seconds
-        stats = self._stats()
-        if is_computing:
-            self._metrics.on_step(num_prefills, num_decodes, seconds, stats.num_referenced_blocks)
+            num_used_blocks = self._holdings.pool.num_referenced
+            self._metrics.on_step(num_prefills, num_decodes, seconds, num_used_blocks)
             if num_guessed:
                 self._metrics.on_guesses(num_guessed, num_kept)
+        num_running, num_waiting = num_running_and_waiting(self._groups)
         return StepOutput(
             events=tuple(events),
             num_scheduled_tokens=num_prefills + num_decodes,
             num_free_blocks=self._holdings.num_available,
-            num_running=stats.num_running,
-            num_waiting=stats.num_waiting,
+            num_running=num_running,
+            num_waiting=num_waiting,
             step=self._totals.num_steps,
             began_s=began,
             ended_s=self._clock(),

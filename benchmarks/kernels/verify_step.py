@@ -6,7 +6,7 @@ attention, and without what turns heads and writes KV besides, so that the diffe
 adds (kernels overlap: their own times do not add up to a step's); the forward as the engine calls
 it, from an idle device to its end, and what the host did of that; the draw behind it, and the move
 of a kept path. Then the same forward with attention and products cut otherwise than their tables
-say, and with the first graph of the step cut elsewhere: milliseconds beside those of the tables.
+say: milliseconds beside those of the tables.
 
     python -m benchmarks.kernels.verify_step [--shape llama-8b] [--nodes 8 16 32 64]
 
@@ -35,7 +35,6 @@ from benchmarks.kernels.verify_ways import (
     Way,
     attention_ways,
     going,
-    graph_ways,
     product_ways,
 )
 from benchmarks.random_checkpoint import SHAPES
@@ -146,7 +145,7 @@ class Bench:
 
     def calls(self, batch: Batch) -> dict[str, float]:
         """Of the forward from an idle device to its end; and what of that the host took: its
-        inputs, the launch of its graphs, and all until it was free again."""
+        inputs, the launch of its graph, and all until it was free again."""
         graphs, shape = self.graphs_for(batch)
         its = graphs._graphs  # noqa: SLF001  as above
         whole: list[float] = []
@@ -158,7 +157,7 @@ class Bench:
             self._wait()
             whole.append(time.perf_counter() - began)
             began = time.perf_counter()
-            graphs._words_of(shape, batch)  # noqa: SLF001  as above
+            graphs._put(shape, batch)  # noqa: SLF001  as above
             host["inputs"].append(time.perf_counter() - began)
             began = time.perf_counter()
             its.run(shape)
@@ -267,14 +266,8 @@ def measure(bench: Bench, nodes: Sequence[int], compared_nodes: Sequence[int]) -
     for num_nodes in compared_nodes if bench.is_cuda else ():
         batch = tree_batch(bench.context_len, num_nodes)
         console.print(f"{num_nodes} nodes, otherwise (ms of the forward):")
-        forward = [*attention_ways(), *product_ways()]
-        found = compared(forward, lambda batch=batch: bench.step_ms(batch), console.print)
-        console.print("    from an idle device to its end:")
-        found |= compared(
-            graph_ways(),
-            lambda batch=batch: bench.calls(batch)["from idle to its end"],
-            console.print,
-        )
+        ways = [*attention_ways(), *product_ways()]
+        found = compared(ways, lambda batch=batch: bench.step_ms(batch), console.print)
         result["ways"][f"{num_nodes} nodes"] = found
     return result
 

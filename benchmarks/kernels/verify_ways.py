@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from engine.decoder import decoder as decoder_module
 from engine.decoder.layer_attention import LayerAttention
 
 Replaced = tuple[Any, str, Any]
@@ -84,15 +83,6 @@ def product_ways() -> list[Way]:
         found.append(Way(f"products {cut}", (ours,)))
         found.append(Way(f"products {cut}, small weights, too", (ours, all_ours)))
     return found
-
-
-def graph_ways() -> list[Way]:
-    """The step's first graph of so many layers; -1: one graph of all."""
-    counts = (-1, 1, 2, 4)
-    return [
-        Way(f"first layers: {count}", ((decoder_module, "_NUM_FIRST_LAYERS", count),))
-        for count in counts
-    ]
 
 
 @contextlib.contextmanager

@@ -32,10 +32,6 @@ _LEAST_SPARED_ROWS = 64
 """The last layer computes only rows that are drawn from, where that spares so many. A guess: what
 two more small launches cost."""
 
-_NUM_FIRST_LAYERS = 2
-"""Of a step that has two graphs, in the first one: the device's time for them is what the host has
-for launching the others."""
-
 _AttendLayer = Callable[[int, LayerWeights, torch.Tensor], torch.Tensor]
 """(index among this stage's layers, layer, qkv [T, (H + 2 K) D]) -> [T, H D]."""
 
@@ -150,8 +146,6 @@ class Decoder:
         for index, layer in enumerate(self.weights.layers):
             if self.keeping is not None:
                 self.keeping.enter(index, stream.x)
-            if index == _NUM_FIRST_LAYERS and inputs.is_begun is not None:
-                inputs.is_begun()
             if index == last and self._spares_rows(inputs):
                 return self._logits(self._last_layer(index, layer, stream, inputs))
             stream = self._layer(index, layer, stream, attend)

@@ -1,6 +1,5 @@
 """GraphSet: one computation, captured as a CUDA graph for each of the shapes that it is asked for
-in, or as two, one after the other: to launch hundreds of kernels takes the host a while in which
-the device would wait for the first of them. Without CUDA it runs as it is.
+in. Without CUDA it runs as it is.
 
 A graph replays its launches with the addresses that they were captured with: what the computation
 reads and leaves lies in tensors that are made once. Knows neither rows nor models. Invariant: what
@@ -45,8 +44,7 @@ class GraphSet(Generic[Shape]):
     def __init__(self, compute: Callable[[Shape], None], *, uses_graphs: bool) -> None:
         self._compute = compute
         self._uses_graphs = uses_graphs
-        self._graphs: dict[Shape, list[torch.cuda.CUDAGraph]] = {}
-        self._capturing: tuple[list[torch.cuda.CUDAGraph], GraphMemory] | None = None
+        self._graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
 
     @torch.inference_mode()
     def capture(
@@ -90,26 +88,17 @@ class GraphSet(Generic[Shape]):
         last graph that speaks to it is gone. Nothing runs after it."""
         self._graphs.clear()
 
-    def _capture(self, shape: Shape, memory: GraphMemory) -> list[torch.cuda.CUDAGraph]:
+    def _capture(self, shape: Shape, memory: GraphMemory) -> torch.cuda.CUDAGraph:
         # Once as it is: a kernel's first launch compiles and loads it, which no capture may do.
         self._compute(shape)
-        graphs: list[torch.cuda.CUDAGraph] = []
-        self._capturing = (graphs, memory)
-        _begin(graphs, memory)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may use the device meanwhile; this one launches nothing else.
+        graph.capture_begin(pool=memory.pool, capture_error_mode="thread_local")
         try:
             self._compute(shape)
         finally:
-            self._capturing = None
-            graphs[-1].capture_end()
-        return graphs
-
-    def cut(self) -> None:
-        """For the computation to call: what it launches from here on is a graph of its own, which
-        the host launches while the device computes what came before."""
-        if self._capturing is not None:
-            graphs, memory = self._capturing
-            graphs[-1].capture_end()
-            _begin(graphs, memory)
+            graph.capture_end()
+        return graph
 
     @torch.inference_mode()
     def run(self, shape: Shape) -> None:
@@ -120,19 +109,10 @@ class GraphSet(Generic[Shape]):
         if not self._uses_graphs:
             self._compute(shape)
             return
-        graphs = self._graphs.get(shape)
-        if graphs is None:
+        graph = self._graphs.get(shape)
+        if graph is None:
             raise IntegrityError(f"no graph of {shape} was captured")
-        for graph in graphs:
-            graph.replay()
-
-
-def _begin(graphs: list[torch.cuda.CUDAGraph], memory: GraphMemory) -> None:
-    """Capture one more from here on."""
-    graph = torch.cuda.CUDAGraph()
-    # Other threads may use the device meanwhile; this one launches nothing else.
-    graph.capture_begin(pool=memory.pool, capture_error_mode="thread_local")
-    graphs.append(graph)
+        graph.replay()
 
 
 class Captured(Protocol):

@@ -9,7 +9,7 @@ followed; a position of -1 is a row that writes no KV. Engine thread only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -89,9 +89,6 @@ class MixedInputs:
 
     trees: TreeInputs | None = None
     """Of the last rows, and the last sequences."""
-
-    is_begun: Callable[[], None] | None = None
-    """Called when the first layers are launched (GraphSet.cut)."""
 
     @property
     def num_rows(self) -> int:
@@ -192,7 +189,6 @@ def mixed_inputs(batch: Batch, device: torch.device) -> MixedInputs:
     return MixedInputs(
         **brought,
         trees=found,
-        is_begun=None,
         num_singles=num_singles,
         max_query_len=max((span.num_tokens for span in chunks), default=0),
         max_end=max((span.end for span in chunks), default=0),

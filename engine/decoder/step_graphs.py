@@ -218,7 +218,6 @@ class StepGraphs:
                 max_end=self._max_end if shape.num_chunks else 0,
                 slots=None,
                 trees=None,
-                is_begun=self._graphs.cut,
             )
         )
         if self._logits is None:  # not within a capture: a run goes before it

@@ -14,11 +14,13 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from engine.batch import Batch
 from engine.decoder.graph_set import GraphMemory, GraphSet
 from engine.decoder.inputs import MixedInputs
 from engine.decoder.numbers import int32s, table_of
+from engine.decoder.pinned_words import PinnedWords
 from engine.decoder.rows import aligned
 from engine.decoder.shape import DecoderShape
 from engine.decoder.tree_inputs import TreeInputs, as_lines, put_nodes, width_of
@@ -102,6 +104,9 @@ class TreeGraphs:
         most = max((shape.num_sequences for shape in self.shapes), default=0)
         num_words = self._first_table + most * self._table_width
         self._words = torch.zeros(num_words, dtype=torch.int32, device=device)
+        self._pinned = PinnedWords(device)
+        most_rows = max((shape.num_rows for shape in self.shapes), default=0)
+        self._numbers = np.arange(most_rows, dtype=np.int32)
         self._graphs = GraphSet(self._compute, uses_graphs=uses_graphs and self._is_cuda)
         self._logits: torch.Tensor | None = None  # of all shapes: kept apart they would be many
 
@@ -174,9 +179,9 @@ class TreeGraphs:
         Args:
             shape: `shape_of` the batch.
         """
-        words = self._words_of(shape, batch)
+        words = self._put(shape, batch)
         first = self._layouts[shape].first
-        self._words[first : first + len(words)].copy_(words, non_blocking=True)
+        self._pinned.send(self._words[first : first + len(words)])
         self._graphs.run(shape)
         if self._logits is None:
             raise IntegrityError("a step that was not captured")
@@ -190,14 +195,12 @@ class TreeGraphs:
         first, size = self._layouts[shape].parts[name]
         return self._words[first : first + size]
 
-    def _words_of(self, shape: TreeShape, batch: Batch) -> torch.Tensor:
-        """The padded step, from the layout's first word on, in memory that the copy to the device
-        may read late. Tables of sequences that are not there are not brought: nobody looks."""
+    def _put(self, shape: TreeShape, batch: Batch) -> NDArray[np.int32]:
+        """The padded step, from the layout's first word on, where `_pinned` brings it from. Tables
+        of sequences that are not there are not brought: nobody looks."""
         spans, num_rows = batch.spans, len(batch.token_ids)
         layout, width = self._layouts[shape], self._table_width
-        num_words = self._first_table - layout.first + len(spans) * width
-        words = torch.zeros(num_words, dtype=torch.int32, pin_memory=self._is_cuda)
-        host = words.numpy()
+        host = self._pinned.begin(self._first_table - layout.first + len(spans) * width)
         token_ids, positions, slots, sequence_ids, depths, num_cached, node_starts, visible = (
             host[first - layout.first : first - layout.first + size]
             for first, size in layout.parts.values()
@@ -205,21 +208,27 @@ class TreeGraphs:
         lines = visible.view(np.bool_)[: num_rows * self._line]
         put_nodes(spans, depths, lines.reshape(num_rows, self._line))
         token_ids[:num_rows] = int32s(batch.token_ids)
-        counts = np.array([span.num_tokens for span in spans], dtype=np.int32)
-        starts = np.array([span.start for span in spans], dtype=np.int32)
-        ends = counts.cumsum()
-        np.add(starts.repeat(counts), depths[:num_rows], out=positions[:num_rows])
         positions[num_rows:] = -1
-        slots[:num_rows] = np.arange(num_rows) + (starts - ends + counts).repeat(counts)
-        sequence_ids[:num_rows] = np.arange(len(spans)).repeat(counts)
-        num_cached[: len(spans)] = starts
-        node_starts[1 : len(spans) + 1] = ends
-        node_starts[len(spans) + 1 :] = num_rows
+        node_starts[1:] = num_rows
+        if len(spans) == 1:  # a third of numpy's calls
+            start = spans[0].start
+            num_cached[0] = start
+            positions[:num_rows] = depths[:num_rows] + start
+            slots[:num_rows] = self._numbers[:num_rows] + start
+        else:
+            counts = np.array([span.num_tokens for span in spans], dtype=np.int32)
+            starts = np.array([span.start for span in spans], dtype=np.int32)
+            ends = counts.cumsum()
+            num_cached[: len(spans)] = starts
+            positions[:num_rows] = depths[:num_rows] + starts.repeat(counts)
+            slots[:num_rows] = self._numbers[:num_rows] + (starts - ends + counts).repeat(counts)
+            sequence_ids[:num_rows] = self._numbers[: len(spans)].repeat(counts)
+            node_starts[1 : len(spans) + 1] = ends
         first = self._first_table - layout.first
         for span in spans:
             host[first : first + len(span.block_ids)] = table_of(span.block_ids)
             first += width
-        return words
+        return host
 
     def _is_of_chunks(self, shape: TreeShape) -> bool:
         return self._max_trees is not None and shape.num_sequences > self._max_trees
@@ -251,7 +260,6 @@ class TreeGraphs:
                 max_end=self._table_width * self._block_size if is_of_chunks else 0,
                 slots=parts["slots"],
                 trees=trees,
-                is_begun=self._graphs.cut,
             )
         )
         if self._logits is None:  # not within a capture: a run goes before it

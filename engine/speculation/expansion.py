@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 
 from engine.speculation.tree import ROOT, TokenTree
 
@@ -50,8 +51,18 @@ class Calibration:
 
     def chance(self, belief: float) -> float:
         """In [0, 1]: of such a node, given its parent is kept."""
-        place = _bin(belief)
-        return (self._num_kept[place] + _PRIOR * belief) / (self._num_seen[place] + _PRIOR)
+        return self.chances((belief,))[0]
+
+    def chances(self, beliefs: Iterable[float]) -> list[float]:
+        """`chance` of each."""
+        num_seen, num_kept, last = self._num_seen, self._num_kept, _NUM_BINS - 1
+        found: list[float] = []
+        for belief in beliefs:  # no calls: of every node, while the device waits
+            place = int(belief * _NUM_BINS)
+            if place > last:
+                place = last
+            found.append((num_kept[place] + _PRIOR * belief) / (num_seen[place] + _PRIOR))
+        return found
 
 
 def _bin(belief: float) -> int:
@@ -146,31 +157,36 @@ def choose(trees: Sequence[TokenTree], load: Load, max_num_nodes: int) -> list[T
     Returns: as many trees, some maybe empty. More nodes never mean fewer tokens per second by the
         same reckoning, and no node is taken without its parent.
     """
+    # Among equals, those of the first tree: which of its own, `best` says.
     nodes = sorted(
-        (-chance, index, node)
-        for index, tree in enumerate(trees)
-        for node, chance in enumerate(tree.chances)
+        chain.from_iterable(zip(tree.chances, repeat(-index)) for index, tree in enumerate(trees)),
+        reverse=True,
     )
     num_tokens = float(load.num_sequences)
     seconds = load.plain_s  # prompts take theirs in any case
+    row_s = load.row_s
     counts = [0] * len(trees)
-    for negative, index, _ in nodes[: max(max_num_nodes, 0)]:
+    for chance, negative in nodes[: max(max_num_nodes, 0)]:
         # Worth it while what it adds per second is more than what the step has per second.
-        if -negative * seconds <= num_tokens * load.row_s:
+        if chance * seconds <= num_tokens * row_s:
             break
-        num_tokens -= negative
-        seconds += load.row_s
-        counts[index] += 1
+        num_tokens += chance
+        seconds += row_s
+        counts[-negative] += 1
     return [tree.best(count) for tree, count in zip(trees, counts, strict=True)]
 
 
 def calibrated(tree: TokenTree, calibration: Calibration) -> TokenTree:
     """The tree with chances by what was seen."""
+    parents, believed = tree.parents, tree.chances
+    beliefs = [
+        belief if parent == ROOT else belief / believed[parent] if believed[parent] > 0.0 else 0.0
+        for parent, belief in zip(parents, believed, strict=True)
+    ]
     chances: list[float] = []
-    for parent, believed in zip(tree.parents, tree.chances, strict=True):
-        above = 1.0 if parent == ROOT else tree.chances[parent]
-        chance = calibration.chance(believed / above if above > 0.0 else 0.0)
-        chances.append(min(chance, 1.0) * (1.0 if parent == ROOT else chances[parent]))
+    for parent, chance in zip(parents, calibration.chances(beliefs), strict=True):
+        within = chance if chance < 1.0 else 1.0
+        chances.append(within if parent == ROOT else within * chances[parent])
     return tree.with_chances(tuple(chances))
 
 

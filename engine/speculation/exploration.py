@@ -8,10 +8,13 @@ what calls bring and a share of each step's seconds, and pays what calls cost. N
 it is in debt. Hence the law (test_exploration.py): **time lost <= share * time served + a few
 steps' seconds, once + the loss of one trial**, in each class, whatever the costs are.
 
-A trial is a few calls in a row: after a pause the first one has to catch up. It begins with one
-sequence. Where one sequence's tokens would pay, were there as many for each of the batch and the
-drafter's call no dearer, the next trial asks for more of them: on a device a call for all costs
-little more than for one, and only all together pay it.
+A trial is a few calls in a row: after a pause the first one has to catch up. With few sequences the
+first trial asks for all of them at once, or for fewer where those are long and so much would have
+to be caught up with; with more it asks for one, and some time later. Where their tokens would pay,
+were there as many for each of the batch and the drafter's call no dearer, the next trial asks for
+more of them: only all together may pay the call. Where each sequence's tokens are worth less than
+its rows, the next one asks for fewer. It ends early where not even the best outcome would pay, and
+goes on in debt while calls gain: what was lost once, as by catching up, is theirs to pay.
 
 Where steps are launched ahead (engine/runner.py), a step with guesses is not, nor is the next one's
 launch hidden behind it. That time (the pause) is charged like any other: what a step lasts without
@@ -33,16 +36,23 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from engine.speculation.expansion import Load, StepCost
-from engine.speculation.pace import ACCIDENT, Pace
+from engine.speculation.pace import ACCIDENT, Pace, size_place
 from engine.speculation.worth import SHARE, Call, Worth, size_class
 
 _Task = TypeVar("_Task")
 
-_MOST, _MOST_CLEAR = 8, 128
+_MOST, _MOST_CLEAR, _MOST_CLEAR_LAUNCHED = 8, 32, 128
 """Steps with guesses in a row, after which a plain one says what those cost now; more of them where
-there is no doubt that guessing pays; guessed."""
-_AWAKE_STEPS = 32
-"""Before somebody can be asked: twice what the pace of steps is an average of (pace.py)."""
+there is no doubt that guessing pays, still more where a launched one takes others before and after
+it; guessed."""
+_CATCH_UP = 512
+"""Tokens, at most, of the sequences that a first trial asks for, if they are several: a drafter may
+have to compute all of them; guessed."""
+_ROWS_SHARE = 0.1
+"""What a row costs is not known before the first guesses: it is taken for so much of what a token
+costs that the step gives without them. So guesses that are that unlikely are left out; guessed."""
+_AWAKE_STEPS = 24
+"""Before somebody can be asked: three times what the pace of steps is a median of (pace.py)."""
 
 
 class Exploration:
@@ -65,6 +75,8 @@ class Exploration:
         self.load = Load(1, 1, 1.0, 0.0)
         """Of the step that is being computed."""
         self._num_sequences = self._num_rows = 0
+        self._seen: set[int] = set()
+        """About so many rows a step with guesses had."""
         self._widths: dict[int, int] = {}
         self._num_tasks: dict[int, int] = {}
         self._is_pausing = False
@@ -143,14 +155,17 @@ class Exploration:
         return [worth for worth in self._worths if worth.is_able(num_sequences)]
 
     def _most(self, able: Sequence[Worth], num_sequences: int) -> int:
-        return _MOST_CLEAR if all(one.is_clear(num_sequences) for one in able) else _MOST
+        if not all(one.is_clear(num_sequences) for one in able):
+            return _MOST
+        return _MOST_CLEAR_LAUNCHED if self._pace.is_launched(num_sequences) else _MOST_CLEAR
 
-    def begin(self, num_sequences: int, num_rows: int) -> bool:
+    def begin(self, num_sequences: int, num_rows: int, num_tokens: int = 0) -> bool:
         """A step is planned. Returns: somebody is to be asked.
 
         Args:
             num_sequences: that draw a token in it.
             num_rows: without guesses.
+            num_tokens: that its sequences have, together.
         """
         self._wake()
         self._widths.clear()
@@ -165,6 +180,8 @@ class Exploration:
         base_s, row_s = self._cost.line(num_sequences)
         pace_s = self._pace.seconds(num_sequences, row_s, self._most(able, num_sequences))
         if pace_s is not None and num_rows == num_sequences:
+            if not self._cost.knows_rows(num_sequences):
+                row_s = max(row_s, _ROWS_SHARE * pace_s / num_sequences)
             base_s = max(pace_s - row_s * num_rows, 0.0)
         self.load = Load(num_sequences, num_rows, base_s, row_s)
         if self._always:
@@ -175,8 +192,9 @@ class Exploration:
             if self._pace.wants_pause(num_sequences):
                 self._is_pausing = num_rows == num_sequences
                 return False
+            first = max(1, _CATCH_UP * num_sequences // max(num_tokens, 1))
             for drafter, worth in enumerate(self._worths):
-                width = worth.num_asked(self.load)
+                width = worth.num_asked(self.load, first)
                 if width > 0:
                     self._widths[drafter] = width
         return bool(self._widths)
@@ -231,8 +249,10 @@ class Exploration:
         load = self.load
         step_s = seconds - sum(own_s.values())
         longer_s, pause_s = load.row_s * (num_rows - load.num_rows), 0.0
+        is_example = not is_whole or self._is_example(num_rows)
         if is_whole:
-            self._cost.observe(num_rows, step_s)
+            if is_example:
+                self._cost.observe(num_rows, step_s)
             self._pace.on_guessed(num_sequences)
             known_s = self._pace.pause_s(num_sequences)
             self._has_paused = known_s is not None
@@ -246,8 +266,27 @@ class Exploration:
         for drafter, one_s in own_s.items():
             num_tasks, num_kept = self._num_tasks[drafter], num_right[drafter]
             rows_s = (longer_s - pause_s) * share
-            call = Call(num_tasks, num_kept, one_s, rows_s, pause_s * share)
+            num_nodes = num_rows - load.num_rows
+            call = Call(
+                num_tasks,
+                num_kept,
+                num_nodes,
+                own_s=one_s,
+                rows_s=rows_s,
+                pause_s=pause_s * share,
+                is_example=is_example,
+            )
             self._worths[drafter].observe(load, call)
+
+    def _is_example(self, num_rows: int) -> bool:
+        """Not the first step of about so many rows, which may have compiled what the later ones
+        find."""
+        if num_rows == self._num_rows:
+            return True
+        place = size_place(num_rows)
+        is_first = place not in self._seen
+        self._seen.add(place)
+        return not is_first
 
 
 @dataclass(slots=True)

@@ -16,6 +16,7 @@ from engine.request import ModelInfo
 from engine.speculation.config import SpeculationConfig
 from engine.speculation.draft_model import DraftModel
 from engine.speculation.draft_port import DraftPeer
+from engine.speculation.draft_warm_up import warm_up
 from engine.speculation.drafter import Drafter
 from engine.speculation.ngram import PromptLookup
 from engine.speculation.remote import RemoteDrafter
@@ -103,6 +104,7 @@ def _load(
         max_num_tokens=config.max_num_tokens_per_step,
     )
     model.warm_up(progress)
+    warm_up(drafter, config.speculation.max_num_nodes)
     return drafter
 
 

@@ -44,6 +44,8 @@ def num_levels(sample: Sample) -> int:
 
 def within(tree: TokenTree, max_depth: int, ends: Collection[int]) -> TokenTree:
     """The tree without what is deeper, or follows an end."""
+    if max(tree.depths, default=0) <= max_depth and not any(map(ends.__contains__, tree.token_ids)):
+        return tree  # most are so, and the device waits meanwhile
     dropped = {
         node
         for node, (parent, depth) in enumerate(zip(tree.parents, tree.depths, strict=True))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 
 from engine.request import State
 from engine.schedule.order import Key
@@ -71,15 +71,11 @@ class Roster:
             with contextlib.suppress(Exception):  # it may well be broken
                 drafter.forget(key)
 
-    @contextlib.contextmanager
-    def at_their_cost(self) -> Iterator[None]:
-        """What fails meanwhile fails them all, and nothing else."""
-        try:
-            yield
-        except Exception:
-            for index in range(len(self._drafters)):
-                if index not in self.failed:
-                    self.fail(index)
+    def fail_all(self) -> None:
+        """With the exception that is being handled, and nothing else fails."""
+        for index in range(len(self._drafters)):
+            if index not in self.failed:
+                self.fail(index)
 
     def meet(self, sample: Sample) -> None:
         """From now on its key is this sample's."""

@@ -147,8 +147,10 @@ class Speculator:
         self._roster.forget_all_but(running)
         self._ended_s = self._clock()
         seconds = self._ended_s - self._began_s
-        with self._roster.at_their_cost():
+        try:
             self._exploration.pass_by(num_sequences, seconds, is_first=is_first, is_last=is_last)
+        except Exception:
+            self._roster.fail_all()
 
     def guess(self, planned: Sequence[Planned], running: Collection[Key]) -> dict[Key, Guess]:
         """For those of a plan that are worth it; the blocks for them are there.
@@ -164,7 +166,8 @@ class Speculator:
         if self._is_asleep:
             return {}
         began = self._clock()
-        if not self._exploration.begin(num_drawing, num_rows):
+        num_tokens = sum(len(sample.token_ids) for sample, _ in planned)
+        if not self._exploration.begin(num_drawing, num_rows, num_tokens):
             return {}
         samples = self._exploration.among(
             [
@@ -202,6 +205,15 @@ class Speculator:
             self._asked[index] += rest_s / len(self._asked)
         return guesses
 
+    def use_wait(self, guesses: Mapping[Key, Guess]) -> None:
+        """Called when a step with these is queued on the device: what its draws will be held
+        against is made ready."""
+        for guess in guesses.values():
+            guess.tree.prepare()
+        for drafts in self._believed.values():
+            for _, tree in drafts:
+                tree.prepare()
+
     def take_back(self, planned: Sequence[Planned], guesses: Mapping[Key, Guess]) -> None:
         """The step failed: the blocks for its guesses go back."""
         for sample, _ in planned:
@@ -228,8 +240,10 @@ class Speculator:
             self._ended_s = self._clock()
             self._exploration.sleep(self._ended_s - self._began_s)
             return
-        with self._roster.at_their_cost():
+        try:
             self._learn(events, num_kept, num_rows, seen_s)
+        except Exception:
+            self._roster.fail_all()
 
     def _learn(
         self,

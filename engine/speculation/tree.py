@@ -9,8 +9,7 @@ Siblings have different tokens; a token that was drawn several times is one node
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 ROOT = -1
@@ -24,6 +23,37 @@ class Try(NamedTuple):
     """Whose: an index."""
     probability: float
     """Of the token, in the distribution that it was drawn from."""
+
+
+class _Shape:
+    """What follows from a tree's tokens and parents, once somebody asks."""
+
+    __slots__ = ("_children", "_depths", "_parents", "_token_ids")
+
+    def __init__(self, token_ids: tuple[int, ...], parents: tuple[int, ...]) -> None:
+        self._token_ids = token_ids
+        self._parents = parents
+        self._depths: tuple[int, ...] | None = None
+        self._children: dict[int, dict[int, int]] | None = None
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        if self._depths is None:
+            depths: list[int] = []
+            for parent in self._parents:
+                depths.append(1 if parent == ROOT else depths[parent] + 1)
+            self._depths = tuple(depths)
+        return self._depths
+
+    @property
+    def children(self) -> dict[int, dict[int, int]]:
+        if self._children is None:
+            children: dict[int, dict[int, int]] = {}
+            nodes = zip(self._token_ids, self._parents, strict=True)
+            for node, (token_id, parent) in enumerate(nodes):
+                children.setdefault(parent, {})[token_id] = node
+            self._children = children
+        return self._children
 
 
 @dataclass(frozen=True)
@@ -45,7 +75,10 @@ class TokenTree:
     tries: tuple[tuple[Try, ...], ...]
     """Draws that proposed it; none where it was chosen otherwise."""
 
+    _shape: _Shape = field(init=False, repr=False, compare=False)
+
     def __post_init__(self) -> None:
+        object.__setattr__(self, "_shape", _Shape(self.token_ids, self.parents))
         num_nodes = len(self.token_ids)
         if any(len(one) != num_nodes for one in (self.parents, self.chances, self.tries)):
             raise ValueError("a tree's tuples have one entry per node")
@@ -67,21 +100,19 @@ class TokenTree:
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    @cached_property
+    @property
     def depths(self) -> tuple[int, ...]:
         """1 for the root's children."""
-        depths: list[int] = []
-        for parent in self.parents:
-            depths.append(1 if parent == ROOT else depths[parent] + 1)
-        return tuple(depths)
+        return self._shape.depths
 
-    @cached_property
+    @property
     def children(self) -> dict[int, dict[int, int]]:
         """Of each node that has some, and of ROOT: {token id: node}, in order."""
-        children: dict[int, dict[int, int]] = {}
-        for node, parent in enumerate(self.parents):
-            children.setdefault(parent, {})[self.token_ids[node]] = node
-        return children
+        return self._shape.children
+
+    def prepare(self) -> None:
+        """Find out what `children` are, for who has the time now and not later."""
+        _ = self._shape.children
 
     def child(self, node: int, token_id: int) -> int | None:
         """The child of `node` (or ROOT) with this token."""
@@ -97,13 +128,16 @@ class TokenTree:
 
     def with_chances(self, chances: tuple[float, ...]) -> TokenTree:
         """The same nodes with other chances, none greater than its parent's: that is not checked.
-        What is known of the nodes is not found out again: the device waits meanwhile."""
+        What is found out of the nodes of one is known of the other."""
         if len(chances) != len(self):
             raise ValueError("a tree's tuples have one entry per node")
-        tree = object.__new__(TokenTree)
-        known = {"depths": self.depths, "children": self.children}
-        tree.__dict__.update(self.__dict__, chances=chances, **known)
-        return tree
+        return _trusted(self.token_ids, self.parents, chances, self.tries, self._shape)
+
+    def with_tries(self, tries: tuple[tuple[Try, ...], ...]) -> TokenTree:
+        """The same for tries."""
+        if len(tries) != len(self):
+            raise ValueError("a tree's tuples have one entry per node")
+        return _trusted(self.token_ids, self.parents, self.chances, tries, self._shape)
 
     def best(self, num_nodes: int) -> TokenTree:
         """The likeliest `num_nodes` of the nodes; among equals, those that come first. Whole paths,
@@ -125,13 +159,34 @@ class TokenTree:
         return self._only(kept) if gone else self
 
     def _only(self, kept: Sequence[int]) -> TokenTree:
-        places = {ROOT: ROOT, **{node: place for place, node in enumerate(kept)}}
-        return TokenTree(
-            tuple(self.token_ids[node] for node in kept),
-            tuple(places[self.parents[node]] for node in kept),
-            tuple(self.chances[node] for node in kept),
-            tuple(self.tries[node] for node in kept),
+        places = {node: place for place, node in enumerate(kept)}
+        places[ROOT] = ROOT
+        return _trusted(
+            tuple([self.token_ids[node] for node in kept]),
+            tuple([places[self.parents[node]] for node in kept]),
+            tuple([self.chances[node] for node in kept]),
+            tuple([self.tries[node] for node in kept]),
         )
+
+
+def _trusted(
+    token_ids: tuple[int, ...],
+    parents: tuple[int, ...],
+    chances: tuple[float, ...],
+    tries: tuple[tuple[Try, ...], ...],
+    shape: _Shape | None = None,
+) -> TokenTree:
+    """A tree made of trees: what they are is not looked at again, as the device waits meanwhile.
+
+    Args:
+        shape: of another tree of the same nodes.
+    """
+    tree = object.__new__(TokenTree)
+    known = tree.__dict__
+    known["token_ids"], known["parents"] = token_ids, parents
+    known["chances"], known["tries"] = chances, tries
+    known["_shape"] = shape or _Shape(token_ids, parents)
+    return tree
 
 
 EMPTY = TokenTree((), (), (), ())
@@ -178,10 +233,9 @@ def numbered(tree: TokenTree, drafter: int) -> TokenTree:
     """The tree with all its tries in this drafter's name; a node without any gets one that was
     certain to come."""
     certain = (Try(drafter, 1.0),)
-    tries = tuple(
-        tuple(one._replace(drafter=drafter) for one in own) or certain for own in tree.tries
+    return tree.with_tries(
+        tuple(tuple(one._replace(drafter=drafter) for one in own) or certain for own in tree.tries)
     )
-    return TokenTree(tree.token_ids, tree.parents, tree.chances, tries)
 
 
 def merge(trees: Sequence[TokenTree]) -> TokenTree:
@@ -213,7 +267,7 @@ def merge(trees: Sequence[TokenTree]) -> TokenTree:
         chances.append(node.chance)
         all_tries.append(node.tries)
         waiting += [(child, place) for child in reversed(node.children.values())]
-    return TokenTree(tuple(token_ids), tuple(parents), tuple(chances), tuple(all_tries))
+    return _trusted(tuple(token_ids), tuple(parents), tuple(chances), tuple(all_tries))
 
 
 class _Node:

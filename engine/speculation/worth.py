@@ -14,16 +14,32 @@ SHARE = 0.005
 """Of the time served: what finding out may cost, all drafters together."""
 TRIAL = 3
 """Calls in a row; guessed."""
-VALUE = 0.75
+_LEAST_TRIAL = 2
+"""Of them where even the best outcome would not pay: the first one may have to catch up."""
+FEW = 4
+"""A batch of so many is small: the first trial asks for all of it, as a call for a few costs little
+more than one for a single sequence (on a CPU, bundled pair: 9 ms for 1, 13 for 2, 14 for 4), and
+begins at once. Of larger ones it asks for one sequence: each of them pays less of the call, and
+their rows cost as much as their tokens bring where a row has its price (on a CPU from 8 on)."""
+VALUE = 0.9
 """What a kept token is worth of its share of a plain step, where that step is several sequences':
-who is ahead of the others waits for a batch that is as long as its slowest. Guessed."""
+who is ahead of the others waits for a batch that is as long as its slowest. Measured as steps that
+a batch needed, against those that its average sequence needed: 1.0 with 2 to 8, 0.92 with 16 and
+32, of 96 tokens each."""
 _GROWTH = 4
 """How many times more sequences are asked for where few promised gain; guessed."""
 _MEMORY = 16
 """Calls that an average is about; guessed."""
 GRANT_STEPS = 1.0
-"""So many steps' seconds each account begins with: chance may have it that the first calls bring
-nothing where the next ones would; guessed."""
+"""So many steps' seconds the account of a small batch begins with: chance may have it that the
+first calls bring nothing where the next ones would; guessed."""
+_DEBT_STEPS = 1.0
+"""And that of a larger one in debt: it is served 1 / share as much before the first trial. Who has
+few steps to serve is not delayed by it, and who has many soon has done them; guessed."""
+_AGAIN_STEPS = 0.5
+"""Who is in debt is asked again when so many steps' seconds are there: a hundred steps later or
+more, and then a few calls, if they are cheap, instead of one every now and then. Between them
+nothing needs to be measured, which has its price, too (exploration.py:sleeps); guessed."""
 _BANK_STEPS = 16.0
 """Gain is kept for bad times up to so many steps' seconds; guessed."""
 _CLEAR = 0.2
@@ -38,12 +54,16 @@ class Call:
     """Sequences that it was asked for; at least 1."""
     num_kept: int
     """Tokens that it was right in, and that the step computed."""
+    num_nodes: int
+    """That the step computed, of whomever; at least `num_kept`."""
     own_s: float
     """Of the drafter."""
     rows_s: float
     """What its nodes made the step longer."""
     pause_s: float = 0.0
     """What the step lasted longer because it was not launched ahead."""
+    is_example: bool = True
+    """Later ones may take as long: False where a step was the first of its kind."""
 
 
 class Worth:
@@ -60,28 +80,35 @@ class Worth:
     def is_able(self, num_sequences: int) -> bool:
         """It may be asked in a step of so many sequences."""
         one = self._accounts.get(size_class(num_sequences))
-        return one is None or one.num_left > 0 or one.credit_s >= 0.0
+        return one is None or one.num_left > 0 or one.credit_s >= one.least_s
 
     def barred_s(self, num_sequences: int) -> float:
         """Seconds to be served before it may be asked; 0.0: it may be."""
         one = self._accounts.get(size_class(num_sequences))
-        if one is None or one.num_left > 0 or one.credit_s >= 0.0:
+        if one is None or one.num_left > 0 or one.credit_s >= one.least_s:
             return 0.0
-        return -one.credit_s / self._share if self._share > 0.0 else float("inf")
+        missing_s = one.least_s - one.credit_s
+        return missing_s / self._share if self._share > 0.0 else float("inf")
 
     def is_clear(self, num_sequences: int) -> bool:
         """There is no doubt that it pays."""
         one = self._accounts.get(size_class(num_sequences))
         return one is not None and one.is_clear
 
-    def num_asked(self, load: Load) -> int:
-        """Sequences that it is asked for in this step; 0: not asked. Counts as asked."""
-        one = self._account(load)
+    def num_asked(self, load: Load, first: int = FEW) -> int:
+        """Sequences that it is asked for in this step; 0: not asked. Counts as asked.
+
+        Args:
+            first: most of them in the first trial.
+        """
+        one = self._account(load, first)
         if one.num_left == 0:
-            if one.credit_s < 0.0:
+            if one.credit_s < one.least_s:
                 return 0
+            one.least_s = 0.0
             one.num_left = TRIAL
             one.num_trials += 1
+            one.most_nodes = 0
             one.own_s = float("inf")
         one.num_left -= 1
         return min(one.width, load.num_sequences)
@@ -113,24 +140,43 @@ class Worth:
         one.num_calls += 1
         share = max(1.0 / one.num_calls, 1.0 / _MEMORY)
         one.kept += (call.num_kept / call.num_tasks - one.kept) * share
-        one.rows_s += (call.rows_s / call.num_tasks - one.rows_s) * share
         one.gain_s += (gain_s - one.gain_s) * share
         one.is_clear = one.gain_s > _CLEAR * load.plain_s
+        if call.is_example or one.num_examples == 0:
+            one.num_examples += call.is_example
+            rows_share = max(1.0 / max(one.num_examples, 1), 1.0 / _MEMORY)
+            one.rows_s += (call.rows_s / call.num_tasks - one.rows_s) * rows_share
         one.own_s = min(one.own_s, call.own_s)
+        one.most_nodes = max(one.most_nodes, -(-call.num_nodes // call.num_tasks))
+        if call.is_example and 0 < one.num_left <= TRIAL - _LEAST_TRIAL and one.most_nodes > 0:
+            best_s = one.promised_s(load, one.most_nodes) - call.pause_s
+            if best_s <= 0.0:
+                one.num_left = 0
         if one.num_left == 0:
-            # Each of the batch as those that were asked for; a call for more at no more.
-            each_s = one.kept * token_s - one.rows_s
-            promised_s = each_s * load.num_sequences - one.own_s - call.pause_s
-            if promised_s > 0.0:
-                one.width = min(one.width * _GROWTH, 1 << size_class(load.num_sequences))
-            else:
-                one.width = max(one.width // _GROWTH, 1)
+            self._end(one, load, call, gain_s)
 
-    def _account(self, load: Load) -> _Account:
+    def _end(self, one: _Account, load: Load, call: Call, gain_s: float) -> None:
+        """Of a trial: how many to ask for from now on; or it goes on."""
+        if one.promised_s(load, one.kept) > call.pause_s:
+            one.width = min(one.width * _GROWTH, 1 << size_class(load.num_sequences))
+        elif one.kept * value_s(load) <= one.rows_s:
+            # The more are asked for, the more is lost.
+            one.width = max(one.width // _GROWTH, 1)
+        # What it lost once, as by catching up, is paid by those calls that gain.
+        if one.credit_s < 0.0 and gain_s > 0.0:
+            one.num_left = 1
+        elif one.credit_s < 0.0:
+            one.least_s = _AGAIN_STEPS * load.plain_s
+
+    def _account(self, load: Load, first: int = FEW) -> _Account:
         place = size_class(load.num_sequences)
         if place not in self._accounts:
-            granted_s = GRANT_STEPS * load.plain_s
-            self._accounts[place] = _Account(granted_s, granted_s)
+            size, most_s = 1 << place, GRANT_STEPS * load.plain_s
+            if size <= FEW:
+                one = _Account(most_s, most_s, min(first, size))
+            else:
+                one = _Account(-_DEBT_STEPS * load.plain_s, most_s, 1)
+            self._accounts[place] = one
         return self._accounts[place]
 
 
@@ -141,14 +187,20 @@ class _Account:
     credit_s: float
     most_s: float
     """Of it."""
-    width: int = 1
+    width: int
     """Sequences to ask for."""
+    least_s: float = 0.0
+    """Credit of who may be asked."""
     num_left: int = 0
     """Calls of this trial that are still to come."""
     num_trials: int = 0
     num_calls: int = 0
+    num_examples: int = 0
+    """Of them, of what rows cost."""
     own_s: float = 0.0
     """The least that a call of this trial cost."""
+    most_nodes: int = 0
+    """That a call of this trial had computed, per sequence."""
     kept: float = 0.0
     """Per sequence asked for."""
     rows_s: float = 0.0
@@ -156,6 +208,12 @@ class _Account:
     gain_s: float = 0.0
     """Of a call."""
     is_clear: bool = False
+
+    def promised_s(self, load: Load, num_kept: float) -> float:
+        """Gain of a call, were it for each of the batch as for those that were asked, and so many
+        kept of each; a call for more at no more."""
+        each_s = num_kept * value_s(load) - self.rows_s
+        return each_s * load.num_sequences - self.own_s
 
 
 def value_s(load: Load) -> float:

@@ -133,6 +133,7 @@ class DecodeRequest:
             raise NotFound(f"no request {self.key} on this stream any more")
         if self.arrival.is_over:
             raise FailedPrecondition(f"request {self._ask.request_id} was told to generate twice")
+        self._clock.enter("decode_fetch")  # what was asked for ahead may still be on its way
         self.arrival.hand_over(handover)
 
     def cancel(self, *, say_so: bool) -> None:
@@ -238,7 +239,6 @@ class DecodeRequest:
         )
         outputs = self._samples.begin(handover) if ask.beam is None else ((),)
         self._move(DecodeState.FETCHING)
-        self._clock.enter("decode_fetch")
         self._is_taken_in = True
         try:
             await self._take_in(intake, handover, outputs)

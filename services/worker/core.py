@@ -38,20 +38,18 @@ from services.worker import status
 from services.worker.adapters import WorkerAdapters
 from services.worker.config import WorkerSettings
 from services.worker.connector import StoreConnector
-from services.worker.device_memory import block_memory, check_transports, kernel_wait
-from services.worker.draft_pages import StoreDraftPages
+from services.worker.device_memory import kernel_wait
 from services.worker.engine_port import WorkerEngine
 from services.worker.engine_thread import EngineThread
 from services.worker.handle_keys import HandleKeys
 from services.worker.handle_ledger import HandleLedger
 from services.worker.law_check import LawCheck
-from services.worker.lender import WorkerLender
 from services.worker.links import Links
 from services.worker.multiplexed import Outbox
-from services.worker.parking import StoreParking
 from services.worker.provenance import Leg, WorkerCounts
+from services.worker.side_ways import SideWays
 from services.worker.step_log import StepLog
-from services.worker.store_target import StoreTarget
+from services.worker.store_target import target_of
 from services.worker.stores import RemoteStores
 from services.worker.transfer_metrics import TransferMetrics
 
@@ -104,7 +102,7 @@ class WorkerCore:
         self.tls = tls.Identity.of(settings.tls, Role(identity.role))
         """Who this worker is to its peers; None: no TLS."""
         self._dial = Dialer(self.tls)
-        target = _store_target(engine, settings, identity, self._dial)
+        target = target_of(engine, settings, identity.worker_id, identity.incarnation, self._dial)
         self.step_log = StepLog() if settings.step_log else None
         if before is not None:
             self.step_log = before.step_log
@@ -122,7 +120,8 @@ class WorkerCore:
                 None if target is None else target.memory, engine.kv.settle
             ),
         )
-        self.on_room: Callable[[], None] = _nothing
+        self.on_room: Callable[[], None] = lambda: None
+        """Called when the engine may have room again; nobody waits for it yet."""
         self.num_queued_tokens: Callable[[], int] = lambda: 0
         """Prompt tokens yet to be computed here; what a prefill worker says of itself."""
         self.links = Links(
@@ -150,12 +149,18 @@ class WorkerCore:
         )
         """The ways to other nodes' stores."""
         self.connector.on_other_suspect = self.remote_stores.suspect
-        self.lender = self._make_lender(target, engine.kv.is_whole)
-        """Who lends this worker's blocks to others; None: it lends none."""
-        self.parking = self._store_parking(target, engine)
-        """Where preempted requests' blocks go, with a store; None: where the engine says."""
-        self.draft_pages = self._store_draft_pages(target, engine)
-        """Where draft models' KV goes that others may go on from; None: nowhere."""
+        self._side_ways = SideWays.make(
+            target,
+            engine,
+            self.thread,
+            settings,
+            identity.role,
+            address=lambda: self.address,
+            on_room=lambda: self.on_room(),
+        )
+        self.lender = self._side_ways.lender
+        self.parking = self._side_ways.parking
+        self.draft_pages = self._side_ways.draft_pages
         self.adapters = WorkerAdapters(self.thread, engine.adapters())
         self.counts = WorkerCounts()
         self.laws: LawCheck = (
@@ -184,58 +189,6 @@ class WorkerCore:
         """A new way to a store or lender."""
         self.transfers.watch(client, is_home=is_home)
         self.links.measure_later(client)
-
-    def _make_lender(self, target: StoreTarget | None, is_whole: bool) -> WorkerLender | None:
-        """Only prefill workers lend, and only where the engine takes no blocks away: those of a
-        preempted request, kept in place for readers, might be what it waits for. Nor where blocks
-        are spread over several devices, which readers cannot be let into."""
-        is_wanted = self.limits.lend_blocks and self.identity.role == "prefill" and is_whole
-        if target is None or not is_wanted or self.settings.engine.preemption != "never":
-            return None
-        return WorkerLender(
-            target,
-            self.thread,
-            self.limits.lease_ttl_s,
-            lets_map=self.settings.lend_mapped,
-            address=lambda: self.address,
-            on_room=lambda: self.on_room(),
-        )
-
-    def _store_parking(
-        self, target: StoreTarget | None, engine: WorkerEngine
-    ) -> StoreParking | None:
-        if target is None or not engine.park_bytes:
-            return None
-        parking = StoreParking(
-            self.layout,
-            engine.park_bytes,
-            self.limits,
-            worker_incarnation=self.identity.incarnation,
-            make_connector=lambda memory: StoreConnector(
-                replace(target, memory=memory), self.thread, self.limits
-            ),
-        )
-        engine.use_parking(parking)
-        return parking
-
-    def _store_draft_pages(
-        self, target: StoreTarget | None, engine: WorkerEngine
-    ) -> StoreDraftPages | None:
-        """Only decode workers guess. What a life before shared through is let go in any case."""
-        sharing = engine.draft_sharing
-        if target is None or not sharing.num_bytes or self.identity.role != "decode":
-            sharing.use(None)
-            return None
-        pages = StoreDraftPages(
-            self.layout.block_bytes,
-            sharing.num_bytes,
-            self.limits,
-            make_connector=lambda memory: StoreConnector(
-                replace(target, memory=memory), self.thread, self.limits
-            ),
-        )
-        sharing.use(pages)
-        return pages
 
     @property
     def about(self) -> dict[str, Value]:
@@ -328,12 +281,7 @@ class WorkerCore:
 
         Raises: FailedPrecondition when the store says that this worker does not fit it.
         """
-        starts = [self.connector.start(wait_s=wait_s)]
-        if self.parking is not None:
-            starts.append(self.parking.start(wait_s=wait_s))
-        if self.draft_pages is not None:
-            starts.append(self.draft_pages.start(wait_s=wait_s))
-        await asyncio.gather(*starts)
+        await asyncio.gather(self.connector.start(wait_s=wait_s), self._side_ways.attach(wait_s))
         await self.links.settle()
 
     async def drain(self, timeout_s: float) -> bool:
@@ -362,10 +310,7 @@ class WorkerCore:
 
         Requests must have ended or been cancelled before.
         """
-        if self.parking is not None:
-            await self.parking.stop(timeout_s=timeout_s)
-        if self.draft_pages is not None:
-            await self.draft_pages.stop(timeout_s=timeout_s)
+        await self._side_ways.detach(timeout_s)
         await self.links.stop()
         # Whoever still gives back what lies elsewhere needs the ways there.
         await self.connector.finish(Deadline.after(timeout_s))
@@ -394,44 +339,18 @@ class WorkerCore:
 
     def status(self) -> common_pb2.WorkerStatus:
         """As of the engine's last step or job; never waits."""
-        stats: EngineStats = self.thread.stats
-        client = self.connector.client
-        failure = self.thread.failure
-        return common_pb2.WorkerStatus(
+        client, failure = self.connector.client, self.thread.failure
+        reply = common_pb2.WorkerStatus(
             worker_id=self.identity.worker_id,
             role=self.identity.role,
             address=self.address,
             incarnation=self.identity.incarnation.hex(),
-            model=self.model.model,
-            model_fingerprint=self.model.fingerprint,
-            tokenizer_digest=self.model.tokenizer_digest,
-            dtype=self.model.dtype,
-            device=self.model.device,
-            block_size=self.model.block_size,
             block_bytes=self.layout.block_bytes,
-            num_blocks=stats.num_blocks,
-            num_free_blocks=stats.num_free_blocks,
-            num_cached_blocks=stats.num_cached_blocks,
-            num_quarantined_blocks=stats.num_quarantined_blocks,
-            num_waiting=stats.num_waiting + stats.num_reserved,
-            num_running=stats.num_running,
             num_queued_tokens=self.num_queued_tokens(),
             num_step_tokens=self.settings.engine.max_num_tokens_per_step,
-            num_steps=stats.num_computing_steps,
-            step_s=stats.step_s,
-            num_computed_tokens=stats.num_computed_tokens,
-            num_decode_tokens=stats.num_decode_tokens,
-            num_holding=stats.num_holding,
-            context_window=self.model.context_window,
-            vocab_size=self.model.vocab_size,
             transport=self.connector.transport,
             store_node_id=client.node_id if client is not None else "",
             store_address=self.connector.address,
-            num_prompt_tokens_computed=self.counts.num_prompt_tokens_computed,
-            num_prompt_tokens_local=self.counts.num_prompt_tokens_local,
-            num_prompt_tokens_from_store=self.counts.num_prompt_tokens_from_store,
-            num_output_tokens=self.counts.num_output_tokens,
-            recomputed=status.recomputed_to_proto(self.counts.recomputed),
             draining=self.draining,
             integrity_error="" if failure is None else str(failure),
             adapters=self.adapters.to_proto(),
@@ -441,6 +360,10 @@ class WorkerCore:
             lender_node_id=self.lender.node_id if self.lender is not None else "",
             num_lent_blocks=self.lender.num_lent_blocks if self.lender is not None else 0,
         )
+        reply.MergeFrom(status.model_to_proto(self.model))
+        reply.MergeFrom(status.stats_to_proto(self.thread.stats))
+        reply.MergeFrom(status.counts_to_proto(self.counts))
+        return reply
 
     async def _check_laws(self) -> float:
         """Recompute them all. Returns: the seconds that the engine was held."""
@@ -494,27 +417,3 @@ class Chain:
     def hashes(self, token_ids: tuple[int, ...]) -> list[bytes]:
         """Of the full blocks of `token_ids`."""
         return block_hash.chain(self.root, token_ids, self.block_size)
-
-
-def _store_target(
-    engine: WorkerEngine, settings: WorkerSettings, identity: Identity, dial: Dialer
-) -> StoreTarget | None:
-    if not settings.store_address:
-        return None
-    check_transports(
-        engine.kv, settings.transport, settings.remote_transport, settings.direct_transport
-    )
-    return StoreTarget(
-        address=settings.store_address,
-        worker_id=identity.worker_id,
-        worker_incarnation=identity.incarnation,
-        fingerprint=engine.model_info.fingerprint,
-        memory=block_memory(engine.kv),
-        transport=settings.transport,
-        nixl_net_devices=settings.nixl_net_devices,
-        dial=dial,
-    )
-
-
-def _nothing() -> None:
-    """Nobody waits for room."""

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -39,7 +38,6 @@ from kvstore.client import StoreClient
 from kvstore.errors import (
     DEADLINE,
     STORE_UNAVAILABLE,
-    Quarantine,
     TransferCancelled,
     TransferTimeout,
 )
@@ -52,7 +50,7 @@ from services.worker.block_writer import NO_ROOM
 from services.worker.config import WorkerLimits
 from services.worker.connector import StoreConnector, reason_of
 from services.worker.draft_page_moves import StoredFetch, StoredPut, usable
-from services.worker.staging_rows import StagingRows
+from services.worker.staging import Staging
 
 
 class StoreDraftPages:
@@ -82,15 +80,14 @@ class StoreDraftPages:
         self.page_bytes = page_bytes
         self.counts = PageCounts()
         self._limits = limits
-        self._rows = StagingRows(max_bytes // page_bytes, page_bytes)
+        self.staging = Staging(max_bytes // page_bytes, page_bytes)
+        self._rows = self.staging.rows
         self._max_put_pages = max(1, self._rows.num_rows // 2)
         self.connector = make_connector(self._rows.memory)
-        self._lock = threading.Lock()
         self._fetches: set[StoredFetch] = set()
         self._leaving: set[StoredFetch] = set()
         self._puts: deque[StoredPut] = deque()
         self._num_put_rows = 0
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._putting: asyncio.Task[None] | None = None
         self._num_moving = 0
@@ -101,12 +98,12 @@ class StoreDraftPages:
 
     async def start(self, *, wait_s: float) -> bool:
         """Attach, waiting at most `wait_s`. Returns and raises as StoreConnector.start."""
-        self._loop = asyncio.get_running_loop()
+        self.staging.open()
         return await self.connector.start(wait_s=wait_s)
 
     async def stop(self, *, timeout_s: float) -> None:
         """Refuse what comes, end what moves, let the store go."""
-        self._loop = None
+        self.staging.close()
         await end_tasks([*self._tasks, self._putting])
         self._lose_rest()
         await self.connector.stop(timeout_s=timeout_s)
@@ -121,14 +118,14 @@ class StoreDraftPages:
     @property
     def num_free_get_pages(self) -> int:
         """See DraftPages."""
-        with self._lock:
-            return 0 if self._loop is None else self._rows.num_free
+        with self.staging.lock:
+            return self._rows.num_free if self.staging.is_open else 0
 
     @property
     def num_free_put_pages(self) -> int:
         """See DraftPages."""
         num_free = self.num_free_get_pages
-        with self._lock:
+        with self.staging.lock:
             return min(num_free, self._max_put_pages - self._num_put_rows)
 
     def key(self, model_fingerprint: str, num_tokens: int, chain_hash: bytes) -> bytes:
@@ -139,7 +136,7 @@ class StoreDraftPages:
         """See DraftPages."""
         if pages.shape != (len(keys), self.page_bytes):
             raise IntegrityError(f"{len(keys)} pages of {self.page_bytes} bytes, not {pages.shape}")
-        with self._lock:
+        with self.staging.lock:
             rows = None
             if self._num_put_rows + len(keys) <= self._max_put_pages:
                 rows = self._take(len(keys))
@@ -147,41 +144,41 @@ class StoreDraftPages:
                 raise PagesRefused(NO_ROWS)
         self._rows.memory.view[list(rows)] = pages
         put = StoredPut(keys, parent, num_tokens, rows)
-        with self._lock:
+        with self.staging.lock:
             self._num_put_rows += len(rows)
             self._puts.append(put)
-        if not self._tell(self._put_in_line):
+        if not self.staging.tell(self._put_in_line):
             self._lose_rest()
         return put
 
     def get(self, keys: Sequence[bytes], num_tokens: int) -> StoredFetch:
         """See DraftPages."""
-        with self._lock:
+        with self.staging.lock:
             rows = self._take(min(len(keys), self._rows.num_free))
             if not rows:
                 raise PagesRefused(NO_ROWS)
             fetch = StoredFetch(keys[: len(rows)], num_tokens, rows, self._rows.memory)
             self._fetches.add(fetch)
-        if not self._tell(self._begin, fetch):
+        if not self.staging.tell(self._begin, fetch):
             self._answer(fetch, 0, STOPPED)
             self._end(fetch)
         return fetch
 
     def drop(self, fetch: Fetch) -> None:
         """See DraftPages. Rows that a transfer still uses come free when it is over."""
-        with self._lock:
+        with self.staging.lock:
             if not isinstance(fetch, StoredFetch) or fetch not in self._fetches:
                 return
             self._fetches.remove(fetch)
             fetch.is_dropped = True
             if fetch.is_ended:
-                self._free(fetch)
+                self.staging.give_back(fetch)
             else:
                 self._leaving.add(fetch)
 
     def check_integrity(self, fetches: Collection[Fetch]) -> None:
         """See DraftPages, and the module."""
-        with self._lock:
+        with self.staging.lock:
             if self._fetches != set(fetches):
                 raise IntegrityError(
                     f"draft pages: {len(self._fetches)} fetches are kept, not {len(fetches)}"
@@ -194,41 +191,17 @@ class StoreDraftPages:
             moving = (*self._fetches, *self._leaving)
             self._rows.check_integrity([*of_puts, *(row for one in moving for row in one.rows)])
 
-    @property
-    def num_rows(self) -> dict[str, int]:
-        """Staging rows by class, now; any thread."""
-        with self._lock:
-            free, quarantined = self._rows.num_free, self._rows.num_quarantined
-            taken = self._rows.num_rows - free - quarantined
-        return {"free": free, "taken": taken, "quarantined": quarantined}
-
     def _take(self, num_rows: int) -> tuple[int, ...] | None:
-        if self._loop is None:
+        if not self.staging.is_open:
             raise PagesRefused(STOPPED)
         return self._rows.take(num_rows)
 
-    def _tell(self, callback: Callable[..., object], *arguments: object) -> bool:
-        """Run it on the loop. Returns: False where there is none any more."""
-        loop = self._loop
-        if loop is None:
-            return False
-        try:
-            loop.call_soon_threadsafe(callback, *arguments)
-        except RuntimeError:  # closed
-            return False
-        return True
-
     # ---- both, under the lock or taking it
-
-    def _free(self, fetch: StoredFetch, first: int = 0) -> None:
-        """Its rows from there on."""
-        rows, fetch.rows = fetch.rows[first:], fetch.rows[:first]
-        self._rows.give_back(rows)
 
     def _answer(self, fetch: StoredFetch, num_came: int, reason: str) -> None:
         """The leading pages came."""
         seconds = time.monotonic() - fetch.began_s
-        with self._lock:
+        with self.staging.lock:
             if fetch.is_done:
                 return
             fetch.reason, fetch.seconds = reason, seconds
@@ -242,26 +215,25 @@ class StoreDraftPages:
     def _end(self, fetch: StoredFetch) -> None:
         """Nothing moves for it any more."""
         self._answer(fetch, 0, STOPPED)
-        with self._lock:
+        with self.staging.lock:
             fetch.is_ended = True
             self._leaving.discard(fetch)
-            self._free(fetch, 0 if fetch.is_dropped else fetch.num_came)
+            self.staging.give_back(fetch, 0 if fetch.is_dropped else fetch.num_came)
 
     def _settle(self, put: StoredPut, num_lost: int, reason: str) -> None:
-        with self._lock:
+        with self.staging.lock:
             if put not in self._puts:
                 return
             self._puts.remove(put)
             self._num_put_rows -= len(put.rows)
-            self._rows.give_back(put.rows)
-            put.rows = ()
+            self.staging.give_back(put)
             if num_lost:
                 put.is_lost = True
                 self.counts.add_not_put(reason, num_lost)
 
     def _lose_rest(self, reason: str = STOPPED) -> None:
         """The way to the store is closed, or not to be trusted."""
-        with self._lock:
+        with self.staging.lock:
             left = list(self._puts)
         for put in left:
             self._settle(put, len(put.keys), reason)
@@ -269,7 +241,7 @@ class StoreDraftPages:
     # ---- fetching, on the loop
 
     def _begin(self, fetch: StoredFetch) -> None:
-        if self._loop is None:
+        if not self.staging.is_open:
             self._end(fetch)
             return
         self._num_moving += 1
@@ -294,10 +266,10 @@ class StoreDraftPages:
         try:
             num_came, reason = await self._get(fetch, client)
         except TransferCancelled as error:
-            self._quarantine(fetch, error.quarantine)
+            self.staging.quarantine(fetch, error.quarantine)
             raise
         except TransferTimeout as error:
-            self._quarantine(fetch, error.quarantine)
+            self.staging.quarantine(fetch, error.quarantine)
             self.connector.suspect(client, error)
             num_came, reason = 0, DEADLINE
         except BatonError as error:
@@ -326,22 +298,10 @@ class StoreDraftPages:
             self.connector.suspect(client, DeadlineExceeded("a transfer"))
         return first, result.failed[first]
 
-    def _quarantine(self, fetch: StoredFetch, quarantine: Quarantine) -> None:
-        held = quarantine.block_ids
-        with self._lock:
-            self._rows.quarantine(held)
-            fetch.rows = tuple(row for row in fetch.rows if row not in held)
-
-        def settled(_: object) -> None:
-            with self._lock:
-                self._rows.settle(held)
-
-        quarantine.settled.add_done_callback(settled)
-
     # ---- putting, on the loop
 
     def _put_in_line(self) -> None:
-        if self._loop is None:
+        if not self.staging.is_open:
             self._lose_rest()
         elif self._putting is None or self._putting.done():
             self._putting = start_task(self._put_all(), "draft pages")

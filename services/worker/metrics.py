@@ -214,7 +214,7 @@ def _of_parking(parking: StoreParking, labels: Labels) -> Iterator[Metric]:
         "Blocks of staging memory by class.",
         labels,
         "class",
-        parking.num_rows.items(),
+        parking.staging.num_rows.items(),
     )
 
 
@@ -259,7 +259,7 @@ def _of_draft_pages(pages: StoreDraftPages, labels: Labels) -> Iterator[Metric]:
         "Pages of staging memory by class.",
         labels,
         "class",
-        pages.num_rows.items(),
+        pages.staging.num_rows.items(),
     )
 
 

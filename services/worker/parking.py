@@ -26,7 +26,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
@@ -39,7 +38,6 @@ from kvstore.errors import (
     LEASE_LAPSED,
     STORE_UNAVAILABLE,
     LeaseLapsed,
-    Quarantine,
     TransferCancelled,
     TransferTimeout,
 )
@@ -53,7 +51,7 @@ from services.worker.block_writer import NO_ROOM, RENEWALS_PER_TTL
 from services.worker.config import WorkerLimits
 from services.worker.connector import StoreConnector, reason_of
 from services.worker.parked_put import OVER, Coming, Put, Stage, Unknown, refs_of
-from services.worker.staging_rows import StagingRows
+from services.worker.staging import Staging
 
 logger = logging.getLogger(__name__)
 
@@ -91,12 +89,11 @@ class StoreParking:
         self._block_size = layout.block_size
         self._limits = limits
         self._name = worker_incarnation.hex()
-        self._rows = StagingRows(max_bytes // layout.block_bytes, layout.block_bytes)
+        self.staging = Staging(max_bytes // layout.block_bytes, layout.block_bytes)
+        self._rows = self.staging.rows
         self.connector = make_connector(self._rows.memory)
-        self._lock = threading.Lock()
         self._kept: dict[str, Put] = {}
         self._leaving: set[Put] = set()
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._has_room = asyncio.Event()
         self._numbers = itertools.count(1)
@@ -108,12 +105,12 @@ class StoreParking:
 
     async def start(self, *, wait_s: float) -> bool:
         """Attach, waiting at most `wait_s`. Returns and raises as StoreConnector.start."""
-        self._loop = asyncio.get_running_loop()
+        self.staging.open()
         return await self.connector.start(wait_s=wait_s)
 
     async def stop(self, *, timeout_s: float) -> None:
         """Refuse what comes, end what moves, let the store go. What is still asked for is lost."""
-        self._loop = None
+        self.staging.close()
         await end_tasks(self._tasks)
         await self.connector.stop(timeout_s=timeout_s)
 
@@ -124,10 +121,10 @@ class StoreParking:
         num_unfilled = len(blocks) - len(chain_hashes)
         if num_unfilled not in (0, 1):
             raise IntegrityError(f"{key}: {len(blocks)} blocks, {len(chain_hashes)} of them full")
-        with self._lock:
+        with self.staging.lock:
             if key in self._kept:
                 raise IntegrityError(f"{key} is parked already")
-            if self._loop is None:
+            if not self.staging.is_open:
                 raise ParkingRefused("the worker's way to its store is not open")
             rows = self._rows.take(len(blocks))
             num_free = self._rows.num_free
@@ -139,14 +136,14 @@ class StoreParking:
         put = Put(key, tuple(chain_hashes), rows)
         if not rows:  # of a quantized cache unfilled blocks are not parked, and here is no other
             put.stage, put.is_ended = Stage.HERE, True
-        with self._lock:
+        with self.staging.lock:
             self._kept[key] = put
-        if rows and not self._tell(self._begin, put):
+        if rows and not self.staging.tell(self._begin, put):
             self._end(put)
 
     def get(self, key: str) -> Parked:
         """See Parking."""
-        with self._lock:
+        with self.staging.lock:
             put = self._kept.get(key)
             if put is None:
                 return Unknown()
@@ -154,27 +151,27 @@ class StoreParking:
                 put.stage = Stage.HERE
             elif put.stage is Stage.STORED:
                 put.stage = Stage.COMING
-        if not put.is_ended and not self._tell(put.wake.set):
+        if not put.is_ended and not self.staging.tell(put.wake.set):
             self._lose(put, STOPPED)
         return Coming(put, self._rows.memory)
 
     def drop(self, key: str) -> None:
         """See Parking. Rows that a transfer still uses come free when it is over."""
-        with self._lock:
+        with self.staging.lock:
             put = self._kept.pop(key, None)
             if put is None:
                 return
             put.is_dropped = True
             if put.is_ended:
-                self._free(put)
+                self.staging.give_back(put)
             else:
                 self._leaving.add(put)
-        self._tell(self._has_room.set)
-        self._tell(put.wake.set)
+        self.staging.tell(self._has_room.set)
+        self.staging.tell(put.wake.set)
 
     def check_integrity(self, keys: Collection[str]) -> None:
         """See Parking, and the module."""
-        with self._lock:
+        with self.staging.lock:
             if set(self._kept) != set(keys):
                 raise IntegrityError(f"parked are {sorted(self._kept)}, not {sorted(keys)}")
             for put in self._kept.values():
@@ -187,34 +184,11 @@ class StoreParking:
             puts = (*self._kept.values(), *self._leaving)
             self._rows.check_integrity(row for put in puts for row in put.rows)
 
-    @property
-    def num_rows(self) -> dict[str, int]:
-        """Staging rows by class, now; any thread."""
-        with self._lock:
-            free, quarantined = self._rows.num_free, self._rows.num_quarantined
-            taken = self._rows.num_rows - free - quarantined
-        return {"free": free, "taken": taken, "quarantined": quarantined}
-
-    def _tell(self, callback: Callable[..., object], *arguments: object) -> bool:
-        """Run it on the loop. Returns: False where there is none any more."""
-        loop = self._loop
-        if loop is None:
-            return False
-        try:
-            loop.call_soon_threadsafe(callback, *arguments)
-        except RuntimeError:  # closed
-            return False
-        return True
-
     # ---- both, under the lock or taking it
-
-    def _free(self, put: Put) -> None:
-        rows, put.rows = put.rows, ()
-        self._rows.give_back(rows)
 
     def _lose(self, put: Put, reason: str) -> None:
         """Unless nobody wants its bytes, or they are here."""
-        with self._lock:
+        with self.staging.lock:
             if put.is_dropped or put.stage in OVER:
                 return
             put.stage = Stage.LOST
@@ -224,16 +198,16 @@ class StoreParking:
     def _end(self, put: Put) -> None:
         """Nothing moves for it any more."""
         self._lose(put, STOPPED)
-        with self._lock:
+        with self.staging.lock:
             put.is_ended = True
             self._leaving.discard(put)
             if put.is_dropped or put.stage is Stage.LOST:
-                self._free(put)
+                self.staging.give_back(put)
 
     # ---- one put's task, on the loop
 
     def _begin(self, put: Put) -> None:
-        if self._loop is None:
+        if not self.staging.is_open:
             self._end(put)
             return
         task = start_task(self._live(put), "parking")
@@ -286,11 +260,11 @@ class StoreParking:
         if refs is None:
             self._lose(put, NO_ROOM)
             return
-        with self._lock:
+        with self.staging.lock:
             put.refs = refs
             if put.stage is Stage.STAGED:
                 put.stage = Stage.STORED
-                self._free(put)
+                self.staging.give_back(put)
         self._has_room.set()
 
     async def _wait(self, put: Put) -> None:
@@ -325,10 +299,10 @@ class StoreParking:
             await self._take_rows(put, deadline)
             reason = await self._get(put, client, deadline)
         except TransferCancelled as error:
-            self._quarantine(put, error.quarantine)
+            self.staging.quarantine(put, error.quarantine, self._has_room.set)
             raise
         except TransferTimeout as error:
-            self._quarantine(put, error.quarantine)
+            self.staging.quarantine(put, error.quarantine, self._has_room.set)
             self.connector.suspect(client, error)
             reason = DEADLINE
         except BatonError as error:
@@ -336,7 +310,7 @@ class StoreParking:
         if reason:
             self._lose(put, reason)
             return
-        with self._lock:
+        with self.staging.lock:
             if put.stage is Stage.COMING:
                 put.stage = Stage.HERE
 
@@ -344,7 +318,7 @@ class StoreParking:
         """Raises: DeadlineExceeded when others have them all that long."""
         async with deadline.timeout("rows to bring parked blocks back"):
             while True:
-                with self._lock:
+                with self.staging.lock:
                     rows = self._rows.take(put.num_blocks)
                     if rows is not None:
                         put.rows = rows
@@ -367,16 +341,3 @@ class StoreParking:
         if reason == DEADLINE:
             self.connector.suspect(client, DeadlineExceeded("a transfer"))
         return reason
-
-    def _quarantine(self, put: Put, quarantine: Quarantine) -> None:
-        held = quarantine.block_ids
-        with self._lock:
-            self._rows.quarantine(held)
-            put.rows = tuple(row for row in put.rows if row not in held)
-
-        def settled(_: object) -> None:
-            with self._lock:
-                self._rows.settle(held)
-            self._has_room.set()
-
-        quarantine.settled.add_done_callback(settled)

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Mapping
 
 from google.protobuf import json_format
 
-from engine.request import FinishReason
+from engine.request import EngineStats, FinishReason, ModelInfo
 from engine.step_output import StepTrace, TokenLogprobs
 from kvstore.link import Link, Verdict
 from protos import common_pb2
-from services.worker.provenance import Leg
+from services.worker.provenance import Leg, WorkerCounts
 
 FINISH_REASONS: dict[FinishReason, common_pb2.FinishReason] = {
     FinishReason.EOS: common_pb2.FINISH_REASON_EOS,
@@ -23,6 +23,48 @@ FINISH_REASONS: dict[FinishReason, common_pb2.FinishReason] = {
     FinishReason.GRAMMAR: common_pb2.FINISH_REASON_GRAMMAR,
     FinishReason.POLICY: common_pb2.FINISH_REASON_POLICY,
 }
+
+
+def model_to_proto(model: ModelInfo) -> common_pb2.WorkerStatus:
+    """What a worker's status says of its model."""
+    return common_pb2.WorkerStatus(
+        model=model.model,
+        model_fingerprint=model.fingerprint,
+        tokenizer_digest=model.tokenizer_digest,
+        dtype=model.dtype,
+        device=model.device,
+        block_size=model.block_size,
+        context_window=model.context_window,
+        vocab_size=model.vocab_size,
+    )
+
+
+def stats_to_proto(stats: EngineStats) -> common_pb2.WorkerStatus:
+    """What it says of its engine."""
+    return common_pb2.WorkerStatus(
+        num_blocks=stats.num_blocks,
+        num_free_blocks=stats.num_free_blocks,
+        num_cached_blocks=stats.num_cached_blocks,
+        num_quarantined_blocks=stats.num_quarantined_blocks,
+        num_waiting=stats.num_waiting + stats.num_reserved,
+        num_running=stats.num_running,
+        num_holding=stats.num_holding,
+        num_steps=stats.num_computing_steps,
+        step_s=stats.step_s,
+        num_computed_tokens=stats.num_computed_tokens,
+        num_decode_tokens=stats.num_decode_tokens,
+    )
+
+
+def counts_to_proto(counts: WorkerCounts) -> common_pb2.WorkerStatus:
+    """What it says of this life's legs."""
+    return common_pb2.WorkerStatus(
+        num_prompt_tokens_computed=counts.num_prompt_tokens_computed,
+        num_prompt_tokens_local=counts.num_prompt_tokens_local,
+        num_prompt_tokens_from_store=counts.num_prompt_tokens_from_store,
+        num_output_tokens=counts.num_output_tokens,
+        recomputed=recomputed_to_proto(counts.recomputed),
+    )
 
 
 def status_to_json(status: common_pb2.WorkerStatus) -> str:

@@ -1,5 +1,5 @@
-"""StoreTarget: which store a worker wants, as whom, of which memory, over which transport. A value;
-`attach` is the one place where it becomes a client.
+"""StoreTarget: which store a worker wants, as whom, of which memory, over which transport. A value,
+made of the settings by `target_of`; `attach` is the one place where it becomes a client.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from kvstore.transport.base import BlockMemory
 from process import serving
 from process.access import Role
 from process.serving import Dialer
+from services.worker.config import WorkerSettings
+from services.worker.device_memory import block_memory, check_transports
+from services.worker.engine_port import WorkerEngine
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,34 @@ class StoreTarget:
     """How the worker connects to its peers."""
     role: Role = Role.KVSTORE
     """Of who answers at `address`: a store, or a prefill worker that lends."""
+
+
+def target_of(
+    engine: WorkerEngine,
+    settings: WorkerSettings,
+    worker_id: str,
+    worker_incarnation: bytes,
+    dial: Dialer,
+) -> StoreTarget | None:
+    """This life of the worker and its home store; None without one.
+
+    Raises: FailedPrecondition for a device or transport by which the engine's KV cannot be moved.
+    """
+    if not settings.store_address:
+        return None
+    check_transports(
+        engine.kv, settings.transport, settings.remote_transport, settings.direct_transport
+    )
+    return StoreTarget(
+        address=settings.store_address,
+        worker_id=worker_id,
+        worker_incarnation=worker_incarnation,
+        fingerprint=engine.model_info.fingerprint,
+        memory=block_memory(engine.kv),
+        transport=settings.transport,
+        nixl_net_devices=settings.nixl_net_devices,
+        dial=dial,
+    )
 
 
 async def attach(target: StoreTarget, timeout_s: float) -> StoreClient:

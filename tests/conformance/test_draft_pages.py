@@ -83,7 +83,7 @@ class RealCase(Case):
 
     @property
     def num_taken(self) -> int:
-        return self.pages.num_rows["taken"]
+        return self.pages.staging.num_rows["taken"]
 
 
 @pytest.fixture(params=["fake", "real"])

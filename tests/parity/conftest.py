@@ -23,12 +23,24 @@ def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
 @pytest.fixture(scope="session")
 def get_tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tiny]:
     """`get_tiny(family)`: random weights by this run's seed, made once."""
+    return _maker(tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def get_wide(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tiny]:
+    """`get_wide(family)`: as `get_tiny`, with heads that kernels do."""
+    return _maker(tmp_path_factory, head_dim=16)
+
+
+def _maker(folders: pytest.TempPathFactory, **changes: int) -> Callable[[str], Tiny]:
     made: dict[str, Tiny] = {}
 
     def get(family: str) -> Tiny:
         if family not in made:
-            path = tmp_path_factory.mktemp(family)
-            made[family] = Tiny(family, path, save(FAMILIES[family](), path, SESSION_SEED))
+            config, path = FAMILIES[family](), folders.mktemp(family)
+            for name, value in changes.items():
+                setattr(config, name, value)
+            made[family] = Tiny(family, path, save(config, path, SESSION_SEED))
         return made[family]
 
     return get

@@ -18,7 +18,6 @@ from engine.config import EngineConfig
 from engine.kv.memory import KvMemory
 from engine.models.load import load_model
 from engine.request import Sampling
-from tests.conftest import SESSION_SEED
 from tests.parity.adapters import merged, save_adapter
 from tests.parity.models import FAMILIES, VOCAB_SIZE, Tiny, save
 
@@ -32,22 +31,6 @@ def _prompts(rng: random.Random, count: int, vocab_size: int = VOCAB_SIZE) -> li
     lengths = rng.sample(EDGES, min(count, len(EDGES)))
     lengths += [rng.randint(1, 300) for _ in range(count - len(lengths))]
     return [[rng.randrange(2, vocab_size) for _ in range(length)] for length in lengths]
-
-
-@pytest.fixture(scope="session")
-def get_wide(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tiny]:
-    """`get_wide(family)`: as `get_tiny`, with heads that kernels do."""
-    made: dict[str, Tiny] = {}
-
-    def get(family: str) -> Tiny:
-        if family not in made:
-            config = FAMILIES[family]()
-            config.head_dim = 16
-            path = tmp_path_factory.mktemp(family)
-            made[family] = Tiny(family, path, save(config, path, SESSION_SEED))
-        return made[family]
-
-    return get
 
 
 def _greedy(max_tokens: int = NUM_OUTPUT) -> Sampling:

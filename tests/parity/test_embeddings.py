@@ -58,10 +58,12 @@ def test_it_is_the_last_hidden_state(
     decoder: str,
     device: str,
     get_tiny: Callable[[str], Tiny],
+    get_wide: Callable[[str], Tiny],
     load: Callable[..., Engine],
     seed: int,
 ) -> None:
-    tiny, rng = get_tiny(family), random.Random(seed)
+    tiny = get_wide(family) if decoder == "own" else get_tiny(family)
+    rng = random.Random(seed)
     engine = load(tiny.path, decoder=decoder, device=device, dtype="float32", **SMALL_STEPS)
     lengths = [1, 15, 16, 17, 33, 100, 170]
     prompts = {

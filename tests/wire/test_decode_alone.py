@@ -16,6 +16,8 @@ from protos import common_pb2, decode_pb2
 from tests.wire.bundled_pair import MODEL, NUM_TOKENS, PROMPT, Workers, alone, workers
 from tests.wire.prefill_decode_pair import RouterStream, Sample
 
+pytestmark = pytest.mark.usefixtures("one_compile_process")
+
 SCHEMA = json.dumps(
     {
         "type": "object",

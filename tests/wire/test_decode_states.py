@@ -18,8 +18,8 @@ from kvstore.errors import Quarantine, TransferCancelled, TransferTimeout
 from protos import common_pb2, decode_pb2, prefill_pb2
 from services.decode.states import DecodeState
 from services.worker.config import WorkerLimits
+from tests.deadlines import Deadlines, task_of
 from tests.unit.worker.builders import prompt_of
-from tests.wire.deadlines import Deadlines, task_of
 from tests.wire.partial_handles import partial, prefetch
 from tests.wire.prefill_call import PrefillCall
 from tests.wire.prefill_decode_pair import (

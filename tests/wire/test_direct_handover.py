@@ -30,14 +30,14 @@ from services.prefill.handover import PrefillAnswer
 from services.prefill.job import Firsts, PrefillState
 from services.prefill.pins import Pins
 from services.prefill.role import PrefillRole
-from services.worker import core, links, main, request_spans
 from services.worker import handle as handles
+from services.worker import links, main, request_spans, store_target
 from services.worker.config import WorkerLimits, WorkerSettings
 from services.worker.core import Identity, WorkerCore
 from tests.conformance.fake_device import FakeDevice
+from tests.deadlines import Deadlines
 from tests.handle_blocks import blocks_of
 from tests.unit.worker.builders import BLOCK_SIZE, GATE_S, fake_engine, prompt_of
-from tests.wire.deadlines import Deadlines
 from tests.wire.decode_movers import hold_at
 from tests.wire.partial_handles import prefetch
 from tests.wire.prefill_call import KEY, PrefillCall
@@ -124,8 +124,8 @@ def on_devices(monkeypatch: pytest.MonkeyPatch) -> list[FakeDevice]:
         address = device.holding(kv.host_view)
         return BlockMemory.on_device(device, address, kv.layout.block_bytes, kv.num_blocks)
 
-    monkeypatch.setattr(core, "block_memory", block_memory)
-    monkeypatch.setattr(core, "check_transports", lambda *_: None)
+    monkeypatch.setattr(store_target, "block_memory", block_memory)
+    monkeypatch.setattr(store_target, "check_transports", lambda *_: None)
     return devices
 
 

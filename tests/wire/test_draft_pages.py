@@ -84,8 +84,9 @@ async def collect(m: Movers, index: int, key: int) -> list[int]:
 
 async def settled(m: Movers, index: int) -> None:
     """What it put is in the store, and nothing is on its way."""
-    rows = pages_of(m, index)
-    await until(lambda: not rows._puts and rows.num_rows["free"] == rows._rows.num_rows)
+    pages = pages_of(m, index)
+    rows = pages.staging.rows
+    await until(lambda: not pages._puts and rows.num_free == rows.num_rows)
 
 
 async def test_the_next_turn_at_another_worker_goes_on_from_the_draft_models_kv(

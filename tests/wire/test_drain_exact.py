@@ -30,6 +30,8 @@ from tests.wire.decode_movers import (
 )
 from tests.wire.prefill_decode_pair import WAIT_S, Sample, until
 
+pytestmark = pytest.mark.usefixtures("one_compile_process")
+
 SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
 
 

@@ -20,8 +20,8 @@ from protos import common_pb2, decode_pb2
 from services.decode.intake import Handover
 from services.worker.config import WorkerLimits
 from services.worker.connector import StoreConnector
+from tests.deadlines import Deadlines, task_of
 from tests.unit.worker.builders import GatedModel, prompt_of
-from tests.wire.deadlines import Deadlines, task_of
 from tests.wire.decode_movers import (
     Movers,
     StalledConnector,

@@ -267,12 +267,13 @@ def _of_all() -> set[str]:
     router.on_probe("ok")
     with pytest.raises(ValueError), router.errors_counted():
         raise ValueError("no detail of this may be shown")
+    staging = SimpleNamespace(num_rows={"free": 1})
     parking = SimpleNamespace(
-        num_bytes_stored=1, num_bytes_fetched=1, lost={"missing": 1}, num_rows={"free": 1}
+        num_bytes_stored=1, num_bytes_fetched=1, lost={"missing": 1}, staging=staging
     )
     labels = {"worker_id": "w", "role": "d"}
     one = Counter(missing=1)
-    pages = SimpleNamespace(counts=PageCounts(1, 1, one, one, one, 1), num_rows={"free": 1})
+    pages = SimpleNamespace(counts=PageCounts(1, 1, one, one, one, 1), staging=staging)
     rows = [
         *worker_metrics._of_parking(cast(StoreParking, parking), labels),
         *worker_metrics._of_draft_pages(cast(StoreDraftPages, pages), labels),

@@ -23,6 +23,8 @@ from tests.wire.prefill_call import PrefillCall
 from tests.wire.prefill_decode_pair import Sample, whole
 from tokens.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.usefixtures("one_compile_process")
+
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"enum": ["Ada", "Tom"]}, "likes_soup": {"type": "boolean"}},

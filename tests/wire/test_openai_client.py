@@ -13,7 +13,8 @@ import openai
 import pytest
 
 from process.errors import NoCapacity, Unavailable
-from tests.unit.router.bench import BOUND_S, TOKENIZER, request, run_out, until
+from tests.deadlines import Deadlines
+from tests.unit.router.bench import BOUND_S, TOKENIZER, request, until
 from tests.wire.http_bench import HttpBench, http_bench, saying
 
 TOOLS: Any = [
@@ -335,7 +336,7 @@ async def test_response_formats_are_grammars() -> None:
 
 
 async def test_errors_are_those_that_the_client_knows(monkeypatch: pytest.MonkeyPatch) -> None:
-    end_time = run_out(monkeypatch)
+    deadlines = Deadlines(monkeypatch)
     async with http_bench() as bench, client_of(bench) as client:
         create = client.chat.completions.create
         with pytest.raises(openai.NotFoundError) as caught:
@@ -362,7 +363,7 @@ async def test_errors_are_those_that_the_client_knows(monkeypatch: pytest.Monkey
         assert bench.prefill.requests[-1].budget_ms <= 60_000
         live = bench.router._log._live
         await until(lambda: any("prefilling" in each.to_proto().state for each in live))
-        end_time()
+        deadlines.end_all()
         with pytest.raises(openai.InternalServerError) as late:
             await asking
         assert late.value.status_code == 504 and "prefilling" in late.value.message

@@ -75,7 +75,7 @@ async def test_a_small_cache_swaps_through_the_store_to_the_same_tokens(
         # A block that is parked and written back at the same moment is stored once, counted twice.
         most = num_handed_over + parking.num_bytes_stored + num_back
         assert most - min(parking.num_bytes_stored, num_back) <= num_written <= most
-        assert parking.num_rows == {"free": 64, "taken": 0, "quarantined": 0}
+        assert parking.staging.num_rows == {"free": 64, "taken": 0, "quarantined": 0}
         collector = WorkerCollector(both.decode.core, asyncio.get_running_loop())
         families = await asyncio.to_thread(lambda: list(collector.collect()))
         shown = {
@@ -98,4 +98,4 @@ async def test_without_its_store_a_small_cache_computes_again_to_the_same_tokens
         assert sum(causes.values()) > 0
         assert causes.get("lost", 0) == sum(parking.lost.values())
         await both.check()
-        assert parking.num_rows == {"free": 64, "taken": 0, "quarantined": 0}
+        assert parking.staging.num_rows == {"free": 64, "taken": 0, "quarantined": 0}

@@ -16,8 +16,8 @@ from kvstore.errors import Quarantine, TransferCancelled
 from process.errors import Cancelled, DeadlineExceeded
 from services.prefill.job import PrefillState
 from services.worker import stores
+from tests.deadlines import Deadlines
 from tests.unit.worker.builders import prompt_of
-from tests.wire.deadlines import Deadlines
 from tests.wire.prefill_call import KEY, PrefillCall
 from tests.wire.prefill_decode_pair import WAIT_S, Gate, until, whole
 from tests.wire.prefill_nodes import Nodes, nodes, remote_client
@@ -136,8 +136,9 @@ async def test_a_silent_store_costs_its_budget_and_not_the_request(tmp_path: Pat
             async with deadline.timeout("the store"):
                 await asyncio.Event().wait()
 
-        client._rpc.call = silent  # type: ignore[method-assign]
+        call, client._rpc.call = client._rpc.call, silent  # type: ignore[method-assign]
         reply = await n.run(n[1], PROMPT, [n[0].hint(0, 10)])
+        client._rpc.call = call  # type: ignore[method-assign]
         assert {count.reason: count.num_blocks for count in reply.leg.recomputed} == {
             "deadline": 10
         }

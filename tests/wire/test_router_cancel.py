@@ -11,13 +11,13 @@ import pytest
 
 from protos import inference_pb2_grpc
 from services.router.fakes.gate import Gate
+from tests.deadlines import Deadlines
 from tests.unit.router.bench import (
     BOUND_S,
     Bench,
     expected_ids,
     request,
     rest_of,
-    run_out,
     running,
     until,
 )
@@ -87,10 +87,10 @@ async def test_a_client_that_vanishes_ends_both_legs(state: str) -> None:
 
 @pytest.mark.parametrize("state", STATES)
 async def test_the_deadline_ends_every_state(state: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    end_time = run_out(monkeypatch)
+    deadlines = Deadlines(monkeypatch)
     async with running() as bench:
         call = await _held(bench, state)
-        end_time()
+        deadlines.end_all()
         error = await _status_of(call)
         assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         await _assert_all_over(bench, state)

@@ -12,6 +12,7 @@ import pytest
 from process import serving
 from process.errors import BatonError, InvalidArgument, NoCapacity, Unavailable
 from protos import inference_pb2, kvstore_pb2, kvstore_pb2_grpc
+from services.router import registry
 from services.router.app import Router
 from services.router.fakes.decode import FakeDecode
 from services.router.fakes.prefill import FakePrefill
@@ -235,7 +236,8 @@ async def test_bad_input_is_told_even_without_workers() -> None:
         assert (await _error(call))[0] is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_without_redis_known_workers_still_serve() -> None:
+async def test_without_redis_known_workers_still_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "KEEP_S", 0.2)  # from when Redis is back
     async with running() as bench:
         bench.redis.kill()
         await bench.router._registry.poll()

@@ -22,6 +22,7 @@ from services.router import flow
 from services.router.fakes.decode import FakeDecode
 from services.router.fakes.prefill import FakePrefill
 from services.router.job import Cluster
+from tests.deadlines import Deadlines
 from tests.unit.router.bench import (
     BOUND_S,
     TOKENIZER,
@@ -29,7 +30,6 @@ from tests.unit.router.bench import (
     fake_model,
     request,
     rest_of,
-    run_out,
     running,
     until,
 )
@@ -540,7 +540,7 @@ class _Store(kvstore_pb2_grpc.KvStoreServicer):
 async def test_a_handle_that_nobody_takes_over_is_given_back(
     ends: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    end_time = run_out(monkeypatch)
+    deadlines = Deadlines(monkeypatch)
     store = _Store()
     server, address = await serving.listen(
         "127.0.0.1:0", [lambda s: kvstore_pb2_grpc.add_KvStoreServicer_to_server(store, s)]
@@ -567,7 +567,7 @@ async def test_a_handle_that_nobody_takes_over_is_given_back(
                 if ends == "cancel":
                     call.cancel()
                 elif ends == "deadline":
-                    end_time()
+                    deadlines.end_all()
                     with pytest.raises(grpc.aio.AioRpcError) as caught:
                         await rest_of(call)
                     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED

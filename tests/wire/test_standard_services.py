@@ -8,12 +8,16 @@ from google.protobuf import descriptor_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
+from services.router import registry
 from tests.unit.router.bench import BOUND_S, running, until
 
 SERVICE = "baton.v1.Inference"
 
 
-async def test_health_says_whether_a_request_would_find_workers() -> None:
+async def test_health_says_whether_a_request_would_find_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(registry, "KEEP_S", 0.2)
     async with running() as bench:
         stub = health_pb2_grpc.HealthStub(bench.channel)
 

@@ -17,6 +17,8 @@ from tests.wire.bundled_pair import MODEL, PROMPT, Workers, alone, workers
 from tests.wire.prefill_call import PrefillCall
 from tests.wire.prefill_decode_pair import RouterStream, Sample
 
+pytestmark = pytest.mark.usefixtures("one_compile_process")
+
 SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
 KINDS: tuple[dict[str, Any], ...] = (
     {"logprobs": 2},

@@ -40,8 +40,8 @@ _MAX_LONG_PART_BYTES = 64 << 20
 """Of a launch that is cut for that alone."""
 
 _MANY_ROWS = 64
-"""Query rows of a kv head in one sequence, above which a program takes so many: each of them reads
-all keys and values of its split, and those of fewer rows more often."""
+"""Query rows of a program where a sequence has more of a kv head than half of it: each program
+reads all keys and values of its split, and those of fewer rows read them more often."""
 
 _MAX_FUSED_NUMBERS = 2048
 """Of a part: one that is larger is merged by a kernel of its own."""
@@ -136,8 +136,8 @@ def config_for(
     if exact:
         stages = 3 if width <= 128 else 2 if width <= 256 else 1
         return Config(EXACT_ROWS, TILE_POSITIONS, EXACT_WARPS if width <= 256 else 8, stages)
-    if width <= 128 and num_rows > _MANY_ROWS and not rows.dtype:
-        return Config(_MANY_ROWS, 64, 4, 3)
+    if width <= 128 and num_rows > _MANY_ROWS // 2 and not rows.dtype:
+        return Config(_MANY_ROWS, 32, 4, 3)
     block_m = 16 if num_rows <= 16 else 32
     if width <= 128 and rows.dtype:
         return Config(block_m, 128, 4, 3)

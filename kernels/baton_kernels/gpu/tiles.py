@@ -166,7 +166,7 @@ def takes_norm(tile: Tile, product: Product) -> bool:
 
 def max_rows(num_weights: int) -> int:
     """Above it the library is faster: the larger the weight, the more rows its bytes hide."""
-    return 64 if num_weights > 1 << 25 else 16
+    return 64 if num_weights > 1 << 24 else 16
 
 
 def row_tile(width: int, depth: int, is_gated: bool) -> Tile:
@@ -180,7 +180,7 @@ def skinny_tile(num_rows: int, width: int, depth: int, is_gated: bool) -> Tile:
     """For few rows: up to 16 as with `exact`, which costs nothing there."""
     if num_rows <= 16:
         return exact_tile(num_rows, width, depth)
-    split = split_for(width, 64, depth, 128, num_programs=128, most=4)
+    split = split_for(width, 64, depth, 128, num_programs=96, most=4)
     num_steps = ceil_div(ceil_div(depth, 128), split)
     block_m = 32 if num_rows <= 32 else 64  # of the others nothing is read: room for more programs
     return Tile(block_m, 64, 128, split, num_stages=3 if num_steps < 8 else 4)

@@ -31,6 +31,8 @@ from engine.step_output import RequestEvent
 from tests.unit.engine.workloads import outcomes
 from tokens.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.usefixtures("one_compile_process")
+
 FOLDER = resolve("baton-5m", files="tokenizer").path
 TOKENIZER = Tokenizer.load(FOLDER)
 VOCAB = 4096

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from transformers import AutoModelForCausalLM
 
 from checkpoints.resolve import resolve
@@ -31,6 +32,8 @@ from tests.unit.engine.workloads import (
     undisturbed,
     workload,
 )
+
+pytestmark = pytest.mark.usefixtures("one_compile_process")
 
 GRAMMARS = (
     GrammarSpec(GrammarKind.REGEX, r"(19|20)[0-9]{2}-[01][0-9] is the date"),

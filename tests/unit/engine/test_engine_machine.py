@@ -180,6 +180,9 @@ class EngineMachine(RuleBasedStateMachine):
     def step(self) -> None:
         output = self.engine.step()
         assert output.num_scheduled_tokens <= 7
+        stats = self.engine.stats()
+        levels = output.num_running, output.num_waiting
+        assert levels == (stats.num_running, stats.num_waiting)
         for event in output.events:
             known = self.live[event.request_id]
             known.state = State.PREFILLING if known.state is State.WAITING else known.state

@@ -25,6 +25,7 @@ from engine.loop import Engine, load_engine
 from engine.models.interface import LoadedModel
 from engine.request import FinishReason, GrammarSpec, Request
 from engine.step_output import RequestEvent
+from tests.compile_process import SharedProcess
 from tests.unit.engine.grammar.driver import (
     BUNDLED,
     VOCAB_SIZE,
@@ -43,19 +44,9 @@ TOKENIZER = Tokenizer.load(BUNDLED)
 Make = Callable[..., Engine]
 
 
-class Shared(CompileProcess):
-    """One process for all engines of this module."""
-
-    def close(self) -> None:
-        """It goes on for the next engine."""
-
-    def end(self) -> None:
-        super().close()
-
-
 @pytest.fixture(scope="module")
-def process() -> Iterator[Shared]:
-    made = Shared(BUNDLED, VOCAB_SIZE)
+def process() -> Iterator[SharedProcess]:
+    made = SharedProcess(BUNDLED, VOCAB_SIZE)
     yield made
     made.end()
 
@@ -68,7 +59,7 @@ def bundled() -> LoadedModel:
 
 
 @pytest.fixture
-def make(process: Shared, bundled: LoadedModel) -> Iterator[Make]:
+def make(process: SharedProcess, bundled: LoadedModel) -> Iterator[Make]:
     """`make(limits={...}, is_fake=False, vocabulary=None, <config>)`."""
     made: list[Engine] = []
 

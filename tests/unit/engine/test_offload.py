@@ -231,16 +231,25 @@ def test_a_fusion_that_changes_numbers_is_undone_and_streamed(
 @pytest.mark.parametrize(
     ("model_type", "told"),
     [
-        ("deepseek_v3", "DeepseekV3ForCausalLM caches latents"),
-        ("longcat_flash", "LongcatFlashForCausalLM keeps its 8 layers in 0 lists"),
+        (
+            "deepseek_v3",
+            "weights_device_bytes: DeepseekV3ForCausalLM caches latents (MLA), and matrices that "
+            "belong to them are kept apart from its layers: they cannot be streamed; leave it 0",
+        ),
+        (
+            "longcat_flash",
+            "weights_device_bytes: LongcatFlashForCausalLM keeps its {num_layers} layers in 0 "
+            "lists; only layers of one list can be streamed: leave it 0",
+        ),
     ],
 )
 def test_models_whose_layers_cannot_be_streamed_are_named(model_type: str, told: str) -> None:
+    """A LongCat layer is two to some versions of transformers: the count told is theirs."""
     model = random_instance(small_config(model_type), 0)
     cache_latents(model)
-    with pytest.raises(LoadError, match=told) as caught:
+    with pytest.raises(LoadError) as caught:
         OnHost(model, "cpu", 2**40)
-    assert "\n" not in str(caught.value) and "weights_device_bytes" in str(caught.value)
+    assert str(caught.value) == told.format(num_layers=model.config.num_hidden_layers)
 
 
 def test_layers_that_share_weights_are_refused() -> None:

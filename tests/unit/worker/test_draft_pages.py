@@ -14,55 +14,31 @@ import pytest
 
 from engine.errors import IntegrityError
 from engine.speculation.draft_pages import Fetched, Pages, PagesRefused
-from kvstore import block_hash, serve
-from kvstore.config import KvStoreSettings
-from kvstore.errors import Quarantine, TransferCancelled, TransferTimeout
-from kvstore.store import Store
-from process.deadline import Deadline
+from kvstore import block_hash
 from process.settings import SettingsError
 from services.worker.config import WorkerLimits
-from services.worker.connector import StoreConnector
 from services.worker.draft_pages import StoreDraftPages
-from services.worker.staging_rows import StagingRows
-from services.worker.store_target import StoreTarget
-from tests.unit.worker.test_parking import gated, until
+from tests.unit.worker.staging_bench import (
+    WAIT_S,
+    MakeConnector,
+    StalledReads,
+    StoreBench,
+    gated,
+    until,
+)
 
 PAGE_BYTES = 1000
-FRAME_BYTES = 4096  # of such a page in the slab
 NUM_TOKENS = 12
-WAIT_S = 30.0
 LIMITS = WorkerLimits(attach_budget_s=WAIT_S, transfer_budget_s=WAIT_S, put_budget_s=WAIT_S)
 """A transfer that is late on a busy machine is none that failed: tests count those."""
 
 
-class Lot:
+class Lot(StoreBench[StoreDraftPages]):
     """A store and pages over it."""
 
-    def __init__(self, store: Any, exits: contextlib.AsyncExitStack) -> None:
-        self.node = store.node
-        self.address: str = store.address
-        self.exits = exits
-        self.pages: StoreDraftPages
-
     @property
-    def store(self) -> Store:
-        store: Store = self.node.store
-        return store
-
-    @property
-    def rows(self) -> StagingRows:
-        return self.pages._rows
-
-    @property
-    def client(self) -> Any:
-        client = self.pages.connector.client
-        assert client is not None
-        return client
-
-    async def kill_store(self) -> None:
-        await self.exits.aclose()
-        self.pages.connector._suspect.set()
-        await until(lambda: self.pages.connector.client is None)
+    def pages(self) -> StoreDraftPages:
+        return self.user
 
     async def stored(self, num_pages: int) -> None:
         self.pages.put(keys_of(num_pages), b"", pages_of(num_pages), NUM_TOKENS)
@@ -75,38 +51,19 @@ class Lot:
         self.pages.drop(fetch)
         return found
 
-    async def check_empty(self) -> None:
-        self.pages.check_integrity([])
-        await until(lambda: self.rows.num_free == self.rows.num_rows)
-        await until(lambda: len(self.store.leases) == 0)
-        assert self.store.num_pinned() == 0
-        self.store.check_integrity()
-        self.pages.check_integrity([])
-
 
 @contextlib.asynccontextmanager
 async def lot(
     tmp_path: Path, *, transport: str = "shm", num_rows: int = 8, num_frames: int = 32
 ) -> AsyncIterator[Lot]:
-    settings = KvStoreSettings(
-        slab_dir=str(tmp_path), capacity_bytes=num_frames * FRAME_BYTES, stop_timeout_s=0.0
-    )
-    async with contextlib.AsyncExitStack() as exits:
-        made = Lot(await exits.enter_async_context(serve.running(settings)), exits)
-        nobody: Any = None
-
-        def connector(memory: Any) -> StoreConnector:
-            target = StoreTarget(made.address, "w", b"i" * 16, "ab" * 32, memory, transport)
-            return StoreConnector(target, nobody, LIMITS)
-
-        made.pages = StoreDraftPages(
-            PAGE_BYTES, num_rows * PAGE_BYTES, LIMITS, make_connector=connector
+    def pages(make_connector: MakeConnector) -> StoreDraftPages:
+        return StoreDraftPages(
+            PAGE_BYTES, num_rows * PAGE_BYTES, LIMITS, make_connector=make_connector
         )
-        try:
-            assert await made.pages.start(wait_s=WAIT_S)
-            yield made
-        finally:
-            await made.pages.stop(timeout_s=1)
+
+    made = Lot(tmp_path, num_frames)
+    async with made.over_the_store(pages, LIMITS, transport=transport):
+        yield made
 
 
 def pages_of(num_pages: int, seed: int = 0) -> Pages:
@@ -188,27 +145,13 @@ async def test_puts_stand_back_for_fetches_and_take_half_of_the_rows(
 async def test_rows_that_may_still_be_written_into_are_out_of_use_until_it_is_settled(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    has_begun = asyncio.Event()
     async with lot(tmp_path) as made:
         await made.stored(3)
 
-        async def stalled(
-            lease_id: str, items: Any, deadline: Deadline, *, incarnation: bytes
-        ) -> Any:
-            has_begun.set()
-            quarantine = Quarantine(tuple(row for _, row in items), settled)
-            if how == "timeout":
-                raise TransferTimeout("late", quarantine)
-            try:
-                await asyncio.Event().wait()
-            except asyncio.CancelledError as error:
-                raise TransferCancelled("cancelled", quarantine) from error
-
-        monkeypatch.setattr(made.client, "get_blocks", stalled)
+        stalled = StalledReads(made.client, how, monkeypatch)
         fetch = made.pages.get(keys_of(3), NUM_TOKENS)
         if how == "stop":
-            await until(has_begun.is_set)
+            await until(stalled.has_begun.is_set)
             await made.pages.stop(timeout_s=1)
         await until(lambda: fetch.is_done)
         found = fetch.result()
@@ -219,7 +162,7 @@ async def test_rows_that_may_still_be_written_into_are_out_of_use_until_it_is_se
         made.pages.drop(fetch)
         made.pages.check_integrity([])
         assert (made.rows.num_quarantined, made.rows.num_free) == (3, 5)
-        settled.set_result(None)
+        stalled.settled.set_result(None)
         await until(lambda: made.rows.num_free == 8)
         made.pages.check_integrity([])
 

@@ -6,12 +6,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from engine.errors import RankFailed
 from engine.step_output import StepOutput
+from process import step_watch
 from process.errors import FailedPrecondition, Internal, Unavailable
+from process.step_watch import StepWatch
 from services.worker import engine_thread
 from services.worker.engine_thread import EngineThread
 from tests.unit.worker.builders import GatedModel, fake_engine, prompt_of, request, running
@@ -324,10 +327,39 @@ async def test_a_step_that_does_not_end_is_the_engines_failure() -> None:
     engine.check_integrity()
 
 
-async def test_steps_in_time_are_no_failure() -> None:
-    engine = fake_engine()
-    async with running(engine, step_timeout_s=0.2) as thread:
+async def test_steps_in_time_are_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that only this test moves: within a step by less than it may take, and by more
+    where the engine rests."""
+    clock = SimpleNamespace(now_s=100.0, num_looks=0)
+
+    class Watch(StepWatch):
+        @property
+        def is_late(self) -> bool:
+            clock.num_looks += 1
+            return super().is_late
+
+    async def pass_time(seconds: float) -> None:
+        """Returns when the watch has looked since."""
+        clock.now_s += seconds
+        num_before = clock.num_looks
+        while clock.num_looks < num_before + 2:
+            await asyncio.sleep(0.001)
+
+    monkeypatch.setattr(step_watch, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
+    monkeypatch.setattr(step_watch, "WATCH_S", 0.001)
+    monkeypatch.setattr(engine_thread, "StepWatch", Watch)
+    model = GatedModel()
+    engine = fake_engine(model=model)
+    async with asyncio.timeout(30), running(engine, step_timeout_s=2.0) as thread:
         await thread.call(lambda e: engine.reserve(request(engine, prompt_of(5), name="r")))
+        model.hold()
         thread.post(lambda e: e.start("r"))
-        await asyncio.sleep(0.5)  # longer than a step may take, and idle
+        await asyncio.to_thread(model.is_held.wait, 30)
+        await pass_time(1.9)
+        num_idle_checks = thread.num_idle_checks
+        model.release()
+        while thread.num_idle_checks == num_idle_checks:  # until its steps are over
+            await asyncio.sleep(0.001)
+        await pass_time(10.0)
         assert thread.failure is None and not thread.is_stuck
+        assert thread.stats.num_output_tokens == 4

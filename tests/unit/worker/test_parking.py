@@ -5,143 +5,20 @@ leases and tails are all given back, whatever happens when.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import random
-from collections import Counter
-from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from engine.config import EngineConfig
-from engine.errors import IntegrityError, ParkingRefused, WrongState
-from engine.kv.layout import KvLayout
-from engine.loop import Engine
+from engine.errors import IntegrityError, ParkingRefused
 from engine.parking import Blocks
-from engine.step_output import StepOutput
-from kvstore import serve
-from kvstore.config import KvStoreSettings
-from kvstore.errors import Quarantine, TransferCancelled, TransferTimeout
-from kvstore.store import Store
-from process.deadline import Deadline
 from process.settings import SettingsError
+from services.worker import parking
 from services.worker.config import WorkerLimits
-from services.worker.connector import StoreConnector
-from services.worker.engine_thread import EngineThread
 from services.worker.parked_put import Stage
 from services.worker.parking import StoreParking
-from services.worker.staging_rows import StagingRows
-from services.worker.store_target import StoreTarget
-from tests.unit.engine.workloads import PLAIN, disturbed, undisturbed, workload
-from tests.unit.worker.builders import GatedModel, fake_engine, prompt_of, request, running
-
-LAYOUT = KvLayout.plain(num_layers=2, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")
-FINGERPRINT = "ab" * 32
-WAIT_S = 30.0
-LIMITS = WorkerLimits(attach_budget_s=5.0)
-FRAME_BYTES = 4096  # of LAYOUT's blocks in the slab
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not condition():
-            await asyncio.sleep(0.002)
-
-
-class Lot:
-    """A store and a parking over it."""
-
-    def __init__(self, settings: KvStoreSettings) -> None:
-        self.settings = settings
-        self._exit = contextlib.AsyncExitStack()
-        self.address = ""
-        self.node: Any = None
-        self.parking: StoreParking
-
-    async def start_store(self) -> None:
-        store = await self._exit.enter_async_context(serve.running(self.settings))
-        self.address, self.node = store.address, store.node
-
-    async def kill_store(self) -> None:
-        """Returns when the parking has noticed: over shm its bytes could be read until then."""
-        await self._exit.aclose()
-        self.parking.connector._suspect.set()
-        await until(lambda: self.parking.connector.client is None)
-
-    @property
-    def store(self) -> Store:
-        store: Store = self.node.store
-        return store
-
-    @property
-    def rows(self) -> StagingRows:
-        return self.parking._rows
-
-    @property
-    def client(self) -> Any:
-        client = self.parking.connector.client
-        assert client is not None
-        return client
-
-    def stage(self, key: str) -> Stage:
-        return self.parking._kept[key].stage
-
-    async def stored(self, key: str) -> None:
-        await until(lambda: self.stage(key) is Stage.STORED)
-
-    async def fetched(self, key: str) -> Blocks | None:
-        coming = self.parking.get(key)
-        await until(lambda: coming.is_done)
-        return coming.result()
-
-    async def check_empty(self) -> None:
-        """Nothing is taken here, nothing is kept alive there."""
-        self.parking.check_integrity(())
-        await until(lambda: self.rows.num_free == self.rows.num_rows)
-        await until(lambda: len(self.store.leases) == 0)
-        assert self.store.num_tails == self.store.num_pinned() == 0
-        self.store.check_integrity()
-        self.parking.check_integrity(())
-
-
-@contextlib.asynccontextmanager
-async def lot(
-    tmp_path: Path,
-    *,
-    transport: str = "shm",
-    num_rows: int = 8,
-    num_frames: int = 64,
-    limits: WorkerLimits = LIMITS,
-    layout: KvLayout = LAYOUT,
-    thread: EngineThread | None = None,
-) -> AsyncIterator[Lot]:
-    made = Lot(
-        KvStoreSettings(
-            slab_dir=str(tmp_path), capacity_bytes=num_frames * FRAME_BYTES, stop_timeout_s=0.0
-        )
-    )
-    await made.start_store()
-    any_thread: Any = thread
-
-    def connector(memory: Any) -> StoreConnector:
-        target = StoreTarget(made.address, "w", b"i" * 16, FINGERPRINT, memory, transport)
-        return StoreConnector(target, any_thread, limits)
-
-    made.parking = StoreParking(
-        layout,
-        num_rows * layout.block_bytes + 1,
-        limits,
-        worker_incarnation=b"i" * 16,
-        make_connector=connector,
-    )
-    try:
-        assert await made.parking.start(wait_s=WAIT_S)
-        yield made
-    finally:
-        await made.parking.stop(timeout_s=1)
-        await made.kill_store()
+from tests.unit.worker.parking_bench import LAYOUT, LIMITS, lot
+from tests.unit.worker.staging_bench import StalledReads, gated, until
 
 
 def blocks_of(num_blocks: int, seed: int = 0) -> Blocks:
@@ -151,18 +28,6 @@ def blocks_of(num_blocks: int, seed: int = 0) -> Blocks:
 
 def hashes_of(num_blocks: int, seed: int = 0) -> list[bytes]:
     return [bytes([1 + seed, index]) * 8 for index in range(num_blocks)]
-
-
-def gated(target: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
-    """The method waits until the event is set."""
-    gate, real = asyncio.Event(), getattr(target, name)
-
-    async def call(*arguments: Any, **options: Any) -> Any:
-        await gate.wait()
-        return await real(*arguments, **options)
-
-    monkeypatch.setattr(target, name, call)
-    return gate
 
 
 @pytest.mark.parametrize("transport", ["shm", "nixl", "grpc"])
@@ -314,9 +179,6 @@ async def test_a_store_that_died_lost_what_was_parked(comes_back: bool, tmp_path
         await made.stored("a")
         await made.kill_store()
         if comes_back:
-            made.settings = KvStoreSettings(
-                slab_dir=str(tmp_path), capacity_bytes=64 * FRAME_BYTES, listen=made.address
-            )
             await made.start_store()
             await until(lambda: made.parking.connector.num_attached == 2)
         assert await made.fetched("a") is None
@@ -348,23 +210,11 @@ async def test_bytes_that_changed_in_the_store_are_not_used(tmp_path: Path) -> N
 async def test_rows_that_may_still_be_written_into_are_out_of_use_until_it_is_settled(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     async with lot(tmp_path) as made:
         made.parking.put("a", hashes_of(2), blocks_of(3))
         await made.stored("a")
 
-        async def stalled(
-            lease_id: str, items: Any, deadline: Deadline, *, incarnation: bytes
-        ) -> Any:
-            quarantine = Quarantine(tuple(row for _, row in items), settled)
-            if how == "timeout":
-                raise TransferTimeout("late", quarantine)
-            try:
-                await asyncio.Event().wait()
-            except asyncio.CancelledError as error:
-                raise TransferCancelled("cancelled", quarantine) from error
-
-        monkeypatch.setattr(made.client, "get_blocks", stalled)
+        stalled = StalledReads(made.client, how, monkeypatch)
         coming = made.parking.get("a")
         if how == "stop":
             await until(lambda: made.rows.num_free == 5)
@@ -379,7 +229,7 @@ async def test_rows_that_may_still_be_written_into_are_out_of_use_until_it_is_se
         if how == "timeout":
             with pytest.raises(ParkingRefused):
                 made.parking.put("b", hashes_of(6), blocks_of(6))
-        settled.set_result(None)
+        stalled.settled.set_result(None)
         await until(lambda: made.rows.num_free == 8)
         assert made.rows.num_quarantined == 0
         made.parking.check_integrity(())
@@ -412,8 +262,8 @@ async def test_who_comes_back_waits_for_rows_but_not_for_ever(tmp_path: Path) ->
 async def test_a_lease_lives_as_long_as_something_is_parked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limits = WorkerLimits(attach_budget_s=5.0, lease_ttl_s=3.0)
-    async with lot(tmp_path, limits=limits) as made:
+    monkeypatch.setattr(parking, "RENEWALS_PER_TTL", 300.0)
+    async with lot(tmp_path) as made:
         made.parking.put("a", hashes_of(2), blocks_of(3))
         await made.stored("a")
         (lease,) = made.store.leases
@@ -468,99 +318,3 @@ def test_a_bound_without_room_for_a_block_is_refused_by_name() -> None:
             worker_incarnation=b"i",
             make_connector=lambda memory: pytest.fail("too late"),
         )
-
-
-# ---- with an engine
-
-
-def tokens_of(outputs: list[StepOutput], name: str) -> list[int]:
-    events = [event for output in outputs for event in output.events]
-    return [token for event in events if event.request_id == name for token in event.token_ids]
-
-
-def park(engine: Engine, model: GatedModel) -> None:
-    """Preempt `a` in an engine without room for it, and stop at the next forward pass."""
-    stats = engine.stats()
-    num_blocks = stats.num_free_blocks + stats.num_cached_blocks
-    engine.reserve(request(engine, prompt_of(4 * num_blocks, 50), name="room", max_tokens=4))
-    model.hold()
-    engine.preempt("a")
-
-
-@pytest.mark.parametrize("transport", ["shm", "nixl", "grpc"])
-@pytest.mark.parametrize("is_killed", [False, True])
-async def test_a_parked_request_goes_on_to_the_same_tokens_with_or_without_its_bytes(
-    is_killed: bool, transport: str, tmp_path: Path
-) -> None:
-    model = GatedModel()
-    engine = fake_engine(num_blocks=64, model=model, preemption="swap")
-    outputs: list[StepOutput] = []
-    layout, bytes_there = engine.kv.layout, engine.park_bytes
-    assert bytes_there == 64 * layout.block_bytes
-    async with running(engine, on_step=outputs.append, idle_check_s=10) as thread:
-        async with lot(
-            tmp_path, transport=transport, num_rows=64, layout=layout, thread=thread
-        ) as made:
-            await thread.call(lambda e: e.use_parking(made.parking))
-            first = request(engine, prompt_of(22), name="a", max_tokens=20)
-            other = request(engine, prompt_of(3, 9), name="d", max_tokens=20)
-
-            def begin(e: Any) -> None:
-                for asked in (first, other):
-                    e.reserve(asked)
-                    e.start(asked.request_id)
-                with pytest.raises(WrongState):
-                    e.use_parking(made.parking)
-                outputs.extend(e.step() for _ in range(6))
-                park(e, model)
-
-            await thread.call(begin)
-            await made.stored("a/0")
-            assert made.store.num_tails == 1
-            if is_killed:
-                await made.kill_store()
-            thread.post(lambda e: e.abort("room"))
-            model.release()
-            await until(lambda: len(tokens_of(outputs, "a")) + len(tokens_of(outputs, "d")) == 40)
-            assert tokens_of(outputs, "a") == model.generate(prompt_of(22), 20)
-            assert tokens_of(outputs, "d") == model.generate(prompt_of(3, 9), 20)
-            causes = dict((await thread.call(lambda e: e.stats())).num_preemptions)
-            assert causes["swap"] == 1 and causes.get("lost", 0) == int(is_killed)
-            assert (made.parking.num_bytes_fetched == 0) is is_killed
-            await thread.call(lambda e: e.check_integrity())
-            if not is_killed:
-                await made.check_empty()
-
-
-async def test_random_workloads_with_a_store_are_told_nothing_of_it(
-    tmp_path: Path, seed: int, scale: Callable[[int], int]
-) -> None:
-    """200 random workloads on hardly any blocks, preempted at random: outcomes equal the
-    undisturbed run, and every law holds after every step."""
-    causes: Counter[str] = Counter()
-    layout = PLAIN.make_model().layout
-    async with lot(tmp_path, num_rows=20, num_frames=40, layout=layout) as made:
-        for index in range(scale(200)):
-            rng = random.Random(f"{seed} {index}")
-            config = EngineConfig(
-                num_blocks=rng.randint(12, 20),
-                max_num_tokens_per_step=rng.randint(4, 12),
-                max_num_running=4,
-                preemption="swap",
-            )
-            engine = PLAIN.engine(config)
-            engine.use_parking(made.parking)
-            requests = workload(rng)
-            found = await asyncio.to_thread(disturbed, engine, requests, rng)
-            assert found == undisturbed(requests), index
-            causes.update(dict(engine.stats().num_preemptions))
-        assert causes["swap"] > 0 and made.parking.num_bytes_stored > 0
-        assert causes["lost"] == sum(made.parking.lost.values())
-        await made.check_empty()
-
-
-def test_a_parking_is_for_an_engine_that_swaps() -> None:
-    engine = fake_engine(num_blocks=64, preemption="recompute")
-    assert engine.park_bytes == 0
-    with pytest.raises(WrongState, match="swaps"):
-        engine.use_parking(None)  # type: ignore[arg-type]

@@ -31,6 +31,7 @@ from engine.grammar.service import GrammarService
 from engine.grammar.state import GrammarState
 from engine.grammar.vocabulary import Vocabulary
 from engine.request import GrammarSpec
+from tests.compile_process import SharedProcess
 from tests.unit.engine.grammar.driver import (
     BUNDLED,
     END,
@@ -49,26 +50,16 @@ from tokens.tokenizer import Tokenizer
 WAIT_S = 100.0
 
 
-class Shared(CompileProcess):
-    """One process for many services: starting one takes seconds."""
-
-    def close(self) -> None:
-        """It goes on for the next test."""
-
-    def end(self) -> None:
-        super().close()
-
-
 @pytest.fixture(scope="module")
-def process() -> Iterator[Shared]:
-    made = Shared(BUNDLED, VOCAB_SIZE)
+def process() -> Iterator[SharedProcess]:
+    made = SharedProcess(BUNDLED, VOCAB_SIZE)
     yield made
     made.end()
 
 
 @pytest.fixture
 def make_service(
-    process: Shared, vocabulary: Vocabulary, tokenizer: Tokenizer
+    process: SharedProcess, vocabulary: Vocabulary, tokenizer: Tokenizer
 ) -> Iterator[Callable[..., GrammarService]]:
     """`make_service(<limits>)`; checked and closed after the test."""
     made: list[GrammarService] = []
@@ -219,7 +210,7 @@ def test_a_character_that_no_token_spells_is_an_error(vocabulary: Vocabulary) ->
 
 
 def test_bombs_end_by_their_own_limits_while_others_go_on(
-    make_service: Callable[..., GrammarService], process: Shared
+    make_service: Callable[..., GrammarService], process: SharedProcess
 ) -> None:
     """As many bombs as may compile at one time, asked for before the others."""
     service = make_service(compile_timeout_s=0.5)
@@ -253,7 +244,7 @@ def test_a_bomb_of_memory_ends_by_its_own_limit(
 
 
 def test_a_process_that_was_killed_is_started_anew(
-    service: GrammarService, process: Shared
+    service: GrammarService, process: SharedProcess
 ) -> None:
     assert compiled(service, choice_spec("a")).error is None
     num_starts = process.num_starts
@@ -401,7 +392,7 @@ def test_what_blocks_is_done_on_the_compile_threads(
 
 
 def test_a_tokenizer_that_cannot_be_served_is_each_requests_error(
-    process: Shared, tokenizer: Tokenizer
+    process: SharedProcess, tokenizer: Tokenizer
 ) -> None:
     loads: list[int] = []
 
@@ -511,7 +502,9 @@ def test_closing_does_not_wait_for_a_process_that_does_not_start(
     assert not asking.is_alive() and len(errors) == 1
 
 
-def test_children_end_with_a_process_that_died(process: Shared, service: GrammarService) -> None:
+def test_children_end_with_a_process_that_died(
+    process: SharedProcess, service: GrammarService
+) -> None:
     """The group is killed before its leader is reaped: until then its id is nobody else's."""
     assert compiled(service, choice_spec("alive")).error is None
     leader = process._process

@@ -14,6 +14,7 @@ from engine.sampling import pipeline
 from engine.sampling.copies import Fetched, bring
 from engine.sampling.on_device import begin_on_device
 from tests.conftest import LONG
+from tests.unit.engine.cuda_waits import refused_waits
 from tests.unit.engine.sampling.reference import (
     VOCAB_SIZE,
     batch,
@@ -54,13 +55,10 @@ def test_the_device_is_not_waited_for(seed: int) -> None:
     rows = [row + 5 for row in range(30)]
     expected = [one.token_id for one in pipeline.begin(logits, draws, rows)()]
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with refused_waits():
         with pytest.raises(RuntimeError):
             logits.cpu()  # it does look
         result = pipeline.begin(logits, draws, rows)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert [one.token_id for one in result()] == expected
     on_cpu = pipeline.draw(logits[rows].cpu(), draws)
     assert [one.token_id for one in on_cpu] == expected

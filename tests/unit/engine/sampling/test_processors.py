@@ -105,12 +105,25 @@ def test_each_processor_is_what_transformers_makes_of_it(
         prompt, output = _tokens(rng), _tokens(rng, 0)
         output = output + prompt[-3:]
         fields = EACH[name](rng, prompt + output)
-        if name == "min_tokens" and (not fields["min_tokens"] or not fields["ends"]):
+        if name == "bad_words":
+            # Longer than the sequence: 5.17 does not look at one that all of it begins; 5.23 does.
+            num_tokens = len(prompt + output)
+            known = tuple(word for word in fields["bad_words"] if len(word) <= num_tokens)
+            fields = {"bad_words": known}
+        if not all(fields.values()):
             continue  # transformers has no such processor
         draw = make_draw(prompt, output, **fields)
         input_ids = torch.tensor([prompt + output])
         wanted = _their_processor(name, draw, prompt)(input_ids, logits.clone())
         assert torch.equal(_ours(logits, [draw]), wanted), draw
+
+
+def test_a_bad_word_may_begin_with_all_that_there_is() -> None:
+    """Its last token is the next one; a longer word's is not."""
+    words = ((51, 59, 51, 49), (51, 59, 51, 48, 47))
+    logits = torch.zeros(1, VOCAB_SIZE)
+    ours = _ours(logits, [make_draw((51, 59), (51,), bad_words=words)])
+    assert torch.isneginf(ours[0]).nonzero().flatten().tolist() == [49]
 
 
 def test_a_frequency_counts_the_output_and_not_the_prompt() -> None:

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from checkpoints.resolve import resolve
+from engine.batch import Batch
 from engine.config import EngineConfig
 from engine.errors import LoadError
 from engine.fake import FakeModel
@@ -188,7 +190,7 @@ def test_a_path_below_a_sibling_that_has_no_children() -> None:
             assert distribution.tolist() == whole.distributions[place].tolist()
 
 
-@pytest.mark.parametrize("name", ["make_memory", "attach", "warm_up"])
+@pytest.mark.parametrize("name", ["make_memory", "attach", "warm_up", "forward"])
 def test_a_draft_model_that_cannot_be_set_up_is_closed(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -204,6 +206,33 @@ def test_a_draft_model_that_cannot_be_set_up_is_closed(
     with pytest.raises(MemoryError):
         load_module.load_draft_model(TARGET)
     assert closed == [model]
+
+
+@pytest.mark.parametrize("is_drawn", [False, True])
+def test_a_loaded_one_has_guessed_before_and_for_nobody(
+    monkeypatch: pytest.MonkeyPatch, is_drawn: bool
+) -> None:
+    """By each way of drawing, so that no trial is charged with what its first call costs."""
+    depths: list[int] = []
+    forward = FakeModel.forward
+
+    def seen(one: FakeModel, batch: Batch) -> torch.Tensor:
+        depths.append(len(batch.token_ids))
+        return forward(one, batch)
+
+    monkeypatch.setattr(load_module, "load_model", lambda *_, **__: FakeModel())
+    monkeypatch.setattr(FakeModel, "forward", seen)
+    speculation = replace(TARGET.speculation, expansion=(1, 1, 1))
+    drafter = load_module.load_draft_model(replace(TARGET, speculation=speculation))
+    # A text of four tokens, and then of five; and one that grows by so many.
+    assert depths == [4, 1, 1, 1, 1, 1] * 3 + list(range(1, 21))
+    sampling = Sampling(max_tokens=8, temperature=1.0, seed=3)
+    task = Task(("r", 0), [3, 1, 4, 1, 5], 3, sampling, 0, 30, is_drawn=is_drawn)
+    fresh = DraftModel(FakeModel(), (1, 1, 1), num_blocks=64, max_num_tokens=64)
+    assert drafter.propose([task])[0].tree == fresh.propose([task])[0].tree
+    drafter.forget(task.key)
+    drafter.check_integrity()
+    assert len(drafter._cache._held) == 0
 
 
 def test_one_that_cannot_be_loaded_closes_those_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,6 +49,8 @@ from tests.unit.engine.workloads import (
     workload,
 )
 
+pytestmark = pytest.mark.usefixtures("one_compile_process")
+
 Expected = Mapping[str, Mapping[int, Outcome]]
 
 

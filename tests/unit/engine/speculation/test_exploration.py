@@ -1,5 +1,6 @@
 """Whom a drafter is asked for: time is lost by finding out up to a share of what was served, and no
-more; who pays is asked, and who would pay for all is found by one."""
+more; who pays is asked, few sequences at once, and who would pay for all of many is found by
+one."""
 
 from __future__ import annotations
 
@@ -12,13 +13,36 @@ from hypothesis import strategies as st
 
 from engine.speculation.expansion import Load
 from engine.speculation.exploration import Exploration
-from engine.speculation.worth import GRANT_STEPS, SHARE, TRIAL, Call, Worth, value_s
+from engine.speculation.worth import FEW, GRANT_STEPS, SHARE, TRIAL, Call, Worth, value_s
 
 PLAIN_S = 0.01
 
 
 def _class(num_sequences: int) -> int:
     return (num_sequences - 1).bit_length()
+
+
+def _granted_s(num_sequences: int, step_s: float) -> float:
+    return GRANT_STEPS * step_s if num_sequences <= FEW else 0.0
+
+
+class _TrialLoss:
+    """Of one trial: of its first calls, and of one of those that it went on with."""
+
+    def __init__(self) -> None:
+        self._number = self._num_calls = 0
+        self._first_s = self._later_s = 0.0
+        self.worst_s = 0.0
+
+    def add(self, number: int, loss_s: float) -> None:
+        if number != self._number:
+            self._number, self._num_calls, self._first_s, self._later_s = number, 0, 0.0, 0.0
+        self._num_calls += 1
+        if self._num_calls <= TRIAL:
+            self._first_s += max(loss_s, 0.0)
+        else:
+            self._later_s = max(self._later_s, loss_s)
+        self.worst_s = max(self.worst_s, self._first_s + self._later_s)
 
 
 @settings(max_examples=60)
@@ -32,34 +56,30 @@ def test_time_lost_is_a_share_of_the_time_served(number: int, share: float) -> N
     lost: dict[int, float] = {}
     served: dict[int, float] = {}
     granted: dict[int, float] = {}
-    of_trial: dict[int, float] = {}
-    worst_trial: dict[int, float] = {}
-    left: dict[int, int] = {}
+    trials: dict[int, _TrialLoss] = {}
     price, luck, size = 1.0, 1.0, sizes[0]
     for _ in range(300):
         if rng.random() < 0.05:
             price, luck, size = 10 ** rng.uniform(-3, 2), rng.uniform(0, 4), rng.choice(sizes)
         load = Load(size, size, 0.01 * rng.lognormvariate(0, 0.5), 0.0)
         place = _class(size)
-        num_tasks = worth.num_asked(load)
-        granted.setdefault(place, GRANT_STEPS * load.seconds)
+        num_tasks = worth.num_asked(load, rng.choice([1, FEW]))
+        granted.setdefault(place, _granted_s(size, load.seconds))
+        trial = trials.setdefault(place, _TrialLoss())
         loss = 0.0
         if num_tasks:
             assert num_tasks <= size
-            if not left.get(place, 0):
-                left[place], of_trial[place] = TRIAL, 0.0
-            left[place] -= 1
             num_kept = int(num_tasks * rng.uniform(0, luck))
             own_s = 0.001 * price * rng.lognormvariate(0, 1)
             rows_s = rng.gauss(0.001, 0.001)
             loss = own_s + rows_s - num_kept * value_s(load)
-            worth.observe(load, Call(num_tasks, num_kept, own_s, rows_s))
-            of_trial[place] += max(loss, 0.0)
-            worst_trial[place] = max(worst_trial.get(place, 0.0), of_trial[place])
+            num_nodes = num_kept + rng.randrange(4)
+            worth.observe(load, Call(num_tasks, num_kept, num_nodes, own_s, rows_s))
+            trial.add(worth.num_trials(size), loss)
         worth.serve(size, load.seconds)
         lost[place] = lost.get(place, 0.0) + loss
         served[place] = served.get(place, 0.0) + load.seconds
-        most = share * served[place] + granted[place] + worst_trial.get(place, 0.0)
+        most = share * served[place] + granted[place] + trial.worst_s
         assert lost[place] <= most * (1 + 1e-9)
 
 
@@ -70,7 +90,8 @@ def _asked(worth: Worth, size: int, num_steps: int, kept: float, own_s: float) -
     for _ in range(num_steps):
         num_tasks = worth.num_asked(load)
         if num_tasks:
-            worth.observe(load, Call(num_tasks, int(num_tasks * kept), own_s, 0.0))
+            num_nodes = 4 * num_tasks
+            worth.observe(load, Call(num_tasks, int(num_tasks * kept), num_nodes, own_s, 0.0))
         worth.serve(size, PLAIN_S)
         found.append(num_tasks)
     return found
@@ -82,8 +103,8 @@ def test_who_pays_is_asked_each_time() -> None:
 
 def test_who_pays_for_all_alone_is_found_by_one() -> None:
     """One sequence's tokens bring a 32nd of what the call costs for them."""
-    asked = _asked(Worth(), 32, 1500, kept=2.0, own_s=0.5 * PLAIN_S)
-    assert asked[0] == 1
+    asked = _asked(Worth(), 32, 2000, kept=2.0, own_s=0.5 * PLAIN_S)
+    assert next(num for num in asked if num) == 1
     assert asked[-1] == 32
     assert {1, 4, 16, 32} <= set(asked) <= {0, 1, 4, 16, 32}
 
@@ -92,6 +113,14 @@ def test_who_does_not_pay_is_tried_again_by_one() -> None:
     asked = _asked(Worth(), 32, 4000, kept=0.0, own_s=0.5 * PLAIN_S)
     assert set(asked) == {0, 1}
     assert TRIAL < sum(asked[1000:]) <= TRIAL * (1 + 3000 * SHARE / (0.5 * TRIAL))
+
+
+def test_fewer_are_tried_where_each_costs_more_than_it_brings() -> None:
+    """And as many as before where it is the call that costs too much."""
+    asked = _asked(Worth(), 4, 4000, kept=0.0, own_s=2.0 * PLAIN_S)
+    assert next(num for num in asked if num) == 4 and set(asked[1000:]) == {0, 1}
+    asked = _asked(Worth(), 4, 4000, kept=1.0, own_s=2.0 * PLAIN_S)
+    assert set(asked[1000:]) == {0, 4}
 
 
 def test_what_does_not_pay_any_more_is_given_up() -> None:

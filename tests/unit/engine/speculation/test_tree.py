@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.speculation.tree import EMPTY, ROOT, TokenTree, Try, chain, merge
+from engine.speculation.expansion import Calibration, calibrated
+from engine.speculation.possible import within
+from engine.speculation.tree import EMPTY, ROOT, TokenTree, Try, chain, merge, numbered
 
 _paths = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5), min_size=0, max_size=6)
 
@@ -88,6 +90,33 @@ def test_with_other_chances_it_is_the_tree_that_has_them(paths: list[list[int]])
     assert found.best(2) == expected.best(2)
     with pytest.raises(ValueError, match="one entry per node"):
         tree.with_chances((*chances, 0.1))
+
+
+@given(_paths, st.integers(0, 12), st.randoms(use_true_random=False))
+def test_what_is_made_of_trees_is_a_tree(
+    paths: list[list[int]], num_nodes: int, rng: random.Random
+) -> None:
+    """Nobody looks at it again: a constructor that does takes it, and knows the same of it."""
+    tree = _merged(paths)
+    dropped = [node for node in range(len(tree)) if rng.random() < 0.3]
+    made = [tree, tree.best(num_nodes), tree.without(dropped), numbered(tree, 3)]
+    made.append(calibrated(tree, Calibration()))
+    made.append(merge([numbered(one, 1) for one in made]))
+    for one in made:
+        one.prepare()
+        again = TokenTree(one.token_ids, one.parents, one.chances, one.tries)
+        assert again == one
+        assert (again.depths, again.children) == (one.depths, one.children)
+
+
+@given(_paths, st.integers(0, 6), st.sets(st.integers(0, 3), max_size=2))
+def test_nothing_is_guessed_too_deep_or_behind_an_end(
+    paths: list[list[int]], max_depth: int, ends: set[int]
+) -> None:
+    tree = _merged(paths)
+    assert _all_paths(within(tree, max_depth, ends)) == {
+        path for path in _all_paths(tree) if len(path) <= max_depth and not ends & set(path[:-1])
+    }
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,161 @@
+"""Trials of a drafter: with whom they begin and when, when they end, and what has no say in them.
+What they may cost: test_exploration.py."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from engine.speculation.expansion import Load
+from engine.speculation.exploration import Exploration
+from engine.speculation.pace import Pace
+from engine.speculation.worth import GRANT_STEPS, SHARE, TRIAL, Call, Worth
+
+PLAIN_S = 0.01
+
+
+def _bundled(exploration: Exploration, size: int, step_s: float, *, kept: int = 3) -> int:
+    """A step as the bundled pair's on a CPU: the drafter's call for all costs a little more than
+    for one, each row of four has its price. Returns: for how many it was asked."""
+    num_asked = 0
+    if exploration.begin(size, size, 30 * size):
+        num_asked = len(exploration.choose(0, exploration.among(range(size))))
+    own_s = 0.009 + 0.0008 * num_asked if num_asked else 0.0
+    seconds = step_s + own_s + 4 * num_asked * 0.0004
+    num_right = {0: kept * num_asked}
+    exploration.learn(size + 4 * num_asked, seconds, {0: own_s} if num_asked else {}, num_right)
+    return num_asked
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_small_batch_is_tried_at_once_and_as_a_whole(size: int) -> None:
+    """Of 2 and of 4 one alone would never pay the call."""
+    one = Exploration(1)
+    asked = [_bundled(one, size, 0.0075) for _ in range(100)]
+    assert asked[:9] == [0] * 8 + [size]
+    assert asked.count(size) + asked.count(0) == 100 and asked.count(0) < 24
+
+
+@pytest.mark.parametrize("size", [5, 8, 32, 64])
+def test_a_large_batch_is_tried_by_one_and_not_in_a_short_session(size: int) -> None:
+    one = Exploration(1)
+    asked = [_bundled(one, size, 0.008, kept=1) for _ in range(1000)]
+    assert not any(asked[:200])
+    assert 2 <= sum(asked) <= 6 and set(asked) == {0, 1}
+
+
+def test_where_not_even_the_best_outcome_would_pay_a_trial_ends_with_its_second_call() -> None:
+    load = Load(4, 4, PLAIN_S, 0.0)
+    for own_s, num_calls in ((4.0 * PLAIN_S, 2), (3.0 * PLAIN_S, 3)):  # four nodes: 3.6 steps
+        worth = Worth()
+        asked = 0
+        while worth.num_asked(load):
+            worth.observe(load, Call(4, 0, 16, own_s, 0.0))
+            asked += 1
+        assert asked == num_calls
+    worth, asked = Worth(), 0
+    while worth.num_asked(load):  # catching up: nothing was guessed so far
+        worth.observe(load, Call(4, 0, 0, 4.0 * PLAIN_S, 0.0))
+        asked += 1
+    assert asked == TRIAL
+
+
+@pytest.mark.parametrize(("is_example", "num_calls"), [(False, 3), (True, 2)])
+def test_a_step_that_was_the_first_of_its_kind_says_nothing_of_later_ones(
+    is_example: bool, num_calls: int
+) -> None:
+    """Whose rows cost ten steps, as something was compiled; the next ones a tenth of one."""
+    load, worth, asked = Load(4, 4, PLAIN_S, 0.0), Worth(), 0
+    while worth.num_asked(load):
+        rows_s = 0.1 * PLAIN_S if asked else 10 * PLAIN_S
+        is_own = is_example or asked > 0
+        worth.observe(load, Call(4, 0, 16, 0.5 * PLAIN_S, rows_s, is_example=is_own))
+        asked += 1
+    assert asked == num_calls
+
+
+def test_a_first_of_its_kind_among_others_has_no_say_in_how_many_are_asked() -> None:
+    load, worth = Load(4, 4, PLAIN_S, 0.0), Worth()
+    for place in range(TRIAL):
+        assert worth.num_asked(load) == 4
+        rows_s = 10 * PLAIN_S if place == 1 else 0.1 * PLAIN_S
+        worth.observe(load, Call(4, 12, 16, 0.5 * PLAIN_S, rows_s, is_example=place != 1))
+    assert worth.num_asked(load) == 4
+
+
+def test_what_was_lost_once_is_paid_by_calls_that_gain() -> None:
+    """And not by 600 steps without guesses: here the first call computes all prompts."""
+    load, worth = Load(2, 2, PLAIN_S, 0.0), Worth()
+    for step in range(30):
+        assert worth.num_asked(load) == 2
+        own_s = 8 * PLAIN_S if step == 0 else 1.5 * PLAIN_S
+        worth.observe(load, Call(2, 6, 8, own_s, 0.0))
+        worth.serve(2, PLAIN_S)
+    other = Worth()
+    asked = 0
+    while other.num_asked(load):  # the same loss, and then none that gains
+        other.observe(load, Call(2, 6 * (asked == 0), 8, 8 * PLAIN_S if not asked else 1e-9, 0.0))
+        asked += 1
+    assert asked == TRIAL
+
+
+@pytest.mark.parametrize("own_s", [0.02 * PLAIN_S, 3.0 * PLAIN_S])
+def test_who_is_in_debt_is_asked_again_some_time_later_and_slept_through(own_s: float) -> None:
+    """Whether a call costs much, or next to nothing: what is measured in steps that are not slept
+    through has its price, too."""
+    one = Exploration(1)
+    num_slept = num_asked = 0
+    for step in range(2000):
+        if one.sleeps(1):
+            one.sleep(PLAIN_S)
+            num_slept += step >= 200
+            continue
+        is_asking = one.begin(1, 1)
+        if is_asking:
+            one.choose(0, one.among(range(1)))
+        num_asked += is_asking
+        own = {0: own_s} if is_asking else {}
+        one.learn(1, PLAIN_S + sum(own.values()), own, {0: 0})
+    assert num_slept > 0.5 * 1800
+    assert num_asked * own_s <= SHARE * 2000 * 2 * PLAIN_S + GRANT_STEPS * PLAIN_S + TRIAL * own_s
+    assert num_asked * own_s >= 0.5 * SHARE * 2000 * PLAIN_S
+
+
+def test_of_long_sequences_a_first_trial_asks_for_one() -> None:
+    for num_tokens, num_asked in ((30, 4), (200, 2), (5000, 1)):
+        one = Exploration(1)
+        for _ in range(8):
+            assert not one.begin(4, 4, 4 * num_tokens)
+            one.learn(4, PLAIN_S, {}, {})
+        assert one.begin(4, 4, 4 * num_tokens)
+        assert len(one.among(range(4))) == num_asked
+
+
+def test_rows_have_a_price_before_one_was_measured_and_the_first_measure_is_none() -> None:
+    one = Exploration(1)
+    for _ in range(8):
+        one.begin(2, 2)
+        one.learn(2, PLAIN_S, {}, {})
+    for step_s in (9 * PLAIN_S, 1.4 * PLAIN_S):
+        assert one.begin(2, 2)
+        assert math.isclose(one.load.row_s, 0.05 * PLAIN_S)
+        assert math.isclose(one.load.plain_s, PLAIN_S)
+        one.choose(0, one.among(range(2)))
+        one.learn(10, step_s + 1e-5, {0: 1e-5}, {0: 6})
+    one.begin(2, 2)
+    assert 0.03 * PLAIN_S < one.load.row_s < 0.051 * PLAIN_S
+
+
+def test_a_step_is_the_median_of_the_newest_ones() -> None:
+    """Neither the very first ones, nor the shortest; and not of another time."""
+    pace = Pace()
+    for seconds in (0.5, 0.3, 0.010, 0.011, 0.007, 0.010, 0.012):
+        pace.observe(2, seconds)
+        assert pace.seconds(2, 0.0, 8) is None
+    pace.observe(2, 0.011)
+    assert pace.seconds(2, 0.0, 8) == 0.011
+    for seconds in (0.020, 0.9, 0.021, 0.022, 0.021, 0.023):
+        pace.on_guessed(2)
+        pace.observe(2, seconds)
+    assert pace.seconds(2, 0.0, 8) == 0.021

@@ -1,0 +1,62 @@
+"""What the handover benchmark makes of requests: everything between two tokens, and of it the waits
+for KV; without starting anything."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from benchmarks.handover import Series, figures_of, table_of
+
+
+def _series(*accounts: dict[str, float]) -> Series:
+    """Requests of 200 ms to the first token, 12 ms to the second one, and 5 ms to each other."""
+    made = Series()
+    for account in accounts:
+        made.add([10.0, 10.2, 10.212, 10.217, 10.222, 10.227])
+        made.num_bytes.append(64)
+        if account:
+            made.stages.append(account)
+    return made
+
+
+def test_of_all_that_is_exposed_the_waits_for_kv_are_told_apart() -> None:
+    """Of each request both of its waits, and the median of that: not of each wait."""
+    figures = _series(
+        {"prefill_store": 0.001, "decode_fetch": 0.004, "decode_queue": 0.006},
+        {"prefill_store": 0.003, "decode_fetch": 0.001, "decode_queue": 0.006},
+        {"prefill_store": 0.002, "decode_queue": 0.006},
+    ).figures()
+    assert (figures["exposed_p50_ms"], figures["exposed_share_of_ttft"]) == (7.0, 0.035)
+    assert figures["exposed_transfer_p50_ms"] == 4.0
+    assert figures["exposed_transfer_share_of_ttft"] == 0.02
+    assert figures["stage_p50_ms"] == {
+        "decode_fetch": 1.0,
+        "decode_queue": 6.0,
+        "prefill_store": 2.0,
+    }
+
+
+def test_who_moves_nothing_waits_for_nothing_that_could_be_told() -> None:
+    """One engine gives no account; its row is empty there, and says no 0 that nobody measured."""
+    engine = _series({})
+    assert "exposed_transfer_p50_ms" not in engine.figures()
+    direct = _series({"prefill_store": 0.001, "decode_fetch": 0.0005})
+    figure = figures_of("shm", 8192, {"engine": engine, "direct": direct})
+    text = io.StringIO()
+    Console(file=text, width=120).print(table_of([{"direct_transport": "cuda_ipc", **figure}]))
+    rows = [line.split("│") for line in text.getvalue().splitlines() if "8192" in line]
+    cells = [[cell.strip() for cell in row[1:-2]] for row in rows]
+    assert cells == [
+        ["shm", "8192", "engine (ceiling)", "200.0", "7.00", "3.5 %", "", ""],
+        ["cuda_ipc", "8192", "direct", "200.0", "7.00", "3.5 %", "1.50", "0.8 %"],
+    ]
+
+
+@pytest.mark.parametrize("late_s", [0.0, 0.004])
+def test_a_second_token_that_is_no_later_than_others_exposes_nothing(late_s: float) -> None:
+    made = Series()
+    made.add([0.0, 0.1, 0.105 + late_s, 0.110 + late_s, 0.115 + late_s])
+    assert made.exposed_s == [pytest.approx(late_s)]

@@ -1,0 +1,152 @@
+"""A real store, and one user of it that moves bytes through staging rows: of the tests of parkings
+and of draft pages."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import pytest
+
+from kvstore import serve
+from kvstore.config import KvStoreSettings
+from kvstore.errors import Quarantine, TransferCancelled, TransferTimeout
+from kvstore.store import Store
+from process.deadline import Deadline
+from services.worker.config import WorkerLimits
+from services.worker.connector import StoreConnector
+from services.worker.draft_pages import StoreDraftPages
+from services.worker.engine_thread import EngineThread
+from services.worker.parking import StoreParking
+from services.worker.staging_rows import StagingRows
+from services.worker.store_target import StoreTarget
+
+FRAME_BYTES = 4096
+"""Of the slab; every test's row fits into one."""
+WAIT_S = 30.0
+
+User = TypeVar("User", StoreParking, StoreDraftPages)
+MakeConnector = Callable[[Any], StoreConnector]
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+class StoreBench(Generic[User]):
+    """A store, and `user` over it."""
+
+    user: User
+
+    def __init__(self, folder: Path, num_frames: int) -> None:
+        self.folder = folder
+        self.num_frames = num_frames
+        self._exit = contextlib.AsyncExitStack()
+        self.address = ""
+        self.node: Any = None
+
+    async def start_store(self) -> None:
+        """A second one answers where the first one did."""
+        settings = KvStoreSettings(
+            slab_dir=str(self.folder),
+            capacity_bytes=self.num_frames * FRAME_BYTES,
+            stop_timeout_s=0.0,
+            **({"listen": self.address} if self.address else {}),
+        )
+        store = await self._exit.enter_async_context(serve.running(settings))
+        self.address, self.node = store.address, store.node
+
+    async def kill_store(self) -> None:
+        """Returns when the user has noticed: over shm its bytes could be read until then."""
+        await self._exit.aclose()
+        self.user.connector._suspect.set()
+        await until(lambda: self.user.connector.client is None)
+
+    @contextlib.asynccontextmanager
+    async def over_the_store(
+        self,
+        make_user: Callable[[MakeConnector], User],
+        limits: WorkerLimits,
+        *,
+        transport: str,
+        thread: EngineThread | None = None,
+    ) -> AsyncIterator[None]:
+        """A started user, which is stopped before its store."""
+        await self.start_store()
+        any_thread: Any = thread
+
+        def connector(memory: Any) -> StoreConnector:
+            target = StoreTarget(self.address, "w", b"i" * 16, "ab" * 32, memory, transport)
+            return StoreConnector(target, any_thread, limits)
+
+        self.user = make_user(connector)
+        try:
+            assert await self.user.start(wait_s=WAIT_S)
+            yield
+        finally:
+            await self.user.stop(timeout_s=1)
+            await self.kill_store()
+
+    @property
+    def store(self) -> Store:
+        store: Store = self.node.store
+        return store
+
+    @property
+    def rows(self) -> StagingRows:
+        return self.user.staging.rows
+
+    @property
+    def client(self) -> Any:
+        client = self.user.connector.client
+        assert client is not None
+        return client
+
+    async def check_empty(self) -> None:
+        """Nothing is taken here, nothing is kept alive there."""
+        self.user.check_integrity(())
+        await until(lambda: self.rows.num_free == self.rows.num_rows)
+        await until(lambda: len(self.store.leases) == 0)
+        assert self.store.num_tails == self.store.num_pinned() == 0
+        self.store.check_integrity()
+        self.user.check_integrity(())
+
+
+def gated(target: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """The method waits until the event is set."""
+    gate, real = asyncio.Event(), getattr(target, name)
+
+    async def call(*arguments: Any, **options: Any) -> Any:
+        await gate.wait()
+        return await real(*arguments, **options)
+
+    monkeypatch.setattr(target, name, call)
+    return gate
+
+
+class StalledReads:
+    """Reads of a client that do not end: each fails as `how` ("timeout", or "stop": when it is
+    cancelled), and its rows may be written into until `settled`."""
+
+    def __init__(self, client: Any, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.has_begun = asyncio.Event()
+        self._how = how
+        monkeypatch.setattr(client, "get_blocks", self._get_blocks)
+
+    async def _get_blocks(
+        self, lease_id: str, items: Any, deadline: Deadline, *, incarnation: bytes
+    ) -> Any:
+        self.has_begun.set()
+        quarantine = Quarantine(tuple(row for _, row in items), self.settled)
+        if self._how == "timeout":
+            raise TransferTimeout("late", quarantine)
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError as error:
+            raise TransferCancelled("cancelled", quarantine) from error
