@@ -73,6 +73,7 @@ class PacedDevice:
 
     def __init__(self, step_s: float, seen: Seen) -> None:
         self.max_rows = MAX_ROWS
+        self.takes_prompts = False
         self._step_s = step_s
         self._seen = seen
         self._free_s = 0.0

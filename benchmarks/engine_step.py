@@ -38,7 +38,7 @@ from engine.batch import Batch
 from engine.config import EngineConfig
 from engine.fake import FakeModel
 from engine.loop import Engine
-from engine.models.interface import DecodeRow, Launch, Progress
+from engine.models.interface import DecodeRow, Launch, MixedRow, Progress
 from engine.request import Request, Sampling
 from engine.sampling.recipe import recipe_of
 from engine.sampling.row import Draw, Drawn
@@ -70,6 +70,7 @@ class ZeroCostAhead:
     """Launches whose draws are there already."""
 
     max_rows = 1 << 16
+    takes_prompts = True
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Nothing."""
@@ -81,6 +82,10 @@ class ZeroCostAhead:
     def launch(self, rows: Sequence[DecodeRow]) -> Launch:
         """Any token will do."""
         return [Drawn(1)] * len(rows)
+
+    def launch_mixed(self, rows: Sequence[MixedRow]) -> Launch:
+        """As `launch`."""
+        return [Drawn(1) for row in rows if row.draw is not None]
 
     def read(self, launch: Launch) -> list[Drawn]:
         """What `launch` gave."""

@@ -1,5 +1,6 @@
-"""What of a plain step's time the host spends on what: the engine's parts with a stopwatch around
-each. What runs while the device computes, and what the device waits for, stand apart."""
+"""What of a step's time the host spends on what: the engine's parts with a stopwatch around each.
+What runs while the device computes, and what the device waits for, stand apart: of plain steps.
+Where the step after is launched ahead, the device waits for none of it unless "wait" is nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from engine import runner
+from engine.decode_rows import DecodeRows
 from engine.foresight import Foresight
+from engine.in_flight import InFlight
 from engine.loop import Engine
 from engine.runner import Runner
 from engine.sampling import pipeline
@@ -25,6 +28,11 @@ _PARTS: tuple[tuple[Any, str, str], ...] = (
     (Scheduler, "_admit", "admission"),
     (Scheduler, "_plan", "plan"),
     (Scheduler, "_grant", "blocks"),
+    (Scheduler, "plan_after", "plan"),
+    (DecodeRows, "of_plan", "build"),
+    (DecodeRows, "after", "build"),
+    (InFlight, "launch", "launch"),
+    (InFlight, "take", "wait"),
     (runner, "build", "build"),
     (pipeline, "begin", "draw"),
     (Foresight, "use_wait", "foresight"),

@@ -8,11 +8,12 @@ around each (host_stretches.py); the device's intervals, by torch's profiler. Of
 steps are left out. Random weights, greedy.
 
     python -m benchmarks.mixed_steps --shapes qwen3-0.6b llama-8b       # one CUDA device
-    python -m benchmarks.mixed_steps --shapes none                      # the host alone, on CPU
+    python -m benchmarks.mixed_steps --shapes none --plain              # the host alone, on CPU
 
 "none" is a model that costs nothing and waits for nothing: its stretches are the host's. What
-stands under "hidden" runs while a device would compute; all others keep it waiting. Blocks are
-evicted for each pass but the first. The last line printed is one JSON object.
+stands under "hidden" runs while a device would compute; all others keep it waiting, but where steps
+are launched ahead (--plain: they are not). Blocks are evicted for each pass but the first. The last
+line printed is one JSON object.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from rich.table import Table
 from benchmarks import host_stretches, random_checkpoint
 from benchmarks.context import context, publish
 from benchmarks.engine_gpu import Bench, device_intervals, idle_share
-from benchmarks.engine_step import ZeroCostModel
+from benchmarks.engine_step import ZeroCostAhead, ZeroCostModel
 from benchmarks.random_checkpoint import SHAPES
 from engine.config import EngineConfig
 from engine.loop import Engine, load_engine
@@ -47,12 +48,14 @@ NUM_SKIPPED = 4
 
 
 @contextmanager
-def _engine(shape: str) -> Iterator[Engine]:
+def _engine(shape: str, *, is_plain: bool) -> Iterator[Engine]:
     limits: dict[str, Any] = {"max_num_tokens_per_step": 8192, "max_num_running": NUM_REQUESTS}
+    limits["overlap"] = not is_plain
     if shape == "none":
         num_tokens = NUM_PROMPT + NUM_OUTPUT
         num_blocks = NUM_REQUESTS * (num_tokens // 16 + 1)
         model = ZeroCostModel(NUM_REQUESTS + 1, num_tokens)
+        model.ahead = ZeroCostAhead()
         yield Engine(EngineConfig(num_blocks=num_blocks, **limits), model)
         return
     with tempfile.TemporaryDirectory() as name:
@@ -81,9 +84,13 @@ def _pass(bench: Bench, step: Callable[[], Any], num_steps: int) -> list[float]:
     return seconds
 
 
-def measure(shape: str, num_steps: int) -> dict[str, Any]:
-    """Milliseconds a mixed step, and microseconds of its stretches."""
-    with _engine(shape) as engine:
+def measure(shape: str, num_steps: int, *, is_plain: bool = False) -> dict[str, Any]:
+    """Milliseconds a mixed step, and microseconds of its stretches.
+
+    Args:
+        is_plain: nothing is launched ahead.
+    """
+    with _engine(shape, is_plain=is_plain) as engine:
         bench, is_cuda = Bench(engine), shape != "none"
         _pass(bench, engine.step, num_steps)  # whatever is made on the first use
         seconds = _pass(bench, engine.step, num_steps)
@@ -142,12 +149,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shapes", nargs="+", choices=["none", *SHAPES], default=["none"])
     parser.add_argument("--steps", type=int, default=24, help="of each pass; 32 have prompts")
+    parser.add_argument("--plain", action="store_true", help="launch no step ahead")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     console = Console(stderr=True)
     result: dict[str, Any] = {
         "benchmark": "mixed_steps",
         "requests": [NUM_REQUESTS, NUM_PROMPT, NUM_OUTPUT],
+        "is_plain": arguments.plain,
         "load_average": round(os.getloadavg()[0], 1),
         **context(),
         "torch": torch.__version__,
@@ -155,7 +164,7 @@ def main() -> None:
     if torch.cuda.is_available():
         result["device"] = torch.cuda.get_device_name()
     for shape in arguments.shapes:
-        result[shape] = measure(shape, arguments.steps)
+        result[shape] = measure(shape, arguments.steps, is_plain=arguments.plain)
         _show(console, shape, result[shape])
     publish(result, arguments.out)
 

@@ -116,8 +116,8 @@ class EngineConfig:
     much as the KV cache has. What does not fit is computed again, and counted."""
 
     overlap: bool = True
-    """Launch a decode step before the tokens of the last one were read, where the model can: the
-    device does not wait for the host. No token depends on it."""
+    """Launch a step before the tokens of the last one were read, where the model can: the device
+    does not wait for the host. No token depends on it."""
 
     jump_forward: bool = True
     """Take text that a grammar forces without running the model for it. Not done for requests with

@@ -68,6 +68,13 @@ class Holdings:
         num_fresh = self.num_wanted(group, sequence) - num_shared
         return num_fresh + num_reused, num_shared * self.block_size
 
+    def next_missing(self, sequence: Sequence) -> bytes | None:
+        """Of a sequence without blocks, the chain hash of the first full block that it could share,
+        and that is not cached; None: all are, but for what must be computed anyway."""
+        hashes = self._shareable(sequence)
+        num_shared = self.tree.match_length(hashes)
+        return hashes[num_shared] if num_shared < len(hashes) else None
+
     def give_first(self, group: Group, sequence: Sequence) -> None:
         """Reference blocks for all tokens that the sequence has (all that it may have, if the group
         `is_whole`): those that hold its longest cached prefix, and new ones.

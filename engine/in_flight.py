@@ -3,41 +3,56 @@ and what must not be touched because of them. Knows no scheduling and no events.
 
 A launched step is the engine's next step, computed early: until it is booked, every sequence is as
 if it had not begun. So a sequence may end, lose its blocks or go away while a launch still has a
-row of it. Then the row is left over: its draw is thrown away, and the block that it writes into is
-held (quarantined, engine/kv/block_pool.py) until the launch was read: nobody gets it, no transfer
-writes into it. Its other blocks are only read for a draw that nobody wants: they go back at once.
+row of it. Then the row is left over: its draw is thrown away, and the blocks that it writes into
+are held (quarantined, engine/kv/block_pool.py) until the launch was read: nobody gets them, no
+transfer writes into them. Its other blocks are only read for a draw that nobody wants: they go back
+at once.
 
 The held ones count as free for whoever asks how many there are: `settle` makes them so, by waiting
 for the launch. Nothing else of the engine's state tells that something is in flight.
 
-Invariants: at most two launches are unread; every live row's sequence has exactly the row's token
-to compute; every block of a left-over row in an unread launch is held. Engine thread only.
+Invariants: at most two launches are unread; every live row computes the first tokens that its
+sequence has to compute, all of them if it draws; every block that a left-over row in an unread
+launch writes into is held. Engine thread only.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple, cast
 
 from engine.errors import IntegrityError
 from engine.kv.block_pool import BlockPool
-from engine.models.interface import DecodeRow, DecodesAhead, Launch
+from engine.models.interface import DecodeRow, DecodesAhead, Launch, LaunchRow, MixedRow
 from engine.sampling.row import Drawn
 from engine.schedule.order import Key
 from engine.sequence import Sequence
 
-Planned = tuple[Sequence, DecodeRow]
+Planned = tuple[Sequence, LaunchRow]
+
+
+class Taken(NamedTuple):
+    """A launch that was read."""
+
+    planned: list[tuple[Sequence, int]]
+    """Its live rows' sequences, and how many tokens each computed."""
+
+    drawn: list[Drawn]
+    """By those that draw, in their order."""
 
 
 class _Flight:
     """One launch: its rows, those that are live, and once it was read their draws."""
 
-    __slots__ = ("drawn", "held", "launch", "live", "rows")
+    __slots__ = ("drawn", "has_prompts", "held", "launch", "live", "rows")
 
-    def __init__(self, launch: Launch, planned: Iterable[Planned]) -> None:
+    def __init__(self, launch: Launch, planned: Iterable[Planned], *, has_prompts: bool) -> None:
         self.launch: Launch | None = launch  # None: it was read
         self.live = {row.key: (sequence, row) for sequence, row in planned}
-        self.rows = tuple(row.key for _, row in self.live.values())
+        self.rows = tuple(row.key for _, row in self.live.values() if row.draw is not None)
+        """Those that draw."""
+        self.has_prompts = has_prompts
         self.drawn: dict[Key, Drawn] = {}
         self.held: list[int] = []
 
@@ -73,27 +88,43 @@ class InFlight:
         return next((flight.live for flight in self._flights if flight.live), {})
 
     def launch(self, planned: list[Planned]) -> None:
-        """Begin a step of these rows. One launch before it may be unread that has live rows; any
-        other is waited for. An exception leaves nothing in flight."""
+        """Begin a step of these rows, all of one kind. One launch before it may be unread that has
+        live rows; any other is waited for. An exception leaves nothing in flight."""
         if self._ahead is None:
             raise IntegrityError("a launch for a model that cannot")
+        rows = [row for _, row in planned]
+        is_mixed = isinstance(rows[0], MixedRow)
         try:
-            launch = self._ahead.launch([row for _, row in planned])
+            if is_mixed:
+                launch = self._ahead.launch_mixed(cast("list[MixedRow]", rows))
+            else:
+                launch = self._ahead.launch(cast("list[DecodeRow]", rows))
         except BaseException:
             self.abandon()
             raise
-        self._flights.append(_Flight(launch, planned))
+        self._flights.append(_Flight(launch, planned, has_prompts=is_mixed))
         self._drop_left_over()
 
-    def take(self) -> tuple[list[Sequence], list[Drawn]]:
-        """Wait for the oldest launch with live rows, and forget it: who drew what. An exception
-        leaves nothing in flight."""
+    def next_planned(self) -> list[tuple[Sequence, int]]:
+        """Of the oldest launch with live rows, what `take` will say that was computed; empty where
+        that is no mixed one."""
+        flight = next((flight for flight in self._flights if flight.live), None)
+        if flight is None or not flight.has_prompts:
+            return []
+        return [(sequence, row.num_tokens) for sequence, row in flight.live.values()]
+
+    def take(self) -> Taken:
+        """Wait for the oldest launch with live rows, and forget it. An exception leaves nothing in
+        flight."""
         self._drop_left_over()
         flight = self._flights[0]
         self._read(flight)
         self._flights.popleft()
-        sequences = [sequence for sequence, _ in flight.live.values()]
-        return sequences, [flight.drawn[key] for key in flight.live]
+        live = flight.live
+        return Taken(
+            [(sequence, row.num_tokens) for sequence, row in live.values()],
+            [flight.drawn[key] for key in flight.rows if key in live],
+        )
 
     def _drop_left_over(self) -> None:
         """Wait for launches at the front of which no row is live, unless it is the only one."""
@@ -148,9 +179,14 @@ class InFlight:
             del flight.live[sequence.key]
             self.num_left_over += 1
             if flight.launch is not None:
-                block_id = row.block_ids[row.position // self._block_size]
-                self._pool.hold((block_id,))
-                flight.held.append(block_id)
+                block_ids = row.block_ids[self._written(row)]
+                self._pool.hold(block_ids)
+                flight.held += block_ids
+
+    def _written(self, row: LaunchRow) -> slice:
+        """Which of its blocks it writes into."""
+        size = self._block_size
+        return slice(row.position // size, -(-(row.position + row.num_tokens) // size))
 
     def _unhold(self, flight: _Flight) -> None:
         held, flight.held = flight.held, []
@@ -185,10 +221,12 @@ class InFlight:
             if known.get(key) is not sequence:
                 raise IntegrityError(f"{key} is in flight, and is no more")
             position = sequence.num_computed_tokens
-            if row.position != position or len(sequence.token_ids) != position + 1:
+            num_left = len(sequence.token_ids) - position - row.num_tokens
+            is_over = num_left == 0 if row.draw is not None else num_left > 0
+            if row.position != position or not is_over:
                 raise IntegrityError(f"{key} is in flight at {row.position}, but at {position}")
-            index = position // self._block_size
-            if sequence.block_ids[index] != row.block_ids[index]:
+            written = self._written(row)
+            if tuple(sequence.block_ids[written]) != row.block_ids[written]:
                 raise IntegrityError(f"{key} is in flight in a block that it lost")
         for flight in self._flights:
             if flight.held and flight.launch is None:

@@ -141,6 +141,8 @@ class Parts:
                 self.holdings,
                 eos_token_ids,
                 clears_blocks=model.reads_unwritten,
+                # Who guesses sees each prompt's step.
+                takes_prompts=self.speculator is None,
             ),
             Foresight(self.scheduler, self.holdings.block_size),
             self.speculator,

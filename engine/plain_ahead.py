@@ -1,4 +1,4 @@
-"""AheadModel: any LoadedModel with decode steps that can be launched ahead, by its own forward
+"""AheadModel: any LoadedModel with steps that can be launched ahead, by its own forward
 passes and engine/sampling/pipeline.py. It gains nothing: it is the truth that others are compared
 with, and shows an engine's mistakes. Ships with the package, as engine/fake.py does.
 
@@ -25,7 +25,9 @@ from engine.models.interface import (
     DecodesAhead,
     Guesses,
     Launch,
+    LaunchRow,
     LoadedModel,
+    MixedRow,
     Progress,
 )
 from engine.sampling import pipeline
@@ -38,19 +40,31 @@ MAX_UNREAD = 2
 class _Step:
     """A launch. `drawn` once it was computed; `before` until then."""
 
-    def __init__(self, rows: tuple[DecodeRow, ...], before: _Step | None) -> None:
+    def __init__(self, rows: tuple[LaunchRow, ...], before: _Step | None) -> None:
         self.rows = rows
         self.before = before
         self.drawn: list[Drawn] | None = None
-        needed = {row.key for row in rows if row.token_id == DRAWN_BEFORE}
-        known = set() if before is None else {row.key for row in before.rows}
+        needed = {row.key for row in rows if DRAWN_BEFORE in _token_ids(row)}
+        known = set() if before is None else before.drawing
         if not needed <= known:
-            raise IntegrityError(f"{needed - known} have no row in the launch before")
+            raise IntegrityError(f"{needed - known} drew nothing in the launch before")
+        if len({row.key for row in rows}) < len(rows):
+            raise IntegrityError("a row is twice in one launch")
+
+    @property
+    def drawing(self) -> set[Key]:
+        """Whose rows draw."""
+        return {row.key for row in self.rows if row.draw is not None}
 
     def tokens(self) -> dict[Key, int]:
         """What each row drew; 0 for an error. Once it was computed."""
         drawn = [max(0, one.token_id) for one in self.drawn or ()]
-        return {row.key: token_id for row, token_id in zip(self.rows, drawn, strict=True)}
+        keys = [row.key for row in self.rows if row.draw is not None]
+        return dict(zip(keys, drawn, strict=True))
+
+
+def _token_ids(row: LaunchRow) -> tuple[int, ...]:
+    return row.token_ids if isinstance(row, MixedRow) else (row.token_id,)
 
 
 class AheadModel:
@@ -59,6 +73,7 @@ class AheadModel:
     Args:
         is_late: compute a launch as late as may be.
         takes: whether a draw may be launched; None: all of them.
+        takes_prompts: False: steps with prompts are never launched.
     """
 
     def __init__(
@@ -68,6 +83,7 @@ class AheadModel:
         is_late: bool = False,
         max_rows: int = 1 << 20,
         takes: Callable[[Draw], bool] | None = None,
+        takes_prompts: bool = True,
     ) -> None:
         self._model = model
         self.info = model.info
@@ -87,7 +103,9 @@ class AheadModel:
         self.watch = model.watch
         self.reads_unwritten = model.reads_unwritten
         self.close = model.close
-        self.launches = PlainAhead(model, is_late=is_late, max_rows=max_rows, takes=takes)
+        self.launches = PlainAhead(
+            model, is_late=is_late, max_rows=max_rows, takes=takes, takes_prompts=takes_prompts
+        )
         self.ahead: DecodesAhead | None = self.launches
 
     @property
@@ -111,10 +129,14 @@ class PlainAhead:
         is_late: bool,
         max_rows: int,
         takes: Callable[[Draw], bool] | None,
+        takes_prompts: bool,
     ) -> None:
         self.max_rows = max_rows
+        self.takes_prompts = takes_prompts
         self.is_late = is_late
         self.num_launches = 0
+        self.num_mixed = 0
+        """Of those, `launch_mixed`."""
         self._model = model
         self._takes = takes
         self._unread: deque[_Step] = deque()
@@ -132,6 +154,19 @@ class PlainAhead:
 
     def launch(self, rows: Sequence[DecodeRow]) -> Launch:
         """See DecodesAhead."""
+        return self._begin(rows)
+
+    def launch_mixed(self, rows: Sequence[MixedRow]) -> Launch:
+        """See DecodesAhead."""
+        if not self.takes_prompts:
+            raise IntegrityError("a mixed launch for a model that cannot")
+        for row in rows:
+            if row.draw is not None and row.draw.position != row.position + row.num_tokens:
+                raise IntegrityError(f"{row.key} draws for {row.draw.position}, not its end")
+        self.num_mixed += 1
+        return self._begin(rows)
+
+    def _begin(self, rows: Sequence[LaunchRow]) -> Launch:
         if len(self._unread) >= MAX_UNREAD or not 0 < len(rows) <= self.max_rows:
             raise IntegrityError(f"{len(rows)} rows, {len(self._unread)} launches unread")
         step = _Step(tuple(rows), self._newest)
@@ -168,12 +203,20 @@ class PlainAhead:
             self._compute(step.before)
         before = {} if step.before is None else step.before.tokens()
         size = self._block_size
-        token_ids = tuple(
-            before[row.key] if row.token_id == DRAWN_BEFORE else row.token_id for row in step.rows
-        )
-        spans = tuple(
-            Span(row.position, 1, row.block_ids[: row.position // size + 1]) for row in step.rows
-        )
-        batch = Batch(token_ids, spans, tuple(range(len(spans))))
-        step.drawn = pipeline.draw(self._model.forward(batch), [row.draw for row in step.rows])
+        token_ids: list[int] = []
+        spans: list[Span] = []
+        draw_indices: list[int] = []
+        draws: list[Draw] = []
+        for row in step.rows:
+            end = row.position + row.num_tokens
+            token_ids += [
+                before[row.key] if token_id == DRAWN_BEFORE else token_id
+                for token_id in _token_ids(row)
+            ]
+            spans.append(Span(row.position, row.num_tokens, row.block_ids[: -(-end // size)]))
+            if row.draw is not None:
+                draw_indices.append(len(token_ids) - 1)
+                draws.append(row.draw)
+        logits = self._model.forward(Batch(tuple(token_ids), tuple(spans), tuple(draw_indices)))
+        step.drawn = pipeline.draw(logits, draws) if draws else []
         step.before = None

@@ -2,13 +2,13 @@
 come of them. Masks of grammars are filled while the model runs, and hashes are made that later work
 needs (engine/foresight.py). Schedules nothing, books nothing itself. Engine thread only.
 
-Where the model can (DecodesAhead), a step of decodes is launched, and the next one too, before the
-first is read: the device computes while the host books and plans. A step that was launched is the
-next one for those who are in it; who joins meanwhile takes part in the one after: in the next
-launch if it has a token and its cache, in a plain step if it has a prompt to compute. Each sample's
-events are those of plain steps. Where somebody guesses, steps are launched while nobody would be
-asked anyway (Speculator.rests): when that ends, nothing follows what is in flight, and the step
-after it is a plain one.
+Where the model can (DecodesAhead), a step is launched, and the next one too, before the first is
+read: the device computes while the host books and plans. A step that was launched is the next one
+for those who are in it; who joins meanwhile takes part in the one after: in the next launch if it
+has a token and its cache, or the model takes prompts, too, else in a plain step. Each sample's
+events are those of plain steps. Where somebody guesses, decode steps are launched while nobody
+would be asked anyway (Speculator.rests): when that ends, nothing follows what is in flight, and the
+step after it is a plain one.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from engine.constraints import Constraints, masked
 from engine.decode_rows import DecodeRows
 from engine.errors import IntegrityError
 from engine.foresight import Foresight
-from engine.in_flight import InFlight, Planned
+from engine.in_flight import InFlight, Planned, Taken
 from engine.kv.memory import KvMemory
 from engine.models.interface import LoadedModel
 from engine.request import State
 from engine.sampling import pipeline
 from engine.schedule.order import Key
+from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.speculation.drafter import Guess
 from engine.speculation.heads.hidden import Wants
@@ -91,22 +92,24 @@ class Runner:
         return self._in_flight.is_live
 
     def run(
-        self,
-        plan: Mapping[Key, int],
-        running: Mapping[Key, Sequence],
-        *,
-        has_prompts: Callable[[], bool],
+        self, plan: Mapping[Key, int], scheduler: Scheduler, *, is_admitting: bool = True
     ) -> Result:
-        """Compute a plan that is not empty, or of it what `has_begun`; its sequences have their
-        blocks.
+        """Compute a plan that is not empty, and whose sequences have their blocks; or what
+        `has_begun`, if something has: then there is no plan.
 
         An exception of the model leaves every sequence as it was.
 
         Args:
-            has_prompts: whether somebody who is not in the plan waits with a prompt to compute.
+            scheduler: asked for the step after the one that is in flight.
+            is_admitting: as of its `plan_after`.
         """
-        planned = [(running[key], num_tokens) for key, num_tokens in plan.items()]
+        running = scheduler.running
         speculator, is_first = self._speculator, not self._in_flight.is_live
+        if is_first:
+            planned = [(running[key], num_tokens) for key, num_tokens in plan.items()]
+        else:
+            live = self._in_flight.live().values()
+            planned = [(sequence, row.num_tokens) for sequence, row in live]
         if speculator is not None:
             speculator.begin(planned)
         if is_first:
@@ -115,31 +118,44 @@ class Runner:
             if rows is None:
                 return self._compute(planned, running)
             self._in_flight.launch(rows)
-        result = self._land(planned, has_prompts=has_prompts)
+            # Others were let in just now: there is room for more only where the next step is one
+            # with prompts, too.
+            is_admitting = is_admitting and self._rows.takes_prompts
+        result = self._land(scheduler, is_admitting=is_admitting)
         if speculator is not None:
             num_rows = result.num_prefill_tokens + result.num_decode_tokens
             is_last = not self._in_flight.is_live
             speculator.pass_by(num_rows, running, is_first=is_first, is_last=is_last)
         return result
 
-    def _land(
-        self, planned: list[tuple[Sequence, int]], *, has_prompts: Callable[[], bool]
-    ) -> Result:
+    def _land(self, scheduler: Scheduler, *, is_admitting: bool) -> Result:
         """The step that is in flight, when the next one is, too."""
         live = self._in_flight.live()
+        planned = scheduler.plan_after(live, is_admitting=is_admitting)
         joining = [one for one in planned if one[0].key not in live]
         following = None
         if self._goes_on(live, joining):
-            following = self._rows.after(live, joining, has_prompts=has_prompts)
+            following = self._rows.after(live, planned, has_prompts=scheduler.has_prompts)
         if following is not None:
             self._in_flight.launch(following)
-        sequences, drawn = self._in_flight.take()
+        taken = self._take()
         # All that was queued before this launch is over; what was copied since then may not be.
         has_copied, self._in_flight.has_copied = self._in_flight.has_copied, False
         self.is_device_behind = has_copied or (bool(joining) and following is None)
-        num_decodes = sum(sequence.state is State.RUNNING for sequence in sequences)
-        events = self._book([(sequence, 1) for sequence in sequences], drawn)
-        return Result(events, len(sequences) - num_decodes, num_decodes)
+        num_decodes = sum(num for one, num in taken.planned if one.state is State.RUNNING)
+        num_prefills = sum(num for _, num in taken.planned) - num_decodes
+        return Result(self._book(*taken), num_prefills, num_decodes)
+
+    def _take(self) -> Taken:
+        """What is in flight; a long step is not waited for idly."""
+        planned = self._in_flight.next_planned()
+        if planned:
+            try:
+                self._foresight.use_wait(planned)
+            except BaseException:
+                self._in_flight.abandon()  # two launches, and neither is booked
+                raise
+        return self._in_flight.take()
 
     def _goes_on(self, live: Mapping[Key, Planned], joining: list[tuple[Sequence, int]]) -> bool:
         """Nobody would be asked in the step after the one that is in flight."""
@@ -245,10 +261,11 @@ class Runner:
             if is_whole and not group.is_continued:
                 if sequence.request.beam is not None:
                     continue  # all beams of a request at once, in _book_beams
-                guess = guesses.get(sequence.key)
-                num_nodes = 0 if guess is None else len(guess.tree)
-                own = drawn[first : first + group.num_places + num_nodes]
-                first += len(own)
+                num_draws = group.num_places
+                if guesses and sequence.key in guesses:
+                    num_draws += len(guesses[sequence.key].tree)
+                own = drawn[first : first + num_draws]
+                first += num_draws
             if group.samples.get(sequence.sample_index) is not sequence:
                 continue  # a sibling's error ended it
             if num_kept is not None and sequence.key in guesses:

@@ -13,15 +13,17 @@ of its business. Engine thread only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from operator import attrgetter
 
 from engine.config import EngineConfig
 from engine.errors import IntegrityError, NoBlocks
 from engine.holdings import Holdings
+from engine.in_flight import Planned
 from engine.line import Line
 from engine.metrics import EngineMetrics
+from engine.outlook import outlook
 from engine.preemptor import Preemptor
 from engine.request import STARTED, WITHOUT_BLOCKS, State
 from engine.schedule.admit import Admission, Room, admit, admit_ranked
@@ -34,6 +36,8 @@ from engine.sequence import Sequence
 NUM_LOOKED_AT = 256
 """Of those that wait for their first blocks, as many are looked at in one step: of the highest
 priority, who came first. Bounds a step's cost; guessed."""
+
+_NOBODY: Mapping[Key, Planned] = {}
 
 _BY_ORDER = attrgetter("group.order")
 _BY_PRIORITY = attrgetter("request.priority")
@@ -115,20 +119,57 @@ class Scheduler:
         Args:
             is_admitting: False: nobody gets a place; somebody waits for several at once.
         """
+        self._begin_plan(_NOBODY, is_admitting=is_admitting)
+        return self._grant(self._plan())
+
+    def plan_after(
+        self, live: Mapping[Key, Planned], *, is_admitting: bool = True
+    ) -> list[tuple[Sequence, int]]:
+        """The step after one that is in flight, by what is known of that one's outcome. Nobody has
+        got blocks for it, and nobody loses any.
+
+        Args:
+            live: who is in flight.
+            is_admitting: as of `next_plan`.
+        Returns: (sequence, number of the tokens that it will have to compute). Who is known to end
+            by then may be in it. Nothing where whoever comes next should wait for blocks that are
+            being filled: it shares them once they are.
+        """
+        if not self._begin_plan(live, is_admitting=is_admitting):
+            return []
+        if self._is_decoding:
+            return [(one, 1) for one in self.running.values()]
+        candidates: list[Candidate] = []
+        for key, one in self.running.items():
+            if one.state is State.SWAPPING:
+                continue
+            seen = outlook(one, live.get(key))
+            if not seen.is_over:
+                priority, order = one.request.priority, one.group.order
+                candidates.append(
+                    Candidate(key, seen.num_pending_tokens, seen.has_drawn, priority, order)
+                )
+        return [(self.running[key], num) for key, num in self._plan_step(candidates).items()]
+
+    def _begin_plan(self, live: Mapping[Key, Planned], *, is_admitting: bool) -> bool:
+        """False: it should wait for what is in flight."""
         for sequence in list(self.running.values()):
             if sequence.state is State.SWAPPING:
                 self._preemptor.bring_back(sequence)
         if is_admitting and (self.waiting or self.queued or self.preempted):
-            self._admit()
-        return self._grant(self._plan())
+            return self._admit(live)
+        return True
 
     # -- 1. places
 
-    def _admit(self) -> None:
+    def _admit(self, live: Mapping[Key, Planned]) -> bool:
+        """False: nobody was let in, since one of them would miss what is being computed."""
         num_rows = sum(one.group.num_places for one in self.running.values())
         if num_rows >= self._config.max_num_running:
-            return
-        admission = self._choose()
+            return True
+        admission = self._choose(live)
+        if live and self._would_miss(admission.keys, live):
+            return False
         for key, num_passes in admission.num_passes.items():
             self._who_waits(key).num_passes += num_passes
         for key in admission.keys:
@@ -137,7 +178,8 @@ class Scheduler:
                 try:
                     self._holdings.give_first(sequence.group, sequence)
                 except NoBlocks:
-                    return  # those let in before took what was cached for it: its turn comes again
+                    # Those let in before took what was cached for it: its turn comes again.
+                    return True
             if sequence.state is State.QUEUED:
                 self._metrics.on_prefix(sequence.num_local_tokens)
             self.remove(sequence)
@@ -146,17 +188,35 @@ class Scheduler:
                 self._preemptor.bring_back(sequence)
             elif sequence.state is not State.WAITING:
                 sequence.move(State.WAITING)
+        return True
+
+    def _would_miss(self, keys: Iterable[Key], live: Mapping[Key, Planned]) -> bool:
+        """The first block that the prefix cache lacks of one of these is being filled."""
+        starting = [self._who_waits(key) for key in keys]
+        starting = [one for one in starting if one.state in WITHOUT_BLOCKS]
+        if not starting:
+            return False
+        size = self._holdings.block_size
+        filling: set[bytes] = set()
+        for sequence, row in live.values():
+            first, end = row.position // size, (row.position + row.num_tokens) // size
+            if first < end:
+                sequence.chain_hash(end - 1, size)  # and all before it
+                filling.update(sequence.chain_hashes[first:end])
+        return any(self._holdings.next_missing(one) in filling for one in starting)
 
     def _who_waits(self, key: Key) -> Sequence:
         return next(one for one in (self.waiting, self.queued, self.preempted) if key in one)[key]
 
-    def _choose(self) -> Admission:
+    def _choose(self, live: Mapping[Key, Planned] = _NOBODY) -> Admission:
         running = self.running.values()
         num_tokens = self._config.max_num_tokens_per_step
         num_rows = 0
         for one in running:
             num_rows += one.group.num_places
-            num_tokens -= 1 if one.state is State.RUNNING else one.num_pending_tokens
+            seen = outlook(one, live.get(one.key))
+            if not seen.is_over:
+                num_tokens -= 1 if seen.has_drawn else seen.num_pending_tokens
         num_blocks = self._holdings.num_available
         if self._is_preempting:
             # Each may need one more soon; else it would take it back. Never below none: who has its
@@ -210,25 +270,33 @@ class Scheduler:
 
     # -- 2. tokens
 
-    def _plan(self) -> dict[Key, int]:
+    @property
+    def _is_decoding(self) -> bool:
+        """Each has one token to compute, and will have one then."""
         running = self.running.values()
-        if len(running) <= self._config.max_num_tokens_per_step and all(
+        return len(running) <= self._config.max_num_tokens_per_step and all(
             one.state is State.RUNNING and len(one.token_ids) == one.num_computed_tokens + 1
             for one in running
-        ):
+        )
+
+    def _plan(self) -> dict[Key, int]:
+        if self._is_decoding:
             return dict.fromkeys(self.running, 1)  # as plan_step has it: most steps are so
+        return self._plan_step(
+            Candidate(
+                key,
+                len(sequence.token_ids) - sequence.num_computed_tokens,
+                sequence.state is State.RUNNING,
+                sequence.request.priority,
+                sequence.group.order,
+            )
+            for key, sequence in self.running.items()
+            if sequence.state is not State.SWAPPING
+        )
+
+    def _plan_step(self, candidates: Iterable[Candidate]) -> dict[Key, int]:
         return plan_step(
-            [
-                Candidate(
-                    key,
-                    len(sequence.token_ids) - sequence.num_computed_tokens,
-                    sequence.state is State.RUNNING,
-                    sequence.request.priority,
-                    sequence.group.order,
-                )
-                for key, sequence in self.running.items()
-                if sequence.state is not State.SWAPPING
-            ],
+            candidates,
             num_tokens_budget=self._config.max_num_tokens_per_step,
             max_num_tokens_each=self._config.max_num_tokens_per_request_step,
             policy=self._policy,

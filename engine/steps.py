@@ -69,13 +69,13 @@ class Steps:
         """The next one. See engine/loop.py:Engine.step."""
         began = self._clock()
         self._untold += self._entrance.let_in_ready(self._clock)
-        plan = self._scheduler.next_plan(is_admitting=not self._entrance.wants_places)
+        is_admitting = not self._entrance.wants_places
+        has_begun = self._runner.has_begun
+        plan = {} if has_begun else self._scheduler.next_plan(is_admitting=is_admitting)
         num_prefills = num_decodes = num_guessed = num_kept = 0
-        is_computing = bool(plan) or self._runner.has_begun
+        is_computing = bool(plan) or has_begun
         if is_computing:
-            result = self._runner.run(
-                plan, self._scheduler.running, has_prompts=self._scheduler.has_prompts
-            )
+            result = self._runner.run(plan, self._scheduler, is_admitting=is_admitting)
             self._untold += result.events
             num_prefills, num_decodes = result.num_prefill_tokens, result.num_decode_tokens
             num_guessed, num_kept = result.num_guessed_tokens, result.num_kept_tokens

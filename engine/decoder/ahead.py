@@ -1,8 +1,9 @@
-"""AheadDecoder: decode steps of our own decoder that are launched before the one before was read
+"""AheadDecoder: steps of our own decoder that are launched before the one before was read
 (DecodesAhead, engine/models/interface.py).
 
-A launch is: the rows' image into pinned memory; one graph, which finds it there and leaves the
-drawn tokens beside it; one event. Nothing waits but `read`. Knows no scheduling: who takes part,
+A launch of decodes is: the rows' image into pinned memory; one graph, which finds it there and
+leaves the drawn tokens beside it; one event. One with prompts is a plain step that is not waited
+for (mixed_launch.py). Nothing waits but `read`. Knows no scheduling: who takes part,
 and whose draw is thrown away, is the caller's. Invariant: at most two launches are not read, so two
 of each pinned buffer suffice: a launch that was read has done with its own. Engine thread only.
 """
@@ -23,11 +24,12 @@ from numpy.typing import NDArray
 from engine.decoder.decoder import Decoder
 from engine.decoder.graph_set import Captured, capture_all
 from engine.decoder.graphs import Decode, DecodeGraphs, DecodeStep, DrawRows
+from engine.decoder.mixed_launch import ForwardDrawn, MixedLaunch, begin_mixed
 from engine.decoder.plain_graphs import PlainGraphs, make_plain_graphs
 from engine.decoder.rows import Image, Placed, RowTable, aligned
 from engine.errors import IntegrityError, InvalidLogits, WrongState
 from engine.kv.memory import KvMemory
-from engine.models.interface import DecodeRow, Launch, Progress
+from engine.models.interface import DecodeRow, Launch, MixedRow, Progress
 from engine.sampling.recipe import masks_ends, recipe_of
 from engine.sampling.row import Draw, Drawn
 
@@ -84,6 +86,8 @@ class AheadDecoder:
         self.max_rows = max_rows
         self.plain = plain
         self._device = device
+        self._vocab_size = vocab_size
+        self._forward: ForwardDrawn | None = None
         is_cuda = device.type == "cuda"
         image = Image(aligned(max_rows), _MAX_CHANGES)
         width = aligned(-(-context_window // block_size))
@@ -100,8 +104,17 @@ class AheadDecoder:
         )
         self._images = self._step.images.numpy()
         self._outputs = self._step.outputs.numpy()
-        self._outstanding: deque[RowLaunch] = deque()
+        self._outstanding: deque[RowLaunch | MixedLaunch] = deque()
         self._next_number = 0
+
+    @property
+    def takes_prompts(self) -> bool:
+        """See DecodesAhead."""
+        return self._forward is not None
+
+    def take_prompts(self, forward: ForwardDrawn) -> None:
+        """From now on; by these forward passes."""
+        self._forward = forward
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile and capture everything that a launch, and a plain step of `plain`, will need.
@@ -149,10 +162,7 @@ class AheadDecoder:
             (engine/decoder/rows.py); what the device raises. After an error the next launch's
             tokens must all be given; before one, `drain` if it was the device's.
         """
-        if len(self._outstanding) == MAX_OUTSTANDING:
-            raise WrongState(f"{MAX_OUTSTANDING} launches are not read yet")
-        if not 0 < len(rows) <= self.max_rows:
-            raise WrongState(f"a launch of {len(rows)} rows, not 1 to {self.max_rows}")
+        self._check_room(len(rows))
         number = self._next_number
         try:
             placed = self._table.update(rows)
@@ -166,6 +176,35 @@ class AheadDecoder:
         self._outstanding.append(launch)
         return launch
 
+    def _check_room(self, num_rows: int) -> None:
+        if len(self._outstanding) == MAX_OUTSTANDING:
+            raise WrongState(f"{MAX_OUTSTANDING} launches are not read yet")
+        if not 0 < num_rows <= self.max_rows:
+            raise WrongState(f"a launch of {num_rows} rows, not 1 to {self.max_rows}")
+
+    @torch.inference_mode()
+    def launch_mixed(self, rows: Sequence[MixedRow]) -> MixedLaunch:
+        """See DecodesAhead; errors as of `launch`."""
+        self._check_room(len(rows))
+        if self._forward is None:
+            raise WrongState("no prompts are launched here")
+        try:
+            with self._on_device():
+                finish, places = begin_mixed(
+                    rows,
+                    self._table.drawn_at,
+                    self._step.last_drawn,
+                    self._forward,
+                    vocab_size=self._vocab_size,
+                )
+                launch = MixedLaunch(finish, self._mark())
+        except BaseException:
+            self._table.forget()
+            raise
+        self._table.leave_elsewhere(places)
+        self._outstanding.append(launch)
+        return launch
+
     def _begin(self, placed: Placed, num_rows: int) -> torch.cuda.Event | None:
         """Queue the next step. Returns: what tells that it is done."""
         num_words = placed.num_words
@@ -175,6 +214,10 @@ class AheadDecoder:
             self._step.apply(placed.overflow)
         self._graphs.run(num_rows, placed.num_blocks, placed.needs)
         self._next_number = next_number(self._next_number)
+        return self._mark()
+
+    def _mark(self) -> torch.cuda.Event | None:
+        """What tells that all that was queued is done."""
         if self._device.type != "cuda":
             return None
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -193,6 +236,8 @@ class AheadDecoder:
         oldest = self._outstanding.popleft()
         if oldest.done is not None:
             oldest.done.synchronize()
+        if isinstance(oldest, MixedLaunch):
+            return oldest.finish()
         output = self._outputs[oldest.number % NUM_BUFFERS]
         if output[0] != oldest.number:
             raise IntegrityError(f"launch {oldest.number} left the draws of {output[0]}")

@@ -88,6 +88,11 @@ class DecodeStep:
         place, dtype = self._image.field(name)
         return self._words[place].view(getattr(torch, dtype))
 
+    @property
+    def last_drawn(self) -> torch.Tensor:
+        """[max_rows] int32: what the last step drew, by place, where the next one finds it."""
+        return self._drawn.token_ids
+
     def begin_anew(self) -> None:
         """The next step is number 0. Not while one is under way."""
         self._number.zero_()

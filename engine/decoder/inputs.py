@@ -134,11 +134,14 @@ def singles_first(batch: Batch) -> Batch:
     )
 
 
-def mixed_inputs(batch: Batch, device: torch.device) -> MixedInputs:
+def mixed_inputs(
+    batch: Batch, device: torch.device, drawn: torch.Tensor | None = None
+) -> MixedInputs:
     """The tensors of a step.
 
     Args:
         batch: spans of one token first, trees last (`singles_first`).
+        drawn: see fill_drawn; None: all token ids are what they say.
     Raises: ValueError for a batch in another order.
     """
     spans = batch.spans
@@ -176,6 +179,8 @@ def mixed_inputs(batch: Batch, device: torch.device) -> MixedInputs:
         positions[first_node:] = roots + of_trees["depths"]
         parts |= of_trees
     brought = _copy(parts, device)
+    if drawn is not None:
+        fill_drawn(brought["token_ids"], drawn)
     found = None
     if trees:
         num_cached, node_starts, depths, visible = (brought.pop(name) for name in of_trees)
@@ -193,6 +198,17 @@ def mixed_inputs(batch: Batch, device: torch.device) -> MixedInputs:
         max_query_len=max((span.num_tokens for span in chunks), default=0),
         max_end=max((span.end for span in chunks), default=0),
     )
+
+
+def fill_drawn(token_ids: torch.Tensor, drawn: torch.Tensor) -> None:
+    """Put tokens in place of those that stand for one which was drawn; in place, without waiting.
+
+    Args:
+        token_ids: [T] int32: -1 - i stands for drawn[i].
+        drawn: [R] int32, on the same device.
+    """
+    places = (-1 - token_ids).clamp_(min=0)
+    token_ids.copy_(torch.where(token_ids < 0, drawn.index_select(0, places), token_ids))
 
 
 def _begins(counts: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:

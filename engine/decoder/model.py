@@ -141,6 +141,7 @@ class DecoderModel(InOneProcess):
             return None
         if self._ahead is None:
             self._ahead = self._make_ahead(self.decoder, self._memory)
+            self._ahead.take_prompts(self._forward)
             self._graphs = self._ahead.plain
         return self._ahead
 
@@ -168,6 +169,11 @@ class DecoderModel(InOneProcess):
     def forward(self, batch: Batch) -> torch.Tensor:
         """See LoadedModel. Logits come in the model's dtype. Raises: ValueError for a tree where
         every bit is promised (`guesses`)."""
+        return self._forward(batch)
+
+    def _forward(self, batch: Batch, drawn: torch.Tensor | None = None) -> torch.Tensor:
+        """See ForwardDrawn (mixed_launch.py). With `drawn`, a step over a cache that stores what is
+        computed, without guesses, that wants no hidden states."""
         if self.decoder.is_exact and any(span.is_tree for span in batch.spans):
             raise ValueError(
                 "exact: one path of guesses, no token tree: its sums have another order"
@@ -178,17 +184,17 @@ class DecoderModel(InOneProcess):
             if not self._is_plain_cache and not batch.wants_hidden:
                 return self._forward_attending(batch)
             graphs = None if batch.wants_hidden else self._graphs
-            logits = None if graphs is None else graphs.verify(batch)
+            logits = None if graphs is None or drawn is not None else graphs.verify(batch)
             if logits is not None:
                 return logits
             if batch.wants_hidden:
                 return self._forward_keeping(batch)
             ordered = singles_first(batch)
-            logits = None if graphs is None else graphs.run(ordered)
+            logits = None if graphs is None else graphs.run(ordered, drawn)
             if logits is not None:
                 return logits
             with self._adapting(ordered):
-                return self.decoder.forward(mixed_inputs(ordered, self._device))
+                return self.decoder.forward(mixed_inputs(ordered, self._device, drawn))
 
     def _forward_keeping(self, batch: Batch) -> torch.Tensor:
         """Outside of graphs, and leaving what the batch wants beside logits."""

@@ -70,12 +70,13 @@ class PlainGraphs:
         return None if shape is None else self._trees.run(shape, batch)
 
     @torch.inference_mode()
-    def run(self, batch: Batch) -> torch.Tensor | None:
+    def run(self, batch: Batch, drawn: torch.Tensor | None = None) -> torch.Tensor | None:
         """Logits [R, V] of the draws of a step that `verify` does not take. They hold until the
         next step; None: no graph takes it.
 
         Args:
             batch: in the order of `singles_first`.
+            drawn: see fill_drawn; not with guesses.
         """
         if self._trees is not None and _verifies(batch):
             logits = self._run_both(self._trees, batch)
@@ -83,7 +84,7 @@ class PlainGraphs:
                 self._miss(batch)
             return logits
         shape = self._steps.shape_of(batch)
-        return None if shape is None else self._steps.run(shape, batch)
+        return None if shape is None else self._steps.run(shape, batch, drawn)
 
     def _run_both(self, trees: TreeGraphs, batch: Batch) -> torch.Tensor | None:
         is_long = [span.num_tokens > trees.max_num_nodes for span in batch.spans]

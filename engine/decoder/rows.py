@@ -10,7 +10,7 @@ applied in order, hold every row's blocks. Engine thread only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -142,6 +142,7 @@ class RowTable:
         """No row is known any more: what the device holds is not sure after an error."""
         num_places = self.image.max_rows
         self._keys: tuple[Key, ...] = ()
+        self._left_elsewhere: dict[Key, int] | None = None
         self._places: dict[Key, int] = {}
         self._order = np.empty(0, dtype=np.intp)
         self._place_list: list[int] = []
@@ -151,6 +152,16 @@ class RowTable:
         self._num_changes = self.words[0] = 0
         self._overflow: list[Words] = []
         self._clear(slice(None))
+
+    @property
+    def drawn_at(self) -> Mapping[Key, int]:
+        """The places where the launch before left what each row drew."""
+        return self._places if self._left_elsewhere is None else self._left_elsewhere
+
+    def leave_elsewhere(self, places: dict[Key, int]) -> None:
+        """The launch before was none of this table's, and left its draws at these places. Rows keep
+        their own."""
+        self._left_elsewhere = places
 
     def _clear(self, places: int | slice) -> None:
         """No row is there. Its token is a valid one all the same: it is looked up."""
@@ -171,6 +182,9 @@ class RowTable:
         if keys != self._keys:
             before = self._move(keys)
         order = self._order
+        if self._left_elsewhere is not None:
+            elsewhere, self._left_elsewhere = self._left_elsewhere, None
+            before = np.array([elsewhere.get(key, -1) for key in keys], dtype=np.intp)
         tokens = np.array(token_ids, dtype=np.int32)
         position = np.array(positions, dtype=np.int32)
         is_drawn = tokens < 0

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from engine.batch import Batch, Span
 from engine.decoder.graph_set import GraphMemory, GraphSet
-from engine.decoder.inputs import MixedInputs
+from engine.decoder.inputs import MixedInputs, fill_drawn
 from engine.decoder.numbers import int32s, table_of
 from engine.decoder.rows import aligned
 from engine.errors import IntegrityError
@@ -164,14 +164,19 @@ class StepGraphs:
         return min(fitting, key=lambda shape: shape.num_rows, default=None)
 
     @torch.inference_mode()
-    def run(self, shape: StepShape, batch: Batch) -> torch.Tensor:
+    def run(
+        self, shape: StepShape, batch: Batch, drawn: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Logits [R, V] of the step's draws; they hold until the next step.
 
         Args:
             shape: `shape_of` the batch.
+            drawn: see fill_drawn; None: all token ids are what they say.
         """
         words = self._words_of(shape, batch)
         self._words[: words.shape[0]].copy_(words, non_blocking=True)
+        if drawn is not None:
+            fill_drawn(self._part(self._words, "token_ids", shape), drawn)
         self._graphs.run(shape)
         if self._logits is None:
             raise IntegrityError("a step that was not captured")

@@ -53,13 +53,48 @@ class DecodeRow(NamedTuple):
     draw: Draw
     """`draw.position` is position + 1. With DRAWN_BEFORE, `draw.history` is None."""
 
+    @property
+    def num_tokens(self) -> int:
+        """That it computes."""
+        return 1
+
+
+class MixedRow(NamedTuple):
+    """One row of a mixed launch: some tokens of one sample, one after the other, whose KV is
+    written: a chunk of a prompt, or what a DecodeRow is."""
+
+    key: Key
+    """As DecodeRow's."""
+
+    token_ids: tuple[int, ...]
+    """At least one. (DRAWN_BEFORE,): as DecodeRow's."""
+
+    position: int
+    """Of the first of them. Those before it are as DecodeRow's."""
+
+    block_ids: tuple[int, ...]
+    """Blocks of tokens [0, position + num_tokens), and maybe further ones of the same sample."""
+
+    draw: Draw | None
+    """From the last one's logits; None: nothing is drawn, the prompt goes on. Its position is
+    `position` + `num_tokens`."""
+
+    @property
+    def num_tokens(self) -> int:
+        """That it computes."""
+        return len(self.token_ids)
+
+
+LaunchRow = DecodeRow | MixedRow
+
 
 class Launch(Protocol):
     """What `launch` gives and `read` takes; whoever made it knows what is in it."""
 
 
 class DecodesAhead(Protocol):
-    """Decode steps with the draws in them, begun by one call and read by another.
+    """Steps with the draws in them, begun by one call and read by another: decode steps, and where
+    it `takes_prompts` mixed ones, too.
 
     Order on the device: what the engine queued before `launch` (forward passes, `KvMemory.clear`
     and `copy`) is done before it, what it queues after, after it. Launches run in their order.
@@ -68,6 +103,11 @@ class DecodesAhead(Protocol):
     @property
     def max_rows(self) -> int:
         """Most rows of one launch."""
+        ...
+
+    @property
+    def takes_prompts(self) -> bool:
+        """Whether there is `launch_mixed`."""
         ...
 
     def warm_up(self, progress: Progress | None = None) -> None:
@@ -82,12 +122,18 @@ class DecodesAhead(Protocol):
 
     def launch(self, rows: Sequence[DecodeRow]) -> Launch:
         """Begin a step of 1 to `max_rows` rows. Does not wait for the device. At most two launches
-        are unread at any time. May raise: then nothing of it was begun, or `drain` ends it."""
+        are unread at any time, those of `launch_mixed` counted. May raise: then nothing of it was
+        begun, or `drain` ends it."""
+        ...
+
+    def launch_mixed(self, rows: Sequence[MixedRow]) -> Launch:
+        """`launch` for rows of several tokens, or without a draw, among others. What a row of the
+        launch just before drew is known to either; their order is that of the calls."""
         ...
 
     def read(self, launch: Launch) -> list[Drawn]:
-        """Wait for a launch: its draws, in the order of its rows; its KV is in the cache. In the
-        order of `launch`, each once."""
+        """Wait for a launch: its draws, in the order of its rows, those without one left out; its
+        KV is in the cache. In the order in which they were launched, each once."""
         ...
 
     def drain(self) -> None:

@@ -47,15 +47,20 @@ def draw_on_device(logits: torch.Tensor, draws: Sequence[Draw]) -> list[Drawn]:
 
 
 @torch.inference_mode()
-def begin_on_device(logits: torch.Tensor, draws: Sequence[Draw]) -> Callable[[], list[Drawn]]:
+def begin_on_device(
+    logits: torch.Tensor, draws: Sequence[Draw], into: torch.Tensor | None = None
+) -> Callable[[], list[Drawn]]:
     """See pipeline.begin. Rows that change no logit are drawn by what is queued here; for others it
     says whether their logits are numbers."""
     is_adjusted = [
         recipe_of(one.sampling).adjusts or one.bitmask is not None or masks_ends(one)
         for one in draws
     ]
-    queued = _queue(logits, draws, is_greedy=is_adjusted)
+    queued = _queue(logits, draws, is_greedy=is_adjusted, into=into)
     rows = rows_of(draws, np.ones(len(draws), dtype=np.bool_))
+    if into is not None:
+        # Nobody asks them again: another step's may take their memory before this one's are read.
+        logits = logits.new_empty(0, logits.shape[1])
     return partial(_finish, logits, draws, rows, queued)
 
 
@@ -165,8 +170,17 @@ def _draw(
     return _read(_queue(logits, draws, is_greedy), len(draws))
 
 
-def _queue(logits: torch.Tensor, draws: Sequence[Draw], is_greedy: Sequence[bool]) -> Fetched:
-    """One copy there, the draws, one copy back; waits for none of them."""
+def _queue(
+    logits: torch.Tensor,
+    draws: Sequence[Draw],
+    is_greedy: Sequence[bool],
+    into: torch.Tensor | None = None,
+) -> Fetched:
+    """One copy there, the draws, one copy back; waits for none of them.
+
+    Args:
+        into: takes the token ids, too: [R] int32 on the device.
+    """
     rows = sampling_rows(draws, logits.shape[1], logits.device, is_greedy)
     num_draws = len(draws)
     out = torch.empty(2, _aligned(num_draws), dtype=torch.int32, device=logits.device)
@@ -177,6 +191,8 @@ def _queue(logits: torch.Tensor, draws: Sequence[Draw], is_greedy: Sequence[bool
         needs=_needs(draws, is_greedy),
         out=DrawnTokens(own[0], own[1].view(torch.float32)),
     )
+    if into is not None:
+        into.copy_(own[0])
     return Fetched(out)
 
 

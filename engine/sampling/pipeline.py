@@ -116,26 +116,39 @@ def draw(logits: torch.Tensor, draws: Sequence[Draw]) -> list[Drawn]:
 
 
 def begin(
-    logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int] | None = None
+    logits: torch.Tensor,
+    draws: Sequence[Draw],
+    rows: Sequence[int] | None = None,
+    *,
+    into: torch.Tensor | None = None,
 ) -> Callable[[], list[Drawn]]:
     """`draw`, but the device is not waited for: its part is queued behind what made the logits.
 
     Args:
         logits: [R, V] as of `draw`; they must hold until the result was taken.
         rows: the row of each draw; None: row i is draw i's.
-    Returns: what waits for the draws and gives them; to be called once. On CPU all is done there.
+        into: [number of draws] int32 beside the logits: takes the token ids, where no draw changes
+            a logit, and none was proposed; anything for an error. The logits are done with then.
+    Returns: what waits for the draws and gives them; to be called once. On CPU all is done there,
+        but for draws `into` something.
     """
     if rows is not None:
         places = bring(np.array(rows, dtype=np.int64), logits.device)
         logits = logits.index_select(0, places)
     if logits.device.type != "cpu":
-        return _begin_on_device(logits, draws)
-    return partial(draw, logits, draws)
+        return _begin_on_device(logits, draws, into)
+    if into is None:
+        return partial(draw, logits, draws)
+    drawn = draw(logits, draws)
+    into.copy_(torch.tensor([one.token_id for one in drawn], dtype=torch.int32))
+    return partial(list, drawn)
 
 
-def _begin_on_device(logits: torch.Tensor, draws: Sequence[Draw]) -> Callable[[], list[Drawn]]:
+def _begin_on_device(
+    logits: torch.Tensor, draws: Sequence[Draw], into: torch.Tensor | None = None
+) -> Callable[[], list[Drawn]]:
     """What was proposed is judged on the host."""
-    finish = begin_on_device(logits, draws)
+    finish = begin_on_device(logits, draws, into)
     judged = [place for place, one in enumerate(draws) if one.proposals is not None]
     if not judged:
         return finish

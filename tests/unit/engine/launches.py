@@ -8,7 +8,7 @@ from typing import Any
 from engine.config import EngineConfig
 from engine.fake import FakeModel
 from engine.loop import Engine
-from engine.models.interface import DecodeRow, Launch
+from engine.models.interface import DecodeRow, Launch, LaunchRow, MixedRow
 from engine.plain_ahead import AheadModel, PlainAhead
 from engine.sampling.row import Drawn
 from engine.step_output import RequestEvent, StepOutput
@@ -25,12 +25,12 @@ def fake_model(**fields: Any) -> FakeModel:
 
 def make(model: Any, *, num_blocks: int = 64, **config: Any) -> Engine:
     """An engine with room for eight."""
-    return Engine(EngineConfig(num_blocks=num_blocks, max_num_running=8, **config), model)
+    return Engine(EngineConfig(**{"num_blocks": num_blocks, "max_num_running": 8} | config), model)
 
 
-def late_engine(**fields: Any) -> tuple[Engine, AheadModel]:
+def late_engine(*, takes_prompts: bool = True, **fields: Any) -> tuple[Engine, AheadModel]:
     """Every launch is computed as late as may be."""
-    model = AheadModel(fake_model(), is_late=True)
+    model = AheadModel(fake_model(), is_late=True, takes_prompts=takes_prompts)
     return make(model, **fields), model
 
 
@@ -52,9 +52,10 @@ class Recording(PlainAhead):
     """What was called in which order, with which rows. The call named `fails_at` raises."""
 
     def __init__(self, model: FakeModel, **fields: Any) -> None:
-        super().__init__(model, **{"is_late": True, "max_rows": 100, "takes": None} | fields)
+        defaults = {"is_late": True, "max_rows": 100, "takes": None, "takes_prompts": False}
+        super().__init__(model, **defaults | fields)
         self.calls: list[str] = []
-        self.launched: list[Sequence[DecodeRow]] = []
+        self.launched: list[Sequence[Any]] = []
         self.fails_at = ""
 
     def _call(self, name: str) -> None:
@@ -63,9 +64,16 @@ class Recording(PlainAhead):
             raise RuntimeError("the device is gone")
 
     def launch(self, rows: Sequence[DecodeRow]) -> Launch:
+        self._note(rows)
+        return super().launch(rows)
+
+    def launch_mixed(self, rows: Sequence[MixedRow]) -> Launch:
+        self._note(rows)
+        return super().launch_mixed(rows)
+
+    def _note(self, rows: Sequence[LaunchRow]) -> None:
         self._call(f"launch {len(self.launched)}")
         self.launched.append(rows)
-        return super().launch(rows)
 
     def read(self, launch: Launch) -> list[Drawn]:
         self._call(f"read {sum(one.startswith('read') for one in self.calls)}")
@@ -76,10 +84,10 @@ class Recording(PlainAhead):
         super().drain()
 
 
-def recording_engine(**config: Any) -> tuple[Engine, Recording]:
+def recording_engine(*, takes_prompts: bool = False, **config: Any) -> tuple[Engine, Recording]:
     """As `late_engine`, and what it calls."""
     fake = fake_model()
     model = AheadModel(fake)
-    model.launches = Recording(fake)
+    model.launches = Recording(fake, takes_prompts=takes_prompts)
     model.ahead = model.launches
     return make(model, **config), model.launches

@@ -139,17 +139,18 @@ def test_a_block_that_is_read_and_written_is_kept_for_both(make_request: Make) -
     engine.check_integrity()
 
 
-def test_what_a_launch_enters_is_cleared(make_request: Make) -> None:
+@pytest.mark.parametrize("takes_prompts", [False, True])
+def test_what_a_launch_enters_is_cleared(takes_prompts: bool, make_request: Make) -> None:
     """Of a block that is not full, a plain step may read what it does not use, with weight 0: 0
     times NaN is NaN."""
-    engine, model = late_engine()
+    engine, model = late_engine(takes_prompts=takes_prompts)
     engine.kv.cache.fill_(float("nan"))
     engine.submit(make_request("a", PROMPT, max_tokens=20))
     for _ in range(12):
         engine.step()
         num_blocks = -(-engine._groups["a"].prompt.num_computed_tokens // SIZE)
         assert not engine.kv.cache[list(engine.block_ids("a")[:num_blocks])].isnan().any()
-    assert model.launches.num_launches == 12
+    assert model.launches.num_launches == 12 + takes_prompts
 
 
 @pytest.mark.parametrize("reads_unwritten", [True, False])
@@ -220,7 +221,7 @@ def test_an_exception_leaves_every_request_as_it_was(call: str, make_request: Ma
 
 def test_a_plain_step_that_fails_beside_a_launch(make_request: Make) -> None:
     """What is in flight stays so, and is told later."""
-    engine, model = late_engine()
+    engine, model = late_engine(takes_prompts=False)
     engine.submit(make_request("a", PROMPT, max_tokens=12))
     events = [event for _ in range(3) for event in engine.step().events]
     engine.abort("a")

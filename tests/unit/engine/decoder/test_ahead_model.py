@@ -3,6 +3,7 @@ NaN."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import random
 from collections.abc import Callable
@@ -12,16 +13,20 @@ import torch
 from transformers import Qwen3Config
 
 from engine.batch import Batch, Span
+from engine.config import EngineConfig
 from engine.decoder.ahead import make_ahead
 from engine.decoder.decoder import Decoder
 from engine.decoder.model import DecoderModel, kv_layout
 from engine.decoder.shape import read_shape, rope_table
 from engine.decoder.sources import random_weights
+from engine.errors import IntegrityError, WrongState
 from engine.kv.memory import KvMemory
-from engine.models.interface import DRAWN_BEFORE, DecodeRow
-from engine.request import ModelInfo, Sampling
+from engine.loop import Engine
+from engine.models.interface import DRAWN_BEFORE, DecodeRow, MixedRow
+from engine.request import ModelInfo, Request, Sampling
 from engine.sampling import pipeline
 from engine.sampling.row import Draw
+from tests.unit.engine.conftest import hasher
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 BLOCK = 8
@@ -189,3 +194,181 @@ def test_a_warm_up_leaves_the_cache_as_it_is(device: str, seed: int) -> None:
     model.ahead.warm_up()
     assert run.model._memory is not None
     assert run.model._memory.cache.isnan().all()
+
+
+def _sampling(rng: random.Random) -> Sampling:
+    return Sampling(
+        max_tokens=99,
+        temperature=rng.choice([0.0, 0.7, 1.3]),
+        top_k=rng.choice([0, 7]),
+        top_p=rng.choice([1.0, 0.8]),
+        seed=rng.randrange(1 << 64),
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_tokens_of_mixed_launches_are_those_of_plain_steps(
+    device: str, seed: int, scale: Callable[[int], int]
+) -> None:
+    """20 batches of six prompts that come at different times, in chunks of any size; launches of
+    decodes alone are the others, and a token is taken from either kind."""
+    rng = random.Random(f"mixed {seed}")
+    model = _model(device, torch.float32, seed)
+    for _ in range(scale(20)):
+        lengths = [50, *(rng.randrange(1, 50) for _ in range(MAX_ROWS - 1))]
+        prompts = [[rng.randrange(211) for _ in range(length)] for length in lengths]
+        samplings = [_sampling(rng) for _ in range(MAX_ROWS)]
+        begins = [0, *(rng.randrange(0, 12) for _ in range(MAX_ROWS - 1))]
+        ahead, kinds = _mixed(model, prompts, samplings, begins, rng)
+        assert kinds == {DecodeRow, MixedRow}
+        everyone = list(range(MAX_ROWS))
+        plain = _Run(model, prompts, rng)
+        plain.plain(everyone, samplings, None)
+        nums = [len(own) - length for own, length in zip(ahead.tokens, lengths, strict=True)]
+        for _ in range(max(nums) - 1):
+            plain.plain(everyone, samplings, 1)
+        assert min(nums) > 0
+        for at, tokens in enumerate(ahead.tokens):
+            assert tokens == plain.tokens[at][: len(tokens)]
+
+
+def _mixed(
+    model: DecoderModel,
+    prompts: list[list[int]],
+    samplings: list[Sampling],
+    begins: list[int],
+    rng: random.Random,
+) -> tuple[_Run, set[type]]:
+    """The same by launches of both kinds; each is launched before the one before it is read."""
+    run = _Run(model, prompts, rng)
+    ahead = model.ahead
+    assert ahead is not None
+    num_launched, num_drawn = [0] * len(prompts), [0] * len(prompts)
+    kinds: set[type] = set()
+    under_way: list[tuple] = []  # type: ignore[type-arg]
+    num_steps = num_decoding = 0
+    while num_decoding < 8:
+        num_decoding += min(num_drawn) > 0
+        parts = []
+        for at, begin in enumerate(begins):
+            if num_steps < begin or (num_launched[at] and rng.random() < 0.05):
+                continue
+            num_known = len(prompts[at]) + num_drawn[at]
+            if num_drawn[at]:
+                num_tokens = 1
+            else:
+                num_tokens = rng.randint(1, num_known - num_launched[at])
+            parts.append((at, num_tokens, num_launched[at] + num_tokens == num_known))
+        is_mixed = any(num > 1 or not is_drawing for _, num, is_drawing in parts)
+        rows: list = []  # type: ignore[type-arg]
+        was_there = set() if not under_way else set(under_way[-1][1])
+        for at, num_tokens, is_drawing in parts:
+            start = num_launched[at]
+            end = start + num_tokens
+            known = run.tokens[at][start:end]
+            if not known and at not in was_there:
+                continue  # drawn by a launch that is not the last one
+            draw = Draw(samplings[at], end, at) if is_drawing else None
+            token_ids = tuple(known) or (DRAWN_BEFORE,)
+            key, blocks = (str(at), 0), run.blocks(at, end)
+            if is_mixed:
+                rows.append(MixedRow(key, token_ids, start, blocks, draw))
+            elif draw is not None:
+                rows.append(DecodeRow(key, token_ids[0], start, blocks, draw))
+            num_launched[at] = end
+            num_drawn[at] += is_drawing
+        if rows:
+            rng.shuffle(rows)
+            launch = ahead.launch_mixed(rows) if is_mixed else ahead.launch(rows)
+            drawing = [int(row.key[0]) for row in rows if row.draw is not None]
+            under_way.append((launch, drawing))
+            kinds.add(type(rows[0]))
+        if len(under_way) == 2 or not rows:
+            _read(run, under_way.pop(0))
+        num_steps += 1
+    for launched in under_way:
+        _read(run, launched)
+    return run, kinds
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_engine_that_launches_prompts_draws_what_one_that_does_not(
+    device: str, seed: int, scale: Callable[[int], int]
+) -> None:
+    """20 workloads of five requests that come at different times."""
+    rng = random.Random(f"engine {seed}")
+    for _ in range(scale(20)):
+        requests = [
+            Request(
+                f"r{index}",
+                tuple(rng.randrange(211) for _ in range(rng.randrange(1, 60) if index else 59)),
+                dataclasses.replace(_sampling(rng), max_tokens=rng.randrange(1, 12)),
+                hasher(),
+            )
+            for index in range(5)
+        ]
+        comes = [0, *(rng.randrange(6) for _ in range(4))]
+        found = []
+        for overlap in (False, True):
+            model = _model(device, torch.float32, seed)
+            config = EngineConfig(
+                num_blocks=NUM_BLOCKS,
+                max_num_running=MAX_ROWS,
+                max_num_tokens_per_step=24,
+                overlap=overlap,
+            )
+            engine = Engine(config, model)
+            kinds = _noted(model)
+            tokens: dict[str, list[int]] = {}
+            step = 0
+            while engine.has_work() or step <= max(comes):
+                for request, at in zip(requests, comes, strict=True):
+                    if at == step:
+                        engine.submit(request)
+                for event in engine.step().events:
+                    tokens.setdefault(event.request_id, []).extend(event.token_ids)
+                engine.check_integrity()
+                step += 1
+            assert bool(kinds) is overlap
+            found.append(tokens)
+        assert found[0] == found[1]
+
+
+def _noted(model: DecoderModel) -> list[int]:
+    """Takes the number of rows of each mixed launch."""
+    ahead = model.ahead
+    assert ahead is not None
+    launch_mixed = ahead.launch_mixed
+    noted: list[int] = []
+    ahead.launch_mixed = lambda rows: noted.append(len(rows)) or launch_mixed(rows)  # type: ignore
+    return noted
+
+
+def test_mixed_launches_that_cannot_be(seed: int) -> None:
+    rng = random.Random(seed)
+    model = _model("cpu", torch.float32, seed)
+    run = _Run(model, [[1, 2, 3], [4, 5]], rng)
+    ahead = model.ahead
+    assert ahead is not None and ahead.takes_prompts
+    sampling = Sampling(max_tokens=9)
+
+    def row(at: int, start: int, tokens: tuple[int, ...], *, draws: bool = True) -> MixedRow:
+        end = start + len(tokens)
+        draw = Draw(sampling, end, at) if draws else None
+        return MixedRow((str(at), 0), tokens, start, run.blocks(at, end), draw)
+
+    with pytest.raises(IntegrityError, match="drew none"):
+        ahead.launch_mixed([row(0, 3, (DRAWN_BEFORE,)), row(1, 0, (4, 5))])
+    first = ahead.launch_mixed([row(0, 0, (1, 2, 3)), row(1, 0, (4,), draws=False)])
+    second = ahead.launch_mixed([row(0, 3, (DRAWN_BEFORE,)), row(1, 1, (5,))])
+    with pytest.raises(WrongState, match="not read yet"):
+        ahead.launch_mixed([row(0, 4, (DRAWN_BEFORE,))])
+    with pytest.raises(WrongState, match="in order"):
+        ahead.read(second)
+    assert [len(ahead.read(one)) for one in (first, second)] == [1, 2]
+    with pytest.raises(WrongState, match="0 rows"):
+        ahead.launch_mixed([])
+    third = ahead.launch_mixed([row(0, 4, (7, 7), draws=False), row(1, 2, (7,), draws=False)])
+    with pytest.raises(IntegrityError, match="was not in it"):
+        ahead.launch([DecodeRow(("0", 0), DRAWN_BEFORE, 6, run.blocks(0, 7), Draw(sampling, 7, 0))])
+    assert ahead.read(third) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable
 
@@ -10,6 +11,7 @@ import torch
 
 from engine.batch import Batch, Span
 from engine.decoder.inputs import singles_first
+from engine.decoder.mixed_launch import place_of
 from engine.decoder.model import DecoderModel
 from engine.decoder.step_graphs import StepGraphs, StepShape, max_chunk_tokens, step_shapes
 from engine.kv.memory import KvMemory
@@ -62,6 +64,19 @@ def _finite_memory(model: DecoderModel, batch: Batch, seed: int) -> KvMemory:
     return memory
 
 
+def _taking(rng: random.Random, batch: Batch) -> tuple[Batch, torch.Tensor]:
+    """The same step, of whose tokens some stand among [R] int32 that were drawn."""
+    num = len(batch.token_ids)
+    drawn = [rng.randrange(211) for _ in range(num)]
+    token_ids = list(batch.token_ids)
+    places = rng.sample(range(num), num)
+    for at in rng.sample(range(num), num // 2):
+        drawn[places[at]] = token_ids[at]
+        token_ids[at] = place_of(places[at])
+    taking = dataclasses.replace(batch, token_ids=tuple(token_ids))
+    return taking, torch.tensor(drawn, dtype=torch.int32)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_padded_step_is_the_step(device: str, seed: int, scale: Callable[[int], int]) -> None:
     """200 steps of decodes, of chunks, and of both."""
@@ -82,7 +97,8 @@ def test_a_padded_step_is_the_step(device: str, seed: int, scale: Callable[[int]
         shape = steps.shape_of(batch)
         assert shape is not None
         model.attach(memory)
-        found = steps.run(shape, batch).clone()
+        taking, drawn = _taking(rng, batch)
+        found = steps.run(shape, taking, drawn.to(device)).clone()
         model.attach(expected_memory)
         expected = model.forward(batch)
         assert found.shape == expected.shape

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.request import Sampling
 from engine.sampling import pipeline
 from engine.sampling.copies import Fetched, bring
 from engine.sampling.on_device import begin_on_device
@@ -62,3 +63,20 @@ def test_the_device_is_not_waited_for(seed: int) -> None:
     assert [one.token_id for one in result()] == expected
     on_cpu = pipeline.draw(logits[rows].cpu(), draws)
     assert [one.token_id for one in on_cpu] == expected
+
+
+def test_tokens_that_are_left_for_the_next_step(seed: int) -> None:
+    """Of draws that change no logit; what is told does not ask the logits again."""
+    generator = torch.Generator().manual_seed(seed % (1 << 62))
+    logits = torch.randn(6, VOCAB_SIZE, generator=generator)
+    draws = [
+        pipeline.Draw(Sampling(max_tokens=9, temperature=0.7 * (at % 2), seed=at), 5 + at)
+        for at in range(6)
+    ]
+    expected = [one.token_id for one in pipeline.draw(logits, draws)]
+    for begin in (pipeline.begin, begin_on_device):
+        own, into = logits.clone(), torch.zeros(6, dtype=torch.int32)
+        finish = begin(own, draws, into=into)
+        assert into.tolist() == expected
+        own.fill_(torch.nan)
+        assert [one.token_id for one in finish()] == expected
