@@ -117,7 +117,11 @@ class EngineConfig:
 
     overlap: bool = True
     """Launch a step before the tokens of the last one were read, where the model can: the device
-    does not wait for the host. No token depends on it."""
+    does not wait for the host. A token depends on it as little as on who else is in the step."""
+
+    overlap_prompts: bool = False
+    """With `overlap`: launch steps with prompts, too. A request that comes meanwhile waits for both
+    steps."""
 
     jump_forward: bool = True
     """Take text that a grammar forces without running the model for it. Not done for requests with

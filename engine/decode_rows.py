@@ -18,7 +18,7 @@ from engine.constraints import end_token_ids
 from engine.holdings import Holdings
 from engine.in_flight import Planned
 from engine.models.interface import DRAWN_BEFORE, DecodeRow, DecodesAhead, LaunchRow, MixedRow
-from engine.outlook import is_last
+from engine.outlook import Following, is_last
 from engine.request import State
 from engine.sampling.row import Draw
 from engine.schedule.order import Key
@@ -70,13 +70,13 @@ class DecodeRows:
         Args:
             planned: (sequence, number of its pending tokens), which has the blocks for them.
         """
-        parts = self._parts(planned, {})
+        parts = self._parts(list(planned), {})
         return None if parts is None else self._rows(parts)
 
     def after(
         self,
         live: Mapping[Key, Planned],
-        planned: Iterable[tuple[Sequence, int]],
+        following: Following,
         *,
         has_prompts: Callable[[], bool],
     ) -> list[Planned] | None:
@@ -84,34 +84,103 @@ class DecodeRows:
 
         Args:
             live: who is in flight.
-            planned: as of `of_plan`, but of those that will be pending then, and maybe without
-                blocks. Who is known to end by then may be in it: it is left out.
+            following: who is planned, maybe without blocks. Who is known to end by then is left
+                out.
             has_prompts: whether somebody waits who has a prompt to compute. Then nobody is planned
                 who would keep it from the place or the blocks of one that is known to end.
         """
+        if following.is_decoding:
+            return self._decodes_after(live, following.planned, has_prompts)
         ending = {key for key, (sequence, row) in live.items() if is_last(sequence, row)}
         if ending and has_prompts():
             return None
-        parts = self._parts((one for one in planned if one[0].key not in ending), live)
-        if parts is None or not self._grow(parts, live):
+        parts = self._parts([one for one in following.planned if one[0].key not in ending], live)
+        if parts is None:
             return None
-        return self._rows(parts)
+        growing: list[tuple[Sequence, int]] = []
+        size = self._holdings.block_size
+        for part in parts:
+            sequence = part.sequence
+            if sequence.is_tail_shared and sequence.key in live:
+                return None
+            if sequence.is_tail_shared or part.end > len(sequence.block_ids) * size:
+                growing.append((sequence, part.end))
+        return self._rows(parts) if self._grow(growing) else None
+
+    def _decodes_after(
+        self,
+        live: Mapping[Key, Planned],
+        planned: Iterable[tuple[Sequence, int]],
+        has_prompts: Callable[[], bool],
+    ) -> list[Planned] | None:
+        """`after` where everybody decodes. The host does it in each step, for each row: what
+        `_parts` and `_rows` do in three loops and three calls is one of each here."""
+        ahead, size = self._ahead, self._holdings.block_size
+        if ahead is None:
+            return None
+        rows: list[Planned] = []
+        entering: list[int] = []
+        growing: list[tuple[Sequence, int]] = []
+        for sequence, _ in planned:
+            group, position = sequence.group, len(sequence.token_ids)
+            is_live = sequence.key in live
+            if is_live:
+                position += 1  # of what the row draws: the one before is being drawn
+                if position - sequence.num_prompt_tokens >= group.max_output_tokens:
+                    if has_prompts():
+                        return None
+                    continue
+            if not group.may_be_ahead or not group.is_forked or group.is_continued:
+                return None
+            sampling = sequence.request.sampling
+            draw = Draw(
+                sampling,
+                position,
+                sampling.sample_index + sequence.sample_index,
+                position - sequence.num_prompt_tokens,
+                end_token_ids(sampling, self._eos_token_ids),
+            )
+            if not ahead.takes(draw):
+                return None
+            is_tail_shared, num_blocks = sequence.is_tail_shared, len(sequence.block_ids)
+            if is_tail_shared or position > num_blocks * size:
+                if is_tail_shared and is_live:
+                    return None
+                growing.append((sequence, position))
+            start = position - 1
+            if is_tail_shared or not start % size or len(sequence.block_table) != num_blocks:
+                entering.append(len(rows))
+            token_id = DRAWN_BEFORE if is_live else sequence.token_ids[start]
+            row = DecodeRow(sequence.key, token_id, start, sequence.block_table, draw)
+            rows.append((sequence, row))
+        if not 0 < len(rows) <= ahead.max_rows or not self._grow(growing):
+            return None
+        for at in entering:
+            sequence, made = rows[at]
+            table = self._entered(sequence, made.position, made.position + 1, self._clears_blocks)
+            rows[at] = (sequence, made._replace(block_ids=table))
+        return rows
 
     def _parts(
-        self, planned: Iterable[tuple[Sequence, int]], live: Mapping[Key, Planned]
+        self, planned: list[tuple[Sequence, int]], live: Mapping[Key, Planned]
     ) -> list[_Part] | None:
         """None where only a plain step can."""
-        if self._ahead is None:
+        ahead = self._ahead
+        # Nothing is made before it is known of all of them: such steps are often of many.
+        if ahead is None or not 0 < len(planned) <= ahead.max_rows:
+            return None
+        if not all(sequence.group.may_be_ahead for sequence, _ in planned):
+            return None
+        if not self.takes_prompts and any(num_tokens > 1 for _, num_tokens in planned):
             return None
         parts: list[_Part] = []
         for sequence, num_tokens in planned:
             found = live.get(sequence.key)
-            row = None if found is None else found[1]
-            part = self._part(self._ahead, sequence, num_tokens, row)
+            part = self._part(ahead, sequence, num_tokens, None if found is None else found[1])
             if part is None:
                 return None
             parts.append(part)
-        return parts if 0 < len(parts) <= self._ahead.max_rows else None
+        return parts
 
     def _part(
         self, ahead: DecodesAhead, sequence: Sequence, num_tokens: int, row: LaunchRow | None
@@ -125,13 +194,10 @@ class DecodeRows:
             if row.draw is not None:
                 num_all += 1
                 has_drawn = True
-        is_drawing = start + num_tokens == num_all
-        if not group.may_be_ahead:
-            return None
-        if not self.takes_prompts and (num_tokens > 1 or not is_drawing):
-            return None
-        if not is_drawing:
-            return _Part(sequence, start, num_tokens, None, has_drawn)
+        if start + num_tokens < num_all:
+            return (
+                _Part(sequence, start, num_tokens, None, has_drawn) if self.takes_prompts else None
+            )
         if not group.is_forked or group.is_continued:
             return None
         sampling = sequence.request.sampling
@@ -144,43 +210,50 @@ class DecodeRows:
         )
         return _Part(sequence, start, num_tokens, draw, has_drawn) if ahead.takes(draw) else None
 
-    def _grow(self, parts: Iterable[_Part], live: Mapping[Key, Planned]) -> bool:
-        """Take the blocks that are missing. False: there are not enough, and none was taken."""
-        size = self._holdings.block_size
-        growing: list[_Part] = []
+    def _grow(self, growing: list[tuple[Sequence, int]]) -> bool:
+        """Take the blocks that are missing. False: there are not enough, and none was taken.
+
+        Args:
+            growing: who lacks some, or shares its last one; where its tokens of the step end.
+        """
         num_missing = 0
-        for part in parts:
-            sequence = part.sequence
-            if sequence.is_tail_shared and sequence.key in live:
-                return False
-            if sequence.is_tail_shared or part.end > len(sequence.block_ids) * size:
-                growing.append(part)
-                if not sequence.group.is_whole:
-                    num_missing += self._holdings.num_missing(sequence, part.end)
+        for sequence, end in growing:
+            if not sequence.group.is_whole:
+                num_missing += self._holdings.num_missing(sequence, end)
         if num_missing > self._holdings.pool.num_available:
             return False
-        for part in growing:
-            self._holdings.grow(part.sequence, part.end)
+        for sequence, end in growing:
+            self._holdings.grow(sequence, end)
         return True
 
     def _rows(self, parts: list[_Part]) -> list[Planned]:
         is_mixed = any(part.draw is None or part.num_tokens > 1 for part in parts)
-        return [(part.sequence, self._row(part, is_mixed=is_mixed)) for part in parts]
+        return [(part.sequence, self._row(part, is_mixed)) for part in parts]
 
-    def _row(self, part: _Part, *, is_mixed: bool) -> LaunchRow:
+    def _row(self, part: _Part, is_mixed: bool) -> LaunchRow:
         sequence, start, num_tokens, draw, has_drawn = part
-        size = self._holdings.block_size
         end = start + num_tokens
+        clears = self._clears_blocks or (is_mixed and not has_drawn)
+        table = self._entered(sequence, start, end, clears)
+        known = sequence.token_ids
+        if draw is not None and not is_mixed:
+            token_id = known[start] if start < len(known) else DRAWN_BEFORE
+            return DecodeRow(sequence.key, token_id, start, table, draw)
+        token_ids = tuple(known[start:end]) if start < len(known) else (DRAWN_BEFORE,)
+        num_blocks = -(-end // self._holdings.block_size)
+        return MixedRow(sequence.key, token_ids, start, table[:num_blocks], draw)
+
+    def _entered(self, sequence: Sequence, start: int, end: int, clears: bool) -> tuple[int, ...]:
+        """Its blocks, before its tokens [start, end) are written into them.
+
+        Args:
+            clears: the last one, if they are the first in it and do not fill it.
+        """
+        size = self._holdings.block_size
         last_block_start = (end - 1) // size * size
-        is_entered = start <= last_block_start and end < last_block_start + size
-        if is_entered and (self._clears_blocks or (is_mixed and not has_drawn)):
+        if clears and start <= last_block_start and end < last_block_start + size:
             # As engine/step_builder.py: a plain step may come upon what it does not write.
             self._holdings.kv.clear(sequence.block_ids[last_block_start // size])
         if len(sequence.block_table) != len(sequence.block_ids):
             sequence.block_table = tuple(sequence.block_ids)
-        known = sequence.token_ids
-        if draw is not None and not is_mixed:
-            token_id = known[start] if start < len(known) else DRAWN_BEFORE
-            return DecodeRow(sequence.key, token_id, start, sequence.block_table, draw)
-        token_ids = tuple(known[start:end]) if start < len(known) else (DRAWN_BEFORE,)
-        return MixedRow(sequence.key, token_ids, start, sequence.block_table, draw)
+        return sequence.block_table

@@ -14,6 +14,17 @@ from engine.request import State
 from engine.sequence import Sequence
 
 
+class Following(NamedTuple):
+    """The plan of the step after one that is in flight."""
+
+    planned: list[tuple[Sequence, int]]
+    """Who takes part, and how many tokens each will have to compute. Who is known to end by then
+    may be in it."""
+
+    is_decoding: bool
+    """Each has drawn, and has one token to compute now, as then."""
+
+
 class Outlook(NamedTuple):
     """See the module."""
 

@@ -142,7 +142,7 @@ class Parts:
                 eos_token_ids,
                 clears_blocks=model.reads_unwritten,
                 # Who guesses sees each prompt's step.
-                takes_prompts=self.speculator is None,
+                takes_prompts=config.overlap_prompts and self.speculator is None,
             ),
             Foresight(self.scheduler, self.holdings.block_size),
             self.speculator,

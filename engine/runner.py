@@ -27,6 +27,7 @@ from engine.foresight import Foresight
 from engine.in_flight import InFlight, Planned, Taken
 from engine.kv.memory import KvMemory
 from engine.models.interface import LoadedModel
+from engine.outlook import Following
 from engine.request import State
 from engine.sampling import pipeline
 from engine.schedule.order import Key
@@ -105,12 +106,11 @@ class Runner:
         """
         running = scheduler.running
         speculator, is_first = self._speculator, not self._in_flight.is_live
-        if is_first:
-            planned = [(running[key], num_tokens) for key, num_tokens in plan.items()]
-        else:
-            live = self._in_flight.live().values()
-            planned = [(sequence, row.num_tokens) for sequence, row in live]
+        planned = [(running[key], num_tokens) for key, num_tokens in plan.items()]
         if speculator is not None:
+            if not is_first:
+                live = self._in_flight.live().values()
+                planned = [(sequence, row.num_tokens) for sequence, row in live]
             speculator.begin(planned)
         if is_first:
             is_resting = speculator is None or speculator.rests(planned)
@@ -131,19 +131,22 @@ class Runner:
     def _land(self, scheduler: Scheduler, *, is_admitting: bool) -> Result:
         """The step that is in flight, when the next one is, too."""
         live = self._in_flight.live()
-        planned = scheduler.plan_after(live, is_admitting=is_admitting)
-        joining = [one for one in planned if one[0].key not in live]
-        following = None
-        if self._goes_on(live, joining):
-            following = self._rows.after(live, planned, has_prompts=scheduler.has_prompts)
-        if following is not None:
-            self._in_flight.launch(following)
+        following = scheduler.plan_after(live, is_admitting=is_admitting)
+        rows = None
+        if self._goes_on(live, following):
+            rows = self._rows.after(live, following, has_prompts=scheduler.has_prompts)
+        if rows is not None:
+            self._in_flight.launch(rows)
         taken = self._take()
-        # All that was queued before this launch is over; what was copied since then may not be.
-        has_copied, self._in_flight.has_copied = self._in_flight.has_copied, False
-        self.is_device_behind = has_copied or (bool(joining) and following is None)
-        num_decodes = sum(num for one, num in taken.planned if one.state is State.RUNNING)
-        num_prefills = sum(num for _, num in taken.planned) - num_decodes
+        # All that was queued before this launch is over, and nothing is for one that was not made;
+        # what was copied since then may not be over.
+        self.is_device_behind, self._in_flight.has_copied = self._in_flight.has_copied, False
+        num_prefills = num_decodes = 0
+        for sequence, num_tokens in taken.planned:
+            if sequence.state is State.RUNNING:
+                num_decodes += num_tokens
+            else:
+                num_prefills += num_tokens
         return Result(self._book(*taken), num_prefills, num_decodes)
 
     def _take(self) -> Taken:
@@ -157,12 +160,13 @@ class Runner:
                 raise
         return self._in_flight.take()
 
-    def _goes_on(self, live: Mapping[Key, Planned], joining: list[tuple[Sequence, int]]) -> bool:
+    def _goes_on(self, live: Mapping[Key, Planned], following: Following) -> bool:
         """Nobody would be asked in the step after the one that is in flight."""
         if self._speculator is None:
             return True
-        following = [(sequence, 1) for sequence, _ in live.values()] + joining
-        return self._speculator.rests(following, num_unread=1)
+        staying = [(sequence, 1) for sequence, _ in live.values()]
+        joining = [one for one in following.planned if one[0].key not in live]
+        return self._speculator.rests(staying + joining, num_unread=1)
 
     def _compute(
         self, planned: list[tuple[Sequence, int]], running: Mapping[Key, Sequence]

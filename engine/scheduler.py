@@ -23,7 +23,7 @@ from engine.holdings import Holdings
 from engine.in_flight import Planned
 from engine.line import Line
 from engine.metrics import EngineMetrics
-from engine.outlook import outlook
+from engine.outlook import Following, outlook
 from engine.preemptor import Preemptor
 from engine.request import STARTED, WITHOUT_BLOCKS, State
 from engine.schedule.admit import Admission, Room, admit, admit_ranked
@@ -122,23 +122,20 @@ class Scheduler:
         self._begin_plan(_NOBODY, is_admitting=is_admitting)
         return self._grant(self._plan())
 
-    def plan_after(
-        self, live: Mapping[Key, Planned], *, is_admitting: bool = True
-    ) -> list[tuple[Sequence, int]]:
+    def plan_after(self, live: Mapping[Key, Planned], *, is_admitting: bool = True) -> Following:
         """The step after one that is in flight, by what is known of that one's outcome. Nobody has
         got blocks for it, and nobody loses any.
 
         Args:
             live: who is in flight.
             is_admitting: as of `next_plan`.
-        Returns: (sequence, number of the tokens that it will have to compute). Who is known to end
-            by then may be in it. Nothing where whoever comes next should wait for blocks that are
-            being filled: it shares them once they are.
+        Returns: nobody where whoever comes next should wait for blocks that are being filled: it
+            shares them once they are.
         """
         if not self._begin_plan(live, is_admitting=is_admitting):
-            return []
+            return Following([], is_decoding=False)
         if self._is_decoding:
-            return [(one, 1) for one in self.running.values()]
+            return Following([(one, 1) for one in self.running.values()], is_decoding=True)
         candidates: list[Candidate] = []
         for key, one in self.running.items():
             if one.state is State.SWAPPING:
@@ -149,7 +146,9 @@ class Scheduler:
                 candidates.append(
                     Candidate(key, seen.num_pending_tokens, seen.has_drawn, priority, order)
                 )
-        return [(self.running[key], num) for key, num in self._plan_step(candidates).items()]
+        plan = self._plan_step(candidates)
+        planned = [(self.running[key], num_tokens) for key, num_tokens in plan.items()]
+        return Following(planned, is_decoding=False)
 
     def _begin_plan(self, live: Mapping[Key, Planned], *, is_admitting: bool) -> bool:
         """False: it should wait for what is in flight."""
@@ -214,6 +213,9 @@ class Scheduler:
         num_rows = 0
         for one in running:
             num_rows += one.group.num_places
+            if not live:
+                num_tokens -= 1 if one.state is State.RUNNING else one.num_pending_tokens
+                continue
             seen = outlook(one, live.get(one.key))
             if not seen.is_over:
                 num_tokens -= 1 if seen.has_drawn else seen.num_pending_tokens

@@ -24,8 +24,9 @@ def fake_model(**fields: Any) -> FakeModel:
 
 
 def make(model: Any, *, num_blocks: int = 64, **config: Any) -> Engine:
-    """An engine with room for eight."""
-    return Engine(EngineConfig(**{"num_blocks": num_blocks, "max_num_running": 8} | config), model)
+    """An engine with room for eight, which launches prompts, too."""
+    defaults = {"num_blocks": num_blocks, "max_num_running": 8, "overlap_prompts": True}
+    return Engine(EngineConfig(**defaults | config), model)
 
 
 def late_engine(*, takes_prompts: bool = True, **fields: Any) -> tuple[Engine, AheadModel]:

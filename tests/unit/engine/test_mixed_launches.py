@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from engine.config import EngineConfig
 from engine.errors import IntegrityError, WrongState
 from engine.loop import Engine
 from engine.models.interface import DRAWN_BEFORE, MixedRow
@@ -433,6 +432,7 @@ def test_what_is_in_flight_is_counted(make_request: Make) -> None:
         {"hold_after": 20},
         {"num_samples": 2},
         {"overlap": False},
+        {"overlap_prompts": False},
         {"takes": lambda draw: False},
         {"takes_prompts": False},
         {"max_rows": 1},
@@ -443,10 +443,11 @@ def test_what_only_a_plain_step_can(fields: dict[str, Any]) -> None:
     """The whole step is plain then, beside whoever else is in it."""
     names = ("takes", "max_rows", "takes_prompts")
     options = {name: fields.pop(name) for name in names if name in fields}
-    config = {name: fields.pop(name) for name in ("overlap",) if name in fields}
+    settings = ("overlap", "overlap_prompts")
+    config = {name: fields.pop(name) for name in settings if name in fields}
     whole = {name: fields.pop(name) for name in ("hold_after", "num_samples") if name in fields}
     model = AheadModel(fake_model(), **options)
-    engine = Engine(EngineConfig(num_blocks=64, **config), model)
+    engine = make(model, **config)
     sampling = {"max_tokens": 20, "ignore_eos": True}
     engine.submit(Request("a", PROMPT, Sampling(**sampling | fields), hasher(), **whole))
     engine.submit(Request("b", PROMPT, Sampling(**sampling), hasher()))

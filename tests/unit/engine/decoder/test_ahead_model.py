@@ -283,7 +283,7 @@ def _mixed(
             drawing = [int(row.key[0]) for row in rows if row.draw is not None]
             under_way.append((launch, drawing))
             kinds.add(type(rows[0]))
-        if len(under_way) == 2 or not rows:
+        if under_way and (len(under_way) == 2 or not rows):
             _read(run, under_way.pop(0))
         num_steps += 1
     for launched in under_way:
@@ -316,6 +316,7 @@ def test_an_engine_that_launches_prompts_draws_what_one_that_does_not(
                 max_num_running=MAX_ROWS,
                 max_num_tokens_per_step=24,
                 overlap=overlap,
+                overlap_prompts=True,
             )
             engine = Engine(config, model)
             kinds = _noted(model)
