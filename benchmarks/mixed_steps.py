@@ -12,8 +12,8 @@ steps are left out. Random weights, greedy.
 
 "none" is a model that costs nothing and waits for nothing: its stretches are the host's. What
 stands under "hidden" runs while a device would compute; all others keep it waiting, but where steps
-are launched ahead (--plain: they are not). Blocks are evicted for each pass but the first. The last
-line printed is one JSON object.
+are launched ahead (--plain: only decodes are). Blocks are evicted for each pass but the first. The
+last line printed is one JSON object.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ NUM_SKIPPED = 4
 @contextmanager
 def _engine(shape: str, *, is_plain: bool) -> Iterator[Engine]:
     limits: dict[str, Any] = {"max_num_tokens_per_step": 8192, "max_num_running": NUM_REQUESTS}
-    limits["overlap"] = not is_plain
+    limits["overlap_prompts"] = not is_plain
     if shape == "none":
         num_tokens = NUM_PROMPT + NUM_OUTPUT
         num_blocks = NUM_REQUESTS * (num_tokens // 16 + 1)
@@ -88,7 +88,7 @@ def measure(shape: str, num_steps: int, *, is_plain: bool = False) -> dict[str, 
     """Milliseconds a mixed step, and microseconds of its stretches.
 
     Args:
-        is_plain: nothing is launched ahead.
+        is_plain: no step with prompts is launched ahead, only decodes are.
     """
     with _engine(shape, is_plain=is_plain) as engine:
         bench, is_cuda = Bench(engine), shape != "none"
@@ -149,7 +149,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shapes", nargs="+", choices=["none", *SHAPES], default=["none"])
     parser.add_argument("--steps", type=int, default=24, help="of each pass; 32 have prompts")
-    parser.add_argument("--plain", action="store_true", help="launch no step ahead")
+    parser.add_argument("--plain", action="store_true", help="launch no step with prompts ahead")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     console = Console(stderr=True)

@@ -160,7 +160,10 @@ class PlainAhead:
         """See DecodesAhead."""
         if not self.takes_prompts:
             raise IntegrityError("a mixed launch for a model that cannot")
+        size = self._block_size
         for row in rows:
+            if len(row.block_ids) != -(-(row.position + row.num_tokens) // size):
+                raise IntegrityError(f"{row.key} has {len(row.block_ids)} blocks in a mixed launch")
             if row.draw is not None and row.draw.position != row.position + row.num_tokens:
                 raise IntegrityError(f"{row.key} draws for {row.draw.position}, not its end")
         self.num_mixed += 1

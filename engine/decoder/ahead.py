@@ -11,6 +11,7 @@ of each pinned buffer suffice: a launch that was read has done with its own. Eng
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 from engine.decoder.decoder import Decoder
 from engine.decoder.graph_set import Captured, capture_all
 from engine.decoder.graphs import Decode, DecodeGraphs, DecodeStep, DrawRows
-from engine.decoder.mixed_launch import ForwardDrawn, MixedLaunch, begin_mixed
+from engine.decoder.mixed_launch import ForwardDrawn, MixedLaunch, begin_mixed, warm_up_mixed
 from engine.decoder.plain_graphs import PlainGraphs, make_plain_graphs
 from engine.decoder.rows import Image, Placed, RowTable, aligned
 from engine.errors import IntegrityError, InvalidLogits, WrongState
@@ -87,7 +88,7 @@ class AheadDecoder:
         self.plain = plain
         self._device = device
         self._vocab_size = vocab_size
-        self._forward: ForwardDrawn | None = None
+        self._forward: weakref.WeakMethod[ForwardDrawn] | None = None
         is_cuda = device.type == "cuda"
         image = Image(aligned(max_rows), _MAX_CHANGES)
         width = aligned(-(-context_window // block_size))
@@ -113,8 +114,12 @@ class AheadDecoder:
         return self._forward is not None
 
     def take_prompts(self, forward: ForwardDrawn) -> None:
-        """From now on; by these forward passes."""
-        self._forward = forward
+        """From now on.
+
+        Args:
+            forward: a method, whose object is not kept alive: it has this one.
+        """
+        self._forward = weakref.WeakMethod(forward)
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile and capture everything that a launch, and a plain step of `plain`, will need.
@@ -132,6 +137,10 @@ class AheadDecoder:
             sets.insert(0, self.plain)
         capture_all(sets, self._device, progress)
         self._next_number = 0
+        if self.takes_prompts:
+            num_words = 0 if self.plain is None else self.plain.num_words
+            with self._on_device():
+                warm_up_mixed(self._step.last_drawn, num_words, vocab_size=self._vocab_size)
 
     def close(self) -> None:
         """Let the graphs go (GraphSet.forget). No launch after it."""
@@ -186,7 +195,8 @@ class AheadDecoder:
     def launch_mixed(self, rows: Sequence[MixedRow]) -> MixedLaunch:
         """See DecodesAhead; errors as of `launch`."""
         self._check_room(len(rows))
-        if self._forward is None:
+        forward = None if self._forward is None else self._forward()
+        if forward is None:
             raise WrongState("no prompts are launched here")
         try:
             with self._on_device():
@@ -194,7 +204,7 @@ class AheadDecoder:
                     rows,
                     self._table.drawn_at,
                     self._step.last_drawn,
-                    self._forward,
+                    forward,
                     vocab_size=self._vocab_size,
                 )
                 launch = MixedLaunch(finish, self._mark())

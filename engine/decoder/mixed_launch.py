@@ -13,8 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from baton_kernels.step_rows import NUM_BUFFERS
 
 from engine.batch import Batch, Span
+from engine.decoder.inputs import fill_drawn
 from engine.errors import IntegrityError
 from engine.models.interface import DRAWN_BEFORE, MixedRow
 from engine.sampling import pipeline
@@ -40,6 +42,29 @@ class MixedLaunch:
 def place_of(place: int) -> int:
     """The token id that stands for the token drawn at this place."""
     return -1 - place
+
+
+@torch.inference_mode()
+def warm_up_mixed(last_drawn: torch.Tensor, num_words: int, *, vocab_size: int) -> None:
+    """Do what would make the host wait at the first launches: load the kernels that no plain step
+    has, and take pinned memory for two steps under way.
+
+    Args:
+        last_drawn: as of `begin_mixed`; stays as it is.
+        num_words: most int32 of one step.
+    """
+    valid = last_drawn.clamp(0, vocab_size - 1)
+    fill_drawn(torch.full_like(last_drawn, place_of(0)), valid)
+    if last_drawn.device.type != "cuda":
+        return
+    # torch keeps what is free by its size, rounded up to a power of two.
+    sizes = [1 << power for power in range(7, max(num_words - 1, 1).bit_length() + 1)]
+    kept = [
+        torch.empty(size, dtype=torch.int32, pin_memory=True)
+        for size in sizes
+        for _ in range(NUM_BUFFERS)
+    ]
+    del kept
 
 
 def begin_mixed(

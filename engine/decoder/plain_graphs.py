@@ -43,6 +43,11 @@ class PlainGraphs:
         """Graphs that `capture` makes."""
         return len(self._steps.shapes) + (0 if self._trees is None else len(self._trees.shapes))
 
+    @property
+    def num_words(self) -> int:
+        """Most int32 that a step which `run` takes brings to the device."""
+        return self._steps.num_words
+
     def capture(
         self,
         *,

@@ -123,6 +123,11 @@ class StepGraphs:
         self._graphs = GraphSet(self._compute, uses_graphs=uses_graphs and self._is_cuda)
         self._logits: torch.Tensor | None = None  # of all shapes: kept apart they would be many
 
+    @property
+    def num_words(self) -> int:
+        """Most int32 that a step brings to the device."""
+        return len(self._words)
+
     @torch.inference_mode()
     def capture(
         self,

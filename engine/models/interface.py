@@ -73,7 +73,8 @@ class MixedRow(NamedTuple):
     """Of the first of them. Those before it are as DecodeRow's."""
 
     block_ids: tuple[int, ...]
-    """Blocks of tokens [0, position + num_tokens), and maybe further ones of the same sample."""
+    """Blocks of tokens [0, position + num_tokens), and no further ones: they go to the device with
+    the step."""
 
     draw: Draw | None
     """From the last one's logits; None: nothing is drawn, the prompt goes on. Its position is

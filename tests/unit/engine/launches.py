@@ -85,9 +85,15 @@ class Recording(PlainAhead):
         super().drain()
 
 
-def recording_engine(*, takes_prompts: bool = False, **config: Any) -> tuple[Engine, Recording]:
+def recording_engine(
+    *,
+    takes_prompts: bool = False,
+    context_window: int = WINDOW,
+    block_size: int = SIZE,
+    **config: Any,
+) -> tuple[Engine, Recording]:
     """As `late_engine`, and what it calls."""
-    fake = fake_model()
+    fake = fake_model(context_window=context_window, block_size=block_size)
     model = AheadModel(fake)
     model.launches = Recording(fake, takes_prompts=takes_prompts)
     model.ahead = model.launches

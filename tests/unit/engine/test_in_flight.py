@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import random
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -322,3 +324,58 @@ def test_a_copy_between_two_launches_is_behind_both(make_request: Make) -> None:
         was_behind.append((len(copied) > num_before, engine.is_device_behind))
     assert (True, True) in was_behind and (True, False) not in was_behind
     assert (False, False) in was_behind
+
+
+@pytest.mark.parametrize("takes_prompts", [False, True])
+def test_the_device_is_behind_where_the_last_it_got_is_waited_for_by_nobody(
+    takes_prompts: bool, make_request: Make, seed: int, scale: Callable[[int], int]
+) -> None:
+    """20 workloads that come at different times, on hardly enough blocks. Nothing goes to the
+    device behind the last launch, and nothing for one that is not made; copies are told."""
+    rng = random.Random(f"behind {takes_prompts} {seed}")
+    seen: Counter[tuple[bool, bool]] = Counter()
+    for _ in range(scale(20)):
+        engine, ahead = recording_engine(
+            takes_prompts=takes_prompts,
+            num_blocks=rng.randint(16, 30),
+            preemption="recompute",
+            max_num_tokens_per_step=rng.randint(8, 16),
+        )
+        calls = ahead.calls
+        for owner, name in ((engine.kv, "clear"), (engine.kv, "copy"), (ahead, "compute_all")):
+            _note_calls(owner, name, calls)
+        left = [
+            dataclasses.replace(
+                make_request(f"r{index}", _prompt(rng, 1 if index % 2 else 24), max_tokens=12),
+                num_samples=rng.choice([1, 1, 2]),
+            )
+            for index in range(5)
+        ]
+        while left or engine.has_work():
+            if left and (rng.random() < 0.4 or not engine.has_work()):
+                engine.submit(left.pop())
+            calls.clear()
+            engine.step()
+            if "compute_all" in calls or not any(call.startswith("read") for call in calls):
+                continue  # a plain step
+            launches = [at for at, call in enumerate(calls) if call.startswith("launch")]
+            rest = calls[launches[-1] :] if launches else calls
+            assert not {"clear", "copy"} & set(rest)
+            is_copied = "copy" in calls
+            assert engine.is_device_behind is is_copied
+            seen[bool(launches), is_copied] += 1
+    assert seen[True, False] and seen[False, False]
+
+
+def _prompt(rng: random.Random, num_tokens: int) -> tuple[int, ...]:
+    return tuple(rng.randrange(1, 97) for _ in range(rng.randint(1, num_tokens)))
+
+
+def _note_calls(owner: Any, name: str, calls: list[str]) -> None:
+    method = getattr(owner, name)
+
+    def noting(*arguments: int) -> None:
+        calls.append(name)
+        method(*arguments)
+
+    setattr(owner, name, noting)

@@ -175,6 +175,40 @@ def test_each_samples_events_are_those_of_plain_steps(
     assert num_mixed > 0
 
 
+def test_a_row_has_the_blocks_of_its_step_alone(make_request: Make) -> None:
+    """A prompt has all of its own from the beginning; others are of a step's table for nothing."""
+    engine, ahead = recording_engine(takes_prompts=True, max_num_tokens_per_step=8)
+    engine.submit(make_request("a", range(1, 31), max_tokens=6))
+    engine.step()
+    assert len(engine._groups["a"].prompt.block_ids) >= 30 // SIZE
+    engine.submit(make_request("b", range(40, 60), max_tokens=6))
+    all_steps(engine)
+    mixed = [row for rows in ahead.launched for row in rows if isinstance(row, MixedRow)]
+    assert {row.key[0] for row in mixed} == {"a", "b"}
+    assert all(len(row.block_ids) == -(-(row.position + row.num_tokens) // SIZE) for row in mixed)
+
+
+def test_no_draw_is_made_for_a_step_that_is_plain(make_request: Make) -> None:
+    """One of many that cannot be launched is found before."""
+    asked: list[Any] = []
+
+    def takes(draw: Any) -> bool:
+        asked.append(draw)
+        return True
+
+    engine = make(AheadModel(fake_model(), takes=takes))
+    for name in "abc":
+        engine.submit(make_request(name, PROMPT, max_tokens=6))
+    penalized = Sampling(12, repetition_penalty=1.3, ignore_eos=True)
+    engine.submit(Request("d", PROMPT, penalized, hasher()))
+    while "d" in engine._groups:
+        engine.step()
+    assert not asked
+    engine.submit(make_request("e", PROMPT, max_tokens=6))
+    engine.step()
+    assert asked
+
+
 # -- whatever disturbs
 
 

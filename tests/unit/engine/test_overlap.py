@@ -64,7 +64,8 @@ def test_every_step_tells_what_a_plain_one_does(
         requests = _requests(rng, 4)
         model = AheadModel(fake_model(), is_late=is_late)
         engines = [
-            make(one, num_blocks=200, preemption=preemption) for one in (fake_model(), model)
+            make(one, num_blocks=200, preemption=preemption, overlap_prompts=index % 2 == 0)
+            for one in (fake_model(), model)
         ]
         for engine in engines:
             for request in requests:
@@ -120,7 +121,11 @@ def test_each_samples_events_are_those_of_plain_steps(
         rng = random.Random(f"arriving {seed} {index}")
         requests = _requests(rng, 5)
         told = [
-            _arriving(make(model, num_blocks=200), requests, random.Random(index))
+            _arriving(
+                make(model, num_blocks=200, overlap_prompts=index % 2 == 0),
+                requests,
+                random.Random(index),
+            )
             for model in (fake_model(), AheadModel(fake_model(), is_late=rng.random() < 0.5))
         ]
         assert {key: _merged(events) for key, events in told[0].items()} == {

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import random
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -16,6 +18,7 @@ from engine.batch import Batch, Span
 from engine.config import EngineConfig
 from engine.decoder.ahead import make_ahead
 from engine.decoder.decoder import Decoder
+from engine.decoder.mixed_launch import warm_up_mixed
 from engine.decoder.model import DecoderModel, kv_layout
 from engine.decoder.shape import read_shape, rope_table
 from engine.decoder.sources import random_weights
@@ -373,3 +376,78 @@ def test_mixed_launches_that_cannot_be(seed: int) -> None:
     with pytest.raises(IntegrityError, match="was not in it"):
         ahead.launch([DecodeRow(("0", 0), DRAWN_BEFORE, 6, run.blocks(0, 7), Draw(sampling, 7, 0))])
     assert ahead.read(third) == []
+
+
+def test_what_launches_prompts_keeps_no_model_alive(seed: int) -> None:
+    """Its weights go when the last one lets it go, not when the collector comes."""
+    model = _model("cpu", torch.float32, seed)
+    run = _Run(model, [[1, 2, 3]], random.Random(seed))
+    ahead = model.ahead
+    assert ahead is not None
+    ahead.warm_up()
+    draw = Draw(Sampling(max_tokens=9), 3, 0)
+    row = MixedRow(("0", 0), (1, 2, 3), 0, run.blocks(0, 3), draw)
+    ahead.read(ahead.launch_mixed([row]))
+    model_alive = weakref.ref(model)
+    gc.disable()
+    try:
+        del model, run
+        assert model_alive() is None
+    finally:
+        gc.enable()
+    with pytest.raises(WrongState, match="no prompts"):
+        ahead.launch_mixed([row])
+
+
+def test_a_warm_up_leaves_what_was_drawn(seed: int) -> None:
+    drawn = torch.randint(-2, 300, (MAX_ROWS,), generator=torch.Generator().manual_seed(seed))
+    last_drawn = drawn.int()
+    warm_up_mixed(last_drawn, 1000, vocab_size=211)
+    assert last_drawn.tolist() == drawn.tolist()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_mixed_launch_does_not_wait_for_the_device(seed: int) -> None:
+    """torch itself looks out for calls that wait: two launches, by a graph and kernel by kernel,
+    the second of which takes tokens of the first."""
+    rng = random.Random(seed)
+    model = _model("cuda", torch.float32, seed)
+    lengths = (20, 30, 9)
+    prompts = [[rng.randrange(211) for _ in range(length)] for length in lengths]
+    samplings = [_sampling(rng) for _ in prompts]
+    plain = _Run(model, prompts, rng)
+    plain.plain([0, 1, 2], samplings, None)
+    plain.plain([0, 1], samplings, 1)
+    for uses_graphs in (True, False):
+        run = _Run(model, prompts, rng)
+        ahead = model.ahead
+        assert ahead is not None
+        ahead.warm_up()
+        if not uses_graphs:
+            model._graphs = None
+
+        def row(at: int, start: int, tokens: list[int], *, draws: bool = True) -> MixedRow:
+            end = start + len(tokens)
+            draw = Draw(samplings[at], end, at) if draws else None
+            return MixedRow((str(at), 0), tuple(tokens), start, run.blocks(at, end), draw)  # noqa: B023
+
+        first = [
+            row(0, 0, prompts[0]),
+            row(1, 0, prompts[1]),
+            row(2, 0, prompts[2][:4], draws=False),
+        ]
+        second = [row(0, 20, [DRAWN_BEFORE]), row(1, 30, [DRAWN_BEFORE]), row(2, 4, prompts[2][4:])]
+        for launch in [ahead.launch_mixed(rows) for rows in (first, second)]:
+            ahead.read(launch)  # whatever is compiled on the first use
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            with pytest.raises(RuntimeError):
+                torch.zeros(1, device="cuda").cpu()  # it does look
+            launches = [ahead.launch_mixed(rows) for rows in (first, second)]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        found = [[one.token_id for one in ahead.read(launch)] for launch in launches]
+        own = plain.tokens
+        assert found == [[own[0][20], own[1][30]], [own[0][21], own[1][31], own[2][9]]]

@@ -5,17 +5,21 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from engine.batch import Batch, Span
 from engine.decoder.inputs import singles_first
-from engine.decoder.mixed_launch import place_of
+from engine.decoder.mixed_launch import begin_mixed, place_of
 from engine.decoder.model import DecoderModel
 from engine.decoder.step_graphs import StepGraphs, StepShape, max_chunk_tokens, step_shapes
 from engine.kv.memory import KvMemory
+from engine.request import Request, Sampling
+from tests.unit.engine.conftest import hasher
 from tests.unit.engine.decoder.test_ahead_model import BLOCK, DEVICES, WINDOW, _model
+from tests.unit.engine.launches import recording_engine
 
 NUM_BLOCKS = 400
 MAX_SINGLES = 20
@@ -169,6 +173,40 @@ def test_what_fits_no_shape_is_not_taken(seed: int) -> None:
     assert taken(single._replace(adapter=1)) is None
     assert taken(single._replace(block_ids=())) is None, "a warm-up"
     assert taken(single._replace(block_ids=tuple(range(WINDOW // BLOCK + 1)))) is None
+
+
+def test_the_first_chunk_of_a_long_prompt_has_a_shape() -> None:
+    """It is launched with the blocks of its own tokens, however many the prompt has."""
+    block_size, window = 16, 32768
+    steps = StepGraphs(
+        lambda inputs: torch.zeros(inputs.num_draws, 4),
+        max_singles=4,
+        max_tokens=64,
+        context_window=window,
+        block_size=block_size,
+        device=torch.device("cpu"),
+    )
+    steps.capture()
+    engine, ahead = recording_engine(
+        takes_prompts=True,
+        context_window=window,
+        block_size=block_size,
+        num_blocks=window // block_size,
+        max_num_tokens_per_step=64,
+    )
+    prompt = tuple(1 + at % 90 for at in range(20_000))
+    engine.submit(Request("a", prompt, Sampling(max_tokens=2), hasher()))
+    engine.step()
+    assert len(ahead.launched) == 2
+    for rows in ahead.launched:
+        batches: list[Batch] = []
+
+        def forward(batch: Batch, drawn: torch.Tensor | None, into: list[Batch] = batches) -> Any:
+            into.append(batch)
+            return torch.zeros(len(batch.draw_indices), 4)
+
+        begin_mixed(rows, {}, torch.zeros(4, dtype=torch.int32), forward, vocab_size=4)
+        assert steps.shape_of(singles_first(batches[0])) == (0, 64)
 
 
 def test_a_step_with_more_draws_than_a_shape_has_is_not_taken(seed: int) -> None:
