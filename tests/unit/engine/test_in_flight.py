@@ -330,11 +330,11 @@ def test_a_copy_between_two_launches_is_behind_both(make_request: Make) -> None:
 def test_the_device_is_behind_where_the_last_it_got_is_waited_for_by_nobody(
     takes_prompts: bool, make_request: Make, seed: int, scale: Callable[[int], int]
 ) -> None:
-    """20 workloads that come at different times, on hardly enough blocks. Nothing goes to the
+    """40 workloads that come at different times, on hardly enough blocks. Nothing goes to the
     device behind the last launch, and nothing for one that is not made; copies are told."""
     rng = random.Random(f"behind {takes_prompts} {seed}")
     seen: Counter[tuple[bool, bool]] = Counter()
-    for _ in range(scale(20)):
+    for _ in range(scale(40)):
         engine, ahead = recording_engine(
             takes_prompts=takes_prompts,
             num_blocks=rng.randint(16, 30),

@@ -90,6 +90,21 @@ def test_every_step_tells_what_a_plain_one_does(
     assert num_launches > 0 and num_left_over > 0
 
 
+@pytest.mark.parametrize("overlap_prompts", [False, True])
+def test_a_prompt_gets_a_place_when_a_plain_step_would_give_it(
+    overlap_prompts: bool, make_request: Make
+) -> None:
+    """One of two ends by its length, which is known before: nothing is launched without the one
+    that waits."""
+    told = []
+    for model in (fake_model(), AheadModel(fake_model(), is_late=True)):
+        engine = make(model, max_num_running=2, overlap_prompts=overlap_prompts)
+        for name, max_tokens in (("a", 5), ("b", 20), ("c", 5)):
+            engine.submit(make_request(name, PROMPT, max_tokens=max_tokens, root=name.encode()))
+        told.append([_without_ids(output.events) for output in all_steps(engine)])
+    assert told[0] == told[1]
+
+
 def _without_ids(events: Sequence[RequestEvent]) -> list[RequestEvent]:
     """Which block is taken is nobody's business."""
     return [
