@@ -116,8 +116,9 @@ class EngineConfig:
     much as the KV cache has. What does not fit is computed again, and counted."""
 
     overlap: bool = True
-    """Launch a step before the tokens of the last one were read, where the model can: the device
-    does not wait for the host. A token depends on it as little as on who else is in the step."""
+    """Launch a decode step before the tokens of the last one were read, where the model can: the
+    device does not wait for the host. A token depends on it as little as on who else is in the
+    step."""
 
     overlap_prompts: bool = False
     """With `overlap`: launch steps with prompts, too. A request that comes meanwhile waits for both
