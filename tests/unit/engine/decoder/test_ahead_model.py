@@ -246,6 +246,7 @@ def _mixed(
     run = _Run(model, prompts, rng)
     ahead = model.ahead
     assert ahead is not None
+    ahead.warm_up()
     num_launched, num_drawn = [0] * len(prompts), [0] * len(prompts)
     kinds: set[type] = set()
     under_way: list[tuple] = []  # type: ignore[type-arg]
@@ -322,6 +323,7 @@ def test_an_engine_that_launches_prompts_draws_what_one_that_does_not(
                 overlap_prompts=True,
             )
             engine = Engine(config, model)
+            engine.warm_up()
             kinds = _noted(model)
             tokens: dict[str, list[int]] = {}
             step = 0
