@@ -30,6 +30,7 @@ from engine.request import ModelInfo, Request, Sampling
 from engine.sampling import pipeline
 from engine.sampling.row import Draw
 from tests.unit.engine.conftest import hasher
+from tests.unit.engine.cuda_waits import refused_waits
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 BLOCK = 8
@@ -443,13 +444,10 @@ def test_a_mixed_launch_does_not_wait_for_the_device(seed: int) -> None:
         for launch in [ahead.launch_mixed(rows) for rows in (first, second)]:
             ahead.read(launch)  # whatever is compiled on the first use
         torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with refused_waits():
             with pytest.raises(RuntimeError):
                 torch.zeros(1, device="cuda").cpu()  # it does look
             launches = [ahead.launch_mixed(rows) for rows in (first, second)]
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         found = [[one.token_id for one in ahead.read(launch)] for launch in launches]
         own = plain.tokens
         assert found == [[own[0][20], own[1][30]], [own[0][21], own[1][31], own[2][9]]]
