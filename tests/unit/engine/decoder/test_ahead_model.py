@@ -451,3 +451,43 @@ def test_a_mixed_launch_does_not_wait_for_the_device(seed: int) -> None:
         found = [[one.token_id for one in ahead.read(launch)] for launch in launches]
         own = plain.tokens
         assert found == [[own[0][20], own[1][30]], [own[0][21], own[1][31], own[2][9]]]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_launch_of_decodes_does_not_wait_for_the_device(seed: int) -> None:
+    """Greedy and sampled rows; the second launch takes tokens of the first. Captured, so that no
+    capture is under way while torch looks."""
+    rng = random.Random(seed)
+    model = _model("cuda", torch.float32, seed)
+    prompts = [[rng.randrange(211) for _ in range(length)] for length in (20, 31, 9)]
+    samplings = [Sampling(max_tokens=99), _sampling(rng), _sampling(rng)]
+    plain = _Run(model, prompts, rng)
+    plain.plain([0, 1, 2], samplings, None)
+    for _ in range(2):
+        plain.plain([0, 1, 2], samplings, 1)
+    run = _Run(model, prompts, rng)
+    run.plain([0, 1, 2], samplings, None)
+    ahead = model.ahead
+    assert ahead is not None
+    ahead.warm_up()
+
+    def rows(step: int) -> list[DecodeRow]:
+        found = []
+        for at, prompt in enumerate(prompts):
+            position = len(prompt) + step
+            draw = Draw(samplings[at], position + 1, at)
+            token_id = DRAWN_BEFORE if step else run.tokens[at][-1]
+            blocks = run.blocks(at, position + 1)
+            found.append(DecodeRow((str(at), 0), token_id, position, blocks, draw))
+        return found
+
+    for launch in [ahead.launch(rows(step)) for step in (0, 1)]:
+        ahead.read(launch)  # whatever is loaded on the first use
+    torch.cuda.synchronize()
+    with refused_waits():
+        with pytest.raises(RuntimeError):
+            torch.zeros(1, device="cuda").cpu()  # it does look
+        launches = [ahead.launch(rows(step)) for step in (0, 1)]
+    found = [[one.token_id for one in ahead.read(launch)] for launch in launches]
+    assert found == [[own[-2] for own in plain.tokens], [own[-1] for own in plain.tokens]]
