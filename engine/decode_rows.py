@@ -151,7 +151,8 @@ class DecodeRows:
             if is_tail_shared or not start % size or len(sequence.block_table) != num_blocks:
                 entering.append(len(rows))
             token_id = DRAWN_BEFORE if is_live else sequence.token_ids[start]
-            row = DecodeRow(sequence.key, token_id, start, sequence.block_table, draw)
+            table, adapter = sequence.block_table, group.adapter_slot
+            row = DecodeRow(sequence.key, token_id, start, table, draw, adapter)
             rows.append((sequence, row))
         if not 0 < len(rows) <= ahead.max_rows or not self._grow(growing):
             return None
@@ -235,13 +236,13 @@ class DecodeRows:
         end = start + num_tokens
         clears = self._clears_blocks or (is_mixed and not has_drawn)
         table = self._entered(sequence, start, end, clears)
-        known = sequence.token_ids
+        known, adapter = sequence.token_ids, sequence.group.adapter_slot
         if draw is not None and not is_mixed:
             token_id = known[start] if start < len(known) else DRAWN_BEFORE
-            return DecodeRow(sequence.key, token_id, start, table, draw)
+            return DecodeRow(sequence.key, token_id, start, table, draw, adapter)
         token_ids = tuple(known[start:end]) if start < len(known) else (DRAWN_BEFORE,)
         num_blocks = -(-end // self._holdings.block_size)
-        return MixedRow(sequence.key, token_ids, start, table[:num_blocks], draw)
+        return MixedRow(sequence.key, token_ids, start, table[:num_blocks], draw, adapter)
 
     def _entered(self, sequence: Sequence, start: int, end: int, clears: bool) -> tuple[int, ...]:
         """Its blocks, before its tokens [start, end) are written into them.

@@ -158,6 +158,7 @@ class Entrance:
         request = group.request
         self._adapters.acquire(request.adapter)
         group.adapter_slot = self._adapters.slot(request.adapter)
+        group.may_be_ahead &= self._adapters.is_launched(request.adapter)
         self._groups[request.request_id] = group
         self._metrics.on_reserve(
             request.request_id, len(request.prompt_token_ids), num_cached_tokens

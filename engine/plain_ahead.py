@@ -216,7 +216,8 @@ class PlainAhead:
                 before[row.key] if token_id == DRAWN_BEFORE else token_id
                 for token_id in _token_ids(row)
             ]
-            spans.append(Span(row.position, row.num_tokens, row.block_ids[: -(-end // size)]))
+            blocks = row.block_ids[: -(-end // size)]
+            spans.append(Span(row.position, row.num_tokens, blocks, row.adapter))
             if row.draw is not None:
                 draw_indices.append(len(token_ids) - 1)
                 draws.append(row.draw)

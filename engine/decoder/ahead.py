@@ -30,6 +30,7 @@ from engine.decoder.plain_graphs import PlainGraphs, make_plain_graphs
 from engine.decoder.rows import Image, Placed, RowTable, aligned
 from engine.errors import IntegrityError, InvalidLogits, WrongState
 from engine.kv.memory import KvMemory
+from engine.lora.stacks import Stacks
 from engine.models.interface import DecodeRow, Launch, MixedRow, Progress
 from engine.sampling.recipe import masks_ends, recipe_of
 from engine.sampling.row import Draw, Drawn
@@ -69,6 +70,7 @@ class AheadDecoder:
         uses_graphs: False: launch kernel by kernel. As good as True where there is no CUDA.
         plain: captured with the launches, in the same memory.
         draw: where a rank of several does not draw by itself (engine/parallel/ahead.py).
+        stacks: where adapters of rows lie, which `decode` adds; None: no row has one.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class AheadDecoder:
         uses_graphs: bool = True,
         plain: PlainGraphs | None = None,
         draw: DrawRows | None = None,
+        stacks: Stacks | None = None,
     ) -> None:
         self.max_rows = max_rows
         self.plain = plain
@@ -90,7 +93,8 @@ class AheadDecoder:
         self._vocab_size = vocab_size
         self._forward: weakref.WeakMethod[ForwardDrawn] | None = None
         is_cuda = device.type == "cuda"
-        image = Image(aligned(max_rows), _MAX_CHANGES)
+        num_slots = 0 if stacks is None else stacks.num_slots
+        image = Image(aligned(max_rows), _MAX_CHANGES, num_slots)
         width = aligned(-(-context_window // block_size))
         self._table = RowTable(image, table_width=width, block_size=block_size)
         self._step = DecodeStep(
@@ -103,6 +107,7 @@ class AheadDecoder:
             block_size=block_size,
             uses_graphs=uses_graphs and is_cuda,
         )
+        self._stacks = stacks
         self._images = self._step.images.numpy()
         self._outputs = self._step.outputs.numpy()
         self._outstanding: deque[RowLaunch | MixedLaunch] = deque()
@@ -175,6 +180,8 @@ class AheadDecoder:
         number = self._next_number
         try:
             placed = self._table.update(rows)
+            if placed.has_adapters and self._stacks is not None:
+                self._stacks.check_held(row.adapter for row in rows)
             with self._on_device():
                 done = self._begin(placed, len(rows))
         except BaseException:
@@ -222,7 +229,7 @@ class AheadDecoder:
         image[:num_words] = self._table.words[:num_words]
         if len(placed.overflow):
             self._step.apply(placed.overflow)
-        self._graphs.run(num_rows, placed.num_blocks, placed.needs)
+        self._graphs.run(num_rows, placed.num_blocks, placed.needs, placed.has_adapters)
         self._next_number = next_number(self._next_number)
         return self._mark()
 
@@ -299,6 +306,7 @@ def make_ahead(
         block_size=memory.layout.block_size,
         vocab_size=decoder.shape.vocab_size,
         device=memory.cache.device,
+        stacks=decoder.stacks,
         plain=make_plain_graphs(
             decoder,
             memory,

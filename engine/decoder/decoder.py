@@ -24,6 +24,7 @@ from engine.decoder.keeping import Keeping
 from engine.decoder.layer_attention import LayerAttention
 from engine.decoder.projection import Projection
 from engine.decoder.weights import DecoderWeights, LayerWeights
+from engine.lora.stacks import Stacks
 
 if TYPE_CHECKING:  # which brings transformers along; ranks' processes need none
     from engine.models.attention_hook import Attend
@@ -86,6 +87,7 @@ class Decoder:
         self.is_exact = is_exact
         self.keeping: Keeping | None = None
         """What `forward` and `forward_attending` leave beside logits. Not under a graph."""
+        self.stacks: Stacks | None = None
         self.backend: Backend
         self._collective = collective
         self._adds_residual = collective is None or collective.rank == 0
@@ -112,6 +114,16 @@ class Decoder:
             raise ValueError(f"rows: {len(rows)} for {len(self.weights.layers)} layers")
         self._attention.rows = rows
 
+    def stack(self, stacks: Stacks) -> None:
+        """Rows of `decode` may have adapters from now on, which lie there.
+
+        Args:
+            stacks: of this decoder's projections.
+        """
+        self.stacks = stacks
+        for projection in self.weights.projections:
+            projection.stack = stacks.by_linear.get(projection)
+
     def decode(self, inputs: DecodeInputs, hidden: torch.Tensor | None = None) -> torch.Tensor:
         """One token of each sequence.
 
@@ -119,6 +131,14 @@ class Decoder:
             hidden: [B, hidden] of the stage before, spoiled; None: this is the first.
         Returns: logits [B, V]; of a stage that is not the last, hidden [B, hidden].
         """
+        if inputs.adapted is None:
+            return self._decode(inputs, hidden)
+        if self.stacks is None:
+            raise ValueError("inputs: rows with adapters, which lie nowhere")
+        with self.stacks.of_step(inputs.adapted):
+            return self._decode(inputs, hidden)
+
+    def _decode(self, inputs: DecodeInputs, hidden: torch.Tensor | None) -> torch.Tensor:
         positions, block_tables = inputs.positions, inputs.block_tables
 
         def attend(index: int, layer: LayerWeights, qkv: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """DecodeStep: one decode step on the device, from the rows that the host brought to drawn tokens:
 take tokens, embed, layers, logits, draw. DecodeGraphs: the same, captured as CUDA graphs by number
-of rows, by width of the block tables and by kind of draw.
+of rows, by width of the block tables, by kind of draw and, where rows may have adapters, with and
+without.
 
 All that a step reads and leaves lies in tensors that are made once. Knows no requests and no host
 tables. Invariant: a capture runs with no row (positions -1), so it writes no KV. Engine thread
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from baton_kernels.lora import TILE_ROWS, LoraRows, most_tiles
 from baton_kernels.sampling import DrawnTokens, Needs, SamplingRows, draw_tokens
 from baton_kernels.step_rows import HEADER_WORDS, NUM_BUFFERS, begin_step, end_step
 
@@ -75,6 +77,8 @@ class DecodeStep:
         self._token_ids = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self._block_tables = torch.zeros(num_rows, table_width, dtype=torch.int32, device=device)
         self._positions = self._field("positions")
+        self._tiles = self._field("tiles").view(-1, TILE_ROWS)
+        self._tile_slots = self._field("tile_slots")
         self._sampling = SamplingRows(
             temperature=self._field("temperature"),
             seed_keys=self._field("seed_keys"),
@@ -102,13 +106,21 @@ class DecodeStep:
         brought = torch.from_numpy(changes).to(self._words.device)
         self._block_tables.view(-1).index_copy_(0, brought[:, 0].long(), brought[:, 1].contiguous())
 
-    def compute(self, num_rows: int, num_blocks: int, needs: Needs) -> None:
+    @property
+    def takes_adapters(self) -> bool:
+        """Rows may have adapters."""
+        return self._image.num_slots > 0
+
+    def compute(
+        self, num_rows: int, num_blocks: int, needs: Needs, has_adapters: bool = False
+    ) -> None:
         """The next step: its image is in its buffer, and stays there until the step is over.
 
         Args:
             num_rows: of the fields that are read, those without a row included.
             num_blocks: of the tables' width that is read.
             needs: the most that a row's draw asks for.
+            has_adapters: False: no row has one.
         """
         token_ids = self._token_ids[:num_rows]
         begin_step(
@@ -123,7 +135,10 @@ class DecodeStep:
         )
         logits = self._decode(
             DecodeInputs(
-                token_ids, self._positions[:num_rows], self._block_tables[:num_rows, :num_blocks]
+                token_ids,
+                self._positions[:num_rows],
+                self._block_tables[:num_rows, :num_blocks],
+                self._adapted(num_rows) if has_adapters else None,
             )
         )
         self._draw(
@@ -133,6 +148,10 @@ class DecodeStep:
             DrawnTokens(*(each[:num_rows] for each in self._drawn)),
         )
         end_step(self._tokens_and_bests, self._number, self.outputs)
+
+    def _adapted(self, num_rows: int) -> LoraRows:
+        num_tiles = most_tiles(num_rows, self._image.num_slots)
+        return LoraRows(self._tiles[:num_tiles], self._tile_slots[:num_tiles])
 
 
 def _draw(logits: torch.Tensor, rows: SamplingRows, needs: Needs, out: DrawnTokens) -> None:
@@ -165,6 +184,7 @@ class Bucket(NamedTuple):
     num_rows: int
     num_blocks: int
     needs: Needs
+    has_adapters: bool = False
 
 
 class DecodeGraphs:
@@ -192,10 +212,11 @@ class DecodeGraphs:
     def buckets(self) -> list[Bucket]:
         """Large to small."""
         return [
-            Bucket(num_rows, width, needs)
+            Bucket(num_rows, width, needs, has_adapters)
             for width in reversed(self._width_buckets)
             for num_rows in reversed(self._row_buckets)
             for needs in _NEEDS
+            for has_adapters in ((True, False) if self._step.takes_adapters else (False,))
         ]
 
     @property
@@ -204,7 +225,7 @@ class DecodeGraphs:
         return len(self.buckets)
 
     def _compute(self, bucket: Bucket) -> None:
-        self._step.compute(bucket.num_rows, bucket.num_blocks, bucket.needs)
+        self._step.compute(*bucket)
 
     @torch.inference_mode()
     def capture(
@@ -222,12 +243,13 @@ class DecodeGraphs:
         """See GraphSet."""
         self._graphs.forget()
 
-    def run(self, num_rows: int, num_blocks: int, needs: Needs) -> None:
+    def run(self, num_rows: int, num_blocks: int, needs: Needs, has_adapters: bool = False) -> None:
         """The step, on the current stream, for at least so many rows and so wide tables."""
         self._graphs.run(
             Bucket(
                 next(size for size in self._row_buckets if size >= num_rows),
                 next(width for width in self._width_buckets if width >= num_blocks),
                 "greedy" if needs == "greedy" else "truncated",
+                has_adapters,
             )
         )

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 import torch
+from baton_kernels.lora import LoraRows
 
 from engine.batch import Batch, Span
 from engine.decoder.numbers import int32s, table_of
@@ -39,6 +40,9 @@ class DecodeInputs:
 
     block_tables: torch.Tensor
     """[B, n] int32."""
+
+    adapted: LoraRows | None = None
+    """Rows that have adapters, by slot; None: no row has one."""
 
     @property
     def num_rows(self) -> int:

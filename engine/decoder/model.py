@@ -28,12 +28,14 @@ from engine.decoder.keeping import Keeping
 from engine.decoder.plain_graphs import PlainGraphs
 from engine.decoder.shape import DecoderShape
 from engine.decoder.weights import DecoderWeights, Share
+from engine.errors import LoadError
 from engine.kv.layout import KvLayout, LayerKv, layout_of
 from engine.kv.memory import TORCH_DTYPES, KvMemory, LayerView
 from engine.kv.sizing import DeviceMemory
 from engine.lora.config import LoraLimits
 from engine.lora.registry import Adapters
 from engine.lora.site import Site
+from engine.lora.stacks import Stacks
 from engine.models.interface import DecodesAhead, Ends, Guesses, InOneProcess, Progress
 from engine.models.quantized_attention import QuantizedAttention, Scales
 from engine.models.step_attention import StepAttention
@@ -86,11 +88,15 @@ class DecoderModel(InOneProcess):
         self._memory: KvMemory | None = None
         self._views: list[LayerView] = []
         is_cpu = self._device.type == "cpu"
+        limits = lora or LoraLimits()
+        if make_ahead is not None and self._is_plain_cache and not decoder.is_exact:
+            stack_adapters(decoder, limits, self._device, info.dtype)
         self.adapters = Adapters(
-            lora or LoraLimits(),
+            limits,
             lambda: find_sites(decoder.weights),
             dtype=torch.float32 if is_cpu else TORCH_DTYPES[info.dtype],
             device=self._device,
+            stacks=decoder.stacks,
         )
 
     def attach(self, memory: KvMemory) -> None:
@@ -155,7 +161,12 @@ class DecoderModel(InOneProcess):
         found = super().device_memory()
         if found is None:
             return None
-        return replace(found, step_bytes=found.step_bytes + self._graph_bytes)
+        stacks = self.decoder.stacks
+        return replace(
+            found,
+            weight_bytes=found.weight_bytes + (0 if stacks is None else stacks.num_bytes),
+            step_bytes=found.step_bytes + self._graph_bytes,
+        )
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """See LoadedModel."""
@@ -217,8 +228,8 @@ class DecoderModel(InOneProcess):
 
     @contextlib.contextmanager
     def _adapting(self, batch: Batch) -> Generator[None, None, None]:
-        """Rows of `batch` have their adapters meanwhile. Afterwards none has: steps that are
-        launched ahead have no adapters, and do not say so."""
+        """Rows of `batch` have their adapters meanwhile. Afterwards none has: launches look into
+        Stacks for theirs."""
         self.adapters.begin(batch)
         try:
             yield
@@ -301,3 +312,25 @@ def find_sites(weights: DecoderWeights) -> dict[str, Site]:
         }
         sites |= {f"model.layers.{index}.{name}": site for name, site in parts.items()}
     return sites
+
+
+def stack_adapters(decoder: Decoder, limits: LoraLimits, device: torch.device, dtype: str) -> None:
+    """Make the tensors that adapters of launched rows will lie in, where some are to be launched:
+    `decoder` adds them from now on. Raises: LoadError where the device has no memory for it."""
+    if not limits.max_launched_rank or not limits.max_num_adapters:
+        return
+    try:
+        stacks = Stacks(
+            find_sites(decoder.weights),
+            num_slots=limits.max_num_adapters,
+            max_rank=limits.max_launched_rank,
+            dtype=TORCH_DTYPES[dtype],
+            device=device,
+        )
+    except torch.OutOfMemoryError as error:
+        raise LoadError(
+            f"no memory on {device} for {limits.max_num_adapters} adapters of rank "
+            f"{limits.max_launched_rank} beside the weights: lower lora.max_launched_rank, or "
+            "lora.max_num_adapters"
+        ) from error
+    decoder.stack(stacks)

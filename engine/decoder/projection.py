@@ -2,7 +2,9 @@
 and what adapters add to it.
 
 Rows without an adapter come out of the same call as in a step without any, equal to the last bit;
-rows with one are multiplied a second time, unfused. Knows no attention. Engine thread only.
+rows with one are multiplied a second time, unfused. A step that is launched with adapters
+(`stack`) multiplies all its rows once: what is fused behind a gate is a launch of its own then.
+Knows no attention. Engine thread only.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from baton_kernels.layer_ops import rms_norm, silu_mul
 from baton_kernels.linear import linear
 
 from engine.lora.site import AdaptedLinear
+from engine.lora.stacks import Stack
 
 
 class Projection(AdaptedLinear):
@@ -42,6 +45,7 @@ class Projection(AdaptedLinear):
         self.is_gated = is_gated
         self.backend: Backend = "auto"
         self.is_exact = False
+        self.stack: Stack | None = None
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -70,6 +74,8 @@ class Projection(AdaptedLinear):
         """
         if x.shape[0] == 0:
             return x.new_empty(0, self.out_features // (2 if self.is_gated else 1))
+        if self.stack is not None and self.stack.is_wanted:
+            return self._stacked(self.stack, x, norm_weight, norm_eps, residual)
         if self.deltas is None or not self.deltas.is_wanted:
             return self._product(
                 x, self.is_gated, norm_weight, norm_eps, residual, half_norm, leaves
@@ -83,6 +89,8 @@ class Projection(AdaptedLinear):
         itself."""
         maker_weight, taker_weight = self.weight, taker.weight
         if isinstance(maker_weight, Fp8Weight) or isinstance(taker_weight, Fp8Weight):
+            return None
+        if self.stack is not None and self.stack.is_wanted:  # which adds to what the product left
             return None
         return between(
             x,
@@ -132,6 +140,21 @@ class Projection(AdaptedLinear):
             backend=self.backend,
             exact=self.is_exact,
         )
+
+    def _stacked(
+        self,
+        stack: Stack,
+        x: torch.Tensor,
+        norm_weight: torch.Tensor | None,
+        norm_eps: float,
+        residual: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """`forward` in a step that is launched with adapters: of fixed shapes."""
+        if norm_weight is not None:
+            x = rms_norm(x, norm_weight, norm_eps, backend=self.backend)
+        out = self._product(x, is_gated=False, residual=residual)
+        stack.add(out, x, self.backend)
+        return silu_mul(out, backend=self.backend) if self.is_gated else out
 
     def _adapted(
         self,

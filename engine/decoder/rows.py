@@ -12,9 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+from baton_kernels.lora import NO_SLOT, TILE_ROWS, most_tiles, tiles_of
 from baton_kernels.sampling import Needs
 from baton_kernels.step_rows import HEADER_WORDS, ImageLayout
 from numpy.typing import NDArray
@@ -43,6 +45,9 @@ _FIELDS = (
 )
 """Behind the header, [rows] each: see `Image`."""
 
+_TILES = "tiles"
+_TILE_SLOTS = "tile_slots"
+
 
 def aligned(num: int) -> int:
     """`num`, rounded up to what fields and tables are padded to."""
@@ -52,11 +57,12 @@ def aligned(num: int) -> int:
 @dataclass(frozen=True)
 class Image:
     """Where things lie in an image: a header (its first word: the number of changes), the fields of
-    `max_rows` rows, the changes.
+    `max_rows` rows, the tiles of rows with adapters, the changes.
 
     positions: of the token computed; -1: no row. sources: the place in the launch before whose
     drawn token this row computes; -1: `given` has it. draw_positions: the place in the sequence
-    that the drawn token will take; -1: no row.
+    that the drawn token will take; -1: no row. tiles, tile_slots: places by adapter, as LoraRows
+    has them, its `row_ids` one after the other; tiles that are not empty come first.
     """
 
     max_rows: int
@@ -65,11 +71,25 @@ class Image:
     max_changes: int
     """Changed entries of the block tables that one image brings."""
 
+    num_slots: int = 0
+    """Of adapters that rows may have; 0: there are no tiles."""
+
+    @property
+    def max_tiles(self) -> int:
+        return aligned(most_tiles(self.max_rows, self.num_slots)) if self.num_slots else 0
+
+    @cached_property
+    def _fields(self) -> tuple[tuple[str, str, int], ...]:
+        """(name, dtype, numbers)"""
+        of_rows = tuple((name, dtype, self.max_rows) for name, dtype in _FIELDS)
+        tiles = (_TILES, "int32", self.max_tiles * TILE_ROWS)
+        return (*of_rows, tiles, (_TILE_SLOTS, "int32", self.max_tiles))
+
     def field(self, name: str) -> tuple[slice, str]:
         """The words of a field, and the dtype to view them as."""
         start = HEADER_WORDS
-        for known, dtype in _FIELDS:
-            num_words = self.max_rows * (2 if dtype == "int64" else 1)
+        for known, dtype, num_numbers in self._fields:
+            num_words = num_numbers * (2 if dtype == "int64" else 1)
             if known == name:
                 return slice(start, start + num_words), dtype
             start += num_words
@@ -78,7 +98,7 @@ class Image:
     @property
     def first_change(self) -> int:
         """The word where the changes begin: pairs of (flat index into the tables, block id)."""
-        words: int = self.field(_FIELDS[-1][0])[0].stop
+        words: int = self.field(_TILE_SLOTS)[0].stop
         return words
 
     @property
@@ -110,6 +130,9 @@ class Placed(NamedTuple):
     overflow: Words
     """[C, 2]: changes for which the image has no room; to be applied before it."""
 
+    has_adapters: bool = False
+    """Some row has one."""
+
 
 _NO_CHANGES = np.empty((0, 2), dtype=np.int32)
 
@@ -128,13 +151,15 @@ class RowTable:
         self._table_width = table_width
         self._block_size = block_size
         views = {}
-        for name, _ in _FIELDS:
+        for name in (*(name for name, _ in _FIELDS), _TILES, _TILE_SLOTS):
             place, dtype = image.field(name)
             views[name] = self.words[place].view(dtype)
         self._seed_keys, self._temperature = views["seed_keys"], views["temperature"]
         self._top_k, self._top_p, self._min_p = views["top_k"], views["top_p"], views["min_p"]
         self._positions, self._draw_positions = views["positions"], views["draw_positions"]
         self._sources, self._given = views["sources"], views["given"]
+        self._tiles = views[_TILES].reshape(-1, TILE_ROWS)
+        self._tile_slots = views[_TILE_SLOTS]
         self._changes = self.words[image.first_change :].reshape(-1, 2)
         self.forget()
 
@@ -151,6 +176,9 @@ class RowTable:
         self._samplings: list[Sampling | None] = [None] * num_places
         self._num_changes = self.words[0] = 0
         self._overflow: list[Words] = []
+        self._slots: list[int] = []
+        self._tiles[:] = -1
+        self._tile_slots[:] = NO_SLOT
         self._clear(slice(None))
 
     @property
@@ -173,11 +201,11 @@ class RowTable:
 
         Args:
             rows: 1 to as many as there are places.
-        Raises: IntegrityError for a row that is there twice, that has no block for its token, or
-            whose token was drawn by no row of the launch before. The table is spoiled then:
-            `forget`.
+        Raises: IntegrityError for a row that is there twice, that has no block for its token, whose
+            token was drawn by no row of the launch before, or that has an adapter which there is no
+            slot for. The table is spoiled then: `forget`.
         """
-        keys, token_ids, positions, block_ids, draws = zip(*rows, strict=True)
+        keys, token_ids, positions, block_ids, draws, adapters = zip(*rows, strict=True)
         before = self._order
         if keys != self._keys:
             before = self._move(keys)
@@ -205,11 +233,14 @@ class RowTable:
                 self._set_blocks(place, tuple(own))
             if draw.sampling is not known_samplings[place]:
                 self._set_sampling(place, draw.sampling, draw.sample_index)
+        has_adapters = any(adapters)
+        if has_adapters:
+            self._set_tiles(adapters)
         num_blocks = self._check_blocks(keys, position)
         self.words[0] = self._num_changes
         overflow = np.concatenate(self._overflow) if self._overflow else _NO_CHANGES
         num_words = self.image.first_change + 2 * self._num_changes
-        return Placed(order, num_words, num_blocks, self._needs(), overflow)
+        return Placed(order, num_words, num_blocks, self._needs(), overflow, has_adapters)
 
     def _needs(self) -> Needs:
         if not self._temperature.any():
@@ -262,6 +293,28 @@ class RowTable:
         self._top_k[place] = sampling.top_k
         self._top_p[place] = sampling.top_p
         self._min_p[place] = sampling.min_p
+
+    def _set_tiles(self, adapters: Sequence[int]) -> None:
+        """Group the places by adapter. Nobody looks at tiles in a launch without any.
+
+        Args:
+            adapters: of each row, in the order that they were given in.
+        """
+        slots = [NO_SLOT] * len(adapters)
+        for place, adapter in zip(self._place_list, adapters, strict=True):
+            slots[place] = adapter - 1 if adapter else NO_SLOT
+        if slots == self._slots:
+            return
+        if not 0 <= max(slots) < self.image.num_slots or min(slots) < NO_SLOT:
+            raise IntegrityError(
+                f"rows have adapters {sorted(set(adapters))} of {self.image.num_slots}"
+            )
+        self._slots = slots
+        self._tiles[:] = -1
+        self._tile_slots[:] = NO_SLOT
+        for at, (slot, places) in enumerate(tiles_of(slots)):
+            self._tile_slots[at] = slot
+            self._tiles[at, : len(places)] = places
 
     def _check_blocks(self, keys: tuple[Key, ...], positions: Words) -> int:
         """Blocks that the longest row needs. Raises: IntegrityError where one lacks them."""

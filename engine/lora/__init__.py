@@ -6,6 +6,7 @@ of another.
     files       a folder -> checked tensors and their content digest
     deltas      what one linear layer adds, per adapter, to the rows of a step that ask for it
     site        a linear layer that adapters can add to, and how it is made to
+    stacks      the same for all adapters at once, where CUDA graphs read it
     registry    Adapters: the table of slots, loads, unloads, in-use counts
     roots       which cache root belongs to which adapter
 """

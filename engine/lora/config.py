@@ -21,9 +21,19 @@ class LoraLimits:
     max_bytes: int = 1 << 30
     """Most bytes of all loaded adapters together, as they are held (float32 on CPU)."""
 
+    max_launched_rank: int = 0
+    """Adapters of at most this rank decode in steps that are launched ahead, in CUDA graphs of
+    their own; 0: none does. Takes memory for `max_num_adapters` of this rank on every linear layer,
+    from the start, and twice the time to capture graphs. Of our own decoder, where nothing is
+    promised of a request's last bit (`exact`) and the KV cache is not quantized: elsewhere, and
+    above this rank, they decode in plain steps."""
+
     def __post_init__(self) -> None:
         if self.max_num_adapters < 0:
             raise SettingsError(f"max_num_adapters: {self.max_num_adapters} is negative")
         for name in ("max_rank", "max_bytes"):
             if getattr(self, name) < 1:
                 raise SettingsError(f"{name}: {getattr(self, name)} is below 1")
+        rank = self.max_launched_rank
+        if not 0 <= rank <= self.max_rank:
+            raise SettingsError(f"max_launched_rank: {rank} is not 0 to max_rank ({self.max_rank})")

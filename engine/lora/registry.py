@@ -6,8 +6,9 @@ and is refused while it is held. Slot 0 means no adapter. `begin` says which row
 forward pass belong to which slot.
 
 Invariants (`check_integrity`): each slot has one adapter; a linear layer holds factors of exactly
-the loaded adapters that are on it; bytes are the sum of what is held; nothing is held by requests
-that are not live. Knows no requests and no blocks. Engine thread only.
+the loaded adapters that are on it; stacks hold exactly those that are launched; bytes are the sum
+of what is held; nothing is held by requests that are not live. Knows no requests and no blocks.
+Engine thread only.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from engine.lora.deltas import AdapterRows, Deltas, LowRank
 from engine.lora.errors import AdapterInUse, InvalidAdapter, TooManyAdapters, UnknownAdapter
 from engine.lora.files import WEIGHTS, Adapter, Progress, read_adapter
 from engine.lora.site import Linear, Site, attach, detach
+from engine.lora.stacks import Stacks
 
 MAX_NAME_CHARS = 128
 
@@ -65,6 +67,7 @@ class Adapters:
         find_sites: the model's linear layers by name; asked once, at the first load.
         dtype: what factors are held in.
         refusal: why this model takes no adapters at all; empty: it does.
+        stacks: where adapters lie that are launched; None: none is.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class Adapters:
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
         refusal: str = "",
+        stacks: Stacks | None = None,
     ) -> None:
         self.limits = limits
         self._find_sites = find_sites
@@ -82,6 +86,7 @@ class Adapters:
         self._dtype = dtype
         self._device = device or torch.device("cpu")
         self._refusal = refusal
+        self._stacks = stacks
         self._rows = AdapterRows(self._device)
         self._loaded: dict[str, _Loaded] = {}
         self._deltas: dict[nn.Module, tuple[Linear, Deltas, RemovableHandle | None]] = {}
@@ -138,6 +143,8 @@ class Adapters:
                 deltas = Deltas(self._rows, factors.b.shape[1], self._dtype)
                 self._deltas[linear] = (linear, deltas, attach(linear, deltas))
             self._deltas[linear][1].by_slot[slot] = factors
+        if self._stacks is not None and adapter.rank <= self._stacks.max_rank:
+            self._stacks.put(slot, by_linear)
         targets = tuple(sorted({module.rpartition(".")[2] for module in adapter.factors}))
         info = AdapterInfo(name, adapter.digest, adapter.rank, num_bytes, targets)
         self._loaded[name] = _Loaded(info, slot, tuple(by_linear))
@@ -168,6 +175,13 @@ class Adapters:
     def slot(self, name: str) -> int:
         """For Span.adapter; 0 for no adapter. Raises: InvalidRequest."""
         return self._named(name).slot if name else 0
+
+    def is_launched(self, name: str) -> bool:
+        """Launches (DecodesAhead) take its rows; so they do without an adapter. Raises:
+        InvalidRequest."""
+        if not name:
+            return True
+        return self._stacks is not None and self._stacks.holds(self._named(name).slot)
 
     def acquire(self, name: str) -> None:
         """A request uses it from now on; nothing for no adapter. Raises: InvalidRequest naming what
@@ -216,6 +230,11 @@ class Adapters:
         for _, deltas, _ in self._deltas.values():
             if not deltas.by_slot or not set(deltas.by_slot) <= set(slots):
                 raise IntegrityError(f"a linear holds slots {sorted(deltas.by_slot)} of {slots}")
+        if self._stacks is not None:
+            max_rank = self._stacks.max_rank
+            self._stacks.check_integrity(
+                one.slot for one in self._loaded.values() if one.info.rank <= max_rank
+            )
         if self._num_bytes() > self.limits.max_bytes:
             raise IntegrityError(f"adapters hold {self._num_bytes()} bytes")
         for name, loaded in self._loaded.items():
@@ -318,6 +337,8 @@ class Adapters:
         return rank * num_features * self._dtype.itemsize
 
     def _take_off(self, loaded: _Loaded) -> None:
+        if self._stacks is not None:
+            self._stacks.clear(loaded.slot)
         for linear in loaded.linears:
             owner, deltas, handle = self._deltas[linear]
             del deltas.by_slot[loaded.slot]

@@ -53,6 +53,9 @@ class DecodeRow(NamedTuple):
     draw: Draw
     """`draw.position` is position + 1. With DRAWN_BEFORE, `draw.history` is None."""
 
+    adapter: int = 0
+    """As Span.adapter: of one that launches take (Adapters.is_launched)."""
+
     @property
     def num_tokens(self) -> int:
         """That it computes."""
@@ -79,6 +82,9 @@ class MixedRow(NamedTuple):
     draw: Draw | None
     """From the last one's logits; None: nothing is drawn, the prompt goes on. Its position is
     `position` + `num_tokens`."""
+
+    adapter: int = 0
+    """As DecodeRow's."""
 
     @property
     def num_tokens(self) -> int:

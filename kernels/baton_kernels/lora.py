@@ -40,6 +40,29 @@ class LoraRows:
             raise ValueError("row_ids and slots are int32")
 
 
+def tiles_of(slots: Sequence[int]) -> list[tuple[int, list[int]]]:
+    """(slot, its rows) of each tile that is not empty.
+
+    Args:
+        slots: of each row; negative: no adapter.
+    """
+    by_slot: dict[int, list[int]] = {}
+    for row, slot in enumerate(slots):
+        if slot >= 0:
+            by_slot.setdefault(slot, []).append(row)
+    return [
+        (slot, rows[first : first + TILE_ROWS])
+        for slot, rows in by_slot.items()
+        for first in range(0, len(rows), TILE_ROWS)
+    ]
+
+
+def most_tiles(num_rows: int, num_slots: int) -> int:
+    """That so many rows, each of one of so many slots or of none, can come to."""
+    num_first = min(num_rows, num_slots)
+    return num_first + (num_rows - num_first) // TILE_ROWS
+
+
 def group_rows(
     slots: Sequence[int], device: torch.device | str, num_tiles: int | None = None
 ) -> LoraRows:
@@ -50,15 +73,7 @@ def group_rows(
         num_tiles: as many, the rest empty (for graphs, which are captured with a fixed number).
     Raises: ValueError where the rows need more tiles.
     """
-    by_slot: dict[int, list[int]] = {}
-    for row, slot in enumerate(slots):
-        if slot >= 0:
-            by_slot.setdefault(slot, []).append(row)
-    tiles = [
-        (slot, rows[first : first + TILE_ROWS])
-        for slot, rows in by_slot.items()
-        for first in range(0, len(rows), TILE_ROWS)
-    ]
+    tiles = tiles_of(slots)
     count = len(tiles) if num_tiles is None else num_tiles
     if len(tiles) > count:
         raise ValueError(f"num_tiles is {count}: the rows need {len(tiles)}")

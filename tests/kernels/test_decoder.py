@@ -5,14 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
+from baton_kernels.lora import group_rows
 
 from engine.batch import Batch, Span
 from engine.decoder.decoder import Decoder
 from engine.decoder.inputs import DecodeInputs, mixed_inputs, singles_first
-from engine.decoder.model import block_rows, kv_layout
+from engine.decoder.model import block_rows, find_sites, kv_layout
 from engine.decoder.shape import read_shape, rope_table
 from engine.decoder.sources import random_weights
 from engine.kv.memory import KvMemory
+from engine.lora.stacks import Stacks
 
 _STEPS = (
     (Span(0, 7, (3, 1)), Span(0, 1, (2,)), Span(0, 3, (5,))),
@@ -39,6 +41,13 @@ def test_kernels_together_give_what_plain_torch_gives(
     name = "float32" if dtype is torch.float32 else "bfloat16"
     layout = kv_layout(shape, block_size=4, dtype=name)
     decoder = Decoder(weights, rope_table(shape, 64, on))
+    stacks = Stacks(find_sites(weights), num_slots=2, max_rank=3, dtype=dtype, device=on)
+    decoder.stack(stacks)
+    generator = torch.Generator(on).manual_seed(seed)
+    for stack in stacks.by_linear.values():
+        stack.a.normal_(generator=generator)
+        stack.b.normal_(generator=generator).mul_(0.02)
+    adapted = group_rows([1, -1, 0], on, num_tiles=3)
     logits = {}
     for backend in ("reference", "triton"):
         decoder.use_backend(backend)  # type: ignore[arg-type]
@@ -57,6 +66,12 @@ def test_kernels_together_give_what_plain_torch_gives(
                 for values in ([5, 6, 0], [7, 6, -1])
             )
             parts.append(decoder.decode(DecodeInputs(ids, positions, tables)))
+            ids, positions = (
+                torch.tensor(values, dtype=torch.int32, device=on)
+                for values in ([5, 6, 7], [7, 6, 2])
+            )
+            tables[2] = 5
+            parts.append(decoder.decode(DecodeInputs(ids, positions, tables, adapted)))
         logits[backend] = torch.cat(parts).float()
     error = (logits["triton"] - logits["reference"]).norm() / logits["reference"].norm()
     bound = {"float32": 1e-5, "bfloat16": 0.05}[name]

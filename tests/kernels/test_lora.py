@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from baton_kernels.lora import TILE_ROWS, LoraRows, add_lora, add_lora_reference, group_rows
+from baton_kernels.lora import (
+    TILE_ROWS,
+    LoraRows,
+    add_lora,
+    add_lora_reference,
+    group_rows,
+    most_tiles,
+    tiles_of,
+)
 
 from tests.kernels.conftest import DEVICE
 
@@ -22,7 +30,10 @@ TOLERANCE = 1e-2 if DEVICE == "cuda" else 2e-2
 )
 @pytest.mark.parametrize(
     ("num_rows", "width", "depth", "rank", "num_slots"),
-    [(1, 40, 96, 8, 1), (5, 130, 1100, 16, 3), (70, 257, 72, 20, 2), (33, 64, 2048, 64, 8)],
+    [
+        *((1, 40, 96, 8, 1), (5, 130, 1100, 16, 3), (70, 257, 72, 20, 2), (33, 64, 2048, 64, 8)),
+        (3, 40, 70, 192, 2),  # query, key and value of rank 64
+    ],
 )
 def test_equals_float64(
     num_rows: int,
@@ -78,6 +89,16 @@ def test_rows_are_grouped_by_slot_in_their_order() -> None:
     assert last == [-1] * TILE_ROWS
     with pytest.raises(ValueError, match="num_tiles"):
         group_rows([0, 1], DEVICE, num_tiles=1)
+
+
+def test_as_many_tiles_as_rows_can_come_to(seed: int) -> None:
+    chosen = random.Random(seed)
+    for _ in range(300):
+        num_rows, num_slots = chosen.randint(1, 80), chosen.randint(1, 9)
+        slots = [chosen.randrange(-1, num_slots) for _ in range(num_rows)]
+        assert len(tiles_of(slots)) <= most_tiles(num_rows, num_slots)
+        worst = [min(row, num_slots - 1) for row in range(num_rows)]
+        assert len(tiles_of(worst)) == most_tiles(num_rows, num_slots)
 
 
 def test_no_adapter_in_the_step(randn: Randn) -> None:

@@ -15,8 +15,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine.decoder.ahead import AheadDecoder
 from engine.errors import InvalidRequest
 from engine.loop import Engine
+from engine.lora.config import LoraLimits
 from engine.lora.errors import AdapterInUse, InvalidAdapter, TooManyAdapters, UnknownAdapter
 from engine.lora.files import WEIGHTS
 from engine.request import Beam, Request, Sampling
@@ -24,6 +26,9 @@ from tests.conftest import SESSION_SEED
 from tests.parity.adapters import merged, save_adapter
 from tests.parity.models import VOCAB_SIZE, Tiny
 
+DEVICES = ["cpu", *(["cuda:0"] if torch.cuda.is_available() else [])]
+TIE = 1e-3
+"""Of the oracle's logits, which are whole numbers apart: nearer than that both tokens are right."""
 NUM_OUTPUT = 10
 BLOCK = 16
 
@@ -117,6 +122,48 @@ def test_tokens_equal_merged_weights(
         rng.shuffle(cases)
         requests = [ask(engine, name, prompt, adapter) for name, prompt, adapter in cases]
         assert run(engine, *requests) == expected
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_launched_rows_have_their_adapters(
+    device: str,
+    tiny: Tiny,
+    oracles: dict[str, Tiny],
+    folders: dict[str, Path],
+    load: Callable[..., Engine],
+    monkeypatch: pytest.MonkeyPatch,
+    seed: int,
+) -> None:
+    """Adapters of a rank that is launched, and none; beside one of a higher rank, which is not; and
+    in each other's slots. Every token is the best of merged weights."""
+    limits = LoraLimits(max_num_adapters=2, max_rank=8, max_launched_rank=4)
+    rng = random.Random(f"{seed} launched")
+    engine = load(tiny.path, decoder="own", device=device, lora=limits, max_num_running=6)
+    launched: list[set[int]] = []
+    launch = AheadDecoder.launch
+
+    def spy(self: AheadDecoder, rows: Sequence[Any]) -> Any:
+        launched.append({row.adapter for row in rows})
+        return launch(self, rows)
+
+    monkeypatch.setattr(AheadDecoder, "launch", spy)
+    for loaded in (("a", "c"), ("b", "c"), ("c", "a")):
+        for info in engine.adapters():
+            engine.unload_adapter(info.name)
+        for name in loaded:
+            engine.load_adapter(name, folders[name])
+        names = ["", *loaded]
+        cases = {str(i): (prompt_of(rng, rng.randint(1, 40)), names[i % 3]) for i in range(6)}
+        launched.clear()
+        outputs = run(engine, *(ask(engine, name, *case) for name, case in cases.items()))
+        taken = set().union(*launched)
+        assert 1 not in taken if "b" in loaded else taken == {0, 1, 2}
+        for name, (prompt, adapter) in cases.items():
+            tokens = outputs[name]
+            with torch.inference_mode():
+                logits = oracles[adapter].oracle(torch.tensor([prompt + tokens])).logits[0]
+            for row, token_id in zip(logits[len(prompt) - 1 : -1], tokens, strict=True):
+                assert float(row.max() - row[token_id]) < TIE, (name, adapter)
 
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])

@@ -27,7 +27,9 @@ from engine.lora.files import Adapter, Factors, read_adapter
 from engine.lora.peft import PeftConfig
 from engine.lora.registry import Adapters
 from engine.lora.site import Site
+from engine.lora.stacks import Stacks
 from engine.models.fused_layer import PlainLinear
+from process.settings import SettingsError
 from tests.parity.adapters import save_adapter
 
 MODULES = ("l.q_proj", "l.k_proj", "l.o_proj")
@@ -228,6 +230,61 @@ def test_load_reads_what_was_written(toy: Toy, tmp_path: Path) -> None:
     assert info.digest == read_adapter(folder, LoraLimits()).digest == adapters.digest("a")
 
 
+def check_stacks(stacks: Stacks, adapters: Adapters, toy: Toy) -> None:
+    """Slots hold the numbers of the adapters that are launched, and zeros beside them."""
+    launched = [info.name for info in adapters.infos() if info.rank <= stacks.max_rank]
+    slots = {adapters.slot(name) for name in launched}
+    assert all(adapters.is_launched(info.name) == (info.name in launched)
+               for info in adapters.infos())  # fmt: skip
+    bases = toy.outputs(adapters, 0)
+    for slot in range(1, stacks.num_slots + 1):
+        outputs = toy.outputs(adapters, slot) if slot in slots else bases
+        for linear, base, output in zip((toy.qk, toy.o), bases, outputs, strict=True):
+            stack, delta = stacks.by_linear[linear], output - base
+            a, b = stack.a[slot - 1], stack.b[slot - 1]
+            assert torch.allclose(a.t()[:2] @ b, delta, atol=1e-3)
+            if not delta.any():
+                assert not a.any() and not b.any()
+
+
+def test_what_is_launched_lies_in_stacks(toy: Toy) -> None:
+    """Below the highest rank; another adapter in the slot leaves nothing of the one before."""
+    stacks = make_stacks(toy)
+    adapters = Adapters(LoraLimits(max_num_adapters=2), toy.find, stacks=stacks)
+    places = {linear: one.a.data_ptr() for linear, one in stacks.by_linear.items()}
+    assert [one.a.shape[1] for one in stacks.by_linear.values()] == [4, 2]  # q and k; o
+    assert stacks.num_bytes == 4 * 2 * (4 * (6 + 10) + 2 * (6 + 7))
+    adapters.install("a", make_adapter(3))
+    adapters.install("b", make_adapter(5, ("l.o_proj",), rank=3))
+    check_stacks(stacks, adapters, toy)
+    adapters.unload("a")
+    adapters.install("c", make_adapter(7, ("l.k_proj",), rank=1))
+    check_stacks(stacks, adapters, toy)
+    adapters.install("c", make_adapter(8, ("l.q_proj",), rank=3))
+    check_stacks(stacks, adapters, toy)
+    assert stacks.holds(1) is False
+    adapters.install("c", make_adapter(9, rank=2))
+    check_stacks(stacks, adapters, toy)
+    adapters.check_integrity({})
+    assert places == {linear: one.a.data_ptr() for linear, one in stacks.by_linear.items()}
+    stacks.clear(1)
+    with pytest.raises(IntegrityError, match=r"stacks hold slots \[\], not \[1\]"):
+        adapters.check_integrity({})
+    with pytest.raises(IntegrityError, match="slot 3 of 2"):
+        stacks.put(3, {})
+
+
+def make_stacks(toy: Toy, num_slots: int = 2) -> Stacks:
+    device = torch.device("cpu")
+    return Stacks(toy.find(), num_slots=num_slots, max_rank=2, dtype=torch.float32, device=device)
+
+
+@pytest.mark.parametrize("max_launched_rank", [-1, 9])
+def test_a_launched_rank_is_one_that_may_be_loaded(max_launched_rank: int) -> None:
+    with pytest.raises(SettingsError, match="max_launched_rank"):
+        LoraLimits(max_rank=8, max_launched_rank=max_launched_rank)
+
+
 class TableMachine(RuleBasedStateMachine):
     """load, unload, acquire and release in any order, against a dictionary."""
 
@@ -235,7 +292,8 @@ class TableMachine(RuleBasedStateMachine):
         super().__init__()
         self.toy = Toy()
         self.limits = LoraLimits(max_num_adapters=3, max_bytes=3 * num_bytes(MODULES) - 1)
-        self.adapters = Adapters(self.limits, self.toy.find)
+        self.stacks = make_stacks(self.toy, num_slots=3)
+        self.adapters = Adapters(self.limits, self.toy.find, stacks=self.stacks)
         self.known: dict[str, tuple[int, tuple[str, ...]]] = {}
         self.held: Counter[str] = Counter()
 
@@ -303,6 +361,9 @@ class TableMachine(RuleBasedStateMachine):
             assert qk[0].tolist() == [content * has_q] * 8 + [content * has_k] * 2
         qk, _ = self.toy.outputs(self.adapters, 0)
         assert not qk.any()
+
+    def teardown(self) -> None:
+        check_stacks(self.stacks, self.adapters, self.toy)
 
 
 def test_any_order_of_calls(scale: Callable[[int], int]) -> None:

@@ -14,12 +14,14 @@ import torch
 from baton_kernels.step_rows import LAST_NUMBER
 
 from engine.decoder.ahead import AheadDecoder, RowLaunch
+from engine.decoder.graphs import row_buckets
 from engine.errors import IntegrityError, InvalidLogits, LoadError, WrongState
+from engine.lora.stacks import Stacks
 from engine.models.interface import DecodeRow
 from engine.request import Sampling
 from engine.sampling import pipeline
 from engine.sampling.row import Draw
-from tests.unit.engine.decoder.hash_decoder import SPOILED, HashDecoder
+from tests.unit.engine.decoder.hash_decoder import NUM_SLOTS, SPOILED, HashDecoder
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 VOCAB = 97
@@ -41,6 +43,7 @@ class _Sequence:
     sampling: Sampling
     token_ids: list[int]
     block_ids: tuple[int, ...]
+    adapter: int = 0
     num_in_flight: int = 0
     is_over: bool = False
 
@@ -58,6 +61,9 @@ class _World:
     num_begun: int = 0
     num_checked: int = 0
     num_spoiled: int = 0
+    num_adapted: int = 0
+    has_adapters: bool = False
+    """There are adapters, and some sequences have one."""
 
     def _take(self, num_tokens: int) -> tuple[int, ...]:
         """Blocks for so many tokens, and sometimes some to spare."""
@@ -86,7 +92,8 @@ class _World:
         if key in [one.key for one in self.live]:
             return
         self.num_begun += 1
-        sequence = _Sequence(key, sampling, token_ids, self._take(num_tokens))
+        adapter = self._adapter()
+        sequence = _Sequence(key, sampling, token_ids, self._take(num_tokens), adapter)
         self.decoder.write(token_ids[:-1], sequence.block_ids)
         self.live.append(sequence)
 
@@ -104,10 +111,23 @@ class _World:
         self.end(sequence)
         token_ids = self._prompt(len(sequence.token_ids))
         other = _Sequence(
-            sequence.key, _random_sampling(self.rng), token_ids, self._take(len(token_ids))
+            sequence.key,
+            _random_sampling(self.rng),
+            token_ids,
+            self._take(len(token_ids)),
+            self._adapter(),
         )
         self.decoder.write(token_ids[:-1], other.block_ids)
         self.live.append(other)
+
+    def _adapter(self) -> int:
+        """Of a new sequence; it may be another one now, in a slot that nobody alive uses."""
+        if not self.has_adapters:
+            return 0
+        slot = self.rng.choice([0, 0, *range(1, NUM_SLOTS + 1)])
+        if slot and not any(one.adapter == slot for one in self.live):
+            self.decoder.adapters[slot] = self.rng.randrange(1 << 40)
+        return slot
 
     def move(self, sequence: _Sequence) -> None:
         """As a preemption and its end: other blocks, the same tokens."""
@@ -133,7 +153,7 @@ class _World:
             sequence.block_ids += self._take(BLOCK)
 
     def expected(self, sequence: _Sequence) -> pipeline.Drawn:
-        logits = self.decoder.logits_of(sequence.token_ids).cpu()
+        logits = self.decoder.logits_of(sequence.token_ids, sequence.adapter).cpu()
         return pipeline.draw(logits, [_draw(sequence, len(sequence.token_ids))])[0]
 
     def launch(self, max_rows: int = 0) -> None:
@@ -149,7 +169,8 @@ class _World:
             token_id = -1 if one.num_in_flight else one.token_ids[-1]
             # A list is as good as a tuple, though found unchanged at a higher price.
             block_ids = one.block_ids if self.rng.random() < 0.8 else list(one.block_ids)
-            rows.append(DecodeRow(one.key, token_id, position, block_ids, _draw(one, position + 1)))
+            draw = _draw(one, position + 1)
+            rows.append(DecodeRow(one.key, token_id, position, block_ids, draw, one.adapter))
             one.num_in_flight += 1
         if rows:
             self.under_way.append((self.ahead.launch(rows), picked))
@@ -164,6 +185,7 @@ class _World:
                 continue
             expected = self.expected(sequence)
             self.num_checked += 1
+            self.num_adapted += sequence.adapter > 0
             if expected.error is not None:
                 self.num_spoiled += 1
                 assert isinstance(drawn.error, InvalidLogits)
@@ -218,7 +240,13 @@ def _random_sampling(rng: random.Random) -> Sampling:
     )
 
 
-def _world(device: str, seed: int, max_rows: int = MAX_ROWS, num_blocks: int = 0) -> _World:
+def _world(
+    device: str,
+    seed: int,
+    max_rows: int = MAX_ROWS,
+    num_blocks: int = 0,
+    has_adapters: bool = False,
+) -> _World:
     num_blocks = num_blocks or MAX_ROWS * WINDOW // BLOCK * 2
     decoder = HashDecoder(
         num_blocks=num_blocks,
@@ -227,6 +255,17 @@ def _world(device: str, seed: int, max_rows: int = MAX_ROWS, num_blocks: int = 0
         device=torch.device(device),
         seed=seed,
     )
+    stacks = None
+    if has_adapters:
+        stacks = Stacks(
+            {},
+            num_slots=NUM_SLOTS,
+            max_rank=1,
+            dtype=torch.float32,
+            device=torch.device(device),
+        )
+        for slot in range(1, NUM_SLOTS + 1):
+            stacks.put(slot, {})
     ahead = AheadDecoder(
         decoder.decode,
         max_rows=max_rows,
@@ -234,10 +273,11 @@ def _world(device: str, seed: int, max_rows: int = MAX_ROWS, num_blocks: int = 0
         block_size=BLOCK,
         vocab_size=VOCAB,
         device=torch.device(device),
+        stacks=stacks,
     )
     free = list(range(num_blocks))
     random.Random(seed).shuffle(free)
-    return _World(random.Random(seed), decoder, ahead, free)
+    return _World(random.Random(seed), decoder, ahead, free, has_adapters=has_adapters)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -259,6 +299,51 @@ def test_tokens_are_those_of_plain_steps(
         num_spoiled += world.num_spoiled
     assert num_checked > scale(20) * 150
     assert num_spoiled > 0, "no row with logits that are not finite was among them"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_have_their_own_adapters(device: str, seed: int, scale: Callable[[int], int]) -> None:
+    """The same with sequences of several adapters and of none in a launch, of none at all, and with
+    slots that another adapter takes."""
+    num_adapted = num_checked = 0
+    for life in range(scale(6)):
+        world = _world(device, seed + life, has_adapters=True)
+        if device == "cuda":  # elsewhere it only takes time
+            world.ahead.warm_up()
+        world.live_through(30)
+        num_adapted += world.num_adapted
+        num_checked += world.num_checked
+    assert 0 < num_adapted < num_checked
+
+
+def test_launches_without_adapters_take_the_graphs_without(seed: int) -> None:
+    """And there are none with, where no adapter is launched."""
+    for has_adapters in (False, True):
+        world = _world("cpu", seed, has_adapters=has_adapters)
+        graphs = world.ahead._graphs
+        each = len(row_buckets(MAX_ROWS)) * 4 * 2  # widths; draws
+        assert graphs.num_shapes == len(set(graphs.buckets)) == each * (1 + has_adapters)
+        assert any(bucket.has_adapters for bucket in graphs.buckets) == has_adapters
+        taken: list[bool] = []
+        world.ahead._graphs._graphs._compute = lambda bucket, taken=taken: taken.append(
+            bucket.has_adapters
+        )
+        world.ahead.launch([_row(world, "a")])
+        if has_adapters:
+            world.ahead.launch([_row(world, "a"), _row(world, "b", adapter=2)])
+        assert taken == [False, True][: 1 + has_adapters]
+
+
+def test_an_adapter_that_is_not_there_is_named(seed: int) -> None:
+    world = _world("cpu", seed, has_adapters=True)
+    stacks = world.ahead._stacks
+    assert stacks is not None
+    stacks.clear(2)
+    for slot, complaint in ((2, "not launched"), (NUM_SLOTS + 1, "have adapters"), (-1, "have")):
+        with pytest.raises(IntegrityError, match=complaint):
+            world.ahead.launch([_row(world, "a"), _row(world, "b", adapter=slot)])
+    with pytest.raises(IntegrityError, match="have adapters"):
+        _world("cpu", seed).ahead.launch([_row(world, "a", adapter=1)])
 
 
 @pytest.mark.parametrize("device", DEVICES)
