@@ -125,7 +125,9 @@ def test_tokens_equal_merged_weights(
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("prompts", [False, True], ids=["decodes", "prompts"])
 def test_launched_rows_have_their_adapters(
+    prompts: bool,
     device: str,
     tiny: Tiny,
     oracles: dict[str, Tiny],
@@ -138,15 +140,23 @@ def test_launched_rows_have_their_adapters(
     in each other's slots. Every token is the best of merged weights."""
     limits = LoraLimits(max_num_adapters=2, max_rank=8, max_launched_rank=4)
     rng = random.Random(f"{seed} launched")
-    engine = load(tiny.path, decoder="own", device=device, lora=limits, max_num_running=6)
+    fields: dict[str, Any] = {"max_num_running": 6, "max_num_tokens_per_step": 60}
+    fields["overlap_prompts"] = prompts
+    engine = load(tiny.path, decoder="own", device=device, lora=limits, **fields)
     launched: list[set[int]] = []
-    launch = AheadDecoder.launch
+    taking: list[set[int]] = []
 
-    def spy(self: AheadDecoder, rows: Sequence[Any]) -> Any:
-        launched.append({row.adapter for row in rows})
-        return launch(self, rows)
+    def spy(name: str, seen: list[set[int]]) -> None:
+        launch = getattr(AheadDecoder, name)
 
-    monkeypatch.setattr(AheadDecoder, "launch", spy)
+        def noted(self: AheadDecoder, rows: Sequence[Any]) -> Any:
+            seen.append({row.adapter for row in rows})
+            return launch(self, rows)
+
+        monkeypatch.setattr(AheadDecoder, name, noted)
+
+    spy("launch", launched)
+    spy("launch_mixed", taking)
     for loaded in (("a", "c"), ("b", "c"), ("c", "a")):
         for info in engine.adapters():
             engine.unload_adapter(info.name)
@@ -155,9 +165,12 @@ def test_launched_rows_have_their_adapters(
         names = ["", *loaded]
         cases = {str(i): (prompt_of(rng, rng.randint(1, 40)), names[i % 3]) for i in range(6)}
         launched.clear()
+        taking.clear()
         outputs = run(engine, *(ask(engine, name, *case) for name, case in cases.items()))
         taken = set().union(*launched)
         assert 1 not in taken if "b" in loaded else taken == {0, 1, 2}
+        with_prompts = set().union(*taking)
+        assert not with_prompts if not prompts else "b" in loaded or with_prompts == {0, 1, 2}
         for name, (prompt, adapter) in cases.items():
             tokens = outputs[name]
             with torch.inference_mode():
