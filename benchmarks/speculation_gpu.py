@@ -12,7 +12,8 @@ as often as he likes. Plain steps are launched ahead, as they are where nobody g
 2. Speed by batch size, 1 to 64, with guesses of up to four tokens of which each is right with the
    chance that gives `--tokens-per-step` where all are computed (what the bundled model has with its
    draft model: benchmarks/speculation.py, batch 1, "all of the tree"); the engine chooses how many
-   it computes. The drafter itself costs nothing here: a draft model's time comes on top.
+   it computes, and has served that batch for a while. The drafter itself costs nothing here: a
+   draft model's time comes on top.
 
     python -m benchmarks.speculation_gpu --shape llama-8b
 
@@ -64,6 +65,9 @@ NUM_BLOCKS = 4096
 NUM_STEPS = 40
 MAX_BATCH = 64
 SWEEP_PROMPT, SWEEP_OUTPUT = 512, 97
+SETTLING_STEPS = 400
+"""Tokens of a sequence before its batch is measured: batches above four are tried after 200 steps
+(engine/speculation/worth.py), and a server's load lasts longer."""
 _ROOT = block_hash.root_key(b"benchmark", "00")
 
 
@@ -275,6 +279,8 @@ def _sweep(plain: Bench, own: Bench, batches: Sequence[int]) -> dict[str, Any]:
     plain.answers(1)  # whatever is made on the first use
     own.answers(1)
     for batch in batches:
+        for _ in range(-(-SETTLING_STEPS // SWEEP_OUTPUT)):
+            own.answers(batch)
         ways = {"plain": [plain.answers(batch)], "guessing": [own.answers(batch)]}
         ways["plain"].append(plain.answers(batch))
         ways["guessing"].append(own.answers(batch))

@@ -258,7 +258,8 @@ class AnyObject:
 
 @dataclass(frozen=True)
 class Either:
-    """The first shape whose JSON type fits."""
+    """The first shape that reads it, of those whose JSON type fits: an empty list is a list of
+    anything."""
 
     shapes: tuple[Shape, ...]
 
@@ -270,10 +271,14 @@ class Either:
         return any(shape.takes(value) for shape in self.shapes)
 
     def read(self, value: Any, path: str) -> Any:
+        refusal: InvalidArgument | None = None
         for shape in self.shapes:
             if shape.takes(value):
-                return shape.read(value, path)
-        raise wrong(path, self.what, value)
+                try:
+                    return shape.read(value, path)
+                except InvalidArgument as error:
+                    refusal = refusal or error
+        raise refusal or wrong(path, self.what, value)
 
     def schema(self) -> dict[str, Any]:
         return {"anyOf": [shape.schema() for shape in self.shapes]}

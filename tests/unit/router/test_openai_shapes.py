@@ -8,7 +8,7 @@ from typing import Any
 
 import jsonschema_rs
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from process.errors import InvalidArgument
@@ -51,6 +51,7 @@ VALUES = st.recursive(
 )
 
 
+@example({"whole": 0, "either": []})
 @given(
     st.fixed_dictionaries(
         {"whole": st.integers(0, 9) | VALUES},
