@@ -21,10 +21,10 @@ look slow is seen there. Two lists, of the ways that may rest: `below`, whose me
 and `below_surely`, those of them where the rounds say so beyond noise. The rule is a sign test
 (speculation_rounds.py:surely_slower): were the way just as fast as 0.98, each round would be below
 it or above like a coin; listed is who is below in so many rounds as come by chance once in twenty
-cells at most: 5 of 5, 9 of 11, 12 of 15. Below 0.98 of both plain engines, that is: some percent
-are an engine's own as long as it lives, by where its memory lies, and which ways have a lucky one
-no number of rounds tells. One that is really below may be missed where its rounds scatter: more
-rounds find it. `below` hides nothing.
+cells at most: 5 of 5, 9 of 11, 12 of 15. Below 0.98 of plain, that is, or of the median of "plain
+again" where that is slower: some percent are an engine's own as long as it lives, by where its
+memory lies, and which ways have a lucky one no number of rounds tells. One that is really below
+may be missed where its rounds scatter: more rounds find it. `below` hides nothing.
 
 The last line printed is one JSON object. `--resume FILE` keeps each cell when it is done, and goes
 on from there. `--ways` leaves ways out, so that there is time for more rounds; the ways that may

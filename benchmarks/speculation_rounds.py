@@ -95,17 +95,14 @@ def surely_slower(by_batch: Mapping[str, Mapping[str, Any]], least: float) -> li
 
     Engines that do the same differ by some percent for as long as they live, by where their memory
     lies, and rounds do not tell that from a slow way: below is a round where the way is slower than
-    `least` times the slower one of "plain" and "plain again"."""
+    `least` times plain, or times the median of "plain again" where that is the slower engine."""
     found: list[str] = []
     for cell, by_way in by_batch.items():
-        again = by_way[AGAIN]["wall_speeds"] if AGAIN in by_way else None
+        again = statistics.median(by_way[AGAIN]["wall_speeds"]) if AGAIN in by_way else 1.0
         for way, one in by_way.items():
             speeds = one["wall_speeds"]
-            of_plain = [1.0] * len(speeds)
-            if again is not None and way != AGAIN:
-                of_plain = [min(1.0, speed) for speed in again]
-            pairs = zip(speeds, of_plain, strict=True)
-            num_below = sum(speed < least * plain for speed, plain in pairs)
+            plain = 1.0 if way == AGAIN else min(1.0, again)
+            num_below = sum(speed < least * plain for speed in speeds)
             if one["wall_speed"] < least and _chance(num_below, len(speeds)) <= FALSE_ALARM:
                 what = f"{num_below} of {len(speeds)} rounds"
                 found.append(f"{cell}, {way}: {one['wall_speed']:.3f}, {what}")

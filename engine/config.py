@@ -121,8 +121,8 @@ class EngineConfig:
     step."""
 
     overlap_prompts: bool = False
-    """With `overlap`: launch steps with prompts, too. A request that comes meanwhile waits for both
-    steps."""
+    """With `overlap`, where nobody guesses and no ranks share the model: launch steps with prompts,
+    too. A request that comes meanwhile waits for both steps."""
 
     jump_forward: bool = True
     """Take text that a grammar forces without running the model for it. Not done for requests with

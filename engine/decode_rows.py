@@ -181,6 +181,8 @@ class DecodeRows:
             if part is None:
                 return None
             parts.append(part)
+        if _is_mixed(parts) and any(one.sequence.group.adapter_slot for one in parts):
+            return None  # no graph takes it, and the host would launch it while the device waits
         return parts
 
     def _part(
@@ -228,7 +230,7 @@ class DecodeRows:
         return True
 
     def _rows(self, parts: list[_Part]) -> list[Planned]:
-        is_mixed = any(part.draw is None or part.num_tokens > 1 for part in parts)
+        is_mixed = _is_mixed(parts)
         return [(part.sequence, self._row(part, is_mixed)) for part in parts]
 
     def _row(self, part: _Part, is_mixed: bool) -> LaunchRow:
@@ -236,13 +238,14 @@ class DecodeRows:
         end = start + num_tokens
         clears = self._clears_blocks or (is_mixed and not has_drawn)
         table = self._entered(sequence, start, end, clears)
-        known, adapter = sequence.token_ids, sequence.group.adapter_slot
+        known = sequence.token_ids
         if draw is not None and not is_mixed:
             token_id = known[start] if start < len(known) else DRAWN_BEFORE
+            adapter = sequence.group.adapter_slot
             return DecodeRow(sequence.key, token_id, start, table, draw, adapter)
         token_ids = tuple(known[start:end]) if start < len(known) else (DRAWN_BEFORE,)
         num_blocks = -(-end // self._holdings.block_size)
-        return MixedRow(sequence.key, token_ids, start, table[:num_blocks], draw, adapter)
+        return MixedRow(sequence.key, token_ids, start, table[:num_blocks], draw)
 
     def _entered(self, sequence: Sequence, start: int, end: int, clears: bool) -> tuple[int, ...]:
         """Its blocks, before its tokens [start, end) are written into them.
@@ -258,3 +261,8 @@ class DecodeRows:
         if len(sequence.block_table) != len(sequence.block_ids):
             sequence.block_table = tuple(sequence.block_ids)
         return sequence.block_table
+
+
+def _is_mixed(parts: Iterable[_Part]) -> bool:
+    """Some of them are no decodes."""
+    return any(part.draw is None or part.num_tokens > 1 for part in parts)

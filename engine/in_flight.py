@@ -230,6 +230,8 @@ class InFlight:
             is_over = num_left == 0 if row.draw is not None else num_left > 0
             if row.position != position or not is_over:
                 raise IntegrityError(f"{key} is in flight at {row.position}, but at {position}")
+            if isinstance(row, DecodeRow) and row.adapter != sequence.group.adapter_slot:
+                raise IntegrityError(f"{key} is in flight with adapter slot {row.adapter}")
             written = self._written(row)
             if tuple(sequence.block_ids[written]) != row.block_ids[written]:
                 raise IntegrityError(f"{key} is in flight in a block that it lost")

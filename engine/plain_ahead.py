@@ -217,7 +217,8 @@ class PlainAhead:
                 for token_id in _token_ids(row)
             ]
             blocks = row.block_ids[: -(-end // size)]
-            spans.append(Span(row.position, row.num_tokens, blocks, row.adapter))
+            adapter = row.adapter if isinstance(row, DecodeRow) else 0
+            spans.append(Span(row.position, row.num_tokens, blocks, adapter))
             if row.draw is not None:
                 draw_indices.append(len(token_ids) - 1)
                 draws.append(row.draw)

@@ -131,7 +131,10 @@ class Runner:
     def _land(self, scheduler: Scheduler, *, is_admitting: bool) -> Result:
         """The step that is in flight, when the next one is, too."""
         live = self._in_flight.live()
-        following = scheduler.plan_after(live, is_admitting=is_admitting)
+        takes_prompts = self._rows.takes_prompts
+        following = scheduler.plan_after(
+            live, is_admitting=is_admitting, takes_prompts=takes_prompts
+        )
         rows = None
         if self._goes_on(live, following):
             rows = self._rows.after(live, following, has_prompts=scheduler.has_prompts)

@@ -122,17 +122,22 @@ class Scheduler:
         self._begin_plan(_NOBODY, is_admitting=is_admitting)
         return self._grant(self._plan())
 
-    def plan_after(self, live: Mapping[Key, Planned], *, is_admitting: bool = True) -> Following:
+    def plan_after(
+        self, live: Mapping[Key, Planned], *, is_admitting: bool = True, takes_prompts: bool = True
+    ) -> Following:
         """The step after one that is in flight, by what is known of that one's outcome. Nobody has
         got blocks for it, and nobody loses any.
 
         Args:
             live: who is in flight.
             is_admitting: as of `next_plan`.
+            takes_prompts: False: whoever is let in waits for a plain step, which is planned when
+                what is in flight was read.
         Returns: nobody where whoever comes next should wait for blocks that are being filled: it
             shares them once they are.
         """
-        if not self._begin_plan(live, is_admitting=is_admitting):
+        ahead_of = live if takes_prompts else _NOBODY
+        if not self._begin_plan(ahead_of, is_admitting=is_admitting):
             return Following([], is_decoding=False)
         if self._is_decoding:
             return Following([(one, 1) for one in self.running.values()], is_decoding=True)
@@ -202,6 +207,8 @@ class Scheduler:
             if first < end:
                 sequence.chain_hash(end - 1, size)  # and all before it
                 filling.update(sequence.chain_hashes[first:end])
+        if not filling:
+            return False
         return any(self._holdings.next_missing(one) in filling for one in starting)
 
     def _who_waits(self, key: Key) -> Sequence:

@@ -21,6 +21,7 @@ from baton_kernels.step_rows import HEADER_WORDS, NUM_BUFFERS, begin_step, end_s
 from engine.decoder.graph_set import GraphMemory, GraphSet
 from engine.decoder.inputs import DecodeInputs
 from engine.decoder.rows import Image, Words
+from engine.sampling.copies import bring
 
 Decode = Callable[[DecodeInputs], torch.Tensor]
 """Logits [B, V] of a step of one token a row; writes the tokens' KV."""
@@ -103,7 +104,7 @@ class DecodeStep:
 
     def apply(self, changes: Words) -> None:
         """Changes of the tables that an image has no room for: [C, 2]."""
-        brought = torch.from_numpy(changes).to(self._words.device)
+        brought = bring(changes, self._words.device)
         self._block_tables.view(-1).index_copy_(0, brought[:, 0].long(), brought[:, 1].contiguous())
 
     @property

@@ -96,7 +96,7 @@ def begin_mixed(
             is_taking = True
         else:
             token_ids += row.token_ids
-        spans.append(Span(row.position, row.num_tokens, row.block_ids, row.adapter))
+        spans.append(Span(row.position, row.num_tokens, row.block_ids))
         if row.draw is not None:
             draw_indices.append(len(token_ids) - 1)
     batch = Batch(tuple(token_ids), tuple(spans), tuple(draw_indices))

@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 from process.settings import SettingsError
 
+MOST_LAUNCHED_RANK = 64
+"""Query, key and value are one linear layer with three times the rank, and a kernel holds all of it
+(baton_kernels/gpu/lora.py): tried up to 192 there."""
+
 
 @dataclass(frozen=True)
 class LoraLimits:
@@ -24,9 +28,9 @@ class LoraLimits:
     max_launched_rank: int = 0
     """Adapters of at most this rank decode in steps that are launched ahead, in CUDA graphs of
     their own; 0: none does. Takes memory for `max_num_adapters` of this rank on every linear layer,
-    from the start, and twice the time to capture graphs. Of our own decoder, where nothing is
-    promised of a request's last bit (`exact`) and the KV cache is not quantized: elsewhere, and
-    above this rank, they decode in plain steps."""
+    from the start, and twice the time to capture graphs. With `overlap`, of our own decoder, where
+    nothing is promised of a request's last bit (`exact`) and the KV cache is not quantized:
+    elsewhere, above this rank, and beside prompts they decode in plain steps."""
 
     def __post_init__(self) -> None:
         if self.max_num_adapters < 0:
@@ -35,5 +39,9 @@ class LoraLimits:
             if getattr(self, name) < 1:
                 raise SettingsError(f"{name}: {getattr(self, name)} is below 1")
         rank = self.max_launched_rank
-        if not 0 <= rank <= self.max_rank:
-            raise SettingsError(f"max_launched_rank: {rank} is not 0 to max_rank ({self.max_rank})")
+        most = min(self.max_rank, MOST_LAUNCHED_RANK)
+        if not 0 <= rank <= most:
+            raise SettingsError(
+                f"max_launched_rank: {rank} is not 0 to {most}, the least of max_rank "
+                f"({self.max_rank}) and what kernels take ({MOST_LAUNCHED_RANK})"
+            )

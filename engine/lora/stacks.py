@@ -21,36 +21,48 @@ from engine.lora.deltas import LowRank
 from engine.lora.site import Linear, Site
 
 
+class StepRows:
+    """What all stacks look at: the rows of the step that is computed.
+
+    Attributes:
+        rows: None: none of them has an adapter.
+    """
+
+    def __init__(self) -> None:
+        self.rows: LoraRows | None = None
+
+
 class Stack:
     """One linear layer's factors.
 
     Args:
-        stacks: whose rows it adds to.
+        step: whose rows it adds to.
+        num_slots: adapters that may be loaded at once.
         rank: of one slot, of all modules that are columns of this linear together.
     """
 
     def __init__(
         self,
-        stacks: Stacks,
+        step: StepRows,
         linear: Linear,
         rank: int,
         *,
+        num_slots: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._stacks = stacks
-        num_slots = stacks.num_slots
+        self._step = step
         self.a = torch.zeros(num_slots, rank, linear.in_features, dtype=dtype, device=device)
         self.b = torch.zeros(num_slots, rank, linear.out_features, dtype=dtype, device=device)
 
     @property
     def is_wanted(self) -> bool:
         """Rows of this step have adapters."""
-        return self._stacks.rows is not None
+        return self._step.rows is not None
 
     def add(self, out: torch.Tensor, x: torch.Tensor, backend: Backend) -> torch.Tensor:
         """Add to `out` [M, out], in place, what the rows' adapters make of x [M, in]."""
-        rows = self._stacks.rows
+        rows = self._step.rows
         if rows is None:
             raise IntegrityError("a step without adapters")
         return add_lora(out, x, self.a, self.b, rows, backend=backend)
@@ -63,8 +75,6 @@ class Stacks:
         sites: the model's linear layers by name.
         num_slots: adapters that may be loaded at once: slots 1 to this.
         max_rank: of an adapter that is launched.
-    Attributes:
-        rows: of the step that is computed; None: none of them has an adapter.
     """
 
     def __init__(
@@ -78,7 +88,7 @@ class Stacks:
     ) -> None:
         self.num_slots = num_slots
         self.max_rank = max_rank
-        self.rows: LoraRows | None = None
+        self._step = StepRows()
         self.by_linear: dict[Linear, Stack] = {}
         self._held: set[int] = set()
         num_modules: dict[Linear, int] = {}
@@ -86,7 +96,9 @@ class Stacks:
             num_modules[site.linear] = num_modules.get(site.linear, 0) + 1
         for linear, count in num_modules.items():
             rank = count * max_rank
-            self.by_linear[linear] = Stack(self, linear, rank, dtype=dtype, device=device)
+            self.by_linear[linear] = Stack(
+                self._step, linear, rank, num_slots=num_slots, dtype=dtype, device=device
+            )
 
     @property
     def num_bytes(self) -> int:
@@ -124,11 +136,11 @@ class Stacks:
     @contextlib.contextmanager
     def of_step(self, rows: LoraRows | None) -> Generator[None, None, None]:
         """These rows have their adapters meanwhile."""
-        self.rows = rows
+        self._step.rows = rows
         try:
             yield
         finally:
-            self.rows = None
+            self._step.rows = None
 
     def check_integrity(self, launched: Iterable[int]) -> None:
         """Numbers are not looked at: the device would be waited for.

@@ -83,9 +83,6 @@ class MixedRow(NamedTuple):
     """From the last one's logits; None: nothing is drawn, the prompt goes on. Its position is
     `position` + `num_tokens`."""
 
-    adapter: int = 0
-    """As DecodeRow's."""
-
     @property
     def num_tokens(self) -> int:
         """That it computes."""

@@ -159,13 +159,16 @@ class Exploration:
             return _MOST
         return _MOST_CLEAR_LAUNCHED if self._pace.is_launched(num_sequences) else _MOST_CLEAR
 
-    def begin(self, num_sequences: int, num_rows: int, num_tokens: int = 0) -> bool:
+    def begin(
+        self, num_sequences: int, num_rows: int, num_tokens: int = 0, *, can_ask: bool = True
+    ) -> bool:
         """A step is planned. Returns: somebody is to be asked.
 
         Args:
             num_sequences: that draw a token in it.
             num_rows: without guesses.
             num_tokens: that its sequences have, together.
+            can_ask: False: none of them takes guesses. No trial's call is spent on such a step.
         """
         self._wake()
         self._widths.clear()
@@ -188,7 +191,7 @@ class Exploration:
             return True
         # What rows cost is learnt without prompts, and what it costs beside them is not measured.
         may_ask = num_rows == num_sequences or self._cost.knows_rows(num_sequences)
-        if pace_s is not None and may_ask:
+        if pace_s is not None and may_ask and can_ask:
             if self._pace.wants_pause(num_sequences):
                 self._is_pausing = num_rows == num_sequences
                 return False

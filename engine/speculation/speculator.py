@@ -167,18 +167,19 @@ class Speculator:
             return {}
         began = self._clock()
         num_tokens = sum(len(sample.token_ids) for sample, _ in planned)
-        if not self._exploration.begin(num_drawing, num_rows, num_tokens):
-            return {}
-        samples = self._exploration.among(
-            [
-                sample
-                for sample, num_tokens in planned
-                if takes_guesses(sample, num_tokens) and num_levels(sample) > 0
-            ]
-        )
-        tasks = [task for sample in samples if (task := self._task(sample)).num_nodes > 0]
         budget = self._max_num_tokens - num_rows
-        if not tasks or budget < 1:
+        possible = [
+            sample
+            for sample, num_pending in planned
+            if takes_guesses(sample, num_pending) and num_levels(sample) > 0
+        ]
+        can_ask = bool(possible) and budget >= 1
+        is_asking = self._exploration.begin(num_drawing, num_rows, num_tokens, can_ask=can_ask)
+        if not (is_asking and can_ask):
+            return {}
+        samples = self._exploration.among(possible)
+        tasks = [task for sample in samples if (task := self._task(sample)).num_nodes > 0]
+        if not tasks:
             return {}
         by_key = {sample.key: sample for sample in samples}
         drafted = self._draft(tasks, by_key)

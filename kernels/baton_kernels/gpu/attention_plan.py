@@ -40,8 +40,9 @@ _MAX_LONG_PART_BYTES = 64 << 20
 """Of a launch that is cut for that alone."""
 
 _MANY_ROWS = 64
-"""Query rows of a program where a sequence has more of a kv head than half of it: each program
-reads all keys and values of its split, and those of fewer rows read them more often."""
+"""Query rows of a program where a sequence has more of a kv head (with a tree: more than half as
+many): each program reads all keys and values of its split, and those of fewer rows read them more
+often."""
 
 _MAX_FUSED_NUMBERS = 2048
 """Of a part: one that is larger is merged by a kernel of its own."""
@@ -121,7 +122,13 @@ def num_sms(device: torch.device) -> int:
 
 
 def config_for(
-    rows: BlockRows, num_rows: int, dtype: torch.dtype, exact: bool, *, fills: bool = True
+    rows: BlockRows,
+    num_rows: int,
+    dtype: torch.dtype,
+    exact: bool,
+    *,
+    fills: bool = True,
+    is_tree: bool = False,
 ) -> Config:
     """By shapes alone, never by measuring: numbers must not differ between workers or runs.
 
@@ -136,7 +143,7 @@ def config_for(
     if exact:
         stages = 3 if width <= 128 else 2 if width <= 256 else 1
         return Config(EXACT_ROWS, TILE_POSITIONS, EXACT_WARPS if width <= 256 else 8, stages)
-    if width <= 128 and num_rows > _MANY_ROWS // 2 and not rows.dtype:
+    if width <= 128 and num_rows > _MANY_ROWS // (2 if is_tree else 1) and not rows.dtype:
         return Config(_MANY_ROWS, 32, 4, 3)
     block_m = 16 if num_rows <= 16 else 32
     if width <= 128 and rows.dtype:
@@ -220,7 +227,9 @@ def plan_launch(
 ) -> Plan:
     """See gpu/attention.py's launch for the arguments; `group`: query heads of a kv head."""
     fills = num_sequences * rows.num_heads > num_sms(block_tables.device) or is_tree
-    config = config or config_for(rows, group * max_num_nodes, dtype, exact, fills=fills)
+    config = config or config_for(
+        rows, group * max_num_nodes, dtype, exact, fills=fills, is_tree=is_tree
+    )
     num_m_blocks = -(-group * max_num_nodes // config.block_m)
     num_pairs = num_sequences * rows.num_heads * num_m_blocks
     max_positions = block_tables.shape[1] * rows.block_size

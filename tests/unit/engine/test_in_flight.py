@@ -279,6 +279,11 @@ def test_what_is_in_flight_is_counted(make_request: Make) -> None:
     with pytest.raises(IntegrityError, match="in flight"):
         engine.check_integrity()
     sequence.num_computed_tokens += 1
+    group = sequence.group
+    group.adapter_slot += 1
+    with pytest.raises(IntegrityError, match="adapter slot 0"):
+        engine.check_integrity()
+    group.adapter_slot -= 1
     index = sequence.num_computed_tokens // SIZE
     sequence.block_ids[index], sequence.block_ids[-1] = (
         sequence.block_ids[-1],

@@ -3,6 +3,8 @@ nothing."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -279,10 +281,24 @@ def make_stacks(toy: Toy, num_slots: int = 2) -> Stacks:
     return Stacks(toy.find(), num_slots=num_slots, max_rank=2, dtype=torch.float32, device=device)
 
 
-@pytest.mark.parametrize("max_launched_rank", [-1, 9])
-def test_a_launched_rank_is_one_that_may_be_loaded(max_launched_rank: int) -> None:
+@pytest.mark.parametrize(("max_rank", "max_launched_rank"), [(8, -1), (8, 9), (128, 65)])
+def test_a_launched_rank_is_one_that_may_be_loaded(max_rank: int, max_launched_rank: int) -> None:
     with pytest.raises(SettingsError, match="max_launched_rank"):
-        LoraLimits(max_rank=8, max_launched_rank=max_launched_rank)
+        LoraLimits(max_rank=max_rank, max_launched_rank=max_launched_rank)
+
+
+def test_a_linear_layer_holds_its_own_stack_alone() -> None:
+    """Else weights would be in a cycle with the stacks, and go when the collector comes."""
+    toy = Toy()
+    stacks = make_stacks(toy)
+    alive = weakref.ref(stacks)
+    kept = list(stacks.by_linear.values())
+    gc.disable()
+    try:
+        del stacks
+        assert alive() is None and kept
+    finally:
+        gc.enable()
 
 
 class TableMachine(RuleBasedStateMachine):

@@ -15,6 +15,7 @@ from engine.loop import Engine
 from engine.models.interface import DRAWN_BEFORE, MixedRow
 from engine.plain_ahead import AheadModel
 from engine.request import Request, Sampling
+from engine.scheduler import Scheduler
 from engine.step_output import RequestEvent
 from tests.unit.engine.conftest import hasher
 from tests.unit.engine.launches import (
@@ -489,3 +490,25 @@ def test_what_only_a_plain_step_can(fields: dict[str, Any]) -> None:
     assert model.launches.num_mixed == 0
     own = [one for one in events if one.request_id == "b"]
     assert tokens_of(own) == fake_model().generate(PROMPT, 20)
+
+
+@pytest.mark.parametrize("overlap_prompts", [False, True])
+def test_where_prompts_are_not_launched_nobody_is_let_in_by_what_is_in_flight(
+    overlap_prompts: bool, make_request: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever comes waits for a plain step there, and the step in flight is read before that."""
+    looked: list[int] = []
+    would_miss = Scheduler._would_miss
+
+    def noted(self: Scheduler, keys: Any, live: Any) -> bool:
+        looked.append(len(live))
+        return would_miss(self, keys, live)
+
+    monkeypatch.setattr(Scheduler, "_would_miss", noted)
+    engine, _ = late_engine(overlap_prompts=overlap_prompts)
+    for name in "abcd":
+        engine.submit(make_request(name, PROMPT, max_tokens=12))
+        for _ in range(3):
+            engine.step()
+    all_steps(engine)
+    assert bool(looked) is overlap_prompts

@@ -88,6 +88,22 @@ def test_a_way_that_is_just_fast_enough_is_seldom_called_too_slow() -> None:
     assert 0 < num_called <= FALSE_ALARM * 2000
 
 
+def test_a_slow_way_is_found_where_all_engines_are_noisy() -> None:
+    """Each of the three by 2 percent, independently."""
+    rng, num_called = random.Random(0), {0.98: 0, 0.95: 0}
+    for speed in num_called:
+        for _ in range(500):
+            seconds = {"plain": 1.0, "plain again": 1.0, "way": 1.0 / speed}
+            rounds = {
+                way: [Round(one, one, 96, 0) for one in (rng.gauss(mean, 0.02) for _ in range(11))]
+                for way, mean in seconds.items()
+            }
+            found = surely_slower({"cell": summary(rounds)}, 0.98)
+            num_called[speed] += any("way" in one for one in found)
+    assert num_called[0.98] <= FALSE_ALARM * 500
+    assert num_called[0.95] >= 0.7 * 500
+
+
 def test_turns_are_shuffled_anew_by_the_seed() -> None:
     ways = ["plain", "ngram", "tree"]
     found = list(islice(turns(ways, "3 batch 8"), 60))

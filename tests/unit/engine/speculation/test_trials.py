@@ -122,6 +122,23 @@ def test_who_is_in_debt_is_asked_again_some_time_later_and_slept_through(own_s: 
     assert num_asked * own_s >= 0.5 * SHARE * 2000 * PLAIN_S
 
 
+def test_a_step_for_which_nobody_can_guess_costs_no_call_of_a_trial() -> None:
+    """The last step of a request, say, while a first call's loss is being made good."""
+    one = Exploration(1)
+    for _ in range(8):
+        assert not one.begin(1, 1, 30)
+        one.learn(1, PLAIN_S, {}, {})
+    for step in range(12):
+        if step in (2, 3, 5):
+            assert not one.begin(1, 1, 30, can_ask=False)
+            one.learn(1, PLAIN_S, {}, {})
+        assert one.begin(1, 1, 30)
+        assert one.among([0]) == [0]
+        one.choose(0, [0])
+        own_s = 9 * PLAIN_S if step == 0 else 1.5 * PLAIN_S
+        one.learn(4, PLAIN_S + own_s, {0: own_s}, {0: 3})
+
+
 def test_of_long_sequences_a_first_trial_asks_for_one() -> None:
     for num_tokens, num_asked in ((30, 4), (200, 2), (5000, 1)):
         one = Exploration(1)
