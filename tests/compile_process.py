@@ -49,17 +49,11 @@ class SharedProcesses:
             process.end()
 
 
-@pytest.fixture(scope="package")
-def compile_processes() -> Iterator[SharedProcesses]:
-    """Those of one folder of tests, whose conftest.py names this."""
-    made = SharedProcesses()
-    yield made
-    made.end()
-
-
 @pytest.fixture(scope="module")
-def one_compile_process(compile_processes: SharedProcesses) -> Iterator[None]:
-    """Of all engines of a file, and of the folder's other files that ask for it, too:
-    `pytestmark = pytest.mark.usefixtures("one_compile_process")`."""
-    with compile_processes.for_all_engines():
+def one_compile_process() -> Iterator[None]:
+    """Of all engines of a file: `pytestmark = pytest.mark.usefixtures("one_compile_process")`. It
+    ends with the file: other tests look for processes that were left behind."""
+    made = SharedProcesses()
+    with made.for_all_engines():
         yield
+    made.end()

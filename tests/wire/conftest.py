@@ -2,5 +2,4 @@
 
 from __future__ import annotations
 
-from tests.compile_process import compile_processes as compile_processes
 from tests.compile_process import one_compile_process as one_compile_process

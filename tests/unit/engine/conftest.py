@@ -18,7 +18,6 @@ from engine.models.interface import LoadedModel
 from engine.plain_ahead import AheadModel
 from engine.request import Request, Sampling
 from engine.step_output import RequestEvent
-from tests.compile_process import compile_processes as compile_processes
 from tests.compile_process import one_compile_process as one_compile_process
 
 
