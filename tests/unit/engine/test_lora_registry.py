@@ -27,7 +27,7 @@ from engine.lora.config import LoraLimits
 from engine.lora.errors import AdapterInUse, InvalidAdapter, TooManyAdapters, UnknownAdapter
 from engine.lora.files import Adapter, Factors, read_adapter
 from engine.lora.peft import PeftConfig
-from engine.lora.registry import Adapters
+from engine.lora.registry import Adapters, plain_steps_warning
 from engine.lora.site import Site
 from engine.lora.stacks import Stacks
 from engine.models.fused_layer import PlainLinear
@@ -399,3 +399,10 @@ def test_what_has_no_room_is_not_made(toy: Toy, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(TooManyAdapters, match="max_bytes"):
         adapters.install("b", make_adapter(2))
     adapters.check_integrity({})
+
+
+def test_who_loads_an_adapter_that_is_not_launched_on_a_gpu_is_told() -> None:
+    assert plain_steps_warning("a", 16, 16, "cuda") == ""
+    assert plain_steps_warning("a", 16, 0, "cpu") == "", "nothing is launched faster there"
+    assert "lora.max_launched_rank" in plain_steps_warning("a", 16, 8, "cuda")
+    assert "rank 0 at most" in plain_steps_warning("a", 16, 0, "cuda")
