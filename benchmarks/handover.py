@@ -11,7 +11,8 @@ in which the request waits for its KV: from the first token until prefill has st
 last blocks and made their handle (`prefill_store`), and from that handle's arrival at decode until
 every block is there and verified (`decode_fetch`). As what the bytes alone would cost, a plain copy
 of as many in memory stands beside them. Each answer's provenance is checked for the way that it
-went. The last line printed is one JSON object.
+went. `--timeline FILE.svg` draws one more request of each way, the way's name behind FILE's. The
+last line printed is one JSON object.
 
     python -m benchmarks.handover --requests 5 --prompt-tokens 1024 8192
     python -m benchmarks.handover --shape llama-8b --device cuda:0,cuda:1 --transports shm \
@@ -45,9 +46,10 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from baton import cluster_plan
+from baton import cluster_plan, timeline
 from baton.client import SyncClient
 from baton.local_cluster import ClusterConfig, LocalCluster
+from baton.messages import Chunk, completions_from
 from baton.supervisor import Supervisor
 from benchmarks import random_checkpoint
 from benchmarks.context import context, publish
@@ -143,6 +145,25 @@ def through_cluster(client: SyncClient, path: str, prompt: list[int], into: Seri
     into.add(times_s)
     into.stages.append(end.times)
     into.num_bytes.append(legs["decode"].num_bytes_read)
+
+
+def draw_one(client: SyncClient, prompt: list[int], file: Path) -> None:
+    """One request as a picture."""
+    began_s = time.perf_counter()
+    arrivals_s: list[float] = []
+    ended_s = 0.0
+
+    def noted() -> Iterator[Chunk]:
+        nonlocal ended_s
+        for chunk in client.generate(
+            prompt, max_tokens=OUTPUT_TOKENS, ignore_eos=True, temperature=0.0
+        ):
+            ended_s = time.perf_counter() - began_s
+            arrivals_s.extend([ended_s] * bool(chunk.token_ids))
+            yield chunk
+
+    (completion,) = completions_from(noted())
+    timeline.draw(completion, arrivals_s, ended_s, file)
 
 
 def copy_s(num_bytes: int) -> float:
@@ -253,8 +274,11 @@ def main() -> int:
     )
     parser.add_argument("--set", action="append", default=[], help="as of `baton up`")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--timeline", type=Path, help="*.svg, *.png or *.pdf; needs matplotlib")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    if arguments.timeline:
+        timeline.check(arguments.timeline)
     console = Console(stderr=True)
     rng = random.Random(arguments.seed)
     figures = []
@@ -283,6 +307,11 @@ def main() -> int:
                     figures.append(
                         {"direct_transport": direct, **figures_of(transport, num_tokens, found)}
                     )
+                    for path, client in clients.items() if arguments.timeline else ():
+                        name = "-".join(filter(None, (transport, direct, path, str(num_tokens))))
+                        prompt = [rng.randrange(100, 2000) for _ in range(num_tokens)]
+                        file = arguments.timeline
+                        draw_one(client, prompt, file.with_stem(f"{file.stem}-{name}"))
     console.print(table_of(figures))
     result = {
         "benchmark": "handover",
