@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -70,12 +70,15 @@ def product_ways() -> list[Way]:
 
         return choose
 
+    def of_32_rows(num_rows: int, *its: Any) -> Any:
+        return replace(chosen(num_rows, *its), block_m=32 if 16 < num_rows <= 32 else 64)
+
     all_ours: Replaced = (tiles, "max_rows", by_triton)
     found = [
         Way("products: small weights by Triton, too", (all_ours,)),
         Way(
-            "products: tiles of 64 rows",
-            ((tiles, "skinny_tile", lambda _, *its: chosen(64, *its)),),
+            "products: tiles of 32 rows",
+            ((tiles, "skinny_tile", of_32_rows),),
         ),
     ]
     for cut in ((64, 3, 264, 8), (128, 2, 128, 4)):

@@ -182,8 +182,8 @@ def skinny_tile(num_rows: int, width: int, depth: int, is_gated: bool) -> Tile:
         return exact_tile(num_rows, width, depth)
     split = split_for(width, 64, depth, 128, num_programs=96, most=4)
     num_steps = ceil_div(ceil_div(depth, 128), split)
-    block_m = 32 if num_rows <= 32 else 64  # of the others nothing is read: room for more programs
-    return Tile(block_m, 64, 128, split, num_stages=3 if num_steps < 8 else 4)
+    # Of rows that are not there nothing is read. Tiles of 32 rows were up to 1 % slower in a step.
+    return Tile(64, 64, 128, split, num_stages=3 if num_steps < 8 else 4)
 
 
 def exact_tile(num_rows: int, width: int, depth: int) -> Tile:
