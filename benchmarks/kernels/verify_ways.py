@@ -71,7 +71,8 @@ def product_ways() -> list[Way]:
         return choose
 
     def of_32_rows(num_rows: int, *its: Any) -> Any:
-        return replace(chosen(num_rows, *its), block_m=32 if 16 < num_rows <= 32 else 64)
+        tile = chosen(num_rows, *its)
+        return replace(tile, block_m=32) if 16 < num_rows <= 32 else tile
 
     all_ours: Replaced = (tiles, "max_rows", by_triton)
     found = [
