@@ -9,17 +9,18 @@ no requests. Invariant: a capture writes no KV. Engine thread only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from struct import pack_into
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.batch import Batch
+from engine.batch import Batch, Span
 from engine.decoder.graph_set import GraphMemory, GraphSet
 from engine.decoder.inputs import MixedInputs
-from engine.decoder.numbers import int32s, table_of
+from engine.decoder.numbers import table_of
 from engine.decoder.pinned_words import PinnedWords
 from engine.decoder.rows import aligned
 from engine.decoder.shape import DecoderShape
@@ -58,8 +59,8 @@ class _Layout(NamedTuple):
     them ends where the tables of all shapes begin, so that one copy brings what a step has."""
 
     first: int
-    parts: dict[str, tuple[int, int]]
-    """By name: (first word, words)."""
+    parts: dict[str, slice]
+    """By name: words, counted from the first."""
 
 
 class TreeGraphs:
@@ -125,12 +126,12 @@ class TreeGraphs:
         }
 
     def _layout(self, sizes: dict[str, int]) -> _Layout:
-        first = at = self._first_table - sum(map(aligned, sizes.values()))
-        parts: dict[str, tuple[int, int]] = {}
+        parts: dict[str, slice] = {}
+        at = 0
         for name, size in sizes.items():
-            parts[name] = (at, size)
+            parts[name] = slice(at, at + size)
             at += aligned(size)
-        return _Layout(first, parts)
+        return _Layout(self._first_table - at, parts)
 
     @torch.inference_mode()
     def capture(
@@ -165,14 +166,13 @@ class TreeGraphs:
             if span.num_tokens > self.max_num_nodes:
                 return None
         num_sequences, num_rows = len(batch.spans), len(batch.token_ids)
-        takes_chunks = not any(span.is_tree for span in batch.spans)
+        takes_chunks = self._max_trees is None or not any(span.is_tree for span in batch.spans)
         for shape in reversed(self.shapes):  # the smallest first
             if shape.num_rows >= num_rows and shape.num_sequences >= num_sequences:
                 if takes_chunks or not self._is_of_chunks(shape):
                     return shape
         return None
 
-    @torch.inference_mode()
     def run(self, shape: TreeShape, batch: Batch) -> torch.Tensor:
         """Logits [R, V] of the step's draws; they hold until the next step.
 
@@ -186,49 +186,72 @@ class TreeGraphs:
         if self._logits is None:
             raise IntegrityError("a step that was not captured")
         draws = batch.draw_indices
-        if draws == tuple(range(len(draws))):
+        if not draws or draws[-1] == len(draws) - 1:  # they ascend: every row's, up to there
             return self._logits[: len(draws)]
         rows = torch.tensor(draws, dtype=torch.int32, pin_memory=self._is_cuda)
         return self._logits.index_select(0, rows.to(self._logits.device, non_blocking=True))
 
     def _part(self, name: str, shape: TreeShape) -> torch.Tensor:
-        first, size = self._layouts[shape].parts[name]
-        return self._words[first : first + size]
+        layout = self._layouts[shape]
+        return self._words[layout.first :][layout.parts[name]]
 
     def _put(self, shape: TreeShape, batch: Batch) -> NDArray[np.int32]:
         """The padded step, from the layout's first word on, where `_pinned` brings it from. Tables
         of sequences that are not there are not brought: nobody looks."""
         spans, num_rows = batch.spans, len(batch.token_ids)
         layout, width = self._layouts[shape], self._table_width
-        host = self._pinned.begin(self._first_table - layout.first + len(spans) * width)
+        tables = self._first_table - layout.first
+        form = shape, [(span.num_tokens, span.branches) for span in spans]
+        host = self._pinned.begin(tables + len(spans) * width, form)
         token_ids, positions, slots, sequence_ids, depths, num_cached, node_starts, visible = (
-            host[first - layout.first : first - layout.first + size]
-            for first, size in layout.parts.values()
+            layout.parts.values()
         )
-        lines = visible.view(np.bool_)[: num_rows * self._line]
-        put_nodes(spans, depths, lines.reshape(num_rows, self._line))
-        token_ids[:num_rows] = int32s(batch.token_ids)
-        positions[num_rows:] = -1
-        node_starts[1:] = num_rows
+        if not self._pinned.is_kept:
+            self._put_form(
+                spans,
+                host[positions],
+                host[sequence_ids],
+                host[depths],
+                host[node_starts],
+                host[visible],
+            )
+        pack_into(f"={num_rows}i", host, 4 * token_ids.start, *batch.token_ids)
+        own_positions, own_slots = host[positions][:num_rows], host[slots][:num_rows]
+        own_depths, numbers = host[depths][:num_rows], self._numbers[:num_rows]
         if len(spans) == 1:  # a third of numpy's calls
             start = spans[0].start
-            num_cached[0] = start
-            positions[:num_rows] = depths[:num_rows] + start
-            slots[:num_rows] = self._numbers[:num_rows] + start
+            host[num_cached.start] = start
+            np.add(own_depths, start, out=own_positions)
+            np.add(numbers, start, out=own_slots)
         else:
             counts = np.array([span.num_tokens for span in spans], dtype=np.int32)
             starts = np.array([span.start for span in spans], dtype=np.int32)
-            ends = counts.cumsum()
-            num_cached[: len(spans)] = starts
-            positions[:num_rows] = depths[:num_rows] + starts.repeat(counts)
-            slots[:num_rows] = self._numbers[:num_rows] + (starts - ends + counts).repeat(counts)
-            sequence_ids[:num_rows] = self._numbers[: len(spans)].repeat(counts)
-            node_starts[1 : len(spans) + 1] = ends
-        first = self._first_table - layout.first
+            host[num_cached][: len(spans)] = starts
+            np.add(own_depths, starts.repeat(counts), out=own_positions)
+            np.add(numbers, (starts - counts.cumsum() + counts).repeat(counts), out=own_slots)
         for span in spans:
-            host[first : first + len(span.block_ids)] = table_of(span.block_ids)
-            first += width
+            host[tables : tables + len(span.block_ids)] = table_of(span.block_ids)
+            tables += width
         return host
+
+    def _put_form(
+        self,
+        spans: Sequence[Span],
+        positions: NDArray[np.int32],
+        sequence_ids: NDArray[np.int32],
+        depths: NDArray[np.int32],
+        node_starts: NDArray[np.int32],
+        visible: NDArray[np.int32],
+    ) -> None:
+        """What steps of one form share, wherever their sequences stand: into words that are 0."""
+        counts = np.array([span.num_tokens for span in spans], dtype=np.int32)
+        num_rows = int(counts.sum())
+        lines = visible.view(np.bool_)[: num_rows * self._line]
+        put_nodes(spans, depths, lines.reshape(num_rows, self._line))
+        positions[num_rows:] = -1
+        sequence_ids[:num_rows] = self._numbers[: len(spans)].repeat(counts)
+        node_starts[1:] = num_rows
+        node_starts[1 : len(spans) + 1] = counts.cumsum()
 
     def _is_of_chunks(self, shape: TreeShape) -> bool:
         return self._max_trees is not None and shape.num_sequences > self._max_trees

@@ -24,10 +24,11 @@ from engine.sequence import Sequence as Sample
 from engine.speculation.config import SpeculationConfig
 from engine.speculation.drafter import Distribution, Draft, Drafter, Guess, Place, Task
 from engine.speculation.drawing import seeded, with_proposals
-from engine.speculation.expansion import Calibration, calibrated, choose, observe_tree
+from engine.speculation.expansion import choose
 from engine.speculation.exploration import Exploration
 from engine.speculation.heads.hidden import Wants
 from engine.speculation.heads.readers import Readers
+from engine.speculation.lessons import Lessons
 from engine.speculation.ngram import PromptLookup
 from engine.speculation.possible import (
     in_grammar,
@@ -87,7 +88,7 @@ class Speculator:
         self._max_num_tokens = max_num_tokens
         self._eos_token_ids = eos_token_ids
         self._clock = clock
-        self._calibrations = [Calibration() for _ in drafters]
+        self._lessons = Lessons(len(drafters))
         self._began_s = self._ended_s = clock()
         """Of the step that is being computed; of the one before."""
         self._asked: dict[int, float] = {}
@@ -96,8 +97,6 @@ class Speculator:
         """The plan that is being computed: its rows, and how many of its samples draw."""
         self._is_asleep = False
         """Of the step that is being computed nothing is learnt but how long it lasts."""
-        self._believed: dict[Key, list[tuple[int, TokenTree]]] = {}
-        """Of the step that is being computed: each drafter's own tree, before all choice."""
         self.readers = Readers(drafters, self._roster, clock)
         # Launched steps leave no hidden states: a gap, which costs their drafters the context.
         measures_again = self.readers.wants is Wants.NONE
@@ -148,6 +147,7 @@ class Speculator:
         self._ended_s = self._clock()
         seconds = self._ended_s - self._began_s
         try:
+            self._lessons.study()
             self._exploration.pass_by(num_sequences, seconds, is_first=is_first, is_last=is_last)
         except Exception:
             self._roster.fail_all()
@@ -158,8 +158,8 @@ class Speculator:
         Args:
             running: whoever has a place in steps; all others are forgotten.
         """
-        self._believed.clear()
-        self._asked.clear()
+        self._lessons.begin()
+        self._asked = {}
         self._roster.forget_all_but(running)
         num_rows, num_drawing = self._counts(planned)
         self._is_asleep = self._exploration.sleeps(num_drawing)
@@ -207,13 +207,15 @@ class Speculator:
         return guesses
 
     def use_wait(self, guesses: Mapping[Key, Guess]) -> None:
-        """Called when a step with these is queued on the device: what its draws will be held
-        against is made ready."""
+        """Called when a step with these is queued on the device: what the step before has taught is
+        learnt, and what this one's draws will be held against is made ready."""
+        try:
+            self._lessons.study()
+        except Exception:
+            self._roster.fail_all()
         for guess in guesses.values():
             guess.tree.prepare()
-        for drafts in self._believed.values():
-            for _, tree in drafts:
-                tree.prepare()
+        self._lessons.prepare()
 
     def take_back(self, planned: Sequence[Planned], guesses: Mapping[Key, Guess]) -> None:
         """The step failed: the blocks for its guesses go back."""
@@ -253,17 +255,7 @@ class Speculator:
         num_rows: int,
         seen_s: Mapping[int, float],
     ) -> None:
-        told: Mapping[Key, Sequence[int]] = {}
-        if self._believed:
-            told = {(event.request_id, event.sample_index): event.token_ids for event in events}
-        num_right = dict.fromkeys(self._asked, 0)
-        for key, drafts in self._believed.items():
-            # One token more than was kept is known to be the model's: it judges all guesses of it,
-            # those that were not computed, too, so that a drafter can win its trust back.
-            token_ids = told.get(key, ())[: num_kept.get(key, 0) + 1]
-            for drafter, tree in drafts:
-                right = observe_tree(self._calibrations[drafter], tree, token_ids)
-                num_right[drafter] += min(right, num_kept.get(key, 0))
+        num_right = self._lessons.hear(self._asked, events, num_kept)
         self._ended_s = self._clock()
         seconds = self._ended_s - self._began_s
         own_s = {index: one_s + seen_s.get(index, 0.0) for index, one_s in self._asked.items()}
@@ -284,18 +276,13 @@ class Speculator:
             began = self._clock()
             drafts = self._roster.propose(index, [seeded(task, index) for task in asked])
             self._asked[index] = self._clock() - began
-            by_key = {task.key: draft for task, draft in zip(asked, drafts, strict=True)}
-            for own, places, task in zip(found, drawn_from, tasks, strict=True):
-                draft = by_key.get(task.key)
-                if draft is None:
-                    continue
-                self._believed.setdefault(task.key, []).append((index, draft.tree))
-                tree = calibrated(draft.tree, self._calibrations[index])
+            for place, (task, draft) in enumerate(zip(asked, drafts, strict=True)):
+                tree = self._lessons.believe(task.key, index, draft.tree)
                 if self._is_tried(task):
                     tree = numbered(tree, index)
                     for (path, _), distribution in draft.distributions.items():
-                        places[path, index] = distribution
-                own.append(tree)
+                        drawn_from[place][path, index] = distribution
+                found[place].append(tree)
         drafted: list[_Drafted] = []
         for own, places, task in zip(found, drawn_from, tasks, strict=True):
             merged = merge(own) if own else EMPTY

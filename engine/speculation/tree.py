@@ -118,6 +118,17 @@ class TokenTree:
         """The child of `node` (or ROOT) with this token."""
         return self.children.get(node, {}).get(token_id)
 
+    def num_followed(self, token_ids: Iterable[int]) -> int:
+        """How many of these tokens, from the first on, are a path from the root."""
+        node: int | None = ROOT
+        num_followed = 0
+        for token_id in token_ids:
+            node = self.child(node, token_id)
+            if node is None:
+                break
+            num_followed += 1
+        return num_followed
+
     def path(self, node: int) -> tuple[int, ...]:
         """Nodes from the root's child down to `node`; none for ROOT."""
         nodes: list[int] = []
