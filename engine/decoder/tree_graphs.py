@@ -54,6 +54,11 @@ class TreeShape(NamedTuple):
     num_rows: int
 
 
+_MAX_COPIED_TABLES = 16384
+"""Words (64 KiB) of tables that a step's graph copies, those of sequences that are not there
+included: 3 us. Where a shape has more, as many as there are sequences are copied before it."""
+
+
 class _Layout(NamedTuple):
     """Where a shape's step lies among the words: its parts one after the other, and the last of
     them ends where the tables of all shapes begin, so that one copy brings what a step has."""
@@ -97,15 +102,15 @@ class TreeGraphs:
         self._line = width_of(max_num_nodes)
         self._block_size = block_size
         self._table_width = aligned(-(-context_window // block_size))
-        # The tables begin at the same word in every shape, and come last: of them as much is
-        # brought as a step has sequences, and what lies in the others was some sequence's.
+        # The tables begin at the same word in every shape, and come last: what lies in those of
+        # sequences that are not there was some sequence's.
         widths = [sum(map(aligned, self._sizes(shape).values())) for shape in self.shapes]
         self._first_table = max(widths, default=0)
         self._layouts = {shape: self._layout(self._sizes(shape)) for shape in self.shapes}
         most = max((shape.num_sequences for shape in self.shapes), default=0)
         num_words = self._first_table + most * self._table_width
         self._words = torch.zeros(num_words, dtype=torch.int32, device=device)
-        self._pinned = PinnedWords(device)
+        self._pinned = PinnedWords(num_words, device)
         most_rows = max((shape.num_rows for shape in self.shapes), default=0)
         self._numbers = np.arange(most_rows, dtype=np.int32)
         self._graphs = GraphSet(self._compute, uses_graphs=uses_graphs and self._is_cuda)
@@ -148,9 +153,12 @@ class TreeGraphs:
     def _blank_shapes(self) -> Iterator[TreeShape]:
         """Each when a step without rows lies where its own are looked for."""
         for shape in self.shapes:
-            self._words.zero_()
-            self._part("positions", shape).fill_(-1)
+            layout = self._layouts[shape]
+            self._pinned.words[layout.first :][layout.parts["positions"]] = -1
             yield shape
+            if self._is_cuda:  # its run has read them
+                torch.cuda.current_stream(self._words.device).synchronize()
+            self._pinned.words.zero_()
 
     def forget(self) -> None:
         """See GraphSet."""
@@ -179,10 +187,11 @@ class TreeGraphs:
         Args:
             shape: `shape_of` the batch.
         """
-        words = self._put(shape, batch)
-        first = self._layouts[shape].first
-        self._pinned.send(self._words[first : first + len(words)])
+        self._put(shape, batch)
+        if not self._copies_tables(shape):
+            self._copy(self._first_table, len(batch.spans) * self._table_width)
         self._graphs.run(shape)
+        self._pinned.on_read()
         if self._logits is None:
             raise IntegrityError("a step that was not captured")
         draws = batch.draw_indices
@@ -195,14 +204,21 @@ class TreeGraphs:
         layout = self._layouts[shape]
         return self._words[layout.first :][layout.parts[name]]
 
-    def _put(self, shape: TreeShape, batch: Batch) -> NDArray[np.int32]:
-        """The padded step, from the layout's first word on, where `_pinned` brings it from. Tables
-        of sequences that are not there are not brought: nobody looks."""
+    def _copies_tables(self, shape: TreeShape) -> bool:
+        return shape.num_sequences * self._table_width <= _MAX_COPIED_TABLES
+
+    def _copy(self, first: int, num_words: int) -> None:
+        """From the host."""
+        here = slice(first, first + num_words)
+        self._words[here].copy_(self._pinned.words[here], non_blocking=True)
+
+    def _put(self, shape: TreeShape, batch: Batch) -> None:
+        """Write the padded step where it is copied from."""
         spans, num_rows = batch.spans, len(batch.token_ids)
         layout, width = self._layouts[shape], self._table_width
         tables = self._first_table - layout.first
         form = shape, [(span.num_tokens, span.branches) for span in spans]
-        host = self._pinned.begin(tables + len(spans) * width, form)
+        host = self._pinned.begin(layout.first, tables + len(spans) * width, form)
         token_ids, positions, slots, sequence_ids, depths, num_cached, node_starts, visible = (
             layout.parts.values()
         )
@@ -232,7 +248,6 @@ class TreeGraphs:
         for span in spans:
             host[tables : tables + len(span.block_ids)] = table_of(span.block_ids)
             tables += width
-        return host
 
     def _put_form(
         self,
@@ -257,6 +272,10 @@ class TreeGraphs:
         return self._max_trees is not None and shape.num_sequences > self._max_trees
 
     def _compute(self, shape: TreeShape) -> None:
+        first, num_words = self._layouts[shape].first, self._first_table
+        if self._copies_tables(shape):
+            num_words += shape.num_sequences * self._table_width
+        self._copy(first, num_words - first)
         parts = {name: self._part(name, shape) for name in self._layouts[shape].parts}
         none = parts["num_cached"][:0]
         tables = self._words[self._first_table :].view(-1, self._table_width)
