@@ -9,22 +9,18 @@ no requests. Invariant: a capture writes no KV. Engine thread only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from struct import pack_into
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from engine.batch import Batch, Span
+from engine.batch import Batch
 from engine.decoder.graph_set import GraphMemory, GraphSet
 from engine.decoder.inputs import MixedInputs
-from engine.decoder.numbers import table_of
-from engine.decoder.pinned_words import PinnedWords
 from engine.decoder.rows import aligned
 from engine.decoder.shape import DecoderShape
-from engine.decoder.tree_inputs import TreeInputs, as_lines, put_nodes, width_of
+from engine.decoder.tree_inputs import TreeInputs, as_lines
+from engine.decoder.tree_words import TreeShape as TreeShape
+from engine.decoder.tree_words import TreeWords
 from engine.errors import IntegrityError
 
 Forward = Callable[[MixedInputs], torch.Tensor]
@@ -47,25 +43,9 @@ _EXACT_ROWS, _SPLIT_POSITIONS = 64, 512
 """Of gpu/attention_tiles.py, which only a machine with Triton can import."""
 
 
-class TreeShape(NamedTuple):
-    """What a graph is captured for."""
-
-    num_sequences: int
-    num_rows: int
-
-
 _MAX_COPIED_TABLES = 16384
 """Words (64 KiB) of tables that a step's graph copies, those of sequences that are not there
 included: 3 us. Where a shape has more, as many as there are sequences are copied before it."""
-
-
-class _Layout(NamedTuple):
-    """Where a shape's step lies among the words: its parts one after the other, and the last of
-    them ends where the tables of all shapes begin, so that one copy brings what a step has."""
-
-    first: int
-    parts: dict[str, slice]
-    """By name: words, counted from the first."""
 
 
 class TreeGraphs:
@@ -99,44 +79,17 @@ class TreeGraphs:
         self._is_cuda = device.type == "cuda"
         self.max_num_nodes = max_num_nodes
         self.shapes = tree_shapes(max_sequences, max_num_nodes, max_rows)
-        self._line = width_of(max_num_nodes)
         self._block_size = block_size
         self._table_width = aligned(-(-context_window // block_size))
-        # The tables begin at the same word in every shape, and come last: what lies in those of
-        # sequences that are not there was some sequence's.
-        widths = [sum(map(aligned, self._sizes(shape).values())) for shape in self.shapes]
-        self._first_table = max(widths, default=0)
-        self._layouts = {shape: self._layout(self._sizes(shape)) for shape in self.shapes}
-        most = max((shape.num_sequences for shape in self.shapes), default=0)
-        num_words = self._first_table + most * self._table_width
-        self._words = torch.zeros(num_words, dtype=torch.int32, device=device)
-        self._pinned = PinnedWords(num_words, device)
-        most_rows = max((shape.num_rows for shape in self.shapes), default=0)
-        self._numbers = np.arange(most_rows, dtype=np.int32)
+        self._host = TreeWords(
+            self.shapes,
+            max_num_nodes=max_num_nodes,
+            table_width=self._table_width,
+            device=device,
+        )
+        self._words = torch.zeros_like(self._host.pinned.words, device=device)
         self._graphs = GraphSet(self._compute, uses_graphs=uses_graphs and self._is_cuda)
         self._logits: torch.Tensor | None = None  # of all shapes: kept apart they would be many
-
-    def _sizes(self, shape: TreeShape) -> dict[str, int]:
-        """Words of each part but the tables."""
-        num_sequences, num_rows = shape
-        return {
-            "token_ids": num_rows,
-            "positions": num_rows,
-            "slots": num_rows,
-            "sequence_ids": num_rows,
-            "depths": num_rows,
-            "num_cached": num_sequences,
-            "node_starts": num_sequences + 1,
-            "visible": num_rows * self._line // 4,
-        }
-
-    def _layout(self, sizes: dict[str, int]) -> _Layout:
-        parts: dict[str, slice] = {}
-        at = 0
-        for name, size in sizes.items():
-            parts[name] = slice(at, at + size)
-            at += aligned(size)
-        return _Layout(self._first_table - at, parts)
 
     @torch.inference_mode()
     def capture(
@@ -153,12 +106,10 @@ class TreeGraphs:
     def _blank_shapes(self) -> Iterator[TreeShape]:
         """Each when a step without rows lies where its own are looked for."""
         for shape in self.shapes:
-            layout = self._layouts[shape]
-            self._pinned.words[layout.first :][layout.parts["positions"]] = -1
+            self._host.blank(shape)
             yield shape
             if self._is_cuda:  # its run has read them
                 torch.cuda.current_stream(self._words.device).synchronize()
-            self._pinned.words.zero_()
 
     def forget(self) -> None:
         """See GraphSet."""
@@ -187,11 +138,13 @@ class TreeGraphs:
         Args:
             shape: `shape_of` the batch.
         """
-        self._put(shape, batch)
+        self._host.put(shape, batch)
         if not self._copies_tables(shape):
-            self._copy(self._first_table, len(batch.spans) * self._table_width)
+            with torch.inference_mode():
+                first = self._host.first_table
+                self._copy(first, first + len(batch.spans) * self._table_width)
         self._graphs.run(shape)
-        self._pinned.on_read()
+        self._host.pinned.on_read()
         if self._logits is None:
             raise IntegrityError("a step that was not captured")
         draws = batch.draw_indices
@@ -200,85 +153,23 @@ class TreeGraphs:
         rows = torch.tensor(draws, dtype=torch.int32, pin_memory=self._is_cuda)
         return self._logits.index_select(0, rows.to(self._logits.device, non_blocking=True))
 
-    def _part(self, name: str, shape: TreeShape) -> torch.Tensor:
-        layout = self._layouts[shape]
-        return self._words[layout.first :][layout.parts[name]]
-
     def _copies_tables(self, shape: TreeShape) -> bool:
         return shape.num_sequences * self._table_width <= _MAX_COPIED_TABLES
 
-    def _copy(self, first: int, num_words: int) -> None:
-        """From the host."""
-        here = slice(first, first + num_words)
-        self._words[here].copy_(self._pinned.words[here], non_blocking=True)
-
-    def _put(self, shape: TreeShape, batch: Batch) -> None:
-        """Write the padded step where it is copied from."""
-        spans, num_rows = batch.spans, len(batch.token_ids)
-        layout, width = self._layouts[shape], self._table_width
-        tables = self._first_table - layout.first
-        form = shape, [(span.num_tokens, span.branches) for span in spans]
-        host = self._pinned.begin(layout.first, tables + len(spans) * width, form)
-        token_ids, positions, slots, sequence_ids, depths, num_cached, node_starts, visible = (
-            layout.parts.values()
-        )
-        if not self._pinned.is_kept:
-            self._put_form(
-                spans,
-                host[positions],
-                host[sequence_ids],
-                host[depths],
-                host[node_starts],
-                host[visible],
-            )
-        pack_into(f"={num_rows}i", host, 4 * token_ids.start, *batch.token_ids)
-        own_positions, own_slots = host[positions][:num_rows], host[slots][:num_rows]
-        own_depths, numbers = host[depths][:num_rows], self._numbers[:num_rows]
-        if len(spans) == 1:  # a third of numpy's calls
-            start = spans[0].start
-            host[num_cached.start] = start
-            np.add(own_depths, start, out=own_positions)
-            np.add(numbers, start, out=own_slots)
-        else:
-            counts = np.array([span.num_tokens for span in spans], dtype=np.int32)
-            starts = np.array([span.start for span in spans], dtype=np.int32)
-            host[num_cached][: len(spans)] = starts
-            np.add(own_depths, starts.repeat(counts), out=own_positions)
-            np.add(numbers, (starts - counts.cumsum() + counts).repeat(counts), out=own_slots)
-        for span in spans:
-            host[tables : tables + len(span.block_ids)] = table_of(span.block_ids)
-            tables += width
-
-    def _put_form(
-        self,
-        spans: Sequence[Span],
-        positions: NDArray[np.int32],
-        sequence_ids: NDArray[np.int32],
-        depths: NDArray[np.int32],
-        node_starts: NDArray[np.int32],
-        visible: NDArray[np.int32],
-    ) -> None:
-        """What steps of one form share, wherever their sequences stand: into words that are 0."""
-        counts = np.array([span.num_tokens for span in spans], dtype=np.int32)
-        num_rows = int(counts.sum())
-        lines = visible.view(np.bool_)[: num_rows * self._line]
-        put_nodes(spans, depths, lines.reshape(num_rows, self._line))
-        positions[num_rows:] = -1
-        sequence_ids[:num_rows] = self._numbers[: len(spans)].repeat(counts)
-        node_starts[1:] = num_rows
-        node_starts[1 : len(spans) + 1] = counts.cumsum()
+    def _copy(self, first: int, end: int) -> None:
+        """Words from the host."""
+        self._words[first:end].copy_(self._host.pinned.words[first:end], non_blocking=True)
 
     def _is_of_chunks(self, shape: TreeShape) -> bool:
         return self._max_trees is not None and shape.num_sequences > self._max_trees
 
     def _compute(self, shape: TreeShape) -> None:
-        first, num_words = self._layouts[shape].first, self._first_table
-        if self._copies_tables(shape):
-            num_words += shape.num_sequences * self._table_width
-        self._copy(first, num_words - first)
-        parts = {name: self._part(name, shape) for name in self._layouts[shape].parts}
+        layout, first_table = self._host.layouts[shape], self._host.first_table
+        num_copied = shape.num_sequences * self._table_width if self._copies_tables(shape) else 0
+        self._copy(layout.first, first_table + num_copied)
+        parts = {name: self._words[part] for name, part in layout.parts.items()}
         none = parts["num_cached"][:0]
-        tables = self._words[self._first_table :].view(-1, self._table_width)
+        tables = self._words[first_table:].view(-1, self._table_width)
         num_nodes = min(self.max_num_nodes, shape.num_rows)
         is_of_chunks = self._is_of_chunks(shape)
         trees = None

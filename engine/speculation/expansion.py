@@ -52,18 +52,29 @@ class Calibration:
 
     def chance(self, belief: float) -> float:
         """In [0, 1]: of such a node, given its parent is kept."""
-        return self.chances((belief,))[0]
+        return self.chances((ROOT,), (belief,))[0]
 
-    def chances(self, beliefs: Iterable[float]) -> list[float]:
-        """`chance` of each."""
+    def chances(self, parents: Sequence[int], believed: Sequence[float]) -> tuple[float, ...]:
+        """Of a tree's nodes to be kept, with all above them.
+
+        Args:
+            parents, believed: of each node; see TokenTree.
+        """
         num_seen, num_kept, last = self._num_seen, self._num_kept, _NUM_BINS - 1
         found: list[float] = []
-        for belief in beliefs:  # no calls: of every node, while the device waits
+        for parent, belief in zip(parents, believed, strict=True):
+            # No calls: of every node, while the device waits.
+            if parent != ROOT:
+                above = believed[parent]
+                belief = belief / above if above > 0.0 else 0.0
             place = int(belief * _NUM_BINS)
             if place > last:
                 place = last
-            found.append((num_kept[place] + _PRIOR * belief) / (num_seen[place] + _PRIOR))
-        return found
+            chance = (num_kept[place] + _PRIOR * belief) / (num_seen[place] + _PRIOR)
+            if chance > 1.0:
+                chance = 1.0
+            found.append(chance if parent == ROOT else chance * found[parent])
+        return tuple(found)
 
 
 def _bin(belief: float) -> int:
@@ -178,18 +189,7 @@ def choose(trees: Sequence[TokenTree], load: Load, max_num_nodes: int) -> list[T
 
 def calibrated(tree: TokenTree, calibration: Calibration) -> TokenTree:
     """The tree with chances by what was seen."""
-    believed = tree.chances
-    beliefs = [
-        belief if parent == ROOT else belief / believed[parent] if believed[parent] > 0.0 else 0.0
-        for parent, belief in zip(tree.parents, believed, strict=True)
-    ]
-    chances = calibration.chances(beliefs)
-    for node, parent in enumerate(tree.parents):  # of the whole path, from here on
-        chance = chances[node]
-        if chance > 1.0:
-            chance = 1.0
-        chances[node] = chance if parent == ROOT else chance * chances[parent]
-    return tree.with_chances(tuple(chances))
+    return tree.with_chances(calibration.chances(tree.parents, tree.chances))
 
 
 def observe_tree(calibration: Calibration, tree: TokenTree, token_ids: Iterable[int]) -> None:

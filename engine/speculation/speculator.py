@@ -12,6 +12,7 @@ the way down, so that `choose` and `best` look at a node before they look below.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 from engine.config import EngineConfig
@@ -45,6 +46,29 @@ from process.settings import SettingsError
 
 Planned = tuple[Sample, int]
 """A sample, and how many of its pending tokens a step computes."""
+
+
+class _Plan:
+    """What a step computes without guesses; what nobody asks for is not found out."""
+
+    def __init__(self, planned: Sequence[Planned]) -> None:
+        self.planned = planned
+        self.num_rows = self.num_drawing = self.num_tokens = 0
+        """Tokens that are computed; samples that draw; tokens that they all have."""
+        for sample, num_tokens in planned:
+            num_known = len(sample.token_ids)
+            self.num_rows += num_tokens
+            self.num_tokens += num_known
+            self.num_drawing += num_tokens == num_known - sample.num_computed_tokens
+
+    @cached_property
+    def possible(self) -> list[Sample]:
+        """Those that may be guessed for."""
+        return [
+            sample
+            for sample, num_tokens in self.planned
+            if takes_guesses(sample, num_tokens) and num_levels(sample) > 0
+        ]
 
 
 class _Drafted(NamedTuple):
@@ -93,8 +117,8 @@ class Speculator:
         """Of the step that is being computed; of the one before."""
         self._asked: dict[int, float] = {}
         """Drafters that guessed for the step that is being computed: seconds that it took them."""
-        self._counted: tuple[Sequence[Planned], int, int] = ((), 0, 0)
-        """The plan that is being computed: its rows, and how many of its samples draw."""
+        self._plan = _Plan(())
+        """That is being computed."""
         self._is_asleep = False
         """Of the step that is being computed nothing is learnt but how long it lasts."""
         self.readers = Readers(drafters, self._roster, clock)
@@ -110,7 +134,7 @@ class Speculator:
         meanwhile."""
         is_going_on = any(sample.state is State.RUNNING for sample, _ in planned)
         self._began_s = self._ended_s if is_going_on else self._clock()
-        self._counted = planned, *_count(planned)
+        self._plan = _Plan(planned)
 
     def expect(self, sample: Sample) -> None:
         """Its request was reserved: what drafters lack of its prompt may come meanwhile."""
@@ -124,15 +148,13 @@ class Speculator:
         Args:
             num_unread: steps that are under way for its samples.
         """
-        num_rows, num_drawing = self._counts(planned)
-        if self._exploration.sleeps(num_drawing):
+        plan = self._plan_of(planned)
+        num_drawing = plan.num_drawing
+        if self._exploration.sleeps(num_drawing) or self._exploration.rests(num_drawing):
             return True
-        is_possible = self._roster.is_live and num_rows < self._max_num_tokens
-        is_possible = is_possible and any(
-            takes_guesses(sample, num) and num_levels(sample) > num_unread
-            for sample, num in planned
-        )
-        return not is_possible or self._exploration.rests(num_drawing)
+        if not self._roster.is_live or plan.num_rows >= self._max_num_tokens:
+            return True
+        return not any(num_levels(sample) > num_unread for sample in plan.possible)
 
     def pass_by(
         self, num_sequences: int, running: Collection[Key], *, is_first: bool, is_last: bool
@@ -161,23 +183,18 @@ class Speculator:
         self._lessons.begin()
         self._asked = {}
         self._roster.forget_all_but(running)
-        num_rows, num_drawing = self._counts(planned)
+        plan = self._plan_of(planned)
+        num_rows, num_drawing = plan.num_rows, plan.num_drawing
         self._is_asleep = self._exploration.sleeps(num_drawing)
         if self._is_asleep:
             return {}
         began = self._clock()
-        num_tokens = sum(len(sample.token_ids) for sample, _ in planned)
         budget = self._max_num_tokens - num_rows
-        possible = [
-            sample
-            for sample, num_pending in planned
-            if takes_guesses(sample, num_pending) and num_levels(sample) > 0
-        ]
-        can_ask = bool(possible) and budget >= 1
-        is_asking = self._exploration.begin(num_drawing, num_rows, num_tokens, can_ask=can_ask)
+        can_ask = bool(plan.possible) and budget >= 1
+        is_asking = self._exploration.begin(num_drawing, num_rows, plan.num_tokens, can_ask=can_ask)
         if not (is_asking and can_ask):
             return {}
-        samples = self._exploration.among(possible)
+        samples = self._exploration.among(plan.possible)
         tasks = [task for sample in samples if (task := self._task(sample)).num_nodes > 0]
         if not tasks:
             return {}
@@ -255,16 +272,15 @@ class Speculator:
         num_rows: int,
         seen_s: Mapping[int, float],
     ) -> None:
-        num_right = self._lessons.hear(self._asked, events, num_kept)
+        self._lessons.hear(events, num_kept)
         self._ended_s = self._clock()
+        num_right = self._lessons.num_right(self._asked)
         seconds = self._ended_s - self._began_s
         own_s = {index: one_s + seen_s.get(index, 0.0) for index, one_s in self._asked.items()}
         self._exploration.learn(num_rows, seconds, own_s, num_right)
 
-    def _counts(self, planned: Sequence[Planned]) -> tuple[int, int]:
-        """Rows of a plan, and how many of its samples draw."""
-        plan, num_rows, num_drawing = self._counted
-        return (num_rows, num_drawing) if plan is planned else _count(planned)
+    def _plan_of(self, planned: Sequence[Planned]) -> _Plan:
+        return self._plan if self._plan.planned is planned else _Plan(planned)
 
     def _draft(self, tasks: list[Task], samples: Mapping[Key, Sample]) -> list[_Drafted]:
         found: list[list[TokenTree]] = [[] for _ in tasks]
@@ -371,11 +387,3 @@ def make_speculator(
         eos_token_ids=eos_token_ids,
         clock=clock,
     )
-
-
-def _count(planned: Sequence[Planned]) -> tuple[int, int]:
-    num_rows = num_drawing = 0
-    for sample, num_tokens in planned:
-        num_rows += num_tokens
-        num_drawing += num_tokens == sample.num_pending_tokens
-    return num_rows, num_drawing

@@ -120,13 +120,12 @@ class TokenTree:
 
     def num_followed(self, token_ids: Iterable[int]) -> int:
         """How many of these tokens, from the first on, are a path from the root."""
-        node: int | None = ROOT
-        num_followed = 0
+        node, num_followed = ROOT, 0
         for token_id in token_ids:
-            node = self.child(node, token_id)
-            if node is None:
+            child = self.child(node, token_id)
+            if child is None:
                 break
-            num_followed += 1
+            node, num_followed = child, num_followed + 1
         return num_followed
 
     def path(self, node: int) -> tuple[int, ...]:
