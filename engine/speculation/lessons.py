@@ -45,10 +45,12 @@ class Lessons:
         """Of a step: nobody has guessed for it."""
         self._believed = []
 
-    def believe(self, key: Key, drafter: int, tree: TokenTree) -> TokenTree:
-        """A drafter's tree for one sequence in this step. Returns: it, with chances that can be
-        believed."""
+    def note(self, key: Key, drafter: int, tree: TokenTree) -> None:
+        """A drafter has this tree for one sequence in this step."""
         self._believed.append(_Belief(key, drafter, tree))
+
+    def calibrated(self, drafter: int, tree: TokenTree) -> TokenTree:
+        """Its tree, with chances that can be believed."""
         return calibrated(tree, self._calibrations[drafter])
 
     def prepare(self) -> None:
@@ -76,6 +78,8 @@ class Lessons:
 
     def study(self) -> None:
         """Learn what was heard, if that was not done yet. Somebody has the time now."""
+        if self._unlearnt is None:
+            return
         for one, token_ids in self._judged():
             observe_tree(self._calibrations[one.drafter], one.tree, token_ids)
         self._unlearnt = None

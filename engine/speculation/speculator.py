@@ -12,7 +12,6 @@ the way down, so that `choose` and `best` look at a node before they look below.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import cached_property
 from typing import NamedTuple
 
 from engine.config import EngineConfig
@@ -31,44 +30,18 @@ from engine.speculation.heads.hidden import Wants
 from engine.speculation.heads.readers import Readers
 from engine.speculation.lessons import Lessons
 from engine.speculation.ngram import PromptLookup
+from engine.speculation.planned import Plan, Planned
 from engine.speculation.possible import (
     in_grammar,
     likeliest_path,
     likeliest_way_down,
     num_levels,
-    takes_guesses,
     within,
 )
 from engine.speculation.roster import Roster
 from engine.speculation.tree import EMPTY, TokenTree, merge, numbered
 from engine.step_output import RequestEvent
 from process.settings import SettingsError
-
-Planned = tuple[Sample, int]
-"""A sample, and how many of its pending tokens a step computes."""
-
-
-class _Plan:
-    """What a step computes without guesses; what nobody asks for is not found out."""
-
-    def __init__(self, planned: Sequence[Planned]) -> None:
-        self.planned = planned
-        self.num_rows = self.num_drawing = self.num_tokens = 0
-        """Tokens that are computed; samples that draw; tokens that they all have."""
-        for sample, num_tokens in planned:
-            num_known = len(sample.token_ids)
-            self.num_rows += num_tokens
-            self.num_tokens += num_known
-            self.num_drawing += num_tokens == num_known - sample.num_computed_tokens
-
-    @cached_property
-    def possible(self) -> list[Sample]:
-        """Those that may be guessed for."""
-        return [
-            sample
-            for sample, num_tokens in self.planned
-            if takes_guesses(sample, num_tokens) and num_levels(sample) > 0
-        ]
 
 
 class _Drafted(NamedTuple):
@@ -77,9 +50,11 @@ class _Drafted(NamedTuple):
     tree: TokenTree
     """What is possible of them, and of use."""
     all_of_them: Draft
+    is_raw: bool
+    """Its chances are those of the first drafter, as they are believed by itself."""
 
 
-_NOTHING = _Drafted(EMPTY, Draft(EMPTY, {}))
+_NOTHING = _Drafted(EMPTY, Draft(EMPTY, {}), is_raw=False)
 
 
 class Speculator:
@@ -113,11 +88,13 @@ class Speculator:
         self._eos_token_ids = eos_token_ids
         self._clock = clock
         self._lessons = Lessons(len(drafters))
+        self._weighs = not config.always or len(drafters) > 1 or guesses is Guesses.CHAINS
+        """Nodes are chosen although there is room for all."""
         self._began_s = self._ended_s = clock()
         """Of the step that is being computed; of the one before."""
         self._asked: dict[int, float] = {}
         """Drafters that guessed for the step that is being computed: seconds that it took them."""
-        self._plan = _Plan(())
+        self._plan = Plan(())
         """That is being computed."""
         self._is_asleep = False
         """Of the step that is being computed nothing is learnt but how long it lasts."""
@@ -134,7 +111,7 @@ class Speculator:
         meanwhile."""
         is_going_on = any(sample.state is State.RUNNING for sample, _ in planned)
         self._began_s = self._ended_s if is_going_on else self._clock()
-        self._plan = _Plan(planned)
+        self._plan = Plan(planned)
 
     def expect(self, sample: Sample) -> None:
         """Its request was reserved: what drafters lack of its prompt may come meanwhile."""
@@ -210,6 +187,8 @@ class Speculator:
             sample = by_key[task.key]
             room = self._holdings.room(sample, num_kept_blocks=len(running))
             room = min(room, self._context_window - len(sample.token_ids), budget)
+            if one.is_raw and len(tree) > room:
+                tree = self._lessons.calibrated(0, tree)
             guess = in_grammar(tree.best(room), sample.grammar)
             if self._is_tried(task):
                 guess = with_proposals(guess, task, one.all_of_them)
@@ -279,8 +258,8 @@ class Speculator:
         own_s = {index: one_s + seen_s.get(index, 0.0) for index, one_s in self._asked.items()}
         self._exploration.learn(num_rows, seconds, own_s, num_right)
 
-    def _plan_of(self, planned: Sequence[Planned]) -> _Plan:
-        return self._plan if self._plan.planned is planned else _Plan(planned)
+    def _plan_of(self, planned: Sequence[Planned]) -> Plan:
+        return self._plan if self._plan.planned is planned else Plan(planned)
 
     def _draft(self, tasks: list[Task], samples: Mapping[Key, Sample]) -> list[_Drafted]:
         found: list[list[TokenTree]] = [[] for _ in tasks]
@@ -293,7 +272,10 @@ class Speculator:
             drafts = self._roster.propose(index, [seeded(task, index) for task in asked])
             self._asked[index] = self._clock() - began
             for place, (task, draft) in enumerate(zip(asked, drafts, strict=True)):
-                tree = self._lessons.believe(task.key, index, draft.tree)
+                tree = draft.tree
+                self._lessons.note(task.key, index, tree)
+                if not self._is_raw(task, tree):
+                    tree = self._lessons.calibrated(index, tree)
                 if self._is_tried(task):
                     tree = numbered(tree, index)
                     for (path, _), distribution in draft.distributions.items():
@@ -309,8 +291,13 @@ class Speculator:
             tree = within(merged, task.max_depth, ends).best(task.num_nodes)
             if self._guesses is Guesses.CHAINS:
                 tree = likeliest_way_down(tree) if self._is_tried(task) else likeliest_path(tree)
-            drafted.append(_Drafted(tree, Draft(merged, places)))
+            is_raw = self._is_raw(task, merged)
+            drafted.append(_Drafted(tree, Draft(merged, places), is_raw))
         return drafted
+
+    def _is_raw(self, task: Task, tree: TokenTree) -> bool:
+        """Nobody needs to know which of its nodes are the likeliest, or else finds out."""
+        return not self._weighs and len(tree) <= task.num_nodes
 
     def _is_tried(self, task: Task) -> bool:
         """Its draws are judged by the multi-step rule."""
