@@ -171,3 +171,36 @@ def test_an_engine_learns_of_each_step_once(
         token_ids.clear()
     assert learnt in (told, told[:-1]) and len(learnt) > 5
     assert any(len(own) > 1 for _, own in learnt), "nothing was kept"
+
+
+class _Mistaken(_Noting):
+    """Two tokens, of which the right one is said to be the less likely."""
+
+    def _tree(self, task: Task) -> TokenTree:
+        name, index = task.key
+        right = self._expected[name][index][0][len(task.token_ids) - task.num_prompt_tokens]
+        return merge([chain([(right + 1) % VOCAB], [0.6]), chain([right], [0.3])])
+
+
+def test_where_there_is_room_for_one_of_two_it_is_the_one_that_was_right_before(
+    seed: int, make_request: Callable[..., Request]
+) -> None:
+    """Also where all that there is room for is computed, whatever it costs."""
+    request = make_request("r", [1, 2, 3], max_tokens=40, ignore_eos=True)
+    drafter = _Mistaken(random.Random(seed), request)
+    config = EngineConfig(
+        num_blocks=60,
+        max_num_running=1,
+        max_num_tokens_per_step=2,
+        speculation=SpeculationConfig(always=True),
+    )
+    engine = Engine(config, FakeModel(context_window=WINDOW, block_size=SIZE), drafters=[drafter])
+    engine.submit(request)
+    found: list[int] = []
+    num_steps = 0
+    while engine.has_work():
+        for event in engine.step().events:
+            found += event.token_ids
+            num_steps += len(found) > 20
+    assert tuple(found) == drafter._expected["r"][0][0]
+    assert num_steps < 15, "of 20 tokens, two a step"
