@@ -2,9 +2,10 @@
 one where nothing was guessed for it, each with logits.
 
 A step is padded to one of a few shapes: so many sequences, so many rows in all; which row is whose,
-and what it sees, lies in tensors on the device. Rows of padding have position -1 and belong to no
-sequence: they write no KV, and nothing reads theirs. A step that fits no shape is not taken. Knows
-no requests. Invariant: a capture writes no KV. Engine thread only.
+and what it sees, is written by the host (tree_words.py), and copied by the graph itself: a copy of
+its own would take the host longer than the graph's launch. Rows of padding have position -1 and
+belong to no sequence: they write no KV, and nothing reads theirs. A step that fits no shape is not
+taken. Knows no requests. Invariant: a capture writes no KV. Engine thread only.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _EXACT_ROWS, _SPLIT_POSITIONS = 64, 512
 
 _MAX_COPIED_TABLES = 16384
 """Words (64 KiB) of tables that a step's graph copies, those of sequences that are not there
-included: 3 us. Where a shape has more, as many as there are sequences are copied before it."""
+included. Where a shape has more, as many as there are sequences are copied before it."""
 
 
 class TreeGraphs:
@@ -148,7 +149,7 @@ class TreeGraphs:
         if self._logits is None:
             raise IntegrityError("a step that was not captured")
         draws = batch.draw_indices
-        if not draws or draws[-1] == len(draws) - 1:  # they ascend: every row's, up to there
+        if draws == tuple(range(len(draws))):
             return self._logits[: len(draws)]
         rows = torch.tensor(draws, dtype=torch.int32, pin_memory=self._is_cuda)
         return self._logits.index_select(0, rows.to(self._logits.device, non_blocking=True))

@@ -72,27 +72,26 @@ class Lessons:
     def num_right(self, drafters: Iterable[int]) -> dict[int, int]:
         """Of the step that was just heard of: kept tokens that each of these had guessed."""
         num_right = dict.fromkeys(drafters, 0)
-        for one, token_ids in self._judged():
-            num_right[one.drafter] += one.tree.num_followed(token_ids[:-1])
+        if self._unlearnt is not None:
+            for one, token_ids in _judged(self._unlearnt):
+                num_right[one.drafter] += one.tree.num_followed(token_ids[:-1])
         return num_right
 
     def study(self) -> None:
         """Learn what was heard, if that was not done yet. Somebody has the time now."""
-        if self._unlearnt is None:
-            return
-        for one, token_ids in self._judged():
-            observe_tree(self._calibrations[one.drafter], one.tree, token_ids)
-        self._unlearnt = None
+        unlearnt, self._unlearnt = self._unlearnt, None
+        if unlearnt is not None:
+            for one, token_ids in _judged(unlearnt):
+                observe_tree(self._calibrations[one.drafter], one.tree, token_ids)
 
-    def _judged(self) -> Iterator[tuple[_Belief, Sequence[int]]]:
-        """Trees that something came in place of, and what."""
-        if self._unlearnt is None:
-            return
-        believed, events, num_kept = self._unlearnt
-        told = {(event.request_id, event.sample_index): event.token_ids for event in events}
-        for one in believed:
-            # After those that were kept one more is known to be the model's: it judges all guesses
-            # of it, those that were not computed, too, so that a drafter can win its trust back.
-            token_ids = told.get(one.key, ())[: num_kept.get(one.key, 0) + 1]
-            if token_ids:
-                yield one, token_ids
+
+def _judged(outcome: _Outcome) -> Iterator[tuple[_Belief, Sequence[int]]]:
+    """Trees that something came in place of, and what."""
+    believed, events, num_kept = outcome
+    told = {(event.request_id, event.sample_index): event.token_ids for event in events}
+    for one in believed:
+        # After those that were kept one more is known to be the model's: it judges all guesses of
+        # it, those that were not computed, too, so that a drafter can win its trust back.
+        token_ids = told.get(one.key, ())[: num_kept.get(one.key, 0) + 1]
+        if token_ids:
+            yield one, token_ids

@@ -18,7 +18,7 @@ from engine.config import EngineConfig
 from engine.constraints import end_token_ids
 from engine.holdings import Holdings
 from engine.models.interface import Guesses
-from engine.request import Sampling, State
+from engine.request import Sampling
 from engine.schedule.order import Key
 from engine.sequence import Sequence as Sample
 from engine.speculation.config import SpeculationConfig
@@ -109,9 +109,8 @@ class Speculator:
         """A step of this plan begins. Whoever decodes waits from one step's end to the next one's,
         so that what the engine does in between is part of a step: a launched one is computed
         meanwhile."""
-        is_going_on = any(sample.state is State.RUNNING for sample, _ in planned)
-        self._began_s = self._ended_s if is_going_on else self._clock()
         self._plan = Plan(planned)
+        self._began_s = self._ended_s if self._plan.is_going_on else self._clock()
 
     def expect(self, sample: Sample) -> None:
         """Its request was reserved: what drafters lack of its prompt may come meanwhile."""
@@ -131,6 +130,8 @@ class Speculator:
             return True
         if not self._roster.is_live or plan.num_rows >= self._max_num_tokens:
             return True
+        if num_unread == 0:
+            return not plan.possible
         return not any(num_levels(sample) > num_unread for sample in plan.possible)
 
     def pass_by(

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from engine.batch import Batch, Span
+from engine.decoder import tree_graphs
 from engine.decoder.inputs import mixed_inputs, singles_first
 from engine.decoder.model import DecoderModel
 from engine.decoder.plain_graphs import PlainGraphs
@@ -220,12 +221,21 @@ def _run(graphs: PlainGraphs, batch: Batch) -> torch.Tensor | None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_padded_step_is_the_step(device: str, seed: int, scale: Callable[[int], int]) -> None:
+@pytest.mark.parametrize("copies_tables", [True, False])
+def test_a_padded_step_is_the_step(
+    device: str,
+    copies_tables: bool,
+    seed: int,
+    scale: Callable[[int], int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """100 steps, of which some have a long chunk, too, and many have the form of the one before, or
     nearly so (tree_words.py); the KV is that of the step as it is."""
     rng = random.Random(seed)
     model = _model(device, torch.float32, seed)
     memory = KvMemory(model.layout, NUM_BLOCKS, device)
+    if not copies_tables:
+        monkeypatch.setattr(tree_graphs, "_MAX_COPIED_TABLES", 0)
     graphs = _graphs(model, memory)
     graphs.capture()
     choices = [["tree"], ["chain"], ["one", "tree", "one"], ["late", "one"], ["tree"] * 4]
