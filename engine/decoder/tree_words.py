@@ -10,7 +10,7 @@ thread only.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from struct import pack_into
+from struct import Struct
 from typing import NamedTuple
 
 import numpy as np
@@ -45,15 +45,14 @@ class Layout(NamedTuple):
 class _Form(NamedTuple):
     """What steps of one form share, and where the rest of each goes."""
 
-    format: str
-    """Of its tokens (struct)."""
     counts: Ints
     """[S] tokens of each sequence."""
     depths: Ints
     """[N], of each token's position from its sequence's first one's."""
     places: Ints
     """[N], of each token's slot from its sequence's first one's."""
-    token_ids: Ints
+    tokens: Struct
+    token_ids: memoryview
     positions: Ints
     slots: Ints
     """[N], to be written."""
@@ -132,7 +131,7 @@ class TreeWords:
         own = self._form
         if own is None or not self.pinned.is_kept:
             own = self._form = self._put_form(shape, spans)
-        pack_into(own.format, own.token_ids.data, 0, *batch.token_ids)
+        own.tokens.pack_into(own.token_ids, 0, *batch.token_ids)
         starts: int | Ints
         if len(spans) == 1:
             starts = own.num_cached[0] = spans[0].start
@@ -160,11 +159,11 @@ class TreeWords:
         parts["node_starts"][1 : len(spans) + 1] = ends
         tables = words[self.first_table :][: len(spans) * self._table_width]
         return _Form(
-            format=f"={num_rows}i",
             counts=counts,
             depths=parts["depths"][:num_rows],
             places=numbers - (ends - counts).repeat(counts),
-            token_ids=parts["token_ids"][:num_rows],
+            tokens=Struct(f"={num_rows}i"),
+            token_ids=parts["token_ids"][:num_rows].data,
             positions=parts["positions"][:num_rows],
             slots=parts["slots"][:num_rows],
             num_cached=parts["num_cached"][: len(spans)],

@@ -48,6 +48,8 @@ class Readers:
     @property
     def layers(self) -> tuple[int, ...]:
         """Whose inputs some of them can use."""
+        if not self._all:
+            return ()
         return tuple(sorted({layer for one in self._live().values() for layer in one.layers}))
 
     def see(
