@@ -140,6 +140,8 @@ class InFlight:
     def settle(self) -> bool:
         """Wait for all that is in flight; the draws of live rows stay for the next step. Returns:
         whether blocks were held by it."""
+        if not self._flights:
+            return False
         has_held = any(flight.held for flight in self._flights)
         for flight in tuple(self._flights):
             self._read(flight)

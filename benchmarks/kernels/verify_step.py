@@ -157,7 +157,7 @@ class Bench:
             self._wait()
             whole.append(time.perf_counter() - began)
             began = time.perf_counter()
-            graphs._put(shape, batch)  # noqa: SLF001  as above
+            graphs._host.put(shape, batch)  # noqa: SLF001  as above
             host["inputs"].append(time.perf_counter() - began)
             began = time.perf_counter()
             its.run(shape)

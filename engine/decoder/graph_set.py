@@ -100,14 +100,14 @@ class GraphSet(Generic[Shape]):
             graph.capture_end()
         return graph
 
-    @torch.inference_mode()
     def run(self, shape: Shape) -> None:
         """Compute a shape on the current stream.
 
         Raises: IntegrityError where it was not captured: a capture now would compute it twice.
         """
         if not self._uses_graphs:
-            self._compute(shape)
+            with torch.inference_mode():
+                self._compute(shape)
             return
         graph = self._graphs.get(shape)
         if graph is None:

@@ -176,7 +176,6 @@ class DecoderModel(InOneProcess):
         if self._graphs is not None:
             capture_all([self._graphs], self._device, progress)
 
-    @torch.inference_mode()
     def forward(self, batch: Batch) -> torch.Tensor:
         """See LoadedModel. Logits come in the model's dtype. Raises: ValueError for a tree where
         every bit is promised (`guesses`)."""
@@ -191,21 +190,24 @@ class DecoderModel(InOneProcess):
             )
         self.kept_hidden = self.kept_every_hidden = None
         self.kept_layer_inputs = {}
+        graphs = None if batch.wants_hidden or drawn is not None else self._graphs
         with on_device(self._device):
-            if not self._is_plain_cache and not batch.wants_hidden:
-                return self._forward_attending(batch)
-            graphs = None if batch.wants_hidden else self._graphs
-            logits = None if graphs is None or drawn is not None else graphs.verify(batch)
-            if logits is not None:
-                return logits
-            if batch.wants_hidden:
-                return self._forward_keeping(batch)
-            ordered = singles_first(batch)
-            logits = None if graphs is None else graphs.run(ordered, drawn)
-            if logits is not None:
-                return logits
-            with self._adapting(ordered):
-                return self.decoder.forward(mixed_inputs(ordered, self._device, drawn))
+            # The device waits until its graph is launched: nothing else is done before.
+            logits = None if graphs is None else graphs.verify(batch)
+            return self._compute(batch, drawn) if logits is None else logits
+
+    @torch.inference_mode()
+    def _compute(self, batch: Batch, drawn: torch.Tensor | None) -> torch.Tensor:
+        if not self._is_plain_cache and not batch.wants_hidden:
+            return self._forward_attending(batch)
+        if batch.wants_hidden:
+            return self._forward_keeping(batch)
+        ordered = singles_first(batch)
+        logits = None if self._graphs is None else self._graphs.run(ordered, drawn)
+        if logits is not None:
+            return logits
+        with self._adapting(ordered):
+            return self.decoder.forward(mixed_inputs(ordered, self._device, drawn))
 
     def _forward_keeping(self, batch: Batch) -> torch.Tensor:
         """Outside of graphs, and leaving what the batch wants beside logits."""

@@ -1,11 +1,11 @@
-"""PinnedWords: where the host writes a step's words from which a copy brings them to the device,
-step after step: pinned memory that is kept, since to take some anew, and to find out which of it is
-free again, takes the host longer than to fill it.
+"""PinnedWords: where the host writes a step's words, and the device copies them from: pinned memory
+at an address that stays, so that a graph can have the copy in it, and that is kept, since to take
+some anew, and to find out which of it is free again, takes the host longer than to fill it.
 
-Two buffers in turn. Invariant: nobody writes into a buffer before the copy that read it last is
-over: the copy goes on while the host does, and an event behind it says when. It is over long before
-its buffer's turn comes wherever a draw is waited for between two steps; nothing depends on that.
-Without CUDA a copy is over when it returns. Engine thread only.
+Invariant: nobody writes before what reads is over: that goes on while the host does, and an event
+behind it says when. It is over long before wherever a draw is waited for between two steps; nothing
+depends on that. Steps of one form share most of their words: those are left where they lie. Without
+CUDA what reads is over when it returns. Engine thread only.
 """
 
 from __future__ import annotations
@@ -14,45 +14,47 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-_NUM_BUFFERS = 2
-
 
 class PinnedWords:
-    """See the module."""
+    """See the module.
 
-    def __init__(self, device: torch.device) -> None:
+    Attributes:
+        words: [num_words] int32, all 0 at first.
+        is_kept: what `begin` gave are the words of a step of the same form.
+    """
+
+    def __init__(self, num_words: int, device: torch.device) -> None:
         self._device = device
         self._is_cuda = device.type == "cuda"
-        self._buffers = [torch.empty(0, dtype=torch.int32)] * _NUM_BUFFERS
-        self._copied: list[torch.cuda.Event | None] = [None] * _NUM_BUFFERS
-        self._turn = 0
-        self._num_words = 0
+        self.words = torch.zeros(num_words, dtype=torch.int32, pin_memory=self._is_cuda)
+        self._array: NDArray[np.int32] = self.words.numpy()
+        self._read: torch.cuda.Event | None = None
+        self._form: object = None
+        self._written: object = None
+        self.is_kept = False
 
-    def begin(self, num_words: int) -> NDArray[np.int32]:
-        """Words of the next step, all 0: to be filled, and then `send`. Those of the step before
-        the one before are gone."""
-        self._turn = turn = (self._turn + 1) % _NUM_BUFFERS
-        copied = self._copied[turn]
-        if copied is not None:
-            copied.synchronize()
-        if len(self._buffers[turn]) < num_words:
-            most = 1 << (num_words - 1).bit_length()
-            self._buffers[turn] = torch.empty(most, dtype=torch.int32, pin_memory=self._is_cuda)
-        self._num_words = num_words
-        words: NDArray[np.int32] = self._buffers[turn].numpy()[:num_words]
-        words[:] = 0
-        return words
-
-    def send(self, target: torch.Tensor) -> None:
-        """Queue their copy on the current stream of the device.
+    def begin(self, first: int, num_words: int, form: object = None) -> NDArray[np.int32]:
+        """Words of the next step, to be filled and then read: all 0, or what was read last where
+        that was of the same form (`is_kept`). The others are as they were.
 
         Args:
-            target: [as many] int32.
+            form: whatever says that two steps have the same words here but for those that are
+                filled in any case; None: as no other step.
         """
-        turn = self._turn
-        target.copy_(self._buffers[turn][: self._num_words], non_blocking=True)
+        if self._read is not None:
+            self._read.synchronize()
+        words = self._array[first : first + num_words]
+        self.is_kept = form is not None and form == self._written
+        self._form = form
+        if not self.is_kept:
+            self._written = None
+            words[:] = 0
+        return words
+
+    def on_read(self) -> None:
+        """What reads the words is queued on the device's current stream."""
+        self._written = self._form
         if self._is_cuda:
-            copied = self._copied[turn]
-            if copied is None:
-                copied = self._copied[turn] = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            copied.record(torch.cuda.current_stream(self._device))
+            if self._read is None:
+                self._read = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._read.record(torch.cuda.current_stream(self._device))

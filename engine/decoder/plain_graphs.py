@@ -65,7 +65,6 @@ class PlainGraphs:
         if self._trees is not None:
             self._trees.forget()
 
-    @torch.inference_mode()
     def verify(self, batch: Batch) -> torch.Tensor | None:
         """Logits [R, V] of a step that verifies guesses, as it is, if every sequence has few rows;
         see `run`."""

@@ -2,28 +2,26 @@
 one where nothing was guessed for it, each with logits.
 
 A step is padded to one of a few shapes: so many sequences, so many rows in all; which row is whose,
-and what it sees, lies in tensors on the device. Rows of padding have position -1 and belong to no
-sequence: they write no KV, and nothing reads theirs. A step that fits no shape is not taken. Knows
-no requests. Invariant: a capture writes no KV. Engine thread only.
+and what it sees, is written by the host (tree_words.py), and copied by the graph itself: a copy of
+its own would take the host longer than the graph's launch. Rows of padding have position -1 and
+belong to no sequence: they write no KV, and nothing reads theirs. A step that fits no shape is not
+taken. Knows no requests. Invariant: a capture writes no KV. Engine thread only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from engine.batch import Batch
 from engine.decoder.graph_set import GraphMemory, GraphSet
 from engine.decoder.inputs import MixedInputs
-from engine.decoder.numbers import int32s, table_of
-from engine.decoder.pinned_words import PinnedWords
 from engine.decoder.rows import aligned
 from engine.decoder.shape import DecoderShape
-from engine.decoder.tree_inputs import TreeInputs, as_lines, put_nodes, width_of
+from engine.decoder.tree_inputs import TreeInputs, as_lines
+from engine.decoder.tree_words import TreeShape as TreeShape
+from engine.decoder.tree_words import TreeWords
 from engine.errors import IntegrityError
 
 Forward = Callable[[MixedInputs], torch.Tensor]
@@ -46,20 +44,9 @@ _EXACT_ROWS, _SPLIT_POSITIONS = 64, 512
 """Of gpu/attention_tiles.py, which only a machine with Triton can import."""
 
 
-class TreeShape(NamedTuple):
-    """What a graph is captured for."""
-
-    num_sequences: int
-    num_rows: int
-
-
-class _Layout(NamedTuple):
-    """Where a shape's step lies among the words: its parts one after the other, and the last of
-    them ends where the tables of all shapes begin, so that one copy brings what a step has."""
-
-    first: int
-    parts: dict[str, tuple[int, int]]
-    """By name: (first word, words)."""
+_MAX_COPIED_TABLES = 16384
+"""Words (64 KiB) of tables that a step's graph copies, those of sequences that are not there
+included. Where a shape has more, as many as there are sequences are copied before it."""
 
 
 class TreeGraphs:
@@ -93,44 +80,17 @@ class TreeGraphs:
         self._is_cuda = device.type == "cuda"
         self.max_num_nodes = max_num_nodes
         self.shapes = tree_shapes(max_sequences, max_num_nodes, max_rows)
-        self._line = width_of(max_num_nodes)
         self._block_size = block_size
         self._table_width = aligned(-(-context_window // block_size))
-        # The tables begin at the same word in every shape, and come last: of them as much is
-        # brought as a step has sequences, and what lies in the others was some sequence's.
-        widths = [sum(map(aligned, self._sizes(shape).values())) for shape in self.shapes]
-        self._first_table = max(widths, default=0)
-        self._layouts = {shape: self._layout(self._sizes(shape)) for shape in self.shapes}
-        most = max((shape.num_sequences for shape in self.shapes), default=0)
-        num_words = self._first_table + most * self._table_width
-        self._words = torch.zeros(num_words, dtype=torch.int32, device=device)
-        self._pinned = PinnedWords(device)
-        most_rows = max((shape.num_rows for shape in self.shapes), default=0)
-        self._numbers = np.arange(most_rows, dtype=np.int32)
+        self._host = TreeWords(
+            self.shapes,
+            max_num_nodes=max_num_nodes,
+            table_width=self._table_width,
+            device=device,
+        )
+        self._words = torch.zeros_like(self._host.pinned.words, device=device)
         self._graphs = GraphSet(self._compute, uses_graphs=uses_graphs and self._is_cuda)
         self._logits: torch.Tensor | None = None  # of all shapes: kept apart they would be many
-
-    def _sizes(self, shape: TreeShape) -> dict[str, int]:
-        """Words of each part but the tables."""
-        num_sequences, num_rows = shape
-        return {
-            "token_ids": num_rows,
-            "positions": num_rows,
-            "slots": num_rows,
-            "sequence_ids": num_rows,
-            "depths": num_rows,
-            "num_cached": num_sequences,
-            "node_starts": num_sequences + 1,
-            "visible": num_rows * self._line // 4,
-        }
-
-    def _layout(self, sizes: dict[str, int]) -> _Layout:
-        first = at = self._first_table - sum(map(aligned, sizes.values()))
-        parts: dict[str, tuple[int, int]] = {}
-        for name, size in sizes.items():
-            parts[name] = (at, size)
-            at += aligned(size)
-        return _Layout(first, parts)
 
     @torch.inference_mode()
     def capture(
@@ -147,9 +107,10 @@ class TreeGraphs:
     def _blank_shapes(self) -> Iterator[TreeShape]:
         """Each when a step without rows lies where its own are looked for."""
         for shape in self.shapes:
-            self._words.zero_()
-            self._part("positions", shape).fill_(-1)
+            self._host.blank(shape)
             yield shape
+            if self._is_cuda:  # its run has read them
+                torch.cuda.current_stream(self._words.device).synchronize()
 
     def forget(self) -> None:
         """See GraphSet."""
@@ -165,24 +126,26 @@ class TreeGraphs:
             if span.num_tokens > self.max_num_nodes:
                 return None
         num_sequences, num_rows = len(batch.spans), len(batch.token_ids)
-        takes_chunks = not any(span.is_tree for span in batch.spans)
+        takes_chunks = self._max_trees is None or not any(span.is_tree for span in batch.spans)
         for shape in reversed(self.shapes):  # the smallest first
             if shape.num_rows >= num_rows and shape.num_sequences >= num_sequences:
                 if takes_chunks or not self._is_of_chunks(shape):
                     return shape
         return None
 
-    @torch.inference_mode()
     def run(self, shape: TreeShape, batch: Batch) -> torch.Tensor:
         """Logits [R, V] of the step's draws; they hold until the next step.
 
         Args:
             shape: `shape_of` the batch.
         """
-        words = self._put(shape, batch)
-        first = self._layouts[shape].first
-        self._pinned.send(self._words[first : first + len(words)])
+        self._host.put(shape, batch)
+        if not self._copies_tables(shape):
+            with torch.inference_mode():
+                first = self._host.first_table
+                self._copy(first, first + len(batch.spans) * self._table_width)
         self._graphs.run(shape)
+        self._host.pinned.on_read()
         if self._logits is None:
             raise IntegrityError("a step that was not captured")
         draws = batch.draw_indices
@@ -191,52 +154,23 @@ class TreeGraphs:
         rows = torch.tensor(draws, dtype=torch.int32, pin_memory=self._is_cuda)
         return self._logits.index_select(0, rows.to(self._logits.device, non_blocking=True))
 
-    def _part(self, name: str, shape: TreeShape) -> torch.Tensor:
-        first, size = self._layouts[shape].parts[name]
-        return self._words[first : first + size]
+    def _copies_tables(self, shape: TreeShape) -> bool:
+        return shape.num_sequences * self._table_width <= _MAX_COPIED_TABLES
 
-    def _put(self, shape: TreeShape, batch: Batch) -> NDArray[np.int32]:
-        """The padded step, from the layout's first word on, where `_pinned` brings it from. Tables
-        of sequences that are not there are not brought: nobody looks."""
-        spans, num_rows = batch.spans, len(batch.token_ids)
-        layout, width = self._layouts[shape], self._table_width
-        host = self._pinned.begin(self._first_table - layout.first + len(spans) * width)
-        token_ids, positions, slots, sequence_ids, depths, num_cached, node_starts, visible = (
-            host[first - layout.first : first - layout.first + size]
-            for first, size in layout.parts.values()
-        )
-        lines = visible.view(np.bool_)[: num_rows * self._line]
-        put_nodes(spans, depths, lines.reshape(num_rows, self._line))
-        token_ids[:num_rows] = int32s(batch.token_ids)
-        positions[num_rows:] = -1
-        node_starts[1:] = num_rows
-        if len(spans) == 1:  # a third of numpy's calls
-            start = spans[0].start
-            num_cached[0] = start
-            positions[:num_rows] = depths[:num_rows] + start
-            slots[:num_rows] = self._numbers[:num_rows] + start
-        else:
-            counts = np.array([span.num_tokens for span in spans], dtype=np.int32)
-            starts = np.array([span.start for span in spans], dtype=np.int32)
-            ends = counts.cumsum()
-            num_cached[: len(spans)] = starts
-            positions[:num_rows] = depths[:num_rows] + starts.repeat(counts)
-            slots[:num_rows] = self._numbers[:num_rows] + (starts - ends + counts).repeat(counts)
-            sequence_ids[:num_rows] = self._numbers[: len(spans)].repeat(counts)
-            node_starts[1 : len(spans) + 1] = ends
-        first = self._first_table - layout.first
-        for span in spans:
-            host[first : first + len(span.block_ids)] = table_of(span.block_ids)
-            first += width
-        return host
+    def _copy(self, first: int, end: int) -> None:
+        """Words from the host."""
+        self._words[first:end].copy_(self._host.pinned.words[first:end], non_blocking=True)
 
     def _is_of_chunks(self, shape: TreeShape) -> bool:
         return self._max_trees is not None and shape.num_sequences > self._max_trees
 
     def _compute(self, shape: TreeShape) -> None:
-        parts = {name: self._part(name, shape) for name in self._layouts[shape].parts}
+        layout, first_table = self._host.layouts[shape], self._host.first_table
+        num_copied = shape.num_sequences * self._table_width if self._copies_tables(shape) else 0
+        self._copy(layout.first, first_table + num_copied)
+        parts = {name: self._words[part] for name, part in layout.parts.items()}
         none = parts["num_cached"][:0]
-        tables = self._words[self._first_table :].view(-1, self._table_width)
+        tables = self._words[first_table:].view(-1, self._table_width)
         num_nodes = min(self.max_num_nodes, shape.num_rows)
         is_of_chunks = self._is_of_chunks(shape)
         trees = None

@@ -76,6 +76,8 @@ class BlockPool:
 
     @property
     def num_quarantined(self) -> int:
+        if not self._num_holds:
+            return 0
         return sum(1 for block_id in self._num_holds if not self._num_references[block_id])
 
     @property

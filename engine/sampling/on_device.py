@@ -64,17 +64,22 @@ def begin_on_device(
     return partial(_finish, logits, draws, rows, queued)
 
 
-@torch.inference_mode()
 def _finish(
     logits: torch.Tensor, draws: Sequence[Draw], rows: list[Row], queued: Fetched
 ) -> list[Drawn]:
     """Wait for what was queued, and work on the rows that take more than an argmax."""
     token_ids, values = _read(queued, len(draws))
     drawn, is_valid = argmaxes(draws, token_ids, values)
-    if not is_valid.all():
-        rows = [row for row in rows if is_valid[row.place]]
-    if not rows:
-        return drawn
+    if rows:  # else the device waits, and there is nothing to do
+        _finish_rows(logits, [row for row in rows if is_valid[row.place]], token_ids, drawn)
+    return drawn
+
+
+@torch.inference_mode()
+def _finish_rows(
+    logits: torch.Tensor, rows: list[Row], token_ids: list[int], drawn: list[Drawn]
+) -> None:
+    """Those that take more than an argmax, into `drawn`."""
     outcomes: dict[int, Outcome] = {}
     size = dense.rows_per_pass(logits)
     adjusted = [row for row in rows if row.adjusts]
@@ -91,7 +96,6 @@ def _finish(
         for row, outcome in zip(part, _traced(_copy_of(logits, part), part, picked), strict=True):
             outcomes[row.place] = outcome
     report(logits, rows, outcomes, drawn)
-    return drawn
 
 
 def warm_up_device(logits: torch.Tensor) -> None:

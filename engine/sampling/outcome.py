@@ -6,7 +6,9 @@ Knows no arithmetic of a draw. Engine thread only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +20,8 @@ from engine.sampling.logprobs import raw_logprobs
 from engine.sampling.recipe import Row, masks_ends, recipe_of
 from engine.sampling.row import Draw, Drawn
 from engine.step_output import StepTrace, TokenLogprobs
+
+_new_drawn: Callable[[Iterable[object]], Drawn] = partial(tuple.__new__, Drawn)
 
 NUM_TRACE_TOP = 5
 """Best tokens in a trace whose request asked for no log probabilities."""
@@ -41,7 +45,9 @@ def argmaxes(
     Args:
         token_ids, values: of each row's best.
     """
-    drawn = [Drawn(token_id) for token_id in token_ids]
+    # Without a call to Python each: the device waits for what comes of it.
+    nones = repeat(None)
+    drawn = list(map(_new_drawn, zip(token_ids, nones, nones, nones, strict=False)))
     is_valid = np.isfinite(values)
     if not is_valid.all():
         for place in np.flatnonzero(~is_valid).tolist():

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
+from typing import NamedTuple
 
 from engine.speculation.tree import ROOT, TokenTree
 
@@ -51,18 +52,29 @@ class Calibration:
 
     def chance(self, belief: float) -> float:
         """In [0, 1]: of such a node, given its parent is kept."""
-        return self.chances((belief,))[0]
+        return self.chances((ROOT,), (belief,))[0]
 
-    def chances(self, beliefs: Iterable[float]) -> list[float]:
-        """`chance` of each."""
+    def chances(self, parents: Sequence[int], believed: Sequence[float]) -> tuple[float, ...]:
+        """Of a tree's nodes to be kept, with all above them.
+
+        Args:
+            parents, believed: of each node; see TokenTree.
+        """
         num_seen, num_kept, last = self._num_seen, self._num_kept, _NUM_BINS - 1
         found: list[float] = []
-        for belief in beliefs:  # no calls: of every node, while the device waits
+        for parent, belief in zip(parents, believed, strict=True):
+            # No calls: of every node, while the device waits.
+            if parent != ROOT:
+                above = believed[parent]
+                belief = belief / above if above > 0.0 else 0.0
             place = int(belief * _NUM_BINS)
             if place > last:
                 place = last
-            found.append((num_kept[place] + _PRIOR * belief) / (num_seen[place] + _PRIOR))
-        return found
+            chance = (num_kept[place] + _PRIOR * belief) / (num_seen[place] + _PRIOR)
+            if chance > 1.0:
+                chance = 1.0
+            found.append(chance if parent == ROOT else chance * found[parent])
+        return tuple(found)
 
 
 def _bin(belief: float) -> int:
@@ -126,8 +138,7 @@ class _Size:
     seconds: float = 0.0
 
 
-@dataclass(frozen=True)
-class Load:
+class Load(NamedTuple):
     """What a step is without guesses."""
 
     num_sequences: int
@@ -178,26 +189,16 @@ def choose(trees: Sequence[TokenTree], load: Load, max_num_nodes: int) -> list[T
 
 def calibrated(tree: TokenTree, calibration: Calibration) -> TokenTree:
     """The tree with chances by what was seen."""
-    parents, believed = tree.parents, tree.chances
-    beliefs = [
-        belief if parent == ROOT else belief / believed[parent] if believed[parent] > 0.0 else 0.0
-        for parent, belief in zip(parents, believed, strict=True)
-    ]
-    chances: list[float] = []
-    for parent, chance in zip(parents, calibration.chances(beliefs), strict=True):
-        within = chance if chance < 1.0 else 1.0
-        chances.append(within if parent == ROOT else within * chances[parent])
-    return tree.with_chances(tuple(chances))
+    return tree.with_chances(calibration.chances(tree.parents, tree.chances))
 
 
-def observe_tree(calibration: Calibration, tree: TokenTree, token_ids: Iterable[int]) -> int:
-    """Each node whose parent was kept, put to the test by the token that came there. Returns: how
-    many were right.
+def observe_tree(calibration: Calibration, tree: TokenTree, token_ids: Iterable[int]) -> None:
+    """Each node whose parent was kept, put to the test by the token that came there.
 
     Args:
         token_ids: the last of them was drawn in any case.
     """
-    node, chance, num_right = ROOT, 1.0, 0
+    node, chance = ROOT, 1.0
     for token_id in token_ids:
         for guess, child in tree.children.get(node, {}).items():
             belief = tree.chances[child] / chance if chance > 0.0 else 0.0
@@ -205,6 +206,4 @@ def observe_tree(calibration: Calibration, tree: TokenTree, token_ids: Iterable[
         next_node = tree.child(node, token_id)
         if next_node is None:
             break
-        num_right += 1
         node, chance = next_node, tree.chances[next_node]
-    return num_right

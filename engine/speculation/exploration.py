@@ -59,7 +59,7 @@ class Exploration:
     """What the drafters of one engine are asked for, and what of it is learnt.
 
     Args:
-        always: they are asked for everybody, whatever it costs.
+        always: they are asked for everybody, whatever it costs: it is not measured.
         measures_again: what a launched step lasts is measured among guesses, too. False where
             drafters must see every step, which launched ones do not let them: it is measured
             before the first guesses, and whenever they do not pay.
@@ -113,7 +113,7 @@ class Exploration:
         num_sequences = self._num_sequences
         end_s = min(worth.barred_s(num_sequences) for worth in self._worths)
         end_s -= _AWAKE_STEPS * step_s
-        if end_s > 0.0 and not self._always:
+        if end_s > 0.0:
             self._sleep = _Sleep(size_class(num_sequences), end_s)
 
     def rests(self, num_sequences: int) -> bool:
@@ -134,6 +134,8 @@ class Exploration:
             is_last: none was launched after it. Where a launch does not return before it is
                 computed, it lasted no time, and the first one twice as long.
         """
+        if self._always:
+            return
         self._wake()
         has_paused, self._has_paused = self._has_paused, False
         for worth in self._worths:
@@ -170,6 +172,8 @@ class Exploration:
             num_tokens: that its sequences have, together.
             can_ask: False: none of them takes guesses. No trial's call is spent on such a step.
         """
+        if self._always:
+            return num_sequences > 0
         self._wake()
         self._widths.clear()
         self._num_tasks.clear()
@@ -178,7 +182,7 @@ class Exploration:
         if num_sequences == 0:
             return False
         able = self._able(num_sequences)
-        if not (able or self._always):
+        if not able:
             return False
         base_s, row_s = self._cost.line(num_sequences)
         pace_s = self._pace.seconds(num_sequences, row_s, self._most(able, num_sequences))
@@ -187,8 +191,6 @@ class Exploration:
                 row_s = max(row_s, _ROWS_SHARE * pace_s / num_sequences)
             base_s = max(pace_s - row_s * num_rows, 0.0)
         self.load = Load(num_sequences, num_rows, base_s, row_s)
-        if self._always:
-            return True
         # What rows cost is learnt without prompts, and what it costs beside them is not measured.
         may_ask = num_rows == num_sequences or self._cost.knows_rows(num_sequences)
         if pace_s is not None and may_ask and can_ask:
@@ -204,16 +206,20 @@ class Exploration:
 
     def among(self, samples: Sequence[_Task]) -> Sequence[_Task]:
         """Those that somebody is asked for: other ones with each trial."""
+        if self._always:
+            return samples
         width = max(self._widths.values(), default=0)
-        if self._always or width >= len(samples):
+        if width >= len(samples):
             return samples
         drafter = max(self._widths, key=self._widths.__getitem__)
         first = self._worths[drafter].num_trials(self._num_sequences) % len(samples)
         return [samples[(first + place) % len(samples)] for place in range(width)]
 
     def choose(self, drafter: int, tasks: Sequence[_Task]) -> Sequence[_Task]:
-        """Those of `among` that this drafter is asked for; maybe none."""
-        width = len(tasks) if self._always else min(self._widths.get(drafter, 0), len(tasks))
+        """The first of `among`, for which this drafter is asked; maybe none."""
+        if self._always:
+            return tasks
+        width = min(self._widths.get(drafter, 0), len(tasks))
         self._num_tasks[drafter] = width
         return tasks[:width]
 
@@ -233,7 +239,7 @@ class Exploration:
             num_right: kept tokens that it had guessed.
         """
         num_sequences = self._num_sequences
-        if num_sequences == 0:
+        if num_sequences == 0 or self._always:
             return
         for worth in self._worths:
             worth.serve(num_sequences, seconds)

@@ -6,7 +6,7 @@ Pure functions over values; states of grammars are forked.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
 from engine.request import State
@@ -42,10 +42,12 @@ def num_levels(sample: Sample) -> int:
     return max(0, sample.group.max_output_tokens - sample.num_output_tokens - 1)
 
 
-def within(tree: TokenTree, max_depth: int, ends: Collection[int]) -> TokenTree:
+def within(tree: TokenTree, max_depth: int, ends: AbstractSet[int]) -> TokenTree:
     """The tree without what is deeper, or follows an end."""
-    if max(tree.depths, default=0) <= max_depth and not any(map(ends.__contains__, tree.token_ids)):
-        return tree  # most are so, and the device waits meanwhile
+    # Most are so, and the device waits meanwhile.
+    is_flat = len(tree) <= max_depth or max(tree.depths, default=0) <= max_depth
+    if is_flat and ends.isdisjoint(tree.token_ids):
+        return tree
     dropped = {
         node
         for node, (parent, depth) in enumerate(zip(tree.parents, tree.depths, strict=True))

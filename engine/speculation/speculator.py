@@ -18,32 +18,30 @@ from engine.config import EngineConfig
 from engine.constraints import end_token_ids
 from engine.holdings import Holdings
 from engine.models.interface import Guesses
-from engine.request import Sampling, State
+from engine.request import Sampling
 from engine.schedule.order import Key
 from engine.sequence import Sequence as Sample
 from engine.speculation.config import SpeculationConfig
 from engine.speculation.drafter import Distribution, Draft, Drafter, Guess, Place, Task
 from engine.speculation.drawing import seeded, with_proposals
-from engine.speculation.expansion import Calibration, calibrated, choose, observe_tree
+from engine.speculation.expansion import choose
 from engine.speculation.exploration import Exploration
 from engine.speculation.heads.hidden import Wants
 from engine.speculation.heads.readers import Readers
+from engine.speculation.lessons import Lessons
 from engine.speculation.ngram import PromptLookup
+from engine.speculation.planned import Plan, Planned
 from engine.speculation.possible import (
     in_grammar,
     likeliest_path,
     likeliest_way_down,
     num_levels,
-    takes_guesses,
     within,
 )
 from engine.speculation.roster import Roster
 from engine.speculation.tree import EMPTY, TokenTree, merge, numbered
 from engine.step_output import RequestEvent
 from process.settings import SettingsError
-
-Planned = tuple[Sample, int]
-"""A sample, and how many of its pending tokens a step computes."""
 
 
 class _Drafted(NamedTuple):
@@ -52,9 +50,11 @@ class _Drafted(NamedTuple):
     tree: TokenTree
     """What is possible of them, and of use."""
     all_of_them: Draft
+    is_raw: bool
+    """Its chances are those of the first drafter, as they are believed by itself."""
 
 
-_NOTHING = _Drafted(EMPTY, Draft(EMPTY, {}))
+_NOTHING = _Drafted(EMPTY, Draft(EMPTY, {}), is_raw=False)
 
 
 class Speculator:
@@ -87,17 +87,17 @@ class Speculator:
         self._max_num_tokens = max_num_tokens
         self._eos_token_ids = eos_token_ids
         self._clock = clock
-        self._calibrations = [Calibration() for _ in drafters]
+        self._lessons = Lessons(len(drafters))
+        self._weighs = not config.always or len(drafters) > 1 or guesses is Guesses.CHAINS
+        """Nodes are chosen although there is room for all."""
         self._began_s = self._ended_s = clock()
         """Of the step that is being computed; of the one before."""
         self._asked: dict[int, float] = {}
         """Drafters that guessed for the step that is being computed: seconds that it took them."""
-        self._counted: tuple[Sequence[Planned], int, int] = ((), 0, 0)
-        """The plan that is being computed: its rows, and how many of its samples draw."""
+        self._plan = Plan(())
+        """That is being computed."""
         self._is_asleep = False
         """Of the step that is being computed nothing is learnt but how long it lasts."""
-        self._believed: dict[Key, list[tuple[int, TokenTree]]] = {}
-        """Of the step that is being computed: each drafter's own tree, before all choice."""
         self.readers = Readers(drafters, self._roster, clock)
         # Launched steps leave no hidden states: a gap, which costs their drafters the context.
         measures_again = self.readers.wants is Wants.NONE
@@ -109,9 +109,8 @@ class Speculator:
         """A step of this plan begins. Whoever decodes waits from one step's end to the next one's,
         so that what the engine does in between is part of a step: a launched one is computed
         meanwhile."""
-        is_going_on = any(sample.state is State.RUNNING for sample, _ in planned)
-        self._began_s = self._ended_s if is_going_on else self._clock()
-        self._counted = planned, *_count(planned)
+        self._plan = Plan(planned)
+        self._began_s = self._ended_s if self._plan.is_going_on else self._clock()
 
     def expect(self, sample: Sample) -> None:
         """Its request was reserved: what drafters lack of its prompt may come meanwhile."""
@@ -125,15 +124,15 @@ class Speculator:
         Args:
             num_unread: steps that are under way for its samples.
         """
-        num_rows, num_drawing = self._counts(planned)
-        if self._exploration.sleeps(num_drawing):
+        plan = self._plan_of(planned)
+        num_drawing = plan.num_drawing
+        if self._exploration.sleeps(num_drawing) or self._exploration.rests(num_drawing):
             return True
-        is_possible = self._roster.is_live and num_rows < self._max_num_tokens
-        is_possible = is_possible and any(
-            takes_guesses(sample, num) and num_levels(sample) > num_unread
-            for sample, num in planned
-        )
-        return not is_possible or self._exploration.rests(num_drawing)
+        if not self._roster.is_live or plan.num_rows >= self._max_num_tokens:
+            return True
+        if num_unread == 0:
+            return not plan.possible
+        return not any(num_levels(sample) > num_unread for sample in plan.possible)
 
     def pass_by(
         self, num_sequences: int, running: Collection[Key], *, is_first: bool, is_last: bool
@@ -148,6 +147,7 @@ class Speculator:
         self._ended_s = self._clock()
         seconds = self._ended_s - self._began_s
         try:
+            self._lessons.study()
             self._exploration.pass_by(num_sequences, seconds, is_first=is_first, is_last=is_last)
         except Exception:
             self._roster.fail_all()
@@ -158,26 +158,21 @@ class Speculator:
         Args:
             running: whoever has a place in steps; all others are forgotten.
         """
-        self._believed.clear()
-        self._asked.clear()
+        self._lessons.begin()
+        self._asked = {}
         self._roster.forget_all_but(running)
-        num_rows, num_drawing = self._counts(planned)
+        plan = self._plan_of(planned)
+        num_rows, num_drawing = plan.num_rows, plan.num_drawing
         self._is_asleep = self._exploration.sleeps(num_drawing)
         if self._is_asleep:
             return {}
         began = self._clock()
-        num_tokens = sum(len(sample.token_ids) for sample, _ in planned)
         budget = self._max_num_tokens - num_rows
-        possible = [
-            sample
-            for sample, num_pending in planned
-            if takes_guesses(sample, num_pending) and num_levels(sample) > 0
-        ]
-        can_ask = bool(possible) and budget >= 1
-        is_asking = self._exploration.begin(num_drawing, num_rows, num_tokens, can_ask=can_ask)
+        can_ask = bool(plan.possible) and budget >= 1
+        is_asking = self._exploration.begin(num_drawing, num_rows, plan.num_tokens, can_ask=can_ask)
         if not (is_asking and can_ask):
             return {}
-        samples = self._exploration.among(possible)
+        samples = self._exploration.among(plan.possible)
         tasks = [task for sample in samples if (task := self._task(sample)).num_nodes > 0]
         if not tasks:
             return {}
@@ -193,6 +188,8 @@ class Speculator:
             sample = by_key[task.key]
             room = self._holdings.room(sample, num_kept_blocks=len(running))
             room = min(room, self._context_window - len(sample.token_ids), budget)
+            if one.is_raw and len(tree) > room:
+                tree = self._lessons.calibrated(0, tree)
             guess = in_grammar(tree.best(room), sample.grammar)
             if self._is_tried(task):
                 guess = with_proposals(guess, task, one.all_of_them)
@@ -207,13 +204,15 @@ class Speculator:
         return guesses
 
     def use_wait(self, guesses: Mapping[Key, Guess]) -> None:
-        """Called when a step with these is queued on the device: what its draws will be held
-        against is made ready."""
+        """Called when a step with these is queued on the device: what the step before has taught is
+        learnt, and what this one's draws will be held against is made ready."""
+        try:
+            self._lessons.study()
+        except Exception:
+            self._roster.fail_all()
         for guess in guesses.values():
             guess.tree.prepare()
-        for drafts in self._believed.values():
-            for _, tree in drafts:
-                tree.prepare()
+        self._lessons.prepare()
 
     def take_back(self, planned: Sequence[Planned], guesses: Mapping[Key, Guess]) -> None:
         """The step failed: the blocks for its guesses go back."""
@@ -253,26 +252,15 @@ class Speculator:
         num_rows: int,
         seen_s: Mapping[int, float],
     ) -> None:
-        told: Mapping[Key, Sequence[int]] = {}
-        if self._believed:
-            told = {(event.request_id, event.sample_index): event.token_ids for event in events}
-        num_right = dict.fromkeys(self._asked, 0)
-        for key, drafts in self._believed.items():
-            # One token more than was kept is known to be the model's: it judges all guesses of it,
-            # those that were not computed, too, so that a drafter can win its trust back.
-            token_ids = told.get(key, ())[: num_kept.get(key, 0) + 1]
-            for drafter, tree in drafts:
-                right = observe_tree(self._calibrations[drafter], tree, token_ids)
-                num_right[drafter] += min(right, num_kept.get(key, 0))
+        self._lessons.hear(events, num_kept)
         self._ended_s = self._clock()
+        num_right = self._lessons.num_right(self._asked)
         seconds = self._ended_s - self._began_s
         own_s = {index: one_s + seen_s.get(index, 0.0) for index, one_s in self._asked.items()}
         self._exploration.learn(num_rows, seconds, own_s, num_right)
 
-    def _counts(self, planned: Sequence[Planned]) -> tuple[int, int]:
-        """Rows of a plan, and how many of its samples draw."""
-        plan, num_rows, num_drawing = self._counted
-        return (num_rows, num_drawing) if plan is planned else _count(planned)
+    def _plan_of(self, planned: Sequence[Planned]) -> Plan:
+        return self._plan if self._plan.planned is planned else Plan(planned)
 
     def _draft(self, tasks: list[Task], samples: Mapping[Key, Sample]) -> list[_Drafted]:
         found: list[list[TokenTree]] = [[] for _ in tasks]
@@ -284,18 +272,16 @@ class Speculator:
             began = self._clock()
             drafts = self._roster.propose(index, [seeded(task, index) for task in asked])
             self._asked[index] = self._clock() - began
-            by_key = {task.key: draft for task, draft in zip(asked, drafts, strict=True)}
-            for own, places, task in zip(found, drawn_from, tasks, strict=True):
-                draft = by_key.get(task.key)
-                if draft is None:
-                    continue
-                self._believed.setdefault(task.key, []).append((index, draft.tree))
-                tree = calibrated(draft.tree, self._calibrations[index])
+            for place, (task, draft) in enumerate(zip(asked, drafts, strict=True)):
+                tree = draft.tree
+                self._lessons.note(task.key, index, tree)
+                if not self._is_raw(task, tree):
+                    tree = self._lessons.calibrated(index, tree)
                 if self._is_tried(task):
                     tree = numbered(tree, index)
                     for (path, _), distribution in draft.distributions.items():
-                        places[path, index] = distribution
-                own.append(tree)
+                        drawn_from[place][path, index] = distribution
+                found[place].append(tree)
         drafted: list[_Drafted] = []
         for own, places, task in zip(found, drawn_from, tasks, strict=True):
             merged = merge(own) if own else EMPTY
@@ -306,8 +292,13 @@ class Speculator:
             tree = within(merged, task.max_depth, ends).best(task.num_nodes)
             if self._guesses is Guesses.CHAINS:
                 tree = likeliest_way_down(tree) if self._is_tried(task) else likeliest_path(tree)
-            drafted.append(_Drafted(tree, Draft(merged, places)))
+            is_raw = self._is_raw(task, merged)
+            drafted.append(_Drafted(tree, Draft(merged, places), is_raw))
         return drafted
+
+    def _is_raw(self, task: Task, tree: TokenTree) -> bool:
+        """Nobody needs to know which of its nodes are the likeliest, or else finds out."""
+        return not self._weighs and len(tree) <= task.num_nodes
 
     def _is_tried(self, task: Task) -> bool:
         """Its draws are judged by the multi-step rule."""
@@ -384,11 +375,3 @@ def make_speculator(
         eos_token_ids=eos_token_ids,
         clock=clock,
     )
-
-
-def _count(planned: Sequence[Planned]) -> tuple[int, int]:
-    num_rows = num_drawing = 0
-    for sample, num_tokens in planned:
-        num_rows += num_tokens
-        num_drawing += num_tokens == sample.num_pending_tokens
-    return num_rows, num_drawing

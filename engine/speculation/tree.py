@@ -118,6 +118,16 @@ class TokenTree:
         """The child of `node` (or ROOT) with this token."""
         return self.children.get(node, {}).get(token_id)
 
+    def num_followed(self, token_ids: Iterable[int]) -> int:
+        """How many of these tokens, from the first on, are a path from the root."""
+        node, num_followed = ROOT, 0
+        for token_id in token_ids:
+            child = self.child(node, token_id)
+            if child is None:
+                break
+            node, num_followed = child, num_followed + 1
+        return num_followed
+
     def path(self, node: int) -> tuple[int, ...]:
         """Nodes from the root's child down to `node`; none for ROOT."""
         nodes: list[int] = []

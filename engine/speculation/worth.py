@@ -7,6 +7,7 @@ Policy: pure; running averages that nobody else writes.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.speculation.expansion import Load
 
@@ -46,8 +47,7 @@ _CLEAR = 0.2
 """There is none where a call gains this share of a step; guessed."""
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """What became of one call of a drafter."""
 
     num_tasks: int

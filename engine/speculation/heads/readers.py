@@ -41,11 +41,15 @@ class Readers:
     @property
     def wants(self) -> Wants:
         """What some of them can use."""
+        if not self._all:
+            return Wants.NONE
         return max((one.wants for one in self._live().values()), default=Wants.NONE)
 
     @property
     def layers(self) -> tuple[int, ...]:
         """Whose inputs some of them can use."""
+        if not self._all:
+            return ()
         return tuple(sorted({layer for one in self._live().values() for layer in one.layers}))
 
     def see(
@@ -58,9 +62,10 @@ class Readers:
         """A step that kept what `wants` said, once it is booked: whatever fails here may cost
         readers, never what the step drew. See kept.computed. Returns: seconds that it took, by
         number of the drafter."""
-        live, began_s = dict(self._live()), self._clock()
+        live = dict(self._live())
         if not live:
             return {}
+        began_s = self._clock()
         try:
             seen = computed(step, planned, guesses, model)
             for sample, _ in seen:

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from engine.batch import Batch, Span
+from engine.decoder import tree_graphs
 from engine.decoder.inputs import mixed_inputs, singles_first
 from engine.decoder.model import DecoderModel
 from engine.decoder.plain_graphs import PlainGraphs
@@ -68,6 +70,21 @@ def _batch(rng: random.Random, kinds: Sequence[str], *, draws_all: bool = False)
         first_drawn = length - 1 if not is_guessed else trunk - 1 if branches else 0
         draws += range(first + first_drawn, first + length)
     return Batch(tuple(token_ids), tuple(spans), tuple(draws))
+
+
+def _elsewhere(rng: random.Random, batch: Batch, *, as_before: bool) -> Batch:
+    """Other tokens, at other places, in other blocks, as many of each sequence; `as_before`: in the
+    same trees."""
+    order = rng.sample(range(NUM_BLOCKS), NUM_BLOCKS)
+    spans: list[Span] = []
+    for span in batch.spans:
+        start = rng.randrange(WINDOW - span.num_tokens)
+        count = -(-(start + span.num_tokens) // BLOCK)
+        blocks, order = tuple(order[:count]), order[count:]
+        branches = span.branches if as_before else _branches(rng, len(span.branches))
+        spans.append(span._replace(start=start, block_ids=blocks, branches=branches))
+    token_ids = tuple(rng.randrange(211) for _ in batch.token_ids)
+    return replace(batch, token_ids=token_ids, spans=tuple(spans))
 
 
 def _memory(model: DecoderModel, batch: Batch, seed: int) -> KvMemory:
@@ -204,17 +221,31 @@ def _run(graphs: PlainGraphs, batch: Batch) -> torch.Tensor | None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_padded_step_is_the_step(device: str, seed: int, scale: Callable[[int], int]) -> None:
-    """100 steps, of which some have a long chunk, too; the KV is that of the step as it is."""
+@pytest.mark.parametrize("copies_tables", [True, False])
+def test_a_padded_step_is_the_step(
+    device: str,
+    copies_tables: bool,
+    seed: int,
+    scale: Callable[[int], int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """100 steps, of which some have a long chunk, too, and many have the form of the one before, or
+    nearly so (tree_words.py); the KV is that of the step as it is."""
     rng = random.Random(seed)
     model = _model(device, torch.float32, seed)
     memory = KvMemory(model.layout, NUM_BLOCKS, device)
+    if not copies_tables:
+        monkeypatch.setattr(tree_graphs, "_MAX_COPIED_TABLES", 0)
     graphs = _graphs(model, memory)
     graphs.capture()
     choices = [["tree"], ["chain"], ["one", "tree", "one"], ["late", "one"], ["tree"] * 4]
     choices += [["chunk", "tree"], ["one", "chain", "chunk"]]
+    batch = _batch(rng, rng.choice(choices))
     for index in range(scale(100)):
-        batch = _batch(rng, rng.choice(choices))
+        if rng.random() < 0.4:
+            batch = _batch(rng, rng.choice(choices))
+        else:
+            batch = _elsewhere(rng, batch, as_before=rng.random() < 0.7)
         expected_memory = _memory(model, batch, seed + index)
         memory.cache.copy_(expected_memory.cache)
         model.attach(memory)  # graphs keep its address

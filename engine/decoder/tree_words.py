@@ -1,0 +1,171 @@
+"""TreeWords: a step that verifies guesses as int32 words: where each part of it lies, padded to one
+of a few shapes, and how the host writes them (pinned_words.py), while the device has nothing to do.
+
+What steps of one form share (as many tokens of each sequence, which follow each other alike) is
+written for the first of them. Tables come last and begin at the same word in every shape: those of
+sequences that are not there are some sequence's, which nobody looks into. Knows no graphs. Engine
+thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from struct import Struct
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.batch import Batch, Span
+from engine.decoder.numbers import table_of
+from engine.decoder.pinned_words import PinnedWords
+from engine.decoder.rows import aligned
+from engine.decoder.tree_inputs import put_nodes, width_of
+
+Ints = NDArray[np.int32]
+
+
+class TreeShape(NamedTuple):
+    """What a step is padded to."""
+
+    num_sequences: int
+    num_rows: int
+
+
+class Layout(NamedTuple):
+    """Where a shape's step lies: its parts one after the other, and the last of them ends where the
+    tables of all shapes begin, so that one copy brings what a step has."""
+
+    first: int
+    parts: dict[str, slice]
+    """By name."""
+
+
+class _Form(NamedTuple):
+    """What steps of one form share, and where the rest of each goes."""
+
+    counts: Ints
+    """[S] tokens of each sequence."""
+    depths: Ints
+    """[N], of each token's position from its sequence's first one's."""
+    places: Ints
+    """[N], of each token's slot from its sequence's first one's."""
+    tokens: Struct
+    token_ids: memoryview
+    positions: Ints
+    slots: Ints
+    """[N], to be written."""
+    num_cached: Ints
+    """[S], to be written."""
+    tables: Ints
+    """[S, W], to be written."""
+
+
+class TreeWords:
+    """See the module.
+
+    Args:
+        max_num_nodes: most rows of one sequence.
+        table_width: blocks of one sequence, at most.
+    Attributes:
+        pinned: where they are written.
+        first_table: word where the tables begin.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[TreeShape],
+        *,
+        max_num_nodes: int,
+        table_width: int,
+        device: torch.device,
+    ) -> None:
+        self._line = width_of(max_num_nodes)
+        self._table_width = table_width
+        sizes = {shape: self._sizes(shape) for shape in shapes}
+        widths = [sum(map(aligned, own.values())) for own in sizes.values()]
+        self.first_table = max(widths, default=0)
+        self.layouts = {shape: self._layout(own) for shape, own in sizes.items()}
+        most = max((shape.num_sequences for shape in shapes), default=0)
+        self.pinned = PinnedWords(self.first_table + most * table_width, device)
+        self._form: _Form | None = None  # of what `pinned` keeps
+
+    def _sizes(self, shape: TreeShape) -> dict[str, int]:
+        """Words of each part but the tables."""
+        num_sequences, num_rows = shape
+        return {
+            "token_ids": num_rows,
+            "positions": num_rows,
+            "slots": num_rows,
+            "sequence_ids": num_rows,
+            "depths": num_rows,
+            "num_cached": num_sequences,
+            "node_starts": num_sequences + 1,
+            "visible": num_rows * self._line // 4,
+        }
+
+    def _layout(self, sizes: dict[str, int]) -> Layout:
+        first = at = self.first_table - sum(map(aligned, sizes.values()))
+        parts: dict[str, slice] = {}
+        for name, size in sizes.items():
+            parts[name] = slice(at, at + size)
+            at += aligned(size)
+        return Layout(first, parts)
+
+    def blank(self, shape: TreeShape) -> None:
+        """Write a step without rows."""
+        self.pinned.words.zero_()
+        self.pinned.words[self.layouts[shape].parts["positions"]] = -1
+
+    def put(self, shape: TreeShape, batch: Batch) -> None:
+        """Write a step.
+
+        Args:
+            shape: that it fits.
+        """
+        spans = batch.spans
+        form = shape, [(span.num_tokens, span.branches) for span in spans]
+        first = self.layouts[shape].first
+        self.pinned.begin(first, self.first_table + len(spans) * self._table_width - first, form)
+        own = self._form
+        if own is None or not self.pinned.is_kept:
+            own = self._form = self._put_form(shape, spans)
+        own.tokens.pack_into(own.token_ids, 0, *batch.token_ids)
+        starts: int | Ints
+        if len(spans) == 1:
+            starts = own.num_cached[0] = spans[0].start
+        else:
+            own.num_cached[:] = [span.start for span in spans]
+            starts = own.num_cached.repeat(own.counts)
+        np.add(own.depths, starts, out=own.positions)
+        np.add(own.places, starts, out=own.slots)
+        for table, span in zip(own.tables, spans, strict=True):
+            table[: len(span.block_ids)] = table_of(span.block_ids)
+
+    def _put_form(self, shape: TreeShape, spans: Sequence[Span]) -> _Form:
+        """Into words that are 0."""
+        words = self.pinned.words.numpy()
+        parts = {name: words[part] for name, part in self.layouts[shape].parts.items()}
+        counts = np.array([span.num_tokens for span in spans], dtype=np.int32)
+        ends = counts.cumsum(dtype=np.int32)
+        num_rows = int(ends[-1])
+        numbers = np.arange(num_rows, dtype=np.int32)
+        lines = parts["visible"].view(np.bool_)[: num_rows * self._line]
+        put_nodes(spans, parts["depths"], lines.reshape(num_rows, self._line))
+        parts["positions"][num_rows:] = -1
+        parts["sequence_ids"][:num_rows] = numbers[: len(spans)].repeat(counts)
+        parts["node_starts"][1:] = num_rows
+        parts["node_starts"][1 : len(spans) + 1] = ends
+        tables = words[self.first_table :][: len(spans) * self._table_width]
+        return _Form(
+            counts=counts,
+            depths=parts["depths"][:num_rows],
+            places=numbers - (ends - counts).repeat(counts),
+            tokens=Struct(f"={num_rows}i"),
+            token_ids=parts["token_ids"][:num_rows].data,
+            positions=parts["positions"][:num_rows],
+            slots=parts["slots"][:num_rows],
+            num_cached=parts["num_cached"][: len(spans)],
+            tables=tables.reshape(len(spans), self._table_width),
+        )
