@@ -90,6 +90,19 @@ class Drafter(Protocol):
 
 
 @runtime_checkable
+class Looks(Protocol):
+    """A Drafter that can tell at next to no cost that it has no guess: so it is not asked."""
+
+    @property
+    def name(self) -> str: ...
+
+    def may_guess(self, key: Key, token_ids: Sequence[int]) -> bool:
+        """False: a call for this sequence, which has these tokens, would bring nothing. True where
+        to find out would cost more than a look."""
+        ...
+
+
+@runtime_checkable
 class SharesPages(Protocol):
     """A Drafter with KV of its own, of which other workers may have what is missing here
     (draft_share.py)."""
