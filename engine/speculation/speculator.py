@@ -174,6 +174,8 @@ class Speculator:
             if takes_guesses(sample, num_pending) and num_levels(sample) > 0
         ]
         can_ask = bool(possible) and budget >= 1
+        if can_ask and not self._exploration.is_launched(num_drawing):
+            can_ask = self._roster.may_guess(possible)
         is_asking = self._exploration.begin(num_drawing, num_rows, num_tokens, can_ask=can_ask)
         if not (is_asking and can_ask):
             return {}
