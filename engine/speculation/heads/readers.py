@@ -58,9 +58,10 @@ class Readers:
         """A step that kept what `wants` said, once it is booked: whatever fails here may cost
         readers, never what the step drew. See kept.computed. Returns: seconds that it took, by
         number of the drafter."""
-        live, began_s = dict(self._live()), self._clock()
+        live = dict(self._live())
         if not live:
             return {}
+        began_s = self._clock()
         try:
             seen = computed(step, planned, guesses, model)
             for sample, _ in seen:
