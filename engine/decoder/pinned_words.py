@@ -28,6 +28,16 @@ class PinnedWords:
         self._turn = 0
         self._num_words = 0
 
+    def reserve(self, num_words: int) -> None:
+        """Room for so many, before the first step."""
+        for turn in range(_NUM_BUFFERS):
+            self._hold(turn, num_words)
+
+    def _hold(self, turn: int, num_words: int) -> None:
+        if len(self._buffers[turn]) < num_words:
+            most = 1 << (num_words - 1).bit_length()
+            self._buffers[turn] = torch.empty(most, dtype=torch.int32, pin_memory=self._is_cuda)
+
     def begin(self, num_words: int) -> NDArray[np.int32]:
         """Words of the next step, all 0: to be filled, and then `send`. Those of the step before
         the one before are gone."""
@@ -35,9 +45,7 @@ class PinnedWords:
         copied = self._copied[turn]
         if copied is not None:
             copied.synchronize()
-        if len(self._buffers[turn]) < num_words:
-            most = 1 << (num_words - 1).bit_length()
-            self._buffers[turn] = torch.empty(most, dtype=torch.int32, pin_memory=self._is_cuda)
+        self._hold(turn, num_words)
         self._num_words = num_words
         words: NDArray[np.int32] = self._buffers[turn].numpy()[:num_words]
         words[:] = 0

@@ -16,6 +16,7 @@ from transformers import Qwen3Config
 
 from engine.batch import Batch, Span
 from engine.config import EngineConfig
+from engine.decoder import ahead as ahead_module
 from engine.decoder.ahead import make_ahead
 from engine.decoder.decoder import Decoder
 from engine.decoder.mixed_launch import warm_up_mixed
@@ -39,7 +40,14 @@ NUM_BLOCKS = 200
 MAX_ROWS = 6
 
 
-def _model(device: str, dtype: torch.dtype, seed: int, *, is_exact: bool = False) -> DecoderModel:
+def _model(
+    device: str,
+    dtype: torch.dtype,
+    seed: int,
+    *,
+    is_exact: bool = False,
+    launches_prompts: bool = True,
+) -> DecoderModel:
     config = Qwen3Config(
         num_hidden_layers=3,  # a step's graph ends behind two, and another one begins
         hidden_size=64,
@@ -78,6 +86,7 @@ def _model(device: str, dtype: torch.dtype, seed: int, *, is_exact: bool = False
         make_ahead=functools.partial(
             make_ahead, max_rows=MAX_ROWS, max_tokens=64, context_window=WINDOW
         ),
+        launches_prompts=launches_prompts,
     )
 
 
@@ -407,6 +416,29 @@ def test_a_warm_up_leaves_what_was_drawn(seed: int) -> None:
     last_drawn = drawn.int()
     warm_up_mixed(last_drawn, 1000, vocab_size=211)
     assert last_drawn.tolist() == drawn.tolist()
+
+
+def test_where_no_prompts_are_launched_no_memory_is_taken_for_them(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr(
+        ahead_module, "warm_up_mixed", lambda last, num_words, **_: taken.append(num_words)
+    )
+    for launches_prompts in (False, True):
+        model = _model("cpu", torch.float32, seed, launches_prompts=launches_prompts)
+        run = _Run(model, [[1, 2, 3]], random.Random(seed))
+        ahead = model.ahead
+        assert ahead is not None and ahead.takes_prompts is launches_prompts
+        ahead.warm_up()
+        assert len(taken) == launches_prompts
+    row = MixedRow(("0", 0), (1, 2, 3), 0, run.blocks(0, 3), None)
+    ahead.read(ahead.launch_mixed([row]))
+    none = _model("cpu", torch.float32, seed, launches_prompts=False)
+    _Run(none, [[1, 2, 3]], random.Random(seed))
+    assert none.ahead is not None
+    with pytest.raises(WrongState, match="no prompts"):
+        none.ahead.launch_mixed([row])
 
 
 @pytest.mark.gpu

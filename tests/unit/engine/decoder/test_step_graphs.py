@@ -113,6 +113,38 @@ def test_a_padded_step_is_the_step(device: str, seed: int, scale: Callable[[int]
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_a_step_takes_no_pinned_memory(
+    device: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To take some makes the host wait, and zeros of another step's size are none of this one's:
+    the largest step's memory is taken once."""
+    rng = random.Random(seed)
+    model = _model(device, torch.float32, seed)
+    memory = KvMemory(model.layout, NUM_BLOCKS, device)
+    memory.cache.zero_()
+    model.attach(memory)
+    steps = _steps(model)
+    steps.capture()
+    steps.reserve()
+    taken: list[object] = []
+    for name in ("empty", "zeros"):
+        make = getattr(torch, name)
+
+        def noted(*args: Any, make: Any = make, **fields: Any) -> Any:
+            if "pin_memory" in fields:
+                taken.append(args)
+            return make(*args, **fields)
+
+        monkeypatch.setattr(torch, name, noted)
+    for num_singles, num_chunks in ((17, 0), (9, 2), (0, 1), (17, 0)):
+        batch = _random_batch(rng, num_singles, num_chunks)
+        shape = steps.shape_of(batch)
+        assert shape is not None
+        steps.run(shape, batch)
+    assert not taken
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_a_capture_writes_no_kv(device: str, seed: int) -> None:
     model = _model(device, torch.bfloat16, seed)
     memory = KvMemory(model.layout, NUM_BLOCKS, device)
