@@ -37,7 +37,7 @@ from typing import TypeVar
 
 from engine.speculation.expansion import Load, StepCost
 from engine.speculation.pace import ACCIDENT, Pace, size_place
-from engine.speculation.worth import SHARE, Call, Worth, size_class
+from engine.speculation.worth import FEW, SHARE, Call, Worth, size_class
 
 _Task = TypeVar("_Task")
 
@@ -142,6 +142,7 @@ class Exploration:
             self._saved_s = self._pace.shorter_s(num_sequences, seconds)
         elif not is_first:
             self._pace.observe(num_sequences, seconds, is_launched=True)
+            self._open(num_sequences)
             pause_s = self._pace.pause_s(num_sequences)
             if pause_s is not None:
                 self._cost.observe(num_sequences, seconds + pause_s)
@@ -150,6 +151,15 @@ class Exploration:
             self._saved_s = 0.0
             for worth in self._worths:
                 worth.charge(num_sequences, longer_s / len(self._worths))
+
+    def _open(self, num_sequences: int) -> None:
+        """Accounts that begin in debt, as soon as it is known what a launched step lasts: else some
+        steps would not be launched, to find out what that costs, long before anybody is asked."""
+        if num_sequences > FEW and self._able(num_sequences):
+            pace_s = self._pace.seconds(num_sequences, 0.0, 1)
+            if pace_s is not None:
+                for worth in self._worths:
+                    worth.open(Load(num_sequences, num_sequences, pace_s, 0.0))
 
     def is_launched(self, num_sequences: int) -> bool:
         """Steps of so many sequences without guesses are launched ahead: one that is not has its
