@@ -7,7 +7,7 @@ Engine thread only.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from engine.request import Sampling
@@ -87,6 +87,22 @@ class Drafter(Protocol):
     def check_integrity(self) -> None:
         """Raises: IntegrityError where what is kept for sequences does not add up."""
         ...
+
+
+@runtime_checkable
+class Closes(Protocol):
+    """A Drafter that holds more than Python gives back: whoever closes the engine closes it."""
+
+    def close(self) -> None:
+        """No call after it. Idempotent."""
+        ...
+
+
+def close_all(drafters: Iterable[Drafter]) -> None:
+    """Those that are to be closed."""
+    for drafter in drafters:
+        if isinstance(drafter, Closes):
+            drafter.close()
 
 
 @runtime_checkable
