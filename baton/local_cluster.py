@@ -27,10 +27,11 @@ from baton.cluster_config import ClusterConfig
 from baton.cluster_plan import ProcessSpec, WorkerSpec
 from baton.credentials import Credentials
 from baton.errors import BatonError, ClusterError
+from baton.part import ClusterEvent, OnEvent, ProcessInfo, State
 from baton.run_folder import RunFolder
 from baton.scale_service import ScaleService
 from baton.secured import OPEN, Secured, take_password
-from baton.supervisor import ClusterEvent, OnEvent, ProcessInfo, State, Supervisor
+from baton.supervisor import Supervisor
 from process import api_keys, keys
 from process.access import Role
 

@@ -11,7 +11,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from baton.supervisor import ClusterEvent
+from baton.part import ClusterEvent
 
 # What is worth a line once the cluster is up.
 _NOTEWORTHY = ("died", "restarting", "ready", "stopped")

@@ -17,7 +17,6 @@ that thread and waits, within a bound.
 from __future__ import annotations
 
 import contextlib
-import enum
 import logging
 import math
 import queue
@@ -33,75 +32,22 @@ from typing import Any, TypeVar
 from baton.child import Child, Exited, Said, complaint
 from baton.cluster_plan import ProcessSpec
 from baton.errors import ClusterError
+from baton.part import FIRST_BACKOFF_S, ClusterEvent, OnEvent, Part, ProcessInfo, State
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 STOP_TIMEOUT_S = 5.0
-_FAILURE_LOOK_S = 0.1
 """From SIGTERM to SIGKILL."""
+_FAILURE_LOOK_S = 0.1
 _COMMAND_TIMEOUT_S = 30.0
-_FIRST_BACKOFF_S = 0.2
 _MAX_BACKOFF_S = 5.0
 _HEALTHY_AFTER_S = 30.0
 """A life as long as this makes the next pause the first again."""
 
 
-class State(enum.Enum):
-    """See the module."""
-
-    STARTING = "starting"
-    READY = "ready"
-    BACKOFF = "backoff"
-    HELD = "held"
-    RETIRING = "retiring"
-    STOPPED = "stopped"
-
-
 _ALIVE = (State.STARTING, State.READY)
 _TIMED = (State.BACKOFF, State.RETIRING)
-
-
-@dataclass(frozen=True)
-class ProcessInfo:
-    """What is known of one part now."""
-
-    name: str
-    kind: str
-    state: State
-    pid: int
-    address: str
-    num_restarts: int
-    log_path: Path
-    metrics_address: str = ""
-    """Where it serves /metrics; empty: nowhere."""
-    http_address: str = ""
-    """Where it serves the HTTP API; empty: nowhere."""
-
-
-@dataclass(frozen=True)
-class ClusterEvent:
-    """Something to show: `what` is starting, loading, ready, died, restarting or stopped."""
-
-    name: str
-    what: str
-    detail: str = ""
-    done: int = 0
-    total: int = 0
-
-
-OnEvent = Callable[[ClusterEvent], None]
-
-
-@dataclass(eq=False)
-class _Part:
-    spec: ProcessSpec
-    child: Child
-    state: State = State.STARTING
-    started_s: float = 0.0
-    backoff_s: float = _FIRST_BACKOFF_S
-    due_s: float = 0.0
-    num_restarts: int = 0
 
 
 @dataclass(frozen=True)
@@ -120,7 +66,7 @@ class Supervisor:
         self._on_event = on_event
         self._on_event_failed = False
         self._inbox: queue.Queue[Said | Exited | _Command | None] = queue.Queue()
-        self._parts: dict[str, _Part] = {}
+        self._parts: dict[str, Part] = {}
         self._changed = threading.Condition()
         self._failure: ClusterError | None = None
         self._keep_up = False
@@ -184,7 +130,7 @@ class Supervisor:
     def processes(self) -> dict[str, ProcessInfo]:
         """All parts by name, in the order of their start."""
         with self._changed:
-            return {name: _info(part) for name, part in self._parts.items()}
+            return {name: part.info for name, part in self._parts.items()}
 
     def kill(self, name: str, *, restart: bool) -> None:
         """SIGKILL one part and wait until it is gone. Without `restart` it is HELD."""
@@ -324,7 +270,7 @@ class Supervisor:
             if part.state in _ALIVE and part.child.exit_code is not None:
                 self._died(part, part.child.exit_code)
 
-    def _died(self, part: _Part, exit_code: int) -> None:
+    def _died(self, part: Part, exit_code: int) -> None:
         if self._stopping:
             part.state = State.STOPPED
             return
@@ -335,14 +281,14 @@ class Supervisor:
             part.state = State.STOPPED
             if self._failure is None:
                 self._failure = ClusterError(
-                    said or f"{part.spec.name} ended at its start ({how}); {_last_line(part)}"
+                    said or f"{part.spec.name} ended at its start ({how}); {part.last_line}"
                 )
             return
         self._back_off(part)
 
-    def _back_off(self, part: _Part) -> None:
+    def _back_off(self, part: Part) -> None:
         if time.monotonic() - part.started_s > _HEALTHY_AFTER_S:
-            part.backoff_s = _FIRST_BACKOFF_S
+            part.backoff_s = FIRST_BACKOFF_S
         part.state = State.BACKOFF
         part.due_s = time.monotonic() + part.backoff_s
         part.backoff_s = min(_MAX_BACKOFF_S, part.backoff_s * 2)
@@ -358,7 +304,7 @@ class Supervisor:
                     part.due_s = math.inf  # its end comes as a message
             self._changed.notify_all()
 
-    def _retire(self, part: _Part, within_s: float) -> None:
+    def _retire(self, part: Part, within_s: float) -> None:
         if part.state is State.RETIRING:
             return
         part.state = State.RETIRING
@@ -369,17 +315,17 @@ class Supervisor:
         self._show(part, "retiring")
         part.child.signal(signal.SIGTERM)
 
-    def _retired(self, part: _Part) -> None:
+    def _retired(self, part: Part) -> None:
         del self._parts[part.spec.name]
         self._show(part, "stopped", "for good")
 
     def _begin(self, spec: ProcessSpec) -> None:
-        part = _Part(spec, self._child(spec))
+        part = Part(spec, self._child(spec))
         self._spawn(part)
         self._parts[spec.name] = part
         self._show(part, "starting")
 
-    def _again(self, part: _Part) -> None:
+    def _again(self, part: Part) -> None:
         part.child = self._child(part.spec)
         part.state = State.STARTING
         part.num_restarts += 1
@@ -390,7 +336,7 @@ class Supervisor:
             self._show(part, "died", str(error))
             self._back_off(part)
 
-    def _spawn(self, part: _Part) -> None:
+    def _spawn(self, part: Part) -> None:
         part.started_s = time.monotonic()
         try:
             part.child.start()
@@ -400,7 +346,7 @@ class Supervisor:
     def _child(self, spec: ProcessSpec) -> Child:
         return Child(spec, self._log_dir / f"{spec.name}.log", self._inbox.put)
 
-    def _end(self, name: str, number: signal.Signals) -> _Part:
+    def _end(self, name: str, number: signal.Signals) -> Part:
         part = self._part(name)
         if part.state in _ALIVE:
             self._end_child(part, number, time.monotonic() + STOP_TIMEOUT_S)
@@ -408,7 +354,7 @@ class Supervisor:
         part.state = State.HELD
         return part
 
-    def _end_child(self, part: _Part, number: signal.Signals, deadline_s: float) -> None:
+    def _end_child(self, part: Part, number: signal.Signals, deadline_s: float) -> None:
         part.child.signal(number)
         if not part.child.wait(max(0.0, deadline_s - time.monotonic())):
             part.child.signal(signal.SIGKILL)
@@ -425,12 +371,12 @@ class Supervisor:
                 part.state = State.STOPPED
                 self._show(part, "stopped")
 
-    def _part(self, name: str) -> _Part:
+    def _part(self, name: str) -> Part:
         if name not in self._parts:
             raise ClusterError(f"no part '{name}'; there are {', '.join(self._parts)}")
         return self._parts[name]
 
-    def _show(self, part: _Part, what: str, detail: str = "") -> None:
+    def _show(self, part: Part, what: str, detail: str = "") -> None:
         self._tell(ClusterEvent(part.spec.name, what, detail))
 
     def _tell(self, event: ClusterEvent) -> None:
@@ -450,22 +396,3 @@ def _run_command(command: _Command) -> None:
         command.future.set_result(command.work())
     except BaseException as error:
         command.future.set_exception(error)
-
-
-def _info(part: _Part) -> ProcessInfo:
-    return ProcessInfo(
-        name=part.spec.name,
-        kind=part.spec.kind,
-        state=part.state,
-        pid=part.child.pid,
-        address=part.child.address,
-        num_restarts=part.num_restarts,
-        log_path=part.child.log_path,
-        metrics_address=part.child.metrics_address,
-        http_address=part.child.http_address,
-    )
-
-
-def _last_line(part: _Part) -> str:
-    lines = list(part.child.last_lines)
-    return f"its last line: {lines[-1]}" if lines else "it said nothing"

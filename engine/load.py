@@ -19,6 +19,7 @@ from engine.models.load import load_model
 from engine.models.phases import Phases
 from engine.request import StopPolicy
 from engine.speculation.draft_port import DraftPeer
+from engine.speculation.drafter import Drafter, close_all
 from engine.speculation.heads.load import load_heads
 from engine.speculation.load import load_drafters
 
@@ -40,6 +41,7 @@ def load(
         torch.set_num_threads(config.num_threads)
     model = load_model(config, progress=progress)
     phases = Phases()
+    drafters: list[Drafter] = []
     try:
         # The first grammar must not wait for it.
         folder = resolve(config.model, files="tokenizer").path
@@ -67,6 +69,7 @@ def load(
             with phases.timed("grammars"):
                 engine.prepare_grammars()
     except BaseException:
+        close_all(drafters)
         model.close()
         raise
     seconds = (*model.info.seconds, *phases.seconds)

@@ -341,10 +341,8 @@ class Engine:
 
     def close(self) -> None:
         """End the threads and the process that grammars are compiled in, what is in flight, and the
-        processes of other ranks. No step after it."""
-        self._in_flight.close()
-        self._constraints.close()
-        self._model.close()
+        processes of other ranks; the models that guess, too. No step after it."""
+        self._parts.close()
 
     def check_alive(self) -> None:
         """For when there is nothing to do; cheap. Raises: RankFailed when a process that computes a

@@ -37,7 +37,7 @@ from engine.runner import Runner
 from engine.scheduler import Scheduler
 from engine.speculation.cost_clock import cost_clock
 from engine.speculation.draft_sharing import DraftSharing
-from engine.speculation.drafter import Drafter
+from engine.speculation.drafter import Drafter, close_all
 from engine.speculation.speculator import make_speculator
 from engine.steps import Steps
 
@@ -58,6 +58,7 @@ class Parts:
         clock: Callable[[], float],
     ) -> None:
         self.model = model
+        self._drafters = drafters or ()
         window = model.info.context_window
         device = model.device_memory()
         num_blocks = choose_num_blocks(
@@ -160,6 +161,13 @@ class Parts:
             groups=self.groups,
             clock=clock,
         )
+
+    def close(self) -> None:
+        """See engine/loop.py:Engine."""
+        self.in_flight.close()
+        self.constraints.close()
+        close_all(self._drafters)
+        self.model.close()
 
     def stats(self) -> EngineStats:
         """Levels and counts now."""

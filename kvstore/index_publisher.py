@@ -16,7 +16,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import redis.asyncio
 from google.protobuf import json_format
@@ -90,6 +90,13 @@ return 1
 """
 
 
+class _Change(NamedTuple):
+    is_present: bool
+    chain_hash: bytes
+    since_s: float
+    """On the monotonic clock."""
+
+
 class PrefixIndexPublisher:
     """See the module."""
 
@@ -121,8 +128,8 @@ class PrefixIndexPublisher:
         self._load = client.register_script(_LOAD)
         self._finish = client.register_script(_FINISH)
         self._goodbye = client.register_script(_GOODBYE)
-        self._pending: list[tuple[bool, bytes]] = []
-        self._batch: list[tuple[bool, bytes]] = []  # taken from pending, not confirmed yet
+        self._pending: list[_Change] = []
+        self._batch: list[_Change] = []  # taken from pending, not confirmed yet
         self._needs_full = True
         self._is_filling = False  # a full publication is under way
         self._is_first = True
@@ -130,9 +137,8 @@ class PrefixIndexPublisher:
         self._next_beat_s = 0.0  # on the loop's clock
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        # Since when the oldest change of each kind waits to be in Redis, on the monotonic clock.
-        self._full_since_s = self._pending_since_s = self._batch_since_s = time.monotonic()
-        self._filling_since_s = self._full_since_s
+        # Since when the oldest change waits that a full publication is to bring.
+        self._full_since_s = self._filling_since_s = time.monotonic()
         self.sequence = 0
         self.num_changes_published = 0
         self.num_full_publications = 0
@@ -158,22 +164,17 @@ class PrefixIndexPublisher:
             since.append(self._full_since_s)
         if self._is_filling:
             since.append(self._filling_since_s)
-        if self._batch:
-            since.append(self._batch_since_s)
-        if self._pending:
-            since.append(self._pending_since_s)
+        since += [changes[0].since_s for changes in (self._batch, self._pending) if changes]
         return max(0.0, time.monotonic() - min(since)) if since else 0.0
 
     def on_change(self, present: bool, chain_hash: bytes) -> None:
         """A block came or went. Never waits."""
         if self._needs_full and self._task is None:
             return  # the first publication will see it
-        if not self._pending:
-            self._pending_since_s = time.monotonic()
-        self._pending.append((present, chain_hash))
+        self._pending.append(_Change(present, chain_hash, time.monotonic()))
         if len(self._pending) > MAX_PENDING:
-            self._pending.clear()
             self._need_full()
+            self._pending.clear()
         self._wake.set()
 
     def start(self) -> None:
@@ -297,9 +298,8 @@ class PrefixIndexPublisher:
     async def _publish_batch(self) -> None:
         if not self._batch:
             self._batch = self._pending[:BATCH]
-            self._batch_since_s = self._pending_since_s
             del self._pending[:BATCH]
-        final = dict((chain_hash, present) for present, chain_hash in self._batch)
+        final = {one.chain_hash: one.is_present for one in self._batch}
         came = b"".join(chain_hash for chain_hash, present in final.items() if present)
         went = b"".join(chain_hash for chain_hash, present in final.items() if not present)
         numbers = (self.sequence, self.sequence + 1)
@@ -333,8 +333,9 @@ class PrefixIndexPublisher:
                 return
 
     def _need_full(self) -> None:
+        """What waits, waits on for the full publication."""
         if not self._needs_full:
-            self._needs_full, self._full_since_s = True, time.monotonic()
+            self._needs_full, self._full_since_s = True, time.monotonic() - self.lag_s
 
     def _note(self, reached: bool, error: BaseException | None = None) -> None:
         if reached != self._reached:

@@ -123,15 +123,18 @@ def _drafts(
         )
     num_running = int(engine.get("max_num_running", DRAFT_NUM_RUNNING))
     num_tokens = int(min(num_running * window_bytes, bound) // memory.kv_bytes_per_token)
-    # Its part of a GPU is what it takes: no share is set aside.
+    # Its part of a GPU is what it takes: no share is set aside, and nothing is launched ahead.
     whole = {**engine, "memory_share": 1.0}
-    return _fits("draft", whole, replace(memory, context_window=num_tokens), pod, cluster)
+    memory = replace(memory, context_window=num_tokens, stack_bytes=0.0)
+    return _fits("draft", whole, memory, pod, cluster)
 
 
 def _fits(
     role: str, engine: Mapping[str, Any], memory: ModelMemory, pod: PodNeed, cluster: Cluster
 ) -> Finding:
     num_gpus = max((amount for name, amount in pod.requests.items() if "gpu" in name), default=0.0)
+    if not _is_own(engine, has_gpu=num_gpus > 0):
+        memory = replace(memory, stack_bytes=0.0)
     weight_bytes, beside = memory.weight_bytes, ""
     if num_gpus:
         if memory.streamed_bytes:
@@ -149,8 +152,11 @@ def _fits(
         needed, has = memory.least_bytes + PROCESS_BYTES, _limit_bytes(pod)
         place, fix = "the container's limit is", f"raise {role}.resources"
     model = engine.get("model")
+    stacks = f"{_gib(memory.stack_bytes)} for adapters, " if memory.stack_bytes else ""
+    if stacks:
+        fix += f", or lower {role}.settings.engine.lora.max_launched_rank"
     asks = (
-        f"{role}: {model} needs about {_gib(needed)} ({_gib(weight_bytes)} of weights, "
+        f"{role}: {model} needs about {_gib(needed)} ({_gib(weight_bytes)} of weights, {stacks}"
         f"{memory.context_window} tokens of KV at {memory.kv_bytes_per_token / 1024:.1f} KiB)"
         f"{beside}"
     )
@@ -169,6 +175,15 @@ def _fits(
     else:
         fix += f", or {role}.settings.engine.context_window={memory.context_window // 2} or less"
     return Finding("model", Status.FAIL, f"{asks}; {place} {_gib(has)}", fix)
+
+
+def _is_own(engine: Mapping[str, Any], *, has_gpu: bool) -> bool:
+    """Our own decoder computes the whole model: it alone launches rows with adapters. That it does
+    not do every family is not looked at."""
+    num_ranks = int(engine.get("tensor_parallel", 1)) * int(engine.get("pipeline_parallel", 1))
+    decoder = engine.get("decoder", "auto")
+    is_whole = num_ranks == 1 and not engine.get("weights_device_bytes")
+    return is_whole and (decoder == "own" or (decoder == "auto" and has_gpu))
 
 
 def _gpu_bytes(cluster: Cluster) -> float | None:

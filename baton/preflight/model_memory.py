@@ -2,7 +2,8 @@
 
     weights + blocks x (2 x layers x KV heads x head dim x bytes per number) x tokens per block
 
-and for latent attention (MLA) the latent and its rotary part instead of keys and values. An
+and for latent attention (MLA) the latent and its rotary part instead of keys and values; beside
+them the room that adapters which are launched take from the start (lora.max_launched_rank). An
 estimate: the worker measures what a step needs and refuses to start where it does not fit.
 """
 
@@ -21,6 +22,8 @@ _BYTES = {
 }
 _MAX_GUESSED_WINDOW = 8192
 """Tokens, where neither settings nor config name a window."""
+MAX_NUM_ADAPTERS = 8
+"""Of an engine whose settings say nothing else: lora.max_num_adapters."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +42,15 @@ class ModelMemory:
     streamed_bytes: float = 0.0
     """Of the weights, what at least lies in host memory beside a GPU (weights_device_bytes)."""
 
+    stack_bytes: float = 0.0
+    """For adapters that are launched, where our own decoder computes: all of it from the start."""
+
     @property
     def least_bytes(self) -> float:
-        """Weights, and KV of one request that fills the window: below it no worker starts."""
-        return self.weight_bytes + self.kv_bytes_per_token * self.context_window
+        """Weights, room for adapters, and KV of one request that fills the window: below it no
+        worker starts."""
+        kv_bytes = self.kv_bytes_per_token * self.context_window
+        return self.weight_bytes + self.stack_bytes + kv_bytes
 
 
 def estimate(
@@ -68,7 +76,32 @@ def estimate(
     weight_bytes = stored_bytes * factor
     given = float(engine.get("weights_device_bytes") or 0)
     streamed_bytes = max(0.0, weight_bytes - given) if given else 0.0
-    return ModelMemory(weight_bytes, numbers * _BYTES[kv], window, streamed_bytes)
+    is_stacked = kv == computed and engine.get("overlap", True) and not engine.get("exact", False)
+    stack_bytes = _stack_numbers(config, engine) * _BYTES[computed] if is_stacked else 0.0
+    return ModelMemory(weight_bytes, numbers * _BYTES[kv], window, streamed_bytes, stack_bytes)
+
+
+def _stack_numbers(config: Mapping[str, Any], engine: Mapping[str, Any]) -> float:
+    """Of the factors of as many adapters as may be loaded, on every linear layer; modules whose
+    weights lie in one matrix have their ranks side by side (engine/lora/stacks.py)."""
+    lora = engine.get("lora") or {}
+    rank = float(lora.get("max_launched_rank") or 0)
+    num_adapters = float(lora.get("max_num_adapters", MAX_NUM_ADAPTERS))
+    hidden, inner = config.get("hidden_size"), config.get("intermediate_size")
+    num_heads, num_layers = config.get("num_attention_heads"), config.get("num_hidden_layers")
+    if not (rank and num_adapters and hidden and inner and num_heads and num_layers):
+        return 0.0
+    head_dim = config.get("head_dim") or hidden // num_heads
+    query = num_heads * head_dim
+    key = (config.get("num_key_value_heads") or num_heads) * head_dim
+    linears = (
+        (3, hidden + query + 2 * key),
+        (1, query + hidden),
+        (2, hidden + 2 * inner),
+        (1, inner + hidden),
+    )
+    each = sum(num_modules * features for num_modules, features in linears)
+    return float(num_layers * num_adapters * rank * each)
 
 
 def _kv_numbers_per_token(config: Mapping[str, Any]) -> float | None:

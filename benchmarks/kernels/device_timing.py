@@ -23,6 +23,12 @@ def num_sets(set_bytes: int, most: int = 64) -> int:
     return max(2, min(most, -(-_CACHE_BYTES // max(1, set_bytes))))
 
 
+def line(us: float, num_bytes: int, ceiling: float, more: str = "") -> str:
+    """What a launch took, and how near that is to the ceiling, in GB/s."""
+    rate = num_bytes / us / 1e3
+    return f"{us:9.2f} us {rate:8.0f} GB/s {100 * rate / ceiling:5.0f} %  {more}".rstrip()
+
+
 def graph_us(
     launch: Callable[[int], object], num_launches: int = 40, num_replays: int = 7
 ) -> float:

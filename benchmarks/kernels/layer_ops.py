@@ -20,7 +20,7 @@ from baton_kernels import block_ops, layer_ops
 from baton_kernels.block_rows import BlockRows
 from baton_kernels.gpu import block_ops as gpu_blocks
 from baton_kernels.gpu import layer_ops as gpu
-from device_timing import CONSOLE, attempt, copy_gb_per_s, graph_us, num_sets, relative
+from device_timing import CONSOLE, attempt, copy_gb_per_s, graph_us, line, num_sets, relative
 
 BF16 = torch.bfloat16
 TOKENS = (1, 8, 64, 256, 2048, 8192)
@@ -42,11 +42,6 @@ def without_overlap() -> Iterator[None]:
         yield
     finally:
         gpu.overlap_options = kept
-
-
-def line(us: float, num_bytes: int, ceiling: float, more: str = "") -> str:
-    rate = num_bytes / us / 1e3
-    return f"{us:9.2f} us {rate:8.0f} GB/s {100 * rate / ceiling:5.0f} %  {more}"
 
 
 def both(launch: Callable[[int], object]) -> tuple[float, str]:

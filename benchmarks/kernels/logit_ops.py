@@ -14,16 +14,18 @@ import argparse
 import torch
 from baton_kernels import logit_ops
 
-from benchmarks.kernels.device_timing import CONSOLE, attempt, copy_gb_per_s, graph_us, num_sets
+from benchmarks.kernels.device_timing import (
+    CONSOLE,
+    attempt,
+    copy_gb_per_s,
+    graph_us,
+    line,
+    num_sets,
+)
 
 VOCAB_SIZE = 128_256
 ROWS = (1, 8, 64, 256)
 SECTOR_BYTES = 32
-
-
-def line(us: float, num_bytes: int, ceiling: float) -> str:
-    rate = num_bytes / us / 1e3
-    return f"{us:9.2f} us {rate:8.0f} GB/s {100 * rate / ceiling:5.0f} %"
 
 
 def _logits(num_rows: int) -> list[torch.Tensor]:

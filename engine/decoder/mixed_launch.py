@@ -47,7 +47,7 @@ def place_of(place: int) -> int:
 @torch.inference_mode()
 def warm_up_mixed(last_drawn: torch.Tensor, num_words: int, *, vocab_size: int) -> None:
     """Do what would make the host wait at the first launches: load the kernels that no plain step
-    has, and take pinned memory for two steps under way.
+    has, and take pinned memory for two steps under way that no graph takes.
 
     Args:
         last_drawn: as of `begin_mixed`; stays as it is.

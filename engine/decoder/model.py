@@ -61,6 +61,7 @@ class DecoderModel(InOneProcess):
         make_graphs: called by `warm_up`, where nothing is launched ahead; None: plain steps are
             launched kernel by kernel then. Not used over such a cache, either.
         graph_bytes: that these graphs take on the device, at most.
+        launches_prompts: steps with prompts are launched ahead, too; takes pinned memory.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class DecoderModel(InOneProcess):
         make_ahead: MakeAhead | None = None,
         make_graphs: MakeGraphs | None = None,
         graph_bytes: int = 0,
+        launches_prompts: bool = False,
     ) -> None:
         self.info = info
         self.layout = layout
@@ -81,6 +83,7 @@ class DecoderModel(InOneProcess):
         self._make_ahead = make_ahead
         self._make_graphs = make_graphs
         self._graph_bytes = graph_bytes
+        self._launches_prompts = launches_prompts
         self._ahead: AheadDecoder | None = None
         self._graphs: PlainGraphs | None = None
         self._device = torch.device(info.device)
@@ -147,7 +150,8 @@ class DecoderModel(InOneProcess):
             return None
         if self._ahead is None:
             self._ahead = self._make_ahead(self.decoder, self._memory)
-            self._ahead.take_prompts(self._forward)
+            if self._launches_prompts:
+                self._ahead.take_prompts(self._forward)
             self._graphs = self._ahead.plain
         return self._ahead
 

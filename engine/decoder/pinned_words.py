@@ -41,8 +41,7 @@ class PinnedWords:
             form: whatever says that two steps have the same words here but for those that are
                 filled in any case; None: as no other step.
         """
-        if self._read is not None:
-            self._read.synchronize()
+        self.wait()
         words = self._array[first : first + num_words]
         self.is_kept = form is not None and form == self._written
         self._form = form
@@ -51,6 +50,11 @@ class PinnedWords:
             words[:] = 0
         return words
 
+    def wait(self) -> None:
+        """Until what reads the words is over."""
+        if self._read is not None:
+            self._read.synchronize()
+
     def on_read(self) -> None:
         """What reads the words is queued on the device's current stream."""
         self._written = self._form
@@ -58,3 +62,45 @@ class PinnedWords:
             if self._read is None:
                 self._read = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._read.record(torch.cuda.current_stream(self._device))
+
+
+class PinnedTurns:
+    """Two PinnedWords in turn, each as large as the largest step that it had: for steps that are
+    queued one behind the other, whose words a copy of their own brings."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._turns: list[PinnedWords | None] = [None, None]
+        self._turn = 0
+        self._num_words = 0
+
+    def reserve(self, num_words: int) -> None:
+        """Room for so many, before the first step."""
+        for turn in range(len(self._turns)):
+            self._room(turn, num_words)
+
+    def begin(self, num_words: int) -> NDArray[np.int32]:
+        """Words of the next step, all 0: to be filled, and then `send`. Those of the step before
+        the one before are gone."""
+        self._turn = (self._turn + 1) % len(self._turns)
+        self._num_words = num_words
+        return self._room(self._turn, num_words).begin(0, num_words)
+
+    def send(self, target: torch.Tensor) -> None:
+        """Queue their copy on the current stream of the device.
+
+        Args:
+            target: [as many] int32.
+        """
+        pinned = self._room(self._turn, self._num_words)
+        target.copy_(pinned.words[: self._num_words], non_blocking=True)
+        pinned.on_read()
+
+    def _room(self, turn: int, num_words: int) -> PinnedWords:
+        pinned = self._turns[turn]
+        if pinned is None or len(pinned.words) < num_words:
+            if pinned is not None:
+                pinned.wait()  # a copy may still read what goes back
+            pinned = PinnedWords(1 << (num_words - 1).bit_length(), self._device)
+            self._turns[turn] = pinned
+        return pinned

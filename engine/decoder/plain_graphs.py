@@ -48,6 +48,10 @@ class PlainGraphs:
         """Most int32 that a step which `run` takes brings to the device."""
         return self._steps.num_words
 
+    def reserve(self) -> None:
+        """Where steps are not waited for: see StepGraphs.reserve."""
+        self._steps.reserve()
+
     def capture(
         self,
         *,

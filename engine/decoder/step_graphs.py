@@ -21,6 +21,7 @@ from engine.batch import Batch, Span
 from engine.decoder.graph_set import GraphMemory, GraphSet
 from engine.decoder.inputs import MixedInputs, fill_drawn
 from engine.decoder.numbers import int32s, table_of
+from engine.decoder.pinned_words import PinnedTurns
 from engine.decoder.rows import aligned
 from engine.errors import IntegrityError
 
@@ -120,6 +121,7 @@ class StepGraphs:
         self._first_table = num_words
         num_words += max(shape.num_sequences for shape in self.shapes) * self._table_width
         self._words = torch.zeros(num_words, dtype=torch.int32, device=device)
+        self._pinned = PinnedTurns(device)
         self._graphs = GraphSet(self._compute, uses_graphs=uses_graphs and self._is_cuda)
         self._logits: torch.Tensor | None = None  # of all shapes: kept apart they would be many
 
@@ -127,6 +129,11 @@ class StepGraphs:
     def num_words(self) -> int:
         """Most int32 that a step brings to the device."""
         return len(self._words)
+
+    def reserve(self) -> None:
+        """Take the pinned memory of the largest step now: to take it makes the host wait for the
+        device."""
+        self._pinned.reserve(self.num_words)
 
     @torch.inference_mode()
     def capture(
@@ -178,8 +185,8 @@ class StepGraphs:
             shape: `shape_of` the batch.
             drawn: see fill_drawn; None: all token ids are what they say.
         """
-        words = self._words_of(shape, batch)
-        self._words[: words.shape[0]].copy_(words, non_blocking=True)
+        words = self._put(shape, batch)
+        self._pinned.send(self._words[: len(words)])
         if drawn is not None:
             fill_drawn(self._part(self._words, "token_ids", shape), drawn)
         self._graphs.run(shape)
@@ -196,12 +203,13 @@ class StepGraphs:
         end = self._first_table + shape.num_sequences * self._table_width
         return words[self._first_table : end].view(shape.num_sequences, self._table_width)
 
-    def _words_of(self, shape: StepShape, batch: Batch) -> torch.Tensor:
-        """The padded step, in memory that the copy to the device may read late."""
-        num_words = self._first_table + shape.num_sequences * self._table_width
-        words = torch.zeros(num_words, dtype=torch.int32, pin_memory=self._is_cuda)
-        parts: Parts = {name: self._part(words, name, shape).numpy() for name in shape.sizes}
-        tables = self._tables(words, shape).numpy()
+    def _put(self, shape: StepShape, batch: Batch) -> NDArray[np.int32]:
+        """The padded step, where `_pinned` brings it from."""
+        words = self._pinned.begin(self._first_table + shape.num_sequences * self._table_width)
+        parts: Parts = {
+            name: words[self._firsts[name] :][:size] for name, size in shape.sizes.items()
+        }
+        tables = words[self._first_table :].reshape(shape.num_sequences, self._table_width)
         num_singles = sum(span.num_tokens == 1 for span in batch.spans)
         singles, chunks = batch.spans[:num_singles], batch.spans[num_singles:]
         parts["positions"][:] = -1

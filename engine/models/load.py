@@ -243,6 +243,7 @@ def _make_own(
         make_ahead=ahead if config.overlap else None,
         make_graphs=graphs if takes_guesses else None,
         graph_bytes=graph_bytes if takes_guesses else 0,
+        launches_prompts=config.overlap_prompts,
     )
 
 

@@ -10,9 +10,7 @@ It has a KV cache of its own, for the tokens that the sequence has. Of one path 
 computed once; nodes of a tree that has branched are computed anew with each step of it. Nothing of
 them is kept for the next call. A sequence that it has not caught up with (a long
 prompt, a new worker) gets no draft until it has: by computing, or with pages of KV that another
-worker left in the store, where those come sooner (draft_share.py).
-
-Engine thread only.
+worker left in the store, where those come sooner (draft_share.py). Engine thread only.
 """
 
 from __future__ import annotations
@@ -103,6 +101,10 @@ class DraftModel:
     def info(self) -> ModelInfo:
         """What was loaded."""
         return self._model.info
+
+    def close(self) -> None:
+        """See Closes: the model."""
+        self._model.close()
 
     def propose(self, tasks: Sequence[Task]) -> list[Draft]:
         """See Drafter."""
@@ -320,9 +322,7 @@ class DraftModel:
         """[rows, V] float32: what the target's draw would compare, if it were this model."""
         scores = logits.float().clone()
         temperatures: list[float] = []
-        seeds: list[int] = []
-        samples: list[int] = []
-        positions: list[int] = []
+        seeds, samples, positions = list[int](), list[int](), list[int]()
         for one in growing:
             task = one.task
             for node in one.newest:

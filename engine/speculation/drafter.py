@@ -7,7 +7,7 @@ Engine thread only.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from engine.request import Sampling
@@ -86,6 +86,35 @@ class Drafter(Protocol):
 
     def check_integrity(self) -> None:
         """Raises: IntegrityError where what is kept for sequences does not add up."""
+        ...
+
+
+@runtime_checkable
+class Closes(Protocol):
+    """A Drafter that holds more than Python gives back: whoever closes the engine closes it."""
+
+    def close(self) -> None:
+        """No call after it. Idempotent."""
+        ...
+
+
+def close_all(drafters: Iterable[Drafter]) -> None:
+    """Those that are to be closed."""
+    for drafter in drafters:
+        if isinstance(drafter, Closes):
+            drafter.close()
+
+
+@runtime_checkable
+class Looks(Protocol):
+    """A Drafter that can tell at next to no cost that it has no guess: so it is not asked."""
+
+    @property
+    def name(self) -> str: ...
+
+    def may_guess(self, key: Key, token_ids: Sequence[int]) -> bool:
+        """False: a call for this sequence, which has these tokens, would bring nothing. True where
+        to find out would cost more than a look."""
         ...
 
 

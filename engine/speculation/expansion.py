@@ -168,6 +168,8 @@ def choose(trees: Sequence[TokenTree], load: Load, max_num_nodes: int) -> list[T
     Returns: as many trees, some maybe empty. More nodes never mean fewer tokens per second by the
         same reckoning, and no node is taken without its parent.
     """
+    if not any(map(len, trees)):
+        return list(trees)  # of a lookup most are so
     # Among equals, those of the first tree: which of its own, `best` says.
     nodes = sorted(
         chain.from_iterable(zip(tree.chances, repeat(-index)) for index, tree in enumerate(trees)),
@@ -189,6 +191,8 @@ def choose(trees: Sequence[TokenTree], load: Load, max_num_nodes: int) -> list[T
 
 def calibrated(tree: TokenTree, calibration: Calibration) -> TokenTree:
     """The tree with chances by what was seen."""
+    if not len(tree):
+        return tree
     return tree.with_chances(calibration.chances(tree.parents, tree.chances))
 
 
@@ -198,6 +202,8 @@ def observe_tree(calibration: Calibration, tree: TokenTree, token_ids: Iterable[
     Args:
         token_ids: the last of them was drawn in any case.
     """
+    if not len(tree):
+        return
     node, chance = ROOT, 1.0
     for token_id in token_ids:
         for guess, child in tree.children.get(node, {}).items():

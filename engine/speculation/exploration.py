@@ -37,7 +37,7 @@ from typing import TypeVar
 
 from engine.speculation.expansion import Load, StepCost
 from engine.speculation.pace import ACCIDENT, Pace, size_place
-from engine.speculation.worth import SHARE, Call, Worth, size_class
+from engine.speculation.worth import FEW, SHARE, Call, Worth, size_class
 
 _Task = TypeVar("_Task")
 
@@ -144,6 +144,7 @@ class Exploration:
             self._saved_s = self._pace.shorter_s(num_sequences, seconds)
         elif not is_first:
             self._pace.observe(num_sequences, seconds, is_launched=True)
+            self._open(num_sequences)
             pause_s = self._pace.pause_s(num_sequences)
             if pause_s is not None:
                 self._cost.observe(num_sequences, seconds + pause_s)
@@ -152,6 +153,20 @@ class Exploration:
             self._saved_s = 0.0
             for worth in self._worths:
                 worth.charge(num_sequences, longer_s / len(self._worths))
+
+    def _open(self, num_sequences: int) -> None:
+        """Accounts that begin in debt, as soon as it is known what a launched step lasts: else some
+        steps would not be launched, to find out what that costs, long before anybody is asked."""
+        if num_sequences > FEW and self._able(num_sequences):
+            pace_s = self._pace.seconds(num_sequences, 0.0, 1)
+            if pace_s is not None:
+                for worth in self._worths:
+                    worth.open(Load(num_sequences, num_sequences, pace_s, 0.0))
+
+    def is_launched(self, num_sequences: int) -> bool:
+        """Steps of so many sequences without guesses are launched ahead: one that is not has its
+        price, whether anything is guessed or not."""
+        return self._pace.is_launched(num_sequences)
 
     def _able(self, num_sequences: int) -> list[Worth]:
         return [worth for worth in self._worths if worth.is_able(num_sequences)]
@@ -170,7 +185,8 @@ class Exploration:
             num_sequences: that draw a token in it.
             num_rows: without guesses.
             num_tokens: that its sequences have, together.
-            can_ask: False: none of them takes guesses. No trial's call is spent on such a step.
+            can_ask: False: none of them takes guesses, or whoever is asked has none. No trial's
+                call is spent on such a step.
         """
         if self._always:
             return num_sequences > 0
@@ -179,7 +195,7 @@ class Exploration:
         self._num_tasks.clear()
         self._num_sequences, self._num_rows = num_sequences, num_rows
         self._is_pausing = False
-        if num_sequences == 0:
+        if num_sequences == 0 or not can_ask:
             return False
         able = self._able(num_sequences)
         if not able:
@@ -193,7 +209,7 @@ class Exploration:
         self.load = Load(num_sequences, num_rows, base_s, row_s)
         # What rows cost is learnt without prompts, and what it costs beside them is not measured.
         may_ask = num_rows == num_sequences or self._cost.knows_rows(num_sequences)
-        if pace_s is not None and may_ask and can_ask:
+        if pace_s is not None and may_ask:
             if self._pace.wants_pause(num_sequences):
                 self._is_pausing = num_rows == num_sequences
                 return False

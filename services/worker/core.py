@@ -2,8 +2,7 @@
 and its own account.
 
 Life: `start` -> serving -> `drain` (no new requests, the old ones may finish) -> `stop`. When the
-engine fails, `failed` is
-set: the worker refuses everything and its process should end.
+engine fails, `failed` is set: the worker refuses everything and its process should end.
 
 Belongs to the loop's thread. Knows no request states and no RPC.
 """
@@ -13,20 +12,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 from engine.metrics import MetricsSnapshot
-from engine.request import BlockHasher, EngineStats
+from engine.request import EngineStats
 from engine.speculation.draft_traces import DraftTraces
 from kvstore import block_hash
 from kvstore.client import StoreClient
-from process import incarnation, tls
+from process import tls
 from process.access import Role
 from process.deadline import Deadline
 from process.errors import BatonError, FailedPrecondition, InvalidArgument, NoCapacity, Unavailable
@@ -36,6 +33,7 @@ from process.tracing import Tracing
 from protos import common_pb2
 from services.worker import status
 from services.worker.adapters import WorkerAdapters
+from services.worker.chain import Chain as Chain
 from services.worker.config import WorkerSettings
 from services.worker.connector import StoreConnector
 from services.worker.device_memory import kernel_wait
@@ -43,6 +41,7 @@ from services.worker.engine_port import WorkerEngine
 from services.worker.engine_thread import EngineThread
 from services.worker.handle_keys import HandleKeys
 from services.worker.handle_ledger import HandleLedger
+from services.worker.identity import Identity
 from services.worker.law_check import LawCheck
 from services.worker.links import Links
 from services.worker.multiplexed import Outbox
@@ -59,20 +58,6 @@ LOOK_S = 0.005
 
 RETRY_AFTER_S = 1.0
 """Guessed: about what one prompt takes."""
-
-
-@dataclass(frozen=True)
-class Identity:
-    """Who this worker is, in this life."""
-
-    role: str
-    worker_id: str
-    incarnation: bytes
-
-    @classmethod
-    def new(cls, role: str, worker_id: str) -> Identity:
-        """A new life. An empty `worker_id` becomes the role and a random part."""
-        return cls(role, worker_id or f"{role}-{secrets.token_hex(4)}", incarnation.new())
 
 
 class WorkerCore:
@@ -399,21 +384,3 @@ class WorkerCore:
         if problem and not reply.integrity_error:
             reply.integrity_error = problem
         return reply
-
-
-@dataclass(frozen=True)
-class Chain:
-    """Chain hashes of one tenant, model and adapter."""
-
-    root: bytes
-    block_size: int
-    adapter_digest: str = ""
-
-    @property
-    def hasher(self) -> BlockHasher:
-        """What the engine is given."""
-        return partial(block_hash.extend, self.root)
-
-    def hashes(self, token_ids: tuple[int, ...]) -> list[bytes]:
-        """Of the full blocks of `token_ids`."""
-        return block_hash.chain(self.root, token_ids, self.block_size)

@@ -27,7 +27,7 @@ from process.families import counters, gauges
 from process.metrics import MetricsServer
 from process.serving import Dialer
 from protos import draft_pb2, draft_pb2_grpc
-from services.worker.core import Identity
+from services.worker.identity import Identity
 
 FORGET_S = 1.0
 

@@ -16,9 +16,10 @@ from process import logs
 from process.deadline import Deadline
 from process.errors import Internal
 from services.worker.config import WorkerSettings, adapter_folders
-from services.worker.core import Identity, WorkerCore
+from services.worker.core import WorkerCore
 from services.worker.engine_port import WorkerEngine
 from services.worker.heartbeat import Heartbeat
+from services.worker.identity import Identity
 from services.worker.roles import MakeRole, Role
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ import pytest
 from baton.client import SyncClient
 from baton.local_cluster import ClusterConfig, LocalCluster
 from tests.browser import browsing, text_of
-from tools import gen_dashboards
+from tools import dashboard_panels
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -122,7 +122,7 @@ def test_prometheus_scrapes_all_parts_and_answers_every_query(
     assert prometheus.value("sum(baton_router_output_tokens_total)") == 16
     assert prometheus.value('baton_router_requests_total{outcome="finished"}') == 2
     assert prometheus.value("sum(baton_up)") == len(PARTS)
-    for name, (_, _, panels) in gen_dashboards.DASHBOARDS.items():
+    for name, (_, _, panels) in dashboard_panels.DASHBOARDS.items():
         for panel in panels:
             for _, query in panel.queries:
                 asked = query.replace("$__rate_interval", "1m")

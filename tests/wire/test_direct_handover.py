@@ -33,7 +33,8 @@ from services.prefill.role import PrefillRole
 from services.worker import handle as handles
 from services.worker import links, main, request_spans, store_target
 from services.worker.config import WorkerLimits, WorkerSettings
-from services.worker.core import Identity, WorkerCore
+from services.worker.core import WorkerCore
+from services.worker.identity import Identity
 from tests.conformance.fake_device import FakeDevice
 from tests.deadlines import Deadlines
 from tests.handle_blocks import blocks_of

@@ -31,9 +31,9 @@ from services.draft.metrics import DraftCollector
 from services.draft.thread import DraftThread
 from services.router.metrics import RouterMetrics
 from services.worker import metrics as worker_metrics
-from services.worker.core import Identity
 from services.worker.draft_channel import DraftPeers
 from services.worker.draft_pages import StoreDraftPages
+from services.worker.identity import Identity
 from services.worker.metrics import WorkerCollector
 from services.worker.parking import StoreParking
 from tests import draft_workers

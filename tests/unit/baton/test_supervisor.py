@@ -17,7 +17,8 @@ import pytest
 
 from baton.cluster_plan import ProcessSpec
 from baton.errors import ClusterError
-from baton.supervisor import ClusterEvent, State, Supervisor
+from baton.part import ClusterEvent, State
+from baton.supervisor import Supervisor
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -8,10 +8,10 @@ import pytest
 from rich.console import Console, RenderableType
 
 from baton.messages import Completion, Usage, provenance_from
+from baton.part import ClusterEvent
 from baton.provenance_view import format_bytes, format_seconds, provenance_block
 from baton.start_view import StartView
 from baton.status_view import status_tables
-from baton.supervisor import ClusterEvent
 from protos import common_pb2, inference_pb2
 
 

@@ -49,6 +49,21 @@ def tokens_of(events: Sequence[RequestEvent]) -> list[int]:
     return [token for event in events for token in event.token_ids]
 
 
+def without_ids(events: Sequence[RequestEvent]) -> list[RequestEvent]:
+    """Which block is taken is nobody's business."""
+    return [
+        event._replace(filled=tuple(block._replace(block_id=0) for block in event.filled))
+        for event in events
+    ]
+
+
+def write_tokens(engine: Engine, block_ids: Sequence[int], token_ids: Sequence[int]) -> None:
+    """As a transfer would: what the fake model takes for their KV."""
+    for position, token_id in enumerate(token_ids):
+        cell = engine.kv.cache[block_ids[position // SIZE], 0, 0, :, position % SIZE, 0]
+        cell[0], cell[1] = float(token_id), float(position)
+
+
 class Recording(PlainAhead):
     """What was called in which order, with which rows. The call named `fails_at` raises."""
 

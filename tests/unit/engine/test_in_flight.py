@@ -24,6 +24,7 @@ from tests.unit.engine.launches import (
     make,
     recording_engine,
     tokens_of,
+    write_tokens,
 )
 
 Make = Callable[..., Any]
@@ -71,9 +72,7 @@ def test_nobody_gets_a_block_that_is_still_written(
     prompt = [90 - i % 7 for i in range(min(WINDOW - 2, num_blocks * SIZE))]
     block_ids = engine.reserve(make_request("b", prompt, max_tokens=2)).block_ids
     assert engine._in_flight.num_idle_blocks == 1
-    for position, token in enumerate(prompt):
-        cell = engine.kv.cache[block_ids[position // SIZE], 0, 0, :, position % SIZE, 0]
-        cell[0], cell[1] = float(token), float(position)
+    write_tokens(engine, block_ids, prompt)
     engine.start("b", num_loaded_tokens=len(prompt))
     events = [event for output in all_steps(engine) for event in output.events]
     own = [event for event in events if event.request_id == "b"]
@@ -195,9 +194,14 @@ def test_a_launch_that_nobody_waits_for_is_no_work(make_request: Make) -> None:
     assert not model.launches._unread
 
 
+@pytest.mark.parametrize(
+    "fields", [{}, {"takes_prompts": True, "max_num_tokens_per_step": 8}], ids=["decodes", "mixed"]
+)
 @pytest.mark.parametrize("call", ["launch 0", "launch 1", "launch 3", "read 0", "read 2"])
-def test_an_exception_leaves_every_request_as_it_was(call: str, make_request: Make) -> None:
-    engine, ahead = recording_engine()
+def test_an_exception_leaves_every_request_as_it_was(
+    call: str, fields: dict[str, Any], make_request: Make
+) -> None:
+    engine, ahead = recording_engine(**fields)
     ahead.fails_at = call
     prompts = {"a": PROMPT, "b": tuple(range(50, 61))}
     for name, prompt in prompts.items():
@@ -205,13 +209,19 @@ def test_an_exception_leaves_every_request_as_it_was(call: str, make_request: Ma
     events: list[RequestEvent] = []
     num_failures = 0
     while engine.has_work():
-        before = {name: list(group.prompt.token_ids) for name, group in engine._groups.items()}
+        before = {
+            name: (group.prompt.num_computed_tokens, list(group.prompt.token_ids))
+            for name, group in engine._groups.items()
+        }
         try:
             events += engine.step().events
         except RuntimeError:
             num_failures += 1
             ahead.fails_at = ""
-            after = {name: list(group.prompt.token_ids) for name, group in engine._groups.items()}
+            after = {
+                name: (group.prompt.num_computed_tokens, list(group.prompt.token_ids))
+                for name, group in engine._groups.items()
+            }
             assert before == after and ahead.calls[-1] == "drain"
             assert not engine._in_flight.is_live
         engine.check_integrity()
@@ -253,9 +263,7 @@ def test_a_launch_left_over_that_fails(is_decoding: bool, make_request: Make) ->
     prompt = tuple(range(30, 40))
     request = make_request("b", prompt, max_tokens=12)
     block_ids = engine.reserve(request).block_ids
-    for position, token in enumerate(prompt):
-        cell = engine.kv.cache[block_ids[position // SIZE], 0, 0, :, position % SIZE, 0]
-        cell[0], cell[1] = float(token), float(position)
+    write_tokens(engine, block_ids, prompt)
     engine.start("b", num_loaded_tokens=10 if is_decoding else 0)
     ahead.fails_at = f"read {sum(call.startswith('read') for call in ahead.calls)}"
     with pytest.raises(RuntimeError):

@@ -27,6 +27,8 @@ from tests.unit.engine.launches import (
     make,
     recording_engine,
     tokens_of,
+    without_ids,
+    write_tokens,
 )
 
 Make = Callable[..., Any]
@@ -107,13 +109,6 @@ def _limits(rng: random.Random, index: int) -> dict[str, Any]:
     }
 
 
-def _without_ids(events: Sequence[RequestEvent]) -> list[RequestEvent]:
-    return [
-        event._replace(filled=tuple(block._replace(block_id=0) for block in event.filled))
-        for event in events
-    ]
-
-
 @pytest.mark.parametrize("is_late", [False, True])
 def test_every_step_tells_what_a_plain_one_does(
     is_late: bool, seed: int, scale: Callable[[int], int]
@@ -132,7 +127,7 @@ def test_every_step_tells_what_a_plain_one_does(
                 engine.submit(request)
         plain, ahead = engines
         while plain.has_work():
-            told = [_without_ids(engine.step().events) for engine in engines]
+            told = [without_ids(engine.step().events) for engine in engines]
             assert told[0] == told[1]
             ahead.check_integrity()
             num_steps += 1
@@ -150,7 +145,7 @@ def _told(engine: Engine, requests: Sequence[Request], rng: random.Random) -> di
     while left or engine.has_work():
         while left and (rng.random() < 0.3 or not engine.has_work()):
             engine.submit(left.pop(0))
-        for event in _without_ids(engine.step().events):
+        for event in without_ids(engine.step().events):
             key = (event.request_id, event.sample_index)
             tokens.setdefault(key, []).extend(event.token_ids)
             filled.setdefault(key, []).extend(event.filled)
@@ -316,7 +311,7 @@ def test_who_comes_next_waits_for_blocks_that_are_being_filled(make_request: Mak
         for name in "ab":
             engine.submit(make_request(name, (*stem, 90 + (name == "b")), max_tokens=4))
         outputs = all_steps(engine)
-        told.append([_without_ids(output.events) for output in outputs])
+        told.append([without_ids(output.events) for output in outputs])
         assert sum(output.num_scheduled_tokens for output in outputs) == len(stem) + 2 + 2 * 3
     assert told[0] == told[1]
 
@@ -341,9 +336,7 @@ def test_nobody_gets_the_blocks_that_a_chunk_is_written_into(how: str, make_requ
     engine.check_integrity()
     prompt = [90 - i % 7 for i in range(13 * SIZE)]
     block_ids = engine.reserve(make_request("b", prompt, max_tokens=2)).block_ids
-    for position, token in enumerate(prompt):
-        cell = engine.kv.cache[block_ids[position // SIZE], 0, 0, :, position % SIZE, 0]
-        cell[0], cell[1] = float(token), float(position)
+    write_tokens(engine, block_ids, prompt)
     engine.start("b", num_loaded_tokens=len(prompt))
     events = [event for output in all_steps(engine) for event in output.events]
     own = [event for event in events if event.request_id == "b"]
@@ -376,38 +369,6 @@ def test_nobody_loses_blocks_for_a_step_that_is_planned_ahead(make_request: Make
 
 
 # -- errors
-
-
-@pytest.mark.parametrize("call", ["launch 0", "launch 1", "launch 3", "read 0", "read 2"])
-def test_an_exception_leaves_every_request_as_it_was(call: str, make_request: Make) -> None:
-    engine, ahead = recording_engine(takes_prompts=True, max_num_tokens_per_step=8)
-    ahead.fails_at = call
-    prompts = {"a": PROMPT, "b": tuple(range(50, 61))}
-    for name, prompt in prompts.items():
-        engine.submit(make_request(name, prompt, max_tokens=10))
-    events: list[RequestEvent] = []
-    num_failures = 0
-    while engine.has_work():
-        before = {
-            name: (group.prompt.num_computed_tokens, list(group.prompt.token_ids))
-            for name, group in engine._groups.items()
-        }
-        try:
-            events += engine.step().events
-        except RuntimeError:
-            num_failures += 1
-            ahead.fails_at = ""
-            after = {
-                name: (group.prompt.num_computed_tokens, list(group.prompt.token_ids))
-                for name, group in engine._groups.items()
-            }
-            assert before == after and ahead.calls[-1] == "drain"
-            assert not engine._in_flight.is_live
-        engine.check_integrity()
-    assert num_failures == 1
-    for name, prompt in prompts.items():
-        own = [event for event in events if event.request_id == name]
-        assert tokens_of(own) == fake_model().generate(prompt, 10)
 
 
 def test_a_hasher_that_fails_leaves_nothing_in_flight(make_request: Make) -> None:

@@ -17,13 +17,14 @@ from engine.step_output import RequestEvent
 from tests.unit.engine.conftest import hasher
 from tests.unit.engine.launches import (
     PROMPT,
-    SIZE,
     WINDOW,
     all_steps,
     fake_model,
     make,
     recording_engine,
     tokens_of,
+    without_ids,
+    write_tokens,
 )
 from tests.unit.engine.workloads import random_sampling
 
@@ -76,7 +77,7 @@ def test_every_step_tells_what_a_plain_one_does(
             stats = [engine.stats() for engine in engines]
             if preemption == "never":
                 assert outputs[0] == outputs[1] and stats[0] == stats[1]
-            told = [_without_ids(output.events) for output in outputs]
+            told = [without_ids(output.events) for output in outputs]
             assert told[0] == told[1]
             ahead.check_integrity()
         assert not ahead.has_work()
@@ -101,16 +102,8 @@ def test_a_prompt_gets_a_place_when_a_plain_step_would_give_it(
         engine = make(model, max_num_running=2, overlap_prompts=overlap_prompts)
         for name, max_tokens in (("a", 5), ("b", 20), ("c", 5)):
             engine.submit(make_request(name, PROMPT, max_tokens=max_tokens, root=name.encode()))
-        told.append([_without_ids(output.events) for output in all_steps(engine)])
+        told.append([without_ids(output.events) for output in all_steps(engine)])
     assert told[0] == told[1]
-
-
-def _without_ids(events: Sequence[RequestEvent]) -> list[RequestEvent]:
-    """Which block is taken is nobody's business."""
-    return [
-        event._replace(filled=tuple(block._replace(block_id=0) for block in event.filled))
-        for event in events
-    ]
 
 
 def _arriving(engine: Engine, requests: Sequence[Request], rng: random.Random) -> dict[Any, Any]:
@@ -122,7 +115,7 @@ def _arriving(engine: Engine, requests: Sequence[Request], rng: random.Random) -
             engine.submit(left.pop(0))
         for event in engine.step().events:
             key = (event.request_id, event.sample_index)
-            told.setdefault(key, []).extend(_without_ids([event]))
+            told.setdefault(key, []).extend(without_ids([event]))
         engine.check_integrity()
     return told
 
@@ -195,9 +188,7 @@ def test_who_has_its_cache_joins_a_launch(make_request: Make) -> None:
     for index, name in enumerate("bc"):
         request = make_request(name, prompt, max_tokens=6, root=name.encode())
         block_ids = engine.reserve(request).block_ids
-        for position, token in enumerate(prompt):
-            cell = engine.kv.cache[block_ids[position // SIZE], 0, 0, :, position % SIZE, 0]
-            cell[0], cell[1] = float(token), float(position)
+        write_tokens(engine, block_ids, prompt)
         first = fake_model().next_token(prompt)
         engine.start(name, num_loaded_tokens=10, outputs=[[first]] if index else [])
     events += [event for output in all_steps(engine) for event in output.events]

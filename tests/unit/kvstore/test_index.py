@@ -7,6 +7,7 @@ import asyncio
 import itertools
 import random
 from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -227,6 +228,79 @@ async def test_changes_that_are_too_many_meanwhile_make_a_publication_no_younger
     await _same(client, store)
     ((before_s, after_s),) = seen
     assert after_s >= before_s > 0
+    await publisher.stop()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What the publisher takes for now: the only number in it."""
+    now = [100.0]
+    monkeypatch.setattr(index_publisher, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
+
+async def test_the_lag_is_of_a_change_that_waits_and_of_none_before(
+    client: redis.asyncio.Redis, monkeypatch: pytest.MonkeyPatch, clock: list[float]
+) -> None:
+    """Two seconds each, though something waits all the time."""
+    monkeypatch.setattr(index_publisher, "BATCH", 2)
+    store = _Store(client, heartbeat_s=1000.0)
+    publisher, lags = store.publisher, list[float]()
+    publisher.start()
+    await _same(client, store)
+    apply = publisher._apply
+
+    async def watched(**told: Any) -> Any:
+        clock[0] += 1.0
+        if len(lags) < 10:
+            store.add(*_chain(f"b{len(lags)}", 2))
+        lags.append(publisher.lag_s)
+        return await apply(**told)
+
+    publisher._apply = watched  # type: ignore[assignment]
+    store.add(*_chain("a", 4))
+    await _same(client, store)
+    assert lags == [1.0] + [2.0] * 11
+    assert publisher.lag_s == 0.0
+    await publisher.stop()
+
+
+@pytest.mark.parametrize("is_refused", [True, False])
+async def test_changes_that_a_full_publication_is_to_bring_wait_as_long_as_before(
+    client: redis.asyncio.Redis,
+    monkeypatch: pytest.MonkeyPatch,
+    clock: list[float],
+    is_refused: bool,
+) -> None:
+    """A batch is refused, for Redis was emptied; or there are too many, while it is on its way."""
+    monkeypatch.setattr(index_publisher, "MAX_PENDING", 3)
+    store = _Store(client, heartbeat_s=1000.0)
+    publisher, lags = store.publisher, list[float]()
+    publisher.start()
+    await _same(client, store)
+    apply, finish = publisher._apply, publisher._finish
+
+    async def late(**told: Any) -> Any:
+        clock[0] += 5.0
+        if not is_refused:
+            store.add(*_chain("c", 2))
+            clock[0] += 2.0
+            store.add(*_chain("d", 2))
+            lags.append(publisher.lag_s)
+        return await apply(**told)
+
+    async def watched(**told: Any) -> Any:
+        lags.append(publisher.lag_s)
+        return await finish(**told)
+
+    publisher._apply, publisher._finish = late, watched  # type: ignore[assignment]
+    if is_refused:
+        await client.flushdb()
+    store.add(*_chain("b", 3))
+    await _until(lambda: publisher.num_full_publications == 2)
+    # The batch that was under way counts, whether it is confirmed or not.
+    assert lags == ([5.0] if is_refused else [7.0, 7.0])
+    await _same(client, store)
     await publisher.stop()
 
 

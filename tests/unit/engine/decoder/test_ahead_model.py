@@ -4,7 +4,6 @@ NaN."""
 from __future__ import annotations
 
 import dataclasses
-import functools
 import gc
 import random
 import weakref
@@ -12,104 +11,25 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from transformers import Qwen3Config
 
-from engine.batch import Batch, Span
 from engine.config import EngineConfig
-from engine.decoder.ahead import make_ahead
-from engine.decoder.decoder import Decoder
+from engine.decoder import ahead as ahead_module
 from engine.decoder.mixed_launch import warm_up_mixed
-from engine.decoder.model import DecoderModel, kv_layout
-from engine.decoder.shape import read_shape, rope_table
-from engine.decoder.sources import random_weights
+from engine.decoder.model import DecoderModel
 from engine.errors import IntegrityError, WrongState
-from engine.kv.memory import KvMemory
 from engine.loop import Engine
 from engine.models.interface import DRAWN_BEFORE, DecodeRow, MixedRow
-from engine.request import ModelInfo, Request, Sampling
-from engine.sampling import pipeline
+from engine.request import Request, Sampling
 from engine.sampling.row import Draw
 from tests.unit.engine.conftest import hasher
-from tests.unit.engine.cuda_waits import refused_waits
-
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-BLOCK = 8
-WINDOW = 128
-NUM_BLOCKS = 200
-MAX_ROWS = 6
-
-
-def _model(device: str, dtype: torch.dtype, seed: int, *, is_exact: bool = False) -> DecoderModel:
-    config = Qwen3Config(
-        num_hidden_layers=3,  # a step's graph ends behind two, and another one begins
-        hidden_size=64,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        intermediate_size=96,
-        vocab_size=211,
-        tie_word_embeddings=True,
-        max_position_embeddings=WINDOW,
-    )
-    shape = read_shape(config)
-    weights = random_weights(shape, dtype=dtype, device=torch.device(device), seed=seed)
-    dtype_name = str(dtype).removeprefix("torch.")
-    info = ModelInfo(
-        model="random",
-        model_type="qwen3",
-        fingerprint="",
-        tokenizer_digest="",
-        dtype=dtype_name,
-        context_window=WINDOW,
-        vocab_size=shape.vocab_size,
-        eos_token_ids=(),
-        block_size=BLOCK,
-        num_blocks=0,
-        device=device,
-        linear="",
-        fused=(),
-        num_parameters=0,
-        weight_bytes=0,
-    )
-    return DecoderModel(
-        Decoder(weights, rope_table(shape, WINDOW, torch.device(device)), is_exact=is_exact),
-        info,
-        kv_layout(shape, block_size=BLOCK, dtype=dtype_name),
-        make_ahead=functools.partial(
-            make_ahead, max_rows=MAX_ROWS, max_tokens=64, context_window=WINDOW
-        ),
-    )
-
-
-class _Run:
-    """Sequences on one memory."""
-
-    def __init__(self, model: DecoderModel, prompts: list[list[int]], rng: random.Random) -> None:
-        self.model = model
-        memory = KvMemory(model.layout, NUM_BLOCKS, model.info.device)
-        memory.cache.fill_(torch.nan)
-        model.attach(memory)
-        order = rng.sample(range(NUM_BLOCKS), NUM_BLOCKS)
-        each = WINDOW // BLOCK
-        self.tables = [tuple(order[at * each : (at + 1) * each]) for at in range(len(prompts))]
-        self.tokens = [list(prompt) for prompt in prompts]
-
-    def blocks(self, at: int, num_tokens: int) -> tuple[int, ...]:
-        return self.tables[at][: -(-num_tokens // BLOCK)]
-
-    def plain(self, indices: list[int], samplings: list[Sampling], num_tokens: int | None) -> None:
-        """A plain step: of one token each, or of the whole prompts."""
-        spans, token_ids, ends, draws = [], [], [], []
-        for at in indices:
-            own = self.tokens[at]
-            start = 0 if num_tokens is None else len(own) - num_tokens
-            spans.append(Span(start, len(own) - start, self.blocks(at, len(own))))
-            token_ids += own[start:]
-            ends.append(len(token_ids) - 1)
-            draws.append(Draw(samplings[at], len(own), at))
-        logits = self.model.forward(Batch(tuple(token_ids), tuple(spans), tuple(ends)))
-        for at, drawn in zip(indices, pipeline.draw(logits, draws), strict=True):
-            self.tokens[at].append(drawn.token_id)
+from tests.unit.engine.decoder.small_decoder import (
+    DEVICES,
+    MAX_ROWS,
+    NUM_BLOCKS,
+    Run,
+    random_sampling,
+    small_model,
+)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -118,7 +38,7 @@ def test_tokens_are_those_of_plain_steps(
 ) -> None:
     """40 batches of up to six prompts, 30 tokens each, some leaving early and some joining late."""
     rng = random.Random(seed)
-    model = _model(device, torch.float32, seed)
+    model = small_model(device, torch.float32, seed)
     for _ in range(scale(40)):
         prompts = [
             [rng.randrange(211) for _ in range(rng.randrange(1, 60))] for _ in range(MAX_ROWS)
@@ -136,7 +56,7 @@ def test_tokens_are_those_of_plain_steps(
         ]
         lives = [(rng.randrange(0, 10), rng.randrange(15, 30)) for _ in range(MAX_ROWS)]
         everyone = list(range(MAX_ROWS))
-        plain = _Run(model, prompts, rng)
+        plain = Run(model, prompts, rng)
         plain.plain(everyone, samplings, None)
         for _ in range(30):
             plain.plain(everyone, samplings, 1)
@@ -151,10 +71,10 @@ def _launched(
     samplings: list[Sampling],
     lives: list[tuple[int, int]],
     rng: random.Random,
-) -> _Run:
+) -> Run:
     """The same by launches: sequence i takes part in those from the first to the second of its two
     numbers."""
-    run = _Run(model, prompts, rng)
+    run = Run(model, prompts, rng)
     run.plain(list(range(len(prompts))), samplings, None)
     ahead = model.ahead
     assert ahead is not None
@@ -183,7 +103,7 @@ def _launched(
     return run
 
 
-def _read(run: _Run, launched: tuple) -> None:  # type: ignore[type-arg]
+def _read(run: Run, launched: tuple) -> None:  # type: ignore[type-arg]
     launch, indices = launched
     for at, drawn in zip(indices, run.model.ahead.read(launch), strict=True):
         assert drawn.error is None
@@ -192,22 +112,12 @@ def _read(run: _Run, launched: tuple) -> None:  # type: ignore[type-arg]
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_warm_up_leaves_the_cache_as_it_is(device: str, seed: int) -> None:
-    model = _model(device, torch.bfloat16, seed)
-    run = _Run(model, [[1]], random.Random(seed))
+    model = small_model(device, torch.bfloat16, seed)
+    run = Run(model, [[1]], random.Random(seed))
     assert model.ahead is not None
     model.ahead.warm_up()
     assert run.model._memory is not None
     assert run.model._memory.cache.isnan().all()
-
-
-def _sampling(rng: random.Random) -> Sampling:
-    return Sampling(
-        max_tokens=99,
-        temperature=rng.choice([0.0, 0.7, 1.3]),
-        top_k=rng.choice([0, 7]),
-        top_p=rng.choice([1.0, 0.8]),
-        seed=rng.randrange(1 << 64),
-    )
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -217,16 +127,16 @@ def test_tokens_of_mixed_launches_are_those_of_plain_steps(
     """20 batches of six prompts that come at different times, in chunks of any size; launches of
     decodes alone are the others, and a token is taken from either kind."""
     rng = random.Random(f"mixed {seed}")
-    model = _model(device, torch.float32, seed)
+    model = small_model(device, torch.float32, seed)
     for _ in range(scale(20)):
         lengths = [50, *(rng.randrange(1, 50) for _ in range(MAX_ROWS - 1))]
         prompts = [[rng.randrange(211) for _ in range(length)] for length in lengths]
-        samplings = [_sampling(rng) for _ in range(MAX_ROWS)]
+        samplings = [random_sampling(rng) for _ in range(MAX_ROWS)]
         begins = [0, *(rng.randrange(0, 12) for _ in range(MAX_ROWS - 1))]
         ahead, kinds = _mixed(model, prompts, samplings, begins, rng)
         assert kinds == {DecodeRow, MixedRow}
         everyone = list(range(MAX_ROWS))
-        plain = _Run(model, prompts, rng)
+        plain = Run(model, prompts, rng)
         plain.plain(everyone, samplings, None)
         nums = [len(own) - length for own, length in zip(ahead.tokens, lengths, strict=True)]
         for _ in range(max(nums) - 1):
@@ -242,9 +152,9 @@ def _mixed(
     samplings: list[Sampling],
     begins: list[int],
     rng: random.Random,
-) -> tuple[_Run, set[type]]:
+) -> tuple[Run, set[type]]:
     """The same by launches of both kinds; each is launched before the one before it is read."""
-    run = _Run(model, prompts, rng)
+    run = Run(model, prompts, rng)
     ahead = model.ahead
     assert ahead is not None
     ahead.warm_up()
@@ -307,7 +217,7 @@ def test_an_engine_that_launches_prompts_draws_what_one_that_does_not(
             Request(
                 f"r{index}",
                 tuple(rng.randrange(211) for _ in range(rng.randrange(1, 60) if index else 59)),
-                dataclasses.replace(_sampling(rng), max_tokens=rng.randrange(1, 12)),
+                dataclasses.replace(random_sampling(rng), max_tokens=rng.randrange(1, 12)),
                 hasher(),
             )
             for index in range(5)
@@ -315,7 +225,7 @@ def test_an_engine_that_launches_prompts_draws_what_one_that_does_not(
         comes = [0, *(rng.randrange(6) for _ in range(4))]
         found = []
         for overlap in (False, True):
-            model = _model(device, torch.float32, seed)
+            model = small_model(device, torch.float32, seed)
             config = EngineConfig(
                 num_blocks=NUM_BLOCKS,
                 max_num_running=MAX_ROWS,
@@ -353,8 +263,8 @@ def _noted(model: DecoderModel) -> list[int]:
 
 def test_mixed_launches_that_cannot_be(seed: int) -> None:
     rng = random.Random(seed)
-    model = _model("cpu", torch.float32, seed)
-    run = _Run(model, [[1, 2, 3], [4, 5]], rng)
+    model = small_model("cpu", torch.float32, seed)
+    run = Run(model, [[1, 2, 3], [4, 5]], rng)
     ahead = model.ahead
     assert ahead is not None and ahead.takes_prompts
     sampling = Sampling(max_tokens=9)
@@ -383,8 +293,8 @@ def test_mixed_launches_that_cannot_be(seed: int) -> None:
 
 def test_what_launches_prompts_keeps_no_model_alive(seed: int) -> None:
     """Its weights go when the last one lets it go, not when the collector comes."""
-    model = _model("cpu", torch.float32, seed)
-    run = _Run(model, [[1, 2, 3]], random.Random(seed))
+    model = small_model("cpu", torch.float32, seed)
+    run = Run(model, [[1, 2, 3]], random.Random(seed))
     ahead = model.ahead
     assert ahead is not None
     ahead.warm_up()
@@ -409,85 +319,24 @@ def test_a_warm_up_leaves_what_was_drawn(seed: int) -> None:
     assert last_drawn.tolist() == drawn.tolist()
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_mixed_launch_does_not_wait_for_the_device(seed: int) -> None:
-    """torch itself looks out for calls that wait: two launches, by a graph and kernel by kernel,
-    the second of which takes tokens of the first."""
-    rng = random.Random(seed)
-    model = _model("cuda", torch.float32, seed)
-    lengths = (20, 30, 9)
-    prompts = [[rng.randrange(211) for _ in range(length)] for length in lengths]
-    samplings = [_sampling(rng) for _ in prompts]
-    plain = _Run(model, prompts, rng)
-    plain.plain([0, 1, 2], samplings, None)
-    plain.plain([0, 1], samplings, 1)
-    for uses_graphs in (True, False):
-        run = _Run(model, prompts, rng)
+def test_where_no_prompts_are_launched_no_memory_is_taken_for_them(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr(
+        ahead_module, "warm_up_mixed", lambda last, num_words, **_: taken.append(num_words)
+    )
+    for launches_prompts in (False, True):
+        model = small_model("cpu", torch.float32, seed, launches_prompts=launches_prompts)
+        run = Run(model, [[1, 2, 3]], random.Random(seed))
         ahead = model.ahead
-        assert ahead is not None
+        assert ahead is not None and ahead.takes_prompts is launches_prompts
         ahead.warm_up()
-        if not uses_graphs:
-            model._graphs = None
-
-        def row(at: int, start: int, tokens: list[int], *, draws: bool = True) -> MixedRow:
-            end = start + len(tokens)
-            draw = Draw(samplings[at], end, at) if draws else None
-            return MixedRow((str(at), 0), tuple(tokens), start, run.blocks(at, end), draw)  # noqa: B023
-
-        first = [
-            row(0, 0, prompts[0]),
-            row(1, 0, prompts[1]),
-            row(2, 0, prompts[2][:4], draws=False),
-        ]
-        second = [row(0, 20, [DRAWN_BEFORE]), row(1, 30, [DRAWN_BEFORE]), row(2, 4, prompts[2][4:])]
-        for launch in [ahead.launch_mixed(rows) for rows in (first, second)]:
-            ahead.read(launch)  # whatever is compiled on the first use
-        torch.cuda.synchronize()
-        with refused_waits():
-            with pytest.raises(RuntimeError):
-                torch.zeros(1, device="cuda").cpu()  # it does look
-            launches = [ahead.launch_mixed(rows) for rows in (first, second)]
-        found = [[one.token_id for one in ahead.read(launch)] for launch in launches]
-        own = plain.tokens
-        assert found == [[own[0][20], own[1][30]], [own[0][21], own[1][31], own[2][9]]]
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_launch_of_decodes_does_not_wait_for_the_device(seed: int) -> None:
-    """Greedy and sampled rows; the second launch takes tokens of the first. Captured, so that no
-    capture is under way while torch looks."""
-    rng = random.Random(seed)
-    model = _model("cuda", torch.float32, seed)
-    prompts = [[rng.randrange(211) for _ in range(length)] for length in (20, 31, 9)]
-    samplings = [Sampling(max_tokens=99), _sampling(rng), _sampling(rng)]
-    plain = _Run(model, prompts, rng)
-    plain.plain([0, 1, 2], samplings, None)
-    for _ in range(2):
-        plain.plain([0, 1, 2], samplings, 1)
-    run = _Run(model, prompts, rng)
-    run.plain([0, 1, 2], samplings, None)
-    ahead = model.ahead
-    assert ahead is not None
-    ahead.warm_up()
-
-    def rows(step: int) -> list[DecodeRow]:
-        found = []
-        for at, prompt in enumerate(prompts):
-            position = len(prompt) + step
-            draw = Draw(samplings[at], position + 1, at)
-            token_id = DRAWN_BEFORE if step else run.tokens[at][-1]
-            blocks = run.blocks(at, position + 1)
-            found.append(DecodeRow((str(at), 0), token_id, position, blocks, draw))
-        return found
-
-    for launch in [ahead.launch(rows(step)) for step in (0, 1)]:
-        ahead.read(launch)  # whatever is loaded on the first use
-    torch.cuda.synchronize()
-    with refused_waits():
-        with pytest.raises(RuntimeError):
-            torch.zeros(1, device="cuda").cpu()  # it does look
-        launches = [ahead.launch(rows(step)) for step in (0, 1)]
-    found = [[one.token_id for one in ahead.read(launch)] for launch in launches]
-    assert found == [[own[-2] for own in plain.tokens], [own[-1] for own in plain.tokens]]
+        assert len(taken) == launches_prompts
+    row = MixedRow(("0", 0), (1, 2, 3), 0, run.blocks(0, 3), None)
+    ahead.read(ahead.launch_mixed([row]))
+    none = small_model("cpu", torch.float32, seed, launches_prompts=False)
+    Run(none, [[1, 2, 3]], random.Random(seed))
+    assert none.ahead is not None
+    with pytest.raises(WrongState, match="no prompts"):
+        none.ahead.launch_mixed([row])

@@ -3,21 +3,15 @@ tokens with its adapter gives, whatever adapters its neighbours have, come and g
 
 from __future__ import annotations
 
-import functools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
 import torch
-from transformers import Qwen3Config
 
 from engine.batch import Batch, Span
-from engine.decoder.ahead import make_ahead
-from engine.decoder.decoder import Decoder
-from engine.decoder.model import DecoderModel, find_sites, kv_layout
-from engine.decoder.shape import read_shape, rope_table
-from engine.decoder.sources import random_weights
+from engine.decoder.model import DecoderModel, find_sites
 from engine.errors import LoadError
 from engine.kv.memory import TORCH_DTYPES, KvMemory
 from engine.lora.config import LoraLimits
@@ -25,19 +19,16 @@ from engine.lora.files import Adapter, Factors
 from engine.lora.peft import PeftConfig
 from engine.lora.stacks import Stacks
 from engine.models.interface import DRAWN_BEFORE, DecodeRow
-from engine.request import ModelInfo, Sampling
+from engine.request import Sampling
 from engine.sampling import pipeline
 from engine.sampling.row import Draw
+from tests.unit.engine.decoder.small_decoder import BLOCK, DEVICES, NUM_BLOCKS, VOCAB, small_model
 
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-BLOCK = 8
 WINDOW = 64
-NUM_BLOCKS = 200
 MAX_ROWS = 20
 """More than a tile has."""
 NUM_SLOTS = 3
 MAX_RANK = 5
-VOCAB = 211
 TIE = 1e-3
 """Two ways of summing float32 differ by some 1e-6: a token that so small a bonus makes the winner
 is as right as another."""
@@ -46,46 +37,17 @@ is as right as another."""
 def _model(
     device: str, dtype: str, seed: int, *, max_launched_rank: int = MAX_RANK, is_exact: bool = False
 ) -> DecoderModel:
-    config = Qwen3Config(
-        num_hidden_layers=2,
-        hidden_size=64,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        intermediate_size=96,
-        vocab_size=VOCAB,
-        tie_word_embeddings=True,
-        max_position_embeddings=WINDOW,
-    )
-    shape, on = read_shape(config), torch.device(device)
-    weights = random_weights(shape, dtype=TORCH_DTYPES[dtype], device=on, seed=seed)
-    info = ModelInfo(
-        model="random",
-        model_type="qwen3",
-        fingerprint="",
-        tokenizer_digest="",
-        dtype=dtype,
-        context_window=WINDOW,
-        vocab_size=VOCAB,
-        eos_token_ids=(),
-        block_size=BLOCK,
-        num_blocks=0,
-        device=device,
-        linear="",
-        fused=(),
-        num_parameters=0,
-        weight_bytes=0,
-    )
-    return DecoderModel(
-        Decoder(weights, rope_table(shape, WINDOW, on), is_exact=is_exact),
-        info,
-        kv_layout(shape, block_size=BLOCK, dtype=dtype),
+    return small_model(
+        device,
+        TORCH_DTYPES[dtype],
+        seed,
+        num_layers=2,
+        window=WINDOW,
+        max_rows=MAX_ROWS,
         lora=LoraLimits(
             max_num_adapters=NUM_SLOTS, max_rank=MAX_RANK + 1, max_launched_rank=max_launched_rank
         ),
-        make_ahead=functools.partial(
-            make_ahead, max_rows=MAX_ROWS, max_tokens=64, context_window=WINDOW
-        ),
+        is_exact=is_exact,
     )
 
 
@@ -295,6 +257,52 @@ def test_tokens_are_those_of_plain_steps(
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_a_slot_gets_another_adapter_while_a_launch_with_the_one_before_is_under_way(
+    device: str, seed: int
+) -> None:
+    """Each row draws by its own adapter."""
+    rng = random.Random(seed)
+    model = _model(device, "float32", seed)
+    model.attach(KvMemory(model.layout, NUM_BLOCKS, device))
+    ahead, adapters = model.ahead, model.adapters
+    assert ahead is not None
+    if device == "cuda":
+        ahead.warm_up()
+    world, launches = _World(model, rng), []
+    logits: dict[str, torch.Tensor] = {}
+    for name in ("old", "new"):
+        if launches:
+            adapters.unload("old")
+        adapters.install(name, _adapter(model, rng, MAX_RANK, _kinds(model)))
+        assert adapters.slot(name) == 1
+        rows = []
+        for index in range(8):
+            size = WINDOW // BLOCK
+            blocks, world.free = tuple(world.free[:size]), world.free[size:]
+            prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(2, 30))]
+            one = _Sequence(f"{name} {index}", name, Sampling(max_tokens=9), prompt, blocks)
+            logits[one.name] = world._plain(one, name)[-1:].float()
+            world.live.append(one)
+            draw, position = world._draw(one, len(prompt)), len(prompt) - 1
+            rows.append(DecodeRow((one.name, 0), prompt[-1], position, one.blocks, draw, 1))
+        if device == "cuda":  # the device is behind, so that nothing is over too early
+            torch.cuda._sleep(200_000_000)
+        launches.append((ahead.launch(rows), world.live[-8:]))
+    for launch, own in launches:
+        for one, drawn in zip(own, ahead.read(launch), strict=True):
+            row = logits[one.name]
+            row[0, drawn.token_id] += TIE
+            (expected,) = pipeline.draw(row, [world._draw(one, len(one.tokens))])
+            assert drawn.token_id == expected.token_id, one.name
+    news = [world._plain(one, "new")[-1] for one in world.live[:8]]
+    others = sum(
+        int(row.argmax() != logits[one.name][0].argmax())
+        for row, one in zip(news, world.live[:8], strict=True)
+    )
+    assert others > 0, "both adapters draw the same"
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_logits_are_those_of_a_plain_step(device: str, seed: int) -> None:
     """In the dtype that models have."""
     rng = random.Random(seed)
@@ -367,7 +375,7 @@ def test_memory_is_counted_and_its_lack_is_said(seed: int, monkeypatch: pytest.M
     stacks = model.decoder.stacks
     assert stacks is not None
     # By layer: q, k and v; o; gate and up; down. (rank, in + out)
-    parts = ((3, 64 + 128), (1, 64 + 64), (2, 64 + 192), (1, 96 + 64))
+    parts = ((3, 64 + 256), (1, 128 + 64), (2, 64 + 192), (1, 96 + 64))
     each = sum(count * MAX_RANK * features for count, features in parts)
     assert stacks.num_bytes == 2 * 2 * NUM_SLOTS * each
 

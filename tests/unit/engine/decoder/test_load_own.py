@@ -66,6 +66,13 @@ def test_the_decoder_is_chosen_by_device_model_and_setting(llama: Path, gpt2: Pa
     assert own.fused == ("3 of 3 decoder layers",)
 
 
+@pytest.mark.parametrize("overlap_prompts", [False, True])
+def test_prompts_are_launched_where_the_settings_say_so(llama: Path, overlap_prompts: bool) -> None:
+    model = _load(llama, decoder="own", overlap_prompts=overlap_prompts)
+    model.attach(KvMemory(model.layout, 4, "cpu"))
+    assert model.ahead.takes_prompts is overlap_prompts
+
+
 def test_on_a_gpu_auto_takes_our_own(llama: Path) -> None:
     config = EngineConfig(model=str(llama))
     model_config = transformers.AutoConfig.from_pretrained(llama)

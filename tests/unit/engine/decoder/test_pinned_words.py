@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 import torch
 
-from engine.decoder.pinned_words import PinnedWords
+from engine.decoder.pinned_words import PinnedTurns, PinnedWords
 
 NUM_WORDS = 40
 _zeros = torch.zeros
@@ -26,6 +27,22 @@ class Device:
         while self.num_done < count:
             self.queue[self.num_done]()
             self.num_done += 1
+
+
+class Target:
+    """Words on the device."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.words: list[int] | None = None
+
+    def copy_(self, source: torch.Tensor, *, non_blocking: bool) -> None:
+        assert non_blocking
+
+        def copy() -> None:
+            self.words = source.tolist()
+
+        self._device.queue.append(copy)
 
 
 @pytest.fixture
@@ -101,3 +118,36 @@ def test_without_cuda_nothing_is_waited_for() -> None:
         pinned.begin(0, count)[1] = count
         assert pinned.words[:count].tolist() == [0, count, 0, 0, 0][:count]
         pinned.on_read()
+
+
+def test_what_is_sent_in_turns_arrives_however_late_the_copy_is(device: Device, seed: int) -> None:
+    rng = random.Random(seed)
+    pinned = PinnedTurns(torch.device("cuda"))
+    if rng.random() < 0.5:
+        pinned.reserve(rng.randrange(1, NUM_WORDS))
+    sent: list[tuple[Target, list[int]]] = []
+    for _ in range(200):
+        words = pinned.begin(rng.randrange(1, NUM_WORDS))
+        assert not words.any(), "nothing is left of a step before"
+        for place in range(len(words)):
+            if rng.random() < 0.5:
+                words[place] = rng.randrange(1, 1000)
+        if rng.random() < 0.1:
+            continue  # the step failed before it was sent
+        target = Target(device)
+        pinned.send(cast(Any, target))
+        sent.append((target, words.tolist()))
+        if rng.random() < 0.2:
+            device.run_until(len(device.queue))  # its draws were waited for
+    assert device.num_done >= len(device.queue) - 2, "no more copies wait than there are buffers"
+    device.run_until(len(device.queue))
+    assert [target.words for target, _ in sent] == [words for _, words in sent]
+
+
+def test_in_turns_without_cuda_it_is_there_at_once() -> None:
+    pinned = PinnedTurns(torch.device("cpu"))
+    for count in (3, 5, 2):
+        target = torch.full((count,), -1, dtype=torch.int32)
+        pinned.begin(count)[1] = count
+        pinned.send(target)
+        assert target.tolist() == [0, count, 0, 0, 0][:count]

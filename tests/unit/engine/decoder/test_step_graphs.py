@@ -18,7 +18,7 @@ from engine.decoder.step_graphs import StepGraphs, StepShape, max_chunk_tokens, 
 from engine.kv.memory import KvMemory
 from engine.request import Request, Sampling
 from tests.unit.engine.conftest import hasher
-from tests.unit.engine.decoder.test_ahead_model import BLOCK, DEVICES, WINDOW, _model
+from tests.unit.engine.decoder.small_decoder import BLOCK, DEVICES, WINDOW, small_model
 from tests.unit.engine.launches import recording_engine
 
 NUM_BLOCKS = 400
@@ -85,7 +85,7 @@ def _taking(rng: random.Random, batch: Batch) -> tuple[Batch, torch.Tensor]:
 def test_a_padded_step_is_the_step(device: str, seed: int, scale: Callable[[int], int]) -> None:
     """200 steps of decodes, of chunks, and of both."""
     rng = random.Random(seed)
-    model = _model(device, torch.float32, seed)
+    model = small_model(device, torch.float32, seed)
     model.attach(KvMemory(model.layout, NUM_BLOCKS, device))
     steps = _steps(model)
     memory = None
@@ -113,8 +113,40 @@ def test_a_padded_step_is_the_step(device: str, seed: int, scale: Callable[[int]
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_a_step_takes_no_pinned_memory(
+    device: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To take some makes the host wait, and zeros of another step's size are none of this one's:
+    the largest step's memory is taken once."""
+    rng = random.Random(seed)
+    model = small_model(device, torch.float32, seed)
+    memory = KvMemory(model.layout, NUM_BLOCKS, device)
+    memory.cache.zero_()
+    model.attach(memory)
+    steps = _steps(model)
+    steps.capture()
+    steps.reserve()
+    taken: list[object] = []
+    for name in ("empty", "zeros"):
+        make = getattr(torch, name)
+
+        def noted(*args: Any, make: Any = make, **fields: Any) -> Any:
+            if "pin_memory" in fields:
+                taken.append(args)
+            return make(*args, **fields)
+
+        monkeypatch.setattr(torch, name, noted)
+    for num_singles, num_chunks in ((17, 0), (9, 2), (0, 1), (17, 0)):
+        batch = _random_batch(rng, num_singles, num_chunks)
+        shape = steps.shape_of(batch)
+        assert shape is not None
+        steps.run(shape, batch)
+    assert not taken
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_a_capture_writes_no_kv(device: str, seed: int) -> None:
-    model = _model(device, torch.bfloat16, seed)
+    model = small_model(device, torch.bfloat16, seed)
     memory = KvMemory(model.layout, NUM_BLOCKS, device)
     memory.cache.fill_(torch.nan)
     model.attach(memory)
@@ -150,7 +182,7 @@ def test_large_models_have_shapes_of_few_tokens() -> None:
 
 
 def test_what_fits_no_shape_is_not_taken(seed: int) -> None:
-    model = _model("cpu", torch.float32, seed)
+    model = small_model("cpu", torch.float32, seed)
     model.attach(KvMemory(model.layout, NUM_BLOCKS, "cpu"))
     steps = _steps(model)
     single, chunk = Span(3, 1, (1,)), Span(0, 4, (2,))
@@ -211,7 +243,7 @@ def test_the_first_chunk_of_a_long_prompt_has_a_shape() -> None:
 
 def test_a_step_with_more_draws_than_a_shape_has_is_not_taken(seed: int) -> None:
     """Every token of a prompt is drawn from where its log probabilities are asked for."""
-    model = _model("cpu", torch.float32, seed)
+    model = small_model("cpu", torch.float32, seed)
     model.attach(KvMemory(model.layout, NUM_BLOCKS, "cpu"))
     steps = _steps(model)
     steps.capture()

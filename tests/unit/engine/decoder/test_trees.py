@@ -27,7 +27,7 @@ from engine.decoder.tree_graphs import (
 from engine.decoder.tree_inputs import cut_trunks, topology
 from engine.kv.memory import KvMemory
 from engine.models.interface import Guesses
-from tests.unit.engine.decoder.test_ahead_model import BLOCK, DEVICES, WINDOW, _model
+from tests.unit.engine.decoder.small_decoder import BLOCK, DEVICES, WINDOW, small_model
 
 NUM_BLOCKS = 200
 MAX_NODES = 12
@@ -180,7 +180,7 @@ def test_a_node_has_the_logits_of_its_path(
 ) -> None:
     """40 steps of decodes, chunks, chains and trees; the KV of nodes is in the next slots."""
     rng = random.Random(seed)
-    model = _model(device, torch.float32, seed)
+    model = small_model(device, torch.float32, seed)
     assert model.guesses is Guesses.TREES
     for index in range(scale(40)):
         kinds = rng.choice(
@@ -232,7 +232,7 @@ def test_a_padded_step_is_the_step(
     """100 steps, of which some have a long chunk, too, and many have the form of the one before, or
     nearly so (tree_words.py); the KV is that of the step as it is."""
     rng = random.Random(seed)
-    model = _model(device, torch.float32, seed)
+    model = small_model(device, torch.float32, seed)
     memory = KvMemory(model.layout, NUM_BLOCKS, device)
     if not copies_tables:
         monkeypatch.setattr(tree_graphs, "_MAX_COPIED_TABLES", 0)
@@ -266,7 +266,7 @@ def test_steps_of_many_sequences_may_be_chunks(
 ) -> None:
     """20 steps; a tree among several sequences is not taken then."""
     rng = random.Random(seed)
-    model = _model(device, torch.float32, seed)
+    model = small_model(device, torch.float32, seed)
     memory = KvMemory(model.layout, NUM_BLOCKS, device)
     graphs = _graphs(model, memory, max_trees=1)
     graphs.capture()
@@ -290,7 +290,7 @@ def test_steps_of_many_sequences_may_be_chunks(
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_capture_writes_no_kv(device: str, seed: int) -> None:
-    model = _model(device, torch.bfloat16, seed)
+    model = small_model(device, torch.bfloat16, seed)
     memory = KvMemory(model.layout, NUM_BLOCKS, device)
     memory.cache.fill_(torch.nan)
     graphs = _graphs(model, memory)
@@ -301,7 +301,7 @@ def test_a_capture_writes_no_kv(device: str, seed: int) -> None:
 
 
 def test_what_no_graph_takes_is_counted(seed: int, caplog: pytest.LogCaptureFixture) -> None:
-    model = _model("cpu", torch.float32, seed)
+    model = small_model("cpu", torch.float32, seed)
     graphs = _graphs(model, KvMemory(model.layout, NUM_BLOCKS, "cpu"), max_rows=16)
 
     def run(*spans: Span, num_draws: int | None = None) -> torch.Tensor | None:
@@ -364,7 +364,7 @@ def test_exact_steps_whose_parts_are_large_are_chunks() -> None:
 
 
 def test_exact_models_take_one_path(seed: int) -> None:
-    model = _model("cpu", torch.float32, seed)
+    model = small_model("cpu", torch.float32, seed)
     model.decoder.is_exact = True
     model.attach(KvMemory(model.layout, NUM_BLOCKS, "cpu"))
     assert model.guesses is Guesses.CHAINS
@@ -383,7 +383,7 @@ def test_exact_chains_in_graphs_have_the_bits_of_decodes(
 ) -> None:
     """20 steps of chains: padded, and token by token."""
     rng = random.Random(seed)
-    model = _model("cuda", dtype, seed, is_exact=True)
+    model = small_model("cuda", dtype, seed, is_exact=True)
     memory = KvMemory(model.layout, NUM_BLOCKS, "cuda")
     graphs = _graphs(model, memory, max_trees=max_trees)
     graphs.capture()

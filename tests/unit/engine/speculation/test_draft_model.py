@@ -4,6 +4,7 @@ a step; its cache's conservation law; what is refused."""
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from checkpoints.resolve import resolve
+from engine import load as engine_load
 from engine.batch import Batch
 from engine.config import EngineConfig
 from engine.errors import LoadError
@@ -22,11 +24,13 @@ from engine.fake import FakeModel
 from engine.loop import Engine, load_engine
 from engine.models.interface import Guesses
 from engine.request import Request, Sampling
+from engine.schedule.order import Key
 from engine.speculation import load as load_module
 from engine.speculation.config import SpeculationConfig
 from engine.speculation.draft_cache import DraftCache
 from engine.speculation.draft_model import DraftModel
-from engine.speculation.drafter import Task
+from engine.speculation.drafter import Draft, Task
+from engine.speculation.tree import EMPTY
 from process.settings import SettingsError
 from tests.parity.models import FAMILIES, save
 from tests.unit.engine.conftest import hasher
@@ -258,3 +262,51 @@ def test_one_that_cannot_be_loaded_closes_those_before(monkeypatch: pytest.Monke
             )
         assert closed == models[::-1]
         left, closed = list(models), []
+
+
+class _Closing:
+    """A drafter with something to close."""
+
+    name = "closing"
+
+    def __init__(self) -> None:
+        self.num_closed = 0
+
+    def propose(self, tasks: Sequence[Task]) -> list[Draft]:
+        return [Draft(EMPTY, {})] * len(tasks)
+
+    def forget(self, key: Key) -> None: ...
+
+    def check_integrity(self) -> None: ...
+
+    def close(self) -> None:
+        self.num_closed += 1
+
+
+@pytest.mark.parametrize("failing", ["load_heads", "warm_up", ""])
+def test_draft_models_are_closed_with_the_engine_and_where_it_cannot_be_loaded(
+    failing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter, model = _Closing(), FakeModel()
+    closed: list[object] = []
+
+    def fail(*_: object) -> None:
+        raise LoadError("the heads of another model")
+
+    monkeypatch.setattr(FakeModel, "close", lambda one: closed.append(one))
+    monkeypatch.setattr(engine_load, "load_model", lambda *_, **__: model)
+    monkeypatch.setattr(engine_load, "load_drafters", lambda *_: [drafter])
+    if failing:
+        owner = engine_load if failing == "load_heads" else Engine
+        monkeypatch.setattr(owner, failing, fail)
+    config = EngineConfig(model="baton-5m", num_blocks=100)
+    if failing:
+        with pytest.raises(LoadError, match="heads"):
+            load_engine(config)
+    else:
+        engine = load_engine(config)
+        assert not closed and not drafter.num_closed
+        engine.close()
+    assert closed == [model] and drafter.num_closed == 1
+    DraftModel(model, (1,), num_blocks=100, max_num_tokens=8).close()
+    assert closed == [model, model]

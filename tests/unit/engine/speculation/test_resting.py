@@ -114,6 +114,15 @@ def test_finding_out_costs_its_share_and_the_pause_is_in_it(size: int, kept: flo
     assert any(ran.asked[3000:]), "it is tried again"
 
 
+@pytest.mark.parametrize("size", [5, 32, 64])
+def test_every_step_of_a_larger_batch_is_launched_until_its_first_trial(size: int) -> None:
+    """What stopping costs is measured when somebody can be asked, and not 200 steps before."""
+    ran = _run(World(size=size, pause_s=0.3 * LAUNCHED_S, row_s=0.0001, kept=1.0), 400)
+    assert 190 < ran.launched.index(False) < 220
+    first = next(step for step, num in enumerate(ran.asked) if num)
+    assert ran.launched.index(False) + 3 == first
+
+
 def test_what_pays_is_asked_but_for_a_few_launched_steps() -> None:
     world = World(size=1, pause_s=0.2 * LAUNCHED_S, row_s=0.0001, kept=2.0)
     ran = _run(world, 1000)

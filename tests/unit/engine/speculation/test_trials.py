@@ -61,6 +61,27 @@ def test_where_not_even_the_best_outcome_would_pay_a_trial_ends_with_its_second_
     assert asked == TRIAL
 
 
+@pytest.mark.parametrize("size", [8, 32, 64])
+def test_noise_of_a_step_ends_no_trial(size: int) -> None:
+    """A tenth of a step, by which one with the guesses of one sequence seems dearer, is many times
+    what its four tokens are worth, were they those of all."""
+    load, worth, asked = Load(size, size, PLAIN_S, 0.0), Worth(), 0
+    worth.open(load)
+    worth.serve(size, 400 * PLAIN_S)
+    for _ in range(TRIAL):
+        assert worth.num_asked(load) == 1
+        assert worth.num_trials(size) == 1
+        rows_s = (0.1 + 0.5 / size) * PLAIN_S  # of them, four rows' own price
+        worth.observe(load, Call(1, 3, 4, 1e-6, rows_s))
+    worth = Worth()
+    worth.open(load)
+    worth.serve(size, 400 * PLAIN_S)
+    while worth.num_asked(load):  # whole steps are no noise
+        worth.observe(load, Call(1, 3, 4, 1e-6, 4 * PLAIN_S))
+        asked += 1
+    assert asked == 2
+
+
 @pytest.mark.parametrize(("is_example", "num_calls"), [(False, 3), (True, 2)])
 def test_a_step_that_was_the_first_of_its_kind_says_nothing_of_later_ones(
     is_example: bool, num_calls: int
