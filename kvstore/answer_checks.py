@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvstore import wire
+from kvstore.lending.told import Told
 from kvstore.packed import PackedBlocks
 from protos import common_pb2, kvstore_pb2
 
@@ -131,12 +132,15 @@ def check_confirmed(reply: kvstore_pb2.ConfirmReply, request: kvstore_pb2.Confir
         raise SpoiledAnswer("a block that was not asked for")
 
 
-def read_rest(reply: kvstore_pb2.AwaitLentReply) -> PackedBlocks:
-    """What it names. Raises: SpoiledAnswer."""
+def read_rest(reply: kvstore_pb2.AwaitLentReply) -> Told:
+    """What it says. Raises: SpoiledAnswer."""
     try:
-        return PackedBlocks(reply.blocks)
+        blocks = PackedBlocks(reply.blocks)
     except ValueError as error:
         raise SpoiledAnswer(str(error)) from error
+    if reply.num_unsealed > len(blocks):
+        raise SpoiledAnswer("more blocks without a checksum than there are")
+    return Told(blocks, reply.is_all, reply.num_unsealed)
 
 
 def _check_committed(

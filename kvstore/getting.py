@@ -67,6 +67,7 @@ class Getter:
         items: Sequence[tuple[Block, int]],
         deadline: Deadline,
         incarnation: bytes | None,
+        num_unsealed: int = 0,
     ) -> GetResult:
         """See StoreClient.get_blocks."""
         if incarnation is not None and incarnation != self._attached.incarnation:
@@ -83,11 +84,19 @@ class Getter:
         if self._transport.counts_own_reads:
             self._leases.num_bytes_untold += got.num_bytes
         failed = await self._explain(lease_id, got.failed, deadline)
-        failed |= self._verify(wanted, got, failed)
+        num_sealed = len(wanted) - num_unsealed
+        failed |= self._verify(wanted[:num_sealed], got, failed)
         self._leases.verified(
-            [item.ref for index, item in enumerate(wanted) if index not in failed]
+            [item.ref for index, item in enumerate(wanted[:num_sealed]) if index not in failed]
         )
-        return GetResult((len(items) - len(failed)) * self._attached.frame_bytes, failed)
+        found = got.checksums
+        unsealed = [index for index in range(num_sealed, len(wanted)) if index not in failed]
+        failed |= {index: CHECKSUM for index in unsealed if index not in found}
+        return GetResult(
+            (len(items) - len(failed)) * self._attached.frame_bytes,
+            failed,
+            {index: found[index] for index in unsealed if index in found},
+        )
 
     async def _explain(
         self, lease_id: str, failed: dict[int, str], deadline: Deadline

@@ -78,7 +78,7 @@ class LenderServicer(kvstore_pb2_grpc.KvStoreServicer):
         reply = kvstore_pb2.MatchReply(incarnation=lender.identity.incarnation)
         if request.pin and set(request.chain_hashes) == {PROBE_HASH}:
             left_s = context.time_remaining()
-            lease_id, blocks = await lender.lend_probe(
+            lease_id, blocks = await lender.probes.lend(
                 request.attachment_id,
                 len(request.chain_hashes),
                 MAX_PROBE_WAIT_S if left_s is None else min(MAX_PROBE_WAIT_S, left_s / 2),
@@ -114,8 +114,11 @@ class LenderServicer(kvstore_pb2_grpc.KvStoreServicer):
             request.num_known,
             request.num_wanted,
             request.budget_ms / 1000,
+            takes_unsealed=request.takes_unsealed,
         )
-        return kvstore_pb2.AwaitLentReply(blocks=told.blocks.data, is_all=told.is_all)
+        return kvstore_pb2.AwaitLentReply(
+            blocks=told.blocks.data, is_all=told.is_all, num_unsealed=told.num_unsealed
+        )
 
     # -- bytes
 

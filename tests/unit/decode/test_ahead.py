@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from kvstore.block import Block, Tier
+from kvstore.errors import CHECKSUM
 from kvstore.lending import lender_node_id
 from kvstore.packed import PackedBlocks
-from services.decode.ahead import Ahead, Copied
+from services.decode.ahead import Ahead, Copied, Rest
 from services.decode.intake import Intake
-from services.worker.connector import Loaded
 from services.worker.handle import Run, Stretch
-from services.worker.provenance import Leg
+from services.worker.loaded import Loaded
+from services.worker.provenance import FINGERPRINT, Leg
 
 SIZE = 16
 HASHES = tuple(bytes([index]) * 16 for index in range(1, 7))
@@ -46,12 +47,12 @@ def frames(copied: Copied | None) -> list[int]:
 def test_it_is_confirmed_piece_by_piece() -> None:
     made = ahead()
     assert frames(made.confirm(Stretch(run(blocks(0, 2)), 0, 2))) == []
-    assert not made.contradicts(2)
+    assert made.contradiction(2) is None
     assert frames(made.confirm(Stretch(run(blocks(0, 4)), 0, 4))) == [2, 3]
-    assert not made.contradicts(4)
+    assert made.contradiction(4) is None
     assert frames(made.confirm(Stretch(run(blocks(0, 6)), 0, 6))) == [4, 5]
     assert frames(made.confirm(Stretch(run([TAIL], 6), 6, 7))) == [6]
-    assert not made.contradicts(7), "nothing is left"
+    assert made.contradiction(7) is None, "nothing is left"
 
 
 @pytest.mark.parametrize(
@@ -61,7 +62,7 @@ def test_it_is_confirmed_piece_by_piece() -> None:
 def test_another_place_is_another_block(changes: dict[str, Any]) -> None:
     made = ahead()
     assert made.confirm(Stretch(run(blocks(0, 6), **changes), 0, 6)) is None
-    assert made.contradicts(6)
+    assert made.contradiction(6) == FINGERPRINT
     assert made.confirm(Stretch(run(blocks(0, 6)), 0, 6)) is None, "it is forgotten"
 
 
@@ -71,7 +72,8 @@ def test_a_block_that_differs_in_anything_ends_it(field: str) -> None:
     other: Any = b"9" * 16 if field == "chain_hash" else 99
     named[4] = dataclasses.replace(named[4], **{field: other})
     assert frames(made.confirm(Stretch(run(named), 0, 6))) == [2, 3]
-    assert made.contradicts(6)
+    assert made.contradiction(6) == (CHECKSUM if field == "checksum" else FINGERPRINT)
+    assert made.contradiction(6) is None, "it is forgotten"
 
 
 class Core:
@@ -139,7 +141,7 @@ async def test_of_the_lenders_word_only_what_the_prompt_asks_for_is_fetched(
 ) -> None:
     core = Core()
     made = intake(core, num_local)
-    made._ahead._rest = run(rest, first)
+    made._ahead._rest = Rest(run(rest, first), first + len(rest))
     await made.pull_rest(deadline())
     assert core.loads == ([[(frame, 100 + frame) for frame in expected]] if expected else [])
     assert made.num_blocks == num_local, "no handle has named it"

@@ -11,7 +11,8 @@ from google.protobuf.message import DecodeError
 
 from kvstore import answer_checks, block_hash, wire
 from kvstore.answer_checks import SpoiledAnswer
-from kvstore.packed import ROW_BYTES
+from kvstore.block import Block
+from kvstore.packed import ROW_BYTES, PackedBlocks
 from protos import common_pb2, kvstore_pb2
 
 NUM_FRAMES = 8
@@ -259,6 +260,14 @@ def test_fields_of_a_later_version_are_covered_and_do_no_harm(place: str) -> Non
 
 @pytest.mark.parametrize("data", [b"1", bytes(ROW_BYTES - 1) + b"\x05"])
 def test_what_is_no_row_of_blocks_is_no_lenders_word(data: bytes) -> None:
-    assert len(answer_checks.read_rest(kvstore_pb2.AwaitLentReply())) == 0
+    assert len(answer_checks.read_rest(kvstore_pb2.AwaitLentReply()).blocks) == 0
     with pytest.raises(SpoiledAnswer):
         answer_checks.read_rest(kvstore_pb2.AwaitLentReply(blocks=data))
+
+
+def test_no_more_blocks_wait_for_a_checksum_than_there_are() -> None:
+    data = PackedBlocks.of([Block(b"x" * 16, 1, 2, 0, 16)]).data
+    told = answer_checks.read_rest(kvstore_pb2.AwaitLentReply(blocks=data, num_unsealed=1))
+    assert told.num_unsealed == len(told.blocks) == 1 and not told.is_all
+    with pytest.raises(SpoiledAnswer):
+        answer_checks.read_rest(kvstore_pb2.AwaitLentReply(blocks=data, num_unsealed=2))
