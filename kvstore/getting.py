@@ -28,6 +28,7 @@ from kvstore.errors import (
 )
 from kvstore.finishing import Background
 from kvstore.lease_calls import LeaseCalls
+from kvstore.lending.told import NO_WORD, Word
 from kvstore.rpc import Attached, StoreRpc
 from kvstore.transport.base import GetItem, GetResult, Transport
 from process import logs
@@ -67,14 +68,14 @@ class Getter:
         items: Sequence[tuple[Block, int]],
         deadline: Deadline,
         incarnation: bytes | None,
-        num_unsealed: int = 0,
+        word: Word = NO_WORD,
     ) -> GetResult:
         """See StoreClient.get_blocks."""
         if incarnation is not None and incarnation != self._attached.incarnation:
             return GetResult(0, dict.fromkeys(range(len(items)), INCARNATION))
         if deadline.expired:
             return GetResult(0, dict.fromkeys(range(len(items)), DEADLINE))
-        wanted = [GetItem(ref, block_id) for ref, block_id in items]
+        wanted = [GetItem(ref, block_id, word.held_until_s) for ref, block_id in items]
         try:
             got = await self._transport.get(lease_id, wanted, deadline)
         except TransferTimeout:
@@ -83,8 +84,9 @@ class Getter:
             return GetResult(0, dict.fromkeys(range(len(items)), _reason(error)))
         if self._transport.counts_own_reads:
             self._leases.num_bytes_untold += got.num_bytes
+        self._leases.num_bytes_untold += got.num_bytes_untold
         failed = await self._explain(lease_id, got.failed, deadline)
-        num_sealed = len(wanted) - num_unsealed
+        num_sealed = len(wanted) - word.num_unsealed
         failed |= self._verify(wanted[:num_sealed], got, failed)
         self._leases.verified(
             [item.ref for index, item in enumerate(wanted[:num_sealed]) if index not in failed]

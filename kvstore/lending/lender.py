@@ -15,6 +15,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
+from dataclasses import replace
 
 from kvstore.attachments import Attachment, AttachmentTable
 from kvstore.block import Block
@@ -26,6 +27,7 @@ from kvstore.lending.outlet import Outlet
 from kvstore.lending.probes import FindFree, Probes
 from kvstore.lending.reader import LenderIdentity as LenderIdentity
 from kvstore.lending.reader import Reader as Reader
+from kvstore.lending.reader_holds import ReaderHolds
 from kvstore.lending.told import Told
 from kvstore.link_meter import num_blocks_wanted
 from kvstore.push_peers import PushPeers
@@ -86,6 +88,7 @@ class Lender:
         )
         self._sweeper: asyncio.Task[None] | None = None
         self._is_stopped = False
+        self.reader_holds = ReaderHolds(loans, self._begin, self._end)
         self._num_reading = 0
         self._still = asyncio.Event()
         self._still.set()
@@ -201,12 +204,22 @@ class Lender:
         budget_s: float,
         *,
         takes_unsealed: bool = False,
+        hold_s: float = 0.0,
     ) -> Told:
-        """What is lent beyond the blocks that a reader knows of; see Followers."""
-        self._need_lease(lease_id, self.seen(attachment_id))
-        return await self.followers.rest(
+        """What is lent beyond the blocks that a reader knows of; see Followers. hold_s: for how
+        long it shall be kept for this reader, if it has mapped the memory: all others read by our
+        own hand, under holds of their own."""
+        begun_s = self._clock()
+        is_mapped = self.attachments.get(attachment_id, begun_s).transport == CUDA_IPC
+        self._need_lease(lease_id, begun_s)
+        told = await self.followers.rest(
             lease_id, num_known, num_wanted, budget_s, takes_unsealed=takes_unsealed
         )
+        # In the turn in which it was looked up: nothing comes between what is told and its hold.
+        waited_s, held_s = self._clock() - begun_s, 0.0
+        if told.is_all and is_mapped:
+            held_s = self.reader_holds.keep(lease_id, num_known, hold_s)
+        return replace(told, held_s=held_s, waited_s=waited_s)
 
     # -- bytes
 
@@ -274,6 +287,11 @@ class Lender:
         self.loans.counters.num_bytes_read += num_bytes_read
         return stale
 
+    def was_read(self, num_bytes: int) -> None:
+        """A reader says so of bytes that it has not been confirmed; not more than there are."""
+        num_bytes = min(num_bytes, self.memory.num_blocks * self.memory.block_bytes)
+        self.loans.counters.num_bytes_read += num_bytes
+
     async def report(self, attachment_id: str, blocks: Sequence[Block]) -> int:
         """Somebody read bad bytes out of these: look, and end the leases that name bytes which are
         not there. Returns: how many blocks were bad."""
@@ -308,6 +326,7 @@ class Lender:
             self.loans.lapse(self._clock())
             self.loans.check_integrity()
             self.followers.check_integrity()
+            self.reader_holds.check_integrity()
         except IntegrityError as error:
             logs.event(logger, "integrity_error", level=logging.ERROR, error=str(error))
             return str(error)

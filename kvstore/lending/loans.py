@@ -249,11 +249,16 @@ class LoanTable:
         is_held = [self._is_lent(block) for block in blocks]
         pairs = zip(blocks, is_held, strict=True)
         block_ids = tuple(dict.fromkeys(block.frame for block, held in pairs if held))
-        hold_id = secrets.token_hex(16)
-        self._holds[hold_id] = block_ids
-        for block_id in block_ids:
-            self._lent[block_id].num_holds += 1
-        return hold_id, is_held
+        return self._hold(block_ids), is_held
+
+    def hold_lease(self, lease_id: str, first: int) -> str:
+        """Keep the blocks of a lease in place, from the `first` on in the order in which they were
+        lent, beyond its end. Returns: an id for `unhold`. Raises: LeaseLapsed."""
+        return self._hold(tuple(islice(self._lease(lease_id).blocks, first, None)))
+
+    def has_holds(self, hold_ids: Iterable[str]) -> bool:
+        """Whether none of them is over."""
+        return all(hold_id in self._holds for hold_id in hold_ids)
 
     def unhold(self, hold_id: str) -> None:
         """The copy is over. Idempotent."""
@@ -330,6 +335,13 @@ class LoanTable:
         if lease is None:
             raise LeaseLapsed(f"lease {lease_id or '(empty)'}: released, lapsed or never made")
         return lease
+
+    def _hold(self, block_ids: tuple[int, ...]) -> str:
+        hold_id = secrets.token_hex(16)
+        self._holds[hold_id] = block_ids
+        for block_id in block_ids:
+            self._lent[block_id].num_holds += 1
+        return hold_id
 
     def _generation(self, block_id: int) -> int:
         return self._generations.get(block_id, FIRST_GENERATION)

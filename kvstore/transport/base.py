@@ -123,21 +123,26 @@ class PutItem:
 
 @dataclass(frozen=True, slots=True)
 class GetItem:
-    """Copy the committed block `ref` into block `block_id` of the worker."""
+    """Copy the committed block `ref` into block `block_id` of the worker. held_until_s: its owner
+    keeps it in place until then, on this process' monotonic clock; 0: nobody said so."""
 
     ref: Block
     block_id: int
+    held_until_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class GetResult:
     """num_bytes: bytes that came and may be used. failed: index into the items -> reason
     (kvstore.errors.REASONS). checksums: index into the items -> checksum of what came, over the
-    bytes as the worker has them (a device's: as they lie in host memory); one without is bad."""
+    bytes as the worker has them (a device's: as they lie in host memory); one without is bad.
+    num_bytes_untold: of num_bytes those that their owner is to be told of, though this transport
+    does not count its own reads."""
 
     num_bytes: int
     failed: dict[int, str] = field(default_factory=dict)
     checksums: Mapping[int, int] = field(default_factory=dict)
+    num_bytes_untold: int = 0
 
 
 class PutUnsettled(Exception):

@@ -11,7 +11,9 @@ while the next ones come. When the last byte is here, the lender is asked which 
 still lent at the generation that the handle says (Confirm). Generations only grow, and a lent block
 does not change: what is lent now as it was then was never anything else in between. So one look
 after the copy says what a look before and one after would. A lender that is gone, or another life
-of it, confirms nothing.
+of it, confirms nothing. Nobody is asked about blocks that the lender has promised to keep in place
+until a time at which the last byte was here (`GetItem.held_until_s`): they were lent at that
+generation when it promised, and could not be given back since.
 
 A copy goes in pieces (pump.py); deadline and cancellation as in device_shm.py. Only reads: a lender
 takes no bytes. One asyncio loop; copies are given and waited for on threads.
@@ -20,6 +22,7 @@ takes no bytes. One asyncio loop; copies are given and waited for on threads.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -108,15 +111,24 @@ class MappedTransport:
         self._rpc.check()
         frames, blocks, generations = frames[wanted], blocks[wanted], generations[wanted]
         loop, is_here = asyncio.get_running_loop(), asyncio.Event()
+        held_until_s = min(item.held_until_s for item in items)
+        is_held = False
+
+        def here() -> None:
+            nonlocal is_held
+            is_held = time.monotonic() < held_until_s
+            loop.call_soon_threadsafe(is_here.set)
 
         def copy(is_stopped: IsStopped) -> list[int]:
-            return self._copy_in(
-                frames, blocks, is_stopped, lambda: loop.call_soon_threadsafe(is_here.set)
-            )
+            return self._copy_in(frames, blocks, is_stopped, here)
 
-        confirming = asyncio.create_task(
-            self._confirm_when(is_here, lease_id, frames, generations, deadline)
-        )
+        async def confirm() -> set[int]:
+            await is_here.wait()  # whoever awaits this one ends it with the copy
+            if is_held:
+                return set()
+            return await self._confirm(lease_id, frames, generations, deadline)
+
+        confirming = asyncio.create_task(confirm())
         confirming.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
             checksums = await run_copy(copy, deadline)
@@ -131,7 +143,8 @@ class MappedTransport:
             index = int(wanted[at])
             failed[index] = GENERATION
             del found[index]
-        return GetResult(len(found) * self._memory.block_bytes, failed, found)
+        num_bytes = len(found) * self._memory.block_bytes
+        return GetResult(num_bytes, failed, found, num_bytes if is_held else 0)
 
     async def close(self) -> None:
         """Waits for whatever still moves, however long: the caller bounds its own patience."""
@@ -166,17 +179,11 @@ class MappedTransport:
             return self._memory.checksums(blocks.tolist())
         return [checksum for part in pending for checksum in part.result()]
 
-    async def _confirm_when(
-        self,
-        is_here: asyncio.Event,
-        lease_id: str,
-        frames: Ids,
-        generations: Generations,
-        deadline: Deadline,
+    async def _confirm(
+        self, lease_id: str, frames: Ids, generations: Generations, deadline: Deadline
     ) -> set[int]:
-        """Which of the frames were not lent any more, asked when they are here. Raises:
-        LeaseLapsed, Unavailable, DeadlineExceeded."""
-        await is_here.wait()  # whoever awaits this one ends it with the copy
+        """Which of the frames, which are here, are not lent any more. Raises: LeaseLapsed,
+        Unavailable, DeadlineExceeded."""
         request = kvstore_pb2.ConfirmRequest(
             attachment_id=self._attached.attachment_id,
             lease_id=lease_id,

@@ -28,7 +28,7 @@ from kvstore.client import StoreClient
 from kvstore.errors import CHECKSUM, LeaseLapsed
 from kvstore.lending import is_lender
 from kvstore.lending.followers import MAX_WAIT_S
-from kvstore.lending.told import Told
+from kvstore.lending.told import Word
 from kvstore.packed import PackedBlocks
 from process.deadline import Deadline
 from process.errors import BatonError
@@ -46,16 +46,17 @@ ANSWER_S = 1.0
 
 @dataclass(frozen=True)
 class Rest:
-    """Where the rest lies by the lender's word. first_unsealed: of the prompt's blocks, from which
-    one on it has said no checksums."""
+    """Where the rest lies by the lender's word."""
 
     run: handles.Run
-    first_unsealed: int
+    word: Word
 
     def of(self, batch: Batch, first: int) -> Batch:
         """Blocks of it from the prompt's block `first` on, with what is known of them."""
-        num_unsealed = min(len(batch.items), first + len(batch.items) - self.first_unsealed)
-        return dataclasses.replace(batch, num_unsealed=max(0, num_unsealed))
+        num_left_out = self.run.first_block + len(self.run.blocks) - first - len(batch.items)
+        num_unsealed = max(0, min(len(batch.items), self.word.num_unsealed - num_left_out))
+        word = dataclasses.replace(self.word, num_unsealed=num_unsealed)
+        return dataclasses.replace(batch, word=word)
 
 
 @dataclass(frozen=True)
@@ -161,18 +162,16 @@ class Ahead:
             client = await client_for(self._core, run, budget)
         except BatonError:
             return  # see the module
-        told = await self._await_rest(client, run, num_wanted, deadline)
-        if told is None:
+        rest = await self._await_rest(client, run, num_wanted, deadline)
+        if rest is None:
             return
         self._is_over = True
-        num_known = len(run.blocks)
-        rest = dataclasses.replace(run, first_block=num_known, blocks=told.blocks)
-        self._rest = Rest(rest, num_known + len(told.blocks) - told.num_unsealed)
+        self._rest = rest
         self._on_rest()
 
     async def _await_rest(
         self, client: StoreClient, run: handles.Run, num_wanted: int, deadline: Deadline
-    ) -> Told | None:
+    ) -> Rest | None:
         """What is lent behind a run, once that is all; None: nobody said so."""
         if not client.tells_when_lent:
             return None
@@ -180,7 +179,7 @@ class Ahead:
             left_s = deadline.left_s()
             wait_s = min(MAX_WAIT_S, left_s)
             try:
-                told = await client.await_lent(
+                told, word = await client.await_lent(
                     run.lease_id,
                     num_known=len(run.blocks),
                     num_wanted=num_wanted,
@@ -196,5 +195,6 @@ class Ahead:
                 self._on_failure(reason_of(error))
                 return None
             if told.is_all:
-                return told
+                rest = dataclasses.replace(run, first_block=len(run.blocks), blocks=told.blocks)
+                return Rest(rest, word)
         return None

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvstore.block import Block
+from kvstore.lending.told import NO_WORD, Word
 from process.deadline import Deadline
 from process.errors import BatonError
 from services.decode.leases import client_for
@@ -22,17 +23,17 @@ from services.worker.loaded import Loaded
 @dataclass(frozen=True)
 class Batch:
     """Blocks and the places for them, all under one lease of one life of a store: the run says
-    which. Of the last `num_unsealed` the checksum is not known yet."""
+    which. word: what is known of them where no handle names them."""
 
     run: handles.Run
     items: list[tuple[Block, int]]
-    num_unsealed: int = 0
+    word: Word = NO_WORD
 
     def came(self, loaded: Loaded) -> list[Block]:
         """The leading blocks that came; those that were not sealed with the checksums of the bytes
         that lie here now."""
         blocks = [block for block, _ in self.items[: loaded.num_usable]]
-        for index in range(len(self.items) - self.num_unsealed, len(blocks)):
+        for index in range(len(self.items) - self.word.num_unsealed, len(blocks)):
             blocks[index] = dataclasses.replace(blocks[index], checksum=loaded.checksums[index])
         return blocks
 
@@ -75,7 +76,7 @@ async def pull(
                 items,
                 deadline,
                 incarnation=run.store_incarnation,
-                num_unsealed=batch.num_unsealed,
+                word=batch.word,
             )
             if core.step_log is not None:
                 core.step_log.transfer(begun_s, loaded.num_usable)

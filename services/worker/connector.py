@@ -35,6 +35,7 @@ from kvstore.errors import (
     TransferFailed,
     TransferTimeout,
 )
+from kvstore.lending.told import NO_WORD, Word
 from process import logs
 from process.deadline import Deadline
 from process.errors import (
@@ -188,15 +189,15 @@ class StoreConnector:
         deadline: Deadline,
         *,
         incarnation: bytes | None = None,
-        num_unsealed: int = 0,
+        word: Word = NO_WORD,
     ) -> Loaded:
         """Copy committed blocks into blocks that `engine_id` reserved and did not start; verified
         by checksum.
 
         Never raises for the store's sake. A cancelled load quarantines what may still be written
         into.
-        Args: items: (block, destination block id), in the order of the prompt. num_unsealed: of the
-            last of them only the checksums of what came are told.
+        Args: items: (block, destination block id), in the order of the prompt. word: see
+            StoreClient.get_blocks.
         """
         if not items:
             return Loaded(0, 0)
@@ -204,7 +205,7 @@ class StoreConnector:
         had_s = deadline.left_s()
         try:
             result = await client.get_blocks(
-                lease_id, items, deadline, incarnation=incarnation, num_unsealed=num_unsealed
+                lease_id, items, deadline, incarnation=incarnation, word=word
             )
         except TransferCancelled as error:
             self._quarantine(engine_id, error.quarantine)
