@@ -30,7 +30,7 @@ from kvstore.finishing import Background
 from kvstore.lease_calls import LeaseCalls
 from kvstore.lending.told import NO_WORD, Word
 from kvstore.rpc import Attached, StoreRpc
-from kvstore.transport.base import GetItem, GetResult, Transport
+from kvstore.transport.base import CUDA_IPC, GetItem, GetItems, GetResult, Transport
 from process import logs
 from process.deadline import Deadline
 from process.errors import BatonError, DeadlineExceeded, Unavailable
@@ -75,7 +75,9 @@ class Getter:
             return GetResult(0, dict.fromkeys(range(len(items)), INCARNATION))
         if deadline.expired:
             return GetResult(0, dict.fromkeys(range(len(items)), DEADLINE))
-        wanted = [GetItem(ref, block_id, word.held_until_s) for ref, block_id in items]
+        wanted: Sequence[GetItem] = GetItems(items, word.held_until_s)
+        if self._transport.name != CUDA_IPC:
+            wanted = list(wanted)  # all others look at them one by one
         try:
             got = await self._transport.get(lease_id, wanted, deadline)
         except TransferTimeout:
@@ -86,13 +88,14 @@ class Getter:
             self._leases.num_bytes_untold += got.num_bytes
         self._leases.num_bytes_untold += got.num_bytes_untold
         failed = await self._explain(lease_id, got.failed, deadline)
-        num_sealed = len(wanted) - word.num_unsealed
+        num_sealed = len(items) - word.num_unsealed
         failed |= self._verify(wanted[:num_sealed], got, failed)
-        self._leases.verified(
-            [item.ref for index, item in enumerate(wanted[:num_sealed]) if index not in failed]
-        )
+        if self._attached.keeps_history:
+            self._leases.verified(
+                [item.ref for index, item in enumerate(wanted[:num_sealed]) if index not in failed]
+            )
         found = got.checksums
-        unsealed = [index for index in range(num_sealed, len(wanted)) if index not in failed]
+        unsealed = [index for index in range(num_sealed, len(items)) if index not in failed]
         failed |= {index: CHECKSUM for index in unsealed if index not in found}
         return GetResult(
             (len(items) - len(failed)) * self._attached.frame_bytes,

@@ -18,7 +18,6 @@ from collections.abc import Callable
 from kvstore.errors import IntegrityError
 from kvstore.lending.loans import LoanTable
 from kvstore.lending.told import Told
-from kvstore.packed import PackedBlocks
 from process.errors import InvalidArgument, NoCapacity
 
 MAX_FOLLOWERS = 256
@@ -74,8 +73,8 @@ class Followers:
         blocks = self._loans.blocks_of(lease_id, num_known)
         num_sealed = max(0, self._loans.num_sealed(lease_id) - num_known)
         if not takes_unsealed:
-            del blocks[num_sealed:]
-        return Told(PackedBlocks.of(blocks), is_all, max(0, len(blocks) - num_sealed))
+            blocks = blocks[:num_sealed]
+        return Told(blocks, is_all, max(0, len(blocks) - num_sealed))
 
     def check_integrity(self) -> None:
         """Raises: IntegrityError."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from kvstore.block import Block
 from kvstore.errors import IntegrityError
+from kvstore.packed import PackedBlocks, block_of
 
 
 @dataclass(slots=True, eq=False)
@@ -16,8 +16,8 @@ class Lease:
     """expires_at_s: infinite until it is handed over."""
 
     expires_at_s: float
-    blocks: dict[int, Block] = field(default_factory=dict)
-    """By block id, in the order in which they were lent."""
+    blocks: dict[int, bytes] = field(default_factory=dict)
+    """By block id, in the order in which they were lent, as readers are told of them: packed."""
     unsealed: dict[int, None] = field(default_factory=dict)
     """Of them those that wait for a checksum; theirs is 0."""
     on_end: list[Callable[[], None]] = field(default_factory=list)
@@ -37,22 +37,21 @@ class Lease:
 
     def checksum_of(self, block_id: int) -> int | None:
         """None: it is not lent under this lease, or not sealed."""
-        block = self.blocks.get(block_id)
-        return None if block is None or block_id in self.unsealed else block.checksum
+        row = self.blocks.get(block_id)
+        return None if row is None or block_id in self.unsealed else block_of(row).checksum
 
-    def seal(self, checksums: Mapping[int, int]) -> tuple[Block, ...]:
+    def seal(self, checksums: Mapping[int, int]) -> PackedBlocks:
         """See LoanTable.seal."""
         for block_id in checksums:
             if block_id not in self.unsealed:
                 raise IntegrityError(f"block {block_id} waits for no checksum")
-        sealed: list[Block] = []
-        for block_id, checksum in checksums.items():
-            block = replace(self.blocks[block_id], checksum=checksum)
-            self.blocks[block_id] = block
+        packed = PackedBlocks.of_rows(self.blocks[block_id] for block_id in checksums)
+        sealed = packed.with_checksums(0, list(checksums.values()))
+        for block_id, row in zip(checksums, sealed.rows, strict=True):
+            self.blocks[block_id] = row
             del self.unsealed[block_id]
-            sealed.append(block)
         self.tell()
-        return tuple(sealed)
+        return sealed
 
     def tell(self) -> None:
         """Have all who watch look."""

@@ -30,6 +30,7 @@ from kvstore.lending.reader import Reader as Reader
 from kvstore.lending.reader_holds import ReaderHolds
 from kvstore.lending.told import Told
 from kvstore.link_meter import num_blocks_wanted
+from kvstore.packed import PackedBlocks
 from kvstore.push_peers import PushPeers
 from kvstore.pushes import Frames, PushOutcome, Target
 from kvstore.transport.base import CUDA_IPC, DIRECT_TRANSPORTS, BlockMemory
@@ -135,7 +136,7 @@ class Lender:
         self._check_open()
         return self.loans.lend(offers, lease_id)[0]
 
-    async def seal(self, lease_id: str) -> tuple[Block, ...]:
+    async def seal(self, lease_id: str) -> PackedBlocks:
         """Compute and tell the checksums of what a lease lends without; one at a time of a lease.
 
         Returns: these blocks, in the order in which they were lent.

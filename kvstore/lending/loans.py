@@ -34,6 +34,8 @@ from typing import NamedTuple
 from kvstore.block import Block, Tier
 from kvstore.errors import IntegrityError, LeaseLapsed
 from kvstore.lending.lease import Lease
+from kvstore.packed import PackedBlocks, block_of
+from kvstore.packed import row as pack
 
 FIRST_GENERATION = 2
 """Even, as of every block that can be read, and not the 0 of a field that nobody set."""
@@ -107,7 +109,7 @@ class LoanTable:
 
     # -- lending
 
-    def lend(self, offers: Iterable[Offer], lease_id: str = "") -> tuple[str, tuple[Block, ...]]:
+    def lend(self, offers: Iterable[Offer], lease_id: str = "") -> tuple[str, PackedBlocks]:
         """Lend blocks under a lease that the caller keeps; an empty `lease_id` makes one.
 
         A block that is lent already, to others who share it, is one block: what the caller did to
@@ -117,43 +119,44 @@ class LoanTable:
             and for a block that is lent with another content; nothing was done.
         """
         offers = list(offers)
-        for block_id, chain_hash, _, _ in offers:
+        rows: list[bytes] = []
+        for block_id, chain_hash, checksum, num_tokens in offers:
             known = self._lent.get(block_id)
             if known is not None and known.chain_hash != chain_hash:
                 raise IntegrityError(f"block {block_id} is lent with another content")
+            generation = self._generations.get(block_id, FIRST_GENERATION)
+            rows.append(
+                pack(chain_hash, block_id, generation, checksum or 0, num_tokens, Tier.DEVICE)
+            )
         lease = self._lease(lease_id) if lease_id else Lease(math.inf)
         if not lease.is_kept:
             raise IntegrityError(f"lease {lease_id} was handed over; it grows no more")
         if not lease_id:
             lease_id = secrets.token_hex(16)
             self._leases[lease_id] = lease
-        blocks: list[Block] = []
         twice: list[int] = []
-        for block_id, chain_hash, checksum, num_tokens in offers:
+        for (block_id, chain_hash, checksum, _), row in zip(offers, rows, strict=True):
             lent = self._lent.get(block_id)
             if lent is None:
                 lent = self._lent[block_id] = _Lent(chain_hash)
-                self.counters.num_blocks_lent += 1
             else:
                 twice.append(block_id)
-            generation = self._generation(block_id)
-            block = Block(chain_hash, block_id, generation, checksum or 0, num_tokens, Tier.DEVICE)
             lent.num_leases += block_id not in lease.blocks
             lease.unsealed.pop(block_id, None)
             if checksum is None:
                 lease.unsealed[block_id] = None
-            lease.blocks[block_id] = block
-            blocks.append(block)
+            lease.blocks[block_id] = row
+        self.counters.num_blocks_lent += len(rows) - len(twice)
         if twice:
             self._on_free(twice)
         lease.tell()
-        return lease_id, tuple(blocks)
+        return lease_id, PackedBlocks.of_rows(rows)
 
     def unsealed_of(self, lease_id: str) -> list[int]:
         """Ids of the blocks that are lent under it without a checksum. Raises: LeaseLapsed."""
         return list(self._lease(lease_id).unsealed)
 
-    def seal(self, lease_id: str, checksums: Mapping[int, int]) -> tuple[Block, ...]:
+    def seal(self, lease_id: str, checksums: Mapping[int, int]) -> PackedBlocks:
         """The checksums of blocks that were lent without, by block id.
 
         Returns: the blocks as readers can verify them, in that order.
@@ -196,10 +199,10 @@ class LoanTable:
         the first that is not. Raises: LeaseLapsed."""
         return self._lease(lease_id).num_sealed
 
-    def blocks_of(self, lease_id: str, first: int) -> list[Block]:
+    def blocks_of(self, lease_id: str, first: int) -> PackedBlocks:
         """Blocks of a lease from the `first` on, in the order in which they were lent. Raises:
         LeaseLapsed."""
-        return list(islice(self._lease(lease_id).blocks.values(), first, None))
+        return PackedBlocks.of_rows(islice(self._lease(lease_id).blocks.values(), first, None))
 
     # -- leases
 
@@ -311,7 +314,8 @@ class LoanTable:
         for name, lease in self._leases.items():
             leases.update(lease.blocks.keys())
             lease.check_integrity()
-            for block_id, block in lease.blocks.items():
+            for block_id, row in lease.blocks.items():
+                block = block_of(row)
                 if not self._is_lent(block) or block.frame != block_id:
                     raise IntegrityError(f"lease {name}: block {block_id} is not lent as it says")
         holds = Counter(block_id for held in self._holds.values() for block_id in held)

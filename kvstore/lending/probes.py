@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from kvstore.block import Block
 from kvstore.lending import PROBE_HASH
 from kvstore.lending.loans import LoanTable, Offer
+from kvstore.packed import PackedBlocks
 from process.deadline import Clock
 
 PROBE_TTL_S = 10.0
@@ -20,7 +21,7 @@ FindFree = Callable[[int, float], Awaitable[Sequence[int]]]
 """(at most so many, within so many seconds): blocks that nobody uses, kept in place until they are
 free again (`LoanTable`'s `on_free`); none where there is no room."""
 
-Seal = Callable[[str], Awaitable[tuple[Block, ...]]]
+Seal = Callable[[str], Awaitable[PackedBlocks]]
 """`Lender.seal`."""
 
 
@@ -40,7 +41,7 @@ class Probes:
 
     async def lend(
         self, attachment_id: str, num_blocks: int, budget_s: float
-    ) -> tuple[str, tuple[Block, ...]]:
+    ) -> tuple[str, Sequence[Block]]:
         """Free blocks to measure the way with, if there are any; what the reader had for that
         before is given back. Returns: their lease and they, or nothing."""
         self._release(self._leases.pop(attachment_id, ""))

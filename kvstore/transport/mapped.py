@@ -26,12 +26,20 @@ import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from kvstore import answer_checks
 from kvstore.errors import GENERATION, MISSING
 from kvstore.rpc import Attached, StoreRpc
-from kvstore.transport.base import CUDA_IPC, BlockMemory, GetItem, GetResult, PutItem
+from kvstore.transport.base import (
+    CUDA_IPC,
+    BlockMemory,
+    Generations,
+    GetItem,
+    GetItems,
+    GetResult,
+    Ids,
+    PutItem,
+)
 from kvstore.transport.copy_job import IsStopped, Unsettled, run_copy
 from kvstore.transport.device import Copies, CopyQueue, Device, PendingChecksums, Shared
 from kvstore.transport.pump import Pump
@@ -41,9 +49,6 @@ from protos import kvstore_pb2
 
 PIECE_BYTES = 128 * 1024 * 1024
 """Bytes of one piece: 0.35 ms of NVLink, long against what giving it and its checksums costs."""
-
-Ids = npt.NDArray[np.int64]
-Generations = npt.NDArray[np.uint64]
 
 
 class MappedTransport:
@@ -100,9 +105,11 @@ class MappedTransport:
 
     async def get(self, lease_id: str, items: Sequence[GetItem], deadline: Deadline) -> GetResult:
         """See Transport."""
-        frames = np.fromiter((item.ref.frame for item in items), np.int64, len(items))
-        blocks = np.fromiter((item.block_id for item in items), np.int64, len(items))
-        generations = np.fromiter((item.ref.generation for item in items), np.uint64, len(items))
+        if not isinstance(items, GetItems):
+            held_until_s = min((item.held_until_s for item in items), default=0.0)
+            items = GetItems([(item.ref, item.block_id) for item in items], held_until_s)
+        frames, blocks, generations = items.columns()
+        held_until_s, is_held = items.held_until_s, False
         exists = frames < self._attached.num_frames
         wanted = np.flatnonzero(exists)
         failed = dict.fromkeys(np.flatnonzero(~exists).tolist(), MISSING)
@@ -111,8 +118,6 @@ class MappedTransport:
         self._rpc.check()
         frames, blocks, generations = frames[wanted], blocks[wanted], generations[wanted]
         loop, is_here = asyncio.get_running_loop(), asyncio.Event()
-        held_until_s = min(item.held_until_s for item in items)
-        is_held = False
 
         def here() -> None:
             nonlocal is_held

@@ -23,7 +23,6 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvstore.block import Block
 from kvstore.client import StoreClient
 from kvstore.errors import CHECKSUM, LeaseLapsed
 from kvstore.lending import is_lender
@@ -64,17 +63,20 @@ class Copied:
     """Blocks that lie in their places here; their bytes have the checksums that `run` names."""
 
     run: handles.Run
-    blocks: tuple[Block, ...]
+
+    @property
+    def blocks(self) -> PackedBlocks:
+        return PackedBlocks.of(self.run.blocks)
 
     @property
     def end(self) -> int:
-        return self.run.first_block + len(self.blocks)
+        return self.run.first_block + len(self.run.blocks)
 
     def part(self, first: int, end: int) -> Copied:
         """Those of [first, end), counted in this."""
         refs = self.run.blocks[first:end]
         run = dataclasses.replace(self.run, first_block=self.run.first_block + first, blocks=refs)
-        return Copied(run, self.blocks[first:end])
+        return Copied(run)
 
 
 class Ahead:
@@ -131,7 +133,7 @@ class Ahead:
         first = copied.run.first_block
         if not stretch.first <= first < stretch.end:
             return None
-        ours = PackedBlocks.of(copied.run.blocks)
+        ours = copied.blocks
         named = PackedBlocks.of(stretch.blocks(first, copied.end))
         num_same = ours.num_same(named)
         if num_same:

@@ -24,7 +24,7 @@ from engine.request import Reservation
 from engine.sequence import HOLE
 from kvstore import block_hash
 from kvstore.errors import DEADLINE, MISSING
-from kvstore.packed import PackedBlocks
+from kvstore.packed import PackedBlocks, PackedItems
 from process import logs
 from process.deadline import Deadline
 from services.decode.ahead import Ahead, Copied
@@ -144,8 +144,7 @@ class Intake:
         pulled = await self._pull(wanted, deadline)
         self._leg.num_bytes_read += pulled.num_bytes
         for _, blocks in pulled.loaded:
-            run = replace(run, first_block=first, blocks=PackedBlocks.of(blocks))
-            self._ahead.keep(Copied(run, tuple(blocks)))
+            self._ahead.keep(Copied(replace(run, first_block=first, blocks=blocks)))
         await self._settle(pulled)
 
     def follow_no_more(self) -> None:
@@ -240,7 +239,7 @@ class Intake:
         for stretch in found:
             copied = self._ahead.confirm(stretch)
             if copied is not None:
-                pulled = Pulled([(copied.run.node_id, list(copied.blocks))])
+                pulled = Pulled([(copied.run.node_id, copied.blocks)])
                 self._take(pulled)
                 self._early.append(pulled)
                 self._has_tail = copied.blocks[-1].num_tokens < self._size
@@ -263,11 +262,11 @@ class Intake:
                 continue
             block_ids = self._block_ids[first:end]
             num_places = block_ids.index(HOLE) if HOLE in block_ids else len(block_ids)
-            blocks = stretch.blocks(first, first + num_places)
-            items = list(zip(blocks, block_ids[:num_places], strict=True))
+            blocks = PackedBlocks.of(stretch.blocks(first, first + num_places))
+            items = PackedItems(blocks, block_ids[:num_places])
             if wanted and place_of(wanted[-1].run) == place_of(stretch.run):
-                wanted[-1].items.extend(items)
-            elif items:
+                wanted[-1] = replace(wanted[-1], items=wanted[-1].items + items)
+            elif len(items):
                 wanted.append(Batch(stretch.run, items))
             if num_places < len(block_ids):
                 return wanted, True
@@ -307,16 +306,16 @@ class Intake:
         self, pulled: Pulled, first_token: int, context: tuple[int, ...], *, is_early: bool
     ) -> None:
         # The last token is computed in any case: its logits draw the next one.
-        for node_id, blocks in pulled.loaded:
-            self._leg.count_loaded(
+        for node_id, tiers in pulled.tiers:
+            self._leg.count_tiers(
                 first_token,
                 len(context) - 1,
-                blocks,
+                tiers,
                 block_bytes=self._core.layout.block_bytes,
                 node_id=node_id,
                 is_early=is_early,
             )
-            first_token += sum(block.num_tokens for block in blocks)
+            first_token += sum(each.num_tokens for each in tiers)
 
     def _count_rest(self, reason: str) -> None:
         """Count the prompt's blocks that are neither there nor counted under `reason`."""

@@ -3,14 +3,14 @@ first that does not come. Belongs to the loop's thread."""
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvstore.block import Block
 from kvstore.lending.told import NO_WORD, Word
+from kvstore.packed import InTier, PackedBlocks, PackedItems
 from process.deadline import Deadline
 from process.errors import BatonError
 from services.decode.leases import client_for
@@ -26,16 +26,18 @@ class Batch:
     which. word: what is known of them where no handle names them."""
 
     run: handles.Run
-    items: list[tuple[Block, int]]
+    items: PackedItems
     word: Word = NO_WORD
 
-    def came(self, loaded: Loaded) -> list[Block]:
+    def came(self, loaded: Loaded) -> PackedBlocks:
         """The leading blocks that came; those that were not sealed with the checksums of the bytes
         that lie here now."""
-        blocks = [block for block, _ in self.items[: loaded.num_usable]]
-        for index in range(len(self.items) - self.word.num_unsealed, len(blocks)):
-            blocks[index] = dataclasses.replace(blocks[index], checksum=loaded.checksums[index])
-        return blocks
+        blocks = self.items.blocks[: loaded.num_usable]
+        first = len(self.items) - self.word.num_unsealed
+        if first >= len(blocks):
+            return blocks
+        found = [loaded.checksums[index] for index in range(first, len(blocks))]
+        return blocks.with_checksums(first, found)
 
 
 @dataclass
@@ -43,13 +45,18 @@ class Pulled:
     """What came of one pull: blocks by the node that they came from, in order; those asked for that
     did not come, by reason."""
 
-    loaded: list[tuple[str, list[Block]]] = field(default_factory=list)
+    loaded: list[tuple[str, PackedBlocks]] = field(default_factory=list)
     not_usable: Counter[str] = field(default_factory=Counter)
     num_bytes: int = 0
 
+    @functools.cached_property
+    def tiers(self) -> list[tuple[str, list[InTier]]]:
+        """Of `loaded`, which is complete: counted once, and early where there is time."""
+        return [(node_id, blocks.tiers()) for node_id, blocks in self.loaded]
+
     @property
     def num_tokens(self) -> int:
-        return sum(block.num_tokens for _, blocks in self.loaded for block in blocks)
+        return sum(each.num_tokens for _, tiers in self.tiers for each in tiers)
 
 
 async def pull(

@@ -141,9 +141,9 @@ class LentPrompt:
             self._fail(reason_of(error))
             return
         self._num_unsealed -= len(refs)
-        num_full = sum(ref.chain_hash != _TAIL_HASH for ref in refs)
-        self._refs += PackedBlocks.of(refs[:num_full])
-        self.tail = refs[-1] if num_full < len(refs) else None
+        if refs[-1].chain_hash == _TAIL_HASH:
+            refs, self.tail = refs[:-1], refs[-1]
+        self._refs += refs
 
     def _fail(self, problem: str) -> None:
         """Whoever waits for more of the lease, or reads what nobody will vouch for, hears of it."""

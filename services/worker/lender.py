@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 
 import grpc.aio
 
-from kvstore.block import Block
 from kvstore.lending import lender_node_id
 from kvstore.lending.lender import Lender, LenderIdentity
 from kvstore.lending.loans import LoanTable, Offer
 from kvstore.lending.server import LenderServicer
+from kvstore.packed import PackedBlocks
 from process.errors import BatonError, Internal
 from services.worker.engine_thread import EngineThread
 from services.worker.store_target import StoreTarget
@@ -84,7 +84,7 @@ class WorkerLender:
         """Lend blocks that are quarantined once for it; see Lender.enter."""
         return self.lender.enter(offers, lease_id)
 
-    async def seal(self, lease_id: str) -> tuple[Block, ...]:
+    async def seal(self, lease_id: str) -> PackedBlocks:
         """See Lender.seal."""
         return await self.lender.seal(lease_id)
 

@@ -40,7 +40,7 @@ def ahead(first: int = 2) -> Ahead:
     """Blocks [first, 6) and the tail were copied."""
     made = Ahead(None, on_rest=lambda: None, on_failure=lambda reason: None)  # type: ignore[arg-type]
     copied = [*blocks(first, 6), TAIL]
-    made.keep(Copied(run(copied, first), tuple(copied)))
+    made.keep(Copied(run(copied, first)))
     return made
 
 

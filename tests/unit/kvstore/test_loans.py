@@ -20,7 +20,7 @@ TTL_S = 10.0
 
 def offer(block_id: int, content: int = 0, *, is_sealed: bool = True) -> Offer:
     checksum = 7 * block_id + content if is_sealed else None
-    return Offer(block_id, b"%d.%d" % (block_id, content), checksum, 16)
+    return Offer(block_id, b"%7d.%8d" % (block_id, content), checksum, 16)
 
 
 class Model:
