@@ -6,14 +6,14 @@ A mapping lets its reader into the whole cache, so a lender gives one only where
 (`lend_mapped`), after the handshake, to its own host. It is given back when the transport closes;
 until then the memory stays, also should its owner die.
 
-How it is verified. Checksums are computed over what arrived, by the reader's device, a piece's
-while the next ones come. When the last byte is here, the lender is asked which of the blocks are
-still lent at the generation that the handle says (Confirm). Generations only grow, and a lent block
-does not change: what is lent now as it was then was never anything else in between. So one look
-after the copy says what a look before and one after would. A lender that is gone, or another life
-of it, confirms nothing. Nobody is asked about blocks that the lender has promised to keep in place
-until a time at which the last byte was here (`GetItem.held_until_s`): they were lent at that
-generation when it promised, and could not be given back since.
+How it is verified. Checksums are computed over what arrived, by the reader's device: given to it
+while the copies run, each piece's behind its copy. When the last byte is here, the lender is asked
+which of the blocks are still lent at the generation that the handle says (Confirm). Generations
+only grow, and a lent block does not change: what is lent now as it was then was never anything else
+in between. So one look after the copy says what a look before and one after would. A lender that is
+gone, or another life of it, confirms nothing. Nobody is asked about blocks that the lender has
+promised to keep in place until a time at which the last byte was here (`GetItem.held_until_s`):
+they were lent at that generation when it promised, and could not be given back since.
 
 A copy goes in pieces (pump.py); deadline and cancellation as in device_shm.py. Only reads: a lender
 takes no bytes. One asyncio loop; copies are given and waited for on threads.
@@ -41,7 +41,7 @@ from kvstore.transport.base import (
     PutItem,
 )
 from kvstore.transport.copy_job import IsStopped, Unsettled, run_copy
-from kvstore.transport.device import Copies, CopyQueue, Device, PendingChecksums, Shared
+from kvstore.transport.device import Copies, CopyQueue, Device, Mark, PendingChecksums, Shared
 from kvstore.transport.pump import Pump
 from process.deadline import Deadline
 from process.errors import FailedPrecondition
@@ -164,7 +164,8 @@ class MappedTransport:
     def _copy_in(
         self, frames: Ids, blocks: Ids, is_stopped: IsStopped, on_here: Callable[[], object]
     ) -> list[int]:
-        """On the executor's thread. Each piece's checksums are computed while the next ones come.
+        """On the executor's thread. Each piece's checksums follow it on the device: to give it that
+        work takes as long as a piece, and would be waited for behind the last one.
 
         Args: on_here: called when the last byte has come.
         """
@@ -174,11 +175,11 @@ class MappedTransport:
         def give(queue: CopyQueue, part: slice) -> None:
             queue.between(self._copies(frames[part], blocks[part]))
 
-        def landed(part: slice) -> None:
+        def given(part: slice, mark: Mark) -> None:
             if hasher is not None:
-                pending.append(hasher.begin(blocks[part].tolist()))
+                pending.append(hasher.begin(blocks[part].tolist(), mark))
 
-        self._pump.run(len(frames), give, is_stopped, landed)
+        self._pump.run(len(frames), give, is_stopped, given=given)
         on_here()
         if hasher is None:
             return self._memory.checksums(blocks.tolist())

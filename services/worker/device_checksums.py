@@ -19,6 +19,7 @@ from baton_kernels.block_checksums import block_checksums, room
 
 from engine.decoder.graph_set import GraphMemory, GraphSet
 from kvstore import block_hash
+from kvstore.transport.device import Mark
 from process.errors import FailedPrecondition
 from services.worker.checksum_batches import ChecksumBatches, Pending
 
@@ -76,9 +77,10 @@ class DeviceChecksums:
         torch.cuda.synchronize(cache.device)
         self.begin([0]).result()
 
-    def begin(self, block_ids: Sequence[int]) -> Pending[_Slot]:
-        """Start with blocks as they lie on the device now. Raises: TransferFailed."""
-        return self._batches.begin(block_ids)
+    def begin(self, block_ids: Sequence[int], after: Mark | None = None) -> Pending[_Slot]:
+        """Start with blocks as they lie on the device now, or behind `after`. Raises:
+        TransferFailed."""
+        return self._batches.begin(block_ids, after)
 
 
 def check_kernels(num_bytes: int, device: torch.device) -> None:
@@ -123,8 +125,10 @@ class _Slot:
         self.graphs: GraphSet[tuple[_Slot, int]]
         """Of all slots; given before the first start."""
 
-    def start(self, block_ids: Sequence[int]) -> None:
+    def start(self, block_ids: Sequence[int], after: Mark | None) -> None:
         """See Slot."""
+        if after is not None:
+            after.before(self._stream.cuda_stream)
         count = len(block_ids)
         size = self._sizes[bisect.bisect_left(self._sizes, count)]
         self._wanted[:count] = block_ids
