@@ -134,11 +134,14 @@ class PackedBlocks(Sequence[Block]):
         count = min(len(self), len(chain_hashes))
         if not count:
             return 0
-        ours = np.frombuffer(b"".join(chain_hashes[:count]), "<u8").reshape(count, 2)
-        fits = (self._column("chain_hash")[:count] == ours).all(axis=1)
-        fits &= self._column("num_tokens")[:count] == num_tokens
+        ours = b"".join(chain_hashes[:count])
+        theirs = self._column("chain_hash")[:count]
+        fits = self._column("num_tokens")[:count] == num_tokens
         fits &= self._column("num_hash_bytes")[:count] == CHAIN_HASH_BYTES
-        return count if fits.all() else int(fits.argmin())
+        if fits.all() and theirs.tobytes() == ours:
+            return count
+        fits &= (theirs == np.frombuffer(ours, "<u8").reshape(count, 2)).all(axis=1)
+        return int(fits.argmin())
 
     def num_same(self, other: PackedBlocks) -> int:
         """How many leading blocks are the same in both, in everything that is said of them."""

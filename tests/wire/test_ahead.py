@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from kvstore import errors
+from kvstore import client, errors
 from kvstore.client import StoreClient
-from kvstore.lending import followers
+from kvstore.lending import followers, reader_holds
 from kvstore.lending.followers import Followers
 from kvstore.lending.server import LenderServicer
 from kvstore.lending.told import Told
@@ -26,6 +26,7 @@ from protos import common_pb2, kvstore_pb2
 from services.decode import ahead as decode_ahead
 from services.decode.states import DecodeState
 from services.worker import handle as handles
+from services.worker import links
 from services.worker.connector import StoreConnector
 from services.worker.handle_maker import HandleMaker
 from services.worker.provenance import FINGERPRINT
@@ -36,6 +37,7 @@ from tests.unit.worker.builders import BLOCK_SIZE
 from tests.wire.ahead_pair import CHUNK, NUM_BLOCKS, PROMPT, ahead
 from tests.wire.partial_handles import prefetch
 from tests.wire.prefill_decode_pair import WAIT_S, Gate, until
+from tests.wire.test_direct_handover import on_devices
 
 FOR_EVER_S = 1e6
 
@@ -94,6 +96,37 @@ async def test_the_last_blocks_come_while_their_checksums_are_computed(tmp_path:
         assert answer.leg.num_tokens_early == len(PROMPT) and answer.recomputed == {}
         assert request.state is DecodeState.FINISHED
         assert not a.p.decode.core.counts.early_pulls_failed
+
+
+async def test_over_a_mapping_what_was_promised_to_stay_is_not_asked_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between workers whose caches lie on devices: the last blocks come while nobody has said their
+    checksums, and no question is behind their copy."""
+    on_devices(monkeypatch)
+    monkeypatch.setattr(links, "PATIENT_BUDGET_S", WAIT_S)
+    monkeypatch.setattr(client, "HOLD_S", FOR_EVER_S)
+    monkeypatch.setattr(reader_holds, "MAX_HOLD_S", FOR_EVER_S)
+    async with ahead(tmp_path, direct_transport="cuda_ipc", lend_mapped=True) as a:
+        await a.asked()
+        await a.p.decode.core.links.settle()  # what measures them is asked about
+        lender, asked = a.lender.lender, []
+        monkeypatch.setattr(lender, "confirm", lambda *question: asked.append(question))
+        gate = Gate(a.lender, "seal")
+        computing = asyncio.create_task(a.computed())
+        await gate.wait_entered()
+        await until(lambda: a.num_read == NUM_BLOCKS)
+        gate.open()
+        answer = await a.answer(await computing)
+        assert asked == []
+        assert answer.leg.num_tokens_early == len(PROMPT) and answer.recomputed == {}
+        assert not a.p.decode.core.counts.early_pulls_failed
+        ((hold_id, timer),) = lender.reader_holds._ends.items()
+        await until(lambda: a.p.prefill_role.worker.behind.num_writers == 0)
+        await until(lambda: a.lender.loans.num_leases == 0)
+        assert a.lender.num_lent_blocks == NUM_BLOCKS - CHUNK // BLOCK_SIZE
+        timer.cancel()
+        lender.reader_holds._end(hold_id, 0.0)
 
 
 async def test_who_takes_none_without_a_checksum_is_told_when_they_are_known(
