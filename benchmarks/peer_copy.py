@@ -37,7 +37,7 @@ from kvstore.block import Block, Tier
 from kvstore.client import StoreClient
 from kvstore.lending import lender_node_id
 from kvstore.lending.lender import Lender, LenderIdentity
-from kvstore.lending.loans import LoanTable
+from kvstore.lending.loans import LoanTable, Offer
 from kvstore.lending.server import LenderServicer
 from kvstore.transport.base import BlockMemory
 from kvstore.transport.cuda_device import CudaDevice, CudaQueue
@@ -99,9 +99,10 @@ async def serve(device_id: int, block_bytes: int) -> None:
     while line := await asyncio.to_thread(sys.stdin.readline):
         block_ids = json.loads(line)
         began = time.perf_counter()
-        lease_id, refs = await lender.lend(
-            [(block_id, b"%16d" % block_id, 16) for block_id in block_ids]
+        lease_id = lender.enter(
+            Offer(block_id, b"%16d" % block_id, None, 16) for block_id in block_ids
         )
+        refs = await lender.seal(lease_id)
         seconds = time.perf_counter() - began
         loans.hand_over(lease_id, TTL_S, lender.now_s())
         found = [[ref.frame, ref.generation, ref.checksum] for ref in refs]

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvstore import wire
+from kvstore.lending.told import Told
 from kvstore.packed import PackedBlocks
 from protos import common_pb2, kvstore_pb2
 
@@ -131,12 +132,24 @@ def check_confirmed(reply: kvstore_pb2.ConfirmReply, request: kvstore_pb2.Confir
         raise SpoiledAnswer("a block that was not asked for")
 
 
-def read_rest(reply: kvstore_pb2.AwaitLentReply) -> PackedBlocks:
-    """What it names. Raises: SpoiledAnswer."""
+def read_rest(
+    reply: kvstore_pb2.AwaitLentReply, request: kvstore_pb2.AwaitLentRequest, took_s: float
+) -> Told:
+    """What it says. took_s: from the question to the answer, here. Raises: SpoiledAnswer."""
     try:
-        return PackedBlocks(reply.blocks)
+        blocks = PackedBlocks(reply.blocks)
     except ValueError as error:
         raise SpoiledAnswer(str(error)) from error
+    if reply.num_unsealed > len(blocks):
+        raise SpoiledAnswer("more blocks without a checksum than there are")
+    if reply.num_unsealed and not request.takes_unsealed:
+        raise SpoiledAnswer("blocks without a checksum for who takes none")
+    waited_s = reply.waited_us / 1e6
+    # What a promise says is found wrong by nothing behind it.
+    if reply.held_ms and not (wire.is_whole(reply) and reply.held_ms <= request.hold_ms):
+        raise SpoiledAnswer("a promise that cannot have been given")
+    held_s = reply.held_ms / 1000 if waited_s <= took_s else 0.0  # by whose clock?
+    return Told(blocks, reply.is_all, reply.num_unsealed, held_s, waited_s)
 
 
 def _check_committed(

@@ -31,13 +31,13 @@ from kvstore.block import Block
 from kvstore.finishing import Background
 from kvstore.getting import Getter
 from kvstore.lease_calls import LeaseCalls
+from kvstore.lending.told import NO_WORD, Told, Word
 from kvstore.link import Rates
 from kvstore.link_meter import LinkMeter
 from kvstore.moved import Moved, reason_of
-from kvstore.packed import PackedBlocks
 from kvstore.putting import PutResult, Putter
 from kvstore.rpc import Attached, StoreRpc
-from kvstore.transport.base import BlockMemory, GetResult, Transport
+from kvstore.transport.base import CUDA_IPC, BlockMemory, GetResult, Transport
 from process import serving, spans
 from process.access import Role
 from process.deadline import Deadline
@@ -46,6 +46,10 @@ from process.serving import Dialer
 from protos import kvstore_pb2
 
 _CLOSE_S = 2.0
+
+HOLD_S = 0.1
+"""For which a lender is asked to keep what it told of while that is copied; it is asked again when
+that took longer. Guessed: thirty times what a chunk's blocks take."""
 
 
 @dataclass(frozen=True)
@@ -214,26 +218,21 @@ class StoreClient:
 
     async def await_lent(
         self, lease_id: str, *, num_known: int, num_wanted: int, wait_s: float, deadline: Deadline
-    ) -> tuple[PackedBlocks, bool]:
+    ) -> tuple[Told, Word]:
         """Of a lender: what a lease lends beyond the first `num_known` blocks, as soon as it lends
-        `num_wanted` in all or grows no more, after `wait_s` at the latest.
+        `num_wanted` in all or grows no more, after `wait_s` at the latest; also what it has not
+        computed the checksums of.
 
         Args: num_wanted: more than `num_known`.
-        Returns: they, and whether that is all that was wanted or will come. Nothing vouches for
-            them: no block may be used that no handle names just so.
+        Returns: they, for which nothing vouches: no block may be used that no handle names just so;
+            and what may be relied on when they are copied.
         Raises: LeaseLapsed, InvalidArgument, NoCapacity, Unavailable, DeadlineExceeded.
         """
         self.num_uses += 1
-        request = kvstore_pb2.AwaitLentRequest(
-            attachment_id=self._attachment_id,
-            lease_id=lease_id,
-            num_known=num_known,
-            num_wanted=num_wanted,
-            budget_ms=wire.ttl_ms(wait_s),
+        hold_s = HOLD_S if self.transport_name == CUDA_IPC else 0.0
+        return await self._leases.await_lent(
+            lease_id, num_known, num_wanted, wait_s, hold_s, deadline
         )
-        reply = await self._rpc.call(self._rpc.stub.AwaitLent, request, deadline)
-        with self._rpc.reading():
-            return answer_checks.read_rest(reply), reply.is_all
 
     async def status(
         self, *, check_integrity: bool = False, deadline: Deadline
@@ -293,20 +292,22 @@ class StoreClient:
         deadline: Deadline,
         *,
         incarnation: bytes | None = None,
+        word: Word = NO_WORD,
     ) -> GetResult:
         """Copy blocks out of the store and verify each: generation before and after, checksum.
 
         Args: items: (ref, block id to copy into). incarnation: of the store that the refs are from,
-            when they came from somebody else.
-        Returns: what arrived and, by index, why something must not be used. A store that fails is a
-            reason, too, not an exception.
+            when they came from somebody else. word: of blocks that nobody but a lender has named
+            (`await_lent`): of those that are not sealed the caller compares the checksums.
+        Returns: what arrived and, by index, why something must not be used, and the checksums of
+            items that are not sealed. A store that fails is a reason, too, not an exception.
         Raises: TransferTimeout, TransferCancelled: the blocks named by their `quarantine` must not
             be used until it is settled.
         """
         with self._moving(), self._watched("read", len(items)) as seen:
             if spans.current().is_recording:
                 spans.current().set(traced.of_blocks([block for block, _ in items]))
-            result = await self._getter.get(lease_id, items, deadline, incarnation)
+            result = await self._getter.get(lease_id, items, deadline, incarnation, word)
             seen.num_bytes, seen.failed = result.num_bytes, Counter(result.failed.values())
             return result
 

@@ -28,8 +28,9 @@ from kvstore.errors import (
 )
 from kvstore.finishing import Background
 from kvstore.lease_calls import LeaseCalls
+from kvstore.lending.told import NO_WORD, Word
 from kvstore.rpc import Attached, StoreRpc
-from kvstore.transport.base import GetItem, GetResult, Transport
+from kvstore.transport.base import CUDA_IPC, GetItem, GetItems, GetResult, Transport
 from process import logs
 from process.deadline import Deadline
 from process.errors import BatonError, DeadlineExceeded, Unavailable
@@ -67,13 +68,16 @@ class Getter:
         items: Sequence[tuple[Block, int]],
         deadline: Deadline,
         incarnation: bytes | None,
+        word: Word = NO_WORD,
     ) -> GetResult:
         """See StoreClient.get_blocks."""
         if incarnation is not None and incarnation != self._attached.incarnation:
             return GetResult(0, dict.fromkeys(range(len(items)), INCARNATION))
         if deadline.expired:
             return GetResult(0, dict.fromkeys(range(len(items)), DEADLINE))
-        wanted = [GetItem(ref, block_id) for ref, block_id in items]
+        wanted: Sequence[GetItem] = GetItems(items, word.held_until_s)
+        if self._transport.name != CUDA_IPC:
+            wanted = list(wanted)  # all others look at them one by one
         try:
             got = await self._transport.get(lease_id, wanted, deadline)
         except TransferTimeout:
@@ -82,12 +86,22 @@ class Getter:
             return GetResult(0, dict.fromkeys(range(len(items)), _reason(error)))
         if self._transport.counts_own_reads:
             self._leases.num_bytes_untold += got.num_bytes
+        self._leases.num_bytes_untold += got.num_bytes_untold
         failed = await self._explain(lease_id, got.failed, deadline)
-        failed |= self._verify(wanted, got, failed)
-        self._leases.verified(
-            [item.ref for index, item in enumerate(wanted) if index not in failed]
+        num_sealed = len(items) - word.num_unsealed
+        failed |= self._verify(wanted[:num_sealed], got, failed)
+        if self._attached.keeps_history:
+            self._leases.verified(
+                [item.ref for index, item in enumerate(wanted[:num_sealed]) if index not in failed]
+            )
+        found = got.checksums
+        unsealed = [index for index in range(num_sealed, len(items)) if index not in failed]
+        failed |= {index: CHECKSUM for index in unsealed if index not in found}
+        return GetResult(
+            (len(items) - len(failed)) * self._attached.frame_bytes,
+            failed,
+            {index: found[index] for index in unsealed if index in found},
         )
-        return GetResult((len(items) - len(failed)) * self._attached.frame_bytes, failed)
 
     async def _explain(
         self, lease_id: str, failed: dict[int, str], deadline: Deadline

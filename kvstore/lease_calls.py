@@ -9,12 +9,14 @@ keeps their history. One asyncio loop.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvstore import wire
+from kvstore import answer_checks, wire
 from kvstore.block import Block
 from kvstore.errors import LeaseLapsed
+from kvstore.lending.told import Told, Word
 from kvstore.rpc import Attached, StoreRpc
 from process import spans
 from process.deadline import Deadline
@@ -62,6 +64,31 @@ class LeaseCalls:
         )
         reply = await self._tell(self._rpc.stub.Release, request, deadline)
         return int(reply.num_released)
+
+    async def await_lent(
+        self,
+        lease_id: str,
+        num_known: int,
+        num_wanted: int,
+        wait_s: float,
+        hold_s: float,
+        deadline: Deadline,
+    ) -> tuple[Told, Word]:
+        """See StoreClient.await_lent; hold_s: for how long what is told shall stay in place."""
+        request = kvstore_pb2.AwaitLentRequest(
+            attachment_id=self._attached.attachment_id,
+            lease_id=lease_id,
+            num_known=num_known,
+            num_wanted=num_wanted,
+            budget_ms=wire.ttl_ms(wait_s),
+            takes_unsealed=True,
+            hold_ms=int(hold_s * 1000),
+        )
+        asked_s = time.monotonic()
+        reply = await self._rpc.call(self._rpc.stub.AwaitLent, request, deadline)
+        with self._rpc.reading():
+            told = answer_checks.read_rest(reply, request, time.monotonic() - asked_s)
+        return told, told.word(asked_s)
 
     async def _tell(
         self,

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from typing import overload
+from itertools import pairwise
+from typing import Any, NamedTuple, overload
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstore.block import Block, Tier
 from kvstore.block_hash import CHAIN_HASH_BYTES
@@ -33,6 +35,14 @@ _COLUMNS = np.dtype(
 
 ROW_BYTES = _ROW.size
 _TIERS = {tier.value: tier for tier in Tier}
+
+
+class InTier(NamedTuple):
+    """Neighbours that lie in one tier, and their tokens."""
+
+    tier: Tier
+    num_blocks: int
+    num_tokens: int
 
 
 class PackedBlocks(Sequence[Block]):
@@ -62,34 +72,76 @@ class PackedBlocks(Sequence[Block]):
         for a number that has no place."""
         if isinstance(blocks, PackedBlocks):
             return blocks
-        rows: list[bytes] = []
-        for block in blocks:
-            chain_hash = block.chain_hash
-            if len(chain_hash) not in (0, CHAIN_HASH_BYTES):
-                raise ValueError(f"a chain hash has {CHAIN_HASH_BYTES} bytes: {chain_hash!r}")
-            rows.append(
-                _ROW.pack(
-                    chain_hash,
-                    block.generation,
-                    block.checksum,
-                    block.frame,
-                    block.num_tokens,
-                    block.tier,
-                    len(chain_hash),
-                )
+        return cls.of_rows(
+            row(
+                block.chain_hash,
+                block.frame,
+                block.generation,
+                block.checksum,
+                block.num_tokens,
+                block.tier,
             )
+            for block in blocks
+        )
+
+    @classmethod
+    def of_rows(cls, rows: Iterable[bytes]) -> PackedBlocks:
+        """Of what `row` made, or `rows`."""
         return cls._whole(b"".join(rows))
+
+    @property
+    def rows(self) -> list[bytes]:
+        """Of each block."""
+        data = self.data
+        return [data[at : at + ROW_BYTES] for at in range(0, len(data), ROW_BYTES)]
+
+    @property
+    def frames(self) -> npt.NDArray[np.uint32]:
+        """[blocks]"""
+        return self._column("frame")
+
+    @property
+    def generations(self) -> npt.NDArray[np.uint64]:
+        """[blocks]"""
+        return self._column("generation")
+
+    @property
+    def checksums(self) -> npt.NDArray[np.uint64]:
+        """[blocks]"""
+        return self._column("checksum")
+
+    def with_checksums(self, first: int, checksums: Sequence[int]) -> PackedBlocks:
+        """The same with other checksums from block `first` on."""
+        columns = np.frombuffer(self.data, _COLUMNS).copy()
+        columns["checksum"][first : first + len(checksums)] = np.array(checksums, np.uint64)
+        return self._whole(columns.tobytes())
+
+    def tiers(self) -> list[InTier]:
+        """Neighbours in one tier, in order."""
+        if not self.data:
+            return []
+        tiers, counts = self._column("tier"), self._column("num_tokens")
+        edges = [0, *(np.flatnonzero(np.diff(tiers)) + 1).tolist(), len(tiers)]
+        return [
+            InTier(
+                _TIERS.get(int(tiers[at]), Tier.UNSPECIFIED), end - at, int(counts[at:end].sum())
+            )
+            for at, end in pairwise(edges)
+        ]
 
     def num_matching(self, chain_hashes: Sequence[bytes], num_tokens: int) -> int:
         """How many leading blocks have these hashes, of 16 bytes, and so many tokens each."""
         count = min(len(self), len(chain_hashes))
         if not count:
             return 0
-        ours = np.frombuffer(b"".join(chain_hashes[:count]), "<u8").reshape(count, 2)
-        fits = (self._column("chain_hash")[:count] == ours).all(axis=1)
-        fits &= self._column("num_tokens")[:count] == num_tokens
+        ours = b"".join(chain_hashes[:count])
+        theirs = self._column("chain_hash")[:count]
+        fits = self._column("num_tokens")[:count] == num_tokens
         fits &= self._column("num_hash_bytes")[:count] == CHAIN_HASH_BYTES
-        return count if fits.all() else int(fits.argmin())
+        if fits.all() and theirs.tobytes() == ours:
+            return count
+        fits &= (theirs == np.frombuffer(ours, "<u8").reshape(count, 2)).all(axis=1)
+        return int(fits.argmin())
 
     def num_same(self, other: PackedBlocks) -> int:
         """How many leading blocks are the same in both, in everything that is said of them."""
@@ -137,8 +189,55 @@ class PackedBlocks(Sequence[Block]):
         made.data = data
         return made
 
-    def _column(self, name: str) -> np.ndarray[tuple[int, ...], np.dtype[np.generic]]:
+    def _column(self, name: str) -> npt.NDArray[Any]:
         return np.frombuffer(self.data, _COLUMNS)[name]
+
+
+class PackedItems(Sequence[tuple[Block, int]]):
+    """Blocks, each with its place. Immutable."""
+
+    __slots__ = ("blocks", "places")
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, blocks: PackedBlocks, places: Sequence[int]) -> None:
+        """Raises: ValueError where there is not one place for each block."""
+        if len(blocks) != len(places):
+            raise ValueError(f"{len(blocks)} blocks and {len(places)} places")
+        self.blocks = blocks
+        self.places = tuple(places)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[Block, int]: ...
+    @overload
+    def __getitem__(self, index: slice) -> PackedItems: ...
+    def __getitem__(self, index: int | slice) -> tuple[Block, int] | PackedItems:
+        if isinstance(index, slice):
+            return PackedItems(self.blocks[index], self.places[index])
+        return self.blocks[index], self.places[index]
+
+    def __iter__(self) -> Iterator[tuple[Block, int]]:
+        return zip(self.blocks, self.places, strict=True)
+
+    def __add__(self, other: PackedItems) -> PackedItems:
+        return PackedItems(self.blocks + other.blocks, self.places + other.places)
+
+
+def row(
+    chain_hash: bytes, frame: int, generation: int, checksum: int, num_tokens: int, tier: Tier
+) -> bytes:
+    """One block, packed. Raises: as PackedBlocks.of."""
+    num_hash_bytes = len(chain_hash)
+    if num_hash_bytes not in (0, CHAIN_HASH_BYTES):
+        raise ValueError(f"a chain hash has {CHAIN_HASH_BYTES} bytes: {chain_hash!r}")
+    return _ROW.pack(chain_hash, generation, checksum, frame, num_tokens, tier, num_hash_bytes)
+
+
+def block_of(row: bytes) -> Block:
+    """The other way round."""
+    return _block(*_ROW.unpack(row))
 
 
 def _block(

@@ -18,8 +18,9 @@ Checked = (
     | kvstore_pb2.AttachReply
     | kvstore_pb2.ReserveReply
     | kvstore_pb2.PushRequest
+    | kvstore_pb2.AwaitLentReply
 )
-"""Messages that say where to write: they carry a checksum of themselves."""
+"""Messages that say where to write, or promise something: they carry a checksum of themselves."""
 
 _TIER_NAMES = {tier: common_pb2.Tier.Name(tier.value) for tier in Tier}
 _TIERS = {tier.value: tier for tier in Tier}

@@ -333,26 +333,38 @@ class ConfirmReply(_message.Message):
     def __init__(self, stale: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class AwaitLentRequest(_message.Message):
-    __slots__ = ("attachment_id", "lease_id", "num_known", "num_wanted", "budget_ms")
+    __slots__ = ("attachment_id", "lease_id", "num_known", "num_wanted", "budget_ms", "takes_unsealed", "hold_ms")
     ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_KNOWN_FIELD_NUMBER: _ClassVar[int]
     NUM_WANTED_FIELD_NUMBER: _ClassVar[int]
     BUDGET_MS_FIELD_NUMBER: _ClassVar[int]
+    TAKES_UNSEALED_FIELD_NUMBER: _ClassVar[int]
+    HOLD_MS_FIELD_NUMBER: _ClassVar[int]
     attachment_id: str
     lease_id: str
     num_known: int
     num_wanted: int
     budget_ms: int
-    def __init__(self, attachment_id: _Optional[str] = ..., lease_id: _Optional[str] = ..., num_known: _Optional[int] = ..., num_wanted: _Optional[int] = ..., budget_ms: _Optional[int] = ...) -> None: ...
+    takes_unsealed: bool
+    hold_ms: int
+    def __init__(self, attachment_id: _Optional[str] = ..., lease_id: _Optional[str] = ..., num_known: _Optional[int] = ..., num_wanted: _Optional[int] = ..., budget_ms: _Optional[int] = ..., takes_unsealed: bool = ..., hold_ms: _Optional[int] = ...) -> None: ...
 
 class AwaitLentReply(_message.Message):
-    __slots__ = ("blocks", "is_all")
+    __slots__ = ("blocks", "is_all", "num_unsealed", "held_ms", "waited_us", "checksum")
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     IS_ALL_FIELD_NUMBER: _ClassVar[int]
+    NUM_UNSEALED_FIELD_NUMBER: _ClassVar[int]
+    HELD_MS_FIELD_NUMBER: _ClassVar[int]
+    WAITED_US_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     blocks: bytes
     is_all: bool
-    def __init__(self, blocks: _Optional[bytes] = ..., is_all: bool = ...) -> None: ...
+    num_unsealed: int
+    held_ms: int
+    waited_us: int
+    checksum: int
+    def __init__(self, blocks: _Optional[bytes] = ..., is_all: bool = ..., num_unsealed: _Optional[int] = ..., held_ms: _Optional[int] = ..., waited_us: _Optional[int] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class WriteChunk(_message.Message):
     __slots__ = ("attachment_id", "lease_id", "frame", "generation", "offset", "data")

@@ -14,19 +14,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from dataclasses import replace
 
 from kvstore.attachments import Attachment, AttachmentTable
 from kvstore.block import Block
 from kvstore.errors import CHECKSUM, GENERATION, LEASE_LAPSED, IntegrityError, LeaseLapsed
-from kvstore.lending import PROBE_HASH
-from kvstore.lending.followers import Followers, Told
+from kvstore.lending.followers import Followers
 from kvstore.lending.host import own_host_id
 from kvstore.lending.loans import LoanTable, Offer
 from kvstore.lending.outlet import Outlet
+from kvstore.lending.probes import FindFree, Probes
 from kvstore.lending.reader import LenderIdentity as LenderIdentity
 from kvstore.lending.reader import Reader as Reader
+from kvstore.lending.reader_holds import ReaderHolds
+from kvstore.lending.told import Told
 from kvstore.link_meter import num_blocks_wanted
+from kvstore.packed import PackedBlocks
 from kvstore.push_peers import PushPeers
 from kvstore.pushes import Frames, PushOutcome, Target
 from kvstore.transport.base import CUDA_IPC, DIRECT_TRANSPORTS, BlockMemory
@@ -45,13 +49,7 @@ ATTACHMENT_TTL_S = 60.0
 SWEEP_S = 0.25
 """How late a lapsed lease may be noticed."""
 
-PROBE_TTL_S = 10.0
-"""A reader gives back what it measures with; one that does not has it no longer."""
 MAX_CHUNK_BYTES = 16 * 1024 * 1024
-
-FindFree = Callable[[int, float], Awaitable[Sequence[int]]]
-"""(at most so many, within so many seconds): blocks that nobody uses, kept in place until they are
-free again (`LoanTable`'s `on_free`); none where there is no room."""
 
 
 class Lender:
@@ -74,9 +72,10 @@ class Lender:
         self.loans = loans
         self.attachments = AttachmentTable()
         self.followers = Followers(loans)
+        max_probes = num_blocks_wanted(memory.block_bytes) // 2
+        self.probes = Probes(loans, find_free, self.seal, max_probes, clock)
         self.shared: Shared | None = None
         """What readers of transport cuda_ipc are given; made for the first."""
-        self._find_free = find_free
         self._lets_map = lets_map
         self._clock = clock
         self._outlet = Outlet(memory)
@@ -88,9 +87,9 @@ class Lender:
             name="lender",
             before=device.use_in_this_thread if device is not None else lambda: None,
         )
-        self._probe_leases: dict[str, str] = {}  # attachment -> what it may measure with
         self._sweeper: asyncio.Task[None] | None = None
         self._is_stopped = False
+        self.reader_holds = ReaderHolds(loans, self._begin, self._end)
         self._num_reading = 0
         self._still = asyncio.Event()
         self._still.set()
@@ -127,23 +126,27 @@ class Lender:
 
     # -- lending
 
-    async def lend(
-        self, blocks: Sequence[tuple[int, bytes, int]], lease_id: str = ""
-    ) -> tuple[str, tuple[Block, ...]]:
-        """Lend blocks whose bytes are complete and do not change; see LoanTable.lend.
+    def enter(self, offers: Iterable[Offer], lease_id: str = "") -> str:
+        """Lend blocks whose bytes are complete and do not change; those without a checksum can be
+        read from now on, and are to be sealed.
 
-        Args: blocks: (block id, chain hash or empty for a tail, filled slots).
-        Raises: LeaseLapsed, NotFound when the lender has stopped, TransferFailed of a device.
-            Nothing was lent then.
+        Returns: the lease. Raises: LeaseLapsed; NotFound when the lender has stopped: nothing was
+            lent then.
         """
-        block_ids = [block_id for block_id, _, _ in blocks]
+        self._check_open()
+        return self.loans.lend(offers, lease_id)[0]
+
+    async def seal(self, lease_id: str) -> PackedBlocks:
+        """Compute and tell the checksums of what a lease lends without; one at a time of a lease.
+
+        Returns: these blocks, in the order in which they were lent.
+        Raises: LeaseLapsed, NotFound when the lender has stopped, TransferFailed of a device: the
+            lease is of no use then, and the caller's to end.
+        """
+        block_ids = self.loans.unsealed_of(lease_id)
         checksums = await asyncio.to_thread(self.memory.checksums, block_ids)
         self._check_open()
-        offers = [
-            Offer(block_id, chain_hash, checksum, num_tokens)
-            for (block_id, chain_hash, num_tokens), checksum in zip(blocks, checksums, strict=True)
-        ]
-        return self.loans.lend(offers, lease_id)
+        return self.loans.seal(lease_id, dict(zip(block_ids, checksums, strict=True)))
 
     # -- readers come and go
 
@@ -193,35 +196,31 @@ class Lender:
         self.attachments.get(attachment_id, now_s)
         return now_s
 
-    async def lend_probe(
-        self, attachment_id: str, num_blocks: int, budget_s: float
-    ) -> tuple[str, tuple[Block, ...]]:
-        """Free blocks to measure the way with, if there are any; what the reader had for that
-        before is given back. Returns: their lease and they, or nothing."""
-        self.loans.release([self._probe_leases.pop(attachment_id, "")], self._clock())
-        num_blocks = min(num_blocks, num_blocks_wanted(self.memory.block_bytes) // 2)
-        block_ids = await self._find_free(num_blocks, budget_s)
-        if not block_ids:
-            return "", ()
-        try:
-            lease_id, blocks = await self.lend([(each, PROBE_HASH, 1) for each in block_ids])
-        except BaseException:
-            # What is lent is given back in one way only.
-            lease_id, _ = self.loans.lend(Offer(each, PROBE_HASH, 0, 1) for each in block_ids)
-            self.loans.release([lease_id], self._clock())
-            raise
-        self.loans.hand_over(lease_id, PROBE_TTL_S, self._clock())
-        former = self._probe_leases.get(attachment_id, "")  # of a call beside this one
-        self._probe_leases[attachment_id] = lease_id
-        self.loans.release([former], self._clock())
-        return lease_id, blocks
-
     async def await_lent(
-        self, attachment_id: str, lease_id: str, num_known: int, num_wanted: int, budget_s: float
+        self,
+        attachment_id: str,
+        lease_id: str,
+        num_known: int,
+        num_wanted: int,
+        budget_s: float,
+        *,
+        takes_unsealed: bool = False,
+        hold_s: float = 0.0,
     ) -> Told:
-        """What is lent beyond the blocks that a reader knows of; see Followers."""
-        self._need_lease(lease_id, self.seen(attachment_id))
-        return await self.followers.rest(lease_id, num_known, num_wanted, budget_s)
+        """What is lent beyond the blocks that a reader knows of; see Followers. hold_s: for how
+        long it shall be kept for this reader, if it has mapped the memory: all others read by our
+        own hand, under holds of their own."""
+        begun_s = self._clock()
+        is_mapped = self.attachments.get(attachment_id, begun_s).transport == CUDA_IPC
+        self._need_lease(lease_id, begun_s)
+        told = await self.followers.rest(
+            lease_id, num_known, num_wanted, budget_s, takes_unsealed=takes_unsealed
+        )
+        # In the turn in which it was looked up: nothing comes between what is told and its hold.
+        waited_s, held_s = self._clock() - begun_s, 0.0
+        if told.is_all and is_mapped:
+            held_s = self.reader_holds.keep(lease_id, num_known, hold_s)
+        return replace(told, held_s=held_s, waited_s=waited_s)
 
     # -- bytes
 
@@ -289,6 +288,11 @@ class Lender:
         self.loans.counters.num_bytes_read += num_bytes_read
         return stale
 
+    def was_read(self, num_bytes: int) -> None:
+        """A reader says so of bytes that it has not been confirmed; not more than there are."""
+        num_bytes = min(num_bytes, self.memory.num_blocks * self.memory.block_bytes)
+        self.loans.counters.num_bytes_read += num_bytes
+
     async def report(self, attachment_id: str, blocks: Sequence[Block]) -> int:
         """Somebody read bad bytes out of these: look, and end the leases that name bytes which are
         not there. Returns: how many blocks were bad."""
@@ -323,6 +327,7 @@ class Lender:
             self.loans.lapse(self._clock())
             self.loans.check_integrity()
             self.followers.check_integrity()
+            self.reader_holds.check_integrity()
         except IntegrityError as error:
             logs.event(logger, "integrity_error", level=logging.ERROR, error=str(error))
             return str(error)
@@ -375,8 +380,7 @@ class Lender:
     def _forget_gone(self) -> None:
         attached = {attachment.attachment_id for attachment in self.attachments}
         self.peers.keep(attached)
-        gone = self._probe_leases.keys() - attached
-        self.loans.release([self._probe_leases.pop(each) for each in gone], self._clock())
+        self.probes.keep(attached)
 
     async def _sweep_for_ever(self) -> None:
         while True:

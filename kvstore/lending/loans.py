@@ -6,12 +6,16 @@ last lease and its last hold are over: it is given back, once (`on_free`), and i
 by two, so that no handle of before ever fits it again. In between its bytes do not change: whoever
 lends sees to that before it lends.
 
+A block may be lent before its checksum is known: it can be read from then on, but nobody can verify
+it until it is sealed.
+
 A lease is kept by the request that lends until `hand_over`; then it grows no more, and lapses by
 its deadline unless whoever reads renews it, and ends at once when it is released. A hold is a copy
 under way, and keeps blocks beyond the end of their leases.
 
 Laws, recomputed by `check_integrity`: a block is lent as long as leases and holds name it and no
-longer, each counted once. Whoever lends sees to it that no lease is kept for nobody (`num_kept`).
+longer, each counted once; no lease that was handed over names a block that is not sealed. Whoever
+lends sees to it that no lease is kept for nobody (`num_kept`).
 
 Knows no engine, no bytes and no clock: times are seconds on the caller's. Plain synchronous values,
 one thread.
@@ -22,13 +26,16 @@ from __future__ import annotations
 import math
 import secrets
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
 from kvstore.block import Block, Tier
 from kvstore.errors import IntegrityError, LeaseLapsed
+from kvstore.lending.lease import Lease
+from kvstore.packed import PackedBlocks, block_of
+from kvstore.packed import row as pack
 
 FIRST_GENERATION = 2
 """Even, as of every block that can be read, and not the 0 of a field that nobody set."""
@@ -36,11 +43,11 @@ FIRST_GENERATION = 2
 
 class Offer(NamedTuple):
     """A block to be lent; a tuple, for one is made of each block of each prompt. chain_hash is
-    empty for a tail block; num_tokens counts filled slots."""
+    empty for a tail block; num_tokens counts filled slots; checksum None: it is sealed later."""
 
     block_id: int
     chain_hash: bytes
-    checksum: int
+    checksum: int | None
     num_tokens: int
 
 
@@ -51,19 +58,6 @@ class LoanCounters:
     num_blocks_lent: int = 0
     num_bytes_read: int = 0
     num_leases_lapsed: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _Lease:
-    expires_at_s: float
-    blocks: dict[int, Block] = field(default_factory=dict)
-    on_end: list[Callable[[], None]] = field(default_factory=list)
-    watchers: list[Callable[[], None]] = field(default_factory=list)
-
-    @property
-    def is_kept(self) -> bool:
-        """It was not handed over."""
-        return math.isinf(self.expires_at_s)
 
 
 @dataclass(slots=True)
@@ -92,7 +86,7 @@ class LoanTable:
         self._on_free = on_free
         self._generations: dict[int, int] = {}  # of blocks that were lent before
         self._lent: dict[int, _Lent] = {}
-        self._leases: dict[str, _Lease] = {}
+        self._leases: dict[str, Lease] = {}
         self._holds: dict[str, tuple[int, ...]] = {}
 
     @property
@@ -115,7 +109,7 @@ class LoanTable:
 
     # -- lending
 
-    def lend(self, offers: Iterable[Offer], lease_id: str = "") -> tuple[str, tuple[Block, ...]]:
+    def lend(self, offers: Iterable[Offer], lease_id: str = "") -> tuple[str, PackedBlocks]:
         """Lend blocks under a lease that the caller keeps; an empty `lease_id` makes one.
 
         A block that is lent already, to others who share it, is one block: what the caller did to
@@ -125,46 +119,65 @@ class LoanTable:
             and for a block that is lent with another content; nothing was done.
         """
         offers = list(offers)
-        for block_id, chain_hash, _, _ in offers:
+        rows: list[bytes] = []
+        for block_id, chain_hash, checksum, num_tokens in offers:
             known = self._lent.get(block_id)
             if known is not None and known.chain_hash != chain_hash:
                 raise IntegrityError(f"block {block_id} is lent with another content")
-        lease = self._lease(lease_id) if lease_id else _Lease(math.inf)
+            generation = self._generations.get(block_id, FIRST_GENERATION)
+            rows.append(
+                pack(chain_hash, block_id, generation, checksum or 0, num_tokens, Tier.DEVICE)
+            )
+        lease = self._lease(lease_id) if lease_id else Lease(math.inf)
         if not lease.is_kept:
             raise IntegrityError(f"lease {lease_id} was handed over; it grows no more")
         if not lease_id:
             lease_id = secrets.token_hex(16)
             self._leases[lease_id] = lease
-        blocks: list[Block] = []
         twice: list[int] = []
-        for block_id, chain_hash, checksum, num_tokens in offers:
+        for (block_id, chain_hash, checksum, _), row in zip(offers, rows, strict=True):
             lent = self._lent.get(block_id)
             if lent is None:
                 lent = self._lent[block_id] = _Lent(chain_hash)
-                self.counters.num_blocks_lent += 1
             else:
                 twice.append(block_id)
-            generation = self._generation(block_id)
-            block = Block(chain_hash, block_id, generation, checksum, num_tokens, Tier.DEVICE)
             lent.num_leases += block_id not in lease.blocks
-            lease.blocks[block_id] = block
-            blocks.append(block)
+            lease.unsealed.pop(block_id, None)
+            if checksum is None:
+                lease.unsealed[block_id] = None
+            lease.blocks[block_id] = row
+        self.counters.num_blocks_lent += len(rows) - len(twice)
         if twice:
             self._on_free(twice)
-        _tell(lease)
-        return lease_id, tuple(blocks)
+        lease.tell()
+        return lease_id, PackedBlocks.of_rows(rows)
+
+    def unsealed_of(self, lease_id: str) -> list[int]:
+        """Ids of the blocks that are lent under it without a checksum. Raises: LeaseLapsed."""
+        return list(self._lease(lease_id).unsealed)
+
+    def seal(self, lease_id: str, checksums: Mapping[int, int]) -> PackedBlocks:
+        """The checksums of blocks that were lent without, by block id.
+
+        Returns: the blocks as readers can verify them, in that order.
+        Raises: LeaseLapsed; IntegrityError for a block that does not wait for one; nothing was
+            done.
+        """
+        return self._lease(lease_id).seal(checksums)
 
     def hand_over(self, lease_id: str, ttl_s: float, now_s: float) -> None:
-        """From here on the lease is whoever's that was told of it: it lapses. Raises:
-        LeaseLapsed."""
+        """From here on the lease is whoever's that was told of it: it lapses. Raises: LeaseLapsed;
+        IntegrityError where a block of it is not sealed."""
         lease = self._lease(lease_id)
+        if lease.unsealed:
+            raise IntegrityError(f"lease {lease_id}: {len(lease.unsealed)} blocks are not sealed")
         lease.expires_at_s = now_s + min(ttl_s, self.max_ttl_s)
-        _tell(lease)
+        lease.tell()
 
     # -- watching a lease grow
 
     def watch(self, lease_id: str, then: Callable[[], None]) -> None:
-        """Have `then` called whenever the lease lends more, is handed over or ends, until
+        """Have `then` called whenever the lease lends or seals more, is handed over or ends, until
         `unwatch`. Raises: LeaseLapsed."""
         self._lease(lease_id).watchers.append(then)
 
@@ -174,16 +187,22 @@ class LoanTable:
         if lease is not None and then in lease.watchers:
             lease.watchers.remove(then)
 
-    def is_whole(self, lease_id: str, num_wanted: int) -> bool:
-        """Whether so many blocks are lent under it, or it was handed over with fewer. Raises:
-        LeaseLapsed."""
+    def is_whole(self, lease_id: str, num_wanted: int, *, takes_unsealed: bool = False) -> bool:
+        """Whether so many blocks are lent under it, or it was handed over with fewer. Blocks that
+        are not sealed count for who takes them. Raises: LeaseLapsed."""
         lease = self._lease(lease_id)
-        return len(lease.blocks) >= num_wanted or not lease.is_kept
+        num_lent = len(lease.blocks) if takes_unsealed else lease.num_sealed
+        return num_lent >= num_wanted or not lease.is_kept
 
-    def blocks_of(self, lease_id: str, first: int) -> list[Block]:
+    def num_sealed(self, lease_id: str) -> int:
+        """Of the lease's blocks, in the order in which they were lent, as many as are sealed before
+        the first that is not. Raises: LeaseLapsed."""
+        return self._lease(lease_id).num_sealed
+
+    def blocks_of(self, lease_id: str, first: int) -> PackedBlocks:
         """Blocks of a lease from the `first` on, in the order in which they were lent. Raises:
         LeaseLapsed."""
-        return list(islice(self._lease(lease_id).blocks.values(), first, None))
+        return PackedBlocks.of_rows(islice(self._lease(lease_id).blocks.values(), first, None))
 
     # -- leases
 
@@ -233,11 +252,16 @@ class LoanTable:
         is_held = [self._is_lent(block) for block in blocks]
         pairs = zip(blocks, is_held, strict=True)
         block_ids = tuple(dict.fromkeys(block.frame for block, held in pairs if held))
-        hold_id = secrets.token_hex(16)
-        self._holds[hold_id] = block_ids
-        for block_id in block_ids:
-            self._lent[block_id].num_holds += 1
-        return hold_id, is_held
+        return self._hold(block_ids), is_held
+
+    def hold_lease(self, lease_id: str, first: int) -> str:
+        """Keep the blocks of a lease in place, from the `first` on in the order in which they were
+        lent, beyond its end. Returns: an id for `unhold`. Raises: LeaseLapsed."""
+        return self._hold(tuple(islice(self._lease(lease_id).blocks, first, None)))
+
+    def has_holds(self, hold_ids: Iterable[str]) -> bool:
+        """Whether none of them is over."""
+        return all(hold_id in self._holds for hold_id in hold_ids)
 
     def unhold(self, hold_id: str) -> None:
         """The copy is over. Idempotent."""
@@ -259,12 +283,13 @@ class LoanTable:
     # -- damage
 
     def checksums_of(self, blocks: Sequence[Block]) -> list[set[int]]:
-        """For each block the checksums that it was lent with; none where it is not what it says."""
+        """For each block the checksums that it was lent with; none where it is not what it says,
+        or not sealed."""
         return [
             {
-                lease.blocks[block.frame].checksum
+                checksum
                 for lease in self._leases.values()
-                if block.frame in lease.blocks
+                if (checksum := lease.checksum_of(block.frame)) is not None
             }
             if self._is_lent(block)
             else set()
@@ -277,11 +302,7 @@ class LoanTable:
             [
                 name
                 for name, lease in self._leases.items()
-                if any(
-                    (block_id, lease.blocks[block_id].checksum) == (block_id, checksum)
-                    for block_id, checksum in bad
-                    if block_id in lease.blocks
-                )
+                if any(lease.checksum_of(block_id) == checksum for block_id, checksum in bad)
             ]
         )
 
@@ -292,7 +313,9 @@ class LoanTable:
         leases: Counter[int] = Counter()
         for name, lease in self._leases.items():
             leases.update(lease.blocks.keys())
-            for block_id, block in lease.blocks.items():
+            lease.check_integrity()
+            for block_id, row in lease.blocks.items():
+                block = block_of(row)
                 if not self._is_lent(block) or block.frame != block_id:
                     raise IntegrityError(f"lease {name}: block {block_id} is not lent as it says")
         holds = Counter(block_id for held in self._holds.values() for block_id in held)
@@ -311,11 +334,18 @@ class LoanTable:
 
     # -- inside
 
-    def _lease(self, lease_id: str) -> _Lease:
+    def _lease(self, lease_id: str) -> Lease:
         lease = self._leases.get(lease_id)
         if lease is None:
             raise LeaseLapsed(f"lease {lease_id or '(empty)'}: released, lapsed or never made")
         return lease
+
+    def _hold(self, block_ids: tuple[int, ...]) -> str:
+        hold_id = secrets.token_hex(16)
+        self._holds[hold_id] = block_ids
+        for block_id in block_ids:
+            self._lent[block_id].num_holds += 1
+        return hold_id
 
     def _generation(self, block_id: int) -> int:
         return self._generations.get(block_id, FIRST_GENERATION)
@@ -338,7 +368,7 @@ class LoanTable:
             self._settle(lease.blocks)
             for then in lease.on_end:
                 then()
-            _tell(lease)
+            lease.tell()
         return num_ended
 
     def _settle(self, block_ids: Iterable[int]) -> None:
@@ -352,8 +382,3 @@ class LoanTable:
                 free.append(block_id)
         if free:
             self._on_free(free)
-
-
-def _tell(lease: _Lease) -> None:
-    for then in tuple(lease.watchers):
-        then()

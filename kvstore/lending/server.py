@@ -78,7 +78,7 @@ class LenderServicer(kvstore_pb2_grpc.KvStoreServicer):
         reply = kvstore_pb2.MatchReply(incarnation=lender.identity.incarnation)
         if request.pin and set(request.chain_hashes) == {PROBE_HASH}:
             left_s = context.time_remaining()
-            lease_id, blocks = await lender.lend_probe(
+            lease_id, blocks = await lender.probes.lend(
                 request.attachment_id,
                 len(request.chain_hashes),
                 MAX_PROBE_WAIT_S if left_s is None else min(MAX_PROBE_WAIT_S, left_s / 2),
@@ -94,6 +94,7 @@ class LenderServicer(kvstore_pb2_grpc.KvStoreServicer):
         self, request: kvstore_pb2.RenewRequest, context: Context
     ) -> kvstore_pb2.RenewReply:
         lender = self._lender
+        lender.was_read(request.num_bytes_read)
         lender.loans.renew(request.lease_id, request.ttl_ms / 1000, lender.now_s())
         return kvstore_pb2.RenewReply()
 
@@ -101,6 +102,7 @@ class LenderServicer(kvstore_pb2_grpc.KvStoreServicer):
     async def Release(
         self, request: kvstore_pb2.ReleaseRequest, context: Context
     ) -> kvstore_pb2.ReleaseReply:
+        self._lender.was_read(request.num_bytes_read)
         num_released = self._lender.loans.release(request.lease_ids, self._lender.now_s())
         return kvstore_pb2.ReleaseReply(num_released=num_released)
 
@@ -114,8 +116,19 @@ class LenderServicer(kvstore_pb2_grpc.KvStoreServicer):
             request.num_known,
             request.num_wanted,
             request.budget_ms / 1000,
+            takes_unsealed=request.takes_unsealed,
+            hold_s=request.hold_ms / 1000,
         )
-        return kvstore_pb2.AwaitLentReply(blocks=told.blocks.data, is_all=told.is_all)
+        reply = kvstore_pb2.AwaitLentReply(
+            blocks=told.blocks.data,
+            is_all=told.is_all,
+            num_unsealed=told.num_unsealed,
+            held_ms=int(told.held_s * 1000),
+            waited_us=int(told.waited_s * 1e6),
+        )
+        if reply.held_ms:
+            reply.checksum = wire.checksum_of(reply)
+        return reply
 
     # -- bytes
 

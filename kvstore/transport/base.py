@@ -24,18 +24,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore import block_hash
 from kvstore.block import Block
+from kvstore.packed import PackedItems
 from kvstore.transport.device import Device, DeviceChecksums
 from kvstore.transport.staging import PinnedStaging
 from process.deadline import Deadline
 
 Bytes2D = npt.NDArray[np.uint8]
+Ids = npt.NDArray[np.int64]
+Generations = npt.NDArray[np.uint64]
 
 TRANSPORTS = ("shm", "nixl", "grpc")
 """Between a worker and a store."""
@@ -123,21 +126,60 @@ class PutItem:
 
 @dataclass(frozen=True, slots=True)
 class GetItem:
-    """Copy the committed block `ref` into block `block_id` of the worker."""
+    """Copy the committed block `ref` into block `block_id` of the worker. held_until_s: its owner
+    keeps it in place until then, on this process' monotonic clock; 0: nobody said so."""
 
     ref: Block
     block_id: int
+    held_until_s: float = 0.0
+
+
+class GetItems(Sequence[GetItem]):
+    """Items whose fields can be had side by side, without a value for each."""
+
+    def __init__(self, items: Sequence[tuple[Block, int]], held_until_s: float = 0.0) -> None:
+        """items: (ref, block id)."""
+        self._items = items
+        self.held_until_s = held_until_s
+
+    @overload
+    def __getitem__(self, index: int) -> GetItem: ...
+    @overload
+    def __getitem__(self, index: slice) -> GetItems: ...
+    def __getitem__(self, index: int | slice) -> GetItem | GetItems:
+        if isinstance(index, slice):
+            return GetItems(self._items[index], self.held_until_s)
+        return GetItem(*self._items[index], self.held_until_s)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def columns(self) -> tuple[Ids, Ids, Generations]:
+        """Frames, block ids and generations, [items] each."""
+        items, count = self._items, len(self._items)
+        if isinstance(items, PackedItems):
+            blocks = items.blocks
+            frames, generations = blocks.frames.astype(np.int64), blocks.generations
+            return frames, np.array(items.places, np.int64), generations
+        return (
+            np.fromiter((ref.frame for ref, _ in items), np.int64, count),
+            np.fromiter((block_id for _, block_id in items), np.int64, count),
+            np.fromiter((ref.generation for ref, _ in items), np.uint64, count),
+        )
 
 
 @dataclass(frozen=True)
 class GetResult:
     """num_bytes: bytes that came and may be used. failed: index into the items -> reason
     (kvstore.errors.REASONS). checksums: index into the items -> checksum of what came, over the
-    bytes as the worker has them (a device's: as they lie in host memory); one without is bad."""
+    bytes as the worker has them (a device's: as they lie in host memory); one without is bad.
+    num_bytes_untold: of num_bytes those that their owner is to be told of, though this transport
+    does not count its own reads."""
 
     num_bytes: int
     failed: dict[int, str] = field(default_factory=dict)
     checksums: Mapping[int, int] = field(default_factory=dict)
+    num_bytes_untold: int = 0
 
 
 class PutUnsettled(Exception):

@@ -160,6 +160,12 @@ class CudaMark:
             self._is_over = True
         return True
 
+    def before(self, stream: int) -> None:
+        """See Mark."""
+        self._device.use_in_this_thread()
+        driver = self._device.driver
+        driver.call("cuStreamWaitEvent", c_void_p(stream), self._event, c_uint(0))
+
     def __del__(self) -> None:
         # An event may be destroyed before it is over; at the process's end there is no context.
         if self._event:
@@ -290,6 +296,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuEventCreate": (c_void_p, c_uint),
     "cuEventRecord": (c_void_p, c_void_p),
     "cuEventQuery": (c_void_p,),
+    "cuStreamWaitEvent": (c_void_p, c_void_p, c_uint),
     "cuEventDestroy_v2": (c_void_p,),
     "cuMemcpyHtoDAsync_v2": (c_ulonglong, c_void_p, c_size_t, c_void_p),
     "cuMemcpyDtoHAsync_v2": (c_void_p, c_ulonglong, c_size_t, c_void_p),

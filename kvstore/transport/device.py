@@ -52,6 +52,10 @@ class Mark(Protocol):
     def is_over(self) -> bool:
         """Whether everything before it has ended. Raises: TransferFailed when the device failed."""
 
+    def before(self, stream: int) -> None:
+        """Have what a stream of this process is given from now on, by the driver's handle, wait for
+        it on the device. Raises: TransferFailed."""
+
 
 class CopyQueue(Protocol):
     """Copies that run in order, beside the device's kernels."""
@@ -83,8 +87,8 @@ class PendingChecksums(Protocol):
 class DeviceChecksums(Protocol):
     """`block_hash.checksum` of blocks, computed where they lie."""
 
-    def begin(self, block_ids: Sequence[int]) -> PendingChecksums:
-        """Start with blocks as they are now. Raises: TransferFailed."""
+    def begin(self, block_ids: Sequence[int], after: Mark | None = None) -> PendingChecksums:
+        """Start with blocks as they are now, or behind `after`. Raises: TransferFailed."""
 
 
 class Device(Protocol):

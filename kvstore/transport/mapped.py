@@ -6,12 +6,14 @@ A mapping lets its reader into the whole cache, so a lender gives one only where
 (`lend_mapped`), after the handshake, to its own host. It is given back when the transport closes;
 until then the memory stays, also should its owner die.
 
-How it is verified. Checksums are computed over what arrived, by the reader's device, a piece's
-while the next ones come. When the last byte is here, the lender is asked which of the blocks are
-still lent at the generation that the handle says (Confirm). Generations only grow, and a lent block
-does not change: what is lent now as it was then was never anything else in between. So one look
-after the copy says what a look before and one after would. A lender that is gone, or another life
-of it, confirms nothing.
+How it is verified. Checksums are computed over what arrived, by the reader's device: given to it
+while the copies run, each piece's behind its copy. When the last byte is here, the lender is asked
+which of the blocks are still lent at the generation that the handle says (Confirm). Generations
+only grow, and a lent block does not change: what is lent now as it was then was never anything else
+in between. So one look after the copy says what a look before and one after would. A lender that is
+gone, or another life of it, confirms nothing. Nobody is asked about blocks that the lender has
+promised to keep in place until a time at which the last byte was here (`GetItem.held_until_s`):
+they were lent at that generation when it promised, and could not be given back since.
 
 A copy goes in pieces (pump.py); deadline and cancellation as in device_shm.py. Only reads: a lender
 takes no bytes. One asyncio loop; copies are given and waited for on threads.
@@ -20,17 +22,26 @@ takes no bytes. One asyncio loop; copies are given and waited for on threads.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from kvstore import answer_checks
 from kvstore.errors import GENERATION, MISSING
 from kvstore.rpc import Attached, StoreRpc
-from kvstore.transport.base import CUDA_IPC, BlockMemory, GetItem, GetResult, PutItem
+from kvstore.transport.base import (
+    CUDA_IPC,
+    BlockMemory,
+    Generations,
+    GetItem,
+    GetItems,
+    GetResult,
+    Ids,
+    PutItem,
+)
 from kvstore.transport.copy_job import IsStopped, Unsettled, run_copy
-from kvstore.transport.device import Copies, CopyQueue, Device, PendingChecksums, Shared
+from kvstore.transport.device import Copies, CopyQueue, Device, Mark, PendingChecksums, Shared
 from kvstore.transport.pump import Pump
 from process.deadline import Deadline
 from process.errors import FailedPrecondition
@@ -38,9 +49,6 @@ from protos import kvstore_pb2
 
 PIECE_BYTES = 128 * 1024 * 1024
 """Bytes of one piece: 0.35 ms of NVLink, long against what giving it and its checksums costs."""
-
-Ids = npt.NDArray[np.int64]
-Generations = npt.NDArray[np.uint64]
 
 
 class MappedTransport:
@@ -97,9 +105,11 @@ class MappedTransport:
 
     async def get(self, lease_id: str, items: Sequence[GetItem], deadline: Deadline) -> GetResult:
         """See Transport."""
-        frames = np.fromiter((item.ref.frame for item in items), np.int64, len(items))
-        blocks = np.fromiter((item.block_id for item in items), np.int64, len(items))
-        generations = np.fromiter((item.ref.generation for item in items), np.uint64, len(items))
+        if not isinstance(items, GetItems):
+            held_until_s = min((item.held_until_s for item in items), default=0.0)
+            items = GetItems([(item.ref, item.block_id) for item in items], held_until_s)
+        frames, blocks, generations = items.columns()
+        held_until_s, is_held = items.held_until_s, False
         exists = frames < self._attached.num_frames
         wanted = np.flatnonzero(exists)
         failed = dict.fromkeys(np.flatnonzero(~exists).tolist(), MISSING)
@@ -109,14 +119,21 @@ class MappedTransport:
         frames, blocks, generations = frames[wanted], blocks[wanted], generations[wanted]
         loop, is_here = asyncio.get_running_loop(), asyncio.Event()
 
-        def copy(is_stopped: IsStopped) -> list[int]:
-            return self._copy_in(
-                frames, blocks, is_stopped, lambda: loop.call_soon_threadsafe(is_here.set)
-            )
+        def here() -> None:
+            nonlocal is_held
+            is_held = time.monotonic() < held_until_s
+            loop.call_soon_threadsafe(is_here.set)
 
-        confirming = asyncio.create_task(
-            self._confirm_when(is_here, lease_id, frames, generations, deadline)
-        )
+        def copy(is_stopped: IsStopped) -> list[int]:
+            return self._copy_in(frames, blocks, is_stopped, here)
+
+        async def confirm() -> set[int]:
+            await is_here.wait()  # whoever awaits this one ends it with the copy
+            if is_held:
+                return set()
+            return await self._confirm(lease_id, frames, generations, deadline)
+
+        confirming = asyncio.create_task(confirm())
         confirming.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
             checksums = await run_copy(copy, deadline)
@@ -131,7 +148,8 @@ class MappedTransport:
             index = int(wanted[at])
             failed[index] = GENERATION
             del found[index]
-        return GetResult(len(found) * self._memory.block_bytes, failed, found)
+        num_bytes = len(found) * self._memory.block_bytes
+        return GetResult(num_bytes, failed, found, num_bytes if is_held else 0)
 
     async def close(self) -> None:
         """Waits for whatever still moves, however long: the caller bounds its own patience."""
@@ -146,7 +164,8 @@ class MappedTransport:
     def _copy_in(
         self, frames: Ids, blocks: Ids, is_stopped: IsStopped, on_here: Callable[[], object]
     ) -> list[int]:
-        """On the executor's thread. Each piece's checksums are computed while the next ones come.
+        """On the executor's thread. Each piece's checksums follow it on the device: to give it that
+        work takes as long as a piece, and would be waited for behind the last one.
 
         Args: on_here: called when the last byte has come.
         """
@@ -156,27 +175,21 @@ class MappedTransport:
         def give(queue: CopyQueue, part: slice) -> None:
             queue.between(self._copies(frames[part], blocks[part]))
 
-        def landed(part: slice) -> None:
+        def given(part: slice, mark: Mark) -> None:
             if hasher is not None:
-                pending.append(hasher.begin(blocks[part].tolist()))
+                pending.append(hasher.begin(blocks[part].tolist(), mark))
 
-        self._pump.run(len(frames), give, is_stopped, landed)
+        self._pump.run(len(frames), give, is_stopped, given=given)
         on_here()
         if hasher is None:
             return self._memory.checksums(blocks.tolist())
         return [checksum for part in pending for checksum in part.result()]
 
-    async def _confirm_when(
-        self,
-        is_here: asyncio.Event,
-        lease_id: str,
-        frames: Ids,
-        generations: Generations,
-        deadline: Deadline,
+    async def _confirm(
+        self, lease_id: str, frames: Ids, generations: Generations, deadline: Deadline
     ) -> set[int]:
-        """Which of the frames were not lent any more, asked when they are here. Raises:
-        LeaseLapsed, Unavailable, DeadlineExceeded."""
-        await is_here.wait()  # whoever awaits this one ends it with the copy
+        """Which of the frames, which are here, are not lent any more. Raises: LeaseLapsed,
+        Unavailable, DeadlineExceeded."""
         request = kvstore_pb2.ConfirmRequest(
             attachment_id=self._attached.attachment_id,
             lease_id=lease_id,

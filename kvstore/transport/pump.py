@@ -48,16 +48,21 @@ class Pump:
         give: Give,
         is_stopped: IsStopped,
         landed: Callable[[slice], None] = lambda _: None,
+        given: Callable[[slice, Mark], None] = lambda *_: None,
     ) -> None:
         """All pieces in order, IN_FLIGHT at once. When it returns or raises, none is under way.
 
-        Args: landed: told of each piece that is over.
+        Args: landed: told of each piece that is over. given: told of each that is under way, with
+            the mark behind it; not before all are given that may be.
         Raises: DeadlineExceeded when `is_stopped`; TransferFailed; what `give` raises.
         """
         queue = self._queues.pop() if self._queues else self._device.new_queue()
         flying: deque[_Flying] = deque()
+        untold: deque[_Flying] = deque()
 
         def land() -> None:
+            while untold:
+                given(untold[0].items, untold.popleft().mark)
             piece = flying.popleft()
             wait_for(piece.mark)
             landed(piece.items)
@@ -70,6 +75,7 @@ class Pump:
                 items = slice(first, min(first + self._piece_items, num_items))
                 give(queue, items)
                 flying.append(_Flying(items, queue.mark()))
+                untold.append(flying[-1])
             while flying:
                 land()
         except BaseException:

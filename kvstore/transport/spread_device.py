@@ -173,3 +173,8 @@ class _AllMarks:
     def is_over(self) -> bool:
         """See Mark."""
         return all(mark.is_over() for mark in self._marks)
+
+    def before(self, stream: int) -> None:
+        """See Mark."""
+        for mark in self._marks:
+            mark.before(stream)

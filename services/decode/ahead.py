@@ -8,7 +8,9 @@ where it lies -> `keep` what was copied of it -> `confirm` with each handle: wha
 may be used -> `close`, from any state, ends the question and forgets the rest.
 
 The lender's word is nobody's promise: not a block is used that no signed handle names with the same
-frame, generation, checksum and lease. A question that fails costs nothing: the handle is as good
+frame, generation, checksum and lease. So it need not wait for checksums: of blocks that are not
+sealed it says where they lie, they are kept with the checksums of the bytes that came, and the
+handle's are compared with those. A question that fails costs nothing: the handle is as good
 without. One whose lease has ended did not fail: its prompt was given up. Nor is it told that there
 is no way to the lender: who copies what the partial handle names finds that out. One request, the
 loop's thread.
@@ -21,40 +23,60 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvstore.block import Block
 from kvstore.client import StoreClient
-from kvstore.errors import LeaseLapsed
+from kvstore.errors import CHECKSUM, LeaseLapsed
 from kvstore.lending import is_lender
 from kvstore.lending.followers import MAX_WAIT_S
+from kvstore.lending.told import Word
 from kvstore.packed import PackedBlocks
 from process.deadline import Deadline
 from process.errors import BatonError
 from process.tasks import start_task
 from services.decode.leases import client_for, place_of
+from services.decode.pulls import Batch
 from services.worker import handle as handles
 from services.worker.connector import reason_of
 from services.worker.core import WorkerCore
+from services.worker.provenance import FINGERPRINT
 
 ANSWER_S = 1.0
 """For the answer of a lender whose wait is over. Guessed."""
 
 
 @dataclass(frozen=True)
-class Copied:
-    """Blocks that lie in their places here, verified as `run` names them."""
+class Rest:
+    """Where the rest lies by the lender's word."""
 
     run: handles.Run
-    blocks: tuple[Block, ...]
+    word: Word
+
+    def of(self, batch: Batch, first: int) -> Batch:
+        """Blocks of it from the prompt's block `first` on, with what is known of them."""
+        num_left_out = self.run.first_block + len(self.run.blocks) - first - len(batch.items)
+        num_unsealed = max(0, min(len(batch.items), self.word.num_unsealed - num_left_out))
+        word = dataclasses.replace(self.word, num_unsealed=num_unsealed)
+        return dataclasses.replace(batch, word=word)
+
+
+@dataclass(frozen=True)
+class Copied:
+    """Blocks that lie in their places here; their bytes have the checksums that `run` names."""
+
+    run: handles.Run
+
+    @property
+    def blocks(self) -> PackedBlocks:
+        return PackedBlocks.of(self.run.blocks)
 
     @property
     def end(self) -> int:
-        return self.run.first_block + len(self.blocks)
+        return self.run.first_block + len(self.run.blocks)
 
     def part(self, first: int, end: int) -> Copied:
         """Those of [first, end), counted in this."""
         refs = self.run.blocks[first:end]
         run = dataclasses.replace(self.run, first_block=self.run.first_block + first, blocks=refs)
-        return Copied(run, self.blocks[first:end])
+        return Copied(run)
 
 
 class Ahead:
@@ -68,8 +90,9 @@ class Ahead:
         self._on_rest = on_rest
         self._on_failure = on_failure
         self._asking: asyncio.Task[None] | None = None
-        self._rest: handles.Run | None = None
+        self._rest: Rest | None = None
         self._copied: Copied | None = None
+        self._why_not = FINGERPRINT
         self._is_over = False
 
     @property
@@ -91,13 +114,14 @@ class Ahead:
             self._asking.cancel()  # it knew less
         self._asking = start_task(self._ask(run, num_wanted, deadline), "asking ahead")
 
-    def take(self) -> handles.Run | None:
-        """Where the rest lies by the lender's word, once."""
+    def take(self) -> Rest | None:
+        """Where the rest lies, once."""
         rest, self._rest = self._rest, None
         return rest
 
     def keep(self, copied: Copied) -> None:
         """That much of it was copied, and is what the lender's word says."""
+        self._why_not = FINGERPRINT
         self._copied = copied if copied.blocks else None
 
     def confirm(self, stretch: handles.Stretch) -> Copied | None:
@@ -109,20 +133,23 @@ class Ahead:
         first = copied.run.first_block
         if not stretch.first <= first < stretch.end:
             return None
-        ours = PackedBlocks.of(copied.run.blocks)
-        num_same = ours.num_same(PackedBlocks.of(stretch.blocks(first, copied.end)))
-        if not num_same:
-            return None
-        self.keep(copied.part(num_same, len(copied.blocks)))
-        return copied.part(0, num_same)
+        ours = copied.blocks
+        named = PackedBlocks.of(stretch.blocks(first, copied.end))
+        num_same = ours.num_same(named)
+        if num_same:
+            self.keep(copied.part(num_same, len(copied.blocks)))
+        if num_same < min(len(ours), len(named)):
+            with_checksum = dataclasses.replace(ours[num_same], checksum=named[num_same].checksum)
+            self._why_not = CHECKSUM if with_checksum == named[num_same] else FINGERPRINT
+        return copied.part(0, num_same) if num_same else None
 
-    def contradicts(self, num_named: int) -> bool:
-        """Whether something is still kept although a handle names so many blocks, and that was
-        confirmed. It is forgotten then."""
+    def contradiction(self, num_named: int) -> str | None:
+        """Why something is still kept although a handle names so many blocks, and that was
+        confirmed: it has other bytes, or is of other blocks. It is forgotten then."""
         if self._copied is None or self._copied.run.first_block >= num_named:
-            return False
+            return None
         self._copied = None
-        return True
+        return self._why_not
 
     def close(self) -> None:
         """Ask no more; what was copied waits for its handle. Idempotent."""
@@ -137,16 +164,16 @@ class Ahead:
             client = await client_for(self._core, run, budget)
         except BatonError:
             return  # see the module
-        blocks = await self._await_rest(client, run, num_wanted, deadline)
-        if blocks is None:
+        rest = await self._await_rest(client, run, num_wanted, deadline)
+        if rest is None:
             return
         self._is_over = True
-        self._rest = dataclasses.replace(run, first_block=len(run.blocks), blocks=blocks)
+        self._rest = rest
         self._on_rest()
 
     async def _await_rest(
         self, client: StoreClient, run: handles.Run, num_wanted: int, deadline: Deadline
-    ) -> PackedBlocks | None:
+    ) -> Rest | None:
         """What is lent behind a run, once that is all; None: nobody said so."""
         if not client.tells_when_lent:
             return None
@@ -154,7 +181,7 @@ class Ahead:
             left_s = deadline.left_s()
             wait_s = min(MAX_WAIT_S, left_s)
             try:
-                blocks, is_all = await client.await_lent(
+                told, word = await client.await_lent(
                     run.lease_id,
                     num_known=len(run.blocks),
                     num_wanted=num_wanted,
@@ -169,6 +196,7 @@ class Ahead:
                 self._core.connector.suspect(client, error, had_s=had_s)
                 self._on_failure(reason_of(error))
                 return None
-            if is_all:
-                return blocks
+            if told.is_all:
+                rest = dataclasses.replace(run, first_block=len(run.blocks), blocks=told.blocks)
+                return Rest(rest, word)
         return None

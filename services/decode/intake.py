@@ -17,25 +17,21 @@ Belongs to the loop's thread; one call at a time.
 from __future__ import annotations
 
 import logging
-import time
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from engine.request import Reservation
 from engine.sequence import HOLE
 from kvstore import block_hash
-from kvstore.block import Block
 from kvstore.errors import DEADLINE, MISSING
-from kvstore.packed import PackedBlocks
+from kvstore.packed import PackedBlocks, PackedItems
 from process import logs
 from process.deadline import Deadline
-from process.errors import BatonError
 from services.decode.ahead import Ahead, Copied
 from services.decode.ask import DecodeAsk
-from services.decode.leases import client_for, give_back, is_for, place_of
+from services.decode.leases import give_back, is_for, place_of
+from services.decode.pulls import Batch, Pulled, pull
 from services.worker import handle as handles
-from services.worker.connector import reason_of
 from services.worker.core import WorkerCore
 from services.worker.provenance import FINGERPRINT, Leg
 
@@ -58,25 +54,6 @@ class Handover:
     computes_prompt: bool = False
     """Without a handle: nobody else was asked to compute the prompt, so nothing of it is missing.
     """
-
-
-Batch = tuple[handles.Run, list[tuple[Block, int]]]
-"""Blocks and the places for them, all under one lease of one life of a store: the run says which.
-"""
-
-
-@dataclass
-class _Pulled:
-    """What came of one pull: blocks by the node that they came from, in order; those asked for that
-    did not come, by reason."""
-
-    loaded: list[tuple[str, list[Block]]] = field(default_factory=list)
-    not_usable: Counter[str] = field(default_factory=Counter)
-    num_bytes: int = 0
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(block.num_tokens for _, blocks in self.loaded for block in blocks)
 
 
 class Intake:
@@ -106,7 +83,7 @@ class Intake:
         self._size = core.model.block_size
         self._block_ids = reservation.block_ids
         self._home = core.connector.client
-        self._early: list[_Pulled] = []
+        self._early: list[Pulled] = []
         self._ahead = Ahead(core, on_rest=on_rest, on_failure=self._tell)
         self._has_tail = False
         self._num_counted = 0  # blocks that did not come and have a reason of their own
@@ -158,16 +135,16 @@ class Intake:
     async def pull_rest(self, deadline: Deadline) -> None:
         """Fetch what the lender says it lends behind what is there: for a handle that names it."""
         rest = self._ahead.take()
-        if rest is None or rest.first_block > self.num_blocks:
+        if rest is None or rest.run.first_block > self.num_blocks:
             return
-        first = self.num_blocks
-        end = self._end_of_own(rest)
-        wanted, _ = self._wanted([handles.Stretch(rest, rest.first_block, end)])
+        first, run = self.num_blocks, rest.run
+        end = self._end_of_own(run)
+        wanted, _ = self._wanted([handles.Stretch(run, run.first_block, end)])
+        wanted = [rest.of(batch, first) for batch in wanted]  # one at most
         pulled = await self._pull(wanted, deadline)
         self._leg.num_bytes_read += pulled.num_bytes
         for _, blocks in pulled.loaded:
-            run = replace(rest, first_block=first, blocks=PackedBlocks.of(blocks))
-            self._ahead.keep(Copied(run, tuple(blocks)))
+            self._ahead.keep(Copied(replace(run, first_block=first, blocks=blocks)))
         await self._settle(pulled)
 
     def follow_no_more(self) -> None:
@@ -262,12 +239,13 @@ class Intake:
         for stretch in found:
             copied = self._ahead.confirm(stretch)
             if copied is not None:
-                pulled = _Pulled([(copied.run.node_id, list(copied.blocks))])
+                pulled = Pulled([(copied.run.node_id, copied.blocks)])
                 self._take(pulled)
                 self._early.append(pulled)
                 self._has_tail = copied.blocks[-1].num_tokens < self._size
-        if found and self._ahead.contradicts(found[-1].end):
-            self._tell(FINGERPRINT)
+        reason = self._ahead.contradiction(found[-1].end) if found else None
+        if reason is not None:
+            self._tell(reason)
 
     def _wanted(self, found: Sequence[handles.Stretch]) -> tuple[list[Batch], bool]:
         """What of `found` is not there yet, as far as there is a place for it; and whether one was
@@ -284,12 +262,12 @@ class Intake:
                 continue
             block_ids = self._block_ids[first:end]
             num_places = block_ids.index(HOLE) if HOLE in block_ids else len(block_ids)
-            blocks = stretch.blocks(first, first + num_places)
-            items = list(zip(blocks, block_ids[:num_places], strict=True))
-            if wanted and place_of(wanted[-1][0]) == place_of(stretch.run):
-                wanted[-1][1].extend(items)
-            elif items:
-                wanted.append((stretch.run, items))
+            blocks = PackedBlocks.of(stretch.blocks(first, first + num_places))
+            items = PackedItems(blocks, block_ids[:num_places])
+            if wanted and place_of(wanted[-1].run) == place_of(stretch.run):
+                wanted[-1] = replace(wanted[-1], items=wanted[-1].items + items)
+            elif len(items):
+                wanted.append(Batch(stretch.run, items))
             if num_places < len(block_ids):
                 return wanted, True
             first = end
@@ -297,46 +275,10 @@ class Intake:
 
     # ---- bytes
 
-    async def _pull(self, wanted: Sequence[Batch], deadline: Deadline) -> _Pulled:
-        """Copy and verify, run by run; the first block that does not come ends it."""
-        pulled = _Pulled()
-        num_left = sum(len(items) for _, items in wanted)
-        for run, items in wanted:
-            reason = ""
-            try:
-                client = await client_for(self._core, run, self._budget(deadline))
-            except BatonError as error:
-                reason = reason_of(error)
-            else:
-                begun_s = time.monotonic()
-                loaded = await self._core.connector.load(
-                    client,
-                    self._engine_id,
-                    run.lease_id,
-                    items,
-                    deadline,
-                    incarnation=run.store_incarnation,
-                )
-                if self._core.step_log is not None:
-                    self._core.step_log.transfer(begun_s, loaded.num_usable)
-                blocks = [block for block, _ in items[: loaded.num_usable]]
-                pulled.loaded.append((run.node_id, blocks))
-                pulled.num_bytes += loaded.num_bytes
-                pulled.not_usable.update(loaded.not_usable)
-                num_left -= loaded.num_usable
-                if loaded.num_usable < len(items):
-                    reason = next(iter(loaded.not_usable))
-            if reason:  # what lies behind it cannot be used without it
-                num_more = num_left - pulled.not_usable.total()
-                if num_more:
-                    pulled.not_usable[reason] += num_more
-                break
-        return pulled
+    async def _pull(self, wanted: Sequence[Batch], deadline: Deadline) -> Pulled:
+        return await pull(self._core, self._engine_id, wanted, deadline)
 
-    def _budget(self, deadline: Deadline) -> Deadline:
-        return deadline.sooner(self._core.limits.transfer_budget_s)
-
-    async def _settle(self, pulled: _Pulled) -> None:
+    async def _settle(self, pulled: Pulled) -> None:
         """An early pull is over. What a transfer may still write into is another block's place
         from here on."""
         if pulled.not_usable:
@@ -345,7 +287,7 @@ class Intake:
                 lambda engine: engine.refill(self._engine_id)
             )
 
-    def _take(self, pulled: _Pulled) -> None:
+    def _take(self, pulled: Pulled) -> None:
         self.num_tokens += pulled.num_tokens
         self._leg.num_bytes_read += pulled.num_bytes
 
@@ -361,19 +303,19 @@ class Intake:
         self._early = []
 
     def _count(
-        self, pulled: _Pulled, first_token: int, context: tuple[int, ...], *, is_early: bool
+        self, pulled: Pulled, first_token: int, context: tuple[int, ...], *, is_early: bool
     ) -> None:
         # The last token is computed in any case: its logits draw the next one.
-        for node_id, blocks in pulled.loaded:
-            self._leg.count_loaded(
+        for node_id, tiers in pulled.tiers:
+            self._leg.count_tiers(
                 first_token,
                 len(context) - 1,
-                blocks,
+                tiers,
                 block_bytes=self._core.layout.block_bytes,
                 node_id=node_id,
                 is_early=is_early,
             )
-            first_token += sum(block.num_tokens for block in blocks)
+            first_token += sum(each.num_tokens for each in tiers)
 
     def _count_rest(self, reason: str) -> None:
         """Count the prompt's blocks that are neither there nor counted under `reason`."""

@@ -99,9 +99,6 @@ class Handover:
         """The answer, with a handle on our own blocks. None: they cannot be lent."""
         ttl_s = self.ttl_s(job.deadline)
         await lent.lend(tail)
-        # Decode waits for the bytes longer than for the handle, and asks where they lie: whoever
-        # watches the lease is answered first.
-        await asyncio.sleep(0)
         handle = self._maker(job).whole([lent.part], lent.tail, ttl_s)
         if handle is None or not lent.hand_over(ttl_s):
             return None

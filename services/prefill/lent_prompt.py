@@ -2,11 +2,12 @@
 
 Life: `hold` on the engine's thread, in the job that starts the request: all blocks of the prompt
 stay in place from then on -> `add` as they are filled -> `lend` what was added, any number of
-times -> `hand_over`: the lease is the handle's; or `close`, which gives all back. After either,
-blocks that were never lent are given back.
+times: it can be read at once, and is named by handles (`refs`) when its checksums are known ->
+`hand_over`: the lease is the handle's; or `close`, which gives all back. After either, blocks that
+were never lent are given back.
 
-The first trouble ends it (`problem`): the request then hands over through the store. Belongs to the
-loop's thread but for `hold`.
+The first trouble ends it (`problem`) and the lease with it: the request then hands over through the
+store. Belongs to the loop's thread but for `hold`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Iterable
 
 from engine.step_output import FilledBlock
 from kvstore.block import Block
+from kvstore.lending.loans import Offer
 from kvstore.packed import PackedBlocks
 from process.errors import BatonError
 from process.tasks import start_task
@@ -28,6 +30,8 @@ from services.worker.parts import Part
 
 NOT_HELD = "not_held"
 """A block that was filled is none of those that the request began with."""
+
+_TAIL_HASH = b""
 
 
 class LentPrompt:
@@ -54,6 +58,8 @@ class LentPrompt:
         self._held: list[int] = []
         self._lent: set[int] = set()
         self._filled: list[FilledBlock] = []
+        self._num_entered = 0  # of them
+        self._num_unsealed = 0  # blocks, the tail included
         self._refs = PackedBlocks()
         self._turn = asyncio.Lock()
         self._lending: asyncio.Task[None] | None = None
@@ -95,33 +101,54 @@ class LentPrompt:
         return self._lending
 
     async def lend(self, tail: TailSource | None = None) -> None:
-        """Lend what was added, and then the unfilled last block. What keeps it from that is
-        `problem`. Bounded by the caller."""
+        """Lend what was added, and then the unfilled last block; whoever waits for them is told
+        before their checksums are begun. What keeps it from that is `problem`. Bounded by the
+        caller."""
+        self._enter(tail)
         async with self._turn:
-            await self._lend(tail)
+            await self._seal()
 
-    async def _lend(self, tail: TailSource | None) -> None:
+    def _enter(self, tail: TailSource | None) -> None:
+        if self.problem is not None:
+            return
         new = [
-            (block.block_id, block.chain_hash, self._block_size)
-            for block in self._filled[len(self._refs) :]
+            Offer(block.block_id, block.chain_hash, None, self._block_size)
+            for block in self._filled[self._num_entered :]
         ]
-        num_full = len(new)
         if tail is not None:
-            new.append((tail.block_id, b"", tail.num_tokens))
-        block_ids = {block_id for block_id, _, _ in new}
-        if self.problem is not None or not new:
+            new.append(Offer(tail.block_id, _TAIL_HASH, None, tail.num_tokens))
+        block_ids = {offer.block_id for offer in new}
+        if not new:
             return
         if not block_ids.issubset(self._held):
-            self.problem = NOT_HELD
+            self._fail(NOT_HELD)
             return
         try:
-            self.lease_id, refs = await self.lender.lend(new, self.lease_id)
+            self.lease_id = self.lender.enter(new, self.lease_id)
         except BatonError as error:
-            self.problem = reason_of(error)
+            self._fail(reason_of(error))
             return
+        self._num_entered = len(self._filled)
+        self._num_unsealed += len(new)
         self._lent |= block_ids
-        self._refs += PackedBlocks.of(refs[:num_full])
-        self.tail = refs[-1] if tail is not None else None
+
+    async def _seal(self) -> None:
+        if self.problem is not None or not self._num_unsealed:
+            return
+        try:
+            refs = await self.lender.seal(self.lease_id)
+        except BatonError as error:
+            self._fail(reason_of(error))
+            return
+        self._num_unsealed -= len(refs)
+        if refs[-1].chain_hash == _TAIL_HASH:
+            refs, self.tail = refs[:-1], refs[-1]
+        self._refs += refs
+
+    def _fail(self, problem: str) -> None:
+        """Whoever waits for more of the lease, or reads what nobody will vouch for, hears of it."""
+        self.problem = problem
+        self.release()
 
     def hand_over(self, ttl_s: float) -> bool:
         """What is lent belongs to whoever gets the handle now, for `ttl_s`. Returns: whether it
@@ -130,7 +157,7 @@ class LentPrompt:
             try:
                 self.lender.hand_over(self.lease_id, ttl_s)
             except BatonError as error:
-                self.problem = reason_of(error)
+                self._fail(reason_of(error))
         return self.problem is None
 
     def release(self) -> None:

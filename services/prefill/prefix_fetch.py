@@ -31,8 +31,9 @@ from services.prefill.job import PrefixRun
 from services.prefill.pins import Pin, Pins
 from services.prefill.replication import worth_a_copy
 from services.worker.block_writer import ReleaseLater
-from services.worker.connector import Loaded, reason_of
+from services.worker.connector import reason_of
 from services.worker.core import WorkerCore
+from services.worker.loaded import Loaded
 from services.worker.provenance import FINGERPRINT, Leg
 
 logger = logging.getLogger(__name__)

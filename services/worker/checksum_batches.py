@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from kvstore.errors import TransferFailed
+from kvstore.transport.device import Mark
 
 STALL_S = 10.0
 """A device that has not computed one batch after that long has failed."""
@@ -28,8 +29,8 @@ _NAP_S = 20e-6
 class Slot(Protocol):
     """What one batch brings to the device and back. Raises: RuntimeError when the device failed."""
 
-    def start(self, block_ids: Sequence[int]) -> None:
-        """Give the device the work, behind all that was started before in any slot."""
+    def start(self, block_ids: Sequence[int], after: Mark | None) -> None:
+        """Give the device the work, behind all that was started before in any slot, and `after`."""
 
     def is_over(self) -> bool:
         """Whether what was started last is."""
@@ -69,12 +70,13 @@ class ChecksumBatches(Generic[S]):
         self._turn = threading.Lock()
         self._failed = False
 
-    def begin(self, block_ids: Sequence[int]) -> Pending[S]:
-        """Start with blocks as they lie on the device now. Raises: TransferFailed."""
+    def begin(self, block_ids: Sequence[int], after: Mark | None = None) -> Pending[S]:
+        """Start with blocks as they lie on the device now, or behind `after`; all that others begin
+        later waits for that, too. Raises: TransferFailed."""
         parts: list[_Part[S]] = []
         for start in range(0, len(block_ids), self._batch_size):
             with self._turn:
-                parts.append(self._start(block_ids[start : start + self._batch_size]))
+                parts.append(self._start(block_ids[start : start + self._batch_size], after))
         return Pending(self, parts)
 
     def take(self, part: _Part[S]) -> Sequence[int]:
@@ -85,14 +87,14 @@ class ChecksumBatches(Generic[S]):
                 self._free.append(self._land(part))
         return part.values
 
-    def _start(self, block_ids: Sequence[int]) -> _Part[S]:
+    def _start(self, block_ids: Sequence[int], after: Mark | None) -> _Part[S]:
         if self._failed:
             raise TransferFailed(f"checksums on {self._name}: it did not answer before")
         slot = self._free.pop() if self._free else self._land(self._busy[0])
         part = _Part(slot, len(block_ids))
         self._busy.append(part)
         try:
-            slot.start(block_ids)
+            slot.start(block_ids, after)
         except RuntimeError as error:
             raise self._failure(error) from error
         return part

@@ -20,7 +20,6 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from kvstore.block import Block
@@ -36,6 +35,7 @@ from kvstore.errors import (
     TransferFailed,
     TransferTimeout,
 )
+from kvstore.lending.told import NO_WORD, Word
 from process import logs
 from process.deadline import Deadline
 from process.errors import (
@@ -48,6 +48,7 @@ from process.errors import (
 from process.tasks import end_tasks, start_task
 from services.worker.config import WorkerLimits
 from services.worker.engine_thread import EngineThread
+from services.worker.loaded import Loaded
 from services.worker.store_target import StoreTarget, attach
 from services.worker.stores import StoreUnusable
 
@@ -74,15 +75,6 @@ MAX_BACKOFF_S = 2.0
 
 STEADY_S = 5.0
 """A client that was of use for so long is no part of a row of failures. Guessed."""
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """What came of a load: the leading items that may be used, and the others by reason."""
-
-    num_usable: int
-    num_bytes: int
-    not_usable: Counter[str] = field(default_factory=Counter)
 
 
 def reason_of(error: BatonError) -> str:
@@ -197,20 +189,24 @@ class StoreConnector:
         deadline: Deadline,
         *,
         incarnation: bytes | None = None,
+        word: Word = NO_WORD,
     ) -> Loaded:
         """Copy committed blocks into blocks that `engine_id` reserved and did not start; verified
         by checksum.
 
         Never raises for the store's sake. A cancelled load quarantines what may still be written
         into.
-        Args: items: (block, destination block id), in the order of the prompt.
+        Args: items: (block, destination block id), in the order of the prompt. word: see
+            StoreClient.get_blocks.
         """
         if not items:
             return Loaded(0, 0)
         deadline = deadline.sooner(self._limits.transfer_budget_s)
         had_s = deadline.left_s()
         try:
-            result = await client.get_blocks(lease_id, items, deadline, incarnation=incarnation)
+            result = await client.get_blocks(
+                lease_id, items, deadline, incarnation=incarnation, word=word
+            )
         except TransferCancelled as error:
             self._quarantine(engine_id, error.quarantine)
             # A plain one: asyncio.timeout of this Python recognises no subclass.
@@ -224,14 +220,7 @@ class StoreConnector:
             return Loaded(0, 0, Counter({reason_of(error): len(items)}))
         if DEADLINE in result.failed.values():
             self.suspect(client, DeadlineExceeded("a transfer"), had_s=had_s)
-        first_failed = min(result.failed, default=len(items))
-        # What lies behind a failed block cannot be used without it: the same reason, unless it has
-        # its own.
-        not_usable = Counter(
-            result.failed.get(index, result.failed[first_failed])
-            for index in range(first_failed, len(items))
-        )
-        return Loaded(first_failed, result.num_bytes, not_usable)
+        return Loaded.of(result, len(items))
 
     def suspect(self, client: StoreClient, error: BatonError, *, had_s: float = math.inf) -> None:
         """A call failed: look at the attachment now rather than at the next tick.

@@ -1,12 +1,15 @@
 """Checksums of blocks in a GPU's memory, computed there: what kvstore's transports compare, without
 a copy to the host. On a stream of its own, beside the engine's kernels and whatever is copied.
 
-`begin` gives the device its work and returns; the `Pending` that it gives waits for it. Any thread.
-Knows no store.
+`begin` gives the device its work and returns; the `Pending` that it gives waits for it. A batch is
+one launch, captured as a CUDA graph for some sizes: four launches from Python take as long as the
+work itself, with the interpreter's lock held, while others wait for both. Any thread. Knows no
+store.
 """
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 from collections.abc import Sequence
 
@@ -14,7 +17,9 @@ import numpy as np
 import torch
 from baton_kernels.block_checksums import block_checksums, room
 
+from engine.decoder.graph_set import GraphMemory, GraphSet
 from kvstore import block_hash
+from kvstore.transport.device import Mark
 from process.errors import FailedPrecondition
 from services.worker.checksum_batches import ChecksumBatches, Pending
 
@@ -23,6 +28,23 @@ MAX_ROOM_BYTES = 64 * 1024 * 1024
 
 NUM_SLOTS = 8
 """Batches that may be under way at once; who wants one more waits for the oldest."""
+
+
+_STEP, _GROWTH = 16, 1.25
+"""Between two sizes that are captured: what a batch lacks to the next one is computed for nothing.
+"""
+
+
+def captured_sizes(batch_size: int) -> list[int]:
+    """Blocks of a batch as graphs have it, the largest last: `batch_size`, and smaller ones by at
+    most so much apart."""
+    sizes: list[int] = []
+    size = _STEP
+    while size < batch_size:
+        sizes.append(size)
+        size = -(-int(size * _GROWTH) // _STEP) * _STEP
+        size = max(size, sizes[-1] + _STEP)
+    return [*sizes, batch_size]
 
 
 class DeviceChecksums:
@@ -38,16 +60,27 @@ class DeviceChecksums:
         num_bytes = blocks.shape[1] * cache.element_size()
         batch = max(1, min(cache.shape[0], MAX_ROOM_BYTES // (8 * room(1, num_bytes))))
         sums = torch.empty(room(batch, num_bytes), dtype=torch.int64, device=cache.device)
-        stream = torch.cuda.Stream(cache.device)  # type: ignore[no-untyped-call]
-        slots = [_Slot(blocks, sums, stream, batch) for _ in range(NUM_SLOTS)]
+        with torch.cuda.device(cache.device):
+            stream = torch.cuda.Stream(cache.device)  # type: ignore[no-untyped-call]
+            sizes = captured_sizes(batch)
+            slots = [_Slot(blocks, sums, stream, sizes) for _ in range(NUM_SLOTS)]
+            check_kernels(num_bytes, cache.device)
+            memory = GraphMemory()
+            # Kernels keep the priority of the stream that they were captured on: an engine's go
+            # before these.
+            memory.stream = stream
+            graphs = GraphSet(_compute, uses_graphs=True)
+            graphs.capture(((slot, size) for slot in slots for size in sizes), memory=memory)
+            for slot in slots:
+                slot.graphs = graphs
         self._batches = ChecksumBatches(slots, batch, str(cache.device))
-        check_kernels(num_bytes, cache.device)
         torch.cuda.synchronize(cache.device)
         self.begin([0]).result()
 
-    def begin(self, block_ids: Sequence[int]) -> Pending[_Slot]:
-        """Start with blocks as they lie on the device now. Raises: TransferFailed."""
-        return self._batches.begin(block_ids)
+    def begin(self, block_ids: Sequence[int], after: Mark | None = None) -> Pending[_Slot]:
+        """Start with blocks as they lie on the device now, or behind `after`. Raises:
+        TransferFailed."""
+        return self._batches.begin(block_ids, after)
 
 
 def check_kernels(num_bytes: int, device: torch.device) -> None:
@@ -74,25 +107,42 @@ class _Slot:
     slots': the stream's order keeps them apart."""
 
     def __init__(
-        self, blocks: torch.Tensor, sums: torch.Tensor, stream: torch.cuda.Stream, size: int
+        self,
+        blocks: torch.Tensor,
+        sums: torch.Tensor,
+        stream: torch.cuda.Stream,
+        sizes: Sequence[int],
     ) -> None:
-        self._blocks, self._sums, self._stream = blocks, sums, stream
-        self._ids = torch.empty(size, dtype=torch.int32, pin_memory=True)
+        """sizes: of batches, the largest last."""
+        self._blocks, self._sums, self._stream, self._sizes = blocks, sums, stream, sizes
+        size = sizes[-1]
+        self._ids = torch.zeros(size, dtype=torch.int32, pin_memory=True)
         self._out = torch.empty(size, dtype=torch.int64, pin_memory=True)
-        self._device_ids = torch.empty(size, dtype=torch.int32, device=blocks.device)
+        self._device_ids = torch.zeros(size, dtype=torch.int32, device=blocks.device)
         self._device_out = torch.empty(size, dtype=torch.int64, device=blocks.device)
         self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._wanted, self._found = self._ids.numpy(), self._out.numpy().view(np.uint64)
+        self.graphs: GraphSet[tuple[_Slot, int]]
+        """Of all slots; given before the first start."""
 
-    def start(self, block_ids: Sequence[int]) -> None:
+    def start(self, block_ids: Sequence[int], after: Mark | None) -> None:
         """See Slot."""
+        if after is not None:
+            after.before(self._stream.cuda_stream)
         count = len(block_ids)
-        self._ids.numpy()[:count] = block_ids
-        ids, out = self._device_ids[:count], self._device_out[:count]
-        with torch.cuda.device(self._blocks.device), torch.cuda.stream(self._stream):
-            ids.copy_(self._ids[:count], non_blocking=True)
-            block_checksums(self._blocks, ids, out=out, sums=self._sums)
-            self._out[:count].copy_(out, non_blocking=True)
+        size = self._sizes[bisect.bisect_left(self._sizes, count)]
+        self._wanted[:count] = block_ids
+        self._wanted[count:size] = block_ids[0]
+        with torch.cuda.stream(self._stream):
+            self.graphs.run((self, size))
             self._done.record()
+
+    def compute(self, size: int) -> None:
+        """On the current stream: the first `size` of what is wanted."""
+        ids, out = self._device_ids[:size], self._device_out[:size]
+        ids.copy_(self._ids[:size], non_blocking=True)
+        block_checksums(self._blocks, ids, out=out, sums=self._sums)
+        self._out[:size].copy_(out, non_blocking=True)
 
     def is_over(self) -> bool:
         """See Slot."""
@@ -100,5 +150,11 @@ class _Slot:
 
     def values(self, count: int) -> list[int]:
         """See Slot."""
-        found: list[int] = self._out[:count].numpy().view(np.uint64).tolist()
+        found: list[int] = self._found[:count].tolist()
         return found
+
+
+def _compute(shape: tuple[_Slot, int]) -> None:
+    """What is captured."""
+    slot, size = shape
+    slot.compute(size)

@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 
 import grpc.aio
 
-from kvstore.block import Block
 from kvstore.lending import lender_node_id
 from kvstore.lending.lender import Lender, LenderIdentity
-from kvstore.lending.loans import LoanTable
+from kvstore.lending.loans import LoanTable, Offer
 from kvstore.lending.server import LenderServicer
+from kvstore.packed import PackedBlocks
 from process.errors import BatonError, Internal
 from services.worker.engine_thread import EngineThread
 from services.worker.store_target import StoreTarget
@@ -80,11 +80,13 @@ class WorkerLender:
 
     # -- lending
 
-    async def lend(
-        self, blocks: Sequence[tuple[int, bytes, int]], lease_id: str
-    ) -> tuple[str, tuple[Block, ...]]:
-        """Lend blocks that are quarantined once for it; see Lender.lend."""
-        return await self.lender.lend(blocks, lease_id)
+    def enter(self, offers: Sequence[Offer], lease_id: str) -> str:
+        """Lend blocks that are quarantined once for it; see Lender.enter."""
+        return self.lender.enter(offers, lease_id)
+
+    async def seal(self, lease_id: str) -> PackedBlocks:
+        """See Lender.seal."""
+        return await self.lender.seal(lease_id)
 
     def hand_over(self, lease_id: str, ttl_s: float) -> None:
         """The lease is the handle's from here on. Raises: LeaseLapsed."""

@@ -8,7 +8,6 @@ tokens; of one that ended inside its prompt: == the tokens that it reached.
 from __future__ import annotations
 
 import enum
-import itertools
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from typing import NamedTuple
 
 from kvstore.block import Block, Tier
 from kvstore.lending import is_lender
+from kvstore.packed import InTier, PackedBlocks
 from process.deadline import Clock
 
 FINGERPRINT = "fingerprint"
@@ -93,18 +93,35 @@ class Leg:
         """These blocks came out of the store of `node_id`, or from who lends as that, and were
         verified; of theirs, prompt tokens [first, end) are used.
         """
-        if node_id is None:
-            node_id = self.store_node_id
+        self.count_tiers(
+            first_token,
+            end_token,
+            PackedBlocks.of(blocks).tiers(),
+            block_bytes=block_bytes,
+            node_id=self.store_node_id if node_id is None else node_id,
+            is_early=is_early,
+        )
+
+    def count_tiers(
+        self,
+        first_token: int,
+        end_token: int,
+        tiers: Sequence[InTier],
+        *,
+        block_bytes: int,
+        node_id: str,
+        is_early: bool,
+    ) -> None:
+        """`count_loaded`, of blocks that were counted."""
         end_token = min(end_token, self.num_prompt_tokens)
-        for tier, neighbours in itertools.groupby(blocks, key=lambda block: block.tier):
-            counts = [block.num_tokens for block in neighbours]
-            num_tokens = max(0, min(sum(counts), end_token - first_token))
+        for tier, num_blocks, num_there in tiers:
+            num_tokens = max(0, min(num_there, end_token - first_token))
             place = Place(node_id, tier)
             self.tokens_by_place[place] += num_tokens
-            self.bytes_by_place[place] += len(counts) * block_bytes
+            self.bytes_by_place[place] += num_blocks * block_bytes
             self.num_tokens_early += num_tokens if is_early else 0
             self.num_tokens_direct += num_tokens if is_lender(node_id) else 0
-            first_token += sum(counts)
+            first_token += num_there
 
 
 class StageClock:

@@ -22,7 +22,7 @@ import torch
 from kvstore import block_hash
 from kvstore.lending import lender_node_id
 from kvstore.lending.lender import Lender, LenderIdentity
-from kvstore.lending.loans import LoanTable
+from kvstore.lending.loans import LoanTable, Offer
 from kvstore.lending.server import LenderServicer
 from kvstore.transport.base import BlockMemory
 from kvstore.transport.cuda_device import CudaDevice
@@ -64,8 +64,10 @@ async def main(device_id: int, block_bytes: int, num_blocks: int, seed: int) -> 
     _say({"address": address, "checksums": [block_hash.checksum(row) for row in on_host]})
     while line := await asyncio.to_thread(sys.stdin.readline):
         if line.strip() == "lend":
-            blocks = [(block_id, b"%16d" % block_id, 16) for block_id in range(num_blocks)]
-            lease_id, refs = await lender.lend(blocks)
+            lease_id = lender.enter(
+                Offer(block_id, b"%16d" % block_id, None, 16) for block_id in range(num_blocks)
+            )
+            refs = await lender.seal(lease_id)
             loans.hand_over(lease_id, TTL_S, lender.now_s())
             found = [[r.chain_hash.hex(), r.frame, r.generation, r.checksum] for r in refs]
             _say({"lease_id": lease_id, "refs": found})

@@ -19,7 +19,7 @@ from kvstore import errors
 from kvstore.block import Block, Tier
 from kvstore.lending import PROBE_HASH, is_lender, lender_node_id
 from kvstore.lending.lender import Lender, LenderIdentity
-from kvstore.lending.loans import LoanTable
+from kvstore.lending.loans import LoanTable, Offer
 from kvstore.lending.server import LenderServicer
 from kvstore.transport.base import BlockMemory
 from process import serving
@@ -91,8 +91,9 @@ class Lending:
     ) -> tuple[str, tuple[Block, ...]]:
         """Under a lease that is handed over."""
         self.keep(block_ids)
-        named = [(block_id, b"%16d" % block_id, 16) for block_id in block_ids]
-        lease_id, blocks = await self.lender.lend(named, lease_id)
+        offers = [Offer(block_id, b"%16d" % block_id, None, 16) for block_id in block_ids]
+        lease_id = self.lender.enter(offers, lease_id)
+        blocks = await self.lender.seal(lease_id)
         self.loans.hand_over(lease_id, ttl_s, self.lender.now_s())
         return lease_id, blocks
 
@@ -472,7 +473,7 @@ async def test_a_cancelled_measurement_gives_the_blocks_back(
         lent.num_probes_free = 4
         reader = await new_worker(lent.address, "grpc")
         measuring = asyncio.create_task(reader.client.measure(range(4), within()))
-        probing = asyncio.create_task(lent.lender.lend_probe("another", 4, 1.0))
+        probing = asyncio.create_task(lent.lender.probes.lend("another", 4, 1.0))
         for _ in range(turns):
             await asyncio.sleep(0)
         for task in (measuring, probing):
@@ -504,7 +505,7 @@ async def test_a_lender_that_stops_lends_no_more(
         assert failed == dict.fromkeys(range(2), errors.LEASE_LAPSED)
         lent.keep([5])
         with pytest.raises(NotFound):
-            await lent.lender.lend([(5, b"x", 1)])
+            lent.lender.enter([Offer(5, b"x", None, 1)])
         lent.on_free([5])
 
 

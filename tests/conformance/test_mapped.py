@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore import attaching, block_hash, errors, wire
-from kvstore.lending import lender
+from kvstore import attaching, block_hash, client, errors, wire
+from kvstore.lending import lender, reader_holds
+from kvstore.lending.loans import Offer
+from kvstore.lending.told import Word
 from kvstore.transport import copy_job, mapped
 from kvstore.transport.device import Shared
 from process.errors import FailedPrecondition, InvalidArgument
@@ -24,6 +27,8 @@ from tests.conformance.conftest import BLOCK_BYTES, OnDevice, Worker
 from tests.conformance.test_lender import MAPPED, Lending, lending, within
 
 NewWorker = Callable[..., Any]
+
+FOR_LONG_S = 1e4
 
 
 @pytest.fixture
@@ -179,17 +184,29 @@ class Hasher:
         self.view = view
         self.begun: list[list[int]] = []
 
-    def begin(self, block_ids: Any) -> Any:
+    def begin(self, block_ids: Any, after: Any) -> Any:
+        """Computed when that is over, and no sooner."""
         self.begun.append(list(block_ids))
-        return SimpleNamespace(
-            result=lambda: [block_hash.checksum(self.view[block_id]) for block_id in block_ids]
-        )
+        found: list[int] = []
+
+        def compute() -> None:
+            assert after.over.wait(20)
+            found.extend(block_hash.checksum(self.view[block_id]) for block_id in block_ids)
+
+        computing = threading.Thread(target=compute, daemon=True)
+        computing.start()
+
+        def result() -> list[int]:
+            computing.join(20)
+            return found
+
+        return SimpleNamespace(result=result)
 
 
-async def test_a_pieces_checksums_begin_when_it_is_here(
+async def test_a_pieces_checksums_are_behind_its_copy_and_asked_for_while_it_runs(
     lent: Lending, new_worker: NewWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not when all of it is; and they are of what arrived."""
+    """Not when all of it is here; and they are of what arrived."""
     monkeypatch.setattr(mapped, "PIECE_BYTES", 3 * BLOCK_BYTES)
     reader = await new_worker(lent.address, MAPPED)
     hasher = Hasher(reader.view)
@@ -224,6 +241,131 @@ async def test_what_was_given_back_while_it_was_copied_does_not_count(
     failed = await reader.get(other, blocks, [1, 2, 3])
     assert failed == {0: errors.GENERATION, 2: errors.GENERATION}
     assert lent.loans.refused[errors.GENERATION] == 2
+
+
+class Promised:
+    """Blocks that a reader was told of before anybody vouched for them, and a promise on them."""
+
+    def __init__(self, lent: Lending, reader: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(client, "HOLD_S", FOR_LONG_S)
+        monkeypatch.setattr(reader_holds, "MAX_HOLD_S", FOR_LONG_S)
+        self.lent, self.reader = lent, reader
+        self.num_confirmed = 0
+        confirm = lent.lender.confirm
+
+        def counted(*arguments: Any) -> list[int]:
+            self.num_confirmed += 1
+            return confirm(*arguments)
+
+        lent.lender.confirm = counted  # type: ignore[method-assign]
+
+    async def told(self) -> tuple[str, Any, Word]:
+        """Of blocks 1 to 3: their lease, they, and the word on them."""
+        self.lent.keep([1, 2, 3])
+        offers = [Offer(each, b"%16d" % each, None, 16) for each in (1, 2, 3)]
+        lease_id = self.lent.lender.enter(offers)
+        told, word = await self.reader.client.await_lent(
+            lease_id, num_known=0, num_wanted=3, wait_s=5.0, deadline=within()
+        )
+        assert told.is_all and word.num_unsealed == 3
+        return lease_id, told.blocks, word
+
+    async def get(self, lease_id: str, blocks: Any, word: Word) -> Any:
+        items = list(zip(blocks, (4, 5, 6), strict=True))
+        return await self.reader.client.get_blocks(lease_id, items, within(), word=word)
+
+    def let_go(self) -> None:
+        """All promises have ended."""
+        holds = self.lent.lender.reader_holds
+        for hold_id, timer in list(holds._ends.items()):
+            timer.cancel()
+            holds._end(hold_id, 0.0)
+
+
+async def test_what_was_promised_to_stay_is_not_asked_about(
+    lent: Lending, new_worker: NewWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when its lease is over before it is copied; the lender hears how much was read."""
+    reader = await new_worker(lent.address, MAPPED)
+    promised = Promised(lent, reader, monkeypatch)
+    lease_id, blocks, word = await promised.told()
+    lent.loans.release([lease_id], lent.lender.now_s())
+    lent.check()
+    assert lent.loans.num_lent == 3, "they stay for whoever was promised so"
+    got = await promised.get(lease_id, blocks, word)
+    assert not got.failed and promised.num_confirmed == 0
+    assert np.array_equal(reader.view[4:7], lent.view[1:4])
+    assert got.checksums == {at: block_hash.checksum(lent.view[1 + at]) for at in range(3)}
+    assert got.num_bytes == 3 * BLOCK_BYTES
+    assert lent.loans.counters.num_bytes_read == 0
+    await reader.client.release([lease_id], deadline=within())
+    assert lent.loans.counters.num_bytes_read == 3 * BLOCK_BYTES
+    promised.let_go()
+    assert lent.loans.num_lent == 0
+    stale = await promised.get(lease_id, blocks, Word(3))
+    assert stale.failed == dict.fromkeys(range(3), errors.LEASE_LAPSED)
+
+
+async def test_a_copy_that_ends_behind_its_promise_is_asked_about(
+    lent: Lending, new_worker: NewWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = await new_worker(lent.address, MAPPED)
+    promised = Promised(lent, reader, monkeypatch)
+    lease_id, blocks, word = await promised.told()
+    over = Word(word.num_unsealed, time.monotonic())
+    assert not (await promised.get(lease_id, blocks, over)).failed and promised.num_confirmed == 1
+
+    def end(*_: int) -> None:
+        reader.device.on_move = lambda *_: None
+        loop.call_soon_threadsafe(promised.let_go)
+        loop.call_soon_threadsafe(lent.loans.release, [lease_id], lent.lender.now_s())
+
+    loop = asyncio.get_running_loop()
+    reader.device.on_move = end
+    got = await promised.get(lease_id, blocks, over)
+    assert got.failed == dict.fromkeys(range(3), errors.LEASE_LAPSED) and not got.checksums
+
+
+async def test_only_whoever_has_mapped_it_is_promised_anything(
+    lent: Lending, new_worker: NewWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All others read by the lender's own hand. And only so many are."""
+    reader = await new_worker(lent.address, OnDevice("grpc"))
+    promised = Promised(lent, reader, monkeypatch)
+    lease_id, blocks, word = await promised.told()
+    assert word.held_until_s == 0.0
+    got = await promised.get(lease_id, blocks, word)
+    assert not got.failed and len(got.checksums) == 3
+    lent.loans.release([lease_id], lent.lender.now_s())
+    assert lent.loans.num_lent == 0
+    monkeypatch.setattr(reader_holds, "MAX_HOLDS", 1)
+    promised = Promised(lent, await new_worker(lent.address, MAPPED), monkeypatch)
+    leases = []
+    for num_held in (1, 0):
+        lease_id, _, word = await promised.told()
+        assert (word.held_until_s > 0) == bool(num_held)
+        leases.append(lease_id)
+    lent.loans.release(leases, lent.lender.now_s())
+    promised.let_go()
+
+
+async def test_a_promise_lasts_its_time_also_when_a_timer_is_early(lent: Lending) -> None:
+    holds = lent.lender.reader_holds
+    lent.keep([1])
+    lease_id = lent.lender.enter([Offer(1, b"x" * 16, None, 16)])
+    held_s = holds.keep(lease_id, 0, 1e9)
+    assert held_s == reader_holds.MAX_HOLD_S
+    assert holds.keep(lease_id, 0, 0.0) == 0.0
+    lent.loans.release([lease_id], lent.lender.now_s())
+    (hold_id,) = holds._ends
+    holds._end(hold_id, time.monotonic() + FOR_LONG_S)
+    lent.check()
+    assert lent.loans.num_lent == 1 and list(holds._ends) == [hold_id]
+    holds._ends[hold_id].cancel()
+    lent.loans.unhold(hold_id)
+    assert "promised" in lent.lender.check_integrity()
+    holds._end(hold_id, 0.0)
+    assert lent.lender.check_integrity() == ""
 
 
 async def test_a_lent_block_that_changes_under_the_copy_is_found(

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from kvstore.lending.followers import Told
+from kvstore.lending.told import Told
 from protos import common_pb2, prefill_pb2
 from services.decode.states import DecodeState
 from services.worker.config import WorkerLimits
@@ -56,9 +56,9 @@ class Ahead:
         """Questions that came to the lender."""
         rest = self.lender.lender.followers.rest
 
-        async def counted(*question: Any) -> Told:
+        async def counted(*question: Any, **options: Any) -> Told:
             self.num_asked += 1
-            return await rest(*question)
+            return await rest(*question, **options)
 
         self.lender.lender.followers.rest = counted  # type: ignore[method-assign]
 

@@ -5,6 +5,7 @@ it ends.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import Callable
@@ -13,26 +14,30 @@ from typing import Any
 
 import pytest
 
-from kvstore import errors
+from kvstore import client, errors
 from kvstore.client import StoreClient
-from kvstore.lending import followers
-from kvstore.lending.followers import Followers, Told
+from kvstore.lending import followers, reader_holds
+from kvstore.lending.followers import Followers
 from kvstore.lending.server import LenderServicer
+from kvstore.lending.told import Told
 from kvstore.rpc import Attached
 from process.errors import BatonError, DeadlineExceeded, Unavailable
 from protos import common_pb2, kvstore_pb2
 from services.decode import ahead as decode_ahead
 from services.decode.states import DecodeState
 from services.worker import handle as handles
+from services.worker import links
 from services.worker.connector import StoreConnector
 from services.worker.handle_maker import HandleMaker
+from services.worker.provenance import FINGERPRINT
 from services.worker.stores import RemoteStores, StoreUnusable
 from tests.deadlines import Deadlines, task_of
 from tests.handle_blocks import forge
 from tests.unit.worker.builders import BLOCK_SIZE
-from tests.wire.ahead_pair import CHUNK, PROMPT, ahead
+from tests.wire.ahead_pair import CHUNK, NUM_BLOCKS, PROMPT, ahead
 from tests.wire.partial_handles import prefetch
 from tests.wire.prefill_decode_pair import WAIT_S, Gate, until
+from tests.wire.test_direct_handover import on_devices
 
 FOR_EVER_S = 1e6
 
@@ -44,7 +49,22 @@ def _unbounded(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "MAX_WAIT_S", FOR_EVER_S)
 
 
-async def test_the_last_blocks_are_here_before_their_handle(tmp_path: Path) -> None:
+def _take_none_unsealed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a reader of an earlier version, which does not say that it does."""
+    rest = Followers.rest
+
+    async def sealed(lender: Followers, *question: Any, takes_unsealed: bool) -> Told:
+        return await rest(lender, *question)
+
+    monkeypatch.setattr(Followers, "rest", sealed)
+
+
+@pytest.mark.parametrize("takes_unsealed", [True, False])
+async def test_the_last_blocks_are_here_before_their_handle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, takes_unsealed: bool
+) -> None:
+    if not takes_unsealed:
+        _take_none_unsealed(monkeypatch)
     async with ahead(tmp_path) as a:
         await a.asked()
         reply = await a.copied()
@@ -59,6 +79,113 @@ async def test_the_last_blocks_are_here_before_their_handle(tmp_path: Path) -> N
         (count,) = leg.from_store
         assert (count.node_id, count.num_tokens) == (a.lender.node_id, len(PROMPT))
         assert not a.p.decode.core.counts.early_pulls_failed
+
+
+async def test_the_last_blocks_come_while_their_checksums_are_computed(tmp_path: Path) -> None:
+    async with ahead(tmp_path) as a:
+        await a.asked()
+        gate = Gate(a.lender, "seal")
+        computing = asyncio.create_task(a.computed())
+        await gate.wait_entered()
+        await until(lambda: a.num_read == NUM_BLOCKS)
+        await until(lambda: a.num_waiting == 0 and a.state == [DecodeState.RESERVED])
+        assert not computing.done(), "no handle can be made"
+        (request,) = a.p.decode_role.worker._requests.values()
+        gate.open()
+        answer = await a.answer(await computing)
+        assert answer.leg.num_tokens_early == len(PROMPT) and answer.recomputed == {}
+        assert request.state is DecodeState.FINISHED
+        assert not a.p.decode.core.counts.early_pulls_failed
+
+
+async def test_over_a_mapping_what_was_promised_to_stay_is_not_asked_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between workers whose caches lie on devices: the last blocks come while nobody has said their
+    checksums, and no question is behind their copy."""
+    on_devices(monkeypatch)
+    monkeypatch.setattr(links, "PATIENT_BUDGET_S", WAIT_S)
+    monkeypatch.setattr(client, "HOLD_S", FOR_EVER_S)
+    monkeypatch.setattr(reader_holds, "MAX_HOLD_S", FOR_EVER_S)
+    async with ahead(tmp_path, direct_transport="cuda_ipc", lend_mapped=True) as a:
+        await a.asked()
+        await a.p.decode.core.links.settle()  # what measures them is asked about
+        lender, asked = a.lender.lender, []
+        monkeypatch.setattr(lender, "confirm", lambda *question: asked.append(question))
+        gate = Gate(a.lender, "seal")
+        computing = asyncio.create_task(a.computed())
+        await gate.wait_entered()
+        await until(lambda: a.num_read == NUM_BLOCKS)
+        gate.open()
+        answer = await a.answer(await computing)
+        assert asked == []
+        assert answer.leg.num_tokens_early == len(PROMPT) and answer.recomputed == {}
+        assert not a.p.decode.core.counts.early_pulls_failed
+        ((hold_id, timer),) = lender.reader_holds._ends.items()
+        await until(lambda: a.p.prefill_role.worker.behind.num_writers == 0)
+        await until(lambda: a.lender.loans.num_leases == 0)
+        assert a.lender.num_lent_blocks == NUM_BLOCKS - CHUNK // BLOCK_SIZE
+        timer.cancel()
+        lender.reader_holds._end(hold_id, 0.0)
+
+
+async def test_who_takes_none_without_a_checksum_is_told_when_they_are_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _take_none_unsealed(monkeypatch)
+    async with ahead(tmp_path) as a:
+        await a.asked()
+        gate = Gate(a.lender, "seal")
+        computing = asyncio.create_task(a.computed())
+        await gate.wait_entered()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert a.num_waiting == 1 and a.num_read == CHUNK // BLOCK_SIZE
+        gate.open()
+        answer = await a.answer(await computing)
+        assert answer.leg.num_tokens_computed == 0 and answer.recomputed == {}
+
+
+@pytest.mark.parametrize("how", ["fails", "stops", "ends", "is cancelled"])
+async def test_a_lender_that_told_and_never_vouched_is_not_believed(
+    tmp_path: Path, how: str
+) -> None:
+    """Blocks came whose checksums nobody says: the handle is the store's, or none comes. Nothing
+    stays lent, and nobody waits."""
+    async with ahead(tmp_path) as a:
+        await a.asked()
+        gate = Gate(a.lender, "seal")
+        computing = asyncio.create_task(a.computed())
+        await gate.wait_entered()
+        await until(lambda: a.num_read == NUM_BLOCKS)
+        if how == "is cancelled":
+            computing.cancel()
+            a.call.cancel()
+            await until(lambda: not a.p.prefill_role.worker.states)
+            gate.open()
+            await a.stream.cancel(a.key)
+            return
+
+        def fails(block_ids: Any) -> Any:
+            raise errors.TransferFailed("the device is gone")
+
+        memory = a.lender.lender.memory
+        if how == "fails":
+            object.__setattr__(memory, "checksums", fails)
+        elif how == "ends":
+            a.lender.loans.end_all()
+        else:
+            await a.lender.lender.stop(WAIT_S)
+        gate.open()
+        reply = await computing
+        assert [run.node_id for run in reply.handle.runs] == [a.p.store.node.node_id]
+        answer = await a.answer(reply)
+        assert answer.leg.num_tokens_computed == 0 and answer.recomputed == {}
+        assert {count.node_id: count.num_tokens for count in answer.leg.from_store} == {
+            a.lender.node_id: CHUNK,
+            a.p.store.node.node_id: len(PROMPT) - CHUNK,
+        }
+        assert a.p.decode.core.counts.early_pulls_failed == {FINGERPRINT: 1}
 
 
 async def test_a_handle_that_is_faster_waits_for_what_is_on_its_way(tmp_path: Path) -> None:
@@ -88,8 +215,8 @@ async def test_who_asks_where_the_rest_lies_hears_of_it_before_the_handle_is_mad
     order: list[str] = []
     rest, make = Followers.rest, HandleMaker.whole
 
-    async def told(lender: Followers, *question: Any) -> Told:
-        answer = await rest(lender, *question)
+    async def told(lender: Followers, *question: Any, **options: Any) -> Told:
+        answer = await rest(lender, *question, **options)
         order.append("told")
         return answer
 
@@ -147,11 +274,16 @@ def _other_tail(handle: common_pb2.KvHandle) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "num_early", "reasons"),
+    ("change", "num_early", "reasons", "why"),
     [
-        (_other_checksum, LAST_FULL * BLOCK_SIZE, {errors.CHECKSUM}),
-        (_other_generation, LAST_FULL * BLOCK_SIZE, {errors.GENERATION, errors.CHECKSUM}),
-        (_other_tail, (LAST_FULL + 1) * BLOCK_SIZE, {errors.CHECKSUM}),
+        (_other_checksum, LAST_FULL * BLOCK_SIZE, {errors.CHECKSUM}, errors.CHECKSUM),
+        (
+            _other_generation,
+            LAST_FULL * BLOCK_SIZE,
+            {errors.GENERATION, errors.CHECKSUM},
+            FINGERPRINT,
+        ),
+        (_other_tail, (LAST_FULL + 1) * BLOCK_SIZE, {errors.CHECKSUM}, errors.CHECKSUM),
     ],
 )
 async def test_only_what_the_handle_names_just_so_counts(
@@ -159,6 +291,7 @@ async def test_only_what_the_handle_names_just_so_counts(
     change: Callable[[common_pb2.KvHandle], None],
     num_early: int,
     reasons: set[str],
+    why: str,
 ) -> None:
     """Signed, and of other blocks than the lender spoke of: the handle decides."""
     async with ahead(tmp_path) as a:
@@ -169,7 +302,7 @@ async def test_only_what_the_handle_names_just_so_counts(
         answer = await a.answer(reply)
         assert set(answer.recomputed) <= reasons and answer.recomputed
         assert answer.leg.num_tokens_early == num_early
-        assert a.p.decode.core.counts.early_pulls_failed == {"fingerprint": 1}
+        assert a.p.decode.core.counts.early_pulls_failed == {why: 1}
 
 
 async def test_without_a_handle_that_names_it_what_came_is_not_used(tmp_path: Path) -> None:
@@ -184,21 +317,34 @@ async def test_without_a_handle_that_names_it_what_came_is_not_used(tmp_path: Pa
         a.lender.release(lease_id)
 
 
-async def test_bytes_that_changed_under_the_lender_are_found(tmp_path: Path) -> None:
+@pytest.mark.parametrize("takes_unsealed", [True, False])
+async def test_bytes_that_are_not_those_that_the_lender_vouches_for_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, takes_unsealed: bool
+) -> None:
+    """Told before their checksums were known they are found when the handle comes, else when they
+    do."""
+    if not takes_unsealed:
+        _take_none_unsealed(monkeypatch)
     async with ahead(tmp_path) as a:
         await a.asked()
-        lend = a.lender.lend
+        loans = a.lender.loans
+        seal = loans.seal
 
-        async def spoilt(blocks: Any, lease_id: str) -> Any:
-            lent = await lend(blocks, lease_id)
-            a.lender.lender.memory.view[lent[1][-2].frame, 5] ^= 1
-            return lent
+        def otherwise(lease_id: str, checksums: dict[int, int]) -> Any:
+            frame = list(checksums)[-2]
+            return seal(lease_id, checksums | {frame: checksums[frame] ^ 1})
 
-        a.lender.lend = spoilt  # type: ignore[method-assign]
+        loans.seal = otherwise  # type: ignore[method-assign, assignment]
         reply = await a.computed()
-        await until(lambda: a.p.decode.core.counts.early_pulls_failed == {errors.CHECKSUM: 1})
+        failed = a.p.decode.core.counts.early_pulls_failed
+        if takes_unsealed:
+            await until(lambda: a.num_read == NUM_BLOCKS)
+            assert not failed
+        else:
+            await until(lambda: failed == {errors.CHECKSUM: 1})
         await until(lambda: a.state == [DecodeState.RESERVED])
         answer = await a.answer(reply)
+        assert failed == {errors.CHECKSUM: 1}
         # Whoever reports it ends the lease: the handle may be asked about behind that.
         assert set(answer.recomputed) <= {errors.CHECKSUM, errors.LEASE_LAPSED, errors.GENERATION}
         assert answer.leg.num_tokens_early == LAST_FULL * BLOCK_SIZE

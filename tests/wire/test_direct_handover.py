@@ -270,7 +270,7 @@ async def test_the_first_token_does_not_wait_for_blocks_to_be_lent(tmp_path: Pat
     async with direct(tmp_path) as p, p.stream() as stream:
         key = await stream.reserve(p.reserve(PROMPT))
         await stream.next(key)
-        gate = Gate(p.prefill.core.lender, "lend")
+        gate = Gate(p.prefill.core.lender, "seal")
         hold_at(p.prefill_model, 2)  # the first step is what is lent early
         call = PrefillCall(
             p.prefill_stub, p.prefill_request(PROMPT, handover=DIRECT), timeout_s=WAIT_S
@@ -423,16 +423,16 @@ async def test_trouble_with_lending_falls_to_the_store_and_is_told(
     async with direct(tmp_path) as p:
         lender = p.prefill.core.lender
         assert lender is not None
-        real = lender.lend
+        real = lender.seal
 
-        async def troubled(blocks: Any, lease_id: str) -> Any:
+        async def troubled(lease_id: str) -> Any:
             if how == "fails":
                 raise errors.TransferFailed("the test says so")
-            lent = await real(blocks, lease_id)
-            lender.release(lent[0])
-            return lent
+            sealed = await real(lease_id)
+            lender.release(lease_id)
+            return sealed
 
-        lender.lend = troubled  # type: ignore[method-assign]
+        lender.seal = troubled  # type: ignore[method-assign]
         answer = await generate(p, PROMPT)
         assert answer.token_ids == p.expected(PROMPT, 8)
         assert answer.leg.num_tokens_computed == 0
@@ -481,7 +481,7 @@ async def held_in(p: Pair, state: str) -> AsyncIterator[Any]:
     elif state == "computing":
         p.prefill_model.hold()
     else:
-        gate = Gate(p.prefill.core.lender, "lend")
+        gate = Gate(p.prefill.core.lender, "seal")
     steps = threading.Semaphore(1 if state == "early" else 1000)
     forward = p.prefill_model.forward
 

@@ -9,16 +9,21 @@ from typing import Any
 import pytest
 
 from kvstore.block import Block, Tier
+from kvstore.errors import CHECKSUM
 from kvstore.lending import lender_node_id
+from kvstore.lending.told import NO_WORD, Word
 from kvstore.packed import PackedBlocks
-from services.decode.ahead import Ahead, Copied
+from services.decode.ahead import Ahead, Copied, Rest
 from services.decode.intake import Intake
-from services.worker.connector import Loaded
 from services.worker.handle import Run, Stretch
-from services.worker.provenance import Leg
+from services.worker.loaded import Loaded
+from services.worker.provenance import FINGERPRINT, Leg, WorkerCounts
 
 SIZE = 16
 HASHES = tuple(bytes([index]) * 16 for index in range(1, 7))
+FOUND = 1000
+"""What is found of a block that is not sealed, less its frame."""
+
 TAIL = Block(b"", 6, 2, 60, 5, Tier.DEVICE)
 
 
@@ -35,7 +40,7 @@ def ahead(first: int = 2) -> Ahead:
     """Blocks [first, 6) and the tail were copied."""
     made = Ahead(None, on_rest=lambda: None, on_failure=lambda reason: None)  # type: ignore[arg-type]
     copied = [*blocks(first, 6), TAIL]
-    made.keep(Copied(run(copied, first), tuple(copied)))
+    made.keep(Copied(run(copied, first)))
     return made
 
 
@@ -46,12 +51,12 @@ def frames(copied: Copied | None) -> list[int]:
 def test_it_is_confirmed_piece_by_piece() -> None:
     made = ahead()
     assert frames(made.confirm(Stretch(run(blocks(0, 2)), 0, 2))) == []
-    assert not made.contradicts(2)
+    assert made.contradiction(2) is None
     assert frames(made.confirm(Stretch(run(blocks(0, 4)), 0, 4))) == [2, 3]
-    assert not made.contradicts(4)
+    assert made.contradiction(4) is None
     assert frames(made.confirm(Stretch(run(blocks(0, 6)), 0, 6))) == [4, 5]
     assert frames(made.confirm(Stretch(run([TAIL], 6), 6, 7))) == [6]
-    assert not made.contradicts(7), "nothing is left"
+    assert made.contradiction(7) is None, "nothing is left"
 
 
 @pytest.mark.parametrize(
@@ -61,7 +66,7 @@ def test_it_is_confirmed_piece_by_piece() -> None:
 def test_another_place_is_another_block(changes: dict[str, Any]) -> None:
     made = ahead()
     assert made.confirm(Stretch(run(blocks(0, 6), **changes), 0, 6)) is None
-    assert made.contradicts(6)
+    assert made.contradiction(6) == FINGERPRINT
     assert made.confirm(Stretch(run(blocks(0, 6)), 0, 6)) is None, "it is forgotten"
 
 
@@ -71,7 +76,8 @@ def test_a_block_that_differs_in_anything_ends_it(field: str) -> None:
     other: Any = b"9" * 16 if field == "chain_hash" else 99
     named[4] = dataclasses.replace(named[4], **{field: other})
     assert frames(made.confirm(Stretch(run(named), 0, 6))) == [2, 3]
-    assert made.contradicts(6)
+    assert made.contradiction(6) == (CHECKSUM if field == "checksum" else FINGERPRINT)
+    assert made.contradiction(6) is None, "it is forgotten"
 
 
 class Core:
@@ -86,14 +92,21 @@ class Core:
         self.step_log = None
         self.num_usable = num_usable
         self.loads: list[list[tuple[int, int]]] = []
+        self.words: list[Word] = []
+        self.counts = WorkerCounts()
 
     async def client(self, *_: Any) -> None: ...
 
     async def load(
-        self, client: Any, engine_id: str, lease_id: str, items: Any, *_: Any, **__: Any
-    ):
+        self, client: Any, engine_id: str, lease_id: str, items: Any, *_: Any, word: Word, **__: Any
+    ) -> Loaded:
         self.loads.append([(block.frame, block_id) for block, block_id in items])
-        return Loaded(min(len(items), self.num_usable), 64 * len(items))
+        self.words.append(word)
+        found = {
+            at: FOUND + items[at][0].frame
+            for at in range(len(items) - word.num_unsealed, len(items))
+        }
+        return Loaded(min(len(items), self.num_usable), 64 * len(items), checksums=found)
 
 
 def intake(core: Core, num_local: int) -> Intake:
@@ -110,6 +123,52 @@ def intake(core: Core, num_local: int) -> Intake:
     )
     core_: Any = core
     return Intake(core_, ask, "e", reservation, Leg(num_tokens, transport="grpc"))
+
+
+@pytest.mark.parametrize(
+    ("num_unsealed", "num_local", "num_places", "expected"),
+    [
+        (0, 2, 9, []),
+        (5, 2, 9, [2, 3, 4, 5, 6]),
+        (2, 2, 9, [5, 6]),
+        (5, 4, 9, [4, 5, 6]),  # some came otherwise meanwhile
+        (1, 4, 9, [6]),
+        (3, 2, 5, [4]),  # there is no place for the last two
+        (2, 2, 4, []),
+    ],
+)
+async def test_blocks_that_are_not_sealed_are_kept_with_the_checksums_of_what_came(
+    num_unsealed: int, num_local: int, num_places: int, expected: list[int]
+) -> None:
+    """And count when a handle says the same."""
+    core = Core()
+    made = intake(core, num_local)
+    made._block_ids = made._block_ids[:num_places]
+    rest = [*blocks(2, 6), TAIL]
+    told = [dataclasses.replace(each, checksum=0) for each in rest]
+    kept = rest[: len(rest) - num_unsealed] + told[len(rest) - num_unsealed :]
+    made._ahead._rest = Rest(run(kept, 2), Word(num_unsealed, 77.0))
+    await made.pull_rest(deadline())
+    (word,) = core.words
+    assert word == Word(len(expected), 77.0)
+    copied = made._ahead._copied
+    assert copied is not None
+    right = {block.frame: block.checksum for block in rest}
+    for block in copied.blocks:
+        found = FOUND + block.frame if block.frame in expected else right[block.frame]
+        assert block.checksum == found
+    named = [
+        dataclasses.replace(block, checksum=FOUND + block.frame)
+        if block.frame in expected
+        else block
+        for block in [*blocks(0, 6), TAIL]
+    ]
+    if 4 in expected:
+        named[4] = dataclasses.replace(named[4], checksum=1)
+    made._confirm([Stretch(run(named[:6]), 0, 6), Stretch(run(named[6:], 6), 6, 7)])
+    end = 4 if 4 in expected else min(7, num_places)
+    assert made.num_tokens == min(16 * end, 101)
+    assert core.counts.early_pulls_failed == ({CHECKSUM: 1} if 4 in expected else {})
 
 
 def deadline() -> Any:
@@ -139,7 +198,7 @@ async def test_of_the_lenders_word_only_what_the_prompt_asks_for_is_fetched(
 ) -> None:
     core = Core()
     made = intake(core, num_local)
-    made._ahead._rest = run(rest, first)
+    made._ahead._rest = Rest(run(rest, first), NO_WORD)
     await made.pull_rest(deadline())
     assert core.loads == ([[(frame, 100 + frame) for frame in expected]] if expected else [])
     assert made.num_blocks == num_local, "no handle has named it"

@@ -48,6 +48,7 @@ def test_nobody_is_asked_for_nothing(
     block_ids = tuple(HOLE if index in holes else 100 + index for index in range(8))
     intake = _intake(block_ids, num_local=1)
     wanted, has_hole = intake._wanted([_stretch("a", 0, 3), _stretch("b", 3, 6)])
-    found = [(run.node_id, [block.frame for block, _ in items]) for run, items in wanted]
+    found = [(batch.run.node_id, [block.frame for block, _ in batch.items]) for batch in wanted]
     assert found == expected and has_hole == bool(holes)
-    assert all(block_id == 100 + block.frame for _, items in wanted for block, block_id in items)
+    places = [place for batch in wanted for place in batch.items]
+    assert all(block_id == 100 + block.frame for block, block_id in places)

@@ -11,7 +11,9 @@ from google.protobuf.message import DecodeError
 
 from kvstore import answer_checks, block_hash, wire
 from kvstore.answer_checks import SpoiledAnswer
-from kvstore.packed import ROW_BYTES
+from kvstore.block import Block
+from kvstore.lending.told import Told
+from kvstore.packed import ROW_BYTES, PackedBlocks
 from protos import common_pb2, kvstore_pb2
 
 NUM_FRAMES = 8
@@ -259,6 +261,46 @@ def test_fields_of_a_later_version_are_covered_and_do_no_harm(place: str) -> Non
 
 @pytest.mark.parametrize("data", [b"1", bytes(ROW_BYTES - 1) + b"\x05"])
 def test_what_is_no_row_of_blocks_is_no_lenders_word(data: bytes) -> None:
-    assert len(answer_checks.read_rest(kvstore_pb2.AwaitLentReply())) == 0
+    assert len(_rest(kvstore_pb2.AwaitLentReply()).blocks) == 0
     with pytest.raises(SpoiledAnswer):
-        answer_checks.read_rest(kvstore_pb2.AwaitLentReply(blocks=data))
+        _rest(kvstore_pb2.AwaitLentReply(blocks=data))
+
+
+def _rest(reply: kvstore_pb2.AwaitLentReply, took_s: float = 1.0, **asked: Any) -> Told:
+    return answer_checks.read_rest(reply, kvstore_pb2.AwaitLentRequest(**asked), took_s)
+
+
+def test_no_more_blocks_wait_for_a_checksum_than_there_are() -> None:
+    data = PackedBlocks.of([Block(b"x" * 16, 1, 2, 0, 16)]).data
+    one = kvstore_pb2.AwaitLentReply(blocks=data, num_unsealed=1)
+    told = _rest(one, takes_unsealed=True)
+    assert told.num_unsealed == len(told.blocks) == 1 and not told.is_all
+    with pytest.raises(SpoiledAnswer, match="for who takes none"):
+        _rest(one)
+    with pytest.raises(SpoiledAnswer, match="than there are"):
+        _rest(kvstore_pb2.AwaitLentReply(blocks=data, num_unsealed=2), takes_unsealed=True)
+
+
+def _promise(held_ms: int, waited_us: int = 0) -> kvstore_pb2.AwaitLentReply:
+    reply = kvstore_pb2.AwaitLentReply(held_ms=held_ms, waited_us=waited_us)
+    reply.checksum = wire.checksum_of(reply)
+    return reply
+
+
+def test_a_promise_counts_from_when_the_question_can_have_come_at_the_earliest() -> None:
+    told = _rest(_promise(80, 700_000), hold_ms=100)
+    assert (told.held_s, told.waited_s) == (0.08, 0.7)
+    assert told.word(asked_s=50.0).held_until_s == pytest.approx(50.78)
+    assert _rest(kvstore_pb2.AwaitLentReply(), hold_ms=100).word(50.0).held_until_s == 0.0
+    longer_than_it_took = _rest(_promise(80, 700_000), 0.6, hold_ms=100)
+    assert longer_than_it_took.word(50.0).held_until_s == 0.0
+
+
+def test_a_promise_that_was_not_asked_for_or_was_spoiled_is_none() -> None:
+    with pytest.raises(SpoiledAnswer):
+        _rest(_promise(101), hold_ms=100)
+    for field in ("held_ms", "waited_us", "num_unsealed"):
+        spoiled = _promise(50)
+        setattr(spoiled, field, getattr(spoiled, field) ^ 1)
+        with pytest.raises(SpoiledAnswer):
+            _rest(spoiled, hold_ms=100, takes_unsealed=True)

@@ -22,8 +22,8 @@ def _unbounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(followers, "MAX_WAIT_S", FOR_EVER_S)
 
 
-def offers(*block_ids: int) -> list[Offer]:
-    return [Offer(each, b"%16d" % each, each, 16) for each in block_ids]
+def offers(*block_ids: int, is_sealed: bool = True) -> list[Offer]:
+    return [Offer(each, b"%16d" % each, each if is_sealed else None, 16) for each in block_ids]
 
 
 class Place:
@@ -34,8 +34,13 @@ class Place:
         self.followers = Followers(self.loans)
         self.lease_id, _ = self.loans.lend(offers(7, 3))
 
-    async def ask(self, num_known: int = 2, budget_s: float = FOR_EVER_S) -> asyncio.Task:
-        task = asyncio.create_task(self.followers.rest(self.lease_id, num_known, 4, budget_s))
+    async def ask(
+        self, num_known: int = 2, budget_s: float = FOR_EVER_S, *, takes_unsealed: bool = False
+    ) -> asyncio.Task:
+        rest = self.followers.rest(
+            self.lease_id, num_known, 4, budget_s, takes_unsealed=takes_unsealed
+        )
+        task = asyncio.create_task(rest)
         for _ in range(3):
             await asyncio.sleep(0)
         return task
@@ -58,6 +63,29 @@ async def test_all_who_wait_hear_of_the_last_block_and_not_before() -> None:
     assert told.is_all and [block.frame for block in told.blocks] == [9, 1]
     assert told.blocks[1] == last
     assert [block.frame for block in (await other).blocks] == [7, 3, 9, 1]
+    place.check()
+
+
+async def test_who_takes_them_hears_of_blocks_without_a_checksum_and_nobody_else_does() -> None:
+    place = Place()
+    takes, does_not = await place.ask(takes_unsealed=True), await place.ask()
+    late = await place.ask(num_known=3, takes_unsealed=True)
+    place.loans.lend(offers(9, 1, is_sealed=False), place.lease_id)
+    told = await asyncio.wait_for(takes, WAIT_S)
+    assert told.is_all and told.num_unsealed == 2
+    assert [(block.frame, block.checksum) for block in told.blocks] == [(9, 0), (1, 0)]
+    told = await asyncio.wait_for(late, WAIT_S)
+    assert told.num_unsealed == 1 and [block.frame for block in told.blocks] == [1]
+    place.loans.seal(place.lease_id, {9: 9})
+    told = await (await place.ask(budget_s=0.0))
+    assert not told.is_all and [block.frame for block in told.blocks] == [9]
+    assert not does_not.done()
+    place.loans.seal(place.lease_id, {1: 1})
+    told = await asyncio.wait_for(does_not, WAIT_S)
+    assert told.is_all and told.num_unsealed == 0
+    assert [(block.frame, block.checksum) for block in told.blocks] == [(9, 9), (1, 1)]
+    told = await (await place.ask(takes_unsealed=True))
+    assert told.is_all and told.num_unsealed == 0
     place.check()
 
 

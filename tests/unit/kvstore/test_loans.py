@@ -11,14 +11,16 @@ import pytest
 
 from kvstore.block import Block
 from kvstore.errors import IntegrityError, LeaseLapsed
+from kvstore.lending.lease import Lease
 from kvstore.lending.loans import FIRST_GENERATION, LoanTable, Offer
 
 NUM_BLOCKS = 12
 TTL_S = 10.0
 
 
-def offer(block_id: int, content: int = 0) -> Offer:
-    return Offer(block_id, b"%d.%d" % (block_id, content), 7 * block_id + content, 16)
+def offer(block_id: int, content: int = 0, *, is_sealed: bool = True) -> Offer:
+    checksum = 7 * block_id + content if is_sealed else None
+    return Offer(block_id, b"%7d.%8d" % (block_id, content), checksum, 16)
 
 
 class Model:
@@ -28,6 +30,7 @@ class Model:
         self.kept: Counter[int] = Counter()  # what a lender keeps in place, by block
         self.table = LoanTable(NUM_BLOCKS, 64, TTL_S, self.on_free)
         self.leases: dict[str, tuple[float, set[int]]] = {}
+        self.unsealed: dict[str, list[int]] = {}  # by lease, in the order in which they were lent
         self.holds: dict[str, set[int]] = {}
         self.content: Counter[int] = Counter()  # how often a block was given back
         self.old: list[Block] = []
@@ -49,7 +52,9 @@ class Model:
     def lend(self, draw: random.Random) -> None:
         block_ids = draw.sample(range(NUM_BLOCKS), draw.randint(0, 4))
         known = draw.choice(["", *self.leases])
-        offers = [offer(each, self.content[each]) for each in block_ids]
+        offers = [
+            offer(each, self.content[each], is_sealed=draw.random() < 0.7) for each in block_ids
+        ]
         self.kept.update(block_ids)
         if known and not math.isinf(self.leases[known][0]):
             with pytest.raises(IntegrityError, match="grows no more"):
@@ -60,15 +65,43 @@ class Model:
         assert lease_id == known or not known
         expires_s, ids = self.leases.get(lease_id, (math.inf, set()))
         self.leases[lease_id] = (expires_s, ids | set(block_ids))
+        unsealed = [each for each in self.unsealed.get(lease_id, []) if each not in block_ids]
+        unsealed += [each.block_id for each in offers if each.checksum is None]
+        self.unsealed[lease_id] = unsealed
         for block, given in zip(blocks, offers, strict=True):
             assert (block.frame, block.chain_hash) == (given.block_id, given.chain_hash)
             assert block.generation == FIRST_GENERATION + 2 * self.content[block.frame]
         self.old += blocks
 
+    def seal(self, draw: random.Random) -> None:
+        """The first of those that wait, some of them, or one that does not wait."""
+        lease_id = draw.choice([*self.leases, "none"])
+        if lease_id == "none":
+            with pytest.raises(LeaseLapsed):
+                self.table.seal(lease_id, {})
+            return
+        waiting = self.unsealed[lease_id]
+        assert self.table.unsealed_of(lease_id) == waiting
+        block_ids = waiting[: draw.randint(0, len(waiting))]
+        checksums = {each: 7 * each + self.content[each] for each in block_ids}
+        others = self.leases[lease_id][1] - set(waiting)
+        if others and draw.random() < 0.3:
+            with pytest.raises(IntegrityError, match="waits for no checksum"):
+                self.table.seal(lease_id, checksums | {draw.choice(sorted(others)): 1})
+            return
+        sealed = self.table.seal(lease_id, checksums)
+        assert [(block.frame, block.checksum) for block in sealed] == list(checksums.items())
+        self.unsealed[lease_id] = waiting[len(block_ids) :]
+        self.old += sealed
+
     def hand_over(self, draw: random.Random) -> None:
         if self.leases:
             lease_id = draw.choice(list(self.leases))
             ttl_s = draw.choice([1.0, 5.0, 1e9])
+            if self.unsealed[lease_id]:
+                with pytest.raises(IntegrityError, match="not sealed"):
+                    self.table.hand_over(lease_id, ttl_s, self.now_s)
+                return
             self.table.hand_over(lease_id, ttl_s, self.now_s)
             self.leases[lease_id] = (self.now_s + min(ttl_s, TTL_S), self.leases[lease_id][1])
 
@@ -120,8 +153,26 @@ class Model:
         self.table.check_integrity()
         assert self.table.num_lent == len(self.lent)
         assert self.table.num_leases == len(self.leases)
+        for lease_id in self.leases:
+            self.check_known(lease_id)
         assert {each for each, num in self.kept.items() if num} == self.lent
         assert set(self.kept.values()) <= {0, 1}, "kept in place once for each that is lent"
+
+    def check_known(self, lease_id: str) -> None:
+        """What readers of one lease are told."""
+        blocks = self.table.blocks_of(lease_id, 0)
+        waiting = self.unsealed[lease_id]
+        for block in blocks:
+            right = 7 * block.frame + self.content[block.frame]
+            assert block.checksum == (0 if block.frame in waiting else right)
+        frames = [block.frame for block in blocks]
+        num_sealed = min((frames.index(each) for each in waiting), default=len(frames))
+        assert self.table.num_sealed(lease_id) == num_sealed
+        is_kept = math.isinf(self.leases[lease_id][0])
+        for num_wanted in (num_sealed, num_sealed + 1, len(frames), len(frames) + 1):
+            for takes, num_there in ((False, num_sealed), (True, len(frames))):
+                is_whole = self.table.is_whole(lease_id, num_wanted, takes_unsealed=takes)
+                assert is_whole == (num_there >= num_wanted or not is_kept)
 
 
 def test_any_order_of_things(seed: int, scale: Callable[[int], int]) -> None:
@@ -131,6 +182,7 @@ def test_any_order_of_things(seed: int, scale: Callable[[int], int]) -> None:
         steps = [
             model.lend,
             model.lend,
+            model.seal,
             model.hand_over,
             model.renew,
             model.release,
@@ -213,9 +265,31 @@ def test_what_was_given_back_is_stale_though_it_is_lent_again() -> None:
     assert table.find_stale(pairs) == [0, 1]
 
 
+def test_nobody_is_told_that_bytes_are_bad_which_nobody_has_vouched_for() -> None:
+    table = LoanTable(NUM_BLOCKS, 64, TTL_S, lambda block_ids: None)
+    lease_id, (block,) = table.lend([offer(1, is_sealed=False)])
+    assert table.checksums_of([block]) == [set()]
+    assert table.drop({(1, 0)}) == 0
+    table.seal(lease_id, {1: 0})
+    assert table.checksums_of([block]) == [{0}]
+    assert table.drop({(1, 0)}) == 1
+
+
+def _only(table: LoanTable) -> Lease:
+    (lease,) = table._leases.values()
+    return lease
+
+
+def _handed_over(table: LoanTable) -> Lease:
+    table.hand_over(next(iter(table._leases)), 1.0, 0.0)
+    return _only(table)
+
+
 @pytest.mark.parametrize(
     ("spoil", "law"),
     [
+        (lambda t: _only(t).unsealed.update({9: None}), "waits for a checksum and is not lent"),
+        (lambda t: _handed_over(t).unsealed.update({1: None}), "handed over with a block"),
         (lambda t: t._lent.pop(1), "not lent as it says"),
         (lambda t: setattr(t._lent[1], "num_leases", 2), "miscounted"),
         (lambda t: setattr(t._lent[1], "num_holds", 1), "miscounted"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import struct
 
 import pytest
@@ -10,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.block import Block, Tier
-from kvstore.packed import ROW_BYTES, PackedBlocks
+from kvstore.packed import ROW_BYTES, PackedBlocks, PackedItems, block_of
+from kvstore.transport.base import GetItem, GetItems
 from tests.conftest import LONG
 
 any_blocks = st.lists(
@@ -127,3 +129,59 @@ def test_what_cannot_be_packed_is_refused() -> None:
         PackedBlocks(row[:-1])
     with pytest.raises(ValueError, match="has one"):
         PackedBlocks(b"\x01" + row[1:-1] + b"\x00")
+
+
+@some
+@given(any_blocks)
+def test_rows_are_blocks_and_the_other_way_round(blocks: tuple[Block, ...]) -> None:
+    packed = PackedBlocks.of(blocks)
+    assert tuple(block_of(each) for each in packed.rows) == blocks
+    assert PackedBlocks.of_rows(packed.rows) == packed
+    assert packed.frames.tolist() == [each.frame for each in blocks]
+    assert packed.generations.tolist() == [each.generation for each in blocks]
+    assert packed.checksums.tolist() == [each.checksum for each in blocks]
+
+
+@some
+@given(any_blocks, st.integers(0, 4), st.lists(st.integers(0, 2**64 - 1), max_size=4))
+def test_other_checksums_change_nothing_else(
+    blocks: tuple[Block, ...], first: int, found: list[int]
+) -> None:
+    found = found[: max(0, len(blocks) - first)]
+    packed = PackedBlocks.of(blocks)
+    other = packed.with_checksums(first, found)
+    assert packed == blocks, "it is another value"
+    for at, (before, after) in enumerate(zip(blocks, other, strict=True)):
+        changed = found[at - first] if first <= at < first + len(found) else before.checksum
+        assert after == dataclasses.replace(before, checksum=changed)
+
+
+@some
+@given(any_blocks)
+def test_neighbours_in_one_tier_are_counted_together(blocks: tuple[Block, ...]) -> None:
+    expected = []
+    for tier, group in itertools.groupby(blocks, key=lambda block: block.tier):
+        counts = [block.num_tokens for block in group]
+        expected.append((tier, len(counts), sum(counts)))
+    assert PackedBlocks.of(blocks).tiers() == expected
+
+
+@some
+@given(any_blocks, edges, edges)
+def test_items_are_blocks_with_their_places(
+    blocks: tuple[Block, ...], start: int | None, stop: int | None
+) -> None:
+    places = range(50, 50 + len(blocks))
+    pairs = list(zip(blocks, places, strict=True))
+    items = PackedItems(PackedBlocks.of(blocks), places)
+    assert list(items) == pairs and len(items) == len(pairs)
+    assert [items[at] for at in range(-len(pairs), len(pairs))] == pairs + pairs
+    assert list(items[start:stop] + items) == pairs[start:stop] + pairs
+    with pytest.raises(ValueError, match="places"):
+        PackedItems(PackedBlocks.of(blocks), range(len(blocks) + 1))
+    one_by_one, packed = GetItems(pairs, 7.5), GetItems(items, 7.5)
+    for each in (one_by_one, packed):
+        assert list(each) == [GetItem(block, place, 7.5) for block, place in pairs]
+        assert list(each[start:stop]) == list(each)[start:stop]
+    for a, b in zip(one_by_one.columns(), packed.columns(), strict=True):
+        assert a.dtype == b.dtype and a.tolist() == b.tolist()

@@ -47,7 +47,7 @@ class FakeSlot:
         self._number = 0
         self._found: list[int] = []
 
-    def start(self, block_ids: Sequence[int]) -> None:
+    def start(self, block_ids: Sequence[int], after: object) -> None:
         assert self._device.has_done(self._number), "the device still works with this slot"
         self._found = [number_of(block_id) for block_id in block_ids]
         self._number = self._device.give()

@@ -50,7 +50,7 @@ class FakeClient:
         """Of the loop, that a release takes."""
 
     async def get_blocks(
-        self, lease_id: str, items: Any, deadline: Deadline, *, incarnation: bytes | None
+        self, lease_id: str, items: Any, deadline: Deadline, **options: Any
     ) -> GetResult:
         self.entered.set()
         if self.outcome is None:
@@ -183,10 +183,10 @@ class _Stalled(FakeClient):
         self._quarantine = quarantine
 
     async def get_blocks(
-        self, lease_id: str, items: Any, deadline: Deadline, *, incarnation: bytes | None
+        self, lease_id: str, items: Any, deadline: Deadline, **options: Any
     ) -> GetResult:
         try:
-            return await super().get_blocks(lease_id, items, deadline, incarnation=incarnation)
+            return await super().get_blocks(lease_id, items, deadline, **options)
         except asyncio.CancelledError as error:
             raise TransferCancelled("cancelled", self._quarantine) from error
 

@@ -8,7 +8,7 @@ import torch
 
 from process.errors import FailedPrecondition
 from services.worker import device_checksums
-from services.worker.device_checksums import check_kernels
+from services.worker.device_checksums import captured_sizes, check_kernels
 
 
 def test_kernels_are_compared_with_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,3 +22,12 @@ def test_kernels_are_compared_with_the_host(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(device_checksums, "block_checksums", wrong)
     with pytest.raises(FailedPrecondition, match="checksums of blocks on cpu are not those of the"):
         check_kernels(5000, cpu)
+
+
+@pytest.mark.parametrize("batch_size", [1, 15, 16, 17, 64, 512, 16_384])
+def test_every_batch_has_a_size_that_is_not_much_larger(batch_size: int) -> None:
+    sizes = captured_sizes(batch_size)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == batch_size and len(sizes) < 40
+    for count in range(1, batch_size + 1):
+        size = next(size for size in sizes if size >= count)
+        assert size <= min(batch_size, max(count * 1.25, count) + 16)

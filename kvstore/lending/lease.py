@@ -1,0 +1,66 @@
+"""One lease of a lender: the blocks that it names, and who wants to hear of it. A record of
+`LoanTable`, which alone changes it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from kvstore.errors import IntegrityError
+from kvstore.packed import PackedBlocks, block_of
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """expires_at_s: infinite until it is handed over."""
+
+    expires_at_s: float
+    blocks: dict[int, bytes] = field(default_factory=dict)
+    """By block id, in the order in which they were lent, as readers are told of them: packed."""
+    unsealed: dict[int, None] = field(default_factory=dict)
+    """Of them those that wait for a checksum; theirs is 0."""
+    on_end: list[Callable[[], None]] = field(default_factory=list)
+    watchers: list[Callable[[], None]] = field(default_factory=list)
+
+    @property
+    def is_kept(self) -> bool:
+        """It was not handed over."""
+        return math.isinf(self.expires_at_s)
+
+    @property
+    def num_sealed(self) -> int:
+        """Leading blocks whose checksums are known."""
+        if not self.unsealed:
+            return len(self.blocks)
+        return next(at for at, block_id in enumerate(self.blocks) if block_id in self.unsealed)
+
+    def checksum_of(self, block_id: int) -> int | None:
+        """None: it is not lent under this lease, or not sealed."""
+        row = self.blocks.get(block_id)
+        return None if row is None or block_id in self.unsealed else block_of(row).checksum
+
+    def seal(self, checksums: Mapping[int, int]) -> PackedBlocks:
+        """See LoanTable.seal."""
+        for block_id in checksums:
+            if block_id not in self.unsealed:
+                raise IntegrityError(f"block {block_id} waits for no checksum")
+        packed = PackedBlocks.of_rows(self.blocks[block_id] for block_id in checksums)
+        sealed = packed.with_checksums(0, list(checksums.values()))
+        for block_id, row in zip(checksums, sealed.rows, strict=True):
+            self.blocks[block_id] = row
+            del self.unsealed[block_id]
+        self.tell()
+        return sealed
+
+    def tell(self) -> None:
+        """Have all who watch look."""
+        for then in tuple(self.watchers):
+            then()
+
+    def check_integrity(self) -> None:
+        """Raises: IntegrityError."""
+        if not self.unsealed.keys() <= self.blocks.keys():
+            raise IntegrityError("a block waits for a checksum and is not lent")
+        if self.unsealed and not self.is_kept:
+            raise IntegrityError("handed over with a block that is not sealed")

@@ -1,0 +1,101 @@
+"""A pull: blocks of one prompt from wherever they lie into their places here, run by run, up to the
+first that does not come. Belongs to the loop's thread."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvstore.lending.told import NO_WORD, Word
+from kvstore.packed import InTier, PackedBlocks, PackedItems
+from process.deadline import Deadline
+from process.errors import BatonError
+from services.decode.leases import client_for
+from services.worker import handle as handles
+from services.worker.connector import reason_of
+from services.worker.core import WorkerCore
+from services.worker.loaded import Loaded
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Blocks and the places for them, all under one lease of one life of a store: the run says
+    which. word: what is known of them where no handle names them."""
+
+    run: handles.Run
+    items: PackedItems
+    word: Word = NO_WORD
+
+    def came(self, loaded: Loaded) -> PackedBlocks:
+        """The leading blocks that came; those that were not sealed with the checksums of the bytes
+        that lie here now."""
+        blocks = self.items.blocks[: loaded.num_usable]
+        first = len(self.items) - self.word.num_unsealed
+        if first >= len(blocks):
+            return blocks
+        found = [loaded.checksums[index] for index in range(first, len(blocks))]
+        return blocks.with_checksums(first, found)
+
+
+@dataclass
+class Pulled:
+    """What came of one pull: blocks by the node that they came from, in order; those asked for that
+    did not come, by reason."""
+
+    loaded: list[tuple[str, PackedBlocks]] = field(default_factory=list)
+    not_usable: Counter[str] = field(default_factory=Counter)
+    num_bytes: int = 0
+
+    @functools.cached_property
+    def tiers(self) -> list[tuple[str, list[InTier]]]:
+        """Of `loaded`, which is complete: counted once, and early where there is time."""
+        return [(node_id, blocks.tiers()) for node_id, blocks in self.loaded]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(each.num_tokens for _, tiers in self.tiers for each in tiers)
+
+
+async def pull(
+    core: WorkerCore, engine_id: str, wanted: Sequence[Batch], deadline: Deadline
+) -> Pulled:
+    """Copy and verify, run by run; the first block that does not come ends it. What is not sealed
+    is only copied."""
+    pulled = Pulled()
+    num_left = sum(len(batch.items) for batch in wanted)
+    for batch in wanted:
+        run, items = batch.run, batch.items
+        reason = ""
+        try:
+            budget = deadline.sooner(core.limits.transfer_budget_s)
+            client = await client_for(core, run, budget)
+        except BatonError as error:
+            reason = reason_of(error)
+        else:
+            begun_s = time.monotonic()
+            loaded = await core.connector.load(
+                client,
+                engine_id,
+                run.lease_id,
+                items,
+                deadline,
+                incarnation=run.store_incarnation,
+                word=batch.word,
+            )
+            if core.step_log is not None:
+                core.step_log.transfer(begun_s, loaded.num_usable)
+            pulled.loaded.append((run.node_id, batch.came(loaded)))
+            pulled.num_bytes += loaded.num_bytes
+            pulled.not_usable.update(loaded.not_usable)
+            num_left -= loaded.num_usable
+            if loaded.num_usable < len(items):
+                reason = next(iter(loaded.not_usable))
+        if reason:  # what lies behind it cannot be used without it
+            num_more = num_left - pulled.not_usable.total()
+            if num_more:
+                pulled.not_usable[reason] += num_more
+            break
+    return pulled
