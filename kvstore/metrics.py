@@ -119,7 +119,11 @@ def _of_store(store: Store, labels: Labels) -> Iterator[Metric]:
     )
     one_by_one = (
         ("baton_store_lookups", "Prefixes asked for.", counts.num_lookups),
-        ("baton_store_blocks_asked", "Blocks that were looked up, pages of draft models among them.", counts.num_blocks_asked),
+        (
+            "baton_store_blocks_asked",
+            "Blocks that were looked up, pages of draft models among them.",
+            counts.num_blocks_asked,
+        ),
         ("baton_store_blocks_found", "Of those, present in any tier.", counts.num_blocks_found),
         (
             "baton_store_blocks_lost",
