@@ -169,8 +169,6 @@ class Speculator:
         began = self._clock()
         budget = self._max_num_tokens - num_rows
         can_ask = bool(plan.possible) and budget >= 1
-        if can_ask and not self._exploration.is_launched(num_drawing):
-            can_ask = self._roster.may_guess(plan.possible)
         is_asking = self._exploration.begin(num_drawing, num_rows, plan.num_tokens, can_ask=can_ask)
         if not (is_asking and can_ask):
             return {}
