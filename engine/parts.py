@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from collections.abc import Sequence as Values
+from contextlib import ExitStack
 
 from engine import accounts
 from engine.booking import Booking
@@ -164,10 +165,11 @@ class Parts:
 
     def close(self) -> None:
         """See engine/loop.py:Engine."""
-        self.in_flight.close()
-        self.constraints.close()
-        close_all(self._drafters)
-        self.model.close()
+        with ExitStack() as stack:  # the last first; each, whatever befalls another
+            stack.callback(self.model.close)
+            stack.callback(close_all, self._drafters)
+            stack.callback(self.constraints.close)
+            stack.callback(self.in_flight.close)
 
     def stats(self) -> EngineStats:
         """Levels and counts now."""

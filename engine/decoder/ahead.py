@@ -142,11 +142,11 @@ class AheadDecoder:
             sets.insert(0, self.plain)
         capture_all(sets, self._device, progress)
         self._next_number = 0
+        if self.plain is not None:
+            self.plain.reserve()
         if self.takes_prompts:
             num_words = 0 if self.plain is None else self.plain.num_words
             with self._on_device():
-                if self.plain is not None:
-                    self.plain.reserve()
                 warm_up_mixed(self._step.last_drawn, num_words, vocab_size=self._vocab_size)
 
     def close(self) -> None:

@@ -115,7 +115,7 @@ class TreeWords:
 
     def blank(self, shape: TreeShape) -> None:
         """Write a step without rows."""
-        self.pinned.words.zero_()
+        self.pinned.begin(0, len(self.pinned.words))  # the next step finds no form of before
         self.pinned.words[self.layouts[shape].parts["positions"]] = -1
 
     def put(self, shape: TreeShape, batch: Batch) -> None:

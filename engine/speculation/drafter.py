@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from engine.request import Sampling
@@ -99,23 +100,11 @@ class Closes(Protocol):
 
 
 def close_all(drafters: Iterable[Drafter]) -> None:
-    """Those that are to be closed."""
-    for drafter in drafters:
-        if isinstance(drafter, Closes):
-            drafter.close()
-
-
-@runtime_checkable
-class Looks(Protocol):
-    """A Drafter that can tell at next to no cost that it has no guess: so it is not asked."""
-
-    @property
-    def name(self) -> str: ...
-
-    def may_guess(self, key: Key, token_ids: Sequence[int]) -> bool:
-        """False: a call for this sequence, which has these tokens, would bring nothing. True where
-        to find out would cost more than a look."""
-        ...
+    """Those that are to be closed, each whatever befalls another."""
+    with ExitStack() as stack:
+        for drafter in drafters:
+            if isinstance(drafter, Closes):
+                stack.callback(drafter.close)
 
 
 @runtime_checkable

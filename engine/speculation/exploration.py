@@ -163,11 +163,6 @@ class Exploration:
                 for worth in self._worths:
                     worth.open(Load(num_sequences, num_sequences, pace_s, 0.0))
 
-    def is_launched(self, num_sequences: int) -> bool:
-        """Steps of so many sequences without guesses are launched ahead: one that is not has its
-        price, whether anything is guessed or not."""
-        return self._pace.is_launched(num_sequences)
-
     def _able(self, num_sequences: int) -> list[Worth]:
         return [worth for worth in self._worths if worth.is_able(num_sequences)]
 
@@ -185,8 +180,7 @@ class Exploration:
             num_sequences: that draw a token in it.
             num_rows: without guesses.
             num_tokens: that its sequences have, together.
-            can_ask: False: none of them takes guesses, or whoever is asked has none. No trial's
-                call is spent on such a step.
+            can_ask: False: none of them takes guesses. No trial's call is spent on such a step.
         """
         if self._always:
             return num_sequences > 0
@@ -195,7 +189,7 @@ class Exploration:
         self._num_tasks.clear()
         self._num_sequences, self._num_rows = num_sequences, num_rows
         self._is_pausing = False
-        if num_sequences == 0 or not can_ask:
+        if num_sequences == 0:
             return False
         able = self._able(num_sequences)
         if not able:
@@ -209,7 +203,7 @@ class Exploration:
         self.load = Load(num_sequences, num_rows, base_s, row_s)
         # What rows cost is learnt without prompts, and what it costs beside them is not measured.
         may_ask = num_rows == num_sequences or self._cost.knows_rows(num_sequences)
-        if pace_s is not None and may_ask:
+        if pace_s is not None and may_ask and can_ask:
             if self._pace.wants_pause(num_sequences):
                 self._is_pausing = num_rows == num_sequences
                 return False

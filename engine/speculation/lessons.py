@@ -28,7 +28,7 @@ class _Outcome(NamedTuple):
     """Of a step."""
 
     believed: Sequence[_Belief]
-    events: Iterable[RequestEvent]
+    events: Sequence[RequestEvent]
     num_kept: Mapping[Key, int]
 
 
@@ -58,7 +58,7 @@ class Lessons:
         for one in self._believed:
             one.tree.prepare()
 
-    def hear(self, events: Iterable[RequestEvent], num_kept: Mapping[Key, int]) -> None:
+    def hear(self, events: Sequence[RequestEvent], num_kept: Mapping[Key, int]) -> None:
         """The step is over.
 
         Args:

@@ -19,8 +19,6 @@ MAX_INDEXED = 32_768
 _PER_CALL = 2048
 """Tokens that a call indexes, 10 ms of the engine's thread: after a long prompt the first guesses
 come some steps later."""
-_PER_LOOK = 16
-"""Tokens that a look indexes at most: nobody is charged for it."""
 
 
 class PromptLookup:
@@ -41,11 +39,6 @@ class PromptLookup:
             tree = self._indices[task.key].propose(task.token_ids, task.num_nodes)
             drafts.append(Draft(tree.best(task.num_nodes), {}))
         return drafts
-
-    def may_guess(self, key: Key, token_ids: Sequence[int]) -> bool:
-        """See Looks."""
-        index = self._indices.get(key)
-        return index is None or index.may_guess(token_ids)
 
     def forget(self, key: Key) -> None:
         """See Drafter."""
@@ -100,13 +93,6 @@ class NgramIndex:
                     [chain(one, [sure ** (1 + i) for i in range(len(one))]) for one in found]
                 )
         return EMPTY
-
-    def may_guess(self, token_ids: Sequence[int]) -> bool:
-        """False: `propose` finds nothing. See there."""
-        if len(token_ids) - self._num_tokens > _PER_LOOK:
-            return True
-        self._extend(token_ids)
-        return bool(self._before[0][-1])
 
     def _extend(self, token_ids: Sequence[int]) -> None:
         if len(token_ids) < self._num_tokens:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from engine.request import State
 from engine.schedule.order import Key
 from engine.sequence import Sequence as Sample
-from engine.speculation.drafter import Draft, Drafter, Looks, SharesPages, Task
+from engine.speculation.drafter import Draft, Drafter, SharesPages, Task
 from engine.speculation.tree import EMPTY
 
 logger = logging.getLogger(__name__)
@@ -44,9 +44,6 @@ class Roster:
             for index, drafter in enumerate(drafters)
             if isinstance(drafter, SharesPages)
         }
-        self._lookers = {
-            index: drafter for index, drafter in enumerate(drafters) if isinstance(drafter, Looks)
-        }
 
     def __len__(self) -> int:
         return len(self._drafters)
@@ -64,23 +61,6 @@ class Roster:
             except Exception:
                 self.fail(index)
         return [Draft(EMPTY, {})] * len(tasks)
-
-    def may_guess(self, samples: Sequence[Sample]) -> bool:
-        """False: whoever is asked for these would guess nothing."""
-        for index in range(len(self._drafters)):
-            if index in self.failed:
-                continue
-            looker = self._lookers.get(index)
-            if looker is None:
-                return True
-            try:
-                for one in samples:
-                    is_known = self._known.get(one.key) is one
-                    if not is_known or looker.may_guess(one.key, one.token_ids):
-                        return True
-            except Exception:
-                self.fail(index)
-        return False
 
     def fail(self, index: int) -> None:
         """With the exception that is being handled."""

@@ -11,7 +11,7 @@ the way down, so that `choose` and `best` look at a node before they look below.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from engine.config import EngineConfig
@@ -222,7 +222,7 @@ class Speculator:
 
     def learn(
         self,
-        events: Iterable[RequestEvent],
+        events: Sequence[RequestEvent],
         num_kept: Mapping[Key, int],
         *,
         num_rows: int,
@@ -247,7 +247,7 @@ class Speculator:
 
     def _learn(
         self,
-        events: Iterable[RequestEvent],
+        events: Sequence[RequestEvent],
         num_kept: Mapping[Key, int],
         num_rows: int,
         seen_s: Mapping[int, float],

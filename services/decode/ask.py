@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from engine.request import Beam, Request, Sampling
 from process.trace_context import TraceContext
-from services.worker.core import Chain
+from services.worker.chain import Chain
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from services.prefill.early_handles import EarlyHandles
 from services.prefill.lent_prompt import LentPrompt
 from services.prefill.pins import Pins
 from services.worker.block_writer import BlockWriter
-from services.worker.core import Chain
+from services.worker.chain import Chain
 from services.worker.provenance import HandoverPath, Leg, StageClock
 from services.worker.request_spans import TracedChunks
 

@@ -33,7 +33,7 @@ from process.tracing import Tracing
 from protos import common_pb2
 from services.worker import status
 from services.worker.adapters import WorkerAdapters
-from services.worker.chain import Chain as Chain
+from services.worker.chain import Chain
 from services.worker.config import WorkerSettings
 from services.worker.connector import StoreConnector
 from services.worker.device_memory import kernel_wait

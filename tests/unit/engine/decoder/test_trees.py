@@ -403,3 +403,20 @@ def test_exact_chains_in_graphs_have_the_bits_of_decodes(
                 single = Batch((batch.token_ids[first],), (alone,), (0,))
                 assert torch.equal(model.forward(single)[0], found[first])
                 first += 1
+
+
+def test_a_second_capture_leaves_no_form_behind(seed: int) -> None:
+    """The step after it has the form of the one before it, and finds none of its words."""
+    rng = random.Random(seed)
+    model = small_model("cpu", torch.float32, seed)
+    memory = KvMemory(model.layout, NUM_BLOCKS, "cpu")
+    graphs = _graphs(model, memory)
+    batch = _batch(rng, ["tree", "one"])
+    before = _memory(model, batch, seed)
+    model.attach(memory)
+    found: list[torch.Tensor] = []
+    for _ in range(2):
+        graphs.capture()
+        memory.cache.copy_(before.cache)
+        found.append(_run(graphs, batch).clone())
+    assert torch.equal(*found)
