@@ -47,9 +47,10 @@ from protos import kvstore_pb2
 
 _CLOSE_S = 2.0
 
-HOLD_S = 0.1
+HOLD_S = 0.05
 """For which a lender is asked to keep what it told of while that is copied; it is asked again when
-that took longer. Guessed: thirty times what a chunk's blocks take."""
+that took longer. Guessed: fifteen times what a chunk's blocks take, and half of what a request that
+is given up may keep its blocks."""
 
 
 @dataclass(frozen=True)

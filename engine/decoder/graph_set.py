@@ -3,8 +3,8 @@ in. Without CUDA it runs as it is.
 
 A graph replays its launches with the addresses that they were captured with: what the computation
 reads and leaves lies in tensors that are made once. Knows neither rows nor models. Invariant: what
-is captured is not computed (the run before it is: with inputs that change nothing). Engine thread
-only.
+is captured is not computed (the run before it is: with inputs that change nothing). One thread at a
+time.
 """
 
 from __future__ import annotations

@@ -97,6 +97,9 @@ class ChecksumBatches(Generic[S]):
             slot.start(block_ids, after)
         except RuntimeError as error:
             raise self._failure(error) from error
+        except TransferFailed as error:  # the mark's: the slot was never started
+            self._failed = True
+            raise error
         return part
 
     def _land(self, part: _Part[S]) -> S:

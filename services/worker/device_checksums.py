@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import weakref
 from collections.abc import Sequence
 
 import numpy as np
@@ -63,14 +64,14 @@ class DeviceChecksums:
         with torch.cuda.device(cache.device):
             stream = torch.cuda.Stream(cache.device)  # type: ignore[no-untyped-call]
             sizes = captured_sizes(batch)
-            slots = [_Slot(blocks, sums, stream, sizes) for _ in range(NUM_SLOTS)]
+            slots = [_Slot(at, blocks, sums, stream, sizes) for at in range(NUM_SLOTS)]
             check_kernels(num_bytes, cache.device)
             memory = GraphMemory()
             # Kernels keep the priority of the stream that they were captured on: an engine's go
             # before these.
             memory.stream = stream
-            graphs = GraphSet(_compute, uses_graphs=True)
-            graphs.capture(((slot, size) for slot in slots for size in sizes), memory=memory)
+            graphs = _graphs_of(slots)
+            graphs.capture(((slot.number, size) for slot in slots for size in sizes), memory=memory)
             for slot in slots:
                 slot.graphs = graphs
         self._batches = ChecksumBatches(slots, batch, str(cache.device))
@@ -108,12 +109,14 @@ class _Slot:
 
     def __init__(
         self,
+        number: int,
         blocks: torch.Tensor,
         sums: torch.Tensor,
         stream: torch.cuda.Stream,
         sizes: Sequence[int],
     ) -> None:
         """sizes: of batches, the largest last."""
+        self.number = number
         self._blocks, self._sums, self._stream, self._sizes = blocks, sums, stream, sizes
         size = sizes[-1]
         self._ids = torch.zeros(size, dtype=torch.int32, pin_memory=True)
@@ -122,7 +125,7 @@ class _Slot:
         self._device_out = torch.empty(size, dtype=torch.int64, device=blocks.device)
         self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._wanted, self._found = self._ids.numpy(), self._out.numpy().view(np.uint64)
-        self.graphs: GraphSet[tuple[_Slot, int]]
+        self.graphs: GraphSet[tuple[int, int]]
         """Of all slots; given before the first start."""
 
     def start(self, block_ids: Sequence[int], after: Mark | None) -> None:
@@ -134,7 +137,7 @@ class _Slot:
         self._wanted[:count] = block_ids
         self._wanted[count:size] = block_ids[0]
         with torch.cuda.stream(self._stream):
-            self.graphs.run((self, size))
+            self.graphs.run((self.number, size))
             self._done.record()
 
     def compute(self, size: int) -> None:
@@ -154,7 +157,15 @@ class _Slot:
         return found
 
 
-def _compute(shape: tuple[_Slot, int]) -> None:
-    """What is captured."""
-    slot, size = shape
-    slot.compute(size)
+def _graphs_of(slots: Sequence[_Slot]) -> GraphSet[tuple[int, int]]:
+    """By number of a slot and size. They keep no slot: both go when the cache's life ends, and not
+    when the collector comes, and with them their memory on the device."""
+    known = [weakref.ref(slot) for slot in slots]
+
+    def compute(shape: tuple[int, int]) -> None:
+        number, size = shape
+        slot = known[number]()
+        assert slot is not None, "captured while its slots are made"
+        slot.compute(size)
+
+    return GraphSet(compute, uses_graphs=True)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore import attaching, block_hash, client, errors, wire
+from kvstore import attaching, block_hash, client, errors, lease_calls, wire
 from kvstore.lending import lender, reader_holds
 from kvstore.lending.loans import Offer
 from kvstore.lending.told import Word
@@ -212,11 +212,20 @@ async def test_a_pieces_checksums_are_behind_its_copy_and_asked_for_while_it_run
     hasher = Hasher(reader.view)
     object.__setattr__(reader.memory, "device_checksums", hasher)
     lease_id, blocks = await lent.lend(range(20))
-    seen: list[int] = []
-    reader.device.on_move = lambda *_: seen.append(len(hasher.begun))
+    began: list[bool] = []
+
+    def move(*_: int) -> None:
+        """The first piece's copy goes on when its checksums were asked for."""
+        ends_s = time.monotonic() + 10.0
+        while not hasher.begun and time.monotonic() < ends_s:
+            time.sleep(0.001)
+        began.append(bool(hasher.begun))
+
+    reader.device.on_move = move
     assert await reader.get(lease_id, blocks, range(20, 40)) == {}
+    assert all(began), "while it was still copied"
+    reader.device.on_move = lambda *_: None
     assert hasher.begun == [list(range(at, min(at + 3, 40))) for at in range(20, 40, 3)]
-    assert max(seen) > 0, "some began while others were still to come"
     lent.view[1, 0] ^= 1
     assert await reader.get(lease_id, blocks[:2], [0, 1]) == {1: errors.CHECKSUM}
 
@@ -324,6 +333,74 @@ async def test_a_copy_that_ends_behind_its_promise_is_asked_about(
     reader.device.on_move = end
     got = await promised.get(lease_id, blocks, over)
     assert got.failed == dict.fromkeys(range(3), errors.LEASE_LAPSED) and not got.checksums
+
+
+class Clock:
+    """In place of `time`; goes on only when it is told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+async def test_a_promise_must_last_until_the_last_byte_is_here(
+    lent: Lending, new_worker: NewWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = await new_worker(lent.address, MAPPED)
+    promised = Promised(lent, reader, monkeypatch)
+    lease_id, blocks, _ = await promised.told()
+    clock = Clock()
+    monkeypatch.setattr(mapped, "time", clock)
+    word = Word(3, clock.now_s + 50.0)
+
+    def takes_long(*_: int) -> None:
+        clock.now_s += 100.0
+
+    assert not (await promised.get(lease_id, blocks, word)).failed
+    assert promised.num_confirmed == 0
+    reader.device.on_move = takes_long
+    assert not (await promised.get(lease_id, blocks, word)).failed
+    assert promised.num_confirmed == 1, "it was over before the copy was"
+    promised.let_go()
+    lent.loans.release([lease_id], lent.lender.now_s())
+
+
+async def test_a_promise_counts_from_the_question_and_not_from_its_answer(
+    lent: Lending, new_worker: NewWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = await new_worker(lent.address, MAPPED)
+    promised = Promised(lent, reader, monkeypatch)
+    clock = Clock()
+    asked_s, way_s = clock.now_s, 60.0
+    monkeypatch.setattr(lease_calls, "time", clock)
+    rpc = reader.client._leases._rpc
+    call = rpc.call
+
+    async def slow(*arguments: Any, **options: Any) -> Any:
+        reply = await call(*arguments, **options)
+        clock.now_s += way_s  # of the answer: the lender's hold began before it
+        return reply
+
+    monkeypatch.setattr(rpc, "call", slow)
+    lease_id, _, word = await promised.told()
+    assert asked_s < word.held_until_s - FOR_LONG_S < asked_s + way_s / 2
+    promised.let_go()
+    lent.loans.release([lease_id], lent.lender.now_s())
+
+
+async def test_a_hold_lasts_as_long_as_was_promised(lent: Lending) -> None:
+    holds = lent.lender.reader_holds
+    lent.keep([1])
+    lease_id = lent.lender.enter([Offer(1, b"%16d" % 1, None, 16)])
+    before_s = asyncio.get_running_loop().time()
+    held_s = holds.keep(lease_id, 0, 0.9)
+    ((hold_id, timer),) = holds._ends.items()
+    assert held_s == 0.9 and timer.when() - before_s >= held_s
+    timer.cancel()
+    holds._end(hold_id, 0.0)
+    lent.loans.release([lease_id], lent.lender.now_s())
 
 
 async def test_only_whoever_has_mapped_it_is_promised_anything(

@@ -170,6 +170,13 @@ async def test_a_lender_that_told_and_never_vouched_is_not_believed(
             raise errors.TransferFailed("the device is gone")
 
         memory = a.lender.lender.memory
+        release, is_early = a.lender.release, list[bool]()
+
+        def released(lease_id: str) -> None:
+            is_early.append(bool(a.lender.open_prompts))
+            release(lease_id)
+
+        a.lender.release = released  # type: ignore[method-assign]
         if how == "fails":
             object.__setattr__(memory, "checksums", fails)
         elif how == "ends":
@@ -179,6 +186,7 @@ async def test_a_lender_that_told_and_never_vouched_is_not_believed(
         gate.open()
         reply = await computing
         assert [run.node_id for run in reply.handle.runs] == [a.p.store.node.node_id]
+        assert is_early[0], "whoever reads hears of it before the request is over"
         answer = await a.answer(reply)
         assert answer.leg.num_tokens_computed == 0 and answer.recomputed == {}
         assert {count.node_id: count.num_tokens for count in answer.leg.from_store} == {

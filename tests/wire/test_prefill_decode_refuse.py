@@ -217,15 +217,21 @@ async def test_a_store_that_does_not_answer_costs_one_wait_not_one_per_request(
     limits = WorkerLimits(store_wait_s=WAIT_S, transfer_budget_s=1.5, put_budget_s=1.5, drain_s=0.2)
     async with pair(tmp_path, limits=limits) as p:
         reals = {}
+        num_waiting = 0
+
+        async def silent(method: Any, request: Any, deadline: Any, **options: Any) -> Any:
+            nonlocal num_waiting
+            num_waiting += 1
+            try:
+                async with deadline.timeout("the store"):
+                    await asyncio.Event().wait()
+            finally:
+                num_waiting -= 1
+
         for worker in (p.prefill, p.decode):
             client = worker.core.connector.client
             assert client is not None
             reals[worker.core.identity.role] = (client, client._rpc.call)
-
-            async def silent(method: Any, request: Any, deadline: Any, **options: Any) -> Any:
-                async with deadline.timeout("the store"):
-                    await asyncio.Event().wait()
-
             client._rpc.call = silent  # type: ignore[method-assign]
         answer = await p.generate(PROMPT, name="first")
         assert answer.token_ids == p.expected(PROMPT, 8)
@@ -236,6 +242,8 @@ async def test_a_store_that_does_not_answer_costs_one_wait_not_one_per_request(
         assert again.prefill is not None
         assert [c.reason for c in again.prefill.leg.recomputed] == ["store_unavailable"]
         assert p.prefill.core.connector.client is None
+        # Whoever waits for it still would lose it once more, behind the third request's back.
+        await until(lambda: num_waiting == 0)
         for client, call in reals.values():
             client._rpc.call = call  # type: ignore[method-assign]
         await p.reattached()

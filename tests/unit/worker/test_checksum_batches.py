@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
@@ -46,8 +47,12 @@ class FakeSlot:
         self._device = device
         self._number = 0
         self._found: list[int] = []
+        self.after: list[object] = []
 
-    def start(self, block_ids: Sequence[int], after: object) -> None:
+    def start(self, block_ids: Sequence[int], after: Any) -> None:
+        self.after.append(after)
+        if after is not None:
+            after.before(7)
         assert self._device.has_done(self._number), "the device still works with this slot"
         self._found = [number_of(block_id) for block_id in block_ids]
         self._number = self._device.give()
@@ -121,6 +126,38 @@ def run_beside(calls: Sequence[Callable[[], None]]) -> None:
         thread.join(20.0)
         assert not thread.is_alive(), "somebody waits for ever"
     assert failed == []
+
+
+class Mark:
+    """Behind some copies. `error`: the device cannot wait for it."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self._error = error
+
+    def is_over(self) -> bool:
+        return True
+
+    def before(self, stream: int) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+def test_every_batch_of_a_call_is_behind_its_mark() -> None:
+    device, mark = SlowDevice(), Mark()
+    slots = [FakeSlot(device) for _ in range(NUM_SLOTS)]
+    batches = ChecksumBatches(slots, BATCH_SIZE, "the device")
+    wanted = list(range(2 * BATCH_SIZE + 1))
+    assert batches.begin(wanted, mark).result() == numbers(wanted)
+    assert [after for slot in slots for after in slot.after] == [mark] * 3
+
+
+def test_a_mark_that_fails_leaves_no_numbers_of_another_batch() -> None:
+    batches = batches_on(SlowDevice())
+    failure = TransferFailed("cuStreamWaitEvent: no")
+    with pytest.raises(TransferFailed, match="cuStreamWaitEvent"):
+        batches.begin([1], Mark(failure))
+    with pytest.raises(TransferFailed, match="did not answer before"):
+        batches.begin(list(range(NUM_SLOTS * BATCH_SIZE)))
 
 
 def test_a_device_that_does_not_answer_has_failed_for_good() -> None:
