@@ -178,7 +178,7 @@ async def test_a_slow_reader_gets_fewer_and_larger_messages() -> None:
 async def test_logprobs_come_with_their_tokens() -> None:
     async with running() as bench:
         messages = await bench.generate(
-            # A seed: one answer in some hundreds has "zz" in it.
+            # A seed: an answer may have "zz" in it by chance.
             request(sampling={"max_tokens": 12, "logprobs": 0, "stop": ["zz"], "seed": 5})
         )
     for message in messages:
