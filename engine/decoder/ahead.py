@@ -143,7 +143,8 @@ class AheadDecoder:
         capture_all(sets, self._device, progress)
         self._next_number = 0
         if self.plain is not None:
-            self.plain.reserve()
+            with self._on_device():
+                self.plain.reserve()
         if self.takes_prompts:
             num_words = 0 if self.plain is None else self.plain.num_words
             with self._on_device():

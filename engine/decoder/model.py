@@ -179,7 +179,8 @@ class DecoderModel(InOneProcess):
         self._graphs = self._make_graphs(self.decoder, self._memory)
         if self._graphs is not None:
             capture_all([self._graphs], self._device, progress)
-            self._graphs.reserve()
+            with on_device(self._device):
+                self._graphs.reserve()
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """See LoadedModel. Logits come in the model's dtype. Raises: ValueError for a tree where

@@ -49,7 +49,7 @@ class PlainGraphs:
         return self._steps.num_words
 
     def reserve(self) -> None:
-        """Where steps are not waited for: see StepGraphs.reserve."""
+        """Behind the capture: see StepGraphs.reserve."""
         self._steps.reserve()
 
     def capture(
