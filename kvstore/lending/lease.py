@@ -1,14 +1,34 @@
-"""One lease of a lender: the blocks that it names, and who wants to hear of it. A record of
-`LoanTable`, which alone changes it."""
+"""One lease of a lender: the blocks that it names, and who wants to hear of it; and what is known
+of one lent block. Records of `LoanTable`, which alone changes them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from kvstore.errors import IntegrityError
 from kvstore.packed import PackedBlocks, block_of
+
+
+@dataclass
+class LoanCounters:
+    """Sums since the worker began."""
+
+    num_blocks_lent: int = 0
+    num_bytes_read: int = 0
+    num_leases_lapsed: int = 0
+
+
+@dataclass(slots=True)
+class Lent:
+    """One block. is_computed: its bytes are complete; until then nobody can read it."""
+
+    chain_hash: bytes
+    is_computed: bool = False
+    num_leases: int = 0
+    num_holds: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -20,6 +40,9 @@ class Lease:
     """By block id, in the order in which they were lent, as readers are told of them: packed."""
     unsealed: dict[int, None] = field(default_factory=dict)
     """Of them those that wait for a checksum; theirs is 0."""
+    ahead: dict[int, bytes] = field(default_factory=dict)
+    """Those that it will lend when they are computed, by block id, in that order: packed. None of
+    `blocks`."""
     on_end: list[Callable[[], None]] = field(default_factory=list)
     watchers: list[Callable[[], None]] = field(default_factory=list)
 
@@ -39,6 +62,31 @@ class Lease:
         """None: it is not lent under this lease, or not sealed."""
         row = self.blocks.get(block_id)
         return None if row is None or block_id in self.unsealed else block_of(row).checksum
+
+    def names(self, block_id: int) -> bool:
+        """Whether it lends it, or will."""
+        return block_id in self.blocks or block_id in self.ahead
+
+    def put(self, block_id: int, row: bytes, *, is_sealed: bool, is_computed: bool) -> None:
+        """Name it from now on as `row` says."""
+        if not is_computed:
+            if block_id not in self.blocks:
+                self.ahead[block_id] = row
+            return
+        self.ahead.pop(block_id, None)
+        self.unsealed.pop(block_id, None)
+        if not is_sealed:
+            self.unsealed[block_id] = None
+        self.blocks[block_id] = row
+
+    def computed(self, block_ids: Sequence[int]) -> None:
+        """See LoanTable.computed."""
+        if list(islice(self.ahead, len(block_ids))) != list(block_ids):
+            raise IntegrityError(f"blocks {list(block_ids)} are not the next that it was to lend")
+        for block_id in block_ids:
+            self.blocks[block_id] = self.ahead.pop(block_id)
+            self.unsealed[block_id] = None
+        self.tell()
 
     def seal(self, checksums: Mapping[int, int]) -> PackedBlocks:
         """See LoanTable.seal."""
@@ -64,3 +112,7 @@ class Lease:
             raise IntegrityError("a block waits for a checksum and is not lent")
         if self.unsealed and not self.is_kept:
             raise IntegrityError("handed over with a block that is not sealed")
+        if self.ahead and not self.is_kept:
+            raise IntegrityError("handed over with a block that is not computed")
+        if self.ahead.keys() & self.blocks.keys():
+            raise IntegrityError("a block is lent and yet to be computed")

@@ -126,15 +126,17 @@ class Lender:
 
     # -- lending
 
-    def enter(self, offers: Iterable[Offer], lease_id: str = "") -> str:
+    def enter(
+        self, offers: Iterable[Offer], lease_id: str = "", *, is_computed: bool = True
+    ) -> str:
         """Lend blocks whose bytes are complete and do not change; those without a checksum can be
-        read from now on, and are to be sealed.
+        read from now on, and are to be sealed. is_computed: see LoanTable.lend.
 
         Returns: the lease. Raises: LeaseLapsed; NotFound when the lender has stopped: nothing was
             lent then.
         """
         self._check_open()
-        return self.loans.lend(offers, lease_id)[0]
+        return self.loans.lend(offers, lease_id, is_computed=is_computed)[0]
 
     async def seal(self, lease_id: str) -> PackedBlocks:
         """Compute and tell the checksums of what a lease lends without; one at a time of a lease.

@@ -7,15 +7,18 @@ by two, so that no handle of before ever fits it again. In between its bytes do 
 lends sees to that before it lends.
 
 A block may be lent before its checksum is known: it can be read from then on, but nobody can verify
-it until it is sealed.
+it until it is sealed. And it may be entered before it is computed, so that nothing but the word of
+that is left to be said when it is: until then nobody hears of it, no generation of it is confirmed,
+and no hold or handle has it.
 
 A lease is kept by the request that lends until `hand_over`; then it grows no more, and lapses by
 its deadline unless whoever reads renews it, and ends at once when it is released. A hold is a copy
 under way, and keeps blocks beyond the end of their leases.
 
 Laws, recomputed by `check_integrity`: a block is lent as long as leases and holds name it and no
-longer, each counted once; no lease that was handed over names a block that is not sealed. Whoever
-lends sees to it that no lease is kept for nobody (`num_kept`).
+longer, each counted once; no lease that was handed over names a block that is not sealed; what is
+not computed is held by nobody. Whoever lends sees to it that no lease is kept for nobody
+(`num_kept`).
 
 Knows no engine, no bytes and no clock: times are seconds on the caller's. Plain synchronous values,
 one thread.
@@ -27,13 +30,12 @@ import math
 import secrets
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
 from kvstore.block import Block, Tier
 from kvstore.errors import IntegrityError, LeaseLapsed
-from kvstore.lending.lease import Lease
+from kvstore.lending.lease import Lease, Lent, LoanCounters
 from kvstore.packed import PackedBlocks, block_of
 from kvstore.packed import row as pack
 
@@ -49,22 +51,6 @@ class Offer(NamedTuple):
     chain_hash: bytes
     checksum: int | None
     num_tokens: int
-
-
-@dataclass
-class LoanCounters:
-    """Sums since the worker began."""
-
-    num_blocks_lent: int = 0
-    num_bytes_read: int = 0
-    num_leases_lapsed: int = 0
-
-
-@dataclass(slots=True)
-class _Lent:
-    chain_hash: bytes
-    num_leases: int = 0
-    num_holds: int = 0
 
 
 class LoanTable:
@@ -85,7 +71,7 @@ class LoanTable:
         self.refused: Counter[str] = Counter()
         self._on_free = on_free
         self._generations: dict[int, int] = {}  # of blocks that were lent before
-        self._lent: dict[int, _Lent] = {}
+        self._lent: dict[int, Lent] = {}
         self._leases: dict[str, Lease] = {}
         self._holds: dict[str, tuple[int, ...]] = {}
 
@@ -109,11 +95,14 @@ class LoanTable:
 
     # -- lending
 
-    def lend(self, offers: Iterable[Offer], lease_id: str = "") -> tuple[str, PackedBlocks]:
+    def lend(
+        self, offers: Iterable[Offer], lease_id: str = "", *, is_computed: bool = True
+    ) -> tuple[str, PackedBlocks]:
         """Lend blocks under a lease that the caller keeps; an empty `lease_id` makes one.
 
         A block that is lent already, to others who share it, is one block: what the caller did to
         keep this one in place is given back at once (`on_free`).
+        Args: is_computed: False: they are only entered, and lent by `computed`.
         Returns: the lease, and the blocks as readers know them.
         Raises: LeaseLapsed for a lease that is over, IntegrityError for one that was handed over,
             and for a block that is lent with another content; nothing was done.
@@ -138,19 +127,24 @@ class LoanTable:
         for (block_id, chain_hash, checksum, _), row in zip(offers, rows, strict=True):
             lent = self._lent.get(block_id)
             if lent is None:
-                lent = self._lent[block_id] = _Lent(chain_hash)
+                lent = self._lent[block_id] = Lent(chain_hash)
             else:
                 twice.append(block_id)
-            lent.num_leases += block_id not in lease.blocks
-            lease.unsealed.pop(block_id, None)
-            if checksum is None:
-                lease.unsealed[block_id] = None
-            lease.blocks[block_id] = row
-        self.counters.num_blocks_lent += len(rows) - len(twice)
+            lent.num_leases += not lease.names(block_id)
+            lease.put(block_id, row, is_sealed=checksum is not None, is_computed=is_computed)
         if twice:
             self._on_free(twice)
-        lease.tell()
+        if is_computed:
+            self._can_be_read(offer.block_id for offer in offers)
+            lease.tell()
         return lease_id, PackedBlocks.of_rows(rows)
+
+    def computed(self, lease_id: str, block_ids: Sequence[int]) -> None:
+        """Lend the next of those that were only entered: their bytes are complete, and they are to
+        be sealed. Raises: LeaseLapsed; IntegrityError for others than the next; nothing was done.
+        """
+        self._lease(lease_id).computed(block_ids)
+        self._can_be_read(block_ids)
 
     def unsealed_of(self, lease_id: str) -> list[int]:
         """Ids of the blocks that are lent under it without a checksum. Raises: LeaseLapsed."""
@@ -166,11 +160,14 @@ class LoanTable:
         return self._lease(lease_id).seal(checksums)
 
     def hand_over(self, lease_id: str, ttl_s: float, now_s: float) -> None:
-        """From here on the lease is whoever's that was told of it: it lapses. Raises: LeaseLapsed;
-        IntegrityError where a block of it is not sealed."""
+        """From here on the lease is whoever's that was told of it: it lapses. What it names and is
+        not computed is given back. Raises: LeaseLapsed; IntegrityError where a block of it is not
+        sealed."""
         lease = self._lease(lease_id)
         if lease.unsealed:
             raise IntegrityError(f"lease {lease_id}: {len(lease.unsealed)} blocks are not sealed")
+        not_computed, lease.ahead = lease.ahead, {}
+        self._leave(not_computed)
         lease.expires_at_s = now_s + min(ttl_s, self.max_ttl_s)
         lease.tell()
 
@@ -277,7 +274,9 @@ class LoanTable:
         return [
             index
             for index, (block_id, generation) in enumerate(pairs)
-            if block_id not in lent or known.get(block_id, FIRST_GENERATION) != generation
+            if block_id not in lent
+            or not lent[block_id].is_computed
+            or known.get(block_id, FIRST_GENERATION) != generation
         ]
 
     # -- damage
@@ -312,11 +311,11 @@ class LoanTable:
         """Recompute the laws. Raises: IntegrityError naming the first that fails."""
         leases: Counter[int] = Counter()
         for name, lease in self._leases.items():
-            leases.update(lease.blocks.keys())
+            leases.update([*lease.blocks, *lease.ahead])
             lease.check_integrity()
-            for block_id, row in lease.blocks.items():
-                block = block_of(row)
-                if not self._is_lent(block) or block.frame != block_id:
+            for block_id, row in (*lease.blocks.items(), *lease.ahead.items()):
+                block, is_ahead = block_of(row), block_id in lease.ahead
+                if not self._is_lent(block, is_ahead=is_ahead) or block.frame != block_id:
                     raise IntegrityError(f"lease {name}: block {block_id} is not lent as it says")
         holds = Counter(block_id for held in self._holds.values() for block_id in held)
         for block_id in self._lent.keys() | leases.keys() | holds.keys():
@@ -327,6 +326,8 @@ class LoanTable:
                 raise IntegrityError(f"block {block_id}: its leases or holds are miscounted")
             if lent.num_leases + lent.num_holds == 0:
                 raise IntegrityError(f"block {block_id}: lent to nobody")
+            if lent.num_holds and not lent.is_computed:
+                raise IntegrityError(f"block {block_id}: held, and not computed")
             if not 0 <= block_id < self.num_blocks:
                 raise IntegrityError(f"block {block_id} does not exist")
         if any(generation % 2 for generation in self._generations.values()):
@@ -350,9 +351,12 @@ class LoanTable:
     def _generation(self, block_id: int) -> int:
         return self._generations.get(block_id, FIRST_GENERATION)
 
-    def _is_lent(self, block: Block) -> bool:
+    def _is_lent(self, block: Block, *, is_ahead: bool = False) -> bool:
+        """is_ahead: it need not be computed."""
         lent = self._lent.get(block.frame)
         if lent is None or lent.chain_hash != block.chain_hash:
+            return False
+        if not (lent.is_computed or is_ahead):
             return False
         return self._generation(block.frame) == block.generation
 
@@ -363,13 +367,23 @@ class LoanTable:
             if lease is None:
                 continue
             num_ended += 1
-            for block_id in lease.blocks:
-                self._lent[block_id].num_leases -= 1
-            self._settle(lease.blocks)
+            self._leave([*lease.blocks, *lease.ahead])
             for then in lease.on_end:
                 then()
             lease.tell()
         return num_ended
+
+    def _can_be_read(self, block_ids: Iterable[int]) -> None:
+        for block_id in block_ids:
+            lent = self._lent[block_id]
+            self.counters.num_blocks_lent += not lent.is_computed
+            lent.is_computed = True
+
+    def _leave(self, block_ids: Collection[int]) -> None:
+        """A lease names them no more."""
+        for block_id in block_ids:
+            self._lent[block_id].num_leases -= 1
+        self._settle(block_ids)
 
     def _settle(self, block_ids: Iterable[int]) -> None:
         """Give back what nobody leases or holds any more."""

@@ -8,7 +8,7 @@ which it was. Knows no wire and no engine states. Belongs to the loop's thread.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -63,17 +63,21 @@ class Handover:
         """A lease lives as long as the request may, within our bound."""
         return min(deadline.left_s(), self._core.limits.lease_ttl_s)
 
-    def open_lent(self, job: PrefillJob) -> LentPrompt | None:
-        """Where the direct way is asked for, and this worker lends."""
+    def open_lent(self, job: PrefillJob, chain_hashes: Sequence[bytes]) -> LentPrompt | None:
+        """Where the direct way is asked for, and this worker lends. chain_hashes: of the full
+        blocks."""
         lender, ask = self._core.lender, job.ask
         if lender is None or not ask.wants_handle or ask.handover is not HandoverPath.DIRECT:
             return None
+        size = self._core.model.block_size
         return LentPrompt(
             lender,
             self._core.thread,
             job.engine_id,
-            num_blocks=-(-ask.num_context_tokens // self._core.model.block_size),
-            block_size=self._core.model.block_size,
+            num_blocks=-(-ask.num_context_tokens // size),
+            block_size=size,
+            chain_hashes=chain_hashes,
+            num_ahead=-(-self._core.settings.engine.max_num_tokens_per_step // size),
         )
 
     async def partial(self, job: PrefillJob) -> handles.Handle | None:

@@ -6,6 +6,10 @@ times: it can be read at once, and is named by handles (`refs`) when its checksu
 `hand_over`: the lease is the handle's; or `close`, which gives all back. After either, blocks that
 were never lent are given back.
 
+Which blocks come next, and what will be in them, is known before they are computed. `look_ahead`
+enters them while a step computes them, so that when it is over it only has to be said; if the
+engine then says another thing of one of them, nothing of the prompt is lent any more.
+
 The first trouble ends it (`problem`) and the lease with it: the request then hands over through the
 store. Belongs to the loop's thread but for `hold`.
 """
@@ -13,7 +17,7 @@ store. Belongs to the loop's thread but for `hold`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from engine.step_output import FilledBlock
 from kvstore.block import Block
@@ -29,7 +33,7 @@ from services.worker.lender import WorkerLender
 from services.worker.parts import Part
 
 NOT_HELD = "not_held"
-"""A block that was filled is none of those that the request began with."""
+"""A block that was filled is not the one that the request began with, or of other tokens."""
 
 _TAIL_HASH = b""
 
@@ -45,8 +49,11 @@ class LentPrompt:
         *,
         num_blocks: int,
         block_size: int,
+        chain_hashes: Sequence[bytes],
+        num_ahead: int,
     ) -> None:
-        """num_blocks: of the prompt, an unfilled last one included."""
+        """num_blocks: of the prompt, an unfilled last one included. chain_hashes: of its full ones.
+        num_ahead: full blocks that a step fills at most."""
         self.lender = lender
         self.problem: str | None = None
         self.lease_id = ""
@@ -55,14 +62,18 @@ class LentPrompt:
         self._engine_id = engine_id
         self._num_blocks = num_blocks
         self._block_size = block_size
+        self._chain_hashes = chain_hashes
+        self._num_ahead = num_ahead
         self._held: list[int] = []
         self._lent: set[int] = set()
         self._filled: list[FilledBlock] = []
-        self._num_entered = 0  # of them
+        self._num_entered = 0  # full blocks
+        self._num_told = 0  # of `_filled`: they can be read
         self._num_unsealed = 0  # blocks, the tail included
         self._refs = PackedBlocks()
         self._turn = asyncio.Lock()
         self._lending: asyncio.Task[None] | None = None
+        self._is_handed_over = False
         self._is_closed = False
         lender.open_prompts.add(self)
 
@@ -104,33 +115,72 @@ class LentPrompt:
         """Lend what was added, and then the unfilled last block; whoever waits for them is told
         before their checksums are begun. What keeps it from that is `problem`. Bounded by the
         caller."""
-        self._enter(tail)
+        self._tell()
+        if tail is not None:
+            self._lend_tail(tail)
         async with self._turn:
             await self._seal()
 
-    def _enter(self, tail: TailSource | None) -> None:
-        if self.problem is not None:
+    def look_ahead(self) -> None:
+        """Enter the blocks that the next step fills. Any time; nothing happens where it is too
+        late, or too early."""
+        if self._held and not (self._is_handed_over or self._is_closed):
+            self._enter(min(len(self._filled) + self._num_ahead, len(self._chain_hashes)))
+
+    def _enter(self, end: int) -> None:
+        """Full blocks up to `end`, which nobody can read yet."""
+        first = self._num_entered
+        if self.problem is not None or end <= first:
             return
+        block_ids, size = self._held[first:end], self._block_size
         new = [
-            Offer(block.block_id, block.chain_hash, None, self._block_size)
-            for block in self._filled[self._num_entered :]
+            Offer(block_id, chain_hash, None, size)
+            for block_id, chain_hash in zip(block_ids, self._chain_hashes[first:end], strict=True)
         ]
-        if tail is not None:
-            new.append(Offer(tail.block_id, _TAIL_HASH, None, tail.num_tokens))
-        block_ids = {offer.block_id for offer in new}
-        if not new:
-            return
-        if not block_ids.issubset(self._held):
-            self._fail(NOT_HELD)
-            return
         try:
-            self.lease_id = self.lender.enter(new, self.lease_id)
+            self.lease_id = self.lender.enter(new, self.lease_id, is_computed=False)
         except BatonError as error:
             self._fail(reason_of(error))
             return
-        self._num_entered = len(self._filled)
-        self._num_unsealed += len(new)
-        self._lent |= block_ids
+        self._num_entered = end
+        self._lent.update(block_ids)
+
+    def _tell(self) -> None:
+        """What was added can be read."""
+        first, end = self._num_told, len(self._filled)
+        if self.problem is not None or end == first:
+            return
+        block_ids = [block.block_id for block in self._filled[first:]]
+        chain_hashes = [block.chain_hash for block in self._filled[first:]]
+        expected = self._held[first:end], list(self._chain_hashes[first:end])
+        if (block_ids, chain_hashes) != expected:
+            self._fail(NOT_HELD)
+            return
+        self._enter(end)
+        if self.problem is not None:
+            return
+        try:
+            self.lender.computed(self.lease_id, block_ids)
+        except BatonError as error:
+            self._fail(reason_of(error))
+            return
+        self._num_told = end
+        self._num_unsealed += len(block_ids)
+
+    def _lend_tail(self, tail: TailSource) -> None:
+        if self.problem is not None:
+            return
+        if tail.block_id not in self._held:
+            self._fail(NOT_HELD)
+            return
+        offer = Offer(tail.block_id, _TAIL_HASH, None, tail.num_tokens)
+        try:
+            self.lease_id = self.lender.enter([offer], self.lease_id)
+        except BatonError as error:
+            self._fail(reason_of(error))
+            return
+        self._num_unsealed += 1
+        self._lent.add(tail.block_id)
 
     async def _seal(self) -> None:
         if self.problem is not None or not self._num_unsealed:
@@ -158,7 +208,8 @@ class LentPrompt:
                 self.lender.hand_over(self.lease_id, ttl_s)
             except BatonError as error:
                 self._fail(reason_of(error))
-        return self.problem is None
+        self._is_handed_over = self.problem is None
+        return self._is_handed_over
 
     def release(self) -> None:
         """End the lease, handed over or not. Idempotent."""

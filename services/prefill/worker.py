@@ -211,10 +211,11 @@ class PrefillWorker:
 
         Returns: tokens whose KV is there now.
         """
+        chain_hashes = self._hashes(job, reservation)
         ask = FetchAsk(
             engine_id=job.engine_id,
             reservation=reservation,
-            chain_hashes=self._hashes(job, reservation),
+            chain_hashes=chain_hashes,
             num_context_tokens=job.ask.num_context_tokens,
             prefix_runs=job.ask.prefix_runs,
             ttl_s=self._handover.ttl_s(job.deadline),
@@ -222,7 +223,7 @@ class PrefillWorker:
         )
         fetch = PrefixFetch(self._core, ask, job.leg, job.pins)
         place = await fetch.run()
-        job.lent = self._handover.open_lent(job)
+        job.lent = self._handover.open_lent(job, chain_hashes)
         if job.lent is not None:
             job.lent.add(fetch.here())
         if place is not None:
@@ -325,6 +326,8 @@ class PrefillWorker:
             else:
                 self._write(job, event.filled)
                 job.early.stepped()
+                if job.lent is not None:
+                    asyncio.get_running_loop().call_soon(job.lent.look_ahead)
 
     def _on_failure(self, error: Internal) -> None:
         for job in self._jobs.values():

@@ -80,9 +80,13 @@ class WorkerLender:
 
     # -- lending
 
-    def enter(self, offers: Sequence[Offer], lease_id: str) -> str:
+    def enter(self, offers: Sequence[Offer], lease_id: str, *, is_computed: bool = True) -> str:
         """Lend blocks that are quarantined once for it; see Lender.enter."""
-        return self.lender.enter(offers, lease_id)
+        return self.lender.enter(offers, lease_id, is_computed=is_computed)
+
+    def computed(self, lease_id: str, block_ids: Sequence[int]) -> None:
+        """See LoanTable.computed."""
+        self.loans.computed(lease_id, block_ids)
 
     async def seal(self, lease_id: str) -> PackedBlocks:
         """See Lender.seal."""
