@@ -1,5 +1,6 @@
-"""One lease of a lender: the blocks that it names, and who wants to hear of it; and what is known
-of one lent block. Records of `LoanTable`, which alone changes them."""
+"""One lease of a lender: the blocks that it names, and who wants to hear of it; what is known of
+one lent block, and what is said of one to be lent. Records of `LoanTable`, which alone changes
+them."""
 
 from __future__ import annotations
 
@@ -7,9 +8,20 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import NamedTuple
 
 from kvstore.errors import IntegrityError
 from kvstore.packed import PackedBlocks, block_of
+
+
+class Offer(NamedTuple):
+    """A block to be lent; a tuple, for one is made of each block of each prompt. chain_hash is
+    empty for a tail block; num_tokens counts filled slots; checksum None: it is sealed later."""
+
+    block_id: int
+    chain_hash: bytes
+    checksum: int | None
+    num_tokens: int
 
 
 @dataclass
@@ -62,22 +74,6 @@ class Lease:
         """None: it is not lent under this lease, or not sealed."""
         row = self.blocks.get(block_id)
         return None if row is None or block_id in self.unsealed else block_of(row).checksum
-
-    def names(self, block_id: int) -> bool:
-        """Whether it lends it, or will."""
-        return block_id in self.blocks or block_id in self.ahead
-
-    def put(self, block_id: int, row: bytes, *, is_sealed: bool, is_computed: bool) -> None:
-        """Name it from now on as `row` says."""
-        if not is_computed:
-            if block_id not in self.blocks:
-                self.ahead[block_id] = row
-            return
-        self.ahead.pop(block_id, None)
-        self.unsealed.pop(block_id, None)
-        if not is_sealed:
-            self.unsealed[block_id] = None
-        self.blocks[block_id] = row
 
     def computed(self, block_ids: Sequence[int]) -> None:
         """See LoanTable.computed."""

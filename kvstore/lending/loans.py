@@ -31,26 +31,16 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import islice
-from typing import NamedTuple
 
 from kvstore.block import Block, Tier
 from kvstore.errors import IntegrityError, LeaseLapsed
 from kvstore.lending.lease import Lease, Lent, LoanCounters
+from kvstore.lending.lease import Offer as Offer
 from kvstore.packed import PackedBlocks, block_of
 from kvstore.packed import row as pack
 
 FIRST_GENERATION = 2
 """Even, as of every block that can be read, and not the 0 of a field that nobody set."""
-
-
-class Offer(NamedTuple):
-    """A block to be lent; a tuple, for one is made of each block of each prompt. chain_hash is
-    empty for a tail block; num_tokens counts filled slots; checksum None: it is sealed later."""
-
-    block_id: int
-    chain_hash: bytes
-    checksum: int | None
-    num_tokens: int
 
 
 class LoanTable:
@@ -124,18 +114,27 @@ class LoanTable:
             lease_id = secrets.token_hex(16)
             self._leases[lease_id] = lease
         twice: list[int] = []
+        named, ahead, unsealed = lease.blocks, lease.ahead, lease.unsealed
         for (block_id, chain_hash, checksum, _), row in zip(offers, rows, strict=True):
             lent = self._lent.get(block_id)
             if lent is None:
                 lent = self._lent[block_id] = Lent(chain_hash)
             else:
                 twice.append(block_id)
-            lent.num_leases += not lease.names(block_id)
-            lease.put(block_id, row, is_sealed=checksum is not None, is_computed=is_computed)
+            lent.num_leases += block_id not in named and block_id not in ahead
+            if not is_computed:
+                if block_id not in named:
+                    ahead[block_id] = row
+                continue
+            ahead.pop(block_id, None)
+            unsealed.pop(block_id, None)
+            if checksum is None:
+                unsealed[block_id] = None
+            named[block_id] = row
         if twice:
             self._on_free(twice)
         if is_computed:
-            self._can_be_read(offer.block_id for offer in offers)
+            self._can_be_read([offer.block_id for offer in offers])
             lease.tell()
         return lease_id, PackedBlocks.of_rows(rows)
 

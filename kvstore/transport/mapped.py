@@ -118,31 +118,39 @@ class MappedTransport:
         self._rpc.check()
         frames, blocks, generations = frames[wanted], blocks[wanted], generations[wanted]
         loop, is_here = asyncio.get_running_loop(), asyncio.Event()
+        # Where it was promised, nobody need be asked: nor is this thread woken to do it.
+        is_promised = time.monotonic() < held_until_s
 
         def here() -> None:
             nonlocal is_held
             is_held = time.monotonic() < held_until_s
-            loop.call_soon_threadsafe(is_here.set)
+            if not is_promised:
+                loop.call_soon_threadsafe(is_here.set)
 
         def copy(is_stopped: IsStopped) -> list[int]:
             return self._copy_in(frames, blocks, is_stopped, here)
 
         async def confirm() -> set[int]:
             await is_here.wait()  # whoever awaits this one ends it with the copy
-            if is_held:
-                return set()
             return await self._confirm(lease_id, frames, generations, deadline)
 
-        confirming = asyncio.create_task(confirm())
-        confirming.add_done_callback(lambda done: done.cancelled() or done.exception())
+        confirming: asyncio.Task[set[int]] | None = None
+        if not is_promised:
+            confirming = asyncio.create_task(confirm())
+            confirming.add_done_callback(lambda done: done.cancelled() or done.exception())
+        stale: set[int] = set()
         try:
             checksums = await run_copy(copy, deadline)
-            stale = await confirming
+            if confirming is not None:
+                stale = await confirming
+            elif not is_held:  # it took longer than was promised
+                stale = await self._confirm(lease_id, frames, generations, deadline)
         except Unsettled as error:
             self._remember(error.settled)
             raise error.with_quarantine(blocks.tolist()) from error
         finally:
-            confirming.cancel()
+            if confirming is not None:
+                confirming.cancel()
         found = dict(zip(wanted.tolist(), checksums, strict=True))
         for at in stale:
             index = int(wanted[at])

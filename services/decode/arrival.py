@@ -26,6 +26,7 @@ class Arrival:
         """Something may be pulled, or the last word is here."""
         self._last: asyncio.Future[Handover] = asyncio.get_running_loop().create_future()
         self._early: handles.Handle | None = None
+        self._intake: Intake | None = None  # while somebody waits
 
     @property
     def is_over(self) -> bool:
@@ -43,6 +44,8 @@ class Arrival:
         """The last word; once."""
         self._last.set_result(handover)
         self.news.set()
+        if self._intake is not None:
+            self._intake.look_at(handover)  # now: what it names may still be on its way
 
     def prefetch(self, handle: handles.Handle) -> None:
         """Prefill has stored so much by now. Of several that wait only the newest counts; one that
@@ -63,6 +66,7 @@ class Arrival:
 
         Args: move: told of each state. standing_back: around each pull.
         """
+        self._intake = intake
         try:
             while not self.is_over:
                 await self.news.wait()
@@ -78,5 +82,6 @@ class Arrival:
                         await intake.pull_rest(deadline)
                 move(DecodeState.RESERVED)
         finally:
+            self._intake = None
             intake.follow_no_more()
         return self._last.result()

@@ -56,6 +56,19 @@ class Handover:
     """
 
 
+@dataclass(frozen=True)
+class _Look:
+    """What is known of the last word without its blocks."""
+
+    handover: Handover
+    context: tuple[int, ...]
+    """Prompt and the tokens drawn already."""
+    found: list[handles.Stretch]
+    """What the final handle names, the tail included."""
+    why_short: str | None
+    """Why that is not all."""
+
+
 class Intake:
     """See the module."""
 
@@ -84,6 +97,7 @@ class Intake:
         self._block_ids = reservation.block_ids
         self._home = core.connector.client
         self._early: list[Pulled] = []
+        self._look: _Look | None = None
         self._ahead = Ahead(core, on_rest=on_rest, on_failure=self._tell)
         self._has_tail = False
         self._num_counted = 0  # blocks that did not come and have a reason of their own
@@ -151,15 +165,19 @@ class Intake:
         """The final handle is here, or none will come. Idempotent."""
         self._ahead.close()
 
-    async def load(self, handover: Handover, context: tuple[int, ...], deadline: Deadline) -> int:
+    def look_at(self, handover: Handover) -> tuple[int, ...]:
+        """Check the last word, as far as that can be done while blocks that it may name are still
+        on their way. Returns: prompt and the tokens drawn already."""
+        return self._looked_at(handover).context
+
+    async def load(self, handover: Handover, deadline: Deadline) -> int:
         """Fetch what was handed over beyond what is there; the leg is told of everything. The
         leases are to be given back then (`give_back`).
 
-        Args: context: prompt and the tokens drawn already.
         Returns: tokens, counted from the first, whose KV is verified and there.
         """
         self._home = self._core.connector.client or self._home
-        why = await self._load(handover, context, deadline)
+        why = await self._load(self._looked_at(handover), deadline)
         if not handover.computes_prompt:
             self._count_rest(why)
         return self.num_tokens
@@ -170,9 +188,9 @@ class Intake:
         if handle is not None and is_for(handle, self._ask.request_id, self._ask.tenant):
             give_back(self._core, handle, self._home)
 
-    async def _load(self, handover: Handover, context: tuple[int, ...], deadline: Deadline) -> str:
+    async def _load(self, look: _Look, deadline: Deadline) -> str:
         """Returns: why blocks that are not there and were not counted are missing."""
-        found, why_short = self._named(handover, context)
+        context, found, why_short = look.context, look.found, look.why_short
         self._confirm(found)
         self._count_early(context)
         wanted, has_hole = self._wanted(found)
@@ -184,6 +202,15 @@ class Intake:
         self._leg.recomputed.update(pulled.not_usable)
         self._num_counted = pulled.not_usable.total()
         return why_short or MISSING
+
+    def _looked_at(self, handover: Handover) -> _Look:
+        look = self._look
+        if look is None or look.handover is not handover:
+            drawn = next(iter(handover.outputs), ()) if self._ask.beam is None else ()
+            drawn = drawn or tuple(token_id for token_id, _ in handover.beam_start[:1])
+            context = self._ask.prompt_token_ids + drawn
+            self._look = look = _Look(handover, context, *self._named(handover, context))
+        return look
 
     def _named(
         self, handover: Handover, context: tuple[int, ...]

@@ -259,14 +259,12 @@ class DecodeRequest:
         self, intake: Intake, handover: Handover, outputs: tuple[tuple[int, ...], ...]
     ) -> None:
         """FETCHING -> RUNNING."""
-        ask, thread = self._ask, self._core.thread
-        drawn = outputs[0] or tuple(token_id for token_id, _ in handover.beam_start[:1])
         with self._write_back.standing_back():
-            num_loaded = await intake.load(handover, ask.prompt_token_ids + drawn, self._deadline)
+            num_loaded = await intake.load(handover, self._deadline)
+        self._clock.enter("decode_queue")  # until the first token: the wait and its first step
         self.chunks.start(num_loaded)
         self._leg.num_reached = num_loaded
-        self._chains.follow(intake, ask.prompt_token_ids + drawn, sorted(self._samples.open))
-        self._clock.enter("decode_queue")  # until the first token: the wait and its first step
+        self._chains.follow(intake, intake.look_at(handover), sorted(self._samples.open))
         self._move(DecodeState.RUNNING)
         # Who is cancelled from here on is posted behind the start.
         over = self._samples.ended
@@ -282,7 +280,7 @@ class DecodeRequest:
             for index in over:
                 engine.finish_sample(engine_id, index)
 
-        await thread.call(start)
+        await self._core.thread.call(start)
 
     async def _take_out(self) -> Held | None:
         return await moving.take_out(self._core, self._ask, self.engine_id, self._done.done)
