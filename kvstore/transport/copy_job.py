@@ -42,10 +42,16 @@ class Unsettled(Exception):
         return TransferTimeout(message, quarantine)
 
 
-async def run_copy(copy: Callable[[IsStopped], Result], deadline: Deadline) -> Result:
+async def run_copy(
+    copy: Callable[[IsStopped], Result],
+    deadline: Deadline,
+    begin: Callable[[], None] = lambda: None,
+) -> Result:
     """Run `copy`, which looks at its argument between pieces and raises DeadlineExceeded when that
     says so.
 
+    Args: begin: called here once `copy` is sure to run, whose thread may take its time: for what
+        need not wait for it. Raises nothing.
     Raises: what `copy` raises; Unsettled.
     """
     told = threading.Event()
@@ -54,6 +60,7 @@ async def run_copy(copy: Callable[[IsStopped], Result], deadline: Deadline) -> R
         return told.is_set() or deadline.expired
 
     job = asyncio.get_running_loop().run_in_executor(None, copy, is_stopped)
+    begin()
     cause: BaseException | None = None
     try:
         await asyncio.wait([job], timeout=deadline.left_s() + STALL_S)

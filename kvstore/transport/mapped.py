@@ -16,7 +16,8 @@ promised to keep in place until a time at which the last byte was here (`GetItem
 they were lent at that generation when it promised, and could not be given back since.
 
 A copy goes in pieces (pump.py); deadline and cancellation as in device_shm.py. Only reads: a lender
-takes no bytes. One asyncio loop; copies are given and waited for on threads.
+takes no bytes. One asyncio loop. Copies are waited for on threads, but the first pieces are given
+at once: that takes 0.1 ms, and a thread takes twice as long to begin.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from kvstore.transport.base import (
 )
 from kvstore.transport.copy_job import IsStopped, Unsettled, run_copy
 from kvstore.transport.device import Copies, CopyQueue, Device, Mark, PendingChecksums, Shared
-from kvstore.transport.pump import Pump
+from kvstore.transport.pump import Flight, Pump
 from process.deadline import Deadline
 from process.errors import FailedPrecondition
 from protos import kvstore_pb2
@@ -127,8 +128,13 @@ class MappedTransport:
             if not is_promised:
                 loop.call_soon_threadsafe(is_here.set)
 
+        def give(queue: CopyQueue, part: slice) -> None:
+            queue.between(self._copies(frames[part], blocks[part]))
+
+        flight = Flight(self._pump, len(frames), give)
+
         def copy(is_stopped: IsStopped) -> list[int]:
-            return self._copy_in(frames, blocks, is_stopped, here)
+            return self._copy_in(flight, blocks, is_stopped, here)
 
         async def confirm() -> set[int]:
             await is_here.wait()  # whoever awaits this one ends it with the copy
@@ -140,7 +146,7 @@ class MappedTransport:
             confirming.add_done_callback(lambda done: done.cancelled() or done.exception())
         stale: set[int] = set()
         try:
-            checksums = await run_copy(copy, deadline)
+            checksums = await run_copy(copy, deadline, flight.begin)
             if confirming is not None:
                 stale = await confirming
             elif not is_held:  # it took longer than was promised
@@ -170,24 +176,22 @@ class MappedTransport:
         self._device.unmap_shared(self._shared, self._address)
 
     def _copy_in(
-        self, frames: Ids, blocks: Ids, is_stopped: IsStopped, on_here: Callable[[], object]
+        self, flight: Flight, blocks: Ids, is_stopped: IsStopped, on_here: Callable[[], object]
     ) -> list[int]:
-        """On the executor's thread. Each piece's checksums follow it on the device: to give it that
-        work takes as long as a piece, and would be waited for behind the last one.
+        """On the executor's thread: the end of a flight. Each piece's checksums follow it on the
+        device: to give it that work takes as long as a piece, and would be waited for behind the
+        last one.
 
         Args: on_here: called when the last byte has come.
         """
         hasher = self._memory.device_checksums
         pending: list[PendingChecksums] = []
 
-        def give(queue: CopyQueue, part: slice) -> None:
-            queue.between(self._copies(frames[part], blocks[part]))
-
         def given(part: slice, mark: Mark) -> None:
             if hasher is not None:
                 pending.append(hasher.begin(blocks[part].tolist(), mark))
 
-        self._pump.run(len(frames), give, is_stopped, given=given)
+        flight.finish(is_stopped, given=given)
         on_here()
         if hasher is None:
             return self._memory.checksums(blocks.tolist())
@@ -212,13 +216,14 @@ class MappedTransport:
 
     def _copies(self, frames: Ids, blocks: Ids) -> Copies:
         """The copies of a piece; neighbours that continue one another on both sides are one."""
-        num_bytes = self._memory.block_bytes
-        breaks = (np.diff(frames) != 1) | (np.diff(blocks) != 1)
-        starts = np.concatenate([[0], np.flatnonzero(breaks) + 1])
+        num_bytes, count = self._memory.block_bytes, len(frames)
+        is_break = (frames[1:] - frames[:-1] != 1) | (blocks[1:] - blocks[:-1] != 1)
+        edges = np.array([0, *(np.flatnonzero(is_break) + 1).tolist(), count])
+        starts = edges[:-1]
         copies: Copies = np.empty((len(starts), 3), dtype=np.uint64)
-        copies[:, 0] = self._memory.address + blocks[starts].astype(np.uint64) * num_bytes
-        copies[:, 1] = self._address + frames[starts].astype(np.uint64) * num_bytes
-        copies[:, 2] = np.diff(starts, append=len(frames)) * num_bytes
+        copies[:, 0] = self._memory.address + blocks[starts] * num_bytes
+        copies[:, 1] = self._address + frames[starts] * num_bytes
+        copies[:, 2] = (edges[1:] - starts) * num_bytes
         return copies
 
     def _remember(self, settled: asyncio.Future[None]) -> None:
