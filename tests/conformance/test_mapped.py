@@ -9,6 +9,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,11 +20,12 @@ from kvstore import attaching, block_hash, client, errors, lease_calls, wire
 from kvstore.lending import lender, reader_holds
 from kvstore.lending.loans import Offer
 from kvstore.lending.told import Word
-from kvstore.transport import copy_job, mapped
+from kvstore.transport import copy_job, mapped, pump
 from kvstore.transport.device import Shared
 from process.errors import FailedPrecondition, InvalidArgument
 from protos import kvstore_pb2
 from tests.conformance.conftest import BLOCK_BYTES, OnDevice, Worker
+from tests.conformance.fake_device import FakeDevice
 from tests.conformance.test_lender import MAPPED, Lending, lending, within
 
 NewWorker = Callable[..., Any]
@@ -175,6 +177,53 @@ async def test_a_copy_goes_in_pieces(
     lease_id, blocks = await lent.lend(range(20))
     assert await reader.get(lease_id, blocks, range(20, 40)) == {}
     assert np.array_equal(reader.view[20:40], lent.view[:20])
+
+
+async def test_the_first_pieces_are_given_before_a_thread_has_come_to_it(
+    lent: Lending, new_worker: NewWorker
+) -> None:
+    reader = await new_worker(lent.address, MAPPED)
+    lease_id, blocks = await lent.lend(range(4))
+    pool, may_go_on, moved = ThreadPoolExecutor(1), threading.Event(), threading.Event()
+    asyncio.get_running_loop().set_default_executor(pool)
+    pool.submit(may_go_on.wait, 20)
+    reader.device.on_move = lambda *_: moved.set()
+    getting = asyncio.create_task(reader.get(lease_id, blocks, range(20, 24)))
+    async with asyncio.timeout(10):
+        while not moved.is_set():
+            await asyncio.sleep(0.001)
+    assert not getting.done()
+    may_go_on.set()
+    assert await getting == {}
+    assert np.array_equal(reader.view[20:24], lent.view[:4])
+
+
+def test_a_flight_that_failed_is_over_when_that_is_said() -> None:
+    device, lenders = FakeDevice(), FakeDevice()
+    view, lent_view = np.zeros(64, np.uint8), np.full(64, 7, np.uint8)
+    target = device.holding(view)
+    shared = lenders.share(lenders.holding(lent_view))
+    source = device.map_shared(shared)
+
+    def give(queue: Any, part: slice) -> None:
+        if part.start:
+            raise errors.TransferFailed("the test says so")
+        queue.between(np.array([[target, source, 64]], np.uint64))
+
+    device.engine_runs.clear()
+    made = pump.Pump(device, 1)
+    flight = pump.Flight(made, 2, give)
+    flight.begin()
+    with ThreadPoolExecutor(1) as pool:
+        ending = pool.submit(flight.finish, lambda: False)
+        with pytest.raises(TimeoutError):
+            ending.result(0.05)
+        device.engine_runs.set()
+        with pytest.raises(errors.TransferFailed, match="the test says so"):
+            ending.result(20)
+    assert np.array_equal(view, lent_view)
+    made.close()
+    device.unmap_shared(shared, source)
 
 
 class Hasher:

@@ -98,6 +98,27 @@ async def test_the_last_blocks_come_while_their_checksums_are_computed(tmp_path:
         assert not a.p.decode.core.counts.early_pulls_failed
 
 
+async def test_the_next_blocks_are_entered_while_they_are_computed(tmp_path: Path) -> None:
+    """So that only the word of it is left to be said then; and nobody hears of them before."""
+    async with ahead(tmp_path) as a:
+        await a.asked()
+        loans, num_told = a.lender.loans, CHUNK // BLOCK_SIZE
+        await until(lambda: loans.num_lent == len(PROMPT) // BLOCK_SIZE)
+        (lease_id,) = loans._leases
+        assert len(loans.blocks_of(lease_id, 0)) == num_told and a.num_waiting == 1
+        entered: list[int] = []
+        enter = a.lender.enter
+
+        def noted(offers: Any, *rest: Any, **options: Any) -> str:
+            entered.append(len(offers))
+            return enter(offers, *rest, **options)
+
+        a.lender.enter = noted  # type: ignore[method-assign]
+        answer = await a.answer(await a.copied())
+        assert entered == [1], "the unfilled last block"
+        assert answer.leg.num_tokens_early == len(PROMPT) and answer.recomputed == {}
+
+
 async def test_over_a_mapping_what_was_promised_to_stay_is_not_asked_about(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,7 +217,18 @@ async def test_a_lender_that_told_and_never_vouched_is_not_believed(
         assert a.p.decode.core.counts.early_pulls_failed == {FINGERPRINT: 1}
 
 
-async def test_a_handle_that_is_faster_waits_for_what_is_on_its_way(tmp_path: Path) -> None:
+async def test_a_handle_that_is_faster_waits_for_what_is_on_its_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And is looked at meanwhile."""
+    looks: list[bool] = []
+    stretches = handles.stretches
+
+    def looked(handle: handles.Handle, *hashes: Any) -> Any:
+        looks.append(handle.is_partial)
+        return stretches(handle, *hashes)
+
+    monkeypatch.setattr(handles, "stretches", looked)
     async with ahead(tmp_path) as a:
         await a.asked()
         (client,) = a.p.decode.core.remote_stores.clients
@@ -207,9 +239,11 @@ async def test_a_handle_that_is_faster_waits_for_what_is_on_its_way(tmp_path: Pa
         (waiting,) = a.p.decode_role.worker._requests.values()
         await a.stream.generate(a.key, reply)
         await until(lambda: waiting.arrival.is_over)
+        assert looks == [True, False]
         waited_s = time.monotonic()
         gate.open()
         answer = await a.stream.collect(a.key)
+        assert looks == [True, False], "once"
         assert [*reply.token_ids, *answer.token_ids] == a.p.expected(PROMPT, 8)
         assert answer.leg.num_tokens_early == len(PROMPT) and answer.recomputed == {}
         stages = [stage for stage, from_s, to_s in waiting._clock.laps if from_s <= waited_s < to_s]

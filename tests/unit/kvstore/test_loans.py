@@ -11,7 +11,7 @@ import pytest
 
 from kvstore.block import Block
 from kvstore.errors import IntegrityError, LeaseLapsed
-from kvstore.lending.lease import Lease
+from kvstore.lending.lease import Lease, Lent
 from kvstore.lending.loans import FIRST_GENERATION, LoanTable, Offer
 
 NUM_BLOCKS = 12
@@ -31,6 +31,8 @@ class Model:
         self.table = LoanTable(NUM_BLOCKS, 64, TTL_S, self.on_free)
         self.leases: dict[str, tuple[float, set[int]]] = {}
         self.unsealed: dict[str, list[int]] = {}  # by lease, in the order in which they were lent
+        self.ahead: dict[str, list[int]] = {}  # by lease, in the order in which they were entered
+        self.computed_ids: set[int] = set()  # what can be read
         self.holds: dict[str, set[int]] = {}
         self.content: Counter[int] = Counter()  # how often a block was given back
         self.old: list[Block] = []
@@ -41,11 +43,15 @@ class Model:
 
     @property
     def lent(self) -> set[int]:
-        return set().union(*(ids for _, ids in self.leases.values()), *self.holds.values())
+        entered = (self.ahead[lease_id] for lease_id in self.leases)
+        return set().union(
+            *(ids for _, ids in self.leases.values()), *entered, *self.holds.values()
+        )
 
     def after(self, before: set[int]) -> None:
         """Blocks that came free are told; a handle on them is old from now on."""
         self.content.update(before - self.lent)
+        self.computed_ids -= before - self.lent
 
     # -- steps
 
@@ -68,10 +74,50 @@ class Model:
         unsealed = [each for each in self.unsealed.get(lease_id, []) if each not in block_ids]
         unsealed += [each.block_id for each in offers if each.checksum is None]
         self.unsealed[lease_id] = unsealed
+        ahead = self.ahead.get(lease_id, [])
+        self.ahead[lease_id] = [each for each in ahead if each not in block_ids]
+        self.computed_ids.update(block_ids)
         for block, given in zip(blocks, offers, strict=True):
             assert (block.frame, block.chain_hash) == (given.block_id, given.chain_hash)
             assert block.generation == FIRST_GENERATION + 2 * self.content[block.frame]
         self.old += blocks
+
+    def enter(self, draw: random.Random) -> None:
+        """To be lent when they are computed."""
+        block_ids = draw.sample(range(NUM_BLOCKS), draw.randint(0, 4))
+        known = draw.choice(["", *self.leases])
+        offers = [offer(each, self.content[each], is_sealed=False) for each in block_ids]
+        if known and not math.isinf(self.leases[known][0]):
+            with pytest.raises(IntegrityError, match="grows no more"):
+                self.table.lend(offers, known, is_computed=False)
+            return
+        self.kept.update(block_ids)
+        lease_id, blocks = self.table.lend(offers, known, is_computed=False)
+        assert lease_id == known or not known
+        _, ids = self.leases.setdefault(lease_id, (math.inf, set()))
+        self.unsealed.setdefault(lease_id, [])
+        ahead = self.ahead.setdefault(lease_id, [])
+        ahead += [each for each in block_ids if each not in ids and each not in ahead]
+        self.old += blocks  # whoever guesses what they will be
+
+    def computed(self, draw: random.Random) -> None:
+        """The first of those that were entered, some of them, or others."""
+        lease_id = draw.choice([*self.leases, "none"])
+        if lease_id == "none":
+            with pytest.raises(LeaseLapsed):
+                self.table.computed(lease_id, [])
+            return
+        ahead = self.ahead[lease_id]
+        if len(ahead) > 1 and draw.random() < 0.3:
+            with pytest.raises(IntegrityError, match="not the next"):
+                self.table.computed(lease_id, ahead[1:])
+            return
+        block_ids = ahead[: draw.randint(0, len(ahead))]
+        self.table.computed(lease_id, block_ids)
+        self.ahead[lease_id] = ahead[len(block_ids) :]
+        self.leases[lease_id][1].update(block_ids)
+        self.unsealed[lease_id] += block_ids
+        self.computed_ids.update(block_ids)
 
     def seal(self, draw: random.Random) -> None:
         """The first of those that wait, some of them, or one that does not wait."""
@@ -102,8 +148,11 @@ class Model:
                 with pytest.raises(IntegrityError, match="not sealed"):
                     self.table.hand_over(lease_id, ttl_s, self.now_s)
                 return
+            before = self.lent
             self.table.hand_over(lease_id, ttl_s, self.now_s)
             self.leases[lease_id] = (self.now_s + min(ttl_s, TTL_S), self.leases[lease_id][1])
+            self.ahead[lease_id] = []
+            self.after(before)
 
     def renew(self, draw: random.Random) -> None:
         lease_id = draw.choice([*self.leases, "none"])
@@ -130,7 +179,9 @@ class Model:
         hold_id, held = self.table.hold(blocks)
         for block, is_held in zip(blocks, held, strict=True):
             is_now = block.generation == FIRST_GENERATION + 2 * self.content[block.frame]
-            assert is_held == (block.frame in self.lent and is_now)
+            assert is_held == (block.frame in self.computed_ids and is_now)
+        stale = self.table.find_stale([(block.frame, block.generation) for block in blocks])
+        assert stale == [index for index, is_held in enumerate(held) if not is_held]
         pairs = zip(blocks, held, strict=True)
         self.holds[hold_id] = {block.frame for block, is_held in pairs if is_held}
 
@@ -161,6 +212,7 @@ class Model:
     def check_known(self, lease_id: str) -> None:
         """What readers of one lease are told."""
         blocks = self.table.blocks_of(lease_id, 0)
+        assert {block.frame for block in blocks} == self.leases[lease_id][1]
         waiting = self.unsealed[lease_id]
         for block in blocks:
             right = 7 * block.frame + self.content[block.frame]
@@ -182,6 +234,8 @@ def test_any_order_of_things(seed: int, scale: Callable[[int], int]) -> None:
         steps = [
             model.lend,
             model.lend,
+            model.enter,
+            model.computed,
             model.seal,
             model.hand_over,
             model.renew,
@@ -198,6 +252,38 @@ def test_any_order_of_things(seed: int, scale: Callable[[int], int]) -> None:
             model.table.unhold(hold_id)
         assert model.table.num_lent == 0 and not any(model.kept.values())
         model.table.check_integrity()
+
+
+def test_what_is_entered_is_nobodys_until_it_is_computed() -> None:
+    given: list[int] = []
+    table = LoanTable(NUM_BLOCKS, 64, TTL_S, given.extend)
+    lease_id, _ = table.lend([offer(1)])
+    looks: list[int] = []
+    table.watch(lease_id, lambda: looks.append(len(table.blocks_of(lease_id, 0))))
+    _, entered = table.lend([offer(2, is_sealed=False)], lease_id, is_computed=False)
+    assert looks == [] and not table.is_whole(lease_id, 2, takes_unsealed=True)
+    assert table.hold(entered)[1] == [False]
+    assert table.find_stale([(2, FIRST_GENERATION)]) == [0]
+    assert (table.num_lent, table.counters.num_blocks_lent) == (2, 1)
+    table.computed(lease_id, [2])
+    assert looks == [2] and table.is_whole(lease_id, 2, takes_unsealed=True)
+    assert table.unsealed_of(lease_id) == [2] and table.hold(entered)[1] == [True]
+    assert (table.num_lent, table.counters.num_blocks_lent) == (2, 2)
+    table.check_integrity()
+
+
+def test_what_another_lends_that_has_computed_it_can_be_read() -> None:
+    """As soon as it is in the cache, a second prompt may have it for its prefix."""
+    given: list[int] = []
+    table = LoanTable(NUM_BLOCKS, 64, TTL_S, given.extend)
+    first, _ = table.lend([offer(1, is_sealed=False)], is_computed=False)
+    second, (block,) = table.lend([offer(1)])
+    assert given == [1] and table.hold([block])[1] == [True]
+    table.computed(first, [1])
+    table.release([first], 0.0)
+    assert given == [1] and table.counters.num_blocks_lent == 1
+    table.check_lease(second, 0.0)
+    table.check_integrity()
 
 
 def test_a_kept_lease_does_not_lapse_and_a_handed_over_one_does() -> None:
@@ -285,11 +371,23 @@ def _handed_over(table: LoanTable) -> Lease:
     return _only(table)
 
 
+def _held_alone(table: LoanTable) -> Lent:
+    """Of a lease that is over."""
+    (lease_id,) = table._leases
+    table.hold(table.blocks_of(lease_id, 0)[:1])
+    table.release([lease_id], 0.0)
+    return table._lent[1]
+
+
 @pytest.mark.parametrize(
     ("spoil", "law"),
     [
         (lambda t: _only(t).unsealed.update({9: None}), "waits for a checksum and is not lent"),
         (lambda t: _handed_over(t).unsealed.update({1: None}), "handed over with a block"),
+        (lambda t: _only(t).ahead.update({1: b""}), "lent and yet to be computed"),
+        (lambda t: _handed_over(t).ahead.update({3: b""}), "handed over with a block"),
+        (lambda t: setattr(t._lent[1], "is_computed", False), "not lent as it says"),
+        (lambda t: setattr(_held_alone(t), "is_computed", False), "held, and not computed"),
         (lambda t: t._lent.pop(1), "not lent as it says"),
         (lambda t: setattr(t._lent[1], "num_leases", 2), "miscounted"),
         (lambda t: setattr(t._lent[1], "num_holds", 1), "miscounted"),

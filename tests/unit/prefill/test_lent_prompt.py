@@ -1,0 +1,174 @@
+"""LentPrompt: what is entered while it is computed is told of when it is, and given back if not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engine.step_output import FilledBlock
+from kvstore.errors import LeaseLapsed
+from kvstore.lending.loans import LoanTable, Offer
+from kvstore.packed import PackedBlocks
+from services.prefill.lent_prompt import NOT_HELD, LentPrompt
+from services.worker.block_writer import TailSource
+
+NUM_FULL = 6
+CHUNK = 2
+SIZE = 16
+BLOCK_IDS = [40, 7, 8, 31, 3, 12, 9]
+HASHES = [bytes([index + 1]) * 16 for index in range(NUM_FULL)]
+FILLED = [FilledBlock(index, BLOCK_IDS[index], HASHES[index]) for index in range(NUM_FULL)]
+TAIL = TailSource("tail", BLOCK_IDS[NUM_FULL], 5)
+
+
+class FakeLender:
+    """Over a real table; checksums are block ids."""
+
+    def __init__(self, on_free: Callable[[Sequence[int]], None]) -> None:
+        self.loans = LoanTable(64, 4096, 1e9, on_free)
+        self.open_prompts: set[object] = set()
+
+    def enter(self, offers: Sequence[Offer], lease_id: str, *, is_computed: bool = True) -> str:
+        return self.loans.lend(offers, lease_id, is_computed=is_computed)[0]
+
+    def computed(self, lease_id: str, block_ids: Sequence[int]) -> None:
+        self.loans.computed(lease_id, block_ids)
+
+    async def seal(self, lease_id: str) -> PackedBlocks:
+        return self.loans.seal(lease_id, {each: each for each in self.loans.unsealed_of(lease_id)})
+
+    def hand_over(self, lease_id: str, ttl_s: float) -> None:
+        self.loans.hand_over(lease_id, ttl_s, 0.0)
+
+    def release(self, lease_id: str) -> None:
+        self.loans.release([lease_id], 0.0)
+
+
+class Place:
+    """A prompt of six full blocks and a tail, whose blocks are held."""
+
+    def __init__(self) -> None:
+        self.held: Counter[int] = Counter()
+        self.lender = FakeLender(self.held.subtract)
+        engine: Any = SimpleNamespace(
+            block_ids=lambda name: tuple(BLOCK_IDS),
+            quarantine=lambda name, block_ids: self.held.update(block_ids),
+            unquarantine=lambda block_ids: self.held.subtract(list(block_ids)),
+        )
+        thread: Any = SimpleNamespace(post=lambda run: run(engine))
+        lender: Any = self.lender
+        self.prompt = LentPrompt(
+            lender,
+            thread,
+            "a",
+            num_blocks=len(BLOCK_IDS),
+            block_size=SIZE,
+            chain_hashes=HASHES,
+            num_ahead=CHUNK,
+        )
+        self.prompt.look_ahead()
+        assert self.lender.loans.num_lent == 0, "nothing is held yet"
+        self.prompt.hold(engine)
+
+    @property
+    def told(self) -> list[int]:
+        """What whoever knows the lease is told of, in order."""
+        blocks = self.lender.loans.blocks_of(self.prompt.lease_id, 0)
+        return [block.frame for block in blocks]
+
+    def add(self, blocks: Iterable[FilledBlock]) -> None:
+        """A step is over, and the next one runs."""
+        self.prompt.add(blocks)
+        self.prompt.look_ahead()
+
+    def check_over(self) -> None:
+        """Each hold was given back, once."""
+        self.lender.loans.check_integrity()
+        assert self.lender.loans.num_lent == 0 and not self.lender.open_prompts
+        assert set(self.held.values()) == {0}
+
+
+async def test_what_is_entered_is_told_of_when_it_is_computed() -> None:
+    place = Place()
+    place.add(FILLED[:2])
+    await place.prompt.lend()
+    assert place.told == BLOCK_IDS[:2] and place.lender.loans.num_lent == 4
+    place.add(FILLED[2:4])
+    assert place.told == BLOCK_IDS[:2] and place.lender.loans.num_lent == 6
+    place.prompt.add(FILLED[4:])
+    await place.prompt.lend(TAIL)
+    assert place.told == BLOCK_IDS
+    assert [block.frame for block in place.prompt.refs] == BLOCK_IDS[:NUM_FULL]
+    assert [block.checksum for block in place.prompt.refs] == BLOCK_IDS[:NUM_FULL]
+    assert place.prompt.tail is not None and place.prompt.tail.frame == TAIL.block_id
+    assert place.prompt.hand_over(1.0)
+    place.prompt.close(is_handed_over=True)
+    assert place.lender.loans.num_lent == len(BLOCK_IDS)
+    place.prompt.release()
+    place.check_over()
+
+
+async def test_who_never_looks_ahead_lends_the_same() -> None:
+    place = Place()
+    place.prompt.add(FILLED)
+    await place.prompt.lend(TAIL)
+    assert place.told == BLOCK_IDS and place.prompt.problem is None
+    place.prompt.close(is_handed_over=False)
+    place.check_over()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        FilledBlock(2, 50, HASHES[2]),
+        FilledBlock(2, BLOCK_IDS[3], HASHES[2]),
+        FilledBlock(2, BLOCK_IDS[2], HASHES[3]),
+    ],
+    ids=["none of its own", "another of its own", "of other tokens"],
+)
+@pytest.mark.parametrize("looks_ahead", [True, False])
+async def test_a_block_that_is_not_what_was_expected_ends_it(
+    other: FilledBlock, looks_ahead: bool
+) -> None:
+    """As when the request lost its blocks meanwhile and got others."""
+    place = Place()
+    (place.add if looks_ahead else place.prompt.add)(FILLED[:2])
+    await place.prompt.lend()
+    place.prompt.add([other])
+    await place.prompt.lend()
+    assert place.prompt.problem == NOT_HELD and not place.prompt.hand_over(1.0)
+    with pytest.raises(LeaseLapsed):
+        place.lender.loans.check_lease(place.prompt.lease_id, 0.0)
+    place.prompt.look_ahead()
+    place.prompt.close(is_handed_over=False)
+    place.check_over()
+
+
+@pytest.mark.parametrize("has_lent", [True, False])
+async def test_what_was_entered_and_never_computed_is_given_back(has_lent: bool) -> None:
+    """The step failed, or the request was cancelled in it."""
+    place = Place()
+    place.add(FILLED[:2])
+    if has_lent:
+        await place.prompt.lend()
+    assert place.lender.loans.num_lent == 4
+    place.prompt.close(is_handed_over=False)
+    place.prompt.look_ahead()  # what the loop was still to do
+    place.check_over()
+
+
+async def test_a_lease_that_was_handed_over_keeps_what_was_computed_and_no_more() -> None:
+    place = Place()
+    place.add(FILLED[:2])
+    await place.prompt.lend()
+    assert place.prompt.hand_over(1.0) and place.lender.loans.num_lent == 2
+    place.prompt.look_ahead()
+    assert place.prompt.problem is None and place.lender.loans.num_lent == 2
+    place.lender.loans.check_integrity()
+    place.prompt.close(is_handed_over=True)
+    place.prompt.release()
+    place.check_over()
