@@ -156,9 +156,16 @@ async def test_what_was_entered_and_never_computed_is_given_back(has_lent: bool)
     if has_lent:
         await place.prompt.lend()
     assert place.lender.loans.num_lent == 4
-    place.prompt.add(FILLED[2:4])
     place.prompt.close(is_handed_over=False)
-    place.prompt.look_ahead()  # what the loop was still to do
+    place.check_over()
+
+
+async def test_a_request_that_is_over_enters_nothing() -> None:
+    """Its first step was: the loop was still to look ahead."""
+    place = Place()
+    place.prompt.add(FILLED[:2])
+    place.prompt.close(is_handed_over=False)
+    place.prompt.look_ahead()
     place.check_over()
 
 
