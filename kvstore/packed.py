@@ -121,7 +121,7 @@ class PackedBlocks(Sequence[Block]):
         if not self.data:
             return []
         tiers, counts = self._column("tier"), self._column("num_tokens")
-        edges = [0, *(np.flatnonzero(np.diff(tiers)) + 1).tolist(), len(tiers)]
+        edges = [0, *(np.flatnonzero(tiers[1:] != tiers[:-1]) + 1).tolist(), len(tiers)]
         return [
             InTier(
                 _TIERS.get(int(tiers[at]), Tier.UNSPECIFIED), end - at, int(counts[at:end].sum())
