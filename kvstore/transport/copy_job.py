@@ -45,7 +45,7 @@ class Unsettled(Exception):
 async def run_copy(
     copy: Callable[[IsStopped], Result],
     deadline: Deadline,
-    begin: Callable[[], None] = lambda: None,
+    begin: Callable[[], None] | None = None,
 ) -> Result:
     """Run `copy`, which looks at its argument between pieces and raises DeadlineExceeded when that
     says so.
@@ -60,7 +60,8 @@ async def run_copy(
         return told.is_set() or deadline.expired
 
     job = asyncio.get_running_loop().run_in_executor(None, copy, is_stopped)
-    begin()
+    if begin is not None:
+        begin()
     cause: BaseException | None = None
     try:
         await asyncio.wait([job], timeout=deadline.left_s() + STALL_S)

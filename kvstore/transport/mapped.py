@@ -16,8 +16,9 @@ promised to keep in place until a time at which the last byte was here (`GetItem
 they were lent at that generation when it promised, and could not be given back since.
 
 A copy goes in pieces (pump.py); deadline and cancellation as in device_shm.py. Only reads: a lender
-takes no bytes. One asyncio loop. Copies are waited for on threads, but the first pieces are given
-at once: that takes 0.1 ms, and a thread takes twice as long to begin.
+takes no bytes. One asyncio loop; copies are given and waited for on threads. But the first pieces
+of what was promised, for which somebody waits, are given at once: that takes 0.1 ms, and a thread
+takes twice as long to begin.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ class MappedTransport:
         self._rpc.check()
         frames, blocks, generations = frames[wanted], blocks[wanted], generations[wanted]
         loop, is_here = asyncio.get_running_loop(), asyncio.Event()
-        # Where it was promised, nobody need be asked: nor is this thread woken to do it.
+        # Where it was promised, nobody need be asked: nor is this loop woken to do it.
         is_promised = time.monotonic() < held_until_s
 
         def here() -> None:
@@ -134,6 +135,8 @@ class MappedTransport:
         flight = Flight(self._pump, len(frames), give)
 
         def copy(is_stopped: IsStopped) -> list[int]:
+            if not is_promised:
+                flight.begin()
             return self._copy_in(flight, blocks, is_stopped, here)
 
         async def confirm() -> set[int]:
@@ -146,7 +149,8 @@ class MappedTransport:
             confirming.add_done_callback(lambda done: done.cancelled() or done.exception())
         stale: set[int] = set()
         try:
-            checksums = await run_copy(copy, deadline, flight.begin)
+            begin = flight.begin if is_promised else None
+            checksums = await run_copy(copy, deadline, begin)
             if confirming is not None:
                 stale = await confirming
             elif not is_held:  # it took longer than was promised

@@ -179,22 +179,26 @@ async def test_a_copy_goes_in_pieces(
     assert np.array_equal(reader.view[20:40], lent.view[:20])
 
 
-async def test_the_first_pieces_are_given_before_a_thread_has_come_to_it(
-    lent: Lending, new_worker: NewWorker
+@pytest.mark.parametrize("is_promised", [True, False])
+async def test_what_was_promised_is_begun_before_a_thread_has_come_to_it(
+    lent: Lending, new_worker: NewWorker, is_promised: bool
 ) -> None:
+    """For that somebody waits; all else leaves the loop alone."""
     reader = await new_worker(lent.address, MAPPED)
     lease_id, blocks = await lent.lend(range(4))
-    pool, may_go_on, moved = ThreadPoolExecutor(1), threading.Event(), threading.Event()
+    pool, is_busy, may_go_on = ThreadPoolExecutor(1), threading.Event(), threading.Event()
     asyncio.get_running_loop().set_default_executor(pool)
-    pool.submit(may_go_on.wait, 20)
-    reader.device.on_move = lambda *_: moved.set()
-    getting = asyncio.create_task(reader.get(lease_id, blocks, range(20, 24)))
-    async with asyncio.timeout(10):
-        while not moved.is_set():
-            await asyncio.sleep(0.001)
-    assert not getting.done()
+    pool.submit(lambda: (is_busy.set(), may_go_on.wait(20)))
+    assert is_busy.wait(20)
+    reader.device.is_given.clear()
+    items = list(zip(blocks, range(20, 24), strict=True))
+    word = Word(held_until_s=time.monotonic() + FOR_LONG_S) if is_promised else Word()
+    getting = asyncio.create_task(reader.client.get_blocks(lease_id, items, within(), word=word))
+    while pool._work_queue.empty():
+        await asyncio.sleep(0)
+    assert reader.device.is_given.is_set() == is_promised and not getting.done()
     may_go_on.set()
-    assert await getting == {}
+    assert not (await getting).failed
     assert np.array_equal(reader.view[20:24], lent.view[:4])
 
 
