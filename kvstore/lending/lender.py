@@ -146,7 +146,8 @@ class Lender:
             lease is of no use then, and the caller's to end.
         """
         block_ids = self.loans.unsealed_of(lease_id)
-        checksums = await asyncio.to_thread(self.memory.checksums, block_ids)
+        loop = asyncio.get_running_loop()
+        checksums = await loop.run_in_executor(None, self.memory.checksums, block_ids)
         self._check_open()
         return self.loans.seal(lease_id, dict(zip(block_ids, checksums, strict=True)))
 

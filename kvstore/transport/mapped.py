@@ -44,7 +44,7 @@ from kvstore.transport.base import (
 )
 from kvstore.transport.copy_job import IsStopped, Unsettled, run_copy
 from kvstore.transport.device import Copies, CopyQueue, Device, Mark, PendingChecksums, Shared
-from kvstore.transport.pump import Flight, Pump
+from kvstore.transport.pump import Flight, Pump, stop_here
 from process.deadline import Deadline
 from process.errors import FailedPrecondition
 from protos import kvstore_pb2
@@ -114,11 +114,13 @@ class MappedTransport:
         held_until_s, is_held = items.held_until_s, False
         exists = frames < self._attached.num_frames
         wanted = np.flatnonzero(exists)
-        failed = dict.fromkeys(np.flatnonzero(~exists).tolist(), MISSING)
+        failed: dict[int, str] = {}
+        if len(wanted) < len(frames):
+            failed = dict.fromkeys(np.flatnonzero(~exists).tolist(), MISSING)
+            frames, blocks, generations = frames[wanted], blocks[wanted], generations[wanted]
         if len(wanted) == 0:
             return GetResult(0, failed)
         self._rpc.check()
-        frames, blocks, generations = frames[wanted], blocks[wanted], generations[wanted]
         loop, is_here = asyncio.get_running_loop(), asyncio.Event()
         # Where it was promised, nobody need be asked: nor is this loop woken to do it.
         is_promised = time.monotonic() < held_until_s
@@ -136,6 +138,7 @@ class MappedTransport:
 
         def copy(is_stopped: IsStopped) -> list[int]:
             if not is_promised:
+                stop_here(is_stopped)
                 flight.begin()
             return self._copy_in(flight, blocks, is_stopped, here)
 

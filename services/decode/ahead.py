@@ -136,9 +136,12 @@ class Ahead:
         ours = copied.blocks
         named = PackedBlocks.of(stretch.blocks(first, copied.end))
         num_same = ours.num_same(named)
+        if num_same == len(ours):
+            self._copied = None
+            return copied
         if num_same:
             self.keep(copied.part(num_same, len(copied.blocks)))
-        if num_same < min(len(ours), len(named)):
+        if num_same < len(named):
             with_checksum = dataclasses.replace(ours[num_same], checksum=named[num_same].checksum)
             self._why_not = CHECKSUM if with_checksum == named[num_same] else FINGERPRINT
         return copied.part(0, num_same) if num_same else None
