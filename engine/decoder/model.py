@@ -117,6 +117,11 @@ class DecoderModel(InOneProcess):
         return not self._is_plain_cache
 
     @property
+    def queues_steps(self) -> bool:  # type: ignore[override]  # as above
+        """See LoadedModel."""
+        return self._device.type == "cuda"
+
+    @property
     def ends(self) -> Ends | None:
         """See LoadedModel."""
         weights = self.decoder.weights
