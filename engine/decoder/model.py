@@ -282,7 +282,10 @@ def _places(batch: Batch, device: torch.device) -> torch.Tensor:
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Kernels are launched on the current device, not on that of their tensors."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    # A number is taken as it is: the device waits meanwhile.
+    return torch.cuda.device(device if device.index is None else device.index)
 
 
 def kv_layout(

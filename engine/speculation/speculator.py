@@ -254,6 +254,8 @@ class Speculator:
     ) -> None:
         self._lessons.hear(events, num_kept)
         self._ended_s = self._clock()
+        if self._config.always:  # nothing is measured
+            return
         num_right = self._lessons.num_right(self._asked)
         seconds = self._ended_s - self._began_s
         own_s = {index: one_s + seen_s.get(index, 0.0) for index, one_s in self._asked.items()}
