@@ -307,7 +307,8 @@ class InFlight:
 
     def _unhold(self, flight: _Flight | _Step) -> None:
         held, flight.held = flight.held, []
-        self._pool.unhold(held)
+        if held:
+            self._pool.unhold(held)
 
     def _held(self) -> Counter[int]:
         return Counter(block_id for one in self._all() for block_id in one.held)

@@ -278,14 +278,15 @@ class Runner:
         speculator = self._speculator
         guesses = {} if speculator is None else speculator.guess(planned, running)
         try:
+            wants = Wants.NONE if speculator is None else speculator.readers.wants
             step = build(
                 planned,
                 self._kv,
                 self._eos_token_ids,
                 guesses,
                 clears_entered=self._model.reads_unwritten,
-                wants_hidden=Wants.NONE if speculator is None else speculator.readers.wants,
-                wants_layers=() if speculator is None else speculator.readers.layers,
+                wants_hidden=wants,
+                wants_layers=speculator.readers.layers if speculator is not None and wants else (),
             )
             fill = self._constraints.begin_fill(step.grammars) if step.has_grammars else None
             try:

@@ -183,20 +183,24 @@ class Speculator:
             trees = choose(trees, self._exploration.load, budget)
         guesses: dict[Key, Guess] = {}
         for task, tree, one in zip(tasks, trees, drafted, strict=True):
-            if not len(one.all_of_them.tree):
+            if one is _NOTHING:
                 continue
             sample = by_key[task.key]
+            num_known = len(sample.token_ids)
             room = self._holdings.room(sample, num_kept_blocks=len(running))
-            room = min(room, self._context_window - len(sample.token_ids), budget)
-            if one.is_raw and len(tree) > room:
-                tree = self._lessons.calibrated(0, tree)
-            guess = in_grammar(tree.best(room), sample.grammar)
+            room = min(room, self._context_window - num_known, budget)
+            if len(tree) > room:
+                if one.is_raw:
+                    tree = self._lessons.calibrated(0, tree)
+                tree = tree.best(room)
+            guess = in_grammar(tree, sample.grammar)
             if self._is_tried(task):
                 guess = with_proposals(guess, task, one.all_of_them)
-            if len(guess.tree) or guess.proposals:
-                self._holdings.grow(sample, len(sample.token_ids) + len(guess.tree))
+            num_nodes = len(guess.tree)
+            if num_nodes or guess.proposals:
+                self._holdings.grow(sample, num_known + num_nodes)
                 guesses[task.key] = guess
-                budget -= len(guess.tree)
+                budget -= num_nodes
         # What is done with the drafts is part of their price.
         rest_s = self._clock() - began - sum(self._asked.values())
         for index in self._asked:
@@ -307,19 +311,18 @@ class Speculator:
         return task.is_drawn and self._config.acceptance == "multi_step"
 
     def _task(self, sample: Sample) -> Task:
-        key = sample.key
         self._roster.meet(sample)
-        max_depth = num_levels(sample)
-        return Task(
-            key,
+        max_depth, sampling = num_levels(sample), sample.request.sampling
+        return Task(  # positional: a third of the price by name
+            sample.key,
             sample.token_ids,
             sample.num_prompt_tokens,
-            sample.sampling,
-            sample.sampling.sample_index + sample.sample_index,
+            sampling,
+            sampling.sample_index + sample.sample_index,
             self._config.max_num_nodes if max_depth > 0 else 0,
             max_depth,
-            is_drawn=self._is_drawn(sample.sampling),
-            chain_hashes=sample.chain_hashes,
+            self._is_drawn(sampling),
+            sample.chain_hashes,
         )
 
     def _is_drawn(self, sampling: Sampling) -> bool:
