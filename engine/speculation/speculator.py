@@ -258,10 +258,9 @@ class Speculator:
     ) -> None:
         self._lessons.hear(events, num_kept)
         self._ended_s = self._clock()
-        if self._config.always:  # nothing is measured
-            return
-        num_right = self._lessons.num_right(self._asked)
         seconds = self._ended_s - self._began_s
+        # Nobody asks for it where guesses are made always.
+        num_right = {} if self._config.always else self._lessons.num_right(self._asked)
         own_s = {index: one_s + seen_s.get(index, 0.0) for index, one_s in self._asked.items()}
         self._exploration.learn(num_rows, seconds, own_s, num_right)
 
