@@ -37,6 +37,7 @@ from engine.models.interface import LoadedModel
 from engine.outlook import Following
 from engine.request import State
 from engine.sampling import pipeline
+from engine.sampling.copies import Mark
 from engine.schedule.order import Key
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
@@ -97,6 +98,8 @@ class Runner:
         """In the call before, and in flight unless it was given up."""
         self._failure: Exception | None = None
         """Of a step that was to be begun then: told by the call that it is for."""
+        self._copied: Mark | None = None
+        """What was copied before the newest plain step."""
         self._eos_token_ids = eos_token_ids
         self._clock = clock
         self.is_device_behind = False
@@ -216,6 +219,7 @@ class Runner:
         self._in_flight.settle()  # rows that were left over: over by now, and nothing is booked yet
         # A draw waits for all that was queued before it.
         self.is_device_behind = not begun.step.draws
+        self._in_flight.has_copied = False
         return self._end(begun, planned, drawn, begun.guesses, scheduler, is_early=is_early)
 
     def _end_begun(self, begun: BegunStep, scheduler: Scheduler, *, is_early: bool) -> Result:
@@ -227,8 +231,7 @@ class Runner:
             self._in_flight.abandon()
             self._take_back(begun)
             raise
-        # What was copied since it was begun may not be over.
-        self.is_device_behind = self._in_flight.has_copied
+        self.is_device_behind = False  # draws are queued when they are asked for
         planned, own, guesses = begun.of_live(drawn, live)
         return self._end(begun, planned, own, guesses, scheduler, is_early=is_early)
 
@@ -242,13 +245,9 @@ class Runner:
         *,
         is_early: bool,
     ) -> Result:
-        """Book what a plain step has drawn, and begin the next one if that `is_early`.
-
-        Args:
-            planned, drawn, guesses: of the step, as far as they are wanted.
-        """
+        """Book what a plain step has drawn, and begin the next one if that `is_early`. Plan, draws
+        and guesses are the step's as far as they are wanted."""
         step, speculator = begun.step, self._speculator
-        self._in_flight.has_copied = False
         embeddings = embeddings_of(step.samples, self._model) if step.batch.wants_hidden else {}
         num_kept: dict[Key, int] = {}
         events = self._book(planned, drawn, guesses, num_kept)
@@ -256,10 +255,12 @@ class Runner:
             seen_s = speculator.readers.see(step, planned, guesses, self._model)
             num_rows = len(step.batch.token_ids)
             speculator.learn(events, num_kept, num_rows=num_rows, seen_s=seen_s)
-        has_begun = is_early and self._begin_next(scheduler)
+        if is_early and self._begin_next(scheduler):
+            # What is told now, and who waits for it, shall not wait for that step.
+            if self._copied is not None:
+                self._copied.wait()
+            self.is_device_behind = self._in_flight.has_copied = False
         self.is_device_behind |= self._in_flight.has_copied
-        if has_begun:
-            self._in_flight.has_copied = False  # its draws wait for that
         num_decodes = step.num_decode_tokens - len(begun.planned) + len(planned)
         num_prefills = len(step.batch.token_ids) - step.num_decode_tokens
         num_prefills -= sum(len(guess.tree) for guess in begun.guesses.values())
@@ -288,6 +289,9 @@ class Runner:
                 wants_hidden=wants,
                 wants_layers=speculator.readers.layers if speculator is not None and wants else (),
             )
+            self._copied = None
+            if self._in_flight.has_copied:
+                self._copied = Mark(self._kv.device)
             fill = self._constraints.begin_fill(step.grammars) if step.has_grammars else None
             try:
                 logits = self._model.forward(step.batch)

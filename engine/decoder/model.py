@@ -49,6 +49,7 @@ MakeGraphs = Callable[[Decoder, KvMemory], PlainGraphs | None]
 """Makes what runs plain steps as graphs, for a decoder on its cache."""
 
 _NO_ROWS = Batch((), (), ())
+_HERE = contextlib.nullcontext()
 
 
 class DecoderModel(InOneProcess):
@@ -284,8 +285,10 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Kernels are launched on the current device, not on that of their tensors."""
     if device.type != "cuda":
         return contextlib.nullcontext()
-    # A number is taken as it is: the device waits meanwhile.
-    return torch.cuda.device(device if device.index is None else device.index)
+    # The device waits meanwhile, and mostly it is the current one.
+    if torch.cuda.current_device() == device.index:
+        return _HERE
+    return torch.cuda.device(device)
 
 
 def kv_layout(

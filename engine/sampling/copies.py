@@ -20,9 +20,9 @@ def bring(words: NDArray[Any], device: torch.device) -> torch.Tensor:
 class Mark:
     """All that was queued so far on a device's current stream."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device | str) -> None:
         self._event: torch.cuda.Event | None = None
-        if device.type == "cuda":
+        if torch.device(device).type == "cuda":
             self._event = torch.cuda.current_stream(device).record_event()
 
     def wait(self) -> None:

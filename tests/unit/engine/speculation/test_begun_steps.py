@@ -25,7 +25,7 @@ from engine.models.interface import LoadedModel
 from engine.plain_ahead import AheadModel
 from engine.request import Request, State
 from engine.sampling import pipeline
-from engine.sampling.copies import Fetched
+from engine.sampling.copies import Fetched, Mark
 from engine.speculation.config import SpeculationConfig
 from engine.speculation.drafter import Draft, Task
 from engine.speculation.tree import EMPTY, TokenTree, chain, merge
@@ -242,6 +242,35 @@ def test_where_a_pass_is_waited_for_nothing_is_begun_early(make_request: Make) -
             assert not engine._in_flight.is_live or queues_steps
         assert [token for tokens in told for token in tokens] == fake.generate(PROMPT, 9)
         assert len(told) == 5
+
+
+def test_who_hears_of_kept_guesses_waits_for_their_move_and_not_for_the_next_step(
+    late: LateFake, make_request: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The right guess lies behind the wrong ones: what is kept of it is moved behind the draws."""
+    marks: list[tuple[str, int]] = []
+
+    class NotedMark(Mark):
+        def __init__(self, device: torch.device | str) -> None:
+            super().__init__(device)
+            marks.append(("made", late.num_forwards))
+
+        def wait(self) -> None:
+            marks.append(("waited for", late.num_forwards))
+            super().wait()
+
+    monkeypatch.setattr("engine.runner.Mark", NotedMark)
+    engine, drafter = _engine(LateModel(late), late)
+    _decoding(engine, make_request("a", PROMPT, max_tokens=40))
+    for num_kept in (1, 1, 0, 1):
+        drafter.num_right = num_kept
+        engine.step()  # with what was guessed before
+        marks.clear()
+        num_forwards = late.num_forwards
+        assert len(tokens_of(engine.step().events)) == 1 + num_kept
+        assert engine._in_flight.is_live and not engine.is_device_behind
+        expected = [("made", num_forwards), ("waited for", num_forwards + 1)]
+        assert marks == (expected if num_kept else [])
 
 
 @pytest.mark.parametrize("others", [0, 1])
