@@ -49,8 +49,6 @@ class _Form(NamedTuple):
     """[S] tokens of each sequence."""
     depths: Ints
     """[N], of each token's position from its sequence's first one's."""
-    steps: list[int]
-    """The same numbers."""
     places: Ints
     """[N], of each token's slot from its sequence's first one's."""
     tokens: Struct
@@ -134,16 +132,14 @@ class TreeWords:
         if own is None or not self.pinned.is_kept:
             own = self._form = self._put_form(shape, spans)
         own.tokens.pack_into(own.token_ids, 0, *batch.token_ids)
+        starts: int | Ints
         if len(spans) == 1:
-            # The device waits, and the first sum of arrays since the last step takes its time.
-            start = own.num_cached[0] = spans[0].start
-            own.tokens.pack_into(own.positions.data, 0, *[start + depth for depth in own.steps])
-            own.tokens.pack_into(own.slots.data, 0, *range(start, start + len(own.steps)))
+            starts = own.num_cached[0] = spans[0].start
         else:
             own.num_cached[:] = [span.start for span in spans]
             starts = own.num_cached.repeat(own.counts)
-            np.add(own.depths, starts, out=own.positions)
-            np.add(own.places, starts, out=own.slots)
+        np.add(own.depths, starts, out=own.positions)
+        np.add(own.places, starts, out=own.slots)
         for table, span in zip(own.tables, spans, strict=True):
             table[: len(span.block_ids)] = table_of(span.block_ids)
 
@@ -165,7 +161,6 @@ class TreeWords:
         return _Form(
             counts=counts,
             depths=parts["depths"][:num_rows],
-            steps=parts["depths"][:num_rows].tolist(),
             places=numbers - (ends - counts).repeat(counts),
             tokens=Struct(f"={num_rows}i"),
             token_ids=parts["token_ids"][:num_rows].data,
