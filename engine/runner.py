@@ -14,8 +14,9 @@ Where somebody is asked, the next step depends on what this one has drawn, and t
 the host. So that step is begun in the very call that has booked this one, before its events are
 told, if a model that `queues_steps` computes it, nobody waits and nothing but decodes is to come:
 then it is the step that the next call would begin, unless somebody is taken out of it in between
-(engine/in_flight.py), and who comes in between waits for one step more. Not with grammars, whose
-masks would keep the events back, nor with drafters that go by hidden states.
+(engine/in_flight.py), and who comes in between waits for one step more. Not where that would keep
+the events back: with grammars, whose masks take their time, and drafters that do; nor with drafters
+that go by hidden states.
 """
 
 from __future__ import annotations
@@ -306,12 +307,13 @@ class Runner:
         return BegunStep(planned, guesses, step, logits, fill)
 
     def _begin_next(self, scheduler: Scheduler) -> bool:
-        """Begin the step after the one that was just booked, if it is known, and somebody may be
-        asked for it. Returns: whether it has begun."""
+        """The step after the one that was just booked, if it is known whose that is, and somebody
+        may be asked for it. Returns: whether it has begun."""
         speculator, running = self._speculator, scheduler.running
         if speculator is None or not running or not scheduler.is_settled:
             return False
-        if speculator.readers.wants is not Wants.NONE or not _may_be_early(running.values()):
+        can_be = speculator.readers.wants is Wants.NONE and speculator.is_quick
+        if not (can_be and _may_be_early(running.values())):
             return False
         planned = [(sequence, 1) for sequence in running.values()]
         speculator.begin(planned)

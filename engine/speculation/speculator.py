@@ -43,6 +43,10 @@ from engine.speculation.tree import EMPTY, TokenTree, merge, numbered
 from engine.step_output import RequestEvent
 from process.settings import SettingsError
 
+_QUICK_S = 0.0005
+"""Guesses that take no longer may be asked for before events are told: several times what a lookup
+takes, and what the host saves by it; a draft model takes longer. Guessed."""
+
 
 class _Drafted(NamedTuple):
     """All drafters' guesses for one task."""
@@ -104,6 +108,11 @@ class Speculator:
         self._exploration = Exploration(
             len(drafters), always=config.always, measures_again=measures_again
         )
+
+    @property
+    def is_quick(self) -> bool:
+        """It took no time to speak of to guess for the newest step."""
+        return sum(self._asked.values()) <= _QUICK_S
 
     def begin(self, planned: Sequence[Planned]) -> None:
         """A step of this plan begins. Whoever decodes waits from one step's end to the next one's,

@@ -121,8 +121,10 @@ class Branches:
         self._fake = fake
         self._rng = rng
         self.num_right, self.num_wrong = 1, 6
+        self.now_s, self.takes_s = 0.0, 0.0
 
     def propose(self, tasks: Sequence[Task]) -> list[Draft]:
+        self.now_s += self.takes_s
         return [Draft(self._tree(task).best(task.num_nodes), {}) for task in tasks]
 
     def _tree(self, task: Task) -> TokenTree:
@@ -181,7 +183,9 @@ def _engine(
         "max_num_running": 8,
         "speculation": SpeculationConfig(max_num_nodes=8, always=True),
     }
-    return Engine(EngineConfig(**defaults | config), model, drafters=[drafter]), drafter
+    config = defaults | config
+    engine = Engine(EngineConfig(**config), model, drafters=[drafter], clock=lambda: drafter.now_s)
+    return engine, drafter
 
 
 def _late_engine(fake: LateFake, **fields: Any) -> Engine:
@@ -271,6 +275,21 @@ def test_who_hears_of_kept_guesses_waits_for_their_move_and_not_for_the_next_ste
         assert engine._in_flight.is_live and not engine.is_device_behind
         expected = [("made", num_forwards), ("waited for", num_forwards + 1)]
         assert marks == (expected if num_kept else [])
+
+
+def test_a_slow_drafter_keeps_no_events_back(late: LateFake, make_request: Make) -> None:
+    engine, drafter = _engine(LateModel(late), late)
+    events = _decoding(engine, make_request("a", PROMPT, max_tokens=20))
+    drafter.takes_s = 0.005
+    events += engine.step().events  # it is known behind the first one
+    for _ in range(2):
+        events += engine.step().events
+        assert not engine._in_flight.is_live
+    drafter.takes_s = 0.0001
+    events += engine.step().events
+    assert engine._in_flight.is_live
+    events += _rest(engine)
+    assert _of(events, "a") == late.generate(PROMPT, 20)
 
 
 @pytest.mark.parametrize("others", [0, 1])
