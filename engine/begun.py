@@ -13,7 +13,7 @@ import torch
 from engine.constraints import masked
 from engine.in_flight import StepRow
 from engine.sampling import pipeline
-from engine.sampling.copies import Fetched
+from engine.sampling.copies import Fetched, Mark
 from engine.sampling.row import Drawn
 from engine.schedule.order import Key
 from engine.sequence import Sequence
@@ -31,6 +31,9 @@ class BegunStep:
         planned: (sequence, number of its tokens).
         guesses: what hangs on the last of them.
         logits: [R, V], which hold until the next forward pass.
+
+    Args:
+        copied: before the forward pass, and nobody has waited for it.
     """
 
     def __init__(
@@ -40,12 +43,14 @@ class BegunStep:
         step: Step,
         logits: torch.Tensor,
         fill: Fill | None,
+        copied: Mark | None,
     ) -> None:
         self.planned = planned
         self.guesses = guesses
         self.step = step
         self.logits = logits
         self._fill = fill
+        self._copied = copied
         self._drawing: Callable[[], list[Drawn]] | None = None
 
     def rows(self) -> list[tuple[Sequence, StepRow]]:
@@ -54,6 +59,11 @@ class BegunStep:
             (one, StepRow(one.key, span.start, span.num_tokens, span.block_ids))
             for (one, _), span in zip(self.planned, self.step.batch.spans, strict=True)
         ]
+
+    def wait_for_copies(self) -> None:
+        """What was copied before it is over."""
+        if self._copied is not None:
+            self._copied.wait()
 
     def begin_draws(self) -> None:
         """Queue them."""

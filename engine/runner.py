@@ -99,8 +99,6 @@ class Runner:
         """In the call before, and in flight unless it was given up."""
         self._failure: Exception | None = None
         """Of a step that was to be begun then: told by the call that it is for."""
-        self._copied: Mark | None = None
-        """What was copied before the newest plain step."""
         self._eos_token_ids = eos_token_ids
         self._clock = clock
         self.is_device_behind = False
@@ -256,10 +254,9 @@ class Runner:
             seen_s = speculator.readers.see(step, planned, guesses, self._model)
             num_rows = len(step.batch.token_ids)
             speculator.learn(events, num_kept, num_rows=num_rows, seen_s=seen_s)
-        if is_early and self._begin_next(scheduler):
-            # What is told now, and who waits for it, shall not wait for that step.
-            if self._copied is not None:
-                self._copied.wait()
+        following = self._begin_next(scheduler) if is_early else None
+        if following is not None:
+            following.wait_for_copies()  # or who is told now would wait for that step, too
             self.is_device_behind = self._in_flight.has_copied = False
         self.is_device_behind |= self._in_flight.has_copied
         num_decodes = step.num_decode_tokens - len(begun.planned) + len(planned)
@@ -290,9 +287,7 @@ class Runner:
                 wants_hidden=wants,
                 wants_layers=speculator.readers.layers if speculator is not None and wants else (),
             )
-            self._copied = None
-            if self._in_flight.has_copied:
-                self._copied = Mark(self._kv.device)
+            copied = Mark(self._kv.device) if self._in_flight.has_copied else None
             fill = self._constraints.begin_fill(step.grammars) if step.has_grammars else None
             try:
                 logits = self._model.forward(step.batch)
@@ -304,29 +299,29 @@ class Runner:
             if speculator is not None:
                 speculator.take_back(planned, guesses)
             raise
-        return BegunStep(planned, guesses, step, logits, fill)
+        return BegunStep(planned, guesses, step, logits, fill, copied)
 
-    def _begin_next(self, scheduler: Scheduler) -> bool:
+    def _begin_next(self, scheduler: Scheduler) -> BegunStep | None:
         """The step after the one that was just booked, if it is known whose that is, and somebody
-        may be asked for it. Returns: whether it has begun."""
+        may be asked for it."""
         speculator, running = self._speculator, scheduler.running
         if speculator is None or not running or not scheduler.is_settled:
-            return False
+            return None
         can_be = speculator.readers.wants is Wants.NONE and speculator.is_quick
         if not (can_be and _may_be_early(running.values())):
-            return False
+            return None
         planned = [(sequence, 1) for sequence in running.values()]
         speculator.begin(planned)
         if speculator.rests(planned) or not self._rows.grow_by_one(running.values()):
-            return False
+            return None
         try:
             begun = self._begin(planned, running)
         except Exception as failure:
             self._failure = failure
-            return False
+            return None
         self._in_flight.begin(begun.rows(), begun)
         self._begun = begun
-        return True
+        return begun
 
     def _take_back(self, begun: BegunStep) -> None:
         """It failed, or nobody wants it."""
