@@ -43,9 +43,10 @@ from engine.speculation.tree import EMPTY, TokenTree, merge, numbered
 from engine.step_output import RequestEvent
 from process.settings import SettingsError
 
-_QUICK_S = 0.0005
-"""Guesses that take no longer may be asked for before events are told: several times what a lookup
-takes, and what the host saves by it; a draft model takes longer. Guessed."""
+_QUICK_S = 0.001
+"""Guesses that take no longer may be asked for before events are told: those of lookups, as a rule;
+a draft model takes several times as long, and would keep the events back for what the host saves by
+it. Guessed."""
 
 
 class _Drafted(NamedTuple):
