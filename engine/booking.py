@@ -143,6 +143,7 @@ class Booking:
         node: int | None = ROOT
         reason: FinishReason | None = None
         error: EngineError | None = None
+        children = tree.children
         while node is not None:
             one = drawn[1 + node]
             error = one.error
@@ -159,7 +160,8 @@ class Booking:
             taken.append((one, num_known))
             node = None
             if reason is None and num_known == num_before + len(path) + 1:  # nothing was forced
-                node = tree.child(path[-1] if path else ROOT, sequence.token_ids[-1])
+                below = children.get(path[-1] if path else ROOT)
+                node = None if below is None else below.get(sequence.token_ids[-1])
             if node is not None:
                 path.append(node)
         if error is not None and not taken:

@@ -213,6 +213,17 @@ class DecodeRows:
         )
         return _Part(sequence, start, num_tokens, draw, has_drawn) if ahead.takes(draw) else None
 
+    def grow_by_one(self, sequences: Iterable[Sequence]) -> bool:
+        """Take the blocks that these lack for their last token, the only one that they have to
+        compute. False: there are not enough, and none was taken."""
+        size = self._holdings.block_size
+        growing = [
+            (one, len(one.token_ids))
+            for one in sequences
+            if one.is_tail_shared or len(one.token_ids) > len(one.block_ids) * size
+        ]
+        return not growing or self._grow(growing)
+
     def _grow(self, growing: list[tuple[Sequence, int]]) -> bool:
         """Take the blocks that are missing. False: there are not enough, and none was taken.
 

@@ -51,7 +51,16 @@ class Holdings:
 
     def _make_room(self, num_blocks: int) -> None:
         if num_blocks > self.pool.num_available:
-            self.in_flight.settle()
+            self._settle()
+
+    def _settle(self) -> bool:
+        """Wait for what is in flight, and have back what guesses took of others. False: that gives
+        nothing."""
+        growing = self.in_flight.give_up_step()
+        num_before = self.pool.num_available
+        for sequence in growing:
+            self.shrink(sequence)
+        return self.in_flight.settle() or self.pool.num_available > num_before
 
     # -- first blocks
 
@@ -104,7 +113,7 @@ class Holdings:
         try:
             return self.tree.reserve(chain_hashes, num_blocks)
         except NoBlocks:
-            if not self.in_flight.settle():
+            if not self._settle():
                 raise
             return self.tree.reserve(chain_hashes, num_blocks)
 

@@ -1,5 +1,6 @@
 """InFlight: the launches whose draws are not booked yet (DecodesAhead, engine/models/interface.py),
-and what must not be touched because of them. Knows no scheduling and no events.
+or the plain step that was begun early (engine/runner.py), and what must not be touched because of
+them. Knows no scheduling and no events.
 
 A launched step is the engine's next step, computed early: until it is booked, every sequence is as
 if it had not begun. So a sequence may end, lose its blocks or go away while a launch still has a
@@ -9,18 +10,21 @@ transfer writes into them. Its other blocks are only read for a draw that nobody
 at once.
 
 The held ones count as free for whoever asks how many there are: `settle` makes them so, by waiting
-for the launch. Nothing else of the engine's state tells that something is in flight.
+for the launch. Nothing else of the engine's state tells that something is in flight, but for blocks
+that the samples of a begun step have for guesses: whoever needs those gives the step up
+(`give_up_step`), and it is computed again.
 
-Invariants: at most two launches are unread; every live row computes the first tokens that its
-sequence has to compute, all of them if it draws; every block that a left-over row in an unread
-launch writes into is held. Engine thread only.
+Invariants: at most two launches are unread, or one begun step has live rows; every live row
+computes the first tokens that its sequence has to compute, all of them if it draws; every block
+that a left-over row in an unread launch or step writes into is held. Engine thread only.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple, cast
+from collections.abc import Iterable, Iterator, Mapping, Set
+from typing import NamedTuple, Protocol, cast
 
 from engine.errors import IntegrityError
 from engine.kv.block_pool import BlockPool
@@ -30,6 +34,33 @@ from engine.schedule.order import Key
 from engine.sequence import Sequence
 
 Planned = tuple[Sequence, LaunchRow]
+
+
+class Begun(Protocol):
+    """A plain step that is under way."""
+
+    def draws(self) -> list[Drawn]:
+        """Wait for it: its draws. Once."""
+        ...
+
+    def wait(self) -> None:
+        """Until it touches the cache no more; nobody wants its draws."""
+        ...
+
+
+class StepRow(NamedTuple):
+    """What a begun step computes of one sample: its last token, and guesses behind it."""
+
+    key: Key
+
+    position: int
+    """Of that token."""
+
+    num_tokens: int
+    """Slots that are written, from that position on."""
+
+    block_ids: tuple[int, ...]
+    """That hold all tokens up to the last of them."""
 
 
 class Taken(NamedTuple):
@@ -59,8 +90,20 @@ class _Flight:
         self.held: list[int] = []
 
 
+class _Step:
+    """One begun step: its live rows, and once it was waited for its draws, if any row was live."""
+
+    __slots__ = ("begun", "drawn", "held", "live")
+
+    def __init__(self, begun: Begun, planned: Iterable[tuple[Sequence, StepRow]]) -> None:
+        self.begun: Begun | None = begun  # None: it is over
+        self.live = {row.key: (sequence, row) for sequence, row in planned}
+        self.drawn: list[Drawn] = []
+        self.held: list[int] = []
+
+
 class InFlight:
-    """See the module. Between two steps at most one launch is in it.
+    """See the module. Between two steps at most one launch is in it, or one begun step.
 
     Args:
         ahead: None: nothing is ever launched, and all of this is empty.
@@ -71,6 +114,7 @@ class InFlight:
         self._pool = pool
         self._block_size = block_size
         self._flights: deque[_Flight] = deque()
+        self._step: _Step | None = None
         self.num_left_over = 0
         """Rows computed for nothing, since start."""
         self.has_copied = False
@@ -82,7 +126,9 @@ class InFlight:
 
     @property
     def is_live(self) -> bool:
-        """The next step, or a part of it, was launched already."""
+        """The next step, or a part of it, was launched or begun already."""
+        if self._step is not None and self._step.live:
+            return True
         return any(flight.live for flight in self._flights)
 
     def live(self) -> dict[Key, Planned]:
@@ -131,6 +177,50 @@ class InFlight:
             [drawn[key] for key in flight.rows if key in live],
         )
 
+    def begin(self, planned: Iterable[tuple[Sequence, StepRow]], begun: Begun) -> None:
+        """A plain step is under way. Nothing else is."""
+        if self._flights or self._step is not None:
+            raise IntegrityError("a step was begun beside another, or beside a launch")
+        self._step = _Step(begun, planned)
+
+    def take_step(self) -> tuple[list[Drawn], Set[Key]]:
+        """Wait for the begun step, and forget it. An exception leaves nothing in flight.
+
+        Returns: all its draws, those of rows that were left over, too; whose rows are live.
+        """
+        step = self._step
+        if step is None:
+            raise IntegrityError("no step was begun")
+        self._wait_for_step()
+        self._step = None
+        return step.drawn, step.live.keys()
+
+    def give_up_step(self) -> list[Sequence]:
+        """Wait for the begun step, and forget it as if it had never begun. Returns: whose blocks
+        may be too many now."""
+        step, self._step = self._step, None
+        if step is None:
+            return []
+        if step.begun is not None:
+            step.begun.wait()
+        self._unhold(step)
+        return [sequence for sequence, _ in step.live.values()]
+
+    def _wait_for_step(self) -> None:
+        step = self._step
+        if step is None or step.begun is None:
+            return
+        try:
+            if step.live:
+                step.drawn = step.begun.draws()
+            else:
+                step.begun.wait()
+        except BaseException:
+            self.abandon()
+            raise
+        step.begun = None
+        self._unhold(step)
+
     def _drop_left_over(self) -> None:
         """Wait for launches at the front of which no row is live, unless it is the only one."""
         while len(self._flights) > 1 and not self._flights[0].live:
@@ -140,9 +230,12 @@ class InFlight:
     def settle(self) -> bool:
         """Wait for all that is in flight; the draws of live rows stay for the next step. Returns:
         whether blocks were held by it."""
-        if not self._flights:
+        if not self._flights and self._step is None:
             return False
-        has_held = any(flight.held for flight in self._flights)
+        has_held = any(one.held for one in self._all())
+        self._wait_for_step()
+        if self._step is not None and not self._step.live:
+            self._step = None
         for flight in tuple(self._flights):
             self._read(flight)
             if not flight.live:
@@ -165,13 +258,18 @@ class InFlight:
         """Wait for all that is in flight, and forget it as if it had never begun."""
         if self._ahead is not None:
             self._ahead.drain()
-        flights, self._flights = self._flights, deque()
-        for flight in flights:
-            self._unhold(flight)
+        if self._step is not None and self._step.begun is not None:
+            # A device that failed touches nothing any more, and says so again at the next step.
+            with contextlib.suppress(RuntimeError):
+                self._step.begun.wait()
+        everything = self._all()
+        self._flights, self._step = deque(), None
+        for one in everything:
+            self._unhold(one)
 
     def close(self) -> None:
         """Wait for what is in flight; nothing is launched any more."""
-        if self._flights:
+        if self._all():
             self.abandon()
 
     # -- blocks
@@ -186,26 +284,39 @@ class InFlight:
             del flight.live[sequence.key]
             self.num_left_over += 1
             if flight.launch is not None:
-                block_ids = row.block_ids[self._written(row)]
-                self._pool.hold(block_ids)
-                flight.held += block_ids
+                self._hold(flight, row)
+        step = self._step
+        if step is not None and step.live.get(sequence.key, (None,))[0] is sequence:
+            _, own = step.live.pop(sequence.key)
+            self.num_left_over += 1
+            if step.begun is not None:
+                self._hold(step, own)
 
-    def _written(self, row: LaunchRow) -> slice:
+    def _hold(self, flight: _Flight | _Step, row: LaunchRow | StepRow) -> None:
+        block_ids = row.block_ids[self._written(row)]
+        self._pool.hold(block_ids)
+        flight.held += block_ids
+
+    def _written(self, row: LaunchRow | StepRow) -> slice:
         """Which of its blocks it writes into."""
         size = self._block_size
         return slice(row.position // size, -(-(row.position + row.num_tokens) // size))
 
-    def _unhold(self, flight: _Flight) -> None:
+    def _all(self) -> list[_Flight | _Step]:
+        return [*self._flights] if self._step is None else [*self._flights, self._step]
+
+    def _unhold(self, flight: _Flight | _Step) -> None:
         held, flight.held = flight.held, []
-        self._pool.unhold(held)
+        if held:
+            self._pool.unhold(held)
 
     def _held(self) -> Counter[int]:
-        return Counter(block_id for flight in self._flights for block_id in flight.held)
+        return Counter(block_id for one in self._all() for block_id in one.held)
 
     @property
     def num_idle_blocks(self) -> int:
         """Blocks that `settle` would give back: nobody else uses or holds them."""
-        if not any(flight.held for flight in self._flights):
+        if not any(one.held for one in self._all()):
             return 0
         return sum(
             not self._pool.num_references(block_id) and self._pool.num_holds(block_id) == num_held
@@ -240,6 +351,8 @@ class InFlight:
         for flight in self._flights:
             if flight.held and flight.launch is None:
                 raise IntegrityError("blocks are held for a launch that was read")
+        if self._step is not None:
+            self._check_step(self._step, known)
         for block_id, num_held in self._held().items():
             if self._pool.num_holds(block_id) < num_held:
                 raise IntegrityError(f"block {block_id} is written by a launch, but not held")
@@ -247,3 +360,17 @@ class InFlight:
     def _live_rows(self) -> Iterator[tuple[Key, Planned]]:
         for flight in self._flights:
             yield from flight.live.items()
+
+    def _check_step(self, step: _Step, known: Mapping[Key, Sequence]) -> None:
+        if self._flights and step.live:
+            raise IntegrityError("a step is under way beside a launch")
+        if step.held and step.begun is None:
+            raise IntegrityError("blocks are held for a step that is over")
+        for key, (sequence, row) in step.live.items():
+            if known.get(key) is not sequence:
+                raise IntegrityError(f"{key} is in a step, and is no more")
+            if row.position != sequence.num_computed_tokens or sequence.num_pending_tokens != 1:
+                raise IntegrityError(f"{key} is in a step at {row.position}, and is elsewhere")
+            written = self._written(row)
+            if tuple(sequence.block_ids[written]) != row.block_ids[written]:
+                raise IntegrityError(f"{key} is in a step in a block that it lost")

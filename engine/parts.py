@@ -148,6 +148,7 @@ class Parts:
             ),
             Foresight(self.scheduler, self.holdings.block_size),
             self.speculator,
+            begins_early=self.ahead is not None and model.queues_steps,
             eos_token_ids=eos_token_ids,
             clock=clock,
         )

@@ -102,6 +102,7 @@ class AheadModel:
         self.check_integrity = model.check_integrity
         self.watch = model.watch
         self.reads_unwritten = model.reads_unwritten
+        self.queues_steps = True
         self.close = model.close
         self.launches = PlainAhead(
             model, is_late=is_late, max_rows=max_rows, takes=takes, takes_prompts=takes_prompts

@@ -9,18 +9,26 @@ has a token and its cache, or the model takes prompts, too, else in a plain step
 events are those of plain steps. Where somebody guesses, decode steps are launched while nobody
 would be asked anyway (Speculator.rests): when that ends, nothing follows what is in flight, and the
 step after it is a plain one.
+
+Where somebody is asked, the next step depends on what this one has drawn, and the device waits for
+the host. So that step is begun in the very call that has booked this one, before its events are
+told, if a model that `queues_steps` computes it, nobody waits and nothing but decodes is to come:
+then it is the step that the next call would begin, unless somebody is taken out of it in between
+(engine/in_flight.py), and who comes in between waits for one step more. Not where that would keep
+the events back: with grammars, whose masks take their time, and drafters that do; nor with drafters
+that go by hidden states.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Values
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import torch
 
+from engine.begun import BegunStep
 from engine.booking import Booking
-from engine.constraints import Constraints, masked
+from engine.constraints import Constraints
 from engine.decode_rows import DecodeRows
 from engine.errors import IntegrityError
 from engine.foresight import Foresight
@@ -30,6 +38,7 @@ from engine.models.interface import LoadedModel
 from engine.outlook import Following
 from engine.request import State
 from engine.sampling import pipeline
+from engine.sampling.copies import Mark
 from engine.schedule.order import Key
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
@@ -38,6 +47,7 @@ from engine.speculation.heads.hidden import Wants
 from engine.speculation.speculator import Speculator
 from engine.step_builder import Step, build
 from engine.step_output import RequestEvent
+from engine.told import embeddings_of, with_embedding
 
 
 class Result(NamedTuple):
@@ -57,6 +67,7 @@ class Runner:
     """See the module.
 
     Args:
+        begins_early: a step that somebody may be asked for is begun in the call before.
         clock: of the metrics.
     """
 
@@ -71,6 +82,7 @@ class Runner:
         foresight: Foresight,
         speculator: Speculator | None,
         *,
+        begins_early: bool,
         eos_token_ids: frozenset[int],
         clock: Callable[[], float],
     ) -> None:
@@ -82,6 +94,11 @@ class Runner:
         self._rows = rows
         self._foresight = foresight
         self._speculator = speculator
+        self._begins_early = begins_early and speculator is not None
+        self._begun: BegunStep | None = None
+        """In the call before, and in flight unless it was given up."""
+        self._failure: Exception | None = None
+        """Of a step that was to be begun then: told by the call that it is for."""
         self._eos_token_ids = eos_token_ids
         self._clock = clock
         self.is_device_behind = False
@@ -89,11 +106,16 @@ class Runner:
 
     @property
     def has_begun(self) -> bool:
-        """The next step was launched already."""
+        """The next step was launched or begun already."""
         return self._in_flight.is_live
 
     def run(
-        self, plan: Mapping[Key, int], scheduler: Scheduler, *, is_admitting: bool = True
+        self,
+        plan: Mapping[Key, int],
+        scheduler: Scheduler,
+        *,
+        is_admitting: bool = True,
+        is_settled: bool = False,
     ) -> Result:
         """Compute a plan that is not empty, and whose sequences have their blocks; or what
         `has_begun`, if something has: then there is no plan.
@@ -103,8 +125,18 @@ class Runner:
         Args:
             scheduler: asked for the step after the one that is in flight.
             is_admitting: as of its `plan_after`.
+            is_settled: nobody is known who is not the scheduler's matter yet.
         """
         running = scheduler.running
+        is_early = self._begins_early and is_settled
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            if self._in_flight.is_live:
+                return self._end_begun(begun, scheduler, is_early=is_early)
+            self._take_back(begun)
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
         speculator, is_first = self._speculator, not self._in_flight.is_live
         planned = [(running[key], num_tokens) for key, num_tokens in plan.items()]
         if speculator is not None:
@@ -116,7 +148,7 @@ class Runner:
             is_resting = speculator is None or speculator.rests(planned)
             rows = self._rows.of_plan(planned) if is_resting else None
             if rows is None:
-                return self._compute(planned, running)
+                return self._compute(planned, scheduler, is_early=is_early)
             self._in_flight.launch(rows)
             # Others were let in just now: there is room for more only where the next step is one
             # with prompts, too.
@@ -172,82 +204,137 @@ class Runner:
         return self._speculator.rests(staying + joining, num_unread=1)
 
     def _compute(
-        self, planned: list[tuple[Sequence, int]], running: Mapping[Key, Sequence]
+        self, planned: list[tuple[Sequence, int]], scheduler: Scheduler, *, is_early: bool
     ) -> Result:
         """A plain step."""
+        self.is_device_behind = True
+        begun = self._begin(planned, scheduler.running)
+        try:
+            self._use_wait(begun)
+            drawn = begun.draws()
+        except BaseException:
+            self._take_back(begun)
+            raise
+        self._in_flight.settle()  # rows that were left over: over by now, and nothing is booked yet
+        # A draw waits for all that was queued before it.
+        self.is_device_behind = not begun.step.draws
+        self._in_flight.has_copied = False
+        return self._end(begun, planned, drawn, begun.guesses, scheduler, is_early=is_early)
+
+    def _end_begun(self, begun: BegunStep, scheduler: Scheduler, *, is_early: bool) -> Result:
+        """A plain step that is in flight, for those who are live still."""
+        try:
+            self._use_wait(begun)
+            drawn, live = self._in_flight.take_step()
+        except BaseException:
+            self._in_flight.abandon()
+            self._take_back(begun)
+            raise
+        self.is_device_behind = False  # draws are queued when they are asked for
+        planned, own, guesses = begun.of_live(drawn, live)
+        return self._end(begun, planned, own, guesses, scheduler, is_early=is_early)
+
+    def _end(
+        self,
+        begun: BegunStep,
+        planned: list[tuple[Sequence, int]],
+        drawn: list[pipeline.Drawn],
+        guesses: Mapping[Key, Guess],
+        scheduler: Scheduler,
+        *,
+        is_early: bool,
+    ) -> Result:
+        """Book what a plain step has drawn, and begin the next one if that `is_early`. Plan, draws
+        and guesses are the step's as far as they are wanted."""
+        step, speculator = begun.step, self._speculator
+        embeddings = embeddings_of(step.samples, self._model) if step.batch.wants_hidden else {}
+        num_kept: dict[Key, int] = {}
+        events = self._book(planned, drawn, guesses, num_kept)
+        if speculator is not None:
+            seen_s = speculator.readers.see(step, planned, guesses, self._model)
+            num_rows = len(step.batch.token_ids)
+            speculator.learn(events, num_kept, num_rows=num_rows, seen_s=seen_s)
+        following = self._begin_next(scheduler) if is_early else None
+        if following is not None:
+            following.wait_for_copies()  # or who is told now would wait for that step, too
+            self.is_device_behind = self._in_flight.has_copied = False
+        self.is_device_behind |= self._in_flight.has_copied
+        num_decodes = step.num_decode_tokens - len(begun.planned) + len(planned)
+        num_prefills = len(step.batch.token_ids) - step.num_decode_tokens
+        num_prefills -= sum(len(guess.tree) for guess in begun.guesses.values())
+        if embeddings:
+            events = [with_embedding(event, embeddings) for event in events]
+        if step.has_beams:
+            events += self._book_beams(step, begun.logits)
+        num_guessed = sum(len(guess.tree) for guess in guesses.values())
+        num_all_kept = sum(num_kept.values())
+        return Result(events, num_prefills, num_decodes + num_all_kept, num_guessed, num_all_kept)
+
+    def _begin(
+        self, planned: list[tuple[Sequence, int]], running: Mapping[Key, Sequence]
+    ) -> BegunStep:
+        """Queue a plain step's forward pass."""
         speculator = self._speculator
         guesses = {} if speculator is None else speculator.guess(planned, running)
         try:
+            wants = Wants.NONE if speculator is None else speculator.readers.wants
             step = build(
                 planned,
                 self._kv,
                 self._eos_token_ids,
                 guesses,
                 clears_entered=self._model.reads_unwritten,
-                wants_hidden=Wants.NONE if speculator is None else speculator.readers.wants,
-                wants_layers=() if speculator is None else speculator.readers.layers,
+                wants_hidden=wants,
+                wants_layers=speculator.readers.layers if speculator is not None and wants else (),
             )
-            self.is_device_behind = True
-            logits, drawn = self._draw(step, planned, guesses)
+            copied = Mark(self._kv.device) if self._in_flight.has_copied else None
+            fill = self._constraints.begin_fill(step.grammars) if step.has_grammars else None
+            try:
+                logits = self._model.forward(step.batch)
+            except BaseException:
+                if fill is not None:
+                    fill.result()  # it works on states that the next step will touch
+                raise
         except BaseException:
-            if self._speculator is not None:
-                self._speculator.take_back(planned, guesses)
+            if speculator is not None:
+                speculator.take_back(planned, guesses)
             raise
-        self._in_flight.settle()  # rows that were left over: over by now, and nothing is booked yet
-        self.is_device_behind = not step.draws  # a draw waits for all that was queued before it
-        self._in_flight.has_copied = False
-        embeddings = self._embeddings(step) if step.batch.wants_hidden else {}
-        num_kept: dict[Key, int] = {}
-        events = self._book(planned, drawn, guesses, num_kept)
-        self.is_device_behind |= self._in_flight.has_copied
-        num_guessed = sum(len(guess.tree) for guess in guesses.values())
-        num_decodes = step.num_decode_tokens
-        num_prefills = len(step.batch.token_ids) - num_decodes - num_guessed
-        if self._speculator is not None:
-            seen_s = self._speculator.readers.see(step, planned, guesses, self._model)
-            num_rows = len(step.batch.token_ids)
-            self._speculator.learn(events, num_kept, num_rows=num_rows, seen_s=seen_s)
-        if embeddings:
-            events = [_with_embedding(event, embeddings) for event in events]
-        if step.has_beams:
-            events += self._book_beams(step, logits)
-        num_all_kept = sum(num_kept.values())
-        return Result(events, num_prefills, num_decodes + num_all_kept, num_guessed, num_all_kept)
+        return BegunStep(planned, guesses, step, logits, fill, copied)
 
-    def _draw(
-        self, step: Step, planned: list[tuple[Sequence, int]], guesses: Mapping[Key, Guess]
-    ) -> tuple[torch.Tensor, list[pipeline.Drawn]]:
-        """Logits [R, V] of all rows, and what was drawn from those that are not beams'."""
-        fill = self._constraints.begin_fill(step.grammars) if step.has_grammars else None
+    def _begin_next(self, scheduler: Scheduler) -> BegunStep | None:
+        """The step after the one that was just booked, if it is known whose that is, and somebody
+        may be asked for it."""
+        speculator, running = self._speculator, scheduler.running
+        if speculator is None or not running or not scheduler.is_settled:
+            return None
+        can_be = speculator.readers.wants is Wants.NONE and speculator.is_quick
+        if not (can_be and _may_be_early(running.values())):
+            return None
+        planned = [(sequence, 1) for sequence in running.values()]
+        speculator.begin(planned)
+        if speculator.rests(planned) or not self._rows.grow_by_one(running.values()):
+            return None
         try:
-            logits = self._model.forward(step.batch)
-        except BaseException:
-            if fill is not None:
-                fill.result()  # it works on states that the next step will touch
-            raise
-        draws: Values[pipeline.Draw] = step.draws
-        if not draws:
-            return logits, []
-        if fill is not None:
-            draws = masked(draws, step.rows, step.grammars, fill)
-        drawing = pipeline.begin(logits, draws, None if step.is_plain else step.rows)
-        self._foresight.use_wait(planned)
-        if self._speculator is not None:
-            self._speculator.use_wait(guesses)
-        return logits, drawing()
+            begun = self._begin(planned, running)
+        except Exception as failure:
+            self._failure = failure
+            return None
+        self._in_flight.begin(begun.rows(), begun)
+        self._begun = begun
+        return begun
 
-    def _embeddings(self, step: Step) -> dict[str, tuple[float, ...]]:
-        """By request, of those that asked and whose prompt ended in this step."""
-        rows = {
-            sample.request.request_id: row
-            for row, sample in enumerate(step.samples)
-            if sample.gives_embedding
-        }
-        if not rows:
-            return {}
-        hidden = self._model.hidden()[list(rows.values())].float()
-        values = torch.nn.functional.normalize(hidden, dim=-1).tolist()
-        return {name: tuple(one) for name, one in zip(rows, values, strict=True)}
+    def _take_back(self, begun: BegunStep) -> None:
+        """It failed, or nobody wants it."""
+        if self._speculator is not None:
+            self._speculator.take_back(begun.planned, begun.guesses)
+
+    def _use_wait(self, begun: BegunStep) -> None:
+        """Its draws are queued, and not waited for idly."""
+        begun.begin_draws()
+        if begun.step.draws:
+            self._foresight.use_wait(begun.planned)
+            if self._speculator is not None:
+                self._speculator.use_wait(begun.guesses)
 
     def _book(
         self,
@@ -303,10 +390,6 @@ class Runner:
         return events
 
 
-def _with_embedding(
-    event: RequestEvent, embeddings: Mapping[str, tuple[float, ...]]
-) -> RequestEvent:
-    embedding = embeddings.get(event.request_id)
-    if embedding is None or event.error is not None:
-        return event
-    return event._replace(embedding=embedding)
+def _may_be_early(sequences: Iterable[Sequence]) -> bool:
+    """Nothing is needed for their next step but what they have drawn."""
+    return all(one.grammar is None and one.request.beam is None for one in sequences)

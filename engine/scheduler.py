@@ -108,6 +108,12 @@ class Scheduler:
             return True
         return bool(self.queued or self.preempted) and bool(self._choose().keys)
 
+    @property
+    def is_settled(self) -> bool:
+        """Nobody waits for a place or for blocks, and who has a place has one token to compute: the
+        next plan is known, unless somebody comes or goes."""
+        return not (self.waiting or self.queued or self.preempted) and self._is_decoding
+
     def has_places(self, num_rows: int) -> bool:
         """So many more rows may take part in steps."""
         num_running = sum(one.group.num_places for one in self.running.values())

@@ -75,7 +75,12 @@ class Steps:
         num_prefills = num_decodes = num_guessed = num_kept = 0
         is_computing = bool(plan) or has_begun
         if is_computing:
-            result = self._runner.run(plan, self._scheduler, is_admitting=is_admitting)
+            result = self._runner.run(
+                plan,
+                self._scheduler,
+                is_admitting=is_admitting,
+                is_settled=not self._entrance.has_waiting,
+            )
             self._untold += result.events
             num_prefills, num_decodes = result.num_prefill_tokens, result.num_decode_tokens
             num_guessed, num_kept = result.num_guessed_tokens, result.num_kept_tokens

@@ -1,14 +1,18 @@
-"""Told: what an event says of a sample's step beside its tokens: logprobs, traces, and the event
-without any token. Pure functions.
+"""Told: what an event says of a sample's step beside its tokens: logprobs, traces, an
+embedding; and the event without any token. Functions that change nothing.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from collections.abc import Sequence as Values
 from dataclasses import replace
 
+import torch
+
 from engine.errors import EngineError
+from engine.models.interface import LoadedModel
 from engine.sampling.row import Drawn
 from engine.sequence import Sequence
 from engine.step_output import FilledBlock, RequestEvent, StepTrace, TokenLogprobs
@@ -71,3 +75,31 @@ def event_without_tokens(
         sample_index=sequence.sample_index,
         is_request_over=is_request_over,
     )
+
+
+def embeddings_of(samples: Values[Sequence], model: LoadedModel) -> dict[str, tuple[float, ...]]:
+    """By request, of those that asked and whose prompt ended in the last forward pass.
+
+    Args:
+        samples: whose each of its rows of logits is.
+    """
+    rows = {
+        sample.request.request_id: row
+        for row, sample in enumerate(samples)
+        if sample.gives_embedding
+    }
+    if not rows:
+        return {}
+    hidden = model.hidden()[list(rows.values())].float()
+    values = torch.nn.functional.normalize(hidden, dim=-1).tolist()
+    return {name: tuple(one) for name, one in zip(rows, values, strict=True)}
+
+
+def with_embedding(
+    event: RequestEvent, embeddings: Mapping[str, tuple[float, ...]]
+) -> RequestEvent:
+    """The event, and its request's embedding if there is one."""
+    embedding = embeddings.get(event.request_id)
+    if embedding is None or event.error is not None:
+        return event
+    return event._replace(embedding=embedding)

@@ -49,6 +49,7 @@ MakeGraphs = Callable[[Decoder, KvMemory], PlainGraphs | None]
 """Makes what runs plain steps as graphs, for a decoder on its cache."""
 
 _NO_ROWS = Batch((), (), ())
+_HERE = contextlib.nullcontext()
 
 
 class DecoderModel(InOneProcess):
@@ -115,6 +116,11 @@ class DecoderModel(InOneProcess):
     def reads_unwritten(self) -> bool:  # type: ignore[override]  # a constant elsewhere
         """See LoadedModel. Our kernels look no further than a sequence's end."""
         return not self._is_plain_cache
+
+    @property
+    def queues_steps(self) -> bool:  # type: ignore[override]  # as above
+        """See LoadedModel."""
+        return self._device.type == "cuda"
 
     @property
     def ends(self) -> Ends | None:
@@ -277,7 +283,12 @@ def _places(batch: Batch, device: torch.device) -> torch.Tensor:
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Kernels are launched on the current device, not on that of their tensors."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    # The device waits meanwhile, and mostly it is the current one.
+    if torch.cuda.current_device() == device.index:
+        return _HERE
+    return torch.cuda.device(device)
 
 
 def kv_layout(

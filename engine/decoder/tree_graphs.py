@@ -80,6 +80,8 @@ class TreeGraphs:
         self._is_cuda = device.type == "cuda"
         self.max_num_nodes = max_num_nodes
         self.shapes = tree_shapes(max_sequences, max_num_nodes, max_rows)
+        self._smallest: dict[tuple[int, int, bool], TreeShape | None] = {}
+        """That takes a step, by sequences, rows, and whether it has no trees where those matter."""
         self._block_size = block_size
         self._table_width = aligned(-(-context_window // block_size))
         self._host = TreeWords(
@@ -127,7 +129,15 @@ class TreeGraphs:
                 return None
         num_sequences, num_rows = len(batch.spans), len(batch.token_ids)
         takes_chunks = self._max_trees is None or not any(span.is_tree for span in batch.spans)
-        for shape in reversed(self.shapes):  # the smallest first
+        size = num_sequences, num_rows, takes_chunks
+        if size not in self._smallest:
+            self._smallest[size] = self._smallest_of(*size)
+        return self._smallest[size]
+
+    def _smallest_of(
+        self, num_sequences: int, num_rows: int, takes_chunks: bool
+    ) -> TreeShape | None:
+        for shape in reversed(self.shapes):
             if shape.num_rows >= num_rows and shape.num_sequences >= num_sequences:
                 if takes_chunks or not self._is_of_chunks(shape):
                     return shape

@@ -184,6 +184,8 @@ class InOneProcess:
     """Of its layers, those that its batch wanted."""
     reads_unwritten: bool = True
     """See LoadedModel."""
+    queues_steps: bool = False
+    """See LoadedModel."""
     guesses: Guesses = Guesses.CHAINS
     """See LoadedModel."""
 
@@ -266,6 +268,13 @@ class LoadedModel(Protocol):
     def reads_unwritten(self) -> bool:
         """Whether a pass reads the slots of a block that nothing was written to yet, with weight 0:
         they must hold numbers then. Asked for after `attach`."""
+        ...
+
+    @property
+    def queues_steps(self) -> bool:
+        """Whether `forward` returns as soon as a device has its work, long before that is done:
+        then it pays to begin a step before the events of the last one are told. False where the
+        caller waits for the numbers."""
         ...
 
     @property

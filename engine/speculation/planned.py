@@ -5,7 +5,6 @@ sequences; what nobody asks for is not found out.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 
 from engine.request import State
 from engine.sequence import Sequence as Sample
@@ -27,6 +26,7 @@ class Plan:
 
     def __init__(self, planned: Sequence[Planned]) -> None:
         self.planned = planned
+        self._possible: list[Sample] | None = None
         self.num_rows = self.num_drawing = self.num_tokens = 0
         self.is_going_on = False
         for sample, num_tokens in planned:
@@ -36,11 +36,13 @@ class Plan:
             self.num_drawing += num_tokens == num_known - sample.num_computed_tokens
             self.is_going_on = self.is_going_on or sample.state is State.RUNNING
 
-    @cached_property
+    @property
     def possible(self) -> list[Sample]:
-        """Those that may be guessed for."""
-        return [
-            sample
-            for sample, num_tokens in self.planned
-            if takes_guesses(sample, num_tokens) and num_levels(sample) > 0
-        ]
+        """Those that may be guessed for; found out when somebody asks first."""
+        if self._possible is None:
+            self._possible = [
+                sample
+                for sample, num_tokens in self.planned
+                if takes_guesses(sample, num_tokens) and num_levels(sample) > 0
+            ]
+        return self._possible

@@ -43,6 +43,11 @@ from engine.speculation.tree import EMPTY, TokenTree, merge, numbered
 from engine.step_output import RequestEvent
 from process.settings import SettingsError
 
+_QUICK_S = 0.001
+"""Guesses that take no longer may be asked for before events are told: those of lookups, as a rule;
+a draft model takes several times as long, and would keep the events back for what the host saves by
+it. Guessed."""
+
 
 class _Drafted(NamedTuple):
     """All drafters' guesses for one task."""
@@ -104,6 +109,11 @@ class Speculator:
         self._exploration = Exploration(
             len(drafters), always=config.always, measures_again=measures_again
         )
+
+    @property
+    def is_quick(self) -> bool:
+        """It took no time to speak of to guess for the newest step."""
+        return sum(self._asked.values()) <= _QUICK_S
 
     def begin(self, planned: Sequence[Planned]) -> None:
         """A step of this plan begins. Whoever decodes waits from one step's end to the next one's,
@@ -183,20 +193,24 @@ class Speculator:
             trees = choose(trees, self._exploration.load, budget)
         guesses: dict[Key, Guess] = {}
         for task, tree, one in zip(tasks, trees, drafted, strict=True):
-            if not len(one.all_of_them.tree):
+            if one is _NOTHING:
                 continue
             sample = by_key[task.key]
+            num_known = len(sample.token_ids)
             room = self._holdings.room(sample, num_kept_blocks=len(running))
-            room = min(room, self._context_window - len(sample.token_ids), budget)
-            if one.is_raw and len(tree) > room:
-                tree = self._lessons.calibrated(0, tree)
-            guess = in_grammar(tree.best(room), sample.grammar)
+            room = min(room, self._context_window - num_known, budget)
+            if len(tree) > room:
+                if one.is_raw:
+                    tree = self._lessons.calibrated(0, tree)
+                tree = tree.best(room)
+            guess = in_grammar(tree, sample.grammar)
             if self._is_tried(task):
                 guess = with_proposals(guess, task, one.all_of_them)
-            if len(guess.tree) or guess.proposals:
-                self._holdings.grow(sample, len(sample.token_ids) + len(guess.tree))
+            num_nodes = len(guess.tree)
+            if num_nodes or guess.proposals:
+                self._holdings.grow(sample, num_known + num_nodes)
                 guesses[task.key] = guess
-                budget -= len(guess.tree)
+                budget -= num_nodes
         # What is done with the drafts is part of their price.
         rest_s = self._clock() - began - sum(self._asked.values())
         for index in self._asked:
@@ -254,8 +268,9 @@ class Speculator:
     ) -> None:
         self._lessons.hear(events, num_kept)
         self._ended_s = self._clock()
-        num_right = self._lessons.num_right(self._asked)
         seconds = self._ended_s - self._began_s
+        # Nobody asks for it where guesses are made always.
+        num_right = {} if self._config.always else self._lessons.num_right(self._asked)
         own_s = {index: one_s + seen_s.get(index, 0.0) for index, one_s in self._asked.items()}
         self._exploration.learn(num_rows, seconds, own_s, num_right)
 
@@ -305,19 +320,18 @@ class Speculator:
         return task.is_drawn and self._config.acceptance == "multi_step"
 
     def _task(self, sample: Sample) -> Task:
-        key = sample.key
         self._roster.meet(sample)
-        max_depth = num_levels(sample)
-        return Task(
-            key,
+        max_depth, sampling = num_levels(sample), sample.request.sampling
+        return Task(  # positional: a third of the price by name
+            sample.key,
             sample.token_ids,
             sample.num_prompt_tokens,
-            sample.sampling,
-            sample.sampling.sample_index + sample.sample_index,
+            sampling,
+            sampling.sample_index + sample.sample_index,
             self._config.max_num_nodes if max_depth > 0 else 0,
             max_depth,
-            is_drawn=self._is_drawn(sample.sampling),
-            chain_hashes=sample.chain_hashes,
+            self._is_drawn(sampling),
+            sample.chain_hashes,
         )
 
     def _is_drawn(self, sampling: Sampling) -> bool:

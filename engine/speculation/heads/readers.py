@@ -62,6 +62,8 @@ class Readers:
         """A step that kept what `wants` said, once it is booked: whatever fails here may cost
         readers, never what the step drew. See kept.computed. Returns: seconds that it took, by
         number of the drafter."""
+        if not self._all:
+            return {}
         live = dict(self._live())
         if not live:
             return {}

@@ -1,0 +1,107 @@
+"""BegunStep: a plain step between its forward pass, which is queued, and its draws. They are queued
+when somebody asks for them: by then the events of the step before are told, and a step takes the
+device much longer than that. Knows no scheduling, books nothing. Engine thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Set
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine.constraints import masked
+from engine.in_flight import StepRow
+from engine.sampling import pipeline
+from engine.sampling.copies import Fetched, Mark
+from engine.sampling.row import Drawn
+from engine.schedule.order import Key
+from engine.sequence import Sequence
+from engine.speculation.drafter import Guess
+from engine.step_builder import Step
+
+if TYPE_CHECKING:
+    from engine.grammar.fill import Fill
+
+
+class BegunStep:
+    """See the module, and in_flight.Begun.
+
+    Attributes:
+        planned: (sequence, number of its tokens).
+        guesses: what hangs on the last of them.
+        logits: [R, V], which hold until the next forward pass.
+
+    Args:
+        copied: before the forward pass, and nobody has waited for it.
+    """
+
+    def __init__(
+        self,
+        planned: list[tuple[Sequence, int]],
+        guesses: Mapping[Key, Guess],
+        step: Step,
+        logits: torch.Tensor,
+        fill: Fill | None,
+        copied: Mark | None,
+    ) -> None:
+        self.planned = planned
+        self.guesses = guesses
+        self.step = step
+        self.logits = logits
+        self._fill = fill
+        self._copied = copied
+        self._drawing: Callable[[], list[Drawn]] | None = None
+
+    def rows(self) -> list[tuple[Sequence, StepRow]]:
+        """What it writes, of whom. For a step in which each sample computes its last token."""
+        return [
+            (one, StepRow(one.key, span.start, span.num_tokens, span.block_ids))
+            for (one, _), span in zip(self.planned, self.step.batch.spans, strict=True)
+        ]
+
+    def wait_for_copies(self) -> None:
+        """What was copied before it is over."""
+        if self._copied is not None:
+            self._copied.wait()
+
+    def begin_draws(self) -> None:
+        """Queue them."""
+        if self._drawing is not None:
+            return
+        step, draws = self.step, self.step.draws
+        if not draws:
+            self._drawing = list
+            return
+        if self._fill is not None:
+            draws = masked(draws, step.rows, step.grammars, self._fill)
+        self._drawing = pipeline.begin(self.logits, draws, None if step.is_plain else step.rows)
+
+    def draws(self) -> list[Drawn]:
+        """See in_flight.Begun: what was drawn from the logits of all rows that are not beams'."""
+        self.begin_draws()
+        assert self._drawing is not None
+        return self._drawing()
+
+    def wait(self) -> None:
+        """See in_flight.Begun."""
+        Fetched(self.logits[:1, :1]).wait()
+
+    def of_live(
+        self, drawn: list[Drawn], live: Set[Key]
+    ) -> tuple[list[tuple[Sequence, int]], list[Drawn], Mapping[Key, Guess]]:
+        """What of plan, draws and guesses is still wanted."""
+        if len(live) == len(self.planned):
+            return self.planned, drawn, self.guesses
+        planned: list[tuple[Sequence, int]] = []
+        own: list[Drawn] = []
+        first = 0
+        for sequence, num_tokens in self.planned:
+            guess = self.guesses.get(sequence.key)
+            end = first + 1 + (0 if guess is None else len(guess.tree))
+            if sequence.key in live:
+                planned.append((sequence, num_tokens))
+                own += drawn[first:end]
+            first = end
+        guesses = {key: guess for key, guess in self.guesses.items() if key in live}
+        return planned, own, guesses
