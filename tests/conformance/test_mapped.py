@@ -9,6 +9,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,10 +21,11 @@ from kvstore.lending import lender, reader_holds
 from kvstore.lending.loans import Offer
 from kvstore.lending.told import Word
 from kvstore.transport import copy_job, mapped
-from kvstore.transport.device import Shared
+from kvstore.transport.device import Mark, Shared
 from process.errors import FailedPrecondition, InvalidArgument
 from protos import kvstore_pb2
 from tests.conformance.conftest import BLOCK_BYTES, OnDevice, Worker
+from tests.conformance.fake_device import FakeStream
 from tests.conformance.test_lender import MAPPED, Lending, lending, within
 
 NewWorker = Callable[..., Any]
@@ -178,29 +180,24 @@ async def test_a_copy_goes_in_pieces(
 
 
 class Hasher:
-    """Computes checksums where blocks lie, when they are asked for."""
+    """Computes checksums where blocks lie, on a stream of its own."""
 
     def __init__(self, view: Any) -> None:
         self.view = view
         self.begun: list[list[int]] = []
+        self._stream = FakeStream()
 
-    def begin(self, block_ids: Any, after: Any) -> Any:
+    def begin(self, block_ids: Any, after: Mark) -> Any:
         """Computed when that is over, and no sooner."""
         self.begun.append(list(block_ids))
-        found: list[int] = []
+        after.before(self._stream.handle)
+        found: Future[list[int]] = Future()
 
         def compute() -> None:
-            assert after.over.wait(20)
-            found.extend(block_hash.checksum(self.view[block_id]) for block_id in block_ids)
+            found.set_result([block_hash.checksum(self.view[each]) for each in block_ids])
 
-        computing = threading.Thread(target=compute, daemon=True)
-        computing.start()
-
-        def result() -> list[int]:
-            computing.join(20)
-            return found
-
-        return SimpleNamespace(result=result)
+        self._stream.give(compute)
+        return SimpleNamespace(result=lambda: found.result(20))
 
 
 async def test_a_pieces_checksums_are_behind_its_copy_and_asked_for_while_it_runs(
