@@ -138,7 +138,9 @@ class NixlAgent:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._queue: queue.SimpleQueue[_Job | _Moving | None] = queue.SimpleQueue()
+        # No SimpleQueue: before Python 3.13 its `get` waits for ever, not for a time, where that time
+        # is over before it begins to wait.
+        self._queue: queue.Queue[_Job | _Moving | None] = queue.Queue()
         self._moving: list[_Moving] = []
         self._closing = False
         self._thread: threading.Thread | None = None
