@@ -138,8 +138,8 @@ class NixlAgent:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        # No SimpleQueue: before Python 3.13 its `get` waits for ever, not for a time, where that time
-        # is over before it begins to wait.
+        # No SimpleQueue: before Python 3.13 its `get` waits for ever where the time that it is to
+        # wait is over before it has begun.
         self._queue: queue.Queue[_Job | _Moving | None] = queue.Queue()
         self._moving: list[_Moving] = []
         self._closing = False
