@@ -24,7 +24,8 @@ from kvstore import attaching, block_hash
 from kvstore.attaching import Introduction
 from kvstore.block import Block
 from kvstore.client import StoreClient
-from kvstore.nixl_agent import NixlAgent, Region, merge_runs
+from kvstore.nixl_agent import NixlAgent, Region
+from kvstore.nixl_runs import merge_runs
 from kvstore.rpc import StoreRpc
 from kvstore.transport.base import BlockMemory, GetItems, GetResult, PutItem, Transport
 from kvstore.transport.cuda_device import CudaDevice, CudaQueue

@@ -22,7 +22,8 @@ from kvstore.errors import (
     TransferFailed,
     TransferTimeout,
 )
-from kvstore.nixl_agent import NixlAgent, Region, merge_runs
+from kvstore.nixl_agent import NixlAgent, Region
+from kvstore.nixl_runs import merge_runs
 from kvstore.rpc import Attached, StoreRpc
 from kvstore.slab import SlabLayout
 from kvstore.transport.base import BlockMemory, GetItems, GetResult, PutItem, PutUnsettled

@@ -24,13 +24,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.errors import TransferFailed
-from kvstore.nixl_agent import (
-    NixlAgent,
-    Region,
-    merge_runs,
-    prepare_environment,
-    split_pieces,
-)
+from kvstore.nixl_agent import NixlAgent, Region
+from kvstore.nixl_library import prepare_environment
+from kvstore.nixl_runs import merge_runs, split_pieces
 from process.deadline import Deadline
 from process.errors import DeadlineExceeded, FailedPrecondition
 
@@ -263,7 +259,7 @@ async def test_without_nixl_there_is_a_clear_error(monkeypatch: pytest.MonkeyPat
     def absent(name: str) -> None:
         raise ImportError(f"No module named {name!r}")
 
-    monkeypatch.setattr("kvstore.nixl_agent.importlib.import_module", absent)
+    monkeypatch.setattr("kvstore.nixl_library.importlib.import_module", absent)
     with pytest.raises(FailedPrecondition, match="install nixl-cu13"):
         await NixlAgent.start("x", "lo", Deadline.after(10))
 
