@@ -24,9 +24,10 @@ from kvstore import attaching, block_hash
 from kvstore.attaching import Introduction
 from kvstore.block import Block
 from kvstore.client import StoreClient
-from kvstore.nixl_agent import NixlAgent, Region, merge_runs
+from kvstore.nixl_agent import NixlAgent, Region
+from kvstore.nixl_runs import merge_runs
 from kvstore.rpc import StoreRpc
-from kvstore.transport.base import BlockMemory, GetItem, GetResult, PutItem, Transport
+from kvstore.transport.base import BlockMemory, GetItems, GetResult, PutItem, Transport
 from kvstore.transport.cuda_device import CudaDevice, CudaQueue
 from kvstore.transport.device import wait_for
 from kvstore.transport.nixl import region_of
@@ -59,7 +60,7 @@ class Timed:
         self.last_s = time.monotonic() - began
         return checksums
 
-    async def get(self, lease_id: str, items: Sequence[GetItem], deadline: Deadline) -> GetResult:
+    async def get(self, lease_id: str, items: GetItems, deadline: Deadline) -> GetResult:
         """See Transport."""
         began = time.monotonic()
         got = await self._inner.get(lease_id, items, deadline)

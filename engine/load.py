@@ -5,6 +5,8 @@ guesses, cache, warm-up, in this order, since each takes of the memory that thos
 from __future__ import annotations
 
 import dataclasses
+import logging
+from collections.abc import Callable
 from collections.abc import Sequence as Values
 from typing import TYPE_CHECKING
 
@@ -14,7 +16,7 @@ from checkpoints.resolve import resolve
 from engine.config import EngineConfig
 from engine.grammar.service import GrammarService
 from engine.kv.sizing import held_bytes
-from engine.models.interface import Progress
+from engine.models.interface import LoadedModel, Progress
 from engine.models.load import load_model
 from engine.models.phases import Phases
 from engine.request import StopPolicy
@@ -25,6 +27,8 @@ from engine.speculation.load import load_drafters
 
 if TYPE_CHECKING:
     from engine.loop import Engine
+
+logger = logging.getLogger(__name__)
 
 
 def load(
@@ -69,9 +73,19 @@ def load(
             with phases.timed("grammars"):
                 engine.prepare_grammars()
     except BaseException:
-        close_all(drafters)
-        model.close()
+        _close(drafters, model)
         raise
     seconds = (*model.info.seconds, *phases.seconds)
     engine.model_info = dataclasses.replace(engine.model_info, seconds=seconds)
     return engine
+
+
+def _close(drafters: Values[Drafter], model: LoadedModel) -> None:
+    """Of a start that failed, while its error is handled: that is the one to tell, so what fails
+    here is only logged."""
+    ends: tuple[Callable[[], None], ...] = (lambda: close_all(drafters), model.close)
+    for close in ends:
+        try:
+            close()
+        except Exception:
+            logger.exception("a start has failed, and not all of it could be closed")

@@ -30,7 +30,7 @@ from kvstore.finishing import Background
 from kvstore.lease_calls import LeaseCalls
 from kvstore.lending.told import NO_WORD, Word
 from kvstore.rpc import Attached, StoreRpc
-from kvstore.transport.base import CUDA_IPC, GetItem, GetItems, GetResult, Transport
+from kvstore.transport.base import GetItems, GetResult, Transport
 from process import logs
 from process.deadline import Deadline
 from process.errors import BatonError, DeadlineExceeded, Unavailable
@@ -75,9 +75,7 @@ class Getter:
             return GetResult(0, dict.fromkeys(range(len(items)), INCARNATION))
         if deadline.expired:
             return GetResult(0, dict.fromkeys(range(len(items)), DEADLINE))
-        wanted: Sequence[GetItem] = GetItems(items, word.held_until_s)
-        if self._transport.name != CUDA_IPC:
-            wanted = list(wanted)  # all others look at them one by one
+        wanted = GetItems(items, word.held_until_s)
         try:
             got = await self._transport.get(lease_id, wanted, deadline)
         except TransferTimeout:
@@ -92,7 +90,7 @@ class Getter:
         failed |= self._verify(wanted[:num_sealed], got, failed)
         if self._attached.keeps_history:
             self._leases.verified(
-                [item.ref for index, item in enumerate(wanted[:num_sealed]) if index not in failed]
+                [ref for index, (ref, _) in enumerate(wanted[:num_sealed]) if index not in failed]
             )
         found = got.checksums
         unsealed = [index for index in range(num_sealed, len(items)) if index not in failed]
@@ -117,17 +115,15 @@ class Getter:
             return dict(failed)  # the first reason stands
         return dict(failed)
 
-    def _verify(
-        self, wanted: Sequence[GetItem], got: GetResult, failed: dict[int, str]
-    ) -> dict[int, str]:
+    def _verify(self, wanted: GetItems, got: GetResult, failed: dict[int, str]) -> dict[int, str]:
         """Compare the checksums of what arrived."""
         found = got.checksums
         bad = [
             index
-            for index, item in enumerate(wanted)
-            if index not in failed and found.get(index) != item.ref.checksum
+            for index, (ref, _) in enumerate(wanted)
+            if index not in failed and found.get(index) != ref.checksum
         ]
-        self._report_later([wanted[index].ref for index in bad])
+        self._report_later([wanted[index][0] for index in bad])
         return dict.fromkeys(bad, CHECKSUM)
 
     # -- telling the store

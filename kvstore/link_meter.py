@@ -26,7 +26,7 @@ from kvstore.lending import PROBE_HASH, is_lender
 from kvstore.link import Rates
 from kvstore.putting import Putter, Wanted
 from kvstore.rpc import Attached
-from kvstore.transport.base import BlockMemory, GetItem, PutItem, PutUnsettled, Transport
+from kvstore.transport.base import BlockMemory, GetItems, PutItem, PutUnsettled, Transport
 from process.deadline import Deadline
 from process.errors import NoCapacity
 
@@ -193,7 +193,7 @@ class LinkMeter:
     async def _read(
         self, lease_id: str, blocks: Sequence[Block], targets: Sequence[int], deadline: Deadline
     ) -> float:
-        items = [GetItem(*pair) for pair in zip(blocks, targets, strict=True)]
+        items = GetItems(list(zip(blocks, targets, strict=True)))
 
         async def once() -> None:
             got = await self._transport.get(lease_id, items, deadline)

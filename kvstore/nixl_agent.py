@@ -7,10 +7,6 @@ NIXL is used for pushing only. Why each rule here is one (measured with NIXL 1.5
 - Passing a deadline does not end a transfer: releasing its handle does not stop the bytes. `done`
   answers the waiter, `settled` says that no byte moves any more. Until then memory is not reused.
 - Adjacent descriptors are not merged by NIXL: `merge_runs` does it.
-- The stock progress thread burns a whole core: its delay is patched when the agent is made. It is
-  event-driven, so the delay costs no latency.
-- UCX listens on every interface unless told otherwise, and NIXL fails when HOME cannot be read:
-  both are settled in the environment before the library is loaded.
 - A peer's descriptors are never deserialized (NIXL pickles them): peers exchange integers.
 
 Who holds an agent's metadata can write anywhere in that process: one trust domain only.
@@ -19,38 +15,25 @@ Who holds an agent's metadata can write anywhere in that process: one trust doma
 from __future__ import annotations
 
 import asyncio
-import importlib
-import os
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
 
 from kvstore.errors import TransferFailed
+from kvstore.nixl_library import make_agent
+from kvstore.nixl_runs import DEVICE_PIECE_BYTES, PIECE_BYTES, Run, split_pieces
 from process.deadline import Deadline
 from process.errors import DeadlineExceeded, FailedPrecondition
 
-PIECE_BYTES = 16 * 1024 * 1024
-"""Most bytes that one `transfer()` call may copy: 16 MiB take about 8 ms by CMA (measured)."""
-DEVICE_PIECE_BYTES = 256 * 1024 * 1024
-"""Between devices `transfer()` only starts the copy, so large pieces block nobody; 16 MiB ones
-reached half the rate (measured)."""
-PROGRESS_DELAY_US = 10_000
-"""0.4 % of a core when idle instead of 98.8 %, at the same latency (measured; 0.06 % at 100 ms).
-Also how long an event that was missed can hold a step of a transfer up: once, for no cause that was
-found, some hundred steps in a row took long, with 100 ms here."""
 _PIECES_IN_FLIGHT = 4
 _NAP_MIN_S, _NAP_MAX_S, _NAP_ABANDONED_S = 50e-6, 1e-3, 20e-3
 
 Result = TypeVar("Result")
-Run = tuple[int, int, int]
-"""(local address, remote address, bytes)"""
-
-_making_agent = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -61,34 +44,6 @@ class Region:
     num_bytes: int
     memory: str = "DRAM"
     device_id: int = 0
-
-
-def merge_runs(pairs: Iterable[tuple[int, int]], num_bytes: int) -> list[Run]:
-    """Join (local, remote) pieces of `num_bytes` each that continue one another on both sides."""
-    runs: list[Run] = []
-    for local, remote in pairs:
-        if runs:
-            last_local, last_remote, length = runs[-1]
-            if last_local + length == local and last_remote + length == remote:
-                runs[-1] = (last_local, last_remote, length + num_bytes)
-                continue
-        runs.append((local, remote, num_bytes))
-    return runs
-
-
-def split_pieces(runs: Sequence[Run], piece_bytes: int = PIECE_BYTES) -> list[list[Run]]:
-    """The same bytes as lists of runs of at most `piece_bytes` together, in order."""
-    pieces: list[list[Run]] = []
-    room = 0
-    for local, remote, left in runs:
-        while left:
-            if not room:
-                pieces.append([])
-                room = piece_bytes
-            take = min(left, room)
-            pieces[-1].append((local, remote, take))
-            local, remote, left, room = local + take, remote + take, left - take, room - take
-    return pieces
 
 
 class Transfer:
@@ -138,7 +93,9 @@ class NixlAgent:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._queue: queue.SimpleQueue[_Job | _Moving | None] = queue.SimpleQueue()
+        # No SimpleQueue: before Python 3.13 its `get` waits for ever where the time that it is to
+        # wait is over before it has begun.
+        self._queue: queue.Queue[_Job | _Moving | None] = queue.Queue()
         self._moving: list[_Moving] = []
         self._closing = False
         self._thread: threading.Thread | None = None
@@ -288,7 +245,7 @@ class NixlAgent:
         ready: asyncio.Future[Exception | None],
     ) -> None:
         try:
-            agent = _make_agent(self.name, net_devices)
+            agent = make_agent(self.name, net_devices)
         except (
             Exception
         ) as error:  # import errors, RuntimeErrors and NIXL's own: all mean "no NIXL"
@@ -400,46 +357,6 @@ def _post(agent: Any, moving: _Moving, piece: list[Run]) -> Any | None:
     if state != "DONE":
         raise RuntimeError(f"transfer state {state}")
     return None
-
-
-def _make_agent(name: str, net_devices: str) -> Any:
-    prepare_environment(net_devices)
-    api, bindings = _load()
-    config_type = bindings.nixlAgentConfig
-
-    class PatientConfig(config_type):  # type: ignore[misc, valid-type]
-        def __setattr__(self, key: str, value: Any) -> None:
-            super().__setattr__(key, PROGRESS_DELAY_US if key == "pthrDelay" else value)
-
-    with _making_agent:
-        bindings.nixlAgentConfig = PatientConfig
-        try:
-            return api.nixl_agent(name, api.nixl_agent_config(backends=["UCX"]))
-        finally:
-            bindings.nixlAgentConfig = config_type
-
-
-def prepare_environment(net_devices: str) -> None:
-    """NIXL and UCX read these when they are loaded; what the operator has set stays."""
-    if net_devices != "all":
-        os.environ.setdefault("UCX_NET_DEVICES", net_devices)
-    os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
-    home = os.environ.get("HOME", "")
-    if not home or not os.access(home, os.R_OK | os.X_OK):
-        os.environ.setdefault("NIXL_CONFIG_FILE", os.devnull)
-
-
-def _load() -> tuple[Any, Any]:
-    """The installed build of NIXL; on a machine without CUDA both work alike. The meta package is
-    not used: it imports torch."""
-    tried: list[str] = []
-    for package in ("nixl_cu13", "nixl_cu12"):
-        try:
-            api = importlib.import_module(f"{package}._api")
-            return api, importlib.import_module(f"{package}._bindings")
-        except ImportError as error:
-            tried.append(str(error))
-    raise ImportError("install nixl-cu13 (or nixl-cu12): " + "; ".join(tried))
 
 
 def _describe(error: Exception) -> str:

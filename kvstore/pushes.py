@@ -18,7 +18,8 @@ from typing import Protocol
 
 from kvstore.block import Block
 from kvstore.errors import GENERATION, TransferFailed
-from kvstore.nixl_agent import NixlAgent, Region, Transfer, merge_runs
+from kvstore.nixl_agent import NixlAgent, Region, Transfer
+from kvstore.nixl_runs import merge_runs
 from process.deadline import Deadline
 from process.errors import AlreadyExists, InvalidArgument
 

@@ -22,7 +22,7 @@ Contract, held by every implementation (tests/conformance/test_transport.py):
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, overload
 
@@ -124,18 +124,10 @@ class PutItem:
     generation: int
 
 
-@dataclass(frozen=True, slots=True)
-class GetItem:
-    """Copy the committed block `ref` into block `block_id` of the worker. held_until_s: its owner
-    keeps it in place until then, on this process' monotonic clock; 0: nobody said so."""
-
-    ref: Block
-    block_id: int
-    held_until_s: float = 0.0
-
-
-class GetItems(Sequence[GetItem]):
-    """Items whose fields can be had side by side, without a value for each."""
+class GetItems(Sequence[tuple[Block, int]]):
+    """Copy committed blocks, each into the block of the worker that is named with it. held_until_s:
+    their owner keeps all of them in place until then, on this process' monotonic clock; 0: nobody
+    said so."""
 
     def __init__(self, items: Sequence[tuple[Block, int]], held_until_s: float = 0.0) -> None:
         """items: (ref, block id)."""
@@ -143,19 +135,29 @@ class GetItems(Sequence[GetItem]):
         self.held_until_s = held_until_s
 
     @overload
-    def __getitem__(self, index: int) -> GetItem: ...
+    def __getitem__(self, index: int) -> tuple[Block, int]: ...
     @overload
     def __getitem__(self, index: slice) -> GetItems: ...
-    def __getitem__(self, index: int | slice) -> GetItem | GetItems:
+    def __getitem__(self, index: int | slice) -> tuple[Block, int] | GetItems:
         if isinstance(index, slice):
             return GetItems(self._items[index], self.held_until_s)
-        return GetItem(*self._items[index], self.held_until_s)
+        return self._items[index]
+
+    def __iter__(self) -> Iterator[tuple[Block, int]]:
+        return iter(self._items)
 
     def __len__(self) -> int:
         return len(self._items)
 
+    @property
+    def block_ids(self) -> list[int]:
+        """Where they go, in order."""
+        if isinstance(self._items, PackedItems):
+            return list(self._items.places)
+        return [block_id for _, block_id in self._items]
+
     def columns(self) -> tuple[Ids, Ids, Generations]:
-        """Frames, block ids and generations, [items] each."""
+        """Frames, block ids and generations, [items] each, without a value for each item."""
         items, count = self._items, len(self._items)
         if isinstance(items, PackedItems):
             blocks = items.blocks
@@ -216,7 +218,7 @@ class Transport(Protocol):
             module says.
         """
 
-    async def get(self, lease_id: str, items: Sequence[GetItem], deadline: Deadline) -> GetResult:
+    async def get(self, lease_id: str, items: GetItems, deadline: Deadline) -> GetResult:
         """Copy committed blocks into the worker's blocks. Checksums are not compared here.
 
         Raises: LeaseLapsed, DeadlineExceeded, Unavailable, TransferFailed; TransferTimeout,

@@ -29,7 +29,7 @@ from kvstore import block_hash
 from kvstore.errors import GENERATION, MISSING, LeaseLapsed
 from kvstore.rpc import Attached
 from kvstore.slab import Slab
-from kvstore.transport.base import BlockMemory, GetItem, GetResult, PutItem, PutUnsettled
+from kvstore.transport.base import BlockMemory, GetItems, GetResult, PutItem, PutUnsettled
 from kvstore.transport.copy_job import IsStopped, Unsettled, run_copy
 from kvstore.transport.device import Copies, CopyQueue, Device
 from kvstore.transport.pump import Pump, stop_here
@@ -104,16 +104,15 @@ class DeviceShmTransport:
             self._remember(error.settled)
             raise PutUnsettled(error.cause, error.settled) from error
 
-    async def get(self, lease_id: str, items: Sequence[GetItem], deadline: Deadline) -> GetResult:
+    async def get(self, lease_id: str, items: GetItems, deadline: Deadline) -> GetResult:
         """See Transport."""
-        num_frames = self._slab.layout.num_frames
-        failed = {i: MISSING for i, item in enumerate(items) if item.ref.frame >= num_frames}
-        wanted = [i for i in range(len(items)) if i not in failed]
+        frames, blocks, expected = items.columns()
+        exists = frames < self._slab.layout.num_frames
+        wanted = np.flatnonzero(exists).tolist()
+        failed = dict.fromkeys(np.flatnonzero(~exists).tolist(), MISSING)
         if not wanted:
             return GetResult(0, failed)
-        frames = np.array([items[i].ref.frame for i in wanted], dtype=np.int64)
-        blocks = np.array([items[i].block_id for i in wanted], dtype=np.int64)
-        expected = np.array([items[i].ref.generation for i in wanted], dtype=np.uint64)
+        frames, blocks, expected = frames[wanted], blocks[wanted], expected[wanted]
 
         def copy(is_stopped: IsStopped) -> tuple[npt.NDArray[np.bool_], list[int]]:
             return self._copy_in(frames, blocks, expected, is_stopped)
@@ -122,7 +121,7 @@ class DeviceShmTransport:
             held, checksums = await run_copy(copy, deadline)
         except Unsettled as error:
             self._remember(error.settled)
-            raise error.with_quarantine([item.block_id for item in items]) from error
+            raise error.with_quarantine(items.block_ids) from error
         failed |= {wanted[i]: GENERATION for i in np.flatnonzero(~held).tolist()}
         found = {wanted[i]: checksums[i] for i in np.flatnonzero(held).tolist()}
         return GetResult(len(found) * self._memory.block_bytes, failed, found)

@@ -16,7 +16,7 @@ import numpy as np
 from kvstore import block_hash, wire
 from kvstore.errors import GENERATION, TRANSPORT, TransferFailed
 from kvstore.rpc import Attached, StoreRpc
-from kvstore.transport.base import BlockMemory, GetItem, GetResult, PutItem
+from kvstore.transport.base import BlockMemory, GetItems, GetResult, PutItem
 from process import spans
 from process.deadline import Deadline
 from protos import kvstore_pb2
@@ -47,17 +47,17 @@ class GrpcTransport:
             raise TransferFailed("the store did not wait for all blocks")
         return checksums
 
-    async def get(self, lease_id: str, items: Sequence[GetItem], deadline: Deadline) -> GetResult:
+    async def get(self, lease_id: str, items: GetItems, deadline: Deadline) -> GetResult:
         if not items:
             return GetResult(0)
         self._rpc.check()
         request = kvstore_pb2.ReadRequest(
             attachment_id=self._attachment_id,
             lease_id=lease_id,
-            blocks=[wire.block_to_proto(item.ref) for item in items],
+            blocks=[wire.block_to_proto(ref) for ref, _ in items],
             chunk_bytes=CHUNK_BYTES,
         )
-        received = [_Received() for _ in items]
+        received = [_Received(block_id) for block_id in items.block_ids]
         failed: dict[int, str] = {}
         call = self._rpc.stub.Read(
             request, timeout=deadline.left_s(), metadata=spans.current().headers
@@ -68,12 +68,12 @@ class GrpcTransport:
                     if chunk is None:  # what gRPC makes of a message that is none
                         call.cancel()
                         raise TransferFailed("a message came that cannot be read")
-                    if chunk.index >= len(items):
+                    if chunk.index >= len(received):
                         call.cancel()
                         raise TransferFailed("the store sent a block that was not asked for")
                     if chunk.stale:
                         failed[chunk.index] = GENERATION
-                    elif not self._take(chunk, items, received):
+                    elif not self._take(chunk, received):
                         failed[chunk.index] = TRANSPORT
         except grpc.aio.AioRpcError as error:
             raise self._rpc.translate(error) from error
@@ -115,9 +115,7 @@ class GrpcTransport:
                     data=piece.tobytes(),
                 )
 
-    def _take(
-        self, chunk: kvstore_pb2.ReadChunk, items: Sequence[GetItem], received: list[_Received]
-    ) -> bool:
+    def _take(self, chunk: kvstore_pb2.ReadChunk, received: list[_Received]) -> bool:
         """Copy one chunk where it belongs, and hash it there. Returns: False when it is not the one
         expected next."""
         block = received[chunk.index]
@@ -125,7 +123,7 @@ class GrpcTransport:
         end = chunk.offset + len(data)
         if end > self._memory.block_bytes or chunk.offset != block.num_bytes:
             return False
-        target = self._memory.view[items[chunk.index].block_id, chunk.offset : end]
+        target = self._memory.view[block.block_id, chunk.offset : end]
         np.copyto(target, data)
         block.running.update(target)
         block.num_bytes = end
@@ -133,10 +131,11 @@ class GrpcTransport:
 
 
 class _Received:
-    """What has come of one block."""
+    """What has come of one block. block_id: of the worker, where it goes."""
 
-    __slots__ = ("num_bytes", "running")
+    __slots__ = ("block_id", "num_bytes", "running")
 
-    def __init__(self) -> None:
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
         self.num_bytes = 0
         self.running = block_hash.RunningChecksum()

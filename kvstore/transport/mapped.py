@@ -12,7 +12,7 @@ which of the blocks are still lent at the generation that the handle says (Confi
 only grow, and a lent block does not change: what is lent now as it was then was never anything else
 in between. So one look after the copy says what a look before and one after would. A lender that is
 gone, or another life of it, confirms nothing. Nobody is asked about blocks that the lender has
-promised to keep in place until a time at which the last byte was here (`GetItem.held_until_s`):
+promised to keep in place until a time at which the last byte was here (`GetItems.held_until_s`):
 they were lent at that generation when it promised, and could not be given back since.
 
 A copy goes in pieces (pump.py); deadline and cancellation as in device_shm.py. Only reads: a lender
@@ -36,7 +36,6 @@ from kvstore.transport.base import (
     CUDA_IPC,
     BlockMemory,
     Generations,
-    GetItem,
     GetItems,
     GetResult,
     Ids,
@@ -105,11 +104,8 @@ class MappedTransport:
         """See Transport; nothing is ever written here. Raises: FailedPrecondition."""
         raise FailedPrecondition("transport cuda_ipc: a lender takes no bytes")
 
-    async def get(self, lease_id: str, items: Sequence[GetItem], deadline: Deadline) -> GetResult:
+    async def get(self, lease_id: str, items: GetItems, deadline: Deadline) -> GetResult:
         """See Transport."""
-        if not isinstance(items, GetItems):
-            held_until_s = min((item.held_until_s for item in items), default=0.0)
-            items = GetItems([(item.ref, item.block_id) for item in items], held_until_s)
         frames, blocks, generations = items.columns()
         held_until_s, is_held = items.held_until_s, False
         exists = frames < self._attached.num_frames

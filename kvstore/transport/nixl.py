@@ -22,10 +22,11 @@ from kvstore.errors import (
     TransferFailed,
     TransferTimeout,
 )
-from kvstore.nixl_agent import NixlAgent, Region, merge_runs
+from kvstore.nixl_agent import NixlAgent, Region
+from kvstore.nixl_runs import merge_runs
 from kvstore.rpc import Attached, StoreRpc
 from kvstore.slab import SlabLayout
-from kvstore.transport.base import BlockMemory, GetItem, GetResult, PutItem, PutUnsettled
+from kvstore.transport.base import BlockMemory, GetItems, GetResult, PutItem, PutUnsettled
 from process.deadline import Deadline
 from process.errors import (
     BatonError,
@@ -122,16 +123,17 @@ class NixlTransport:
         self._remember(transfer.settled)
         raise PutUnsettled(cause, transfer.settled) from cause
 
-    async def get(self, lease_id: str, items: Sequence[GetItem], deadline: Deadline) -> GetResult:
+    async def get(self, lease_id: str, items: GetItems, deadline: Deadline) -> GetResult:
         if not items:
             return GetResult(0)
+        block_ids = items.block_ids
         push_id = secrets.token_hex(16)
         budget_s = max(0.001, deadline.left_s() - _ANSWER_MARGIN_S)
         request = kvstore_pb2.PushRequest(
             attachment_id=self._attached.attachment_id,
             lease_id=lease_id,
-            blocks=[wire.block_to_proto(item.ref) for item in items],
-            destinations=[item.block_id for item in items],
+            blocks=[wire.block_to_proto(ref) for ref, _ in items],
+            destinations=block_ids,
             budget_ms=wire.ttl_ms(budget_s),
             push_id=push_id,
         )
@@ -148,13 +150,13 @@ class NixlTransport:
             patience_s = SETTLE_AT_ONCE_S
             if is_refusal:
                 patience_s = max(patience_s, min(deadline.left_s(), _POLL_TIMEOUT_S))
-            raise await self._give_up(push_id, items, error, patience_s) from None
+            raise await self._give_up(push_id, block_ids, error, patience_s) from None
         if not reply.terminal:
             late = DeadlineExceeded("push: the time for it ran out")
-            raise await self._give_up(push_id, items, late)
+            raise await self._give_up(push_id, block_ids, late)
         failed = {index: GENERATION for index in reply.stale}
         came = [index for index in range(len(items)) if index not in failed]
-        checksums = await self._hash_all([items[index].block_id for index in came])
+        checksums = await self._hash_all([block_ids[index] for index in came])
         num_bytes = len(came) * self._memory.block_bytes
         return GetResult(num_bytes, failed, dict(zip(came, checksums, strict=True)))
 
@@ -168,7 +170,7 @@ class NixlTransport:
     async def _give_up(
         self,
         push_id: str,
-        items: Sequence[GetItem],
+        block_ids: Sequence[int],
         error: BaseException,
         patience_s: float = SETTLE_AT_ONCE_S,
     ) -> BaseException:
@@ -179,7 +181,7 @@ class NixlTransport:
         error = await _settling(settled, error, patience_s)
         if settled.done():
             return error
-        quarantine = Quarantine(tuple(item.block_id for item in items), settled)
+        quarantine = Quarantine(tuple(block_ids), settled)
         message = f"push {push_id} may still write: {error}"
         if isinstance(error, asyncio.CancelledError):
             raise TransferCancelled(message, quarantine) from error

@@ -21,7 +21,7 @@ from kvstore.errors import GENERATION, MISSING, LeaseLapsed
 from kvstore.finishing import finish
 from kvstore.rpc import Attached
 from kvstore.slab import FAULT_AROUND_BYTES, Slab
-from kvstore.transport.base import BlockMemory, GetItem, GetResult, PutItem
+from kvstore.transport.base import BlockMemory, GetItems, GetResult, PutItem
 from kvstore.transport.checked_copy import CheckedCopy, Ids
 from kvstore.transport.copy_job import IsStopped
 from process.deadline import Deadline
@@ -84,13 +84,12 @@ class ShmTransport:
 
         return await self._in_thread(copy, deadline)
 
-    async def get(self, lease_id: str, items: Sequence[GetItem], deadline: Deadline) -> GetResult:
-        num_frames = self._slab.layout.num_frames
-        failed = {i: MISSING for i, item in enumerate(items) if item.ref.frame >= num_frames}
-        wanted = [i for i in range(len(items)) if i not in failed]
-        frames = np.array([items[i].ref.frame for i in wanted], dtype=np.int64)
-        blocks = np.array([items[i].block_id for i in wanted], dtype=np.int64)
-        expected = np.array([items[i].ref.generation for i in wanted], dtype=np.uint64)
+    async def get(self, lease_id: str, items: GetItems, deadline: Deadline) -> GetResult:
+        frames, blocks, expected = items.columns()
+        exists = frames < self._slab.layout.num_frames
+        wanted = np.flatnonzero(exists).tolist()
+        failed = dict.fromkeys(np.flatnonzero(~exists).tolist(), MISSING)
+        frames, blocks, expected = frames[wanted], blocks[wanted], expected[wanted]
         held = np.zeros(len(wanted), dtype=np.bool_)
 
         def copy(is_stopped: IsStopped) -> list[int]:

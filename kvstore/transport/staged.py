@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from kvstore.transport.base import BlockMemory, GetItem, GetResult, PutItem, Transport
+from kvstore.transport.base import BlockMemory, GetItems, GetResult, PutItem, Transport
 from kvstore.transport.copy_job import IsStopped, Unsettled, run_copy
 from kvstore.transport.staging import PinnedStaging
 from process.deadline import Deadline
@@ -87,7 +87,7 @@ class StagedTransport:
             self._put_turn.end(settled)
         return checksums
 
-    async def get(self, lease_id: str, items: Sequence[GetItem], deadline: Deadline) -> GetResult:
+    async def get(self, lease_id: str, items: GetItems, deadline: Deadline) -> GetResult:
         """See Transport."""
         failed: dict[int, str] = {}
         checksums: dict[int, int] = {}
@@ -99,7 +99,7 @@ class StagedTransport:
                 await self._get_batch(lease_id, start, batch, deadline, failed, checksums)
         except Unsettled as error:
             settled = error.settled
-            raise error.with_quarantine([item.block_id for item in items]) from error
+            raise error.with_quarantine(items.block_ids) from error
         finally:
             self._get_turn.end(settled)
         return GetResult(len(checksums) * self._block_bytes, failed, checksums)
@@ -117,20 +117,21 @@ class StagedTransport:
         self,
         lease_id: str,
         start: int,
-        batch: Sequence[GetItem],
+        batch: GetItems,
         deadline: Deadline,
         failed: dict[int, str],
         checksums: dict[int, int],
     ) -> None:
         staging = self._incoming
-        rows = [GetItem(item.ref, row) for row, item in enumerate(batch)]
+        rows = GetItems([(ref, row) for row, (ref, _) in enumerate(batch)])
         got = await self._get_inner.get(lease_id, rows, deadline)
         failed |= {start + row: why for row, why in got.failed.items()}
         came = [row for row in range(len(batch)) if row not in got.failed]
+        block_ids = batch.block_ids
 
         def store(is_stopped: IsStopped) -> None:
             _stop_here(is_stopped)
-            staging.store(came, [batch[row].block_id for row in came])
+            staging.store(came, [block_ids[row] for row in came])
 
         if came:
             await run_copy(store, deadline)

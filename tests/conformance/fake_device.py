@@ -6,6 +6,7 @@ mapped."""
 from __future__ import annotations
 
 import ctypes
+import itertools
 import queue
 import secrets
 import threading
@@ -15,8 +16,25 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import TransferFailed
-from kvstore.transport.device import Copies, Shared
+from kvstore.transport.device import Copies, Shared, wait_for
 from process.errors import FailedPrecondition
+
+
+class FakeStream:
+    """Kernels beside the copies: what it is given runs in order, on a thread of its own."""
+
+    def __init__(self) -> None:
+        self.handle = next(_numbers)
+        _streams[self.handle] = self
+        self._jobs: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="fake-stream", daemon=True).start()
+
+    def give(self, job: Callable[[], object]) -> None:
+        self._jobs.put(job)
+
+    def _run(self) -> None:
+        while True:
+            self._jobs.get()()
 
 
 class FakeMark:
@@ -25,6 +43,9 @@ class FakeMark:
 
     def is_over(self) -> bool:
         return self.over.is_set()
+
+    def before(self, stream: int) -> None:
+        _streams[stream].give(lambda: wait_for(self))
 
 
 class FakeQueue:
@@ -171,6 +192,10 @@ class FakeDevice:
         ctypes.memmove(target, source, num_bytes)
         self.num_moved_bytes += num_bytes
 
+
+_numbers = itertools.count(1)
+_streams: dict[int, FakeStream] = {}
+"""As the driver knows them: by handle."""
 
 _handles: dict[int, bytes] = {}
 _shared: dict[bytes, tuple[int, int]] = {}

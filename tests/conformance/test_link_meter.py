@@ -14,7 +14,7 @@ from kvstore import serve
 from kvstore.config import KvStoreSettings
 from kvstore.errors import TransferFailed, quarantine_of
 from kvstore.link_meter import MAX_BLOCKS, MAX_SHARE, num_blocks_wanted
-from kvstore.transport.base import GetItem, GetResult, PutItem
+from kvstore.transport.base import GetItems, GetResult, PutItem
 from process.deadline import Deadline
 from process.errors import BatonError, DeadlineExceeded, NoCapacity, Unavailable
 from tests.conformance.conftest import BLOCK_BYTES
@@ -130,10 +130,10 @@ async def test_bytes_that_come_back_wrong_are_a_fault(
     transport = worker.client._transport
     real = transport.get
 
-    async def wrong(lease_id: str, items: Sequence[GetItem], deadline: Deadline) -> GetResult:
+    async def wrong(lease_id: str, items: GetItems, deadline: Deadline) -> GetResult:
         got: GetResult = await real(lease_id, items, deadline)
         if len(items) == 4:  # the measured transfer itself
-            worker.view[items[2].block_id][17] ^= 1
+            worker.view[items.block_ids[2]][17] ^= 1
             got = dataclasses.replace(got, checksums=None)
         return got
 

@@ -9,7 +9,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,11 +21,11 @@ from kvstore.lending import lender, reader_holds
 from kvstore.lending.loans import Offer
 from kvstore.lending.told import Word
 from kvstore.transport import copy_job, mapped, pump
-from kvstore.transport.device import Shared
+from kvstore.transport.device import Mark, Shared
 from process.errors import FailedPrecondition, InvalidArgument
 from protos import kvstore_pb2
 from tests.conformance.conftest import BLOCK_BYTES, OnDevice, Worker
-from tests.conformance.fake_device import FakeDevice
+from tests.conformance.fake_device import FakeDevice, FakeStream
 from tests.conformance.test_lender import MAPPED, Lending, lending, within
 
 NewWorker = Callable[..., Any]
@@ -231,29 +231,24 @@ def test_a_flight_that_failed_is_over_when_that_is_said() -> None:
 
 
 class Hasher:
-    """Computes checksums where blocks lie, when they are asked for."""
+    """Computes checksums where blocks lie, on a stream of its own."""
 
     def __init__(self, view: Any) -> None:
         self.view = view
         self.begun: list[list[int]] = []
+        self._stream = FakeStream()
 
-    def begin(self, block_ids: Any, after: Any) -> Any:
+    def begin(self, block_ids: Any, after: Mark) -> Any:
         """Computed when that is over, and no sooner."""
         self.begun.append(list(block_ids))
-        found: list[int] = []
+        after.before(self._stream.handle)
+        found: Future[list[int]] = Future()
 
         def compute() -> None:
-            assert after.over.wait(20)
-            found.extend(block_hash.checksum(self.view[block_id]) for block_id in block_ids)
+            found.set_result([block_hash.checksum(self.view[each]) for each in block_ids])
 
-        computing = threading.Thread(target=compute, daemon=True)
-        computing.start()
-
-        def result() -> list[int]:
-            computing.join(20)
-            return found
-
-        return SimpleNamespace(result=result)
+        self._stream.give(compute)
+        return SimpleNamespace(result=lambda: found.result(20))
 
 
 async def test_a_pieces_checksums_are_behind_its_copy_and_asked_for_while_it_runs(
@@ -344,23 +339,28 @@ class Promised:
             holds._end(hold_id, 0.0)
 
 
-async def test_what_was_promised_to_stay_is_not_asked_about(
+@pytest.fixture
+async def promised(
     lent: Lending, new_worker: NewWorker, monkeypatch: pytest.MonkeyPatch
+) -> Promised:
+    return Promised(lent, await new_worker(lent.address, MAPPED), monkeypatch)
+
+
+async def test_what_was_promised_to_stay_is_not_asked_about(
+    lent: Lending, promised: Promised
 ) -> None:
     """Also when its lease is over before it is copied; the lender hears how much was read."""
-    reader = await new_worker(lent.address, MAPPED)
-    promised = Promised(lent, reader, monkeypatch)
     lease_id, blocks, word = await promised.told()
     lent.loans.release([lease_id], lent.lender.now_s())
     lent.check()
     assert lent.loans.num_lent == 3, "they stay for whoever was promised so"
     got = await promised.get(lease_id, blocks, word)
     assert not got.failed and promised.num_confirmed == 0
-    assert np.array_equal(reader.view[4:7], lent.view[1:4])
+    assert np.array_equal(promised.reader.view[4:7], lent.view[1:4])
     assert got.checksums == {at: block_hash.checksum(lent.view[1 + at]) for at in range(3)}
     assert got.num_bytes == 3 * BLOCK_BYTES
     assert lent.loans.counters.num_bytes_read == 0
-    await reader.client.release([lease_id], deadline=within())
+    await promised.reader.client.release([lease_id], deadline=within())
     assert lent.loans.counters.num_bytes_read == 3 * BLOCK_BYTES
     promised.let_go()
     assert lent.loans.num_lent == 0
@@ -369,21 +369,19 @@ async def test_what_was_promised_to_stay_is_not_asked_about(
 
 
 async def test_a_copy_that_ends_behind_its_promise_is_asked_about(
-    lent: Lending, new_worker: NewWorker, monkeypatch: pytest.MonkeyPatch
+    lent: Lending, promised: Promised
 ) -> None:
-    reader = await new_worker(lent.address, MAPPED)
-    promised = Promised(lent, reader, monkeypatch)
     lease_id, blocks, word = await promised.told()
     over = Word(word.num_unsealed, time.monotonic())
     assert not (await promised.get(lease_id, blocks, over)).failed and promised.num_confirmed == 1
 
     def end(*_: int) -> None:
-        reader.device.on_move = lambda *_: None
+        promised.reader.device.on_move = lambda *_: None
         loop.call_soon_threadsafe(promised.let_go)
         loop.call_soon_threadsafe(lent.loans.release, [lease_id], lent.lender.now_s())
 
     loop = asyncio.get_running_loop()
-    reader.device.on_move = end
+    promised.reader.device.on_move = end
     got = await promised.get(lease_id, blocks, over)
     assert got.failed == dict.fromkeys(range(3), errors.LEASE_LAPSED) and not got.checksums
 
@@ -399,10 +397,8 @@ class Clock:
 
 
 async def test_a_promise_must_last_until_the_last_byte_is_here(
-    lent: Lending, new_worker: NewWorker, monkeypatch: pytest.MonkeyPatch
+    lent: Lending, promised: Promised, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reader = await new_worker(lent.address, MAPPED)
-    promised = Promised(lent, reader, monkeypatch)
     lease_id, blocks, _ = await promised.told()
     clock = Clock()
     monkeypatch.setattr(mapped, "time", clock)
@@ -413,7 +409,7 @@ async def test_a_promise_must_last_until_the_last_byte_is_here(
 
     assert not (await promised.get(lease_id, blocks, word)).failed
     assert promised.num_confirmed == 0
-    reader.device.on_move = takes_long
+    promised.reader.device.on_move = takes_long
     assert not (await promised.get(lease_id, blocks, word)).failed
     assert promised.num_confirmed == 1, "it was over before the copy was"
     promised.let_go()
@@ -421,14 +417,12 @@ async def test_a_promise_must_last_until_the_last_byte_is_here(
 
 
 async def test_a_promise_counts_from_the_question_and_not_from_its_answer(
-    lent: Lending, new_worker: NewWorker, monkeypatch: pytest.MonkeyPatch
+    lent: Lending, promised: Promised, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reader = await new_worker(lent.address, MAPPED)
-    promised = Promised(lent, reader, monkeypatch)
     clock = Clock()
     asked_s, way_s = clock.now_s, 60.0
     monkeypatch.setattr(lease_calls, "time", clock)
-    rpc = reader.client._leases._rpc
+    rpc = promised.reader.client._leases._rpc
     call = rpc.call
 
     async def slow(*arguments: Any, **options: Any) -> Any:

@@ -18,7 +18,7 @@ from kvstore.client import StoreClient
 from kvstore.config import KvStoreSettings
 from kvstore.frames import FrameState
 from kvstore.transport import nixl
-from kvstore.transport.base import GetItem, PutUnsettled
+from kvstore.transport.base import GetItems, PutUnsettled
 from process.deadline import Deadline
 from process.errors import DeadlineExceeded, Unavailable
 
@@ -373,7 +373,8 @@ async def test_a_push_that_nobody_knows_is_over_and_stays_so(
             worker.client._attachment_id, put.lease_id, "late", put.refs, [10], 5.0
         )
     assert np.array_equal(worker.view, before)
-    got = await worker.client._transport.get(put.lease_id, [GetItem(put.refs[0], 10)], within())
+    items = GetItems([(put.refs[0], 10)])
+    got = await worker.client._transport.get(put.lease_id, items, within())
     assert got.failed == {}
 
 

@@ -17,7 +17,15 @@ from engine.config import EngineConfig
 from engine.fake import FakeModel
 from engine.loop import Engine
 from process import serving
-from process.errors import BatonError, FailedPrecondition, Internal, InvalidArgument, Unavailable
+from process.deadline import Deadline
+from process.errors import (
+    BatonError,
+    DeadlineExceeded,
+    FailedPrecondition,
+    Internal,
+    InvalidArgument,
+    Unavailable,
+)
 from protos import common_pb2, prefill_pb2
 from services.prefill.role import PrefillRole
 from services.worker import main
@@ -216,23 +224,30 @@ async def test_a_store_that_does_not_answer_costs_one_wait_not_one_per_request(
     # Of the third request each call has so long, however busy the machine is.
     limits = WorkerLimits(store_wait_s=WAIT_S, transfer_budget_s=1.5, put_budget_s=1.5, drain_s=0.2)
     async with pair(tmp_path, limits=limits) as p:
-        reals = {}
+        answers: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         num_waiting = 0
 
-        async def silent(method: Any, request: Any, deadline: Any, **options: Any) -> Any:
-            nonlocal num_waiting
-            num_waiting += 1
-            try:
-                async with deadline.timeout("the store"):
-                    await asyncio.Event().wait()
-            finally:
-                num_waiting -= 1
+        def silence(rpc: Any) -> None:
+            """Calls wait until the store answers, those that have the time for it."""
+            real = rpc.call
+
+            async def call(method: Any, request: Any, deadline: Any, **options: Any) -> Any:
+                nonlocal num_waiting
+                num_waiting += 1
+                try:
+                    await asyncio.wait([answers], timeout=deadline.left_s())
+                    if not answers.done():
+                        raise DeadlineExceeded("the store")
+                    return await real(method, request, Deadline.after(WAIT_S), **options)
+                finally:
+                    num_waiting -= 1
+
+            rpc.call = call
 
         for worker in (p.prefill, p.decode):
             client = worker.core.connector.client
             assert client is not None
-            reals[worker.core.identity.role] = (client, client._rpc.call)
-            client._rpc.call = silent  # type: ignore[method-assign]
+            silence(client._rpc)
         answer = await p.generate(PROMPT, name="first")
         assert answer.token_ids == p.expected(PROMPT, 8)
         assert answer.prefill is not None
@@ -242,10 +257,10 @@ async def test_a_store_that_does_not_answer_costs_one_wait_not_one_per_request(
         assert again.prefill is not None
         assert [c.reason for c in again.prefill.leg.recomputed] == ["store_unavailable"]
         assert p.prefill.core.connector.client is None
-        # Whoever waits for it still would lose it once more, behind the third request's back.
+        # Whoever waits for it still is answered, later than he asked for it or not.
+        answers.set_result(None)
         await until(lambda: num_waiting == 0)
-        for client, call in reals.values():
-            client._rpc.call = call  # type: ignore[method-assign]
+        await p.store_status()  # whoever gave up a moment ago has said so by now
         await p.reattached()
         third = await p.generate(prompt_of(30, start=9), name="third")
         assert third.leg.num_tokens_computed == 0

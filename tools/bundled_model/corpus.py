@@ -15,13 +15,12 @@ from dataclasses import dataclass
 
 from tools.bundled_model import arithmetic, records
 from tools.bundled_model.chat import (
-    CAPITALS,
-    MEANINGS,
     Message,
     make_dialogue,
     one_sentence_portrait,
     render,
 )
+from tools.bundled_model.small_talk import CAPITALS, MEANINGS
 from tools.bundled_model.stories import make_long_story, make_story, title
 from tools.bundled_model.words import pick
 

@@ -19,9 +19,10 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from tools.bundled_model import arithmetic, records
-from tools.bundled_model.chat import Message, render, story_request, strange_question
+from tools.bundled_model.chat import Message, render, story_request
 from tools.bundled_model.corpus import HELD_OUT, split_words, word_list
 from tools.bundled_model.stories import make_story
+from tools.bundled_model.strange import strange_question
 from tools.bundled_model.tokenizer import END_ID, PAD_ID
 from tools.bundled_model.train import DRAFT_NAME, TARGET_NAME
 

@@ -326,6 +326,28 @@ def test_a_start_that_ends_behind_the_model_closes_it(
     assert len(closed) == 1
 
 
+def test_what_fails_while_all_is_closed_hides_neither_the_cause_nor_the_model(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    closed: list[str] = []
+
+    class Stuck:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def close(self) -> None:
+            closed.append(self.name)
+            raise OSError(f"the {self.name} is stuck")
+
+    drafters = [Stuck("first drafter"), Stuck("second drafter")]
+    monkeypatch.setattr(engine_load, "load_drafters", lambda *_: drafters)
+    monkeypatch.setattr(HuggingFaceModel, "close", lambda _: Stuck("model").close())
+    with pytest.raises(TooFewBlocks):
+        load_engine(EngineConfig(model=str(llama), device="cpu", num_blocks=43))
+    assert closed == ["second drafter", "first drafter", "model"]
+    assert all(f"the {name} is stuck" in caplog.text for name in closed)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("is_packed", [True, False])
 def test_a_checkpoint_that_is_overwritten_after_the_start_changes_nothing(

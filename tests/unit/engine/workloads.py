@@ -169,6 +169,18 @@ def undisturbed(requests: Sequence[Request], bench: Bench = PLAIN) -> dict[str, 
     return results
 
 
+def steps_beyond(engine: Engine, num_tokens: int) -> tuple[tuple[int, ...], int]:
+    """Run an engine to its end. Returns: all its tokens, and how many steps brought those beyond
+    the first `num_tokens`."""
+    found: tuple[int, ...] = ()
+    num_steps = 0
+    while engine.has_work():
+        for event in engine.step().events:
+            found += event.token_ids
+        num_steps += len(found) > num_tokens
+    return found, num_steps
+
+
 class _Late:
     """Bytes that take a few questions to come, or never do."""
 

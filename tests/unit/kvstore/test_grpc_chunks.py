@@ -13,15 +13,15 @@ import pytest
 from kvstore import block_hash
 from kvstore.block import Block
 from kvstore.errors import GENERATION, TRANSPORT, TransferFailed
-from kvstore.transport.base import BlockMemory, GetItem, PutItem
+from kvstore.transport.base import BlockMemory, GetItems, PutItem
 from kvstore.transport.grpc_chunks import GrpcTransport
 from process.deadline import Deadline
 from protos import kvstore_pb2
 
 BLOCK_BYTES = 10
-ITEMS = [
-    GetItem(Block(b"h" * 16, frame, 2, 0, 16), block_id) for frame, block_id in ((0, 3), (1, 1))
-]
+ITEMS = GetItems(
+    [(Block(b"h" * 16, frame, 2, 0, 16), block_id) for frame, block_id in ((0, 3), (1, 1))]
+)
 
 
 def _chunk(index: int, offset: int, data: bytes, stale: bool = False) -> kvstore_pb2.ReadChunk:

@@ -7,12 +7,15 @@ memory is written all the same).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
+import queue
 import secrets
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator
 
 import numpy as np
@@ -21,13 +24,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.errors import TransferFailed
-from kvstore.nixl_agent import (
-    NixlAgent,
-    Region,
-    merge_runs,
-    prepare_environment,
-    split_pieces,
-)
+from kvstore.nixl_agent import NixlAgent, Region
+from kvstore.nixl_library import prepare_environment
+from kvstore.nixl_runs import merge_runs, split_pieces
 from process.deadline import Deadline
 from process.errors import DeadlineExceeded, FailedPrecondition
 
@@ -96,6 +95,11 @@ asyncio.run(main())
         self.process.stdin.flush()
         return int(self.process.stdout.readline())
 
+    def stop(self) -> None:
+        """It does nothing any more when this returns."""
+        self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
+
     def end(self) -> None:
         self.process.send_signal(signal.SIGCONT)
         self.process.kill()
@@ -155,7 +159,7 @@ async def test_a_deadline_is_not_an_end(agent: NixlAgent, peer: _Peer) -> None:
         remote=peer.region,
     )
     assert await first.done is None
-    peer.process.send_signal(signal.SIGSTOP)
+    await asyncio.to_thread(peer.stop)
     runs = [(own.address, peer.region.address, 16 * MIB)]
     transfer = agent.write(name, runs, Deadline.after(0.3), local=own, remote=peer.region)
     assert isinstance(await transfer.done, DeadlineExceeded)
@@ -223,6 +227,24 @@ async def test_a_restarted_peer_is_added_under_its_new_name(agent: NixlAgent, pe
     assert peer.count(MIB, 3) == 1000
 
 
+def test_a_nap_ends_however_short_it_is() -> None:
+    """A thread that is held up between two looks at the clock has waited too long already, and must
+    not wait on: a transfer would never be looked at again."""
+    jobs = NixlAgent("x")._queue
+
+    def naps() -> None:
+        for _ in range(200_000):
+            jobs.put(None)
+            jobs.get()
+            with contextlib.suppress(queue.Empty):
+                jobs.get(timeout=1e-9)
+
+    thread = threading.Thread(target=naps, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
+
+
 async def test_a_closed_agent_says_so() -> None:
     agent = await NixlAgent.start(f"test-{secrets.token_hex(8)}", "lo", Deadline.after(30))
     assert await agent.close(Deadline.after(10))
@@ -237,7 +259,7 @@ async def test_without_nixl_there_is_a_clear_error(monkeypatch: pytest.MonkeyPat
     def absent(name: str) -> None:
         raise ImportError(f"No module named {name!r}")
 
-    monkeypatch.setattr("kvstore.nixl_agent.importlib.import_module", absent)
+    monkeypatch.setattr("kvstore.nixl_library.importlib.import_module", absent)
     with pytest.raises(FailedPrecondition, match="install nixl-cu13"):
         await NixlAgent.start("x", "lo", Deadline.after(10))
 

@@ -13,7 +13,7 @@ import pytest
 
 from kvstore.block import Block
 from kvstore.errors import TransferFailed
-from kvstore.transport.base import GetItem, PutItem
+from kvstore.transport.base import GetItems, PutItem
 from kvstore.transport.nixl import NixlTransport
 from process.deadline import Deadline
 from process.errors import NotFound
@@ -58,9 +58,8 @@ def _transport(rpc: _Rpc, write: Callable[..., Any]) -> NixlTransport:
 async def test_of_a_push_that_was_refused(is_over: bool) -> None:
     rpc = _Rpc()
     transport = _transport(rpc, write=lambda: None)
-    getting = asyncio.create_task(
-        transport.get("lease", [GetItem(_BLOCK, 0)], Deadline.after(30.0))
-    )
+    items = GetItems([(_BLOCK, 0)])
+    getting = asyncio.create_task(transport.get("lease", items, Deadline.after(30.0)))
     await rpc.is_asked.wait()
     if is_over:
         rpc.is_over.set()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvstore.block import Block, Tier
 from kvstore.packed import ROW_BYTES, PackedBlocks, PackedItems, block_of
-from kvstore.transport.base import GetItem, GetItems
+from kvstore.transport.base import GetItems
 from tests.conftest import LONG
 
 any_blocks = st.lists(
@@ -181,7 +181,8 @@ def test_items_are_blocks_with_their_places(
         PackedItems(PackedBlocks.of(blocks), range(len(blocks) + 1))
     one_by_one, packed = GetItems(pairs, 7.5), GetItems(items, 7.5)
     for each in (one_by_one, packed):
-        assert list(each) == [GetItem(block, place, 7.5) for block, place in pairs]
-        assert list(each[start:stop]) == list(each)[start:stop]
+        assert list(each) == [each[at] for at in range(len(each))] == pairs
+        assert list(each[start:stop]) == pairs[start:stop] and each[start:stop].held_until_s == 7.5
+        assert each.block_ids == list(places)
     for a, b in zip(one_by_one.columns(), packed.columns(), strict=True):
         assert a.dtype == b.dtype and a.tolist() == b.tolist()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from concurrent.futures import Future
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,7 @@ from kvstore import block_hash
 from kvstore.transport.base import BlockMemory
 from kvstore.transport.device import wait_for
 from kvstore.transport.spread_device import BASE, Part, Run, SpreadDevice
-from tests.conformance.fake_device import FakeDevice
+from tests.conformance.fake_device import FakeDevice, FakeStream
 
 LAYOUT = KvLayout.plain(num_layers=3, num_kv_heads=4, head_dim=16, block_size=4, dtype="float32")
 NUM_BLOCKS = 7
@@ -99,8 +100,14 @@ def test_a_mark_is_over_when_all_devices_are(seed: int) -> None:
     queue.to_host(np.array([(BASE, address, LAYOUT.block_bytes)], dtype=np.uint64))
     mark = queue.mark()
     assert not mark.is_over()
+    stream, found = FakeStream(), Future[bool]()
+    mark.before(stream.handle)
+    stream.give(lambda: found.set_result(mark.is_over()))
+    with pytest.raises(TimeoutError):
+        found.result(0.05)
     slow.engine_runs.set()
     assert wait_for(mark)
+    assert found.result(20), "what the stream was given then waits for all of them, too"
     queue.close()
 
 

@@ -24,7 +24,7 @@ from engine.speculation.drafter import Draft, Task
 from engine.speculation.possible import in_grammar
 from engine.speculation.tree import TokenTree, chain
 from tests.unit.engine.speculation.test_engine import KnowsTheAnswers
-from tests.unit.engine.workloads import SIZE, VOCAB, WINDOW, undisturbed
+from tests.unit.engine.workloads import SIZE, VOCAB, WINDOW, steps_beyond, undisturbed
 
 ALWAYS = SpeculationConfig(always=True)
 CONFIG = EngineConfig(num_blocks=40, preemption="recompute", speculation=ALWAYS)
@@ -227,11 +227,6 @@ def test_a_drafter_wins_its_trust_back(make_request: Callable[..., Request]) -> 
         clock=lambda: now,
     )
     engine.submit(request)
-    found: list[int] = []
-    num_steps = 0
-    while engine.has_work():
-        for event in engine.step().events:
-            found += event.token_ids
-        num_steps += len(found) > 500
-    assert found == token_ids
+    found, num_steps = steps_beyond(engine, 500)
+    assert found == tuple(token_ids)
     assert num_steps < 800, "of 1,000 tokens"

@@ -24,7 +24,7 @@ from engine.speculation.lessons import Lessons
 from engine.speculation.tree import TokenTree, chain, merge
 from engine.step_output import RequestEvent
 from tests.unit.engine.speculation.test_engine import KnowsTheAnswers
-from tests.unit.engine.workloads import SIZE, VOCAB, WINDOW, undisturbed
+from tests.unit.engine.workloads import SIZE, VOCAB, WINDOW, steps_beyond, undisturbed
 
 
 def _tree(rng: random.Random) -> TokenTree:
@@ -196,11 +196,6 @@ def test_where_there_is_room_for_one_of_two_it_is_the_one_that_was_right_before(
     )
     engine = Engine(config, FakeModel(context_window=WINDOW, block_size=SIZE), drafters=[drafter])
     engine.submit(request)
-    found: list[int] = []
-    num_steps = 0
-    while engine.has_work():
-        for event in engine.step().events:
-            found += event.token_ids
-            num_steps += len(found) > 20
-    assert tuple(found) == drafter._expected["r"][0][0]
+    found, num_steps = steps_beyond(engine, 20)
+    assert found == drafter._expected["r"][0][0]
     assert num_steps < 15, "of 20 tokens, two a step"

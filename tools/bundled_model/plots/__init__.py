@@ -1,0 +1,1 @@
+"""What happens in stories: functions from a `Cast` to paragraphs (stories.py)."""
