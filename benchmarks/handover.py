@@ -36,8 +36,9 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -147,8 +148,8 @@ def through_cluster(client: SyncClient, path: str, prompt: list[int], into: Seri
     into.num_bytes.append(legs["decode"].num_bytes_read)
 
 
-def draw_one(client: SyncClient, prompt: list[int], file: Path) -> None:
-    """One request as a picture."""
+def watch_one(client: SyncClient, prompt: list[int]) -> Callable[[Path], None]:
+    """One request. Returns: what draws it."""
     began_s = time.perf_counter()
     arrivals_s: list[float] = []
     ended_s = 0.0
@@ -163,7 +164,7 @@ def draw_one(client: SyncClient, prompt: list[int], file: Path) -> None:
             yield chunk
 
     (completion,) = completions_from(noted())
-    timeline.draw(completion, arrivals_s, ended_s, file)
+    return partial(timeline.draw, completion, arrivals_s, ended_s)
 
 
 def copy_s(num_bytes: int) -> float:
@@ -282,6 +283,7 @@ def main() -> int:
     console = Console(stderr=True)
     rng = random.Random(arguments.seed)
     figures = []
+    drawings: dict[str, Callable[[Path], None]] = {}
     with model_of(arguments) as model:
         engine = None
         if not arguments.shape:
@@ -310,8 +312,7 @@ def main() -> int:
                     for path, client in clients.items() if arguments.timeline else ():
                         name = "-".join(filter(None, (transport, direct, path, str(num_tokens))))
                         prompt = [rng.randrange(100, 2000) for _ in range(num_tokens)]
-                        file = arguments.timeline
-                        draw_one(client, prompt, file.with_stem(f"{file.stem}-{name}"))
+                        drawings[name] = watch_one(client, prompt)
     console.print(table_of(figures))
     result = {
         "benchmark": "handover",
@@ -323,6 +324,8 @@ def main() -> int:
         "figures": figures,
     }
     publish(result, arguments.out)
+    for name, draw in drawings.items():  # behind the figures, which a failing one would cost
+        draw(arguments.timeline.with_stem(f"{arguments.timeline.stem}-{name}"))
     return 0
 
 

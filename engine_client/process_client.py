@@ -50,7 +50,8 @@ class DataParallelClient:
             program: what each process runs; it is given the number of its socket as last argument.
         Raises: LoadError, Unavailable, DeadlineExceeded; no process is left then.
         """
-        self._news: queue.SimpleQueue[tuple[News, ...]] = queue.SimpleQueue()
+        # No SimpleQueue: before Python 3.13 its `get` may wait for ever where its time is short.
+        self._news: queue.Queue[tuple[News, ...]] = queue.Queue()
         self._fleet = Fleet(
             share_cores(config, num_engines),
             num_engines,

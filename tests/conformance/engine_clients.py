@@ -61,7 +61,7 @@ class AsyncFace:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="loop")
         self._thread.start()
-        self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
+        self._news: queue.Queue[News] = queue.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
         try:
             self.client = self._await(
