@@ -13,7 +13,7 @@ import torch
 from engine.constraints import masked
 from engine.in_flight import StepRow
 from engine.sampling import pipeline
-from engine.sampling.copies import Fetched, Mark
+from engine.sampling.copies import Mark
 from engine.sampling.row import Drawn
 from engine.schedule.order import Key
 from engine.sequence import Sequence
@@ -85,7 +85,7 @@ class BegunStep:
 
     def wait(self) -> None:
         """See in_flight.Begun."""
-        Fetched(self.logits[:1, :1]).wait()
+        Mark(self.logits.device).wait()
 
     def of_live(
         self, drawn: list[Drawn], live: Set[Key]

@@ -27,10 +27,11 @@ from engine.models.interface import LoadedModel
 from engine.plain_ahead import AheadModel
 from engine.request import Request, State
 from engine.sampling import pipeline
-from engine.sampling.copies import Fetched, Mark
+from engine.sampling.copies import Mark
 from engine.speculation.config import SpeculationConfig
 from engine.speculation.drafter import Draft, Task
 from engine.speculation.tree import EMPTY, TokenTree, chain, merge
+from engine.step_builder import Step
 from engine.step_output import RequestEvent
 from tests.unit.engine.launches import (
     PROMPT,
@@ -165,14 +166,14 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateFake]:
 
         return wait
 
-    class LateFetched(Fetched):
-        def wait(self) -> Any:
+    class LateMark(Mark):
+        def wait(self) -> None:
             fake.num_waits += 1
             fake.settle()
-            return super().wait()
+            super().wait()
 
     monkeypatch.setattr("engine.begun.pipeline.begin", begin_late)
-    monkeypatch.setattr("engine.begun.Fetched", LateFetched)
+    monkeypatch.setattr("engine.begun.Mark", LateMark)
     yield fake
 
 
@@ -232,6 +233,14 @@ def test_the_next_step_is_begun_before_the_events_of_the_last_are_told(
     assert [told for told, _, _ in seen] == [expected[:1], *pairs]
     assert [num for _, num, _ in seen] == [2, 3, 4, 5, 5]
     assert [is_live for _, _, is_live in seen] == [True, True, True, True, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_waiting_reads_no_logits(dtype: torch.dtype) -> None:
+    """numpy has no bfloat16."""
+    logits = torch.zeros(1, 3, dtype=dtype)
+    step = Step(Batch((), (), ()), (), frozenset(), 0, False, False)
+    BegunStep([], {}, step, logits, None, None).wait()
 
 
 def test_where_a_pass_is_waited_for_nothing_is_begun_early(make_request: Make) -> None:
