@@ -5,7 +5,7 @@ device much longer than that. Knows no scheduling, books nothing. Engine thread 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import TYPE_CHECKING
 
 import torch
@@ -105,3 +105,12 @@ class BegunStep:
             first = end
         guesses = {key: guess for key, guess in self.guesses.items() if key in live}
         return planned, own, guesses
+
+
+def may_be_early(sequences: Iterable[Sequence]) -> bool:
+    """Nothing is needed for their next step but what they have drawn; and it is a graph: a step
+    with adapters takes the host long, launched kernel by kernel."""
+    return all(
+        one.grammar is None and one.request.beam is None and not one.group.adapter_slot
+        for one in sequences
+    )

@@ -68,6 +68,7 @@ def hold(
         raise WrongState(f"request {name} is {sequence.state.value}")
     holdings.in_flight.let_go(sequence)
     holdings.in_flight.settle()
+    holdings.shrink(sequence)
     scheduler.remove(sequence)
     constraints.forget(group)
     preemptor.forget(sequence)

@@ -50,17 +50,20 @@ class Holdings:
         return self.pool.num_available + self.in_flight.num_idle_blocks
 
     def _make_room(self, num_blocks: int) -> None:
+        """Have so many that can be taken: by waiting for what is in flight, or else by giving up a
+        step that has some for guesses. Neither is done where both would not suffice."""
+        num_missing = num_blocks - self.pool.num_available
+        if num_missing <= 0:
+            return
+        num_idle, growing = self.in_flight.num_idle_blocks, self.in_flight.growing()
+        num_lent = sum(len(self._surplus(one)) for one in growing if not one.group.is_whole)
+        if num_missing > num_idle + num_lent:
+            return
+        if num_idle:
+            self.in_flight.settle()
         if num_blocks > self.pool.num_available:
-            self._settle()
-
-    def _settle(self) -> bool:
-        """Wait for what is in flight, and have back what guesses took of others. False: that gives
-        nothing."""
-        growing = self.in_flight.give_up_step()
-        num_before = self.pool.num_available
-        for sequence in growing:
-            self.shrink(sequence)
-        return self.in_flight.settle() or self.pool.num_available > num_before
+            for sequence in self.in_flight.give_up_step():
+                self.shrink(sequence)
 
     # -- first blocks
 
@@ -113,8 +116,8 @@ class Holdings:
         try:
             return self.tree.reserve(chain_hashes, num_blocks)
         except NoBlocks:
-            if not self._settle():
-                raise
+            num_shared, num_reused = self.tree.match_counts(chain_hashes)
+            self._make_room(num_blocks - num_shared + num_reused)
             return self.tree.reserve(chain_hashes, num_blocks)
 
     def _shareable(self, sequence: Sequence) -> list[bytes]:
@@ -287,13 +290,16 @@ class Holdings:
             block_id = sequence.block_ids[place // self.block_size]
             self.kv.clear_tokens(block_id, place % self.block_size)
 
+    def _surplus(self, sequence: Sequence) -> list[int]:
+        num_kept = max(-(-len(sequence.token_ids) // self.block_size), sequence.num_cached_blocks)
+        return sequence.block_ids[num_kept:]
+
     def shrink(self, sequence: Sequence) -> None:
         """Give back blocks that hold none of its tokens: they were for guesses."""
-        num_kept = max(-(-len(sequence.token_ids) // self.block_size), sequence.num_cached_blocks)
-        surplus = sequence.block_ids[num_kept:]
+        surplus = self._surplus(sequence)
         if not surplus:
             return
-        del sequence.block_ids[num_kept:]
+        del sequence.block_ids[-len(surplus) :]
         sequence.block_table = ()
         if sequence.group.is_whole:
             sequence.group.spare_block_ids += reversed(surplus)

@@ -195,16 +195,23 @@ class InFlight:
         self._step = None
         return step.drawn, step.live.keys()
 
+    def growing(self) -> list[Sequence]:
+        """Who may have blocks for guesses of a begun step."""
+        return [] if self._step is None else [one for one, _ in self._step.live.values()]
+
     def give_up_step(self) -> list[Sequence]:
         """Wait for the begun step, and forget it as if it had never begun. Returns: whose blocks
         may be too many now."""
-        step, self._step = self._step, None
+        growing, step = self.growing(), self._step
+        self._step = None
         if step is None:
             return []
-        if step.begun is not None:
-            step.begun.wait()
-        self._unhold(step)
-        return [sequence for sequence, _ in step.live.values()]
+        try:
+            if step.begun is not None:
+                step.begun.wait()
+        finally:
+            self._unhold(step)
+        return growing
 
     def _wait_for_step(self) -> None:
         step = self._step

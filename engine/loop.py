@@ -316,8 +316,8 @@ class Engine:
     @property
     def is_device_behind(self) -> bool:
         """The device may still write into blocks that an event named, or that nobody has any more:
-        a plain step gave it work, and no draw has waited for it. False while only launches are
-        under way: what they write into is kept until they were read."""
+        a plain step gave it work, and no draw has waited for it. False while only launches and
+        begun steps are under way: what they write into is kept until they are over."""
         return self._parts.steps.is_device_behind
 
     def step(self) -> StepOutput:

@@ -14,19 +14,21 @@ Where somebody is asked, the next step depends on what this one has drawn, and t
 the host. So that step is begun in the very call that has booked this one, before its events are
 told, if a model that `queues_steps` computes it, nobody waits and nothing but decodes is to come:
 then it is the step that the next call would begin, unless somebody is taken out of it in between
-(engine/in_flight.py), and who comes in between waits for one step more. Not where that would keep
-the events back: with grammars, whose masks take their time, and drafters that do; nor with drafters
-that go by hidden states.
+(engine/in_flight.py), and who comes during a step waits for the next one, too. Not where that would
+keep the events back: with grammars, whose masks take their time, with adapters, whose kernels are
+launched one by one, and with drafters that take theirs, or that have not met somebody yet; nor with
+drafters that go by hidden states.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import logging
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
 
-from engine.begun import BegunStep
+from engine.begun import BegunStep, may_be_early
 from engine.booking import Booking
 from engine.constraints import Constraints
 from engine.decode_rows import DecodeRows
@@ -48,6 +50,8 @@ from engine.speculation.speculator import Speculator
 from engine.step_builder import Step, build
 from engine.step_output import RequestEvent
 from engine.told import embeddings_of, with_embedding
+
+log = logging.getLogger(__name__)
 
 
 class Result(NamedTuple):
@@ -97,8 +101,8 @@ class Runner:
         self._begins_early = begins_early and speculator is not None
         self._begun: BegunStep | None = None
         """In the call before, and in flight unless it was given up."""
-        self._failure: Exception | None = None
-        """Of a step that was to be begun then: told by the call that it is for."""
+        self._failure: tuple[Exception, tuple[Sequence, ...]] | None = None
+        """Of a step that was to be begun then, and whose: told by the call that it is for."""
         self._eos_token_ids = eos_token_ids
         self._clock = clock
         self.is_device_behind = False
@@ -134,9 +138,7 @@ class Runner:
             if self._in_flight.is_live:
                 return self._end_begun(begun, scheduler, is_early=is_early)
             self._take_back(begun)
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise failure
+        self._tell_failure(running)
         speculator, is_first = self._speculator, not self._in_flight.is_live
         planned = [(running[key], num_tokens) for key, num_tokens in plan.items()]
         if speculator is not None:
@@ -159,6 +161,16 @@ class Runner:
             is_last = not self._in_flight.is_live
             speculator.pass_by(num_rows, running, is_first=is_first, is_last=is_last)
         return result
+
+    def _tell_failure(self, running: Mapping[Key, Sequence]) -> None:
+        """Of the step that was to be begun in the call before, if it was for anybody who is left:
+        others' next pass may well be sound, and says so itself if it is not."""
+        if self._failure is None:
+            return
+        (failure, planned), self._failure = self._failure, None
+        if any(running.get(one.key) is one for one in planned):
+            raise failure
+        log.warning("a step failed that was begun early, and nobody is left of it: %s", failure)
 
     def _land(self, scheduler: Scheduler, *, is_admitting: bool) -> Result:
         """The step that is in flight, when the next one is, too."""
@@ -307,17 +319,17 @@ class Runner:
         speculator, running = self._speculator, scheduler.running
         if speculator is None or not running or not scheduler.is_settled:
             return None
-        can_be = speculator.readers.wants is Wants.NONE and speculator.is_quick
-        if not (can_be and _may_be_early(running.values())):
+        can_be = speculator.readers.wants is Wants.NONE and speculator.is_quick(running)
+        if not (can_be and may_be_early(running.values())):
             return None
         planned = [(sequence, 1) for sequence in running.values()]
-        speculator.begin(planned)
-        if speculator.rests(planned) or not self._rows.grow_by_one(running.values()):
-            return None
         try:
+            speculator.begin(planned)
+            if speculator.rests(planned) or not self._rows.grow_by_one(running.values()):
+                return None
             begun = self._begin(planned, running)
         except Exception as failure:
-            self._failure = failure
+            self._failure = failure, tuple(running.values())
             return None
         self._in_flight.begin(begun.rows(), begun)
         self._begun = begun
@@ -388,8 +400,3 @@ class Runner:
             own.sort(key=lambda row: step.samples[row].sample_index)
             events += self._booking.advance_beams(group, logits[own], self._clock())
         return events
-
-
-def _may_be_early(sequences: Iterable[Sequence]) -> bool:
-    """Nothing is needed for their next step but what they have drawn."""
-    return all(one.grammar is None and one.request.beam is None for one in sequences)

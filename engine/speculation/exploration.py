@@ -214,6 +214,12 @@ class Exploration:
                     self._widths[drafter] = width
         return bool(self._widths)
 
+    def take_back(self) -> None:
+        """The step that was planned last came to nothing."""
+        for drafter in self._widths:
+            self._worths[drafter].take_back(self.load)
+        self._widths.clear()
+
     def among(self, samples: Sequence[_Task]) -> Sequence[_Task]:
         """Those that somebody is asked for: other ones with each trial."""
         if self._always:

@@ -99,6 +99,10 @@ class Speculator:
         """Of the step that is being computed; of the one before."""
         self._asked: dict[int, float] = {}
         """Drafters that guessed for the step that is being computed: seconds that it took them."""
+        self._own_s = float("inf")
+        """That guessing took when somebody was asked last."""
+        self._met: set[Key] = set()
+        """Who could be guessed for then."""
         self._plan = Plan(())
         """That is being computed."""
         self._is_asleep = False
@@ -110,10 +114,10 @@ class Speculator:
             len(drafters), always=config.always, measures_again=measures_again
         )
 
-    @property
-    def is_quick(self) -> bool:
-        """It took no time to speak of to guess for the newest step."""
-        return sum(self._asked.values()) <= _QUICK_S
+    def is_quick(self, running: Collection[Key]) -> bool:
+        """It takes no time to speak of to guess for these: it took none when somebody was last
+        asked, and there is nobody among them whose tokens drafters may have to catch up with."""
+        return self._own_s <= _QUICK_S and all(key in self._met for key in running)
 
     def begin(self, planned: Sequence[Planned]) -> None:
         """A step of this plan begins. Whoever decodes waits from one step's end to the next one's,
@@ -215,6 +219,8 @@ class Speculator:
         rest_s = self._clock() - began - sum(self._asked.values())
         for index in self._asked:
             self._asked[index] += rest_s / len(self._asked)
+        self._own_s = self._clock() - began
+        self._met = {sample.key for sample in plan.possible}
         return guesses
 
     def use_wait(self, guesses: Mapping[Key, Guess]) -> None:
@@ -229,7 +235,8 @@ class Speculator:
         self._lessons.prepare()
 
     def take_back(self, planned: Sequence[Planned], guesses: Mapping[Key, Guess]) -> None:
-        """The step failed: the blocks for its guesses go back."""
+        """The step failed, or is computed again: the blocks for its guesses go back."""
+        self._exploration.take_back()
         for sample, _ in planned:
             if sample.key in guesses:
                 self._holdings.shrink(sample)

@@ -123,6 +123,11 @@ class Worth:
         one.num_left -= 1
         return min(one.width, load.num_sequences)
 
+    def take_back(self, load: Load) -> None:
+        """The step for which it was asked last is computed again, or never was: nothing will be
+        observed of it."""
+        self._account(load).num_left += 1
+
     def num_trials(self, num_sequences: int) -> int:
         """So far, with about so many sequences."""
         one = self._accounts.get(size_class(num_sequences))

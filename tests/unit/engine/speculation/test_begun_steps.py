@@ -231,8 +231,10 @@ def test_the_next_step_is_begun_before_the_events_of_the_last_are_told(
     pairs = [expected[at : at + 2] for at in range(1, 9, 2)]
     # The prompt, then the right guess and what follows it; behind the last one nothing is guessed.
     assert [told for told, _, _ in seen] == [expected[:1], *pairs]
-    assert [num for _, num, _ in seen] == [2, 3, 4, 5, 5]
-    assert [is_live for _, _, is_live in seen] == [True, True, True, True, False]
+    # Whom drafters have not met yet they may have to catch up with: nothing is begun before the
+    # first token is told.
+    assert [num for _, num, _ in seen] == [1, 3, 4, 5, 5]
+    assert [is_live for _, _, is_live in seen] == [False, True, True, True, False]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -288,6 +290,20 @@ def test_who_hears_of_kept_guesses_waits_for_their_move_and_not_for_the_next_ste
         assert marks == (expected if num_kept else [])
 
 
+def test_nobody_waits_for_a_slow_drafter_with_a_first_token(
+    late: LateFake, make_request: Make
+) -> None:
+    """It may have to catch up with the prompt; so with each that comes, and after a step in which
+    nobody was asked."""
+    engine, drafter = _engine(LateModel(late), late)
+    for name, takes_s in (("a", 0.2), ("b", 0.2), ("c", 0.0), ("d", 0.2)):
+        began_s, drafter.takes_s = drafter.now_s, takes_s
+        engine.submit(make_request(name, PROMPT, max_tokens=6, root=name.encode()))
+        assert _of(engine.step().events, name) == late.generate(PROMPT, 1)
+        assert drafter.now_s == began_s
+        _rest(engine)
+
+
 def test_a_slow_drafter_keeps_no_events_back(late: LateFake, make_request: Make) -> None:
     engine, drafter = _engine(LateModel(late), late)
     events = _decoding(engine, make_request("a", PROMPT, max_tokens=20))
@@ -327,6 +343,44 @@ def test_cancelled(late: LateFake, make_request: Make, others: int) -> None:
         assert _of(events, name) == late.generate(prompt, 6)
     for name in names:
         assert _of(events, name) == late.generate(OTHER, 12)
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_what_is_told_as_free_can_be_had(late: LateFake, make_request: Make, others: int) -> None:
+    """Blocks that are held for a row which was left over, too."""
+    engine = _late_engine(late, num_blocks=24, preemption="never")
+    names = ["b"][:others]
+    beside = [make_request(name, OTHER, max_tokens=12, root=name.encode()) for name in names]
+    _decoding(engine, make_request("a", PROMPT, max_tokens=30), *beside)
+    engine.abort("a")
+    prompt, num_reserved = tuple(range(60, 60 + SIZE - 1)), 0
+    num_waits, seen_to_wait = late.num_waits, False
+    while (stats := engine.stats()).num_free_blocks + stats.num_cached_blocks > 0:
+        name = f"r{num_reserved}"
+        request = make_request(name, prompt, max_tokens=1, root=name.encode())
+        engine.reserve(request)
+        num_reserved += 1
+        seen_to_wait |= late.num_waits > num_waits
+    assert seen_to_wait, "nothing had to be waited for"
+    engine.check_integrity()
+
+
+def test_who_is_refused_costs_no_step(late: LateFake, make_request: Make) -> None:
+    """Where blocks of guesses would not suffice either."""
+    engine = _late_engine(late, num_blocks=16, preemption="recompute")
+    events = _decoding(engine, make_request("a", PROMPT, max_tokens=30))
+    huge = make_request("huge", tuple(60 + place % 30 for place in range(15 * SIZE)), max_tokens=2, root=b"h")
+    num_steps, num_forwards = 0, late.num_forwards
+    while engine.has_work():
+        num_waits = late.num_waits
+        if engine._in_flight.is_live:
+            with pytest.raises(NoBlocks):
+                engine.reserve(huge)
+            assert late.num_waits == num_waits
+        events += engine.step().events
+        num_steps += 1
+    assert _of(events, "a") == late.generate(PROMPT, 30)
+    assert late.num_forwards - num_forwards <= num_steps
 
 
 def test_another_one_of_the_same_name(late: LateFake, make_request: Make) -> None:
@@ -392,6 +446,19 @@ def test_taken_out_to_go_on_elsewhere(late: LateFake, make_request: Make) -> Non
     engine.check_integrity()
 
 
+def test_who_is_taken_out_keeps_no_blocks_of_guesses(late: LateFake, make_request: Make) -> None:
+    engine, drafter = _engine(LateModel(late), late, preemption="recompute")
+    drafter.num_right, drafter.num_wrong = 0, 8
+    beside = make_request("b", OTHER, max_tokens=30, root=b"b")
+    _decoding(engine, make_request("a", PROMPT, max_tokens=30), beside)
+    assert len(engine.block_ids("a")) > len(PROMPT) // SIZE + 1
+    held = engine.hold("a")
+    assert len(engine.block_ids("a")) == -(-len(held.token_ids) // SIZE)
+    engine.check_integrity()
+    engine.release("a")
+    _rest(engine)
+
+
 def test_who_comes_waits_for_no_more_than_the_step_that_is_under_way(
     late: LateFake, make_request: Make
 ) -> None:
@@ -442,6 +509,19 @@ def test_a_pass_that_fails_early_fails_the_step_that_it_is_of(
     engine.check_integrity()
     events += [*told, *_rest(engine)]
     assert _of(events, "a") == late.generate(PROMPT, 20)
+
+
+def test_a_pass_that_fails_early_is_nobody_elses(
+    late: LateFake, make_request: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = _late_engine(late)
+    _decoding(engine, make_request("a", PROMPT, max_tokens=20))
+    late.failure = RuntimeError("the device is gone")
+    engine.step()
+    engine.abort("a")
+    events = _decoding(engine, make_request("b", OTHER, max_tokens=9, root=b"b"))
+    assert _of(events + _rest(engine), "b") == late.generate(OTHER, 9)
+    assert "the device is gone" in caplog.text
 
 
 @pytest.mark.parametrize("owner, name", [(BegunStep, "draws"), (Foresight, "use_wait")])

@@ -197,3 +197,11 @@ def test_a_step_is_the_median_of_the_newest_ones() -> None:
         pace.on_guessed(2)
         pace.observe(2, seconds)
     assert pace.seconds(2, 0.0, 8) == 0.021
+
+
+def test_a_step_that_comes_to_nothing_costs_a_trial_no_call() -> None:
+    load, worth = Load(4, 4, PLAIN_S, 0.0), Worth()
+    for _ in range(3 * TRIAL):
+        assert worth.num_asked(load) > 0
+        worth.take_back(load)
+    assert worth.num_trials(4) <= 1
