@@ -201,11 +201,14 @@ async def test_no_request_fails_while_all_parts_are_restarted(
         before = {name: info.pid for name, info in pairs.processes.items()}
         for names in waves:
             await load.restart(*names)
+        for _ in range(5):  # a worker that ended may have had no stream in that moment
+            if not load.moves["moved"]:
+                await load.restart("decode-1")
         after = {name: info.pid for name, info in pairs.processes.items()}
         if LONG:
             await load.scale_down_and_up("prefill-0", "decode-1")
         load.is_enough = True
     assert load.num_right == load.num_asked >= load.num_wanted
     assert all(before[name] != after[name] for names in waves for name in names)
-    assert load.moves["moved"] > 0, "no stream was moved"
+    assert load.moves["moved"] > 0, f"no stream was moved: {load.moves}"
     await asyncio.to_thread(assert_idle, pairs)
