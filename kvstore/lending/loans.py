@@ -18,7 +18,7 @@ under way, and keeps blocks beyond the end of their leases.
 Laws, recomputed by `check_integrity`: a block is lent as long as leases and holds name it and no
 longer, each counted once; no lease that was handed over names a block that is not sealed; what is
 not computed is held by nobody. Whoever lends sees to it that no lease is kept for nobody
-(`num_kept`).
+(`kept`).
 
 Knows no engine, no bytes and no clock: times are seconds on the caller's. Plain synchronous values,
 one thread.
@@ -74,9 +74,9 @@ class LoanTable:
         return len(self._leases)
 
     @property
-    def num_kept(self) -> int:
+    def kept(self) -> set[str]:
         """Leases that were not handed over: they have no end."""
-        return sum(lease.is_kept for lease in self._leases.values())
+        return {name for name, lease in self._leases.items() if lease.is_kept}
 
     @property
     def num_watchers(self) -> int:
