@@ -142,8 +142,10 @@ class LoanTable:
         """Lend the next of those that were only entered: their bytes are complete, and they are to
         be sealed. Raises: LeaseLapsed; IntegrityError for others than the next; nothing was done.
         """
-        self._lease(lease_id).computed(block_ids)
+        lease = self._lease(lease_id)
+        lease.computed(block_ids)
         self._can_be_read(block_ids)
+        lease.tell()
 
     def unsealed_of(self, lease_id: str) -> list[int]:
         """Ids of the blocks that are lent under it without a checksum. Raises: LeaseLapsed."""
