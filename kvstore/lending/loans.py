@@ -92,8 +92,9 @@ class LoanTable:
 
         A block that is lent already, to others who share it, is one block: what the caller did to
         keep this one in place is given back at once (`on_free`).
-        Args: is_computed: False: they are only entered, and lent by `computed`.
-        Returns: the lease, and the blocks as readers know them.
+        Args: is_computed: False: their bytes are not complete, checksums not known: they are only
+            entered, in order, and count as lent; `computed` lets readers know of them.
+        Returns: the lease, and the blocks as readers know them, or are to.
         Raises: LeaseLapsed for a lease that is over, IntegrityError for one that was handed over,
             and for a block that is lent with another content; nothing was done.
         """
@@ -139,9 +140,8 @@ class LoanTable:
         return lease_id, PackedBlocks.of_rows(rows)
 
     def computed(self, lease_id: str, block_ids: Sequence[int]) -> None:
-        """Lend the next of those that were only entered: their bytes are complete, and they are to
-        be sealed. Raises: LeaseLapsed; IntegrityError for others than the next; nothing was done.
-        """
+        """Lend the next of those that were only entered: their bytes are complete, they are to be
+        sealed. Raises: LeaseLapsed; IntegrityError for others than the next; nothing was done."""
         lease = self._lease(lease_id)
         lease.computed(block_ids)
         self._can_be_read(block_ids)

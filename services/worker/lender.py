@@ -81,7 +81,8 @@ class WorkerLender:
     # -- lending
 
     def enter(self, offers: Sequence[Offer], lease_id: str, *, is_computed: bool = True) -> str:
-        """Lend blocks that are quarantined once for it; see Lender.enter."""
+        """Lend blocks that are quarantined once for it, or, where not `is_computed`, keep them
+        entered until `computed`; see Lender.enter."""
         return self.lender.enter(offers, lease_id, is_computed=is_computed)
 
     def computed(self, lease_id: str, block_ids: Sequence[int]) -> None:
