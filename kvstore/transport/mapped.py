@@ -30,6 +30,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstore import answer_checks
 from kvstore.errors import GENERATION, MISSING
@@ -225,16 +226,17 @@ class MappedTransport:
 
     def _num_early_pieces(self, frames: Ids, blocks: Ids) -> int:
         """Leading pieces that are MAX_COPIES_AT_ONCE copies at most."""
+        size = self._pump.piece_items
+        is_break = _breaks(frames[: IN_FLIGHT * size], blocks[: IN_FLIGHT * size])
         for num_pieces in range(IN_FLIGHT, 0, -1):
-            end = num_pieces * self._pump.piece_items
-            if len(_edges(frames[:end], blocks[:end])) - 1 <= MAX_COPIES_AT_ONCE:
+            if np.count_nonzero(is_break[: num_pieces * size - 1]) < MAX_COPIES_AT_ONCE:
                 return num_pieces
         return 0
 
     def _copies(self, frames: Ids, blocks: Ids) -> Copies:
         """The copies of a piece; neighbours that continue one another on both sides are one."""
         num_bytes = self._memory.block_bytes
-        edges = _edges(frames, blocks)
+        edges = np.array([0, *(np.flatnonzero(_breaks(frames, blocks)) + 1).tolist(), len(frames)])
         starts = edges[:-1]
         copies: Copies = np.empty((len(starts), 3), dtype=np.uint64)
         copies[:, 0] = self._memory.address + blocks[starts] * num_bytes
@@ -247,10 +249,10 @@ class MappedTransport:
         settled.add_done_callback(self._unsettled.discard)
 
 
-def _edges(frames: Ids, blocks: Ids) -> Ids:
-    """Where copies begin, and the end of the last."""
-    is_break = (frames[1:] - frames[:-1] != 1) | (blocks[1:] - blocks[:-1] != 1)
-    return np.array([0, *(np.flatnonzero(is_break) + 1).tolist(), len(frames)])
+def _breaks(frames: Ids, blocks: Ids) -> npt.NDArray[np.bool_]:
+    """Of each but the first: whether another copy begins with it."""
+    is_break: npt.NDArray[np.bool_] = (np.diff(frames) != 1) | (np.diff(blocks) != 1)
+    return is_break
 
 
 def _map(device: Device, shared: Shared) -> int:
