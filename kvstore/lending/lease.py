@@ -78,13 +78,12 @@ class Lease:
         return None if row is None or block_id in self.unsealed else block_of(row).checksum
 
     def computed(self, block_ids: Sequence[int]) -> None:
-        """See LoanTable.computed."""
+        """See LoanTable.computed, which tells whoever watches."""
         if list(islice(self.ahead, len(block_ids))) != list(block_ids):
             raise IntegrityError(f"blocks {list(block_ids)} are not the next that it was to lend")
         for block_id in block_ids:
             self.blocks[block_id] = self.ahead.pop(block_id)
             self.unsealed[block_id] = None
-        self.tell()
 
     def seal(self, checksums: Mapping[int, int]) -> PackedBlocks:
         """See LoanTable.seal."""

@@ -130,7 +130,8 @@ class Lender:
         self, offers: Iterable[Offer], lease_id: str = "", *, is_computed: bool = True
     ) -> str:
         """Lend blocks whose bytes are complete and do not change; those without a checksum can be
-        read from now on, and are to be sealed. is_computed: see LoanTable.lend.
+        read from now on, and are to be sealed. is_computed: False: their bytes are still to come,
+        and nobody can read them until `LoanTable.computed` says that they have.
 
         Returns: the lease. Raises: LeaseLapsed; NotFound when the lender has stopped: nothing was
             lent then.

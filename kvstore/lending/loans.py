@@ -18,7 +18,7 @@ under way, and keeps blocks beyond the end of their leases.
 Laws, recomputed by `check_integrity`: a block is lent as long as leases and holds name it and no
 longer, each counted once; no lease that was handed over names a block that is not sealed; what is
 not computed is held by nobody. Whoever lends sees to it that no lease is kept for nobody
-(`num_kept`).
+(`kept`).
 
 Knows no engine, no bytes and no clock: times are seconds on the caller's. Plain synchronous values,
 one thread.
@@ -74,9 +74,9 @@ class LoanTable:
         return len(self._leases)
 
     @property
-    def num_kept(self) -> int:
+    def kept(self) -> set[str]:
         """Leases that were not handed over: they have no end."""
-        return sum(lease.is_kept for lease in self._leases.values())
+        return {name for name, lease in self._leases.items() if lease.is_kept}
 
     @property
     def num_watchers(self) -> int:
@@ -92,8 +92,9 @@ class LoanTable:
 
         A block that is lent already, to others who share it, is one block: what the caller did to
         keep this one in place is given back at once (`on_free`).
-        Args: is_computed: False: they are only entered, and lent by `computed`.
-        Returns: the lease, and the blocks as readers know them.
+        Args: is_computed: False: their bytes are not complete, checksums not known: they are only
+            entered, in order, and count as lent; `computed` lets readers know of them.
+        Returns: the lease, and the blocks as readers know them, or are to.
         Raises: LeaseLapsed for a lease that is over, IntegrityError for one that was handed over,
             and for a block that is lent with another content; nothing was done.
         """
@@ -139,11 +140,12 @@ class LoanTable:
         return lease_id, PackedBlocks.of_rows(rows)
 
     def computed(self, lease_id: str, block_ids: Sequence[int]) -> None:
-        """Lend the next of those that were only entered: their bytes are complete, and they are to
-        be sealed. Raises: LeaseLapsed; IntegrityError for others than the next; nothing was done.
-        """
-        self._lease(lease_id).computed(block_ids)
+        """Lend the next of those that were only entered: their bytes are complete, they are to be
+        sealed. Raises: LeaseLapsed; IntegrityError for others than the next; nothing was done."""
+        lease = self._lease(lease_id)
+        lease.computed(block_ids)
         self._can_be_read(block_ids)
+        lease.tell()
 
     def unsealed_of(self, lease_id: str) -> list[int]:
         """Ids of the blocks that are lent under it without a checksum. Raises: LeaseLapsed."""

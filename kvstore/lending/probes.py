@@ -38,6 +38,8 @@ class Probes:
         self._max_blocks = max_blocks
         self._clock = clock
         self._leases: dict[str, str] = {}  # attachment -> what it may measure with
+        self.unsealed: set[str] = set()
+        """Leases that nobody was told of yet: they have no end until their blocks are sealed."""
 
     async def lend(
         self, attachment_id: str, num_blocks: int, budget_s: float
@@ -49,11 +51,14 @@ class Probes:
         if not block_ids:
             return "", ()
         lease_id, _ = self._loans.lend(Offer(each, PROBE_HASH, None, 1) for each in block_ids)
+        self.unsealed.add(lease_id)
         try:
             blocks = await self._seal(lease_id)
         except BaseException:
             self._release(lease_id)
             raise
+        finally:
+            self.unsealed.discard(lease_id)
         self._loans.hand_over(lease_id, PROBE_TTL_S, self._clock())
         former = self._leases.get(attachment_id, "")  # of a call beside this one
         self._leases[attachment_id] = lease_id

@@ -45,13 +45,13 @@ class Unsettled(Exception):
 async def run_copy(
     copy: Callable[[IsStopped], Result],
     deadline: Deadline,
-    begin: Callable[[], None] | None = None,
+    begin: Callable[[IsStopped], None] | None = None,
 ) -> Result:
     """Run `copy`, which looks at its argument between pieces and raises DeadlineExceeded when that
     says so.
 
-    Args: begin: called here once `copy` is sure to run, whose thread may take its time: for what
-        need not wait for it. Raises nothing.
+    Args: begin: called here, with the same, once `copy` is sure to run, whose thread may take its
+        time: for what need not wait for it. Raises nothing.
     Raises: what `copy` raises; Unsettled.
     """
     told = threading.Event()
@@ -61,7 +61,7 @@ async def run_copy(
 
     job = asyncio.get_running_loop().run_in_executor(None, copy, is_stopped)
     if begin is not None:
-        begin()
+        begin(is_stopped)
     cause: BaseException | None = None
     try:
         await asyncio.wait([job], timeout=deadline.left_s() + STALL_S)

@@ -17,8 +17,9 @@ they were lent at that generation when it promised, and could not be given back 
 
 A copy goes in pieces (pump.py); deadline and cancellation as in device_shm.py. Only reads: a lender
 takes no bytes. One asyncio loop; copies are given and waited for on threads. But the first pieces
-of what was promised, for which somebody waits, are given at once: that takes 0.1 ms, and a thread
-takes twice as long to begin.
+of what was promised, for which somebody waits, are given at once where they are few copies
+(MAX_COPIES_AT_ONCE) and a queue of the device is free: that takes 0.1 ms, and a thread takes twice
+as long to begin.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstore import answer_checks
 from kvstore.errors import GENERATION, MISSING
@@ -43,13 +46,16 @@ from kvstore.transport.base import (
 )
 from kvstore.transport.copy_job import IsStopped, Unsettled, run_copy
 from kvstore.transport.device import Copies, CopyQueue, Device, Mark, PendingChecksums, Shared
-from kvstore.transport.pump import Flight, Pump, stop_here
+from kvstore.transport.pump import IN_FLIGHT, Flight, Pump, stop_here
 from process.deadline import Deadline
 from process.errors import FailedPrecondition
 from protos import kvstore_pb2
 
 PIECE_BYTES = 128 * 1024 * 1024
 """Bytes of one piece: 0.35 ms of NVLink, long against what giving it and its checksums costs."""
+
+MAX_COPIES_AT_ONCE = 64
+"""That the loop itself gives: each costs 2 to 4 us where the driver has no batches."""
 
 
 class MappedTransport:
@@ -148,7 +154,8 @@ class MappedTransport:
             confirming.add_done_callback(lambda done: done.cancelled() or done.exception())
         stale: set[int] = set()
         try:
-            begin = flight.begin if is_promised else None
+            num_early = self._num_early_pieces(frames, blocks) if is_promised else 0
+            begin = partial(flight.begin_early, num_pieces=num_early) if is_promised else None
             checksums = await run_copy(copy, deadline, begin)
             if confirming is not None:
                 stale = await confirming
@@ -217,11 +224,19 @@ class MappedTransport:
             answer_checks.check_confirmed(reply, request)
         return set(reply.stale)
 
+    def _num_early_pieces(self, frames: Ids, blocks: Ids) -> int:
+        """Leading pieces that are MAX_COPIES_AT_ONCE copies at most."""
+        size = self._pump.piece_items
+        is_break = _breaks(frames[: IN_FLIGHT * size], blocks[: IN_FLIGHT * size])
+        for num_pieces in range(IN_FLIGHT, 0, -1):
+            if np.count_nonzero(is_break[: num_pieces * size - 1]) < MAX_COPIES_AT_ONCE:
+                return num_pieces
+        return 0
+
     def _copies(self, frames: Ids, blocks: Ids) -> Copies:
         """The copies of a piece; neighbours that continue one another on both sides are one."""
-        num_bytes, count = self._memory.block_bytes, len(frames)
-        is_break = (frames[1:] - frames[:-1] != 1) | (blocks[1:] - blocks[:-1] != 1)
-        edges = np.array([0, *(np.flatnonzero(is_break) + 1).tolist(), count])
+        num_bytes = self._memory.block_bytes
+        edges = np.array([0, *(np.flatnonzero(_breaks(frames, blocks)) + 1).tolist(), len(frames)])
         starts = edges[:-1]
         copies: Copies = np.empty((len(starts), 3), dtype=np.uint64)
         copies[:, 0] = self._memory.address + blocks[starts] * num_bytes
@@ -232,6 +247,12 @@ class MappedTransport:
     def _remember(self, settled: asyncio.Future[None]) -> None:
         self._unsettled.add(settled)
         settled.add_done_callback(self._unsettled.discard)
+
+
+def _breaks(frames: Ids, blocks: Ids) -> npt.NDArray[np.bool_]:
+    """Of each but the first: whether another copy begins with it."""
+    is_break: npt.NDArray[np.bool_] = (np.diff(frames) != 1) | (np.diff(blocks) != 1)
+    return is_break
 
 
 def _map(device: Device, shared: Shared) -> int:

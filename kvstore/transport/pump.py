@@ -3,11 +3,13 @@ so within a piece: what a device was given cannot be taken back.
 
 Knows no blocks: whoever uses it says how a piece is given. Blocks its thread; several threads may
 use one pump, each with a queue of the device for itself. Who must not block, and is in a hurry,
-begins a `Flight` himself, and leaves its end to a thread.
+begins a `Flight` early, and leaves its end to a thread; one thread does so, and has one such flight
+at a time that no thread has come to yet: so there are never more queues than threads, and one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -33,8 +35,9 @@ class _Flying:
 
 
 class Flight:
-    """All pieces of one copy, in order, IN_FLIGHT at once: `begin`, once, on a thread that need not
-    be that of `finish`, which waits for it."""
+    """All pieces of one copy, in order, IN_FLIGHT at once. Whoever makes one calls `begin` or
+    `begin_early`, once, on a thread that need not be that of `finish`: that waits for it, and for
+    ever if nobody does. What was begun is to be finished."""
 
     def __init__(self, pump: Pump, num_items: int, give: Give) -> None:
         self._pump = pump
@@ -58,6 +61,19 @@ class Flight:
         finally:
             self._has_begun.set()
 
+    def begin_early(self, is_stopped: IsStopped, num_pieces: int) -> None:
+        """Give the device the first pieces, at most so many, if a queue is free for that and there
+        is time; all else is left to `finish`, also to begin. Raises nothing: `finish` does."""
+        try:
+            if num_pieces > 0 and not is_stopped():
+                self._queue = self._pump.take_free_queue()
+            if self._queue is not None:
+                self._give_more(self._queue, min(num_pieces, IN_FLIGHT))
+        except Exception as error:
+            self._problem = error
+        finally:
+            self._has_begun.set()
+
     def finish(
         self,
         is_stopped: IsStopped,
@@ -66,9 +82,14 @@ class Flight:
     ) -> None:
         """See Pump.run."""
         self._has_begun.wait()
+        if self._queue is None and self._problem is None:  # it was left to us
+            stop_here(is_stopped)
+            self.begin()
         queue = self._queue
         if queue is None:
-            raise self._problem or TransferFailed("copy: it was never begun")
+            assert self._problem is not None
+            raise self._problem
+        self._pump.came_to(queue)
         try:
             if self._problem is not None:
                 raise self._problem
@@ -86,8 +107,8 @@ class Flight:
             raise
         self._pump.give_back(queue)
 
-    def _give_more(self, queue: CopyQueue) -> None:
-        while self._num_given < self._num_items and len(self._flying) < IN_FLIGHT:
+    def _give_more(self, queue: CopyQueue, most: int = IN_FLIGHT) -> None:
+        while self._num_given < self._num_items and len(self._flying) < most:
             end = min(self._num_given + self._pump.piece_items, self._num_items)
             items = slice(self._num_given, end)
             self._give(queue, items)
@@ -107,6 +128,7 @@ class Pump:
         self.piece_items = piece_items
         self._device = device
         self._queues: list[CopyQueue] = []  # those that nobody uses now
+        self._early: CopyQueue | None = None  # of a flight that no thread has come to yet
 
     def run(
         self,
@@ -129,7 +151,24 @@ class Pump:
 
     def take_queue(self) -> CopyQueue:
         """For one flight. Raises: TransferFailed."""
-        return self._queues.pop() if self._queues else self._device.new_queue()
+        try:
+            return self._queues.pop()  # whether there is one may change until it is taken
+        except IndexError:
+            return self._device.new_queue()
+
+    def take_free_queue(self) -> CopyQueue | None:
+        """For a flight that is begun early: one that is there. None: there is none, or the last
+        such flight still waits for its thread."""
+        if self._early is None:
+            with contextlib.suppress(IndexError):
+                self._early = self._queues.pop()
+                return self._early
+        return None
+
+    def came_to(self, queue: CopyQueue) -> None:
+        """A thread sees to the flight of this one."""
+        if self._early is queue:
+            self._early = None
 
     def give_back(self, queue: CopyQueue) -> None:
         """Nothing of it is under way."""

@@ -45,7 +45,7 @@ class Arrival:
         self._last.set_result(handover)
         self.news.set()
         if self._intake is not None:
-            self._intake.look_at(handover)  # now: what it names may still be on its way
+            self._intake.look_early(handover)  # now: what it names may still be on its way
 
     def prefetch(self, handle: handles.Handle) -> None:
         """Prefill has stored so much by now. Of several that wait only the newest counts; one that

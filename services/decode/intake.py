@@ -98,6 +98,7 @@ class Intake:
         self._home = core.connector.client
         self._early: list[Pulled] = []
         self._look: _Look | None = None
+        self._look_problem: Exception | None = None  # of an early look
         self._ahead = Ahead(core, on_rest=on_rest, on_failure=self._tell)
         self._has_tail = False
         self._num_counted = 0  # blocks that did not come and have a reason of their own
@@ -165,9 +166,18 @@ class Intake:
         """The final handle is here, or none will come. Idempotent."""
         self._ahead.close()
 
-    def look_at(self, handover: Handover) -> tuple[int, ...]:
+    def look_early(self, handover: Handover) -> None:
         """Check the last word, as far as that can be done while blocks that it may name are still
-        on their way. Returns: prompt and the tokens drawn already."""
+        on their way. Raises nothing: whoever brings it serves other requests too; `load` and
+        `look_at` do."""
+        try:
+            self._looked_at(handover)
+        except Exception as error:
+            self._look_problem = error
+
+    def look_at(self, handover: Handover) -> tuple[int, ...]:
+        """Check the last word, if that was not done. Returns: prompt and the tokens drawn
+        already."""
         return self._looked_at(handover).context
 
     async def load(self, handover: Handover, deadline: Deadline) -> int:
@@ -204,6 +214,8 @@ class Intake:
         return why_short or MISSING
 
     def _looked_at(self, handover: Handover) -> _Look:
+        if self._look_problem is not None:
+            raise self._look_problem
         look = self._look
         if look is None or look.handover is not handover:
             drawn = next(iter(handover.outputs), ()) if self._ask.beam is None else ()

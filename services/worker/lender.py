@@ -50,7 +50,7 @@ class WorkerLender:
         self.incarnation = target.worker_incarnation
         self.is_draining = False
         self.open_prompts: set[object] = set()
-        """Of requests that are live; nobody else keeps a lease without an end."""
+        """Of requests that are live; but for probes, nobody else keeps a lease without an end."""
         self._thread = thread
         self._address = address
         self._on_room = on_room
@@ -81,7 +81,8 @@ class WorkerLender:
     # -- lending
 
     def enter(self, offers: Sequence[Offer], lease_id: str, *, is_computed: bool = True) -> str:
-        """Lend blocks that are quarantined once for it; see Lender.enter."""
+        """Lend blocks that are quarantined once for it, or, where not `is_computed`, keep them
+        entered until `computed`; see Lender.enter."""
         return self.lender.enter(offers, lease_id, is_computed=is_computed)
 
     def computed(self, lease_id: str, block_ids: Sequence[int]) -> None:
@@ -122,7 +123,7 @@ class WorkerLender:
         problem = self.lender.check_integrity()
         if problem:
             raise Internal(problem)
-        if self.loans.num_kept > len(self.open_prompts):
+        if len(self.loans.kept - self.lender.probes.unsealed) > len(self.open_prompts):
             raise Internal("a lease without an end, and its request is over")
 
     # -- inside

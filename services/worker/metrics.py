@@ -160,7 +160,12 @@ def _of_worker(core: WorkerCore, labels: Labels) -> Iterator[Metric]:
     )
     if core.lender is not None:
         lent = core.lender.num_lent_blocks
-        yield gauge("baton_kv_lent_blocks", "Blocks that others may read.", labels, lent)
+        yield gauge(
+            "baton_kv_lent_blocks",
+            "Blocks that others may read, and those entered to be lent while they are computed.",
+            labels,
+            lent,
+        )
 
 
 def _of_links(core: WorkerCore, labels: Labels) -> Iterator[Metric]:

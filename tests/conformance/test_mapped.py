@@ -20,12 +20,14 @@ from kvstore import attaching, block_hash, client, errors, lease_calls, wire
 from kvstore.lending import lender, reader_holds
 from kvstore.lending.loans import Offer
 from kvstore.lending.told import Word
-from kvstore.transport import copy_job, mapped, pump
+from kvstore.transport import copy_job, mapped
+from kvstore.transport.base import GetItems
 from kvstore.transport.device import Mark, Shared
-from process.errors import FailedPrecondition, InvalidArgument
+from process.deadline import Deadline
+from process.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument
 from protos import kvstore_pb2
 from tests.conformance.conftest import BLOCK_BYTES, OnDevice, Worker
-from tests.conformance.fake_device import FakeDevice, FakeStream
+from tests.conformance.fake_device import FakeQueue, FakeStream
 from tests.conformance.test_lender import MAPPED, Lending, lending, within
 
 NewWorker = Callable[..., Any]
@@ -179,55 +181,73 @@ async def test_a_copy_goes_in_pieces(
     assert np.array_equal(reader.view[20:40], lent.view[:20])
 
 
-@pytest.mark.parametrize("is_promised", [True, False])
+@pytest.mark.parametrize(
+    ("is_promised", "has_queue", "max_copies", "num_early"),
+    [
+        (True, True, 1, 2),
+        (True, True, 0, 0),
+        (True, False, 1, 0),
+        (False, True, 1, 0),
+        (True, True, None, 1),
+    ],
+    ids=["promised", "many copies", "without a queue", "not promised", "many copies in all"],
+)
 async def test_what_was_promised_is_begun_before_a_thread_has_come_to_it(
-    lent: Lending, new_worker: NewWorker, is_promised: bool
+    lent: Lending,
+    new_worker: NewWorker,
+    monkeypatch: pytest.MonkeyPatch,
+    is_promised: bool,
+    has_queue: bool,
+    max_copies: int | None,
+    num_early: int,
 ) -> None:
-    """For that somebody waits; all else leaves the loop alone."""
+    """For that somebody waits; all else, and what may take long, leaves the loop alone."""
+    monkeypatch.setattr(mapped, "PIECE_BYTES", 2 * BLOCK_BYTES)
+    monkeypatch.setattr(mapped, "MAX_COPIES_AT_ONCE", 1 if max_copies is None else max_copies)
     reader = await new_worker(lent.address, MAPPED)
     lease_id, blocks = await lent.lend(range(4))
+    places = range(20, 24) if max_copies is not None else (20, 21, 23, 22)
+    if has_queue:
+        assert await reader.get(lease_id, blocks, range(4)) == {}
+    pump_of_it = reader.client._transport._pump
+    assert len(pump_of_it._queues) == has_queue
     pool, is_busy, may_go_on = ThreadPoolExecutor(1), threading.Event(), threading.Event()
     asyncio.get_running_loop().set_default_executor(pool)
     pool.submit(lambda: (is_busy.set(), may_go_on.wait(20)))
     assert is_busy.wait(20)
-    reader.device.is_given.clear()
-    items = list(zip(blocks, range(20, 24), strict=True))
+    given: list[int] = []
+    between = FakeQueue.between
+
+    def noted(queue: FakeQueue, copies: Any) -> None:
+        given.append(len(copies))
+        between(queue, copies)
+
+    monkeypatch.setattr(FakeQueue, "between", noted)
+    items = list(zip(blocks, places, strict=True))
     word = Word(held_until_s=time.monotonic() + FOR_LONG_S) if is_promised else Word()
     getting = asyncio.create_task(reader.client.get_blocks(lease_id, items, within(), word=word))
-    while pool._work_queue.empty():
+    while pool._work_queue.empty() and not getting.done():
         await asyncio.sleep(0)
-    assert reader.device.is_given.is_set() == is_promised and not getting.done()
+    assert len(given) == num_early and not getting.done()
     may_go_on.set()
     assert not (await getting).failed
-    assert np.array_equal(reader.view[20:24], lent.view[:4])
+    assert np.array_equal(reader.view[list(places)], lent.view[:4])
+    assert len(pump_of_it._queues) == 1
 
 
-def test_a_flight_that_failed_is_over_when_that_is_said() -> None:
-    device, lenders = FakeDevice(), FakeDevice()
-    view, lent_view = np.zeros(64, np.uint8), np.full(64, 7, np.uint8)
-    target = device.holding(view)
-    shared = lenders.share(lenders.holding(lent_view))
-    source = device.map_shared(shared)
-
-    def give(queue: Any, part: slice) -> None:
-        if part.start:
-            raise errors.TransferFailed("the test says so")
-        queue.between(np.array([[target, source, 64]], np.uint64))
-
-    device.engine_runs.clear()
-    made = pump.Pump(device, 1)
-    flight = pump.Flight(made, 2, give)
-    flight.begin()
-    with ThreadPoolExecutor(1) as pool:
-        ending = pool.submit(flight.finish, lambda: False)
-        with pytest.raises(TimeoutError):
-            ending.result(0.05)
-        device.engine_runs.set()
-        with pytest.raises(errors.TransferFailed, match="the test says so"):
-            ending.result(20)
-    assert np.array_equal(view, lent_view)
-    made.close()
-    device.unmap_shared(shared, source)
+async def test_what_was_promised_is_not_begun_when_its_time_is_over(
+    lent: Lending, new_worker: NewWorker
+) -> None:
+    reader = await new_worker(lent.address, MAPPED)
+    lease_id, blocks = await lent.lend(range(4))
+    assert await reader.get(lease_id, blocks, range(4)) == {}
+    before = reader.view[20:24].copy()
+    reader.device.is_given.clear()
+    items = GetItems(list(zip(blocks, range(20, 24), strict=True)), time.monotonic() + FOR_LONG_S)
+    with pytest.raises(DeadlineExceeded):
+        await reader.client._transport.get(lease_id, items, Deadline.after(0.0))
+    assert not reader.device.is_given.is_set()
+    assert np.array_equal(reader.view[20:24], before)
 
 
 class Hasher:

@@ -303,6 +303,29 @@ def test_a_kept_lease_does_not_lapse_and_a_handed_over_one_does() -> None:
     assert table.num_lent == 0
 
 
+@pytest.mark.parametrize("is_entered", [False, True])
+def test_who_watches_is_told_of_what_can_be_read(is_entered: bool) -> None:
+    """By then, and not behind that: a look may confirm and hold what it finds."""
+    table = LoanTable(NUM_BLOCKS, 64, TTL_S, lambda _: None)
+    lease_id, _ = table.lend([offer(1)])
+    held: list[list[bool]] = []
+
+    def look() -> None:
+        told = table.blocks_of(lease_id, 0)
+        hold_id, is_held = table.hold(list(told))
+        assert table.find_stale((block.frame, block.generation) for block in told) == []
+        table.check_integrity()
+        table.unhold(hold_id)
+        held.append(is_held)
+
+    table.watch(lease_id, look)
+    table.lend([offer(2, is_sealed=False)], lease_id, is_computed=not is_entered)
+    if is_entered:
+        assert held == []
+        table.computed(lease_id, [2])
+    assert held == [[True, True]]
+
+
 def test_a_lease_that_was_handed_over_grows_no_more() -> None:
     given: list[int] = []
     table = LoanTable(NUM_BLOCKS, 64, TTL_S, given.extend)
@@ -312,7 +335,7 @@ def test_a_lease_that_was_handed_over_grows_no_more() -> None:
     with pytest.raises(IntegrityError, match="was handed over"):
         table.lend([offer(3), offer(1)], lease_id)
     assert [block.frame for block in table.blocks_of(lease_id, 0)] == [1, 2]
-    assert (table.num_lent, table.num_kept, given) == (2, 0, [])
+    assert (table.num_lent, table.kept, given) == (2, set(), [])
     table.check_integrity()
 
 

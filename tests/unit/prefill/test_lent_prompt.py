@@ -13,8 +13,10 @@ from engine.step_output import FilledBlock
 from kvstore.errors import LeaseLapsed
 from kvstore.lending.loans import LoanTable, Offer
 from kvstore.packed import PackedBlocks
+from services.prefill.handover import Handover
 from services.prefill.lent_prompt import NOT_HELD, LentPrompt
 from services.worker.block_writer import TailSource
+from services.worker.provenance import HandoverPath
 
 NUM_FULL = 6
 CHUNK = 2
@@ -59,11 +61,12 @@ class Place:
             quarantine=lambda name, block_ids: self.held.update(block_ids),
             unquarantine=lambda block_ids: self.held.subtract(list(block_ids)),
         )
-        thread: Any = SimpleNamespace(post=lambda run: run(engine))
+        self.engine = engine
+        self.thread: Any = SimpleNamespace(post=lambda run: run(engine))
         lender: Any = self.lender
         self.prompt = LentPrompt(
             lender,
-            thread,
+            self.thread,
             "a",
             num_blocks=len(BLOCK_IDS),
             block_size=SIZE,
@@ -72,7 +75,11 @@ class Place:
         )
         self.prompt.look_ahead()
         assert self.lender.loans.num_lent == 0, "nothing is held yet"
-        self.prompt.hold(engine)
+        self.hold()
+
+    def hold(self) -> None:
+        """The request starts."""
+        self.prompt.hold(self.engine)
 
     @property
     def told(self) -> list[int]:
@@ -112,6 +119,33 @@ async def test_what_is_entered_is_told_of_when_it_is_computed() -> None:
     place.check_over()
 
 
+@pytest.mark.parametrize("num_step_tokens", [2 * SIZE, 2 * SIZE - 1])
+async def test_no_more_is_entered_than_a_step_fills(num_step_tokens: int) -> None:
+    """Each entry counts as lent, and what is never computed is given back for nothing."""
+    place = Place()
+    engine = SimpleNamespace(max_num_tokens_per_step=num_step_tokens)
+    core: Any = SimpleNamespace(
+        lender=place.lender,
+        thread=place.thread,
+        model=SimpleNamespace(block_size=SIZE),
+        settings=SimpleNamespace(engine=engine),
+    )
+    num_tokens = NUM_FULL * SIZE + TAIL.num_tokens
+    ask = SimpleNamespace(
+        wants_handle=True, handover=HandoverPath.DIRECT, num_context_tokens=num_tokens
+    )
+    job: Any = SimpleNamespace(ask=ask, engine_id="a")
+    opened = Handover(core).open_lent(job, HASHES)
+    assert opened is not None
+    place.prompt.close(is_handed_over=False)
+    place.prompt = opened
+    place.hold()
+    place.add(FILLED[:1])
+    assert place.lender.loans.num_lent == 3, "one that is filled, and two of the next step"
+    place.prompt.close(is_handed_over=False)
+    place.check_over()
+
+
 async def test_who_never_looks_ahead_lends_the_same() -> None:
     place = Place()
     place.prompt.add(FILLED)
@@ -134,7 +168,7 @@ async def test_who_never_looks_ahead_lends_the_same() -> None:
 async def test_a_block_that_is_not_what_was_expected_ends_it(
     other: FilledBlock, looks_ahead: bool
 ) -> None:
-    """As when the request lost its blocks meanwhile and got others."""
+    """A last line of defence: no engine that keeps what is held in place comes to this."""
     place = Place()
     (place.add if looks_ahead else place.prompt.add)(FILLED[:2])
     await place.prompt.lend()
