@@ -369,7 +369,9 @@ def test_who_is_refused_costs_no_step(late: LateFake, make_request: Make) -> Non
     """Where blocks of guesses would not suffice either."""
     engine = _late_engine(late, num_blocks=16, preemption="recompute")
     events = _decoding(engine, make_request("a", PROMPT, max_tokens=30))
-    huge = make_request("huge", tuple(60 + place % 30 for place in range(15 * SIZE)), max_tokens=2, root=b"h")
+    huge = make_request(
+        "huge", tuple(60 + place % 30 for place in range(15 * SIZE)), max_tokens=2, root=b"h"
+    )
     num_steps, num_forwards = 0, late.num_forwards
     while engine.has_work():
         num_waits = late.num_waits
