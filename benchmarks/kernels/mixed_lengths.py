@@ -26,7 +26,7 @@ from benchmarks.kernels.attention import (
     seconds_of,
 )
 
-SPANS = (0, 4096, 2048, 1024, 512, 256)
+SPANS = (0, 4096, 2048, 1536, 1024, 768, 512, 256)
 """0: no sequence is cut for its length alone."""
 
 
@@ -44,6 +44,7 @@ class Mix:
 
 
 MIXES = (
+    Mix("8B 16 x 1500 + 8192", 32, 16, 1500, 8192, 24, 8320),
     Mix("8B 16 x 2000 + 8192", 32, 16, 2000, 8192, 24, 8320),
     Mix("8B 16 x 4000 + 8192", 32, 16, 4000, 8192, 24, 8320),
     Mix("8B 64 x 1000 + 8192", 32, 63, 1000, 8192, 64, 8320),

@@ -192,7 +192,8 @@ def test_one_long_sequence_beside_short_ones(
         has_tails=False, config=config, num_splits=None,
     )  # fmt: skip
     assert plan.num_pairs >= 2 * attention_plan.num_sms(cache.tables.device)  # they fill the device
-    assert plan.min_split <= 64 and plan.num_splits >= 400 / 64
+    assert plan.max_split <= 64 and plan.num_splits >= 400 / 64
+    assert plan.num_equal < 400 / 64  # which is what the short ones are cut by
     close(cache.kernel(scaling=0.3, config=config), cache.truth(scaling=0.3))
 
 
@@ -213,12 +214,25 @@ def test_many_wide_trees_are_not_cut_at_all() -> None:
 def test_no_split_is_long_and_none_is_cut_that_was_short(wanted: int, max_positions: int) -> None:
     from baton_kernels.gpu import attention_plan
 
-    num_splits, min_split = attention_plan.cut_long(wanted, 64, max_positions)
-    assert num_splits * min_split >= max_positions or num_splits == wanted
+    num_splits, max_split = attention_plan.cut_long(wanted, max_positions)
+    assert num_splits * max_split >= max_positions and num_splits >= wanted
     if max_positions <= wanted * attention_plan.LONG_POSITIONS:
-        assert (num_splits, min_split) == (wanted, 64)  # as for sequences that are alike
+        assert (num_splits, max_split) == (wanted, max_positions)  # as for sequences that are alike
     else:
-        assert min_split <= attention_plan.SPAN_POSITIONS
+        assert max_split <= attention_plan.SPAN_POSITIONS
+
+
+@pytest.mark.parametrize(
+    ("num_pairs", "expected"),
+    [(1, 128), (8, 33), (64, 4), (128, 2), (132, 2), (192, 2), (264, 2), (265, 1), (2048, 1)],
+)
+def test_programs_fill_the_device_twice_and_are_not_many_more(
+    num_pairs: int, expected: int
+) -> None:
+    from baton_kernels.gpu import attention_plan
+
+    assert attention_plan.plan_splits(num_pairs, 8192, 64, 132) == expected
+    assert attention_plan.plan_splits(num_pairs, 64, 64, 132) == 1
 
 
 @pytest.mark.parametrize(

@@ -14,18 +14,19 @@ import triton.language as tl
 from baton_kernels.gpu.attention_tiles import finish, merge_parts
 
 # Numbers and addresses that differ from step to step must not compile anew.
-_VARYING = ["num_m_blocks", "num_splits", "min_split", "window"]
+_VARYING = ["num_m_blocks", "num_splits", "num_equal", "min_split", "max_split", "window"]
 _ANYWHERE = ["ends", "node_starts"]
 
 
 @triton.jit
 def extent(
-    end, num_cached, num_splits, min_split, window,
+    end, num_cached, num_equal, min_split, max_split, window,
     BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, TREE: tl.constexpr,
     EXACT: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Of a sequence: its first tile's position, the positions of one split, its first split's
-    number, and how many it has."""
+    number, and how many it has. Without EXACT these are equal but for whole tiles: `num_equal`, or
+    as many as make none longer than `max_split`, and none shorter than `min_split`."""
     first = 0
     if WINDOW:
         seen_from = end - window
@@ -38,7 +39,8 @@ def extent(
         num_used = (end - 1) // SPLIT + 1 - first_split
     else:
         num_tiles = (end - first + BLOCK_N - 1) // BLOCK_N
-        span = tl.maximum((num_tiles + num_splits - 1) // num_splits * BLOCK_N, min_split)
+        wanted = tl.maximum(num_equal, (end - first + max_split - 1) // max_split)
+        span = tl.maximum((num_tiles + wanted - 1) // wanted * BLOCK_N, min_split)
         first_split = 0
         num_used = (end - first + span - 1) // span
     return first, span, first_split, num_used
@@ -116,7 +118,7 @@ def merge(
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_ANYWHERE)
 def merge_splits(
     out, ends, node_starts, sinks, parts, norms, out_row_stride, out_head_stride, window,
-    num_m_blocks, num_splits, min_split,
+    num_m_blocks, num_splits, num_equal, min_split, max_split,
     G: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr, DV_WIDTH: tl.constexpr, PITCH: tl.constexpr, WINDOW: tl.constexpr,
     SINKS: tl.constexpr, TREE: tl.constexpr, EXACT: tl.constexpr, SPLIT: tl.constexpr,
@@ -145,8 +147,9 @@ def merge_splits(
     _, _, _, num_used = extent(
         end,
         num_cached,
-        num_splits,
+        num_equal,
         min_split,
+        max_split,
         window,
         BLOCK_N,
         WINDOW,

@@ -31,10 +31,11 @@ program that much more than its bytes."""
 
 LONG_POSITIONS = 4096
 SPAN_POSITIONS = 1024
-"""Splits that could be longer than the first are cut to the second, shared by as many programs as
-fill the device. One program reads some 30 bytes a nanosecond: of a launch whose sequences fill the
+"""Where splits could be longer than the first, sequences are cut into more, none longer than the
+second. One program reads some 30 bytes a nanosecond: of a launch whose sequences fill the
 device by their number, one that is far longer than the others would be its whole time (seen: a
-sequence of 8192 positions beside 16 short ones cost 0.18 ms more in each layer)."""
+sequence of 8192 positions beside 16 short ones cost 0.18 ms more in each layer). The short ones are
+cut as they would be without it."""
 
 _MAX_LONG_PART_BYTES = 64 << 20
 """Of a launch that is cut for that alone."""
@@ -154,24 +155,24 @@ def config_for(
 
 
 def plan_splits(num_pairs: int, max_positions: int, min_split_positions: int, sms: int) -> int:
-    """Splits of a sequence at most, for `num_pairs` programs without splitting: two
-    programs for each multiprocessor, and no more. One more than fit at a time would take a whole
-    turn of its own."""
-    wanted = max(1, round(2 * sms / num_pairs))
+    """Equal splits of a sequence, for `num_pairs` programs without splitting: two programs for each
+    multiprocessor. No more: one more than fit at a time would take a whole turn of its own. Not
+    less, either, while two splits are not too many: a program alone on a multiprocessor does not
+    read as fast as two, and of the rows that a graph has not all need be sequences."""
+    wanted = max(1, round(2 * sms / num_pairs), 2 if num_pairs <= 2 * sms else 1)
     return min(wanted, -(-max_positions // min_split_positions))
 
 
-def cut_long(num_splits: int, min_split: int, max_positions: int) -> tuple[int, int]:
-    """(splits of a sequence at most, positions of a split at least), where some sequence may be far
+def cut_long(num_equal: int, max_positions: int) -> tuple[int, int]:
+    """(splits of a sequence at most, positions of a split at most), where some sequence may be far
     longer than the others. Programs beyond a sequence's end leave at once.
 
     Args:
-        num_splits: as `plan_splits` has it, for sequences that are alike.
+        num_equal: as `plan_splits` has it, for sequences that are alike.
     """
-    if -(-max_positions // num_splits) <= LONG_POSITIONS:
-        return num_splits, min_split
-    min_split = max(min_split, SPAN_POSITIONS // num_splits)
-    return -(-max_positions // min_split), min_split
+    if -(-max_positions // num_equal) <= LONG_POSITIONS:
+        return num_equal, max_positions
+    return max(num_equal, -(-max_positions // SPAN_POSITIONS)), SPAN_POSITIONS
 
 
 @dataclass(frozen=True)
@@ -185,8 +186,12 @@ class Plan:
     """Programs without splitting."""
     num_splits: int
     """At most, of one sequence."""
+    num_equal: int
+    """Of one sequence, unless they would be longer than `max_split` or shorter than `min_split`."""
     min_split: int
-    """Positions of a split, at least."""
+    """Positions of a split, at least,"""
+    max_split: int
+    """and at most, up to whole tiles."""
     grid: tuple[int, int, int]
     is_serial: bool
     """A program takes all exact splits of its sequence."""
@@ -237,6 +242,7 @@ def plan_launch(
     pitch = config.block_m if is_tree else min(group, config.block_m)
     if exact:
         num_splits, min_split = -(-max_positions // SPLIT_POSITIONS), SPLIT_POSITIONS
+        num_equal, max_split = num_splits, SPLIT_POSITIONS
         # The same bits: one program or several, that is a matter of filling the device, and of not
         # waiting for one sequence that is far longer than the others.
         fills = num_pairs >= _SERIAL_SHARE * num_sms(block_tables.device)
@@ -249,14 +255,16 @@ def plan_launch(
             max_positions = min(max_positions, window + max_num_nodes + config.block_n)
         sms = num_sms(block_tables.device)
         min_split = config.min_split_positions
+        num_equal = num_splits or plan_splits(num_pairs, max_positions, min_split, sms)
+        max_split = max_positions
         if num_splits is None:
-            num_splits = plan_splits(num_pairs, max_positions, min_split, sms)
-            num_splits, min_split = cut_long(num_splits, min_split, max_positions)
+            num_splits, max_split = cut_long(num_equal, max_positions)
             while (
                 num_splits > 1
                 and _part_bytes(num_pairs, num_splits, pitch, rows) > _MAX_LONG_PART_BYTES
             ):
-                num_splits, min_split = -(-num_splits // 2), 2 * min_split
+                num_equal, max_split = -(-num_equal // 2), 2 * max_split
+                num_splits = max(num_equal, -(-max_positions // max_split))
     d0, d1, dv_width = widths(rows)
     num_merged_rows = 1 << (pitch - 1).bit_length()
     merges_apart = (
@@ -270,7 +278,9 @@ def plan_launch(
         num_m_blocks=num_m_blocks,
         num_pairs=num_pairs,
         num_splits=num_splits,
+        num_equal=num_equal,
         min_split=min_split,
+        max_split=max_split,
         grid=(rows.num_heads * num_m_blocks, num_sequences, num_splits),
         is_serial=is_serial,
         merges=0 if num_splits == 1 else 2 if merges_apart else 1,
