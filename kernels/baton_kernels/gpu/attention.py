@@ -31,9 +31,11 @@ from baton_kernels.gpu.attention_plan import (
     Workspace,
     own_workspace,
     plan_launch,
+    quantization,
     steps,
 )
 from baton_kernels.gpu.attention_rotation import rotate_row, rotate_rows
+from baton_kernels.gpu.attention_shares import launch_shares
 from baton_kernels.gpu.attention_tiles import SPLIT_POSITIONS, finish, merge_parts
 from baton_kernels.gpu.attention_walk import prefetch_blocks, walk_positions
 from baton_kernels.gpu.overlap import overlap_options
@@ -313,7 +315,7 @@ def attend(
         attention = merge(
             parts, norms, pair * num_splits, num_used, 0, num_rows - m_block * BLOCK_M, PITCH,
             c_sinks, v_cols,
-            DV, CR, BLOCK_S, SINKS, EXACT,
+            DV, CR, BLOCK_S, SINKS, EXACT, False,
         )  # fmt: skip
         c_q_rows = sequence + c_rows * 0
         if TREE:
@@ -363,6 +365,13 @@ def launch(
         window=window, exact=exact, is_tree=tree is not None, has_tails=tails is not None,
         config=config, num_splits=num_splits,
     )  # fmt: skip
+    if plan.num_programs:
+        launch_shares(
+            query, rows, block_tables, ends, out,
+            (workspace or own_workspace(query.device)).counters, plan,
+            scaling=scaling, softcap=softcap, sinks=sinks, rotation=rotation, is_early=is_early,
+        )  # fmt: skip
+        return
     parts = norms = torch.empty(0, device=query.device)
     counters = ends
     if plan.num_splits > 1:
@@ -439,7 +448,7 @@ def _launch_attend(
         P=rows.block_size, BLOCK_M=plan.config.block_m, BLOCK_N=plan.config.block_n,
         BLOCK_S=plan.block_s, TAIL_N=plan.tail_n, D0=plan.d0, D1=plan.d1, DV_WIDTH=plan.dv_width,
         PITCH=plan.pitch, CR=plan.num_merged_rows,
-        QUANT=_quant(rows), PER_TOKEN=rows.scales_per_row > 1,
+        QUANT=quantization(rows), PER_TOKEN=rows.scales_per_row > 1,
         LATENT=rows.is_latent, TAILS=tails is not None, WINDOW=window is not None,
         SOFTCAP=softcap is not None, SINKS=sinks is not None, TREE=tree is not None,
         EXACT=exact, SPLIT=SPLIT_POSITIONS, MERGES=plan.merges, SERIAL=plan.is_serial,
@@ -450,10 +459,3 @@ def _launch_attend(
         NORMS=rotation is not None and rotation.q_norm is not None, KV_HEADS=rows.num_heads,
         **overlaps,
     )  # fmt: skip
-
-
-def _quant(rows: BlockRows) -> int:
-    """See attention_walk's _numbers; Triton's interpreter knows no PTX."""
-    if not rows.dtype:
-        return 0
-    return (1 if rows.dtype == "int8" else 2) + (0 if triton.knobs.runtime.interpret else 2)

@@ -50,9 +50,10 @@ def extent(
 def merge(
     parts, norms, first, count, row, num_rows, pitch, sinks, v_cols,
     DV: tl.constexpr, ROWS: tl.constexpr, BLOCK_S: tl.constexpr, SINKS: tl.constexpr,
-    EXACT: tl.constexpr,
+    EXACT: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
-    """[ROWS, columns]: rows row .. row + ROWS of parts first .. first + count.
+    """[ROWS, columns]: rows row .. row + ROWS of parts first .. first + count. SHARES: of the second
+    part of program `first` and the first ones of those that follow (attention_shares.py).
 
     Each part has room for `pitch` rows, of which num_rows were written. EXACT: one after the
     other; else BLOCK_S at a time, whose loads wait together.
@@ -87,7 +88,10 @@ def merge(
     else:
         for begin in tl.range(0, count, BLOCK_S):
             splits = begin + tl.arange(0, BLOCK_S)
-            places = (first + splits)[:, None] * pitch + rows[None, :]
+            numbers = first + splits
+            if SHARES:
+                numbers = 2 * numbers + (splits == 0).to(tl.int32)
+            places = numbers[:, None] * pitch + rows[None, :]
             is_part = (splits < count)[:, None] & is_row[None, :]
             its_greatest = tl.load(
                 norms + 2 * places,
@@ -167,7 +171,7 @@ def merge_splits(
     pair = (sequence * tl.num_programs(0) + tl.program_id(0)).to(tl.int64)
     attention = merge(
         parts, norms, pair * num_splits, num_used, row, PITCH, PITCH, its_sinks, v_cols,
-        DV, 1, BLOCK_S, SINKS, EXACT,
+        DV, 1, BLOCK_S, SINKS, EXACT, False,
     )  # fmt: skip
     places = q_row.to(tl.int64) * out_row_stride + q_head * out_head_stride + v_cols
     tl.store(

@@ -11,6 +11,7 @@ import threading
 from dataclasses import dataclass
 
 import torch
+import triton
 
 from baton_kernels.block_rows import BlockRows
 from baton_kernels.gpu.attention_tiles import (
@@ -45,6 +46,17 @@ _MANY_ROWS = 64
 many): each program reads all keys and values of its split, and those of fewer rows read them more
 often."""
 
+MAX_SHARED_PAIRS = 4
+"""Heads of sequences for each multiprocessor up to which a launch is cut into equal shares. (More of
+them fill the device evenly as they are.)"""
+
+SHARES = 2
+"""For each multiprocessor: as many programs as are there at a time, with tiles enough on their
+way."""
+
+_MAX_SHARED_SEQUENCES = 1024
+"""Whose lengths every program looks at."""
+
 _MAX_FUSED_NUMBERS = 2048
 """Of a part: one that is larger is merged by a kernel of its own."""
 
@@ -63,7 +75,7 @@ class Config:
     prefetch_positions: int = 128
     """What a program asks L2 for before it waits for the kernel ahead."""
     min_split_positions: int = 64
-    """Of a split that is not exact: less would not pay for its merging."""
+    """Of a split that is not exact, or a share: less would not pay for its merging."""
     merges_apart: bool = False
     """By a kernel of its own, however small parts are."""
 
@@ -180,6 +192,9 @@ class Plan:
     """One launch."""
 
     config: Config
+    num_programs: int
+    """Of a launch by equal shares (attention_shares.py), to which the grid, splits and what merges
+    them are of no account; 0: a launch by splits."""
     num_m_blocks: int
     """Programs that share a kv head's query rows."""
     num_pairs: int
@@ -231,6 +246,7 @@ def plan_launch(
     num_splits: int | None,
 ) -> Plan:
     """See gpu/attention.py's launch for the arguments; `group`: query heads of a kv head."""
+    splits_given = num_splits is not None
     fills = num_sequences * rows.num_heads > num_sms(block_tables.device) or is_tree
     config = config or config_for(
         rows, group * max_num_nodes, dtype, exact, fills=fills, is_tree=is_tree
@@ -265,6 +281,7 @@ def plan_launch(
             ):
                 num_equal, max_split = -(-num_equal // 2), 2 * max_split
                 num_splits = max(num_equal, -(-max_positions // max_split))
+    is_shared = not (exact or is_tree or has_tails or splits_given or window is not None)
     d0, d1, dv_width = widths(rows)
     num_merged_rows = 1 << (pitch - 1).bit_length()
     merges_apart = (
@@ -272,9 +289,17 @@ def plan_launch(
         or num_merged_rows * dv_width > _MAX_FUSED_NUMBERS
         or num_pairs > Workspace.num_counters
     )
+    is_shared = (
+        is_shared
+        and not merges_apart
+        and num_m_blocks == 1
+        and num_pairs <= MAX_SHARED_PAIRS * num_sms(block_tables.device)
+        and num_sequences <= _MAX_SHARED_SEQUENCES
+    )
     merged_at_a_time = 32 * config.num_warps * (128 if config.num_warps > 1 else 64)
     return Plan(
         config=config,
+        num_programs=SHARES * num_sms(block_tables.device) if is_shared else 0,
         num_m_blocks=num_m_blocks,
         num_pairs=num_pairs,
         num_splits=num_splits,
@@ -311,3 +336,10 @@ def steps(matrices: torch.Tensor, rows: BlockRows) -> tuple[int, int]:
     """Elements from one block's to the next one's, and from head to head."""
     row_stride = matrices.stride(0)
     return rows.rows_per_block * row_stride, rows.head_step * row_stride
+
+
+def quantization(rows: BlockRows) -> int:
+    """See attention_walk's _numbers; Triton's interpreter knows no PTX."""
+    if not rows.dtype:
+        return 0
+    return (1 if rows.dtype == "int8" else 2) + (0 if triton.knobs.runtime.interpret else 2)
