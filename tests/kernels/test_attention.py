@@ -223,19 +223,6 @@ def test_no_split_is_long_and_none_is_cut_that_was_short(wanted: int, max_positi
 
 
 @pytest.mark.parametrize(
-    ("num_pairs", "expected"),
-    [(1, 128), (8, 33), (64, 4), (128, 2), (132, 2), (192, 2), (264, 2), (265, 1), (2048, 1)],
-)
-def test_programs_fill_the_device_twice_and_are_not_many_more(
-    num_pairs: int, expected: int
-) -> None:
-    from baton_kernels.gpu import attention_plan
-
-    assert attention_plan.plan_splits(num_pairs, 8192, 64, 132) == expected
-    assert attention_plan.plan_splits(num_pairs, 64, 64, 132) == 1
-
-
-@pytest.mark.parametrize(
     ("block_size", "fields"),
     [
         (16, (4, 16, 1, 5)),

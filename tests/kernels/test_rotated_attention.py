@@ -10,6 +10,7 @@ import pytest
 import torch
 from baton_kernels.attention import decode_attention
 from baton_kernels.block_rows import BlockRows
+from baton_kernels.gpu import attention_plan
 from baton_kernels.layer_ops import rotate_and_write
 from baton_kernels.rotated_attention import rotate_and_attend
 
@@ -22,6 +23,7 @@ def copied(rows: BlockRows) -> BlockRows:
     return dataclasses.replace(rows, keys=rows.keys.clone(), values=rows.values.clone())
 
 
+@pytest.mark.parametrize("shares", [False, True], ids=["splits", "shares"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("shape", "norms", "window"),
@@ -39,9 +41,12 @@ def test_one_launch_is_two(
     norms: bool,
     window: int | None,
     dtype: torch.dtype,
+    shares: bool,
     generator: torch.Generator,
     seed: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(attention_plan, "suits_shares", lambda *_: shares)
     draw = random.Random(seed)
     ends = [draw.randint(1, 120), 0, shape.block_size + 1, 1, draw.randint(64, 70)]
     cache = Cache(shape, ends, dtype, generator)

@@ -52,8 +52,8 @@ def merge(
     DV: tl.constexpr, ROWS: tl.constexpr, BLOCK_S: tl.constexpr, SINKS: tl.constexpr,
     EXACT: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
-    """[ROWS, columns]: rows row .. row + ROWS of parts first .. first + count. SHARES: of the second
-    part of program `first` and the first ones of those that follow (attention_shares.py).
+    """[ROWS, columns]: rows row .. row + ROWS of parts first .. first + count. SHARES: of the
+    second part of program `first` and the first ones of those that follow (attention_shares.py).
 
     Each part has room for `pitch` rows, of which num_rows were written. EXACT: one after the
     other; else BLOCK_S at a time, whose loads wait together.

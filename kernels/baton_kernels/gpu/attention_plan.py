@@ -46,13 +46,13 @@ _MANY_ROWS = 64
 many): each program reads all keys and values of its split, and those of fewer rows read them more
 often."""
 
-MAX_SHARED_PAIRS = 4
-"""Heads of sequences for each multiprocessor up to which a launch is cut into equal shares. (More of
-them fill the device evenly as they are.)"""
+_SHARED_PAIRS = ((0.75, 2.0), (0.75, 4.0))
+"""Heads of sequences for each multiprocessor from and up to which a launch is cut into equal
+shares; the second: where some sequence may be long."""
 
-SHARES = 2
-"""For each multiprocessor: as many programs as are there at a time, with tiles enough on their
-way."""
+_SHARES = 2
+"""For each multiprocessor: as many programs as it has room for, with six tiles on their way. (On an
+H200 three with four tiles, or four with three, were slower in all cases, but for a few by 1 %.)"""
 
 _MAX_SHARED_SEQUENCES = 1024
 """Whose lengths every program looks at."""
@@ -167,12 +167,22 @@ def config_for(
 
 
 def plan_splits(num_pairs: int, max_positions: int, min_split_positions: int, sms: int) -> int:
-    """Equal splits of a sequence, for `num_pairs` programs without splitting: two programs for each
-    multiprocessor. No more: one more than fit at a time would take a whole turn of its own. Not
-    less, either, while two splits are not too many: a program alone on a multiprocessor does not
-    read as fast as two, and of the rows that a graph has not all need be sequences."""
-    wanted = max(1, round(2 * sms / num_pairs), 2 if num_pairs <= 2 * sms else 1)
+    """Equal splits of a sequence, for `num_pairs` programs without splitting: two
+    programs for each multiprocessor, and no more. One more than fit at a time would take a whole
+    turn of its own."""
+    wanted = max(1, round(2 * sms / num_pairs))
     return min(wanted, -(-max_positions // min_split_positions))
+
+
+def suits_shares(num_pairs: int, is_long: bool, sms: int) -> bool:
+    """Equal shares are faster than splits: where heads of sequences do not fill the device evenly,
+    by their number or since some sequence may be far longer than the others.
+
+    Fewer pairs are split into as many programs as shares would be, each of which has one sequence
+    alone to begin with; of more, those that are done early make room for others.
+    """
+    least, most = _SHARED_PAIRS[is_long]
+    return least * sms <= num_pairs <= most * sms
 
 
 def cut_long(num_equal: int, max_positions: int) -> tuple[int, int]:
@@ -246,14 +256,20 @@ def plan_launch(
     num_splits: int | None,
 ) -> Plan:
     """See gpu/attention.py's launch for the arguments; `group`: query heads of a kv head."""
-    splits_given = num_splits is not None
-    fills = num_sequences * rows.num_heads > num_sms(block_tables.device) or is_tree
+    sms = num_sms(block_tables.device)
+    max_positions = block_tables.shape[1] * rows.block_size
+    is_shared = not (exact or is_tree or has_tails or window is not None or num_splits is not None)
+    is_shared = is_shared and _can_be_shared(rows, num_sequences, group, config)
+    if is_shared:
+        num_pairs = num_sequences * rows.num_heads
+        num_equal = plan_splits(num_pairs, max_positions, 1, sms)
+        is_shared = suits_shares(num_pairs, max_positions > LONG_POSITIONS * num_equal, sms)
+    fills = (num_sequences * rows.num_heads > sms or is_tree) and not is_shared
     config = config or config_for(
         rows, group * max_num_nodes, dtype, exact, fills=fills, is_tree=is_tree
     )
     num_m_blocks = -(-group * max_num_nodes // config.block_m)
     num_pairs = num_sequences * rows.num_heads * num_m_blocks
-    max_positions = block_tables.shape[1] * rows.block_size
     is_serial = False
     pitch = config.block_m if is_tree else min(group, config.block_m)
     if exact:
@@ -261,7 +277,7 @@ def plan_launch(
         num_equal, max_split = num_splits, SPLIT_POSITIONS
         # The same bits: one program or several, that is a matter of filling the device, and of not
         # waiting for one sequence that is far longer than the others.
-        fills = num_pairs >= _SERIAL_SHARE * num_sms(block_tables.device)
+        fills = num_pairs >= _SERIAL_SHARE * sms
         fills = fills and max_positions <= LONG_POSITIONS
         is_large = _part_bytes(num_pairs, num_splits, pitch, rows) > MAX_PART_BYTES
         if (fills or is_large) and not is_tree and not has_tails:
@@ -269,7 +285,6 @@ def plan_launch(
     else:
         if window is not None:
             max_positions = min(max_positions, window + max_num_nodes + config.block_n)
-        sms = num_sms(block_tables.device)
         min_split = config.min_split_positions
         num_equal = num_splits or plan_splits(num_pairs, max_positions, min_split, sms)
         max_split = max_positions
@@ -281,7 +296,6 @@ def plan_launch(
             ):
                 num_equal, max_split = -(-num_equal // 2), 2 * max_split
                 num_splits = max(num_equal, -(-max_positions // max_split))
-    is_shared = not (exact or is_tree or has_tails or splits_given or window is not None)
     d0, d1, dv_width = widths(rows)
     num_merged_rows = 1 << (pitch - 1).bit_length()
     merges_apart = (
@@ -289,17 +303,10 @@ def plan_launch(
         or num_merged_rows * dv_width > _MAX_FUSED_NUMBERS
         or num_pairs > Workspace.num_counters
     )
-    is_shared = (
-        is_shared
-        and not merges_apart
-        and num_m_blocks == 1
-        and num_pairs <= MAX_SHARED_PAIRS * num_sms(block_tables.device)
-        and num_sequences <= _MAX_SHARED_SEQUENCES
-    )
     merged_at_a_time = 32 * config.num_warps * (128 if config.num_warps > 1 else 64)
     return Plan(
         config=config,
-        num_programs=SHARES * num_sms(block_tables.device) if is_shared else 0,
+        num_programs=_SHARES * sms if is_shared else 0,
         num_m_blocks=num_m_blocks,
         num_pairs=num_pairs,
         num_splits=num_splits,
@@ -317,6 +324,19 @@ def plan_launch(
         d1=d1,
         dv_width=dv_width,
         num_prefetched=1 << (max(1, config.prefetch_positions // rows.block_size) - 1).bit_length(),
+    )
+
+
+def _can_be_shared(rows: BlockRows, num_sequences: int, group: int, config: Config | None) -> bool:
+    """A program takes all query rows of a kv head, and merges them itself."""
+    _, _, dv_width = widths(rows)
+    num_merged_rows = 1 << (group - 1).bit_length()
+    return (
+        group <= (config.block_m if config else 16)
+        and not (config and config.merges_apart)
+        and num_merged_rows * dv_width <= _MAX_FUSED_NUMBERS
+        and num_sequences <= _MAX_SHARED_SEQUENCES
+        and num_sequences * rows.num_heads <= Workspace.num_counters
     )
 
 

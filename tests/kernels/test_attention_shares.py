@@ -1,0 +1,147 @@
+"""Attention of decode cut into equal shares, on devices of different sizes: against plain torch in
+float64, with whatever lies outside of a sequence's own positions set to NaN."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from baton_kernels.attention import decode_attention
+from baton_kernels.gpu import attention, attention_plan
+from baton_kernels.gpu.attention_plan import Plan
+
+from tests.kernels.conftest import DEVICE
+from tests.kernels.test_attention import SHAPES, Cache, Shape, close
+
+
+@pytest.fixture(params=[1, 3, 20], ids=lambda number: f"{2 * number} programs")
+def shared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
+    """Launches are cut so, on a device of that size; the plans of those that were."""
+    launched: list[Plan] = []
+    launch = attention.launch_shares
+
+    def noted(*arguments: Any, **options: Any) -> None:
+        launched.append(next(one for one in arguments if isinstance(one, Plan)))
+        launch(*arguments, **options)
+
+    monkeypatch.setattr(attention_plan, "num_sms", lambda _: request.param)
+    monkeypatch.setattr(attention_plan, "suits_shares", lambda *_: True)
+    monkeypatch.setattr(attention, "launch_shares", noted)
+    return launched
+
+
+def mixed_lengths(seed: int) -> list[int]:
+    """One far longer than the others, and padding, anywhere."""
+    draw = random.Random(seed)
+    found = [draw.randint(1, 40) for _ in range(draw.randint(1, 4))]
+    found += [draw.randint(200, 400)] + [0] * draw.randint(0, 3)
+    draw.shuffle(found)
+    return found
+
+
+def assert_counters_are_zero() -> None:
+    assert not attention_plan.own_workspace(torch.device(DEVICE)).counters.any()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_shares_are_reference(
+    shape: Shape, shared: list[Plan], generator: torch.Generator, seed: int
+) -> None:
+    cache = Cache(shape, mixed_lengths(seed), torch.float32, generator)
+    close(cache.kernel(scaling=0.3), cache.truth(scaling=0.3))
+    assert len(shared) == (shape.num_heads // shape.num_kv_heads <= 16)
+    assert_counters_are_zero()
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"sinks": True}], ids=str)
+@pytest.mark.parametrize("num_scales", [1, 4])
+def test_quantized_shares_are_reference(
+    options: dict[str, Any],
+    num_scales: int,
+    shared: list[Plan],
+    generator: torch.Generator,
+    seed: int,
+) -> None:
+    cache = Cache(Shape(), mixed_lengths(seed), torch.float32, generator)
+    rows = cache.quantized("int8", num_scales)
+    if options.get("sinks"):
+        options = {"sinks": cache.sinks}
+    close(cache.kernel(rows, scaling=0.5, **options), cache.truth(rows, scaling=0.5, **options))
+    assert shared
+    assert_counters_are_zero()
+
+
+@pytest.mark.parametrize("ends", [[0], [0, 0, 0], [1], [0, 1, 0], [31], [32, 33], [64, 64, 64]])
+def test_few_tiles(ends: list[int], shared: list[Plan], generator: torch.Generator) -> None:
+    """Less than a share for everybody, whole tiles, and none at all."""
+    cache = Cache(Shape(), ends, torch.float32, generator)
+    close(cache.kernel(scaling=0.3), cache.truth(scaling=0.3))
+    assert shared
+    assert_counters_are_zero()
+
+
+def test_a_head_that_many_programs_share(
+    monkeypatch: pytest.MonkeyPatch, generator: torch.Generator
+) -> None:
+    """One over all programs: its parts are merged in several rounds."""
+    monkeypatch.setattr(attention_plan, "num_sms", lambda _: 12)
+    monkeypatch.setattr(attention_plan, "suits_shares", lambda *_: True)
+    cache = Cache(Shape(num_heads=1, num_kv_heads=1), [1500], torch.float32, generator)
+    close(cache.kernel(scaling=0.3), cache.truth(scaling=0.3))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, True),
+        ({"exact": True}, False),
+        ({"window": 20}, False),
+        ({"num_splits": 3}, False),
+    ],
+    ids=str,
+)
+def test_who_is_not_cut_so(
+    options: dict[str, Any], expected: bool, shared: list[Plan], generator: torch.Generator
+) -> None:
+    """Where sums have a fixed order, or programs look at a window."""
+    cache = Cache(Shape(), [70, 3], torch.float32, generator)
+    window = {key: value for key, value in options.items() if key == "window"}
+    close(cache.kernel(scaling=0.3, **options), cache.truth(scaling=0.3, **window))
+    assert bool(shared) == expected
+
+
+@pytest.mark.parametrize(
+    ("num_pairs", "is_long", "expected"),
+    [
+        (8, False, False), (64, True, False), (98, True, False), (99, False, True),
+        (128, False, True), (264, False, True), (265, False, False), (265, True, True),
+        (528, True, True), (529, True, False),
+    ],
+)  # fmt: skip
+def test_what_suits_a_device_of_132(num_pairs: int, is_long: bool, expected: bool) -> None:
+    assert attention_plan.suits_shares(num_pairs, is_long, 132) == expected
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a device's own size")
+def test_lengths_of_a_graph_may_change(generator: torch.Generator) -> None:
+    """Captured with some lengths, and right with others: nothing of the cut is the host's."""
+    shape = Shape(num_heads=32, num_kv_heads=8, head_dim=128, v_head_dim=128, block_size=16)
+    draw = random.Random(3)
+    ends = [draw.randint(1, 600) for _ in range(20)]
+    cache = Cache(shape, ends, torch.bfloat16, generator)
+    out = torch.empty(20, 32, 128, dtype=torch.bfloat16, device=DEVICE)
+
+    def run() -> None:
+        decode_attention(cache.query, cache.rows, cache.tables, cache.ends, out=out, scaling=0.1)
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for _ in range(5):
+        for index, end in enumerate(ends):
+            cache.ends[index] = draw.randint(0, end)
+        graph.replay()
+        close(out, cache.truth(scaling=0.1))
