@@ -4,7 +4,7 @@ of a token tree (`tree_attention`).
 Knows where numbers lie (BlockRows) and how many a sequence has; knows no model, no request and no
 step. Invariant: nothing is read through a block table's entry beyond a sequence's own positions,
 and nothing that is read there can reach the result. No state that a caller sees; any thread, one
-Workspace (gpu/attention.py) for launches that may overlap.
+Workspace (gpu/attention_plan.py) for launches that may overlap.
 """
 
 from __future__ import annotations

@@ -115,11 +115,18 @@ def test_who_is_not_cut_so(
 @pytest.mark.parametrize(
     ("num_pairs", "is_long", "expected"),
     [
-        (8, False, False), (64, True, False), (98, True, False), (99, False, True),
-        (128, False, True), (264, False, True), (265, False, False), (265, True, True),
-        (528, True, True), (529, True, False),
+        (8, False, False),
+        (64, True, False),
+        (98, True, False),
+        (99, True, True),
+        (99, False, True),
+        (264, False, True),
+        (265, False, False),
+        (265, True, True),
+        (528, True, True),
+        (529, True, False),
     ],
-)  # fmt: skip
+)
 def test_what_suits_a_device_of_132(num_pairs: int, is_long: bool, expected: bool) -> None:
     assert attention_plan.suits_shares(num_pairs, is_long, 132) == expected
 

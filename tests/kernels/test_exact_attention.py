@@ -116,14 +116,14 @@ def test_one_after_the_other_where_sequences_fill_the_device_or_parts_would_be_t
     from baton_kernels.gpu import attention, attention_plan
 
     merges: list[bool] = []
-    launched = attention._launch_attend
+    launched = attention.launch_splits
 
-    def launch(*args: Any) -> None:
+    def launch(*args: Any, **options: Any) -> None:
         plan = next(one for one in args if isinstance(one, attention_plan.Plan))
         merges.append(plan.num_splits > 1)
-        launched(*args)
+        launched(*args, **options)
 
-    monkeypatch.setattr(attention, "_launch_attend", launch)
+    monkeypatch.setattr(attention, "launch_splits", launch)
     monkeypatch.setattr(attention_plan, "_SERIAL_SHARE", 1e9)
     cache = Cache(Shape(block_size=16), [1100, 0, 17, 512], dtype, generator)
     for options in ({"window": 520}, {}):

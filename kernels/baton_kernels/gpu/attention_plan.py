@@ -46,16 +46,14 @@ _MANY_ROWS = 64
 many): each program reads all keys and values of its split, and those of fewer rows read them more
 often."""
 
-_SHARED_PAIRS = ((0.75, 2.0), (0.75, 4.0))
-"""Heads of sequences for each multiprocessor from and up to which a launch is cut into equal
-shares; the second: where some sequence may be long."""
+_LEAST_SHARED, _MOST_SHARED, _MOST_LONG_SHARED = 0.75, 2.0, 4.0
+"""Heads of sequences for each multiprocessor from which and up to which a launch is cut into equal
+shares; the third: where some sequence may be long. (Long or not, the first is the same: what a
+warm-up compiles, whose contexts are short, is all that is needed.)"""
 
 _SHARES = 2
 """For each multiprocessor: as many programs as it has room for, with six tiles on their way. (On an
 H200 three with four tiles, or four with three, were slower in all cases, but for a few by 1 %.)"""
-
-_MAX_SHARED_SEQUENCES = 1024
-"""Whose lengths every program looks at."""
 
 _MAX_FUSED_NUMBERS = 2048
 """Of a part: one that is larger is merged by a kernel of its own."""
@@ -181,8 +179,8 @@ def suits_shares(num_pairs: int, is_long: bool, sms: int) -> bool:
     Fewer pairs are split into as many programs as shares would be, each of which has one sequence
     alone to begin with; of more, those that are done early make room for others.
     """
-    least, most = _SHARED_PAIRS[is_long]
-    return least * sms <= num_pairs <= most * sms
+    most = _MOST_LONG_SHARED if is_long else _MOST_SHARED
+    return _LEAST_SHARED * sms <= num_pairs <= most * sms
 
 
 def cut_long(num_equal: int, max_positions: int) -> tuple[int, int]:
@@ -205,6 +203,9 @@ class Plan:
     num_programs: int
     """Of a launch by equal shares (attention_shares.py), to which the grid, splits and what merges
     them are of no account; 0: a launch by splits."""
+    num_lengths: int
+    """That each of these programs looks at: the same for all launches of a model, so that there is
+    one kernel. A power of two, no fewer than there are sequences."""
     num_m_blocks: int
     """Programs that share a kv head's query rows."""
     num_pairs: int
@@ -297,7 +298,7 @@ def plan_launch(
                 num_equal, max_split = -(-num_equal // 2), 2 * max_split
                 num_splits = max(num_equal, -(-max_positions // max_split))
     d0, d1, dv_width = widths(rows)
-    num_merged_rows = 1 << (pitch - 1).bit_length()
+    num_merged_rows = _power_of_two(pitch)
     merges_apart = (
         config.merges_apart
         or num_merged_rows * dv_width > _MAX_FUSED_NUMBERS
@@ -307,6 +308,9 @@ def plan_launch(
     return Plan(
         config=config,
         num_programs=_SHARES * sms if is_shared else 0,
+        num_lengths=_power_of_two(
+            max(num_sequences, round(_MOST_LONG_SHARED * sms) // rows.num_heads)
+        ),
         num_m_blocks=num_m_blocks,
         num_pairs=num_pairs,
         num_splits=num_splits,
@@ -327,15 +331,18 @@ def plan_launch(
     )
 
 
+def _power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length()
+
+
 def _can_be_shared(rows: BlockRows, num_sequences: int, group: int, config: Config | None) -> bool:
     """A program takes all query rows of a kv head, and merges them itself."""
     _, _, dv_width = widths(rows)
-    num_merged_rows = 1 << (group - 1).bit_length()
+    num_merged_rows = _power_of_two(group)
     return (
         group <= (config.block_m if config else 16)
         and not (config and config.merges_apart)
         and num_merged_rows * dv_width <= _MAX_FUSED_NUMBERS
-        and num_sequences <= _MAX_SHARED_SEQUENCES
         and num_sequences * rows.num_heads <= Workspace.num_counters
     )
 

@@ -8,7 +8,7 @@ most two; who leaves a head's last part merges them. Everybody reckons from the 
 has which tiles, so nothing is handed out, and the host need not know lengths.
 
 Knows no trees, windows or tails, and no order of sums that batch-mates have no say in
-(attention.py does). Invariant: counters are found and left at zero.
+(attention_splits.py does). Invariant: counters are found and left at zero.
 """
 
 from __future__ import annotations
@@ -19,7 +19,15 @@ import triton.language as tl
 
 from baton_kernels.block_rows import BlockRows
 from baton_kernels.gpu.attention_merge import merge
-from baton_kernels.gpu.attention_plan import LOG2_E, Plan, Rotation, quantization, steps
+from baton_kernels.gpu.attention_plan import (
+    LOG2_E,
+    Plan,
+    Rotation,
+    Workspace,
+    own_workspace,
+    quantization,
+    steps,
+)
 from baton_kernels.gpu.attention_rotation import rotate_row, rotate_rows
 from baton_kernels.gpu.attention_tiles import finish
 from baton_kernels.gpu.attention_walk import prefetch_blocks, walk_positions
@@ -84,8 +92,8 @@ def attend_shares(
     ROTATES: tl.constexpr, NORMS: tl.constexpr, KV_HEADS: tl.constexpr,
 ):  # fmt: skip
     """See the module, and attention.py's launch() for what the arguments are. ROWS: sequences, or
-    more, a power of two. min_tiles: of a share. EARLY, ROTATES: as attention.py's attend has
-    them."""
+    more, a power of two. min_tiles: of a share. EARLY, ROTATES: as attention_splits.py's attend
+    has them."""
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
         if not EARLY:
@@ -232,7 +240,7 @@ def launch_shares(
     block_tables: torch.Tensor,
     ends: torch.Tensor,
     out: torch.Tensor,
-    counters: torch.Tensor,
+    workspace: Workspace | None,
     plan: Plan,
     *,
     scaling: float,
@@ -244,6 +252,7 @@ def launch_shares(
     """See attention.py's launch; a plan with `num_programs`."""
     parts = query.new_empty(2 * plan.num_programs, plan.pitch, rows.v_head_dim, dtype=torch.float32)
     norms = query.new_empty(2 * plan.num_programs, plan.pitch, 2, dtype=torch.float32)
+    counters = (workspace or own_workspace(query.device)).counters
     overlaps = overlap_options(query)
     # What an option does not use is given as `ends`: a pointer of a fixed type, never followed.
     values = rows.keys if rows.values is None else rows.values
@@ -265,7 +274,7 @@ def launch_shares(
         G=out.shape[1] // rows.num_heads, D=rows.k_head_dim, DV=rows.v_head_dim,
         P=rows.block_size, BLOCK_M=plan.config.block_m, BLOCK_N=plan.config.block_n,
         BLOCK_S=plan.block_s, D0=plan.d0, D1=plan.d1, DV_WIDTH=plan.dv_width,
-        PITCH=plan.pitch, CR=plan.num_merged_rows, ROWS=triton.next_power_of_2(ends.shape[0]),
+        PITCH=plan.pitch, CR=plan.num_merged_rows, ROWS=plan.num_lengths,
         QUANT=quantization(rows), PER_TOKEN=rows.scales_per_row > 1, LATENT=rows.is_latent,
         SOFTCAP=softcap is not None, SINKS=sinks is not None,
         EARLY=is_early and overlaps["OVERLAPS"], PREFETCH=plan.num_prefetched,

@@ -2,8 +2,9 @@
 same bits whatever the chunk it came in, and those of decode_attention's exact mode.
 
 A program holds BLOCK_M rows (query heads of one kv head, of some tokens of one sequence) and takes
-the splits of positions one after the other, each from an empty part, as gpu/attention.py's programs
-take one each; see attention_tiles.py for the order. Knows no model. No state; any thread.
+the splits of positions one after the other, each from an empty part, as programs of
+gpu/attention_splits.py take one each; see attention_tiles.py for the order. Knows no model. No
+state; any thread.
 """
 
 from __future__ import annotations
