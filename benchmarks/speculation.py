@@ -50,7 +50,7 @@ from rich.table import Table
 from benchmarks.context import context, publish
 from benchmarks.speculation_engines import Way
 from benchmarks.speculation_rounds import AGAIN, PLAIN, Kept, Round, summary, turns
-from benchmarks.speculation_steps import Step, control, figures, verdicts
+from benchmarks.speculation_steps import Step, control, figures, markdown, verdicts
 from checkpoints.resolve import resolve
 from engine.config import EngineConfig
 from engine.models.load import Loaded, load_model
@@ -277,6 +277,7 @@ def main() -> None:
     }
     by_verdict, controlled = verdicts(may_rest, LEAST_SPEED), control(by_batch)
     _show(by_batch, run["ways"])
+    sys.stdout.write(markdown(by_batch, [way for way in run["ways"] if way != PLAIN]) + "\n")
     for verdict, those in by_verdict.items():
         sys.stdout.write(f"at least {LEAST_SPEED}, {verdict}: {len(those)}\n")
         if verdict != "shown":

@@ -165,6 +165,18 @@ def verdicts(by_batch: Mapping[str, Mapping[str, Any]], least: float) -> dict[st
     return found
 
 
+def markdown(by_batch: Mapping[str, Mapping[str, Any]], ways: Sequence[str]) -> str:
+    """A table of speeds and their intervals, by cell and way."""
+    lines = [f"| speed against plain (95 %) | {' | '.join(ways)} |", "|---|" + "---|" * len(ways)]
+    for cell, by_way in by_batch.items():
+        told: list[str] = []
+        for way in ways:
+            low, high = by_way[way]["interval"] or (math.nan, math.nan)
+            told.append(f"{by_way[way]['speed']:.3f} ({low:.3f}-{high:.3f})")
+        lines.append(f"| {cell} | {' | '.join(told)} |")
+    return "\n".join(lines)
+
+
 def control(by_batch: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Of "plain again", which is as fast as plain decoding, whatever is measured: `num_cells`, and
     `off`, those whose interval leaves 1 out. Intervals of 95 % leave it out in one of 20."""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.speculation_rounds import AGAIN, PLAIN
-from benchmarks.speculation_steps import Step, control, figures, verdicts
+from benchmarks.speculation_steps import Step, control, figures, markdown, verdicts
 
 NUM_STEPS, NUM_ROWS = 95, 8
 
@@ -121,3 +121,13 @@ def test_no_way_takes_more_steps_than_plain_decoding() -> None:
     plain, longer = ([Step(1.0, 1.0, 1, is_asked=False)] * number for number in (3, 4))
     with pytest.raises(ValueError, match="4 steps where plain decoding took 3"):
         figures([plain], [longer])
+
+
+def test_the_table_has_a_row_for_each_cell() -> None:
+    one = {"speed": 0.99123, "interval": [0.98, 1.0021]}
+    by_batch = {"batch 8": {"tree": one}, "batch 16": {"tree": {**one, "interval": None}}}
+    found = markdown(by_batch, ["tree"])
+    assert found.splitlines()[2:] == [
+        "| batch 8 | 0.991 (0.980-1.002) |",
+        "| batch 16 | 0.991 (nan-nan) |",
+    ]
