@@ -1,37 +1,31 @@
 """Several tokens a step against one: tokens per step of the target and speed by the clock, the
 bundled model with its draft model, by batch size.
 
-A cell is a batch size and a temperature; it has engines of its own, so that none knows what an
-earlier cell taught, and cells can be run one by one. In each round every way answers the same
-prompts with the same seeds: all ways turn about by a few steps, in an order that is shuffled for
-each turn, so that a busy machine's bad moments meet all alike, and each is held against plain
-decoding of the same round. The answers are compared: not one token may differ, but for those
-sampled by the multi-step rule, which are other ones of the same distribution.
+A cell is a batch size and a temperature. In each round every way answers the same prompts with the
+same seeds, step by step: all ways take one step each, one right after the other, in an order that
+is shuffled for each turn, so that a busy machine's bad moments meet all alike, and each step is
+held against plain decoding's step beside it. The answers are compared: not one token may differ,
+but for those sampled by the multi-step rule, which are other ones of the same distribution.
 
-Engines are called as a worker calls them, each in a thread of its own, one at a time: what guesses
-cost is judged by the time that an engine's own thread computed, in which the other engines must
-have no part. Printed: tokens per step, the median speed by the clock with the least and the
-greatest of all rounds, and the median by the time that the engine's thread computed, in which other
-work on the machine has less say. What an engine tries for the first time is in the first rounds,
-and in `wall_speed_total`.
+How a speed, its interval and its two parts, what resting costs and what guessing costs, come of
+these steps is told in speculation_steps.py. Steps of prompts are left out: nobody guesses in them.
+`shown`, `open` and `refuted` list the ways that may rest by whether they are at least 0.98 times as
+fast as plain decoding: the whole interval says so, or a part of it, or nothing of it.
 
-"plain again" is a second engine without guesses: what it is away from 1 is noise. It is in every
-run, and in the lists of ways that are too slow as any other, so that noise which would make a way
-look slow is seen there. Two lists, of the ways that may rest: `below`, whose median is below 0.98,
-and `below_surely`, those of them where the rounds say so beyond noise. The rule is a sign test
-(speculation_rounds.py:surely_slower): were the way just as fast as 0.98, each round would be below
-it or above like a coin; listed is who is below in so many rounds as come by chance once in twenty
-cells at most: 5 of 5, 9 of 11, 12 of 15. Below 0.98 of plain, that is, or of the median of "plain
-again" where that is slower: some percent are an engine's own as long as it lives, by where its
-memory lies, and which ways have a lucky one no number of rounds tells. One that is really below
-may be missed where its rounds scatter: more rounds find it. `below` hides nothing.
+"plain again" is a second engine without guesses, in every run, and in those lists as any other. It
+is as fast as plain decoding, so that its interval tells what intervals are worth (`control`): one
+in 20 may leave out 1.
 
-The last line printed is one JSON object. `--resume FILE` keeps each cell when it is done, and goes
-on from there. `--ways` leaves ways out, so that there is time for more rounds; the ways that may
-rest, 11 rounds, take some 20 minutes on a quiet machine of two cores:
+Engines are made anew for each round, and why, speculation_engines.py says.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.speculation --ways ngram draft tree --rounds 11 --out
-        benchmarks/results/<date>-....json
+The last line printed is one JSON object: also the medians over rounds of whole rounds' speeds, each
+with its least and its greatest (speculation_rounds.py). `--resume FILE` keeps each cell when it is
+done, and goes on from there. `--ways` leaves ways out, so that there is time for more rounds;
+`--rounds` is one number, or one for each batch size, as a small batch's take less time. The ways
+that may rest take some 12 minutes so on a quiet machine of two cores:
+
+    OMP_NUM_THREADS=1 python -m benchmarks.speculation --ways ngram draft tree
+        --rounds 12 12 12 16 12 8 5 --out benchmarks/results/<date>-....json
 """
 
 from __future__ import annotations
@@ -43,9 +37,7 @@ import itertools
 import os
 import random
 import sys
-import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,21 +48,15 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.context import context, publish
-from benchmarks.speculation_rounds import (
-    AGAIN,
-    PLAIN,
-    Kept,
-    Round,
-    slower,
-    summary,
-    surely_slower,
-    turns,
-)
+from benchmarks.speculation_engines import Way
+from benchmarks.speculation_rounds import AGAIN, PLAIN, Kept, Round, summary, turns
+from benchmarks.speculation_steps import Step, control, figures, markdown, verdicts
 from checkpoints.resolve import resolve
 from engine.config import EngineConfig
-from engine.loop import Engine, load_engine
+from engine.models.load import Loaded, load_model
 from engine.request import Request, Sampling
 from engine.speculation.config import SpeculationConfig
+from process.interpreter import begin_serving
 from tokens.tokenizer import Tokenizer
 
 TARGET, DRAFT = "baton-5m", "baton-5m-draft"
@@ -106,9 +92,6 @@ _BEGINNINGS = (
 )
 
 
-_TURN_STEPS = 8
-"""Few enough that a machine's bad moments meet all ways alike."""
-
 LEAST_SPEED = 0.98
 """What a way that may rest is never to fall below."""
 
@@ -134,37 +117,23 @@ def _prompts() -> list[list[int]]:
     return [tokenizer.encode(beginning.format(name)) for beginning, name in pairs]
 
 
-class _Way:
-    """An engine and its thread."""
-
-    def __init__(self, speculation: SpeculationConfig) -> None:
-        self.thread = ThreadPoolExecutor(1)
-        config = replace(_CONFIG, speculation=speculation)
-        self.engine: Engine = self.thread.submit(load_engine, config).result()
-
-    def close(self) -> None:
-        self.thread.submit(self.engine.close).result()
-        self.thread.shutdown()
-
-
 class _Run:
-    """One way's engine answering all prompts, some steps at a time."""
+    """One way's engine answering all prompts, step by step."""
 
     def __init__(
-        self, way: _Way, prompts: list[list[int]], temperature: float, num_tokens: int
+        self, way: Way, prompts: list[list[int]], temperature: float, num_tokens: int
     ) -> None:
-        self._engine, self._thread = way.engine, way.thread
-        engine = way.engine
+        self._way, self._engine = way, way.engine
         self._answers: dict[str, list[int]] = {}
-        self._num_kept = -engine.metrics().num_kept_tokens
-        self._cpu_s = self._wall_s = 0.0
+        self._num_kept = -self._engine.metrics().num_kept_tokens
+        self.steps: list[Step] = []
         for index, prompt in enumerate(prompts):
             sampling = Sampling(
                 max_tokens=num_tokens, temperature=temperature, seed=index, ignore_eos=True
             )
             request = Request(f"r{index}", tuple(prompt), sampling, _block_hash)
             self._answers[request.request_id] = []
-            engine.submit(request)
+            self._engine.submit(request)
 
     @property
     def answers(self) -> list[tuple[int, ...]]:
@@ -174,70 +143,75 @@ class _Run:
     def is_over(self) -> bool:
         return not self._engine.has_work()
 
-    def step(self, num_steps: int) -> None:
-        """At most so many."""
-        self._thread.submit(self._step, num_steps).result()
-
-    def _step(self, num_steps: int) -> None:
-        began_s, cpu_began_s = time.perf_counter(), time.thread_time()
-        while num_steps > 0 and self._engine.has_work():
-            num_steps -= 1
-            for event in self._engine.step().events:
-                self._answers[event.request_id] += event.token_ids
-        self._cpu_s += time.thread_time() - cpu_began_s
-        self._wall_s += time.perf_counter() - began_s
+    def step(self) -> None:
+        """One, if there is one."""
+        if not self.is_over:
+            self.steps.append(self._way.step(self._answers))
 
     def over(self) -> Round:
         """What it was."""
         num_kept = self._num_kept + self._engine.metrics().num_kept_tokens
         num_tokens = sum(len(one) for one in self._answers.values())
-        return Round(self._wall_s, self._cpu_s, num_tokens, num_kept)
+        wall_s, cpu_s = (sum(step[clock] for step in self.steps) for clock in (0, 1))
+        return Round(wall_s, cpu_s, num_tokens, num_kept)
 
 
-def _measure(
-    engines: dict[str, _Way],
+def _round(
+    ways: dict[str, Way],
     prompts: list[list[int]],
     temperature: float,
     num_tokens: int,
+    orders: Iterator[list[str]],
+) -> dict[str, _Run]:
+    gc.unfreeze()  # what was the last round's may go
+    for way in next(orders):
+        ways[way].renew()
+    begin_serving()
+    runs = {way: _Run(one, prompts, temperature, num_tokens) for way, one in ways.items()}
+    while not all(run.is_over for run in runs.values()):
+        for way in next(orders):
+            runs[way].step()
+    for way, run in runs.items():
+        is_other = way == "multi_step" and temperature > 0.0
+        if run.answers != runs[PLAIN].answers and not is_other:
+            raise SystemExit(f"{way}: an answer differs from plain decoding's")
+    if any(step.num_tokens != len(prompts) for step in runs[PLAIN].steps[1:]):
+        raise SystemExit("prompts took more than the first step")
+    return runs
+
+
+def _cell(
+    arguments: argparse.Namespace,
+    model: Loaded,
+    name: str,
+    temperature: float,
+    size: int,
     num_rounds: int,
-    seed: str,
-) -> dict[str, list[Round]]:
-    rounds: dict[str, list[Round]] = {way: [] for way in engines}
-    orders = turns(list(engines), seed)
-    for _ in range(num_rounds):
-        runs = {
-            way: _Run(engine, prompts, temperature, num_tokens) for way, engine in engines.items()
-        }
-        while not all(run.is_over for run in runs.values()):
-            for way in next(orders):
-                runs[way].step(_TURN_STEPS)
-        for way, run in runs.items():
-            is_other = way == "multi_step" and temperature > 0.0
-            if run.answers != runs[PLAIN].answers and not is_other:
-                raise SystemExit(f"{way}: an answer differs from plain decoding's")
-            rounds[way].append(run.over())
-    return rounds
-
-
-def _cell(arguments: argparse.Namespace, name: str, temperature: float, size: int) -> Any:
+) -> dict[str, dict[str, Any]]:
     """Figures by way."""
-    engines: dict[str, _Way] = {}
+    prompts = _prompts()
+    # A prefix of a shuffled list would do as well: neighbours differ in the name alone.
+    own = prompts[:: len(prompts) // size][:size] if size < len(prompts) else prompts
+    core = max(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+    ways = {
+        way: Way(model, replace(_CONFIG, speculation=speculation), core)
+        for way, speculation in WAYS.items()
+        if way in (PLAIN, AGAIN, *arguments.ways)
+    }
+    orders = turns(list(ways), f"{arguments.seed} {name}")
+    rounds: dict[str, list[Round]] = {way: [] for way in ways}
+    steps: dict[str, list[list[Step]]] = {way: [] for way in ways}
     try:
-        for way, speculation in WAYS.items():
-            if way in (PLAIN, AGAIN, *arguments.ways):
-                engines[way] = _Way(speculation)
-        prompts = _prompts()
-        # A prefix of a shuffled list would do as well: neighbours differ in the name alone.
-        own = prompts[:: len(prompts) // size][:size] if size < len(prompts) else prompts
-        seed = f"{arguments.seed} {name}"
-        found = summary(
-            _measure(engines, own, temperature, arguments.tokens, arguments.rounds, seed)
-        )
+        for _ in range(num_rounds):
+            for way, run in _round(ways, own, temperature, arguments.tokens, orders).items():
+                rounds[way].append(run.over())
+                steps[way].append(run.steps[1:])
     finally:
-        for engine in engines.values():
-            engine.close()
-        engines.clear()
-        gc.collect()
+        for one in ways.values():
+            one.close()
+    found = summary(rounds)
+    for way in ways:
+        found[way] |= figures(steps[PLAIN], steps[way])
     return found
 
 
@@ -256,7 +230,9 @@ def main() -> None:
     parser.add_argument("--batches", type=_positive, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
     parser.add_argument("--tokens", type=_positive, default=96)
-    parser.add_argument("--rounds", type=_positive, default=5)
+    parser.add_argument(
+        "--rounds", type=_positive, nargs="+", default=[9], help="one number, or one a batch size"
+    )
     parser.add_argument(
         "--ways", nargs="+", choices=WAYS, default=list(WAYS), help=f"and {PLAIN} and {AGAIN}"
     )
@@ -264,6 +240,10 @@ def main() -> None:
     parser.add_argument("--resume", type=Path, help="cells that are done; made if it is missing")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    if len(arguments.rounds) not in (1, len(arguments.batches)):
+        parser.error("--rounds: one number, or one for each batch size")
+    by_size = itertools.cycle(arguments.rounds)
+    num_rounds = {size: next(by_size) for size in arguments.batches}
     if arguments.seed is None:
         arguments.seed = random.SystemRandom().randrange(2**32)
     torch.set_num_threads(1)
@@ -272,9 +252,10 @@ def main() -> None:
         "commit": told["commit"],
         "ways": [way for way in WAYS if way in (PLAIN, AGAIN, *arguments.ways)],
         "tokens": arguments.tokens,
-        "rounds": arguments.rounds,
+        "rounds": {str(size): number for size, number in num_rounds.items()},
     }
     kept = Kept(arguments.resume, run)
+    model = load_model(_CONFIG)
     screen = Console(stderr=True)
     screen.print(f"seed {arguments.seed}")
     pairs = list(itertools.product(arguments.temperatures, arguments.batches))
@@ -283,7 +264,7 @@ def main() -> None:
         if name in kept.by_batch:
             continue
         busy_before = os.getloadavg()[0]
-        found = _cell(arguments, name, temperature, size)
+        found = _cell(arguments, model, name, temperature, size, num_rounds[size])
         busy = [round(one, 2) for one in (busy_before, os.getloadavg()[0])]
         kept.add(name, {"ways": found, "load_average": busy, "seed": arguments.seed})
         screen.print(f"{name}: load average {busy[0]} before, {busy[1]} after")
@@ -294,18 +275,24 @@ def main() -> None:
         name: {way: one for way, one in found.items() if not WAYS[way].always}
         for name, found in by_batch.items()
     }
-    below = slower(may_rest, LEAST_SPEED)
-    below_surely = surely_slower(may_rest, LEAST_SPEED)
+    by_verdict, controlled = verdicts(may_rest, LEAST_SPEED), control(by_batch)
     _show(by_batch, run["ways"])
-    sys.stdout.write(f"below {LEAST_SPEED}: {'; '.join(below) or 'none'}\n")
-    sys.stdout.write(f"of them beyond noise: {'; '.join(below_surely) or 'none'}\n")
+    sys.stdout.write(markdown(by_batch, [way for way in run["ways"] if way != PLAIN]) + "\n")
+    for verdict, those in by_verdict.items():
+        sys.stdout.write(f"at least {LEAST_SPEED}, {verdict}: {len(those)}\n")
+        if verdict != "shown":
+            sys.stdout.write("".join(f"    {one}\n" for one in those))
+    num_cells, off = controlled["num_cells"], controlled["off"]
+    sys.stdout.write(f"{AGAIN}: 1 is in the interval in {num_cells - len(off)} of {num_cells} ")
+    sys.stdout.write(f"cells (19 of 20 are expected); not in: {'; '.join(off) or 'none'}\n")
     result = {
         **told,
         "tokens": arguments.tokens,
-        "rounds": arguments.rounds,
+        "rounds": run["rounds"],
         "by_batch": by_batch,
-        "below": below,
-        "below_surely": below_surely,
+        "least": LEAST_SPEED,
+        **by_verdict,
+        "control": controlled,
         "load_average": {name: cell["load_average"] for name, cell in cells.items()},
         "seeds": {name: cell["seed"] for name, cell in cells.items()},
     }
@@ -314,8 +301,8 @@ def main() -> None:
 
 def _show(by_batch: dict[str, Any], ways: Sequence[str]) -> None:
     table = Table(
-        title="tokens per step of the target; speed against plain decoding by the clock: median "
-        "(least to greatest round); by the thread's own time"
+        title="tokens per step of the target; speed against plain decoding by the clock (interval "
+        "of 95 %); of it lost by resting and by guessing, %; speed by the thread's own time"
     )
     table.add_column("")
     for way in ways:
@@ -324,13 +311,14 @@ def _show(by_batch: dict[str, Any], ways: Sequence[str]) -> None:
         cells = []
         for way in ways:
             one = found[way]
-            low, high = one["wall_speed_range"]
+            low, high = one["interval"] or (float("nan"), float("nan"))
+            losses = (f"{100.0 * one[loss]:+.1f}" for loss in ("resting_loss", "guessing_loss"))
             cells.append(
-                f"{one['tokens_per_step']:.2f}; {one['wall_speed']:.2f} ({low:.2f} to {high:.2f}); "
-                f"{one['cpu_speed']:.2f}"
+                f"{one['tokens_per_step']:.2f}; {one['speed']:.3f} ({low:.3f} to {high:.3f}); "
+                f"{', '.join(losses)}; {one['by_cpu']['speed']:.3f}"
             )
         table.add_row(name, *cells)
-    Console(width=None if sys.stdout.isatty() else 40 + 40 * len(ways)).print(table)
+    Console(width=None if sys.stdout.isatty() else 40 + 52 * len(ways)).print(table)
 
 
 if __name__ == "__main__":

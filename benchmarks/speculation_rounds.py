@@ -1,13 +1,12 @@
-"""What `benchmarks.speculation` makes of its rounds, and where it keeps what it has: in which order
-ways take their turns, medians and spreads of each way against plain decoding in the same round,
-which of them are too slow, by their medians and beyond noise, and a file with a line for each cell
-that is done. Knows no engine.
+"""What `benchmarks.speculation` makes of whole rounds, and where it keeps what it has: in which
+order ways take their turns, medians and spreads of each way against plain decoding in the same
+round, and a file with a line for each cell that is done. Knows no engine. What it makes of single
+steps, and which ways are too slow: speculation_steps.py.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import random
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,10 +16,6 @@ from typing import Any
 
 PLAIN, AGAIN = "plain", "plain again"
 """The latter does the very same: how far its speed is from 1 is noise."""
-
-FALSE_ALARM = 0.05
-"""Of a way that is as fast as it has to be, in one cell: how likely it is called too slow beyond
-noise, at most."""
 
 _DIGITS = 3
 
@@ -75,44 +70,6 @@ def summary(rounds: Mapping[str, Sequence[Round]]) -> dict[str, dict[str, Any]]:
         one["tokens_per_step"] = round(num_tokens / (num_tokens - num_kept), _DIGITS)
         found[way] = one
     return found
-
-
-def slower(by_batch: Mapping[str, Mapping[str, Any]], least: float) -> list[str]:
-    """Cells and ways whose median by the clock is below this speed, noise or not."""
-    return [
-        f"{cell}, {way}: {found['wall_speed']:.3f}"
-        for cell, by_way in by_batch.items()
-        for way, found in by_way.items()
-        if found["wall_speed"] < least
-    ]
-
-
-def surely_slower(by_batch: Mapping[str, Mapping[str, Any]], least: float) -> list[str]:
-    """Those of `slower` where the rounds say so beyond noise, by a sign test: were the way just as
-    fast as `least`, each round would fall below it or not like a coin, and so many below it would
-    come with a chance of at most FALSE_ALARM: 5 of 5, 9 of 11, 12 of 15. With fewer than 5 rounds
-    nothing is sure. No round counts for more than another, however far off it is.
-
-    Engines that do the same differ by some percent for as long as they live, by where their memory
-    lies, and rounds do not tell that from a slow way: below is a round where the way is slower than
-    `least` times plain, or times the median of "plain again" where that is the slower engine."""
-    found: list[str] = []
-    for cell, by_way in by_batch.items():
-        again = statistics.median(by_way[AGAIN]["wall_speeds"]) if AGAIN in by_way else 1.0
-        for way, one in by_way.items():
-            speeds = one["wall_speeds"]
-            plain = 1.0 if way == AGAIN else min(1.0, again)
-            num_below = sum(speed < least * plain for speed in speeds)
-            if one["wall_speed"] < least and _chance(num_below, len(speeds)) <= FALSE_ALARM:
-                what = f"{num_below} of {len(speeds)} rounds"
-                found.append(f"{cell}, {way}: {one['wall_speed']:.3f}, {what}")
-    return found
-
-
-def _chance(num_heads: int, num_tosses: int) -> float:
-    """Of so many heads, or more."""
-    ways = sum(math.comb(num_tosses, heads) for heads in range(num_heads, num_tosses + 1))
-    return float(ways / 2**num_tosses)
 
 
 class Kept:

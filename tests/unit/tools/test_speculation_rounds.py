@@ -4,22 +4,12 @@ interrupted run goes on."""
 from __future__ import annotations
 
 import json
-import random
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from benchmarks.speculation_rounds import (
-    FALSE_ALARM,
-    Kept,
-    Round,
-    slower,
-    summary,
-    surely_slower,
-    turns,
-)
+from benchmarks.speculation_rounds import Kept, Round, summary, turns
 
 
 def test_each_round_is_held_against_plain_decoding_of_the_same_round() -> None:
@@ -39,69 +29,6 @@ def test_each_round_is_held_against_plain_decoding_of_the_same_round() -> None:
     assert tree["cpu_speed_total"] == 1.0
     assert tree["tokens_per_step"] == 3.0
     assert tree["tokens_per_s"] == 72.0
-    assert slower({"batch 8": found}, 1.5) == ["batch 8, plain: 1.000"]
-    assert slower({"batch 8": found}, 1.0) == []
-
-
-def _speeds(num_below: int, num_rounds: int) -> dict[str, dict[str, Any]]:
-    """Of one way, whose rounds took less or more than plain ones."""
-    taken = [1.1] * num_below + [1.0] * (num_rounds - num_below)
-    plain = [Round(1.0, 1.0, 96, 0)] * num_rounds
-    return {"cell": summary({"plain": plain, "way": [Round(one, one, 96, 0) for one in taken]})}
-
-
-@pytest.mark.parametrize(
-    ("num_rounds", "least"), [(1, 9), (4, 9), (5, 5), (8, 7), (11, 9), (15, 12), (21, 15)]
-)
-def test_too_slow_beyond_noise_is_what_chance_seldom_says(num_rounds: int, least: int) -> None:
-    """`least` by the binomial distribution, written down by hand."""
-    for num_below in range(num_rounds + 1):
-        by_batch = _speeds(num_below, num_rounds)
-        is_below = bool(slower(by_batch, 0.98))
-        assert is_below == (2 * num_below >= num_rounds)
-        found = surely_slower(by_batch, 0.98)
-        assert bool(found) == (num_below >= least)
-        if found:
-            assert found == [f"cell, way: 0.909, {num_below} of {num_rounds} rounds"]
-
-
-def test_a_way_is_held_against_the_slower_one_of_two_plain_engines() -> None:
-    """One of them had luck, and no round tells. It does not hide what is slower than both, nor
-    itself."""
-    seconds = {"plain": 1.0, "plain again": 1.04, "ngram": 1.04, "tree": 1.09}
-    rounds = {way: [Round(one, one, 96, 0)] * 11 for way, one in seconds.items()}
-    by_batch = {"cell": summary(rounds)}
-    assert len(slower(by_batch, 0.98)) == 3
-    assert surely_slower(by_batch, 0.98) == [
-        "cell, plain again: 0.962, 11 of 11 rounds",
-        "cell, tree: 0.917, 11 of 11 rounds",
-    ]
-
-
-def test_a_way_that_is_just_fast_enough_is_seldom_called_too_slow() -> None:
-    rng, num_called = random.Random(0), 0
-    for _ in range(2000):
-        taken = [rng.gauss(1.0 / 0.98, 0.03) for _ in range(11)]
-        rounds = {"plain": [Round(1.0, 1.0, 96, 0)] * 11}
-        rounds["way"] = [Round(one, one, 96, 0) for one in taken]
-        num_called += bool(surely_slower({"cell": summary(rounds)}, 0.98))
-    assert 0 < num_called <= FALSE_ALARM * 2000
-
-
-def test_a_slow_way_is_found_where_all_engines_are_noisy() -> None:
-    """Each of the three by 2 percent, independently."""
-    rng, num_called = random.Random(0), {0.98: 0, 0.95: 0}
-    for speed in num_called:
-        for _ in range(500):
-            seconds = {"plain": 1.0, "plain again": 1.0, "way": 1.0 / speed}
-            rounds = {
-                way: [Round(one, one, 96, 0) for one in (rng.gauss(mean, 0.02) for _ in range(11))]
-                for way, mean in seconds.items()
-            }
-            found = surely_slower({"cell": summary(rounds)}, 0.98)
-            num_called[speed] += any("way" in one for one in found)
-    assert num_called[0.98] <= FALSE_ALARM * 500
-    assert num_called[0.95] >= 0.7 * 500
 
 
 def test_turns_are_shuffled_anew_by_the_seed() -> None:
