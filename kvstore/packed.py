@@ -153,7 +153,9 @@ class PackedBlocks(Sequence[Block]):
         return int(same.reshape(count, ROW_BYTES).all(axis=1).argmin())
 
     def has_all(self, frames: npt.NDArray[Any], generations: npt.NDArray[Any]) -> bool:
-        """Whether every one of these frames, [n], is one of a block here at its generation, [n]."""
+        """Whether each of these frames, [n], is one of a block here at its generation, [n]."""
+        if not self.data:
+            return not len(frames)
         own = self.frames
         order = np.argsort(own)
         at = np.searchsorted(own, frames, sorter=order)

@@ -64,12 +64,15 @@ LEAST_PIECE_BYTES = 32 * 1024 * 1024
 """Of the last pieces: nothing hides the checksums of the very last. To give one takes about as long
 as this does to come, and a smaller batch of checksums than 16 blocks saves nothing."""
 
-MAX_COPIES_AT_ONCE = 64
-"""That the loop itself gives: each costs 2 to 4 us where the driver has no batches."""
+MAX_COPIES_AT_ONCE = 128
+"""That the loop itself gives: each costs 2 to 4 us where the driver has no batches. As many as two
+pieces of blocks of 2 MiB that lie anywhere: a thread comes to the copy before they are here."""
 
 ASK_EARLY_BYTES = 256 * 1024 * 1024
 """From here on a copy takes about as long as the lender's answer (0.7 to 0.9 ms). A smaller one is
 confirmed: the promise would say all of its lease, to save less."""
+
+Breaks = npt.NDArray[np.bool_]
 
 
 class MappedTransport:
@@ -150,8 +153,11 @@ class MappedTransport:
             if not is_held():  # else this loop is not woken for that
                 loop.call_soon_threadsafe(is_here.set)
 
+        is_break = _breaks(frames, blocks)
+
         def give(queue: CopyQueue, part: slice) -> None:
-            queue.between(self._copies(frames[part], blocks[part]))
+            edges = np.flatnonzero(is_break[part.start : part.stop - 1])
+            queue.between(self._copies_between(edges, frames[part], blocks[part]))
 
         flight = Flight(self._pump, len(frames), give)
 
@@ -171,7 +177,7 @@ class MappedTransport:
         vouching.add_done_callback(lambda done: done.cancelled() or done.exception())
         stale: set[int] = set()
         try:
-            num_early = self._num_early_pieces(frames, blocks)
+            num_early = self._num_early_pieces(is_break)
             begin = partial(flight.begin_early, num_pieces=num_early)
             checksums = await run_copy(copy, deadline, begin)
             if not is_held():
@@ -257,26 +263,33 @@ class MappedTransport:
             answer_checks.check_confirmed(reply, request)
         return set(reply.stale)
 
-    def _num_early_pieces(self, frames: Ids, blocks: Ids) -> int:
+    def _num_early_pieces(self, is_break: Breaks) -> int:
         """Leading pieces that are MAX_COPIES_AT_ONCE copies at most, as far as may be under way."""
-        ends = [0]
-        while len(ends) <= IN_FLIGHT and ends[-1] < len(frames):
-            ends.append(self._pump.piece_end(ends[-1], len(frames)))
-        is_break = _breaks(frames[: ends[-1]], blocks[: ends[-1]])
-        for num_pieces in range(len(ends) - 1, 0, -1):
-            if np.count_nonzero(is_break[: ends[num_pieces] - 1]) < MAX_COPIES_AT_ONCE:
-                return num_pieces
-        return 0
+        num_items, end, num_pieces = len(is_break) + 1, 0, 0
+        while num_pieces < IN_FLIGHT and end < num_items:
+            end = self._pump.piece_end(end, num_items)
+            if np.count_nonzero(is_break[: end - 1]) >= MAX_COPIES_AT_ONCE:
+                break
+            num_pieces += 1
+        return num_pieces
 
     def _copies(self, frames: Ids, blocks: Ids) -> Copies:
         """The copies of a piece; neighbours that continue one another on both sides are one."""
+        return self._copies_between(np.flatnonzero(_breaks(frames, blocks)), frames, blocks)
+
+    def _copies_between(self, edges: Ids, frames: Ids, blocks: Ids) -> Copies:
+        """edges: the last items of all copies but the last."""
         num_bytes = self._memory.block_bytes
-        edges = np.array([0, *(np.flatnonzero(_breaks(frames, blocks)) + 1).tolist(), len(frames)])
-        starts = edges[:-1]
-        copies: Copies = np.empty((len(starts), 3), dtype=np.uint64)
-        copies[:, 0] = self._memory.address + blocks[starts] * num_bytes
-        copies[:, 1] = self._address + frames[starts] * num_bytes
-        copies[:, 2] = (edges[1:] - starts) * num_bytes
+        copies: Copies = np.empty((len(edges) + 1, 3), dtype=np.uint64)
+        copies[0] = blocks[0], frames[0], len(frames)
+        if len(edges):
+            starts = edges + 1
+            copies[1:, 0], copies[1:, 1] = blocks[starts], frames[starts]
+            copies[1:, 2] = len(frames) - starts
+            copies[:-1, 2] -= copies[1:, 2]
+        copies *= np.uint64(num_bytes)
+        copies[:, 0] += np.uint64(self._memory.address)
+        copies[:, 1] += np.uint64(self._address)
         return copies
 
     def _remember(self, settled: asyncio.Future[None]) -> None:
@@ -284,9 +297,9 @@ class MappedTransport:
         settled.add_done_callback(self._unsettled.discard)
 
 
-def _breaks(frames: Ids, blocks: Ids) -> npt.NDArray[np.bool_]:
+def _breaks(frames: Ids, blocks: Ids) -> Breaks:
     """Of each but the first: whether another copy begins with it."""
-    is_break: npt.NDArray[np.bool_] = (np.diff(frames) != 1) | (np.diff(blocks) != 1)
+    is_break: Breaks = (np.diff(frames) != 1) | (np.diff(blocks) != 1)
     return is_break
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvstore import errors
-from kvstore.transport.pump import IN_FLIGHT, Flight, Pump
+from kvstore.transport.pump import IN_FLIGHT, Flight, Pump, piece_end
 from process.errors import DeadlineExceeded
 from tests.conformance.fake_device import FakeDevice, FakeQueue
 
@@ -188,6 +191,28 @@ def test_one_flight_waits_for_its_thread_with_a_queue(copying: Copying) -> None:
         assert copying.given == [0], "it may be early again"
         again.finish(never)
     assert copying.num_queues == 2
+
+
+@given(st.integers(1, 300), st.integers(1, 80), st.integers(1, 80))
+def test_pieces_are_all_of_it_and_the_last_ones_short(num: int, most: int, least: int) -> None:
+    least = min(most, least)
+    edges = [0]
+    while edges[-1] < num:
+        edges.append(piece_end(edges[-1], num, most, least))
+    assert edges[-1] == num
+    sizes = [stop - start for start, stop in pairwise(edges)]
+    assert all(0 < size <= most for size in sizes) and sizes == sorted(sizes, reverse=True)
+    assert sizes[-1] <= least
+    for start, size in zip(edges, sizes, strict=False):
+        assert size < (num - start) / 2 + least, "no more than half, in whole ones"
+    assert sum(size < least for size in sizes) <= 1
+
+
+def test_pieces_without_a_least_are_as_large_as_may_be(copying: Copying) -> None:
+    pump = Pump(copying.device, 4)
+    assert [pump.piece_end(at, 10) for at in (0, 4, 8)] == [4, 8, 10]
+    pump = Pump(copying.device, 4, 1)
+    assert [pump.piece_end(at, 10) for at in (0, 4, 7, 9)] == [4, 7, 9, 10]
 
 
 def test_threads_that_take_queues_at_once_take_each_its_own(copying: Copying) -> None:
