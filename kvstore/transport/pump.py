@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from kvstore.errors import TransferFailed
 from kvstore.transport.copy_job import IsStopped
-from kvstore.transport.device import CopyQueue, Device, Mark, wait_for
+from kvstore.transport.device import LAST_SPINS, SPINS, CopyQueue, Device, Mark, wait_for
 from process.errors import DeadlineExceeded
 
 IN_FLIGHT = 3
@@ -100,7 +100,8 @@ class Flight:
                 while self._untold:
                     given(self._untold[0].items, self._untold.popleft().mark)
                 piece = self._flying.popleft()
-                wait_for(piece.mark)
+                is_last = not self._flying and self._num_given == self._num_items
+                wait_for(piece.mark, num_spins=LAST_SPINS if is_last else SPINS)
                 landed(piece.items)
         except BaseException:
             self._pump.end_queue(queue)
