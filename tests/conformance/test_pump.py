@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore import errors
+from kvstore.transport import device
 from kvstore.transport.pump import IN_FLIGHT, Flight, Pump, piece_end
 from process.errors import DeadlineExceeded
 from tests.conformance.fake_device import FakeDevice, FakeQueue
@@ -213,6 +214,38 @@ def test_pieces_without_a_least_are_as_large_as_may_be(copying: Copying) -> None
     assert [pump.piece_end(at, 10) for at in (0, 4, 8)] == [4, 8, 10]
     pump = Pump(copying.device, 4, 1)
     assert [pump.piece_end(at, 10) for at in (0, 4, 7, 9)] == [4, 7, 9, 10]
+
+
+def test_the_last_piece_is_waited_for_without_naps(
+    copying: Copying, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is behind it that would hide how late one wakes."""
+    naps: list[int] = []
+
+    class Looked:
+        """Over at its hundredth look."""
+
+        num_looks = 0
+
+        def is_over(self) -> bool:
+            self.num_looks += 1
+            return self.num_looks >= 100
+
+    class Napping:
+        @staticmethod
+        def sleep(seconds: float) -> None:
+            naps.append(landed)
+
+    landed = 0
+
+    def land(part: slice) -> None:
+        nonlocal landed
+        landed = part.stop
+
+    monkeypatch.setattr(device, "time", Napping)
+    monkeypatch.setattr(FakeQueue, "mark", lambda self: Looked())
+    copying.pump.run(copying.num_items, copying.give, never, land)
+    assert set(naps) == set(range(copying.num_items - 1)) and landed == copying.num_items
 
 
 def test_threads_that_take_queues_at_once_take_each_its_own(copying: Copying) -> None:
