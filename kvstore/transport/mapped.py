@@ -52,7 +52,7 @@ from kvstore.transport.base import (
 )
 from kvstore.transport.copy_job import IsStopped, Unsettled, run_copy
 from kvstore.transport.device import Copies, CopyQueue, Device, Mark, PendingChecksums, Shared
-from kvstore.transport.pump import IN_FLIGHT, Flight, Pump
+from kvstore.transport.pump import Flight, Pump
 from process.deadline import Deadline
 from process.errors import BatonError, FailedPrecondition
 from protos import kvstore_pb2
@@ -266,9 +266,10 @@ class MappedTransport:
     def _num_early_pieces(self, is_break: Breaks) -> int:
         """Leading pieces that are MAX_COPIES_AT_ONCE copies at most, as far as may be under way."""
         num_items, end, num_pieces = len(is_break) + 1, 0, 0
-        while num_pieces < IN_FLIGHT and end < num_items:
+        while end < num_items:
             end = self._pump.piece_end(end, num_items)
-            if np.count_nonzero(is_break[: end - 1]) >= MAX_COPIES_AT_ONCE:
+            num_copies = np.count_nonzero(is_break[: end - 1]) + 1
+            if end > self._pump.most_items or num_copies > MAX_COPIES_AT_ONCE:
                 break
             num_pieces += 1
         return num_pieces

@@ -21,6 +21,8 @@ from kvstore.transport.device import LAST_SPINS, SPINS, CopyQueue, Device, Mark,
 from process.errors import DeadlineExceeded
 
 IN_FLIGHT = 3
+"""Pieces, or more short ones that are as much: the last of them are over before a thread that naps
+has seen it."""
 
 Give = Callable[[CopyQueue, slice], None]
 """Starts the copies of items [start, stop)."""
@@ -68,7 +70,7 @@ class Flight:
             if num_pieces > 0 and not is_stopped():
                 self._queue = self._pump.take_free_queue()
             if self._queue is not None:
-                self._give_more(self._queue, min(num_pieces, IN_FLIGHT))
+                self._give_more(self._queue, num_pieces)
         except Exception as error:
             self._problem = error
         finally:
@@ -94,7 +96,7 @@ class Flight:
             if self._problem is not None:
                 raise self._problem
             while self._flying or self._num_given < self._num_items:
-                if self._num_given < self._num_items and len(self._flying) < IN_FLIGHT:
+                if self._next_end() is not None:
                     stop_here(is_stopped)
                     self._give_more(queue)
                 while self._untold:
@@ -108,9 +110,17 @@ class Flight:
             raise
         self._pump.give_back(queue)
 
-    def _give_more(self, queue: CopyQueue, most: int = IN_FLIGHT) -> None:
-        while self._num_given < self._num_items and len(self._flying) < most:
-            end = self._pump.piece_end(self._num_given, self._num_items)
+    def _next_end(self) -> int | None:
+        """Of the piece to be given next; None: there is none, or no room for it yet."""
+        num_given = self._num_given
+        if num_given == self._num_items:
+            return None
+        end = self._pump.piece_end(num_given, self._num_items)
+        num_landed = self._flying[0].items.start if self._flying else num_given
+        return end if end - num_landed <= self._pump.most_items else None
+
+    def _give_more(self, queue: CopyQueue, most: int | None = None) -> None:
+        while (end := self._next_end()) is not None and (most is None or len(self._flying) < most):
             items = slice(self._num_given, end)
             self._give(queue, items)
             self._flying.append(_Flying(items, queue.mark()))
@@ -127,6 +137,8 @@ class Pump:
     """
 
     def __init__(self, device: Device, piece_items: int, least_items: int | None = None) -> None:
+        self.most_items = IN_FLIGHT * piece_items
+        """Of one flight under way at once."""
         self._piece_items = piece_items
         self._least_items = least_items or piece_items
         self._device = device

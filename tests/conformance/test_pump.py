@@ -33,7 +33,7 @@ class Copying:
     """Items of SIZE bytes from one device to another, one in a piece.
 
     Attributes:
-        given: items that the device was given, in order.
+        given: first items of the pieces that the device was given, in order; sizes: theirs.
         fails_at: the item whose giving fails, once.
     """
 
@@ -46,6 +46,7 @@ class Copying:
         self._shared = self.lenders.share(self.lenders.holding(self.lent_view))
         self._source = self.device.map_shared(self._shared)
         self.given: list[int] = []
+        self.sizes: list[int] = []
         self.fails_at: int | None = None
         self.num_queues = 0
         new_queue = self.device.new_queue
@@ -62,9 +63,10 @@ class Copying:
             self.fails_at = None
             raise errors.TransferFailed("the test says so")
         at = part.start * SIZE
-        row = [self._target + at, self._source + at, SIZE]
+        row = [self._target + at, self._source + at, SIZE * (part.stop - part.start)]
         queue.between(np.array([row], np.uint64))
         self.given.append(part.start)
+        self.sizes.append(part.stop - part.start)
 
     def flight(self) -> Flight:
         return Flight(self.pump, self.num_items, self.give)
@@ -207,6 +209,26 @@ def test_pieces_are_all_of_it_and_the_last_ones_short(num: int, most: int, least
     for start, size in zip(edges, sizes, strict=False):
         assert size < (num - start) / 2 + least, "no more than half, in whole ones"
     assert sum(size < least for size in sizes) <= 1
+
+
+@pytest.mark.parametrize(
+    ("size", "least", "given"),
+    [(8, 1, [0, 8, 12, 14, 15]), (4, 1, [0, 4, 8]), (4, 4, [0, 4, 8])],
+)
+def test_short_pieces_are_under_way_as_many_as_are_so_much(
+    size: int, least: int, given: list[int]
+) -> None:
+    """None of them is waited for before the next is given; and no more than that is."""
+    copying = Copying(16)
+    copying.pump = Pump(copying.device, size, least)
+    copying.device.engine_runs.clear()
+    flight = copying.flight()
+    flight.begin()
+    assert copying.given == given
+    copying.device.engine_runs.set()
+    flight.finish(never)
+    assert copying.given[: len(given)] == given and sum(copying.sizes) == copying.num_items
+    copying.close()
 
 
 def test_pieces_without_a_least_are_as_large_as_may_be(copying: Copying) -> None:
