@@ -4,7 +4,9 @@ in the same run: what of NVLink is left after leases, checksums and control.
 A lender in a process of its own (`--serve`) and a reader in this one, over real gRPC: the very
 transports that a decode worker uses. For 8,192 tokens of each shape, whose blocks lie side by side,
 as a fresh prompt's do, or anywhere. `moved`: the bytes alone, by cuda_ipc's own copies; `verified`:
-a whole read, checksums and the lender's word included. The last line printed is one JSON object.
+a whole read of packed blocks, as a handle has them, on the workers' loop, with checksums and the
+lender's word, and its parts (read_parts.py). `by values`: of blocks that are one Python value each.
+The last line printed is one JSON object.
 
     python -m benchmarks.peer_copy --out benchmarks/results/<date>-peer-copy.json
 
@@ -24,21 +26,25 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import uvloop
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.context import context, publish
+from benchmarks.read_parts import PARTS, ReadParts, by_last_piece
 from kvstore.block import Block, Tier
 from kvstore.client import StoreClient
 from kvstore.lending import lender_node_id
 from kvstore.lending.lender import Lender, LenderIdentity
 from kvstore.lending.loans import LoanTable, Offer
 from kvstore.lending.server import LenderServicer
+from kvstore.packed import PackedBlocks, PackedItems
 from kvstore.transport.base import BlockMemory
 from kvstore.transport.cuda_device import CudaDevice, CudaQueue
 from kvstore.transport.device import wait_for
@@ -206,25 +212,36 @@ async def through(
     cache: torch.Tensor,
     where: tuple[list[int], list[int]],
     repeats: int,
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """bytes/s of whole, verified reads over one transport."""
     sources, targets = where
     lease_id, refs, lend_s = lender.lend(sources)
-    items = list(zip(refs, targets, strict=True))
-    seconds = []
-    for _ in range(repeats + 2):
+    transport: Any = client._transport  # noqa: SLF001
+    parts, is_mapped = ReadParts(), isinstance(transport, MappedTransport)
+
+    async def read(items: Sequence[tuple[Block, int]]) -> float:
         cache.zero_()
         torch.cuda.synchronize()
         began = time.perf_counter()
         got = await client.get_blocks(lease_id, items, Deadline.after(BUDGET_S))
-        seconds.append(time.perf_counter() - began)
+        took_s = parts.done(began, time.perf_counter())
         if got.failed:
             raise RuntimeError(f"blocks that did not come: {got.failed}")
+        return took_s
+
+    values = list(zip(refs, targets, strict=True))
+    packed = PackedItems(PackedBlocks.of(refs), targets)
+    with parts.of(transport) if is_mapped else nullcontext():
+        seconds = [await read(packed) for _ in range(repeats + 2)]
+        row: dict[str, Any] = parts.row(2) if is_mapped else {}
+        by_values = [await read(values) for _ in range(repeats)]
+    also = await by_last_piece(transport, lambda: read(packed), repeats) if is_mapped else {}
     await client.release([lease_id], deadline=Deadline.after(BUDGET_S))
-    num_bytes = len(items) * cache.shape[1]
-    return {
-        "verified": num_bytes / statistics.median(seconds[2:]),
-        "verified_ms": statistics.median(seconds[2:]) * 1e3,
+    median = statistics.median(seconds[2:])
+    return row | {
+        "verified": len(values) * cache.shape[1] / median,
+        "verified_ms": median * 1e3,
+        "also_ms": {"by values": statistics.median(by_values) * 1e3} | also,
         "first_ms": seconds[0] * 1e3,
         "lend_ms": lend_s * 1e3,
     }
@@ -308,7 +325,7 @@ async def measured(
                 transport = client._transport  # noqa: SLF001
                 if isinstance(transport, MappedTransport):
                     row["moved"] = copies_alone(transport, where, num_bytes, repeats)
-                    row |= {"ways": ways_to_copy(transport, where, num_bytes, repeats)}  # type: ignore[dict-item]
+                    row["ways"] = ways_to_copy(transport, where, num_bytes, repeats)
                 for key in ("verified", "moved"):
                     if key in row:
                         row[f"{key}_of_peer_copy"] = round(row[key] / found["peer_copy"], 3)
@@ -335,6 +352,11 @@ def report(result: dict[str, Any]) -> Table:
                     f"{row['verified'] / 1e9:.0f}", f"{row['verified_ms']:.2f}",
                     f"{100 * share:.0f} % ({100 * row['verified_of_peer_copy']:.0f} % verified)",
                 )  # fmt: skip
+                if "before_ms" in row:
+                    spent = " + ".join(f"{row[f'{part}_ms']:.2f}" for part in PARTS)
+                    table.add_row("", f"    {', '.join(PARTS)}", "", "", spent, "")
+                for what, ms in row["also_ms"].items():
+                    table.add_row("", f"    {what}", "", "", f"{ms:.2f}", "")
                 for way, rate in row.get("ways", {}).items():
                     table.add_row("", f"    {way}", f"{rate / 1e9:.0f}", "", "", "")
     return table
@@ -352,7 +374,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.serve >= 0:
         entry.die_with_parent()
-        asyncio.run(serve(arguments.serve, arguments.block_bytes))
+        uvloop.run(serve(arguments.serve, arguments.block_bytes))
         return 0
     num_devices = torch.cuda.device_count()
     own, other = (1, 0) if num_devices > 1 else (0, 0)
@@ -365,7 +387,7 @@ def main() -> int:
         "shapes": {},
     }
     for shape in arguments.shapes:
-        result["shapes"][shape] = asyncio.run(
+        result["shapes"][shape] = uvloop.run(
             measured(shape, own, other, arguments.transports, arguments.repeats)
         )
     Console(stderr=True, width=120).print(report(result))

@@ -31,7 +31,7 @@ from kvstore.block import Block
 from kvstore.finishing import Background
 from kvstore.getting import Getter
 from kvstore.lease_calls import LeaseCalls
-from kvstore.lending.told import NO_WORD, Told, Word
+from kvstore.lending.told import HOLD_S, NO_WORD, Told, Word
 from kvstore.link import Rates
 from kvstore.link_meter import LinkMeter
 from kvstore.moved import Moved, reason_of
@@ -46,11 +46,6 @@ from process.serving import Dialer
 from protos import kvstore_pb2
 
 _CLOSE_S = 2.0
-
-HOLD_S = 0.05
-"""For which a lender is asked to keep what it told of while that is copied; it is asked again when
-that took longer. Guessed: fifteen times what a chunk's blocks take, and half of what a request that
-is given up may keep its blocks."""
 
 
 @dataclass(frozen=True)

@@ -75,20 +75,8 @@ class LeaseCalls:
         deadline: Deadline,
     ) -> tuple[Told, Word]:
         """See StoreClient.await_lent; hold_s: for how long what is told shall stay in place."""
-        request = kvstore_pb2.AwaitLentRequest(
-            attachment_id=self._attached.attachment_id,
-            lease_id=lease_id,
-            num_known=num_known,
-            num_wanted=num_wanted,
-            budget_ms=wire.ttl_ms(wait_s),
-            takes_unsealed=True,
-            hold_ms=int(hold_s * 1000),
-        )
-        asked_s = time.monotonic()
-        reply = await self._rpc.call(self._rpc.stub.AwaitLent, request, deadline)
-        with self._rpc.reading():
-            told = answer_checks.read_rest(reply, request, time.monotonic() - asked_s)
-        return told, told.word(asked_s)
+        wanted = (lease_id, num_known, num_wanted, wait_s, hold_s)
+        return await await_lent(self._rpc, self._attached, *wanted, deadline)
 
     async def _tell(
         self,
@@ -110,3 +98,30 @@ class LeaseCalls:
         except (BatonError, asyncio.CancelledError):
             self.num_bytes_untold += request.num_bytes_read
             raise
+
+
+async def await_lent(
+    rpc: StoreRpc,
+    attached: Attached,
+    lease_id: str,
+    num_known: int,
+    num_wanted: int,
+    wait_s: float,
+    hold_s: float,
+    deadline: Deadline,
+) -> tuple[Told, Word]:
+    """See LeaseCalls.await_lent."""
+    request = kvstore_pb2.AwaitLentRequest(
+        attachment_id=attached.attachment_id,
+        lease_id=lease_id,
+        num_known=num_known,
+        num_wanted=num_wanted,
+        budget_ms=wire.ttl_ms(wait_s),
+        takes_unsealed=True,
+        hold_ms=int(hold_s * 1000),
+    )
+    asked_s = time.monotonic()
+    reply = await rpc.call(rpc.stub.AwaitLent, request, deadline)
+    with rpc.reading():
+        told = answer_checks.read_rest(reply, request, time.monotonic() - asked_s)
+    return told, told.word(asked_s)

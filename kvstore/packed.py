@@ -152,6 +152,19 @@ class PackedBlocks(Sequence[Block]):
         same = np.frombuffer(ours, np.uint8) == np.frombuffer(theirs, np.uint8)
         return int(same.reshape(count, ROW_BYTES).all(axis=1).argmin())
 
+    def has_all(self, frames: npt.NDArray[Any], generations: npt.NDArray[Any]) -> bool:
+        """Whether each of these frames, [n], is one of a block here at its generation, [n]."""
+        if not self.data:
+            return not len(frames)
+        own = self.frames
+        order = np.argsort(own)
+        at = np.searchsorted(own, frames, sorter=order)
+        if not (at < len(own)).all():
+            return False
+        rows = order[at]
+        same = (own[rows] == frames) & (self.generations[rows] == generations)
+        return bool(same.all())
+
     def __len__(self) -> int:
         return len(self.data) // ROW_BYTES
 

@@ -156,6 +156,14 @@ class GetItems(Sequence[tuple[Block, int]]):
             return list(self._items.places)
         return [block_id for _, block_id in self._items]
 
+    @property
+    def checksums(self) -> list[int]:
+        """That their references say, in order."""
+        if isinstance(self._items, PackedItems):
+            checksums: list[int] = self._items.blocks.checksums.tolist()
+            return checksums
+        return [ref.checksum for ref, _ in self._items]
+
     def columns(self) -> tuple[Ids, Ids, Generations]:
         """Frames, block ids and generations, [items] each, without a value for each item."""
         items, count = self._items, len(self._items)

@@ -9,6 +9,7 @@ transports turn it into what their contract says. One asyncio loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -50,8 +51,8 @@ async def run_copy(
     """Run `copy`, which looks at its argument between pieces and raises DeadlineExceeded when that
     says so.
 
-    Args: begin: called here, with the same, once `copy` is sure to run, whose thread may take its
-        time: for what need not wait for it. Raises nothing.
+    Args: begin: called here, with the same, before `copy`, whose thread may take its time: for what
+        need not wait for it. Raises nothing.
     Raises: what `copy` raises; Unsettled.
     """
     told = threading.Event()
@@ -59,9 +60,15 @@ async def run_copy(
     def is_stopped() -> bool:
         return told.is_set() or deadline.expired
 
-    job = asyncio.get_running_loop().run_in_executor(None, copy, is_stopped)
     if begin is not None:
         begin(is_stopped)
+    try:
+        job = asyncio.get_running_loop().run_in_executor(None, copy, is_stopped)
+    except RuntimeError:  # no thread to be had: what was begun must end all the same
+        told.set()
+        with contextlib.suppress(Exception):
+            copy(is_stopped)
+        raise
     cause: BaseException | None = None
     try:
         await asyncio.wait([job], timeout=deadline.left_s() + STALL_S)

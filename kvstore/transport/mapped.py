@@ -13,18 +13,22 @@ only grow, and a lent block does not change: what is lent now as it was then was
 in between. So one look after the copy says what a look before and one after would. A lender that is
 gone, or another life of it, confirms nothing. Nobody is asked about blocks that the lender has
 promised to keep in place until a time at which the last byte was here (`GetItems.held_until_s`):
-they were lent at that generation when it promised, and could not be given back since.
+they were lent at that generation when it promised, and could not be given back since. A copy that
+takes as long as an answer (ASK_EARLY_BYTES) is not asked about behind it, but while it runs, for
+such a promise: what names them at their generations, and keeps them until the last byte was here,
+says as much as a look then. Where it names another, or came to an end before, they are asked about
+as ever.
 
 A copy goes in pieces (pump.py); deadline and cancellation as in device_shm.py. Only reads: a lender
 takes no bytes. One asyncio loop; copies are given and waited for on threads. But the first pieces
-of what was promised, for which somebody waits, are given at once where they are few copies
-(MAX_COPIES_AT_ONCE) and a queue of the device is free: that takes 0.1 ms, and a thread takes twice
-as long to begin.
+are given at once where they are few copies (MAX_COPIES_AT_ONCE) and a queue of the device is free:
+that takes 0.1 ms, and a thread takes twice as long to begin.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -33,7 +37,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import answer_checks
-from kvstore.errors import GENERATION, MISSING
+from kvstore.errors import GENERATION, MISSING, LeaseLapsed
+from kvstore.lease_calls import await_lent
+from kvstore.lending.told import HOLD_S
 from kvstore.rpc import Attached, StoreRpc
 from kvstore.transport.base import (
     CUDA_IPC,
@@ -46,16 +52,27 @@ from kvstore.transport.base import (
 )
 from kvstore.transport.copy_job import IsStopped, Unsettled, run_copy
 from kvstore.transport.device import Copies, CopyQueue, Device, Mark, PendingChecksums, Shared
-from kvstore.transport.pump import IN_FLIGHT, Flight, Pump, stop_here
+from kvstore.transport.pump import Flight, Pump
 from process.deadline import Deadline
-from process.errors import FailedPrecondition
+from process.errors import BatonError, FailedPrecondition
 from protos import kvstore_pb2
 
 PIECE_BYTES = 128 * 1024 * 1024
 """Bytes of one piece: 0.35 ms of NVLink, long against what giving it and its checksums costs."""
 
-MAX_COPIES_AT_ONCE = 64
-"""That the loop itself gives: each costs 2 to 4 us where the driver has no batches."""
+LEAST_PIECE_BYTES = 32 * 1024 * 1024
+"""Of the last pieces: nothing hides the checksums of the very last. To give one takes about as long
+as this does to come, and a smaller batch of checksums than 16 blocks saves nothing."""
+
+MAX_COPIES_AT_ONCE = 128
+"""That the loop itself gives: each costs 2 to 4 us where the driver has no batches. As many as two
+pieces of blocks of 2 MiB that lie anywhere: a thread comes to the copy before they are here."""
+
+ASK_EARLY_BYTES = 256 * 1024 * 1024
+"""From here on a copy takes about as long as the lender's answer (0.7 to 0.9 ms). A smaller one is
+confirmed: the promise would say all of its lease, to save less."""
+
+Breaks = npt.NDArray[np.bool_]
 
 
 class MappedTransport:
@@ -80,7 +97,8 @@ class MappedTransport:
         self._attached = attached
         self._shared = shared
         self._address = address
-        self._pump = Pump(device, max(1, PIECE_BYTES // memory.block_bytes))
+        sizes = (PIECE_BYTES, LEAST_PIECE_BYTES)
+        self._pump = Pump(device, *(max(1, size // memory.block_bytes) for size in sizes))
         self._unsettled: set[asyncio.Future[None]] = set()
 
     @classmethod
@@ -113,7 +131,7 @@ class MappedTransport:
     async def get(self, lease_id: str, items: GetItems, deadline: Deadline) -> GetResult:
         """See Transport."""
         frames, blocks, generations = items.columns()
-        held_until_s, is_held = items.held_until_s, False
+        held_until_s, here_s = items.held_until_s, math.inf
         exists = frames < self._attached.num_frames
         wanted = np.flatnonzero(exists)
         failed: dict[int, str] = {}
@@ -124,56 +142,58 @@ class MappedTransport:
             return GetResult(0, failed)
         self._rpc.check()
         loop, is_here = asyncio.get_running_loop(), asyncio.Event()
-        # Where it was promised, nobody need be asked: nor is this loop woken to do it.
-        is_promised = time.monotonic() < held_until_s
+
+        def is_held() -> bool:
+            """The lender has said that they are what they were, and stay it until they are here."""
+            return here_s < held_until_s
 
         def here() -> None:
-            nonlocal is_held
-            is_held = time.monotonic() < held_until_s
-            if not is_promised:
+            nonlocal here_s
+            here_s = time.monotonic()
+            if not is_held():  # else this loop is not woken for that
                 loop.call_soon_threadsafe(is_here.set)
 
+        is_break = _breaks(frames, blocks)
+
         def give(queue: CopyQueue, part: slice) -> None:
-            queue.between(self._copies(frames[part], blocks[part]))
+            edges = np.flatnonzero(is_break[part.start : part.stop - 1])
+            queue.between(self._copies_between(edges, frames[part], blocks[part]))
 
         flight = Flight(self._pump, len(frames), give)
 
         def copy(is_stopped: IsStopped) -> list[int]:
-            if not is_promised:
-                stop_here(is_stopped)
-                flight.begin()
             return self._copy_in(flight, blocks, is_stopped, here)
 
-        async def confirm() -> set[int]:
+        async def vouch() -> set[int]:
+            nonlocal held_until_s
+            if time.monotonic() >= held_until_s and self._asks_early(len(frames)):
+                held_until_s = await self._ask_to_keep(lease_id, frames, generations, deadline)
             await is_here.wait()  # whoever awaits this one ends it with the copy
+            if is_held():
+                return set()
             return await self._confirm(lease_id, frames, generations, deadline)
 
-        confirming: asyncio.Task[set[int]] | None = None
-        if not is_promised:
-            confirming = asyncio.create_task(confirm())
-            confirming.add_done_callback(lambda done: done.cancelled() or done.exception())
+        vouching = asyncio.create_task(vouch())
+        vouching.add_done_callback(lambda done: done.cancelled() or done.exception())
         stale: set[int] = set()
         try:
-            num_early = self._num_early_pieces(frames, blocks) if is_promised else 0
-            begin = partial(flight.begin_early, num_pieces=num_early) if is_promised else None
+            num_early = self._num_early_pieces(is_break)
+            begin = partial(flight.begin_early, num_pieces=num_early)
             checksums = await run_copy(copy, deadline, begin)
-            if confirming is not None:
-                stale = await confirming
-            elif not is_held:  # it took longer than was promised
-                stale = await self._confirm(lease_id, frames, generations, deadline)
+            if not is_held():
+                stale = await vouching
         except Unsettled as error:
             self._remember(error.settled)
             raise error.with_quarantine(blocks.tolist()) from error
         finally:
-            if confirming is not None:
-                confirming.cancel()
+            vouching.cancel()
         found = dict(zip(wanted.tolist(), checksums, strict=True))
         for at in stale:
             index = int(wanted[at])
             failed[index] = GENERATION
             del found[index]
         num_bytes = len(found) * self._memory.block_bytes
-        return GetResult(num_bytes, failed, found, num_bytes if is_held else 0)
+        return GetResult(num_bytes, failed, found, num_bytes if is_held() else 0)
 
     async def close(self) -> None:
         """Waits for whatever still moves, however long: the caller bounds its own patience."""
@@ -207,6 +227,25 @@ class MappedTransport:
             return self._memory.checksums(blocks.tolist())
         return [checksum for part in pending for checksum in part.result()]
 
+    def _asks_early(self, num_blocks: int) -> bool:
+        is_long = num_blocks * self._memory.block_bytes >= ASK_EARLY_BYTES
+        return is_long and self._attached.tells_when_lent
+
+    async def _ask_to_keep(
+        self, lease_id: str, frames: Ids, generations: Generations, deadline: Deadline
+    ) -> float:
+        """Have a lease's blocks kept in place, these with them. Returns: until when they are, on
+        this process' monotonic clock; 0: nobody said so. Raises: LeaseLapsed."""
+        try:
+            told, word = await await_lent(
+                self._rpc, self._attached, lease_id, 0, 1, 0.0, HOLD_S, deadline
+            )
+        except LeaseLapsed:
+            raise
+        except BatonError:
+            return 0.0  # they are asked about when they are here
+        return word.held_until_s if told.blocks.has_all(frames, generations) else 0.0
+
     async def _confirm(
         self, lease_id: str, frames: Ids, generations: Generations, deadline: Deadline
     ) -> set[int]:
@@ -224,24 +263,34 @@ class MappedTransport:
             answer_checks.check_confirmed(reply, request)
         return set(reply.stale)
 
-    def _num_early_pieces(self, frames: Ids, blocks: Ids) -> int:
-        """Leading pieces that are MAX_COPIES_AT_ONCE copies at most."""
-        size = self._pump.piece_items
-        is_break = _breaks(frames[: IN_FLIGHT * size], blocks[: IN_FLIGHT * size])
-        for num_pieces in range(IN_FLIGHT, 0, -1):
-            if np.count_nonzero(is_break[: num_pieces * size - 1]) < MAX_COPIES_AT_ONCE:
-                return num_pieces
-        return 0
+    def _num_early_pieces(self, is_break: Breaks) -> int:
+        """Leading pieces that are MAX_COPIES_AT_ONCE copies at most, as far as may be under way."""
+        num_items, end, num_pieces = len(is_break) + 1, 0, 0
+        while end < num_items:
+            end = self._pump.piece_end(end, num_items)
+            num_copies = np.count_nonzero(is_break[: end - 1]) + 1
+            if end > self._pump.most_items or num_copies > MAX_COPIES_AT_ONCE:
+                break
+            num_pieces += 1
+        return num_pieces
 
     def _copies(self, frames: Ids, blocks: Ids) -> Copies:
         """The copies of a piece; neighbours that continue one another on both sides are one."""
+        return self._copies_between(np.flatnonzero(_breaks(frames, blocks)), frames, blocks)
+
+    def _copies_between(self, edges: Ids, frames: Ids, blocks: Ids) -> Copies:
+        """edges: the last items of all copies but the last."""
         num_bytes = self._memory.block_bytes
-        edges = np.array([0, *(np.flatnonzero(_breaks(frames, blocks)) + 1).tolist(), len(frames)])
-        starts = edges[:-1]
-        copies: Copies = np.empty((len(starts), 3), dtype=np.uint64)
-        copies[:, 0] = self._memory.address + blocks[starts] * num_bytes
-        copies[:, 1] = self._address + frames[starts] * num_bytes
-        copies[:, 2] = (edges[1:] - starts) * num_bytes
+        copies: Copies = np.empty((len(edges) + 1, 3), dtype=np.uint64)
+        copies[0] = blocks[0], frames[0], len(frames)
+        if len(edges):
+            starts = edges + 1
+            copies[1:, 0], copies[1:, 1] = blocks[starts], frames[starts]
+            copies[1:, 2] = len(frames) - starts
+            copies[:-1, 2] -= copies[1:, 2]
+        copies *= np.uint64(num_bytes)
+        copies[:, 0] += np.uint64(self._memory.address)
+        copies[:, 1] += np.uint64(self._address)
         return copies
 
     def _remember(self, settled: asyncio.Future[None]) -> None:
@@ -249,9 +298,9 @@ class MappedTransport:
         settled.add_done_callback(self._unsettled.discard)
 
 
-def _breaks(frames: Ids, blocks: Ids) -> npt.NDArray[np.bool_]:
+def _breaks(frames: Ids, blocks: Ids) -> Breaks:
     """Of each but the first: whether another copy begins with it."""
-    is_break: npt.NDArray[np.bool_] = (np.diff(frames) != 1) | (np.diff(blocks) != 1)
+    is_break: Breaks = (np.diff(frames) != 1) | (np.diff(blocks) != 1)
     return is_break
 
 

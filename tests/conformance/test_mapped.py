@@ -187,12 +187,12 @@ async def test_a_copy_goes_in_pieces(
         (True, True, 1, 2),
         (True, True, 0, 0),
         (True, False, 1, 0),
-        (False, True, 1, 0),
+        (False, True, 1, 2),
         (True, True, None, 1),
     ],
     ids=["promised", "many copies", "without a queue", "not promised", "many copies in all"],
 )
-async def test_what_was_promised_is_begun_before_a_thread_has_come_to_it(
+async def test_a_copy_is_begun_before_a_thread_has_come_to_it(
     lent: Lending,
     new_worker: NewWorker,
     monkeypatch: pytest.MonkeyPatch,
@@ -201,7 +201,7 @@ async def test_what_was_promised_is_begun_before_a_thread_has_come_to_it(
     max_copies: int | None,
     num_early: int,
 ) -> None:
-    """For that somebody waits; all else, and what may take long, leaves the loop alone."""
+    """Promised or not; but what may take long leaves the loop alone."""
     monkeypatch.setattr(mapped, "PIECE_BYTES", 2 * BLOCK_BYTES)
     monkeypatch.setattr(mapped, "MAX_COPIES_AT_ONCE", 1 if max_copies is None else max_copies)
     reader = await new_worker(lent.address, MAPPED)
@@ -296,6 +296,22 @@ async def test_a_pieces_checksums_are_behind_its_copy_and_asked_for_while_it_run
     assert hasher.begun == [list(range(at, min(at + 3, 40))) for at in range(20, 40, 3)]
     lent.view[1, 0] ^= 1
     assert await reader.get(lease_id, blocks[:2], [0, 1]) == {1: errors.CHECKSUM}
+
+
+async def test_the_last_pieces_are_short(
+    lent: Lending, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is copied while the checksums of the very last one are computed."""
+    monkeypatch.setattr(mapped, "PIECE_BYTES", 8 * BLOCK_BYTES)
+    monkeypatch.setattr(mapped, "LEAST_PIECE_BYTES", 2 * BLOCK_BYTES)
+    reader = Worker(MAPPED, BLOCK_BYTES, 48, seed)
+    hasher = Hasher(reader.view)
+    object.__setattr__(reader.memory, "device_checksums", hasher)
+    await reader.attach(lent.address)
+    lease_id, blocks = await lent.lend(range(20))
+    assert await reader.get(lease_id, blocks, range(20, 40)) == {}
+    assert [len(block_ids) for block_ids in hasher.begun] == [8, 6, 4, 2]
+    await reader.client.close()
 
 
 async def test_what_was_given_back_while_it_was_copied_does_not_count(

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvstore import errors
-from kvstore.transport.pump import IN_FLIGHT, Flight, Pump
+from kvstore.transport import device
+from kvstore.transport.pump import IN_FLIGHT, Flight, Pump, piece_end
 from process.errors import DeadlineExceeded
 from tests.conformance.fake_device import FakeDevice, FakeQueue
 
@@ -29,7 +33,7 @@ class Copying:
     """Items of SIZE bytes from one device to another, one in a piece.
 
     Attributes:
-        given: items that the device was given, in order.
+        given: first items of the pieces that the device was given, in order; sizes: theirs.
         fails_at: the item whose giving fails, once.
     """
 
@@ -42,6 +46,7 @@ class Copying:
         self._shared = self.lenders.share(self.lenders.holding(self.lent_view))
         self._source = self.device.map_shared(self._shared)
         self.given: list[int] = []
+        self.sizes: list[int] = []
         self.fails_at: int | None = None
         self.num_queues = 0
         new_queue = self.device.new_queue
@@ -58,9 +63,10 @@ class Copying:
             self.fails_at = None
             raise errors.TransferFailed("the test says so")
         at = part.start * SIZE
-        row = [self._target + at, self._source + at, SIZE]
+        row = [self._target + at, self._source + at, SIZE * (part.stop - part.start)]
         queue.between(np.array([row], np.uint64))
         self.given.append(part.start)
+        self.sizes.append(part.stop - part.start)
 
     def flight(self) -> Flight:
         return Flight(self.pump, self.num_items, self.give)
@@ -188,6 +194,80 @@ def test_one_flight_waits_for_its_thread_with_a_queue(copying: Copying) -> None:
         assert copying.given == [0], "it may be early again"
         again.finish(never)
     assert copying.num_queues == 2
+
+
+@given(st.integers(1, 300), st.integers(1, 80), st.integers(1, 80))
+def test_pieces_are_all_of_it_and_the_last_ones_short(num: int, most: int, least: int) -> None:
+    least = min(most, least)
+    edges = [0]
+    while edges[-1] < num:
+        edges.append(piece_end(edges[-1], num, most, least))
+    assert edges[-1] == num
+    sizes = [stop - start for start, stop in pairwise(edges)]
+    assert all(0 < size <= most for size in sizes) and sizes == sorted(sizes, reverse=True)
+    assert sizes[-1] <= least
+    for start, size in zip(edges, sizes, strict=False):
+        assert size < (num - start) / 2 + least, "no more than half, in whole ones"
+    assert sum(size < least for size in sizes) <= 1
+
+
+@pytest.mark.parametrize(
+    ("size", "least", "given"),
+    [(8, 1, [0, 8, 12, 14, 15]), (4, 1, [0, 4, 8]), (4, 4, [0, 4, 8])],
+)
+def test_short_pieces_are_under_way_as_many_as_are_so_much(
+    size: int, least: int, given: list[int]
+) -> None:
+    """None of them is waited for before the next is given; and no more than that is."""
+    copying = Copying(16)
+    copying.pump = Pump(copying.device, size, least)
+    copying.device.engine_runs.clear()
+    flight = copying.flight()
+    flight.begin()
+    assert copying.given == given
+    copying.device.engine_runs.set()
+    flight.finish(never)
+    assert copying.given[: len(given)] == given and sum(copying.sizes) == copying.num_items
+    copying.close()
+
+
+def test_pieces_without_a_least_are_as_large_as_may_be(copying: Copying) -> None:
+    pump = Pump(copying.device, 4)
+    assert [pump.piece_end(at, 10) for at in (0, 4, 8)] == [4, 8, 10]
+    pump = Pump(copying.device, 4, 1)
+    assert [pump.piece_end(at, 10) for at in (0, 4, 7, 9)] == [4, 7, 9, 10]
+
+
+def test_the_last_piece_is_waited_for_without_naps(
+    copying: Copying, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is behind it that would hide how late one wakes."""
+    naps: list[int] = []
+
+    class Looked:
+        """Over at its hundredth look."""
+
+        num_looks = 0
+
+        def is_over(self) -> bool:
+            self.num_looks += 1
+            return self.num_looks >= 100
+
+    class Napping:
+        @staticmethod
+        def sleep(seconds: float) -> None:
+            naps.append(landed)
+
+    landed = 0
+
+    def land(part: slice) -> None:
+        nonlocal landed
+        landed = part.stop
+
+    monkeypatch.setattr(device, "time", Napping)
+    monkeypatch.setattr(FakeQueue, "mark", lambda self: Looked())
+    copying.pump.run(copying.num_items, copying.give, never, land)
+    assert set(naps) == set(range(copying.num_items - 1)) and landed == copying.num_items
 
 
 def test_threads_that_take_queues_at_once_take_each_its_own(copying: Copying) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import struct
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -157,6 +158,21 @@ def test_other_checksums_change_nothing_else(
 
 
 @some
+@given(any_blocks, st.data())
+def test_whether_it_has_all_of_some(blocks: tuple[Block, ...], data: st.DataObject) -> None:
+    """In any order, also more than once."""
+    blocks = tuple({block.frame: block for block in blocks}.values())
+    pairs = [(block.frame, block.generation) for block in blocks]
+    others = st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1))
+    wrong = st.sampled_from(pairs).map(lambda pair: (pair[0], pair[1] ^ 2)) if pairs else others
+    asked = data.draw(st.lists((st.sampled_from(pairs) if pairs else others) | others | wrong))
+    frames = np.array([frame for frame, _ in asked], np.int64)
+    generations = np.array([generation for _, generation in asked], np.uint64)
+    found = PackedBlocks.of(blocks).has_all(frames, generations)
+    assert found == (set(asked) <= set(pairs))
+
+
+@some
 @given(any_blocks)
 def test_neighbours_in_one_tier_are_counted_together(blocks: tuple[Block, ...]) -> None:
     expected = []
@@ -184,5 +200,6 @@ def test_items_are_blocks_with_their_places(
         assert list(each) == [each[at] for at in range(len(each))] == pairs
         assert list(each[start:stop]) == pairs[start:stop] and each[start:stop].held_until_s == 7.5
         assert each.block_ids == list(places)
+        assert each.checksums == [block.checksum for block in blocks]
     for a, b in zip(one_by_one.columns(), packed.columns(), strict=True):
         assert a.dtype == b.dtype and a.tolist() == b.tolist()
