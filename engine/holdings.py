@@ -45,7 +45,23 @@ class Holdings:
     @property
     def num_available(self) -> int:
         """Blocks that can be taken."""
-        return self.pool.num_available + self.in_flight.num_idle_blocks
+        num_waited_for = self.in_flight.num_idle_blocks + self.num_for_guesses
+        return self.pool.num_available + num_waited_for
+
+    @property
+    def num_used(self) -> int:
+        """Blocks that somebody has, and nobody else can get."""
+        return self.pool.num_referenced - self.num_for_guesses
+
+    @property
+    def num_for_guesses(self) -> int:
+        """Blocks that are there for the guesses of a begun step alone: free, for who needs them."""
+        num_blocks = 0
+        for sequence in self.in_flight.growing():
+            surplus = self._surplus(sequence)
+            if surplus and not sequence.group.is_whole:
+                num_blocks += len(surplus) - sum(map(self.pool.is_held, surplus))
+        return num_blocks
 
     def _make_room(self, num_blocks: int) -> None:
         """Have so many that can be taken: by waiting for what is in flight, or else by giving up a
@@ -53,9 +69,8 @@ class Holdings:
         num_missing = num_blocks - self.pool.num_available
         if num_missing <= 0:
             return
-        num_idle, growing = self.in_flight.num_idle_blocks, self.in_flight.growing()
-        num_lent = sum(len(self._surplus(one)) for one in growing if not one.group.is_whole)
-        if num_missing > num_idle + num_lent:
+        num_idle = self.in_flight.num_idle_blocks
+        if num_missing > num_idle + self.num_for_guesses:
             return
         if num_idle:
             self.in_flight.settle()

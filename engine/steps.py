@@ -96,7 +96,7 @@ class Steps:
             self._totals.num_computing_steps += 1
             self._totals.num_decode_tokens += num_decodes
             self._totals.step_s += seconds
-            num_used_blocks = self._holdings.pool.num_referenced
+            num_used_blocks = self._holdings.num_used
             self._metrics.on_step(num_prefills, num_decodes, seconds, num_used_blocks)
             if num_guessed:
                 self._metrics.on_guesses(num_guessed, num_kept)

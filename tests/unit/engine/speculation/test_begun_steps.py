@@ -365,6 +365,59 @@ def test_what_is_told_as_free_can_be_had(late: LateFake, make_request: Make, oth
     engine.check_integrity()
 
 
+@pytest.mark.parametrize("preemption", ["never", "recompute"])
+@pytest.mark.parametrize("is_held", [False, True])
+def test_what_can_be_had_is_told_as_free(
+    late: LateFake, make_request: Make, preemption: str, is_held: bool
+) -> None:
+    """Blocks for guesses of a step that is under way, too, unless they are promised, or somebody
+    else touches them."""
+    engine = _late_engine(late, num_blocks=24, preemption=preemption)
+    _decoding(engine, make_request("a", PROMPT, max_tokens=30))
+    told = engine.step().num_free_blocks
+    sequence = engine._groups["a"].prompt
+    num_for_guesses = len(sequence.block_ids) - -(-len(sequence.token_ids) // SIZE)
+    assert num_for_guesses > 0 and engine._in_flight.is_live
+    if is_held:
+        engine.quarantine("a", sequence.block_ids[-1:])
+        told -= preemption != "never"
+    stats = engine.stats()
+    assert told == stats.num_free_blocks + stats.num_cached_blocks
+    assert stats.num_referenced_blocks == 24 - told
+    assert engine.metrics().num_used_blocks == 24 - told - (is_held and preemption != "never")
+    prompt = tuple(range(60, 60 + SIZE - 1))
+    for num_left in range(told, 0, -1):
+        assert engine._in_flight.is_live or num_left < told
+        engine.reserve(make_request(f"r{num_left}", prompt, max_tokens=1, root=b"%d" % num_left))
+        stats = engine.stats()
+        assert stats.num_free_blocks + stats.num_cached_blocks == num_left - 1
+        engine.check_integrity()
+    with pytest.raises(NoBlocks):
+        engine.reserve(make_request("late", prompt, max_tokens=1, root=b"late"))
+    assert engine._in_flight.is_live == (preemption == "never")
+
+
+def test_guesses_are_not_given_up_for_a_block_that_is_kept(
+    late: LateFake, make_request: Make
+) -> None:
+    """It would not be free either."""
+    engine = _late_engine(late, num_blocks=16, preemption="recompute")
+    _decoding(engine, make_request("a", PROMPT, max_tokens=30))
+    sequence = engine._groups["a"].prompt
+    num_needed = -(-len(sequence.token_ids) // SIZE)
+    num_for_guesses = len(sequence.block_ids) - num_needed
+    assert num_for_guesses > 0
+    engine.quarantine("a", sequence.block_ids[num_needed:])
+    prompt = tuple(1 + place % 90 for place in range((16 - num_needed) * SIZE - 1))
+    with pytest.raises(NoBlocks):
+        engine.reserve(make_request("b", prompt, max_tokens=1, root=b"b"))
+    assert engine._in_flight.is_live
+    engine.unquarantine(sequence.block_ids[num_needed:])
+    engine.reserve(make_request("b", prompt, max_tokens=1, root=b"b"))
+    assert not engine._in_flight.is_live
+    engine.check_integrity()
+
+
 def test_who_is_refused_costs_no_step(late: LateFake, make_request: Make) -> None:
     """Where blocks of guesses would not suffice either."""
     engine = _late_engine(late, num_blocks=16, preemption="recompute")
