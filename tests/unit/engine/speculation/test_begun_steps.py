@@ -125,8 +125,10 @@ class Branches:
         self._rng = rng
         self.num_right, self.num_wrong = 1, 6
         self.now_s, self.takes_s = 0.0, 0.0
+        self.num_asked = 0
 
     def propose(self, tasks: Sequence[Task]) -> list[Draft]:
+        self.num_asked += 1
         self.now_s += self.takes_s
         return [Draft(self._tree(task).best(task.num_nodes), {}) for task in tasks]
 
@@ -247,18 +249,74 @@ def test_waiting_reads_no_logits(dtype: torch.dtype) -> None:
 
 def test_where_a_pass_is_waited_for_nothing_is_begun_early(make_request: Make) -> None:
     """As on a CPU: events would come a step late."""
-    for queues_steps in (True, False):
+    for max_queued_tokens in (1 << 20, 0):
         model = AheadModel(FakeModel(context_window=WINDOW, block_size=SIZE))
-        model.queues_steps = queues_steps
+        model.max_queued_tokens = max_queued_tokens
         fake = FakeModel(context_window=WINDOW, block_size=SIZE)
         engine, _ = _engine(model, fake)
         engine.submit(make_request("a", PROMPT, max_tokens=9))
         told = []
         while engine.has_work():
             told.append(tokens_of(engine.step().events))
-            assert not engine._in_flight.is_live or queues_steps
+            assert not engine._in_flight.is_live or max_queued_tokens
         assert [token for tokens in told for token in tokens] == fake.generate(PROMPT, 9)
         assert len(told) == 5
+
+
+def test_what_is_launched_kernel_by_kernel_is_not_begun_early(
+    late: LateFake, make_request: Make
+) -> None:
+    """The host takes longer for it than it saves. Whoever guesses is not asked in vain, but for the
+    first such step; and a smaller one is begun early again."""
+    model = LateModel(late)
+    model.max_queued_tokens = 10
+    engine, drafter = _engine(model, late)
+    events = _decoding(engine, make_request("a", PROMPT, max_tokens=40))
+    engine.submit(make_request("b", OTHER, max_tokens=12, root=b"b"))
+    while len(_of(events, "b")) < 3:
+        events += engine.step().events
+    num_steps, num_forwards, num_asked = 0, late.num_forwards, drafter.num_asked
+    while len(_of(events, "b")) < 10:
+        assert not engine._in_flight.is_live
+        events += engine.step().events
+        engine.check_integrity()
+        num_steps += 1
+    assert late.num_forwards - num_forwards == drafter.num_asked - num_asked == num_steps > 2
+    engine.abort("b")
+    for _ in range(2):
+        events += engine.step().events
+    assert engine._in_flight.is_live
+    events += _rest(engine)
+    assert _of(events, "a") == late.generate(PROMPT, 40)
+    assert _of(events, "b") == late.generate(OTHER, 12)[: len(_of(events, "b"))]
+
+
+@pytest.mark.parametrize("max_queued_tokens", [10, 40])
+def test_a_step_that_grows_beyond_the_graphs_is_computed_once(
+    late: LateFake, make_request: Make, max_queued_tokens: int
+) -> None:
+    """What was guessed for it is taken back, and its blocks."""
+    model = LateModel(late)
+    model.max_queued_tokens = max_queued_tokens
+    engine, drafter = _engine(model, late, preemption="recompute")
+    drafter.num_right = drafter.num_wrong = 0
+    names = {"a": PROMPT, "b": OTHER}
+    requests = [make_request(name, own, max_tokens=30) for name, own in names.items()]
+    events = _decoding(engine, *requests)
+    drafter.num_right, drafter.num_wrong = 1, 6
+    events += engine.step().events
+    is_queued = max_queued_tokens == 40
+    assert engine._in_flight.is_live == is_queued
+    for name in names:
+        sequence = engine._groups[name].prompt
+        num_needed = -(-len(sequence.token_ids) // SIZE)
+        assert (len(sequence.block_ids) > num_needed) == is_queued
+    num_forwards = late.num_forwards
+    events += engine.step().events
+    assert late.num_forwards == num_forwards + 1
+    events += _rest(engine)
+    for name, prompt in names.items():
+        assert _of(events, name) == late.generate(prompt, 30)
 
 
 def test_who_hears_of_kept_guesses_waits_for_their_move_and_not_for_the_next_step(
@@ -276,7 +334,7 @@ def test_who_hears_of_kept_guesses_waits_for_their_move_and_not_for_the_next_ste
             marks.append(("waited for", late.num_forwards))
             super().wait()
 
-    monkeypatch.setattr("engine.runner.Mark", NotedMark)
+    monkeypatch.setattr("engine.plain_steps.Mark", NotedMark)
     engine, drafter = _engine(LateModel(late), late)
     _decoding(engine, make_request("a", PROMPT, max_tokens=40))
     for num_kept in (1, 1, 0, 1):
