@@ -260,6 +260,10 @@ class InFlight:
         flight.launch = None
         flight.drawn = dict(zip(flight.rows, drawn, strict=True))
         self._unhold(flight)
+        step = self._step
+        if step is not None and not step.live:  # queued before the launch, and so over, too
+            self._step = None
+            self._unhold(step)
 
     def abandon(self) -> None:
         """Wait for all that is in flight, and forget it as if it had never begun."""

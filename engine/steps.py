@@ -113,6 +113,7 @@ class Steps:
         )
 
     def _idle(self) -> None:
+        self._holdings.in_flight.settle()  # nobody waits for it, and here is the time
         if self._constraints.has_waiting:
             self._constraints.wait(IDLE_WAIT_S)
         elif self._scheduler.running:  # bytes are on their way

@@ -197,6 +197,11 @@ def _late_engine(fake: LateFake, **fields: Any) -> Engine:
     return _engine(LateModel(fake), fake, **fields)[0]
 
 
+def _launching(fake: LateFake) -> tuple[Engine, LateModel]:
+    model = LateModel(fake)
+    return _engine(model, fake)[0], model
+
+
 def _decoding(engine: Engine, *requests: Request) -> list[RequestEvent]:
     """These, and what was told until a step is under way that verifies guesses for all of them."""
     events: list[RequestEvent] = []
@@ -420,6 +425,36 @@ def test_what_is_told_as_free_can_be_had(late: LateFake, make_request: Make, oth
         num_reserved += 1
         seen_to_wait |= late.num_waits > num_waits
     assert seen_to_wait, "nothing had to be waited for"
+    engine.check_integrity()
+
+
+def test_what_nobody_wants_any_more_keeps_its_blocks_no_longer_than_the_next_launch(
+    late: LateFake, make_request: Make
+) -> None:
+    """That one comes after it on the device, and is waited for anyway."""
+    engine, model = _launching(late)
+    _decoding(engine, make_request("a", PROMPT, max_tokens=30))
+    engine.abort("a")
+    assert engine._pool.num_quarantined > 0
+    block_ids = engine.reserve(make_request("b", OTHER, max_tokens=12)).block_ids
+    write_tokens(engine, block_ids, OTHER)
+    engine.start("b", num_loaded_tokens=len(OTHER))
+    num_waits, num_launches = late.num_waits, model.launches.num_launches
+    events = engine.step().events
+    engine.check_integrity()
+    assert model.launches.num_launches > num_launches
+    assert engine._pool.num_quarantined == 0
+    assert late.num_waits == num_waits
+    assert _of([*events, *_rest(engine)], "b") == late.generate(OTHER, 12)
+
+
+def test_where_nothing_is_computed_nothing_is_kept(late: LateFake, make_request: Make) -> None:
+    engine = _late_engine(late)
+    _decoding(engine, make_request("a", PROMPT, max_tokens=30))
+    engine.abort("a")
+    assert engine._pool.num_quarantined > 0
+    engine.step()
+    assert engine._pool.num_quarantined == 0 and not late._unwritten
     engine.check_integrity()
 
 
