@@ -8,15 +8,17 @@ is another's, and the FakeModel's tokens show it.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from engine.batch import Batch
-from engine.begun import BegunStep
+from engine.begun import BegunStep, may_be_early
 from engine.config import EngineConfig
 from engine.errors import IntegrityError, NoBlocks, WrongState
 from engine.fake import FakeModel
@@ -25,11 +27,12 @@ from engine.kv.memory import KvMemory
 from engine.loop import Engine
 from engine.models.interface import LoadedModel
 from engine.plain_ahead import AheadModel
-from engine.request import Request, State
+from engine.request import Beam, Request, State
 from engine.sampling import pipeline
 from engine.sampling.copies import Mark
 from engine.speculation.config import SpeculationConfig
 from engine.speculation.drafter import Draft, Task
+from engine.speculation.heads.hidden import Computed, Wants
 from engine.speculation.tree import EMPTY, TokenTree, chain, merge
 from engine.step_builder import Step
 from engine.step_output import RequestEvent
@@ -180,9 +183,14 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateFake]:
 
 
 def _engine(
-    model: LoadedModel, fake: FakeModel, *, rng: random.Random | None = None, **config: Any
+    model: LoadedModel,
+    fake: FakeModel,
+    *,
+    rng: random.Random | None = None,
+    drafter: Branches | None = None,
+    **config: Any,
 ) -> tuple[Engine, Branches]:
-    drafter = Branches(fake, rng)
+    drafter = drafter or Branches(fake, rng)
     defaults: dict[str, Any] = {
         "num_blocks": 64,
         "max_num_running": 8,
@@ -351,6 +359,122 @@ def test_who_hears_of_kept_guesses_waits_for_their_move_and_not_for_the_next_ste
         assert engine._in_flight.is_live and not engine.is_device_behind
         expected = [("made", num_forwards), ("waited for", num_forwards + 1)]
         assert marks == (expected if num_kept else [])
+
+
+class Reading(Branches):
+    """That goes by hidden states."""
+
+    wants = Wants.DRAWN
+    layers: tuple[int, ...] = ()
+
+    def see(self, computed: Sequence[Computed]) -> None:
+        pass
+
+
+def test_who_goes_by_hidden_states_is_asked_when_it_has_seen_them(
+    late: LateFake, make_request: Make
+) -> None:
+    engine, drafter = _engine(LateModel(late), late, drafter=Reading(late))
+    engine.submit(make_request("a", PROMPT, max_tokens=20))
+    events: list[RequestEvent] = []
+    while engine.has_work():
+        events += engine.step().events
+        assert not engine._in_flight.is_live
+    assert drafter.num_asked > 5
+    assert _of(events, "a") == late.generate(PROMPT, 20)
+
+
+def _with_beams(make_request: Make, name: str) -> Request:
+    request: Request = make_request(name, OTHER, max_tokens=6, root=name.encode())
+    return dataclasses.replace(request, beam=Beam(4))
+
+
+def _found(engine: Engine, events: Sequence[RequestEvent], name: str) -> list[object]:
+    events = [*events, *_rest(engine)]
+    own = [event for event in events if event.request_id == name and event.token_ids]
+    return [(event.token_ids, event.score) for event in own]
+
+
+def test_beams_are_booked_before_anything_is_begun(late: LateFake, make_request: Make) -> None:
+    """Others beside them are guessed for."""
+    plain = Engine(EngineConfig(num_blocks=64), FakeModel(context_window=WINDOW, block_size=SIZE))
+    plain.submit(_with_beams(make_request, "b"))
+    expected = _found(plain, [], "b")
+    engine = _late_engine(late)
+    events = _decoding(engine, make_request("a", PROMPT, max_tokens=20))
+    engine.submit(_with_beams(make_request, "b"))
+    events += engine.step().events  # what was under way
+    while "b" in engine._groups:
+        output = engine.step()
+        events += output.events
+        engine.check_integrity()
+        assert not engine._in_flight.is_live or "b" not in engine._groups
+    assert expected and _found(engine, events, "b") == expected
+    assert _of(events, "a") == late.generate(PROMPT, 20)[: len(_of(events, "a"))]
+
+
+def test_nothing_is_begun_while_somebody_waits_to_be_let_in(
+    late: LateFake, make_request: Make
+) -> None:
+    """As beams do for all their places."""
+    request = _with_beams(make_request, "b")
+    leg = Engine(EngineConfig(num_blocks=64), FakeModel(context_window=WINDOW, block_size=SIZE))
+    leg.reserve(dataclasses.replace(request, hold_after=1))
+    leg.start("b")
+    begun = _found_start(leg)
+    engine = _late_engine(late, max_num_running=4)
+    events = _decoding(engine, make_request("a", PROMPT, max_tokens=20))
+    write_tokens(engine, engine.reserve(request).block_ids, OTHER)
+    engine.start("b", num_loaded_tokens=len(OTHER), beam_start=begun)
+    events += engine.step().events  # what was under way
+    while "a" in engine._groups:
+        assert not engine._in_flight.is_live
+        events += engine.step().events
+        engine.check_integrity()
+    plain = Engine(EngineConfig(num_blocks=64), FakeModel(context_window=WINDOW, block_size=SIZE))
+    plain.submit(request)
+    assert _found(engine, events, "b") == _found(plain, [], "b")
+    assert _of(events, "a") == late.generate(PROMPT, 20)
+
+
+def _found_start(leg: Engine) -> tuple[tuple[int, float], ...]:
+    *_, last = (event for output in all_steps(leg) for event in output.events)
+    return last.beam_start
+
+
+def test_who_was_cancelled_is_not_counted(late: LateFake, make_request: Make) -> None:
+    engine = _late_engine(late)
+    beside = make_request("b", OTHER, max_tokens=20, root=b"b")
+    _decoding(engine, make_request("a", PROMPT, max_tokens=20), beside)
+    for name, num_live in (("", 2), ("a", 1), ("", 1)):
+        engine.abort(name)
+        before = engine.stats()
+        output = engine.step()
+        num_told = len(tokens_of(output.events))
+        assert num_told >= num_live == len(output.events)
+        assert output.num_scheduled_tokens == num_told
+        assert engine.stats().num_decode_tokens - before.num_decode_tokens == num_told
+        num_computed = engine.stats().num_computed_tokens - before.num_computed_tokens
+        assert num_computed == num_live * (1 + 7)  # the last token, and guesses
+
+
+@pytest.mark.parametrize(
+    "grammar, beam, adapter_slot",
+    [(None, None, 0), ("g", None, 0), (None, "b", 0), (None, None, 1)],
+)
+def test_what_else_keeps_events_back(
+    grammar: str | None, beam: str | None, adapter_slot: int
+) -> None:
+    """Masks take their time, beams are booked last, and no graph takes an adapter."""
+    plain = SimpleNamespace(
+        grammar=None, request=SimpleNamespace(beam=None), group=SimpleNamespace(adapter_slot=0)
+    )
+    one = SimpleNamespace(
+        grammar=grammar,
+        request=SimpleNamespace(beam=beam),
+        group=SimpleNamespace(adapter_slot=adapter_slot),
+    )
+    assert may_be_early([plain, one]) == (one == plain)  # type: ignore[list-item]
 
 
 def test_nobody_waits_for_a_slow_drafter_with_a_first_token(
