@@ -23,6 +23,7 @@ from engine.request import EngineStats
 from engine.speculation.draft_traces import DraftTraces
 from kvstore import block_hash
 from kvstore.client import StoreClient
+from kvstore.transport.base import BlockMemory
 from process import tls
 from process.access import Role
 from process.deadline import Deadline
@@ -95,7 +96,7 @@ class WorkerCore:
             self._dial,
             None if before is None else before.memory,
         )
-        self.memory = None if target is None else target.memory
+        self.memory: BlockMemory | None = None if target is None else target.memory
         """The engine's cache as transports see it, in every life; None without a store."""
         self.step_log = StepLog() if settings.step_log else None
         if before is not None:
