@@ -215,6 +215,8 @@ def _anything(late: LateFake, make_request: Make, rng: random.Random) -> int:
             name = rng.choice(live)
             _disturb(engine, name, rng)
             engine.check_integrity()
+        if rng.random() < 0.05:
+            _take_all(engine, make_request)
         for name, group in [*engine._groups.items()]:
             if group.state is State.HOLDING and rng.random() < 0.3:
                 engine.release(name)
@@ -229,6 +231,23 @@ def _anything(late: LateFake, make_request: Make, rng: random.Random) -> int:
     rest_of(engine)
     engine.close()
     return num_early
+
+
+def _take_all(engine: Engine, make_request: Make) -> None:
+    """As many blocks can be had as are told of, until they are given back."""
+    stats = engine.stats()
+    if stats.num_preempted:
+        return  # they come first
+    names = [f"all {index}" for index in range(stats.num_free_blocks + stats.num_cached_blocks)]
+    for index, name in enumerate(names):
+        prompt = (1 + index,) * (SIZE - 1)
+        engine.reserve(make_request(name, prompt, max_tokens=1, root=name.encode()))
+    with pytest.raises(NoBlocks):
+        engine.reserve(make_request("more", (1,), max_tokens=1, root=b"more"))
+    engine.check_integrity()
+    for name in names:
+        engine.abort(name)
+    engine.check_integrity()
 
 
 def _disturb(engine: Engine, name: str, rng: random.Random) -> None:
