@@ -33,7 +33,8 @@ from services.autoscaler.capacity import Capacity
 from services.autoscaler.limits import Pace, PlanSettings, PoolLimits, Priors, ScaleLimits, Targets
 from services.autoscaler.rates import rates_of
 from services.autoscaler.signals import ByRole, Role
-from services.autoscaler.simulator import Cluster, Machines, Request
+from services.autoscaler.simulated import Machines, Request
+from services.autoscaler.simulator import Cluster
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

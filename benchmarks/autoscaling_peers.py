@@ -25,7 +25,7 @@ from services.autoscaler.decision import Decision, Flip
 from services.autoscaler.limits import PlanSettings
 from services.autoscaler.plan import PlanState, plan
 from services.autoscaler.signals import ByRole, Histogram, Observations, Role
-from services.autoscaler.simulator import Machines
+from services.autoscaler.simulated import Machines
 
 Wish = tuple[ByRole[int], tuple[Flip, ...]]
 """What is wanted, and the flips that lead there."""

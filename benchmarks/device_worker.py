@@ -13,13 +13,12 @@ import secrets
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
+from benchmarks.device_ceilings import dma, torch_copies
 from kvstore import attaching, block_hash
 from kvstore.attaching import Introduction
 from kvstore.block import Block
@@ -28,7 +27,7 @@ from kvstore.nixl_agent import NixlAgent, Region
 from kvstore.nixl_runs import merge_runs
 from kvstore.rpc import StoreRpc
 from kvstore.transport.base import BlockMemory, GetItems, GetResult, PutItem, Transport
-from kvstore.transport.cuda_device import CudaDevice, CudaQueue
+from kvstore.transport.cuda_device import CudaDevice
 from kvstore.transport.device import wait_for
 from kvstore.transport.nixl import region_of
 from process.deadline import Deadline
@@ -288,68 +287,12 @@ class Worker:
     # -- the parts, and ceilings
 
     async def do_dma(self, block_ids: list[int], repeats: int) -> dict[str, Any]:
-        """Copies alone between the cache and page-locked memory, as the transport gives them:
-        bytes/s each way, by one call a copy and by batches."""
-        num_bytes = len(block_ids) * self.memory.block_bytes
-        host = torch.empty(num_bytes, dtype=torch.uint8)
-        host.fill_(1)
-        self.device.register(host.data_ptr(), num_bytes)
-        copies = np.empty((len(block_ids), 3), dtype=np.uint64)
-        ids = np.asarray(block_ids, dtype=np.uint64)
-        copies[:, 0] = self.memory.address + ids * self.memory.block_bytes
-        copies[:, 1] = host.data_ptr() + np.arange(len(ids)) * self.memory.block_bytes
-        copies[:, 2] = self.memory.block_bytes
-        queue = CudaQueue(self.device)
-        found: dict[str, Any] = {"has_batches": queue.uses_batches}
-        for name, batches in (("one_by_one", False), ("batched", queue.uses_batches)):
-            queue.uses_batches = batches
-            for way, start in (("to_host", queue.to_host), ("to_device", queue.to_device)):
-
-                def copy(start: Callable[[Any], None] = start) -> None:
-                    start(copies)
-                    wait_for(queue.mark())
-
-                found[f"{name}_{way}"] = num_bytes / _median_s(copy, repeats)
-        queue.close()
-        self.device.unregister(host.data_ptr())
-        pages = host.numpy()
-        with ThreadPoolExecutor(4) as pool:
-            step = max(self.memory.block_bytes, num_bytes // 64)
-            for num_threads in (1, 4):
-                views = [pages[at : at + step] for at in range(0, num_bytes, step)]
-
-                def hash_all(views: list[Any] = views, num_threads: int = num_threads) -> None:
-                    apply = map if num_threads == 1 else pool.map
-                    list(apply(block_hash.checksum, views))
-
-                found[f"checksums_{num_threads}_threads"] = num_bytes / _median_s(hash_all, repeats)
-        return found
+        """See device_ceilings.dma."""
+        return dma(self.device, self.memory, block_ids, repeats)
 
     async def do_ceilings(self, num_bytes: int, repeats: int) -> dict[str, Any]:
-        """torch's own copies, in bytes/s: device and pinned host memory, device to its peer (or
-        within it, if there is none)."""
-        one = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=self.torch_device)
-        pinned = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-        pageable = torch.ones(num_bytes, dtype=torch.uint8)
-        has_peer = torch.cuda.device_count() > 1
-        other = f"cuda:{(self.device_id + 1) % torch.cuda.device_count()}"
-        peer = torch.zeros(num_bytes, dtype=torch.uint8, device=other)
-
-        def rate(copy: Callable[[], Any]) -> float:
-            def whole() -> None:
-                copy()
-                torch.cuda.synchronize(self.torch_device)
-                torch.cuda.synchronize(other)
-
-            return num_bytes / _median_s(whole, repeats)
-
-        return {
-            "has_peer": has_peer,
-            "peer_copy": rate(lambda: peer.copy_(one)),
-            "to_pinned_host": rate(lambda: pinned.copy_(one)),
-            "from_pinned_host": rate(lambda: one.copy_(pinned)),
-            "to_pageable_host": rate(lambda: pageable.copy_(one)),
-        }
+        """See device_ceilings.torch_copies."""
+        return torch_copies(self.device_id, num_bytes, repeats)
 
     # -- device to device by NIXL
 
@@ -419,16 +362,6 @@ def say(answer: dict[str, Any]) -> None:
     """One line to whoever started this process."""
     sys.stdout.write(json.dumps(answer) + "\n")
     sys.stdout.flush()
-
-
-def _median_s(work: Callable[[], None], repeats: int) -> float:
-    work()
-    seconds = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds)
 
 
 def _hashes(chain: str, num_blocks: int) -> list[bytes]:

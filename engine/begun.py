@@ -108,8 +108,8 @@ class BegunStep:
 
 
 def may_be_early(sequences: Iterable[Sequence]) -> bool:
-    """Nothing is needed for their next step but what they have drawn; and it is a graph: a step
-    with adapters takes the host long, launched kernel by kernel."""
+    """Nothing is needed for their next step but what they have drawn; and it may be a graph, which
+    none with adapters is."""
     return all(
         one.grammar is None and one.request.beam is None and not one.group.adapter_slot
         for one in sequences

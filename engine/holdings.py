@@ -15,7 +15,6 @@ referenced once for it, and by nobody else (engine/accounts.py recomputes that).
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence as Values
 
 from engine.errors import NoBlocks, WrongState
@@ -24,7 +23,6 @@ from engine.in_flight import InFlight
 from engine.kv.memory import KvMemory
 from engine.kv.radix_tree import RadixTree
 from engine.parking import Blocks
-from engine.request import State
 from engine.sequence import HOLE, Sequence
 from engine.step_output import FilledBlock
 
@@ -47,7 +45,23 @@ class Holdings:
     @property
     def num_available(self) -> int:
         """Blocks that can be taken."""
-        return self.pool.num_available + self.in_flight.num_idle_blocks
+        num_waited_for = self.in_flight.num_idle_blocks + self.num_for_guesses
+        return self.pool.num_available + num_waited_for
+
+    @property
+    def num_used(self) -> int:
+        """Blocks that somebody has, and nobody else can get."""
+        return self.pool.num_referenced - self.num_for_guesses
+
+    @property
+    def num_for_guesses(self) -> int:
+        """Blocks that are there for the guesses of a begun step alone: free, for who needs them."""
+        num_blocks = 0
+        for sequence in self.in_flight.growing():
+            surplus = self._surplus(sequence)
+            if surplus and not sequence.group.is_whole:
+                num_blocks += len(surplus) - sum(map(self.pool.is_held, surplus))
+        return num_blocks
 
     def _make_room(self, num_blocks: int) -> None:
         """Have so many that can be taken: by waiting for what is in flight, or else by giving up a
@@ -55,9 +69,8 @@ class Holdings:
         num_missing = num_blocks - self.pool.num_available
         if num_missing <= 0:
             return
-        num_idle, growing = self.in_flight.num_idle_blocks, self.in_flight.growing()
-        num_lent = sum(len(self._surplus(one)) for one in growing if not one.group.is_whole)
-        if num_missing > num_idle + num_lent:
+        num_idle = self.in_flight.num_idle_blocks
+        if num_missing > num_idle + self.num_for_guesses:
             return
         if num_idle:
             self.in_flight.settle()
@@ -134,35 +147,6 @@ class Holdings:
             self._make_room(len(holes))
             for index, block_id in zip(holes, self.tree.take(len(holes)), strict=True):
                 sequence.block_ids[index] = block_id
-
-    def hold(self, group: Group, block_ids: tuple[int, ...]) -> None:
-        """Quarantine blocks of one request (Engine.quarantine). Raises: WrongState for one that is
-        not its own, or named twice; nothing was done."""
-        is_reserved = group.state is State.RESERVED
-        sequence = next(iter(group.samples.values()))
-        first = sequence.num_local_tokens // self.block_size if is_reserved else 0
-        own = {block_id: first + i for i, block_id in enumerate(sequence.block_ids[first:])}
-        for sample in group.samples.values():
-            if not is_reserved:
-                own.update(dict.fromkeys(sample.block_ids, 0))
-        for block_id, num_named in Counter(block_ids).items():
-            if block_id == HOLE or block_id not in own or num_named > 1:
-                name = group.request.request_id
-                raise WrongState(f"block {block_id} is not {name}'s own, or was named twice")
-        self.pool.hold(block_ids)
-        if is_reserved:
-            for block_id in block_ids:
-                sequence.block_ids[own[block_id]] = HOLE
-            self.pool.put_back(block_ids)
-
-    def hold_cached(self, chain_hashes: Values[bytes], first: int) -> tuple[int, ...]:
-        """Quarantine the blocks [first, ..) of a chain's longest cached prefix, whosever they are.
-        Returns: their ids, in order."""
-        block_ids = self.tree.match(chain_hashes)[first:]
-        self.tree.share(block_ids)
-        self.pool.hold(block_ids)
-        self.pool.put_back(reversed(block_ids))
-        return block_ids
 
     def lend(self, num_blocks: int) -> tuple[int, ...]:
         """Reference blocks for somebody who is no request: at most half of the free ones, and

@@ -10,9 +10,9 @@ transfer writes into them. Its other blocks are only read for a draw that nobody
 at once.
 
 The held ones count as free for whoever asks how many there are: `settle` makes them so, by waiting
-for the launch. Nothing else of the engine's state tells that something is in flight, but for blocks
-that the samples of a begun step have for guesses: whoever needs those gives the step up
-(`give_up_step`), and it is computed again.
+for the launch. So do those that the samples of a begun step have for guesses: whoever needs them
+gives the step up (`give_up_step`), and it is computed again. Nothing else of the engine's state
+tells that something is in flight.
 
 Invariants: at most two launches are unread, or one begun step has live rows; every live row
 computes the first tokens that its sequence has to compute, all of them if it draws; every block
@@ -260,6 +260,10 @@ class InFlight:
         flight.launch = None
         flight.drawn = dict(zip(flight.rows, drawn, strict=True))
         self._unhold(flight)
+        step = self._step
+        if step is not None and not step.live:  # queued before the launch, and so over, too
+            self._step = None
+            self._unhold(step)
 
     def abandon(self) -> None:
         """Wait for all that is in flight, and forget it as if it had never begun."""

@@ -5,30 +5,27 @@ guesses, cache, warm-up, in this order, since each takes of the memory that thos
 from __future__ import annotations
 
 import dataclasses
-import logging
-from collections.abc import Callable
 from collections.abc import Sequence as Values
 from typing import TYPE_CHECKING
 
 import torch
 
 from checkpoints.resolve import resolve
+from engine.closing import closed_on_failure
 from engine.config import EngineConfig
 from engine.grammar.service import GrammarService
 from engine.kv.sizing import held_bytes
-from engine.models.interface import LoadedModel, Progress
+from engine.models.interface import Progress
 from engine.models.load import load_model
 from engine.models.phases import Phases
 from engine.request import StopPolicy
 from engine.speculation.draft_port import DraftPeer
-from engine.speculation.drafter import Drafter, close_all
+from engine.speculation.drafter import close_all
 from engine.speculation.heads.load import load_heads
 from engine.speculation.load import load_drafters
 
 if TYPE_CHECKING:
     from engine.loop import Engine
-
-logger = logging.getLogger(__name__)
 
 
 def load(
@@ -45,8 +42,8 @@ def load(
         torch.set_num_threads(config.num_threads)
     model = load_model(config, progress=progress)
     phases = Phases()
-    drafters: list[Drafter] = []
-    try:
+    with closed_on_failure() as closes:
+        closes.append(model.close)
         # The first grammar must not wait for it.
         folder = resolve(config.model, files="tokenizer").path
 
@@ -56,6 +53,7 @@ def load(
         with phases.timed("drafters"):
             before_bytes = held_bytes(model.info.device)
             drafters = load_drafters(config, model.info, progress, draft_peers)
+            closes.append(lambda: close_all(drafters))
             drafters += load_heads(config, model)
             draft_bytes = held_bytes(model.info.device) - before_bytes
         with phases.timed("cache"):
@@ -72,20 +70,6 @@ def load(
         if prepares_grammars:
             with phases.timed("grammars"):
                 engine.prepare_grammars()
-    except BaseException:
-        _close(drafters, model)
-        raise
     seconds = (*model.info.seconds, *phases.seconds)
     engine.model_info = dataclasses.replace(engine.model_info, seconds=seconds)
     return engine
-
-
-def _close(drafters: Values[Drafter], model: LoadedModel) -> None:
-    """Of a start that failed, while its error is handled: that is the one to tell, so what fails
-    here is only logged."""
-    ends: tuple[Callable[[], None], ...] = (lambda: close_all(drafters), model.close)
-    for close in ends:
-        try:
-            close()
-        except Exception:
-            logger.exception("a start has failed, and not all of it could be closed")

@@ -37,6 +37,7 @@ from engine.metrics import MetricsSnapshot
 from engine.models.interface import LoadedModel, Progress
 from engine.parking import Parking
 from engine.parts import Parts, park_bytes
+from engine.quarantine import quarantine, quarantine_cached
 from engine.request import EngineStats, Request, Reservation, State, StopPolicy
 from engine.speculation.draft_port import DraftPeer
 from engine.speculation.drafter import Drafter
@@ -235,7 +236,7 @@ class Engine:
         Raises: UnknownRequest, WrongState for a block that is not the request's own; nothing was
             done.
         """
-        self._holdings.hold(self._group(request_id), tuple(block_ids))
+        quarantine(self._group(request_id), tuple(block_ids), self._holdings)
 
     def unquarantine(self, block_ids: Iterable[int]) -> None:
         """The transfer is over. Raises: WrongState naming a block that is not quarantined; nothing
@@ -258,7 +259,7 @@ class Engine:
 
         Returns: their ids; the first of them is the chain's block `first`.
         """
-        return self._holdings.hold_cached(chain_hashes, first)
+        return quarantine_cached(chain_hashes, first, self._holdings)
 
     def lend_blocks(self, num_blocks: int) -> tuple[int, ...]:
         """Blocks for somebody who is no request and writes into them what he likes, soon to be

@@ -297,7 +297,7 @@ class EngineMetrics:
 
         Args:
             seconds: it took.
-            num_used_blocks: referenced by requests after it.
+            num_used_blocks: that requests have after it (EngineStats.num_referenced_blocks).
         """
         now = self._clock()
         self._step.observe(seconds)

@@ -4,8 +4,8 @@ the laws that hold among all of them. Who drives them: engine/loop.py. Engine th
 What the parts do: engine/scheduler.py who computes next, engine/holdings.py whose blocks are which,
 engine/preemptor.py how blocks are taken away and brought back, engine/constraints.py grammars,
 engine/entrance.py from a request to the queue, engine/steps.py one step after the other,
-engine/runner.py one forward pass and its draws, engine/booking.py what came of it,
-engine/in_flight.py steps that are computed before they are told.
+engine/plain_steps.py its forward pass, engine/runner.py that and its draws, engine/booking.py what
+came of it, engine/in_flight.py steps that are computed before they are told.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from engine.kv.sizing import choose_num_blocks, free_memory_bytes
 from engine.metrics import EngineMetrics
 from engine.models.interface import LoadedModel
 from engine.parking import Parking, choose_parking
+from engine.plain_steps import PlainSteps
 from engine.preemptor import Preemptor
 from engine.request import EngineStats, ModelInfo, StopPolicy
 from engine.runner import Runner
@@ -132,10 +133,17 @@ class Parts:
         self.draft_sharing = DraftSharing(
             config.speculation.draft_share_bytes, model.layout, drafters or ()
         )
-        runner = Runner(
+        plain = PlainSteps(
             model,
             self.kv,
             self.constraints,
+            self.in_flight,
+            self.speculator,
+            eos_token_ids=eos_token_ids,
+        )
+        runner = Runner(
+            model,
+            plain,
             self.booking,
             self.in_flight,
             DecodeRows(
@@ -148,8 +156,7 @@ class Parts:
             ),
             Foresight(self.scheduler, self.holdings.block_size),
             self.speculator,
-            begins_early=self.ahead is not None and model.queues_steps,
-            eos_token_ids=eos_token_ids,
+            begins_early=self.ahead is not None,
             clock=clock,
         )
         self.steps = Steps(

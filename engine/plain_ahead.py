@@ -102,7 +102,8 @@ class AheadModel:
         self.check_integrity = model.check_integrity
         self.watch = model.watch
         self.reads_unwritten = model.reads_unwritten
-        self.queues_steps = True
+        self.max_queued_tokens = 1 << 20
+        """Of a step that `queues_step`."""
         self.close = model.close
         self.launches = PlainAhead(
             model, is_late=is_late, max_rows=max_rows, takes=takes, takes_prompts=takes_prompts
@@ -113,6 +114,10 @@ class AheadModel:
     def guesses(self) -> Guesses:
         """See LoadedModel."""
         return self._model.guesses
+
+    def queues_step(self, batch: Batch) -> bool:
+        """See LoadedModel."""
+        return len(batch.token_ids) <= self.max_queued_tokens
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """See LoadedModel. After whatever was launched."""

@@ -307,10 +307,11 @@ class EngineStats:
 
     num_blocks: int
     num_free_blocks: int
-    """Never used, or evicted."""
+    """Never used, or evicted; or there for guesses alone, which whoever needs them gets."""
     num_cached_blocks: int
     """Cached and evictable: nobody references them."""
     num_referenced_blocks: int
+    """All others that somebody has."""
     num_quarantined_blocks: int
 
     num_steps: int

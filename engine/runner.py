@@ -12,12 +12,12 @@ step after it is a plain one.
 
 Where somebody is asked, the next step depends on what this one has drawn, and the device waits for
 the host. So that step is begun in the very call that has booked this one, before its events are
-told, if a model that `queues_steps` computes it, nobody waits and nothing but decodes is to come:
-then it is the step that the next call would begin, unless somebody is taken out of it in between
-(engine/in_flight.py), and who comes during a step waits for the next one, too. Not where that would
-keep the events back: with grammars, whose masks take their time, with adapters, whose kernels are
-launched one by one, and with drafters that take theirs, or that have not met somebody yet; nor with
-drafters that go by hidden states.
+told, if nobody waits and nothing but decodes is to come: then it is the step that the next call
+would begin, unless somebody is taken out of it in between (engine/in_flight.py), and who comes
+during a step waits for the next one, too. Not where that would keep the events back: where the
+model takes long to launch it (LoadedModel.queues_step), with grammars, whose masks take their time,
+and with drafters that take theirs, or that have not met somebody yet; nor with drafters that go by
+hidden states.
 """
 
 from __future__ import annotations
@@ -30,24 +30,22 @@ import torch
 
 from engine.begun import BegunStep, may_be_early
 from engine.booking import Booking
-from engine.constraints import Constraints
 from engine.decode_rows import DecodeRows
 from engine.errors import IntegrityError
 from engine.foresight import Foresight
 from engine.in_flight import InFlight, Planned, Taken
-from engine.kv.memory import KvMemory
 from engine.models.interface import LoadedModel
 from engine.outlook import Following
+from engine.plain_steps import PlainSteps
 from engine.request import State
 from engine.sampling import pipeline
-from engine.sampling.copies import Mark
 from engine.schedule.order import Key
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.speculation.drafter import Guess
 from engine.speculation.heads.hidden import Wants
 from engine.speculation.speculator import Speculator
-from engine.step_builder import Step, build
+from engine.step_builder import Step
 from engine.step_output import RequestEvent
 from engine.told import embeddings_of, with_embedding
 
@@ -78,8 +76,7 @@ class Runner:
     def __init__(
         self,
         model: LoadedModel,
-        kv: KvMemory,
-        constraints: Constraints,
+        plain: PlainSteps,
         booking: Booking,
         in_flight: InFlight,
         rows: DecodeRows,
@@ -87,12 +84,10 @@ class Runner:
         speculator: Speculator | None,
         *,
         begins_early: bool,
-        eos_token_ids: frozenset[int],
         clock: Callable[[], float],
     ) -> None:
         self._model = model
-        self._kv = kv
-        self._constraints = constraints
+        self._plain = plain
         self._booking = booking
         self._in_flight = in_flight
         self._rows = rows
@@ -103,7 +98,6 @@ class Runner:
         """In the call before, and in flight unless it was given up."""
         self._failure: tuple[Exception, tuple[Sequence, ...]] | None = None
         """Of a step that was to be begun then, and whose: told by the call that it is for."""
-        self._eos_token_ids = eos_token_ids
         self._clock = clock
         self.is_device_behind = False
         """See engine/loop.py:Engine.is_device_behind."""
@@ -137,7 +131,7 @@ class Runner:
         if begun is not None:
             if self._in_flight.is_live:
                 return self._end_begun(begun, scheduler, is_early=is_early)
-            self._take_back(begun)
+            self._plain.take_back(begun.planned, begun.guesses)
         self._tell_failure(running)
         speculator, is_first = self._speculator, not self._in_flight.is_live
         planned = [(running[key], num_tokens) for key, num_tokens in plan.items()]
@@ -220,12 +214,12 @@ class Runner:
     ) -> Result:
         """A plain step."""
         self.is_device_behind = True
-        begun = self._begin(planned, scheduler.running)
+        begun = self._plain.begin(planned, scheduler.running)
         try:
             self._use_wait(begun)
             drawn = begun.draws()
         except BaseException:
-            self._take_back(begun)
+            self._plain.take_back(begun.planned, begun.guesses)
             raise
         self._in_flight.settle()  # rows that were left over: over by now, and nothing is booked yet
         # A draw waits for all that was queued before it.
@@ -240,7 +234,7 @@ class Runner:
             drawn, live = self._in_flight.take_step()
         except BaseException:
             self._in_flight.abandon()
-            self._take_back(begun)
+            self._plain.take_back(begun.planned, begun.guesses)
             raise
         self.is_device_behind = False  # draws are queued when they are asked for
         planned, own, guesses = begun.of_live(drawn, live)
@@ -266,7 +260,7 @@ class Runner:
             seen_s = speculator.readers.see(step, planned, guesses, self._model)
             num_rows = len(step.batch.token_ids)
             speculator.learn(events, num_kept, num_rows=num_rows, seen_s=seen_s)
-        following = self._begin_next(scheduler) if is_early else None
+        following = self._begin_next(scheduler, step) if is_early else None
         if following is not None:
             following.wait_for_copies()  # or who is told now would wait for that step, too
             self.is_device_behind = self._in_flight.has_copied = False
@@ -282,44 +276,19 @@ class Runner:
         num_all_kept = sum(num_kept.values())
         return Result(events, num_prefills, num_decodes + num_all_kept, num_guessed, num_all_kept)
 
-    def _begin(
-        self, planned: list[tuple[Sequence, int]], running: Mapping[Key, Sequence]
-    ) -> BegunStep:
-        """Queue a plain step's forward pass."""
-        speculator = self._speculator
-        guesses = {} if speculator is None else speculator.guess(planned, running)
-        try:
-            wants = Wants.NONE if speculator is None else speculator.readers.wants
-            step = build(
-                planned,
-                self._kv,
-                self._eos_token_ids,
-                guesses,
-                clears_entered=self._model.reads_unwritten,
-                wants_hidden=wants,
-                wants_layers=speculator.readers.layers if speculator is not None and wants else (),
-            )
-            copied = Mark(self._kv.device) if self._in_flight.has_copied else None
-            fill = self._constraints.begin_fill(step.grammars) if step.has_grammars else None
-            try:
-                logits = self._model.forward(step.batch)
-            except BaseException:
-                if fill is not None:
-                    fill.result()  # it works on states that the next step will touch
-                raise
-        except BaseException:
-            if speculator is not None:
-                speculator.take_back(planned, guesses)
-            raise
-        return BegunStep(planned, guesses, step, logits, fill, copied)
-
-    def _begin_next(self, scheduler: Scheduler) -> BegunStep | None:
+    def _begin_next(self, scheduler: Scheduler, last: Step) -> BegunStep | None:
         """The step after the one that was just booked, if it is known whose that is, and somebody
-        may be asked for it."""
+        may be asked for it.
+
+        Args:
+            last: that one. If the host was long at it, the next one is taken for another such, and
+                nobody is asked to find out.
+        """
         speculator, running = self._speculator, scheduler.running
         if speculator is None or not running or not scheduler.is_settled:
             return None
         can_be = speculator.readers.wants is Wants.NONE and speculator.is_quick(running)
+        can_be = can_be and self._model.queues_step(last.batch)
         if not (can_be and may_be_early(running.values())):
             return None
         planned = [(sequence, 1) for sequence in running.values()]
@@ -327,18 +296,15 @@ class Runner:
             speculator.begin(planned)
             if speculator.rests(planned) or not self._rows.grow_by_one(running.values()):
                 return None
-            begun = self._begin(planned, running)
+            begun = self._plain.begin_queued(planned, running)
         except Exception as failure:
             self._failure = failure, tuple(running.values())
+            return None
+        if begun is None:
             return None
         self._in_flight.begin(begun.rows(), begun)
         self._begun = begun
         return begun
-
-    def _take_back(self, begun: BegunStep) -> None:
-        """It failed, or nobody wants it."""
-        if self._speculator is not None:
-            self._speculator.take_back(begun.planned, begun.guesses)
 
     def _use_wait(self, begun: BegunStep) -> None:
         """Its draws are queued, and not waited for idly."""

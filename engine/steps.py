@@ -96,7 +96,7 @@ class Steps:
             self._totals.num_computing_steps += 1
             self._totals.num_decode_tokens += num_decodes
             self._totals.step_s += seconds
-            num_used_blocks = self._holdings.pool.num_referenced
+            num_used_blocks = self._holdings.num_used
             self._metrics.on_step(num_prefills, num_decodes, seconds, num_used_blocks)
             if num_guessed:
                 self._metrics.on_guesses(num_guessed, num_kept)
@@ -113,6 +113,7 @@ class Steps:
         )
 
     def _idle(self) -> None:
+        self._holdings.in_flight.settle()  # nobody waits for it, and here is the time
         if self._constraints.has_waiting:
             self._constraints.wait(IDLE_WAIT_S)
         elif self._scheduler.running:  # bytes are on their way

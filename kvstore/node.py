@@ -13,7 +13,6 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -32,13 +31,13 @@ from kvstore.errors import (
 from kvstore.finishing import finish
 from kvstore.history import PULLED, REFUSED
 from kvstore.memory import Memory
+from kvstore.newcomer import Newcomer
 from kvstore.nixl_agent import Region
-from kvstore.push_peers import PeerBlocks, PushPeers
+from kvstore.push_peers import PushPeers
 from kvstore.pushes import Frames, PushOutcome, Target
 from kvstore.slab import Slab, check_room, remove_stale
 from kvstore.store import Store
 from kvstore.tiers.file_tier import FileTier
-from kvstore.transport.base import TRANSPORTS
 from kvstore.watch import StoreWatch
 from process import incarnation, logs
 from process.deadline import Clock, Deadline
@@ -59,18 +58,6 @@ _DRAIN_LOOK_S = 0.05
 _QUIET_S = 1.0
 _ATTACHING_S = 30.0
 """For memory that is being taken while the store stops."""
-
-
-@dataclass(frozen=True)
-class Newcomer:
-    """What a worker says about itself. peer: of transport nixl."""
-
-    worker_id: str
-    worker_incarnation: bytes
-    model_fingerprint: bytes
-    block_bytes: int
-    transport: str
-    peer: PeerBlocks | None = None
 
 
 class StoreNode:
@@ -171,12 +158,7 @@ class StoreNode:
 
     async def attach(self, newcomer: Newcomer) -> Attachment:
         """Let a worker in. Raises: InvalidArgument, FailedPrecondition, NoCapacity."""
-        if not newcomer.worker_id:
-            raise InvalidArgument("worker_id", "must be given")
-        if newcomer.transport not in TRANSPORTS:
-            raise InvalidArgument("transport", f"one of {', '.join(TRANSPORTS)}")
-        if newcomer.block_bytes < 1:
-            raise InvalidArgument("block_bytes", "must be positive")
+        newcomer.check()
         async with self._attaching:
             if self._is_stopping:
                 raise Unavailable("the store is stopping")

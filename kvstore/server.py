@@ -10,7 +10,8 @@ import grpc.aio
 from kvstore import account, traced, wire
 from kvstore.answers import Reserved, Written
 from kvstore.errors import LeaseLapsed
-from kvstore.node import Newcomer, StoreNode
+from kvstore.newcomer import Newcomer
+from kvstore.node import StoreNode
 from process import serving, spans, trace_context
 from process.errors import InvalidArgument
 from protos import common_pb2, kvstore_pb2, kvstore_pb2_grpc

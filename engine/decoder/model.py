@@ -118,11 +118,6 @@ class DecoderModel(InOneProcess):
         return not self._is_plain_cache
 
     @property
-    def queues_steps(self) -> bool:  # type: ignore[override]  # as above
-        """See LoadedModel."""
-        return self._device.type == "cuda"
-
-    @property
     def ends(self) -> Ends | None:
         """See LoadedModel."""
         weights = self.decoder.weights
@@ -187,6 +182,11 @@ class DecoderModel(InOneProcess):
             capture_all([self._graphs], self._device, progress)
             with on_device(self._device):
                 self._graphs.reserve()
+
+    def queues_step(self, batch: Batch) -> bool:
+        """See LoadedModel. What no graph takes is launched kernel by kernel."""
+        graphs = None if batch.wants_hidden or self._device.type != "cuda" else self._graphs
+        return graphs is not None and graphs.takes(batch)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """See LoadedModel. Logits come in the model's dtype. Raises: ValueError for a tree where

@@ -69,6 +69,13 @@ class PlainGraphs:
         if self._trees is not None:
             self._trees.forget()
 
+    def takes(self, batch: Batch) -> bool:
+        """Whether a step is one graph: as `verify` or `run` would have it, but that a step with
+        guesses and long chunks, which may be two, is none."""
+        is_verifying = self._trees is not None and _verifies(batch)
+        graphs = self._trees if is_verifying else self._steps
+        return graphs is not None and graphs.shape_of(batch) is not None
+
     def verify(self, batch: Batch) -> torch.Tensor | None:
         """Logits [R, V] of a step that verifies guesses, as it is, if every sequence has few rows;
         see `run`."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from engine.grammar.regex import Ranges, minus, union
+from engine.grammar.ranges import Ranges, minus, union
 
 _PIECES = re.compile(r'"(?:[^"\\]|\\.)*"|#[^\n]*|\[(?:[^\]\\]|\\.)*\]', re.DOTALL)
 _RULE_HEAD = re.compile(r"(\S+) ::= \(\($")

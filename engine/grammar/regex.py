@@ -15,16 +15,12 @@ Pure functions over values; any thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NoReturn, TypeAlias
 
 from engine.grammar.errors import refuse
+from engine.grammar.ranges import Ranges, everything_but, is_one, minus, union
 
-Ranges: TypeAlias = tuple[tuple[int, int], ...]
-"""Inclusive, sorted, apart from one another."""
-
-_LAST = 0x10FFFF
 _DIGIT: Ranges = ((0x30, 0x39),)
 _WORD: Ranges = ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
 _SPACE: Ranges = ((0x09, 0x0D), (0x20, 0x20))
@@ -126,38 +122,6 @@ def write(node: Node) -> str:
     return f"({inner}){bounds}"
 
 
-def union(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """Sorted, without overlap, neighbours joined."""
-    joined: list[tuple[int, int]] = []
-    for low, high in sorted(ranges):
-        if joined and low <= joined[-1][1] + 1:
-            joined[-1] = (joined[-1][0], max(joined[-1][1], high))
-        else:
-            joined.append((low, high))
-    return tuple(joined)
-
-
-def minus(ranges: Ranges, others: Ranges) -> Ranges:
-    """What is in `ranges` and not in `others`."""
-    left = list(ranges)
-    for low, high in others:
-        rest: list[tuple[int, int]] = []
-        for start, end in left:
-            if end < low or start > high:
-                rest.append((start, end))
-                continue
-            if start < low:
-                rest.append((start, low - 1))
-            if end > high:
-                rest.append((high + 1, end))
-        left = rest
-    return tuple(left)
-
-
-def _everything_but(ranges: Ranges) -> Ranges:
-    return minus(((0, _LAST),), ranges)
-
-
 def _write_class(ranges: Ranges) -> str:
     """Each range beyond ASCII apart: with two of them in one class the compiler's masks allow
     tokens that its parser then refuses (found by the tests, which compare the two)."""
@@ -231,7 +195,7 @@ class _Parser:
         if character == "\\":
             return self._characters(self._escape(in_class=False))
         if character == ".":
-            return self._characters(_everything_but(_LINE_ENDS))
+            return self._characters(everything_but(_LINE_ENDS))
         if character == "{" and self._bounds(self._at) is not None:
             self._at -= 1
             self._refuse("{ with nothing to repeat")
@@ -322,13 +286,13 @@ class _Parser:
             if self._peek() == "-" and self._next() not in ("]", ""):
                 self._at += 1
                 last = self._class_item()
-                if not (_is_one(item) and _is_one(last)) or item[0][0] > last[0][0]:
+                if not (is_one(item) and is_one(last)) or item[0][0] > last[0][0]:
                     self._refuse("a bad range in a class", start)
                 item = ((item[0][0], last[0][0]),)
             found += item
         self._at += 1
         ranges = union(found)
-        return self._characters(_everything_but(ranges) if is_negated else ranges)
+        return self._characters(everything_but(ranges) if is_negated else ranges)
 
     def _class_item(self) -> Ranges:
         character = self._peek()
@@ -346,7 +310,7 @@ class _Parser:
         if character in "dws":
             return _CLASSES[character]
         if character in "DWS":
-            return _everything_but(_CLASSES[character.lower()])
+            return everything_but(_CLASSES[character.lower()])
         if character in _CONTROLS:
             return ((_CONTROLS[character], _CONTROLS[character]),)
         if character == "b" and in_class:
@@ -382,10 +346,6 @@ class _Parser:
     def _refuse(self, what: str, at: int | None = None) -> NoReturn:
         place = self._at if at is None else at
         raise refuse(f"pattern, character {place}: {what} is not supported")
-
-
-def _is_one(ranges: Ranges) -> bool:
-    return len(ranges) == 1 and ranges[0][0] == ranges[0][1]
 
 
 def is_empty(node: Node) -> bool:

@@ -22,13 +22,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any, NoReturn, TypeAlias
 
-from engine.grammar import regex
+from engine.grammar import json_values, regex
 from engine.grammar.config import GrammarLimits
 from engine.grammar.errors import refuse
+from engine.grammar.json_values import MAX_INTEGER
 
 Schema: TypeAlias = dict[str, Any]
 
@@ -56,8 +57,6 @@ two)."""
 _FORMATS = frozenset(
     "date time date-time duration hostname ipv4 ipv6 uri uri-reference uuid".split()
 )
-# The compiler computes bounds in float64.
-_MAX_INTEGER = 1 << 53
 _MAX_NUMBER = Decimal(10) ** 12
 _MAX_NUM_DECIMALS = 6
 
@@ -68,21 +67,10 @@ def normalise(text: str, limits: GrammarLimits) -> str:
     Raises: InvalidRequest naming the place and the keyword.
     """
     try:
-        schema = json.loads(text, object_pairs_hook=_no_twins, parse_constant=_no_constant)
+        schema = json_values.read(text)
     except (ValueError, RecursionError) as error:
         raise refuse(f"the schema is no JSON: {error or 'nested too deep'}") from error
     return json.dumps(_Walk(schema, limits).root(), ensure_ascii=False)
-
-
-def _no_twins(pairs: list[tuple[str, Any]]) -> Schema:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a key appears twice in one object")
-    return found
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
 
 
 class _Walk:
@@ -203,8 +191,8 @@ class _Walk:
         values = _listed(schema)
         if values is not None:
             return (
-                frozenset(_canonical(value) for value in values),
-                frozenset(_type_of(value) for value in values),
+                frozenset(json_values.canonical(value) for value in values),
+                frozenset(json_values.type_of(value) for value in values),
             )
         types = schema.get("type") if isinstance(schema, dict) else None
         if types is None:
@@ -220,26 +208,12 @@ class _Walk:
             self._refuse(f"{path}.enum", f"more than {self._limits.max_num_choices} values")
         types = self._types(schema, path) if "type" in schema else None
         for value in values:
-            self._check_value(value, path, level)
-            of = {_type_of(value)} | ({"integer"} if _is_whole(value) else set())
-            if types is not None and not of & set(types):
+            problem = json_values.problem_of(value, level, self._limits.max_num_levels)
+            if problem:
+                self._refuse(path, problem)
+            if types is not None and not json_values.types_of(value) & set(types):
                 self._refuse(path, f"the value {json.dumps(value)[:40]} is not of its type")
         return {"enum": values}
-
-    def _check_value(self, value: object, path: str, level: int) -> None:
-        if level > self._limits.max_num_levels:
-            self._refuse(path, f"a value deeper than {self._limits.max_num_levels} levels")
-        if isinstance(value, float) and not math.isfinite(value):
-            self._refuse(path, "a number beyond float64")
-        if isinstance(value, int) and abs(value) > _MAX_INTEGER:
-            self._refuse(path, f"an integer beyond {_MAX_INTEGER}")
-        inner: Iterable[object] = ()
-        if isinstance(value, dict):
-            inner = value.values()
-        elif isinstance(value, list):
-            inner = value
-        for item in inner:
-            self._check_value(item, path, level + 1)
 
     # -- schemas by type
 
@@ -346,8 +320,8 @@ class _Walk:
             if isinstance(value, bool) or not isinstance(value, int | float):
                 self._refuse(place, "a number is needed")
             if name == "integer" or keyword == "multipleOf":
-                if not _is_whole(value) or abs(value) > _MAX_INTEGER:
-                    self._refuse(place, f"a whole number within {_MAX_INTEGER} is needed")
+                if not json_values.is_whole(value) or abs(value) > MAX_INTEGER:
+                    self._refuse(place, f"a whole number within {MAX_INTEGER} is needed")
             elif not math.isfinite(value) or abs(Decimal(repr(value))) > _MAX_NUMBER:
                 self._refuse(place, f"a number within {_MAX_NUMBER} is needed")
             elif -int(Decimal(repr(value)).normalize().as_tuple().exponent) > _MAX_NUM_DECIMALS:
@@ -421,28 +395,3 @@ def _listed(schema: Any) -> list[Any] | None:
         return [schema["const"]]
     values = schema.get("enum") if isinstance(schema, dict) else None
     return values if isinstance(values, list) else None
-
-
-def _canonical(value: object) -> str:
-    """Equal for equal JSON values: 1 and 1.0 are."""
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    return json.dumps(value, sort_keys=True)
-
-
-def _is_whole(value: object) -> bool:
-    if isinstance(value, bool):
-        return False
-    return isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-
-
-def _type_of(value: object) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "boolean"
-    if isinstance(value, str):
-        return "string"
-    if isinstance(value, list):
-        return "array"
-    return "object" if isinstance(value, dict) else "number"

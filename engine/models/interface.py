@@ -184,8 +184,6 @@ class InOneProcess:
     """Of its layers, those that its batch wanted."""
     reads_unwritten: bool = True
     """See LoadedModel."""
-    queues_steps: bool = False
-    """See LoadedModel."""
     guesses: Guesses = Guesses.CHAINS
     """See LoadedModel."""
 
@@ -223,6 +221,10 @@ class InOneProcess:
     def ends(self) -> Ends | None:
         """See LoadedModel."""
         return None
+
+    def queues_step(self, batch: Batch) -> bool:
+        """See LoadedModel."""
+        return False
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """See LoadedModel."""
@@ -270,11 +272,10 @@ class LoadedModel(Protocol):
         they must hold numbers then. Asked for after `attach`."""
         ...
 
-    @property
-    def queues_steps(self) -> bool:
-        """Whether `forward` returns as soon as a device has its work, long before that is done:
-        then it pays to begin a step before the events of the last one are told. False where the
-        caller waits for the numbers."""
+    def queues_step(self, batch: Batch) -> bool:
+        """Whether `forward` of this batch has given a device its work at once, long before that is
+        done: then it pays to begin such a step before the events of the last one are told. False
+        where the caller waits for the numbers, or launches kernel by kernel. Quick."""
         ...
 
     @property

@@ -78,7 +78,6 @@ class ParallelModel:
         self.adapters = Adapters.refused("its layers are shared by several processes")
         self.ahead: ParallelAhead | None = None
         self.reads_unwritten = layout.dtype != info.dtype  # as DecoderModel
-        self.queues_steps = False  # `forward` waits for the ranks
         self.guesses = Guesses.NONE if layout.is_quantized else Guesses.CHAINS
         self._max_rows, self._launches_ahead = config.max_num_running, config.overlap
         self._part = part
@@ -182,6 +181,10 @@ class ParallelModel:
     def ends(self) -> Ends | None:
         """See LoadedModel: they lie in shares on several ranks."""
         return None
+
+    def queues_step(self, batch: Batch) -> bool:
+        """See LoadedModel: `forward` waits for the ranks."""
+        return False
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """See LoadedModel: plain steps of several ranks have no graphs."""

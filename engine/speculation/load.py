@@ -4,10 +4,10 @@ memory on the target's device: before the target's own cache is sized. Engine th
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from engine.closing import closed_on_failure
 from engine.config import EngineConfig
 from engine.errors import LoadError
 from engine.models.interface import LoadedModel, Progress
@@ -36,22 +36,19 @@ def load_drafters(
     """
     wanted = config.speculation
     drafters: list[Drafter] = [PromptLookup(wanted.ngram) for _ in wanted.drafters]
-    with contextlib.ExitStack() as opened:
+    with closed_on_failure() as closes:
         for name in wanted.draft_models:
-            drafters.append(_load(name, config, target, progress, opened))
+            drafters.append(_load(name, config, target, progress, closes))
         if wanted.draft_workers:
             drafters.append(_remote(wanted, target, peers))
-        opened.pop_all()  # they are the drafters' from now on
     return drafters
 
 
 def load_draft_model(config: EngineConfig, progress: Progress | None = None) -> DraftModel:
     """`config.model` for a draft worker, which guesses for others' targets: its settings are this
     model's own. Raises: LoadError."""
-    with contextlib.ExitStack() as opened:
-        drafter = _load(config.model, config, None, progress, opened)
-        opened.pop_all()
-    return drafter
+    with closed_on_failure() as closes:
+        return _load(config.model, config, None, progress, closes)
 
 
 def _remote(
@@ -72,12 +69,12 @@ def _load(
     config: EngineConfig,
     target: ModelInfo | None,
     progress: Progress | None,
-    opened: contextlib.ExitStack,
+    closes: list[Callable[[], None]],
 ) -> DraftModel:
     """
     Args:
         target: whose tokens it guesses; None: others'.
-        opened: closes the model where this, or what comes after it, fails.
+        closes: takes what closes the model where this, or what comes after it, fails.
     """
     own = replace(
         config,
@@ -94,7 +91,7 @@ def _load(
         speculation=SpeculationConfig(max_num_nodes=config.speculation.max_num_nodes),
     )
     model = load_model(own, progress=progress, is_draft=True)
-    opened.callback(model.close)
+    closes.append(model.close)
     if target is not None:
         _check(name, model.info, target)
     drafter = DraftModel(

@@ -17,7 +17,7 @@ import heapq
 import itertools
 from bisect import bisect_left
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from process.errors import Internal
 from services.autoscaler.decision import Flip
@@ -31,6 +31,7 @@ from services.autoscaler.signals import (
     Work,
     Worker,
 )
+from services.autoscaler.simulated import Machines, Request, SimulatedWorker
 
 STEP_S = 0.05
 """Of simulated time; what happens within one happens at its end, but for prompts, whose ends are
@@ -38,78 +39,6 @@ exact."""
 
 BOUNDS_S = tuple(0.001 * 1.25**power for power in range(56))
 """Of the histograms: 1 ms to 3.6 minutes, a quarter apart."""
-
-
-@dataclass(frozen=True)
-class Machines:
-    """What the workers are, in truth."""
-
-    token_s: float = 1 / 25_000
-    """For one prompt token."""
-    step_s: float = 0.0066
-    stream_s: float = 0.00005
-    """A decode step takes step_s + stream_s * batch."""
-    max_streams: int = 64
-    stream_blocks: int = 80
-    num_blocks: int = 25_000
-    start_s: float = 60.0
-    flip_s: float = 5.0
-    drain_s: float = 5.0
-    """At least, until a leaving worker's device is free."""
-
-
-@dataclass
-class Request:
-    """One of the load, and what it met."""
-
-    at_s: float
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    num_output_tokens: int
-    sent_s: float | None = None
-    first_s: float | None = None
-    end_s: float | None = None
-
-    @property
-    def num_uncached_tokens(self) -> int:
-        """At least one must be computed."""
-        return max(1, self.num_prompt_tokens - self.num_cached_tokens)
-
-    @property
-    def ttft_s(self) -> float | None:
-        """None: it has no token yet."""
-        return None if self.first_s is None else self.first_s - self.at_s
-
-    @property
-    def tpot_s(self) -> float | None:
-        """None: it has not ended."""
-        if self.first_s is None or self.end_s is None:
-            return None
-        return (self.end_s - self.first_s) / max(1, self.num_output_tokens - 1)
-
-
-@dataclass
-class _Worker:
-    name: str
-    role: Role
-    serves_at_s: float
-    leaves_at_s: float | None = None
-    """Not None: it is draining, and its device is free then at the earliest."""
-    is_flipping: bool = False
-    prompts: deque[Request] = field(default_factory=deque)
-    done_s: float = 0.0
-    """Of the first prompt, seconds that were spent."""
-    num_reserved: int = 0
-    """Places kept for prompts that are not computed yet."""
-    progress: float = 0.0
-    """Tokens that a stream got that was there from the start."""
-    streams: list[tuple[float, int, Request]] = field(default_factory=list)
-    """By the progress at which they end."""
-    work: Work = field(default_factory=Work)
-
-    @property
-    def num_queued_tokens(self) -> int:
-        return sum(request.num_uncached_tokens for request in self.prompts)
 
 
 class Cluster:
@@ -123,12 +52,12 @@ class Cluster:
         self.finished: list[Request] = []
         self._names = itertools.count(1)
         self._tie = itertools.count()
-        self._workers: list[_Worker] = []
+        self._workers: list[SimulatedWorker] = []
         for role in Role:
             for _ in range(workers.of(role)):
                 self._start(role, 0.0)
         self._waiting: deque[Request] = deque()
-        self._places: dict[int, _Worker] = {}
+        self._places: dict[int, SimulatedWorker] = {}
         """Of each request that is computed, where its stream will run."""
         self._moving: deque[tuple[Request, float]] = deque()
         """Streams without a worker, and what they have still to get."""
@@ -224,7 +153,7 @@ class Cluster:
             workers=tuple(self._view(w) for w in workers if w.serves_at_s <= self.now_s),
         )
 
-    def _view(self, worker: _Worker) -> Worker:
+    def _view(self, worker: SimulatedWorker) -> Worker:
         machines = self.machines
         num_streams = len(worker.streams)
         held = (num_streams + worker.num_reserved) * machines.stream_blocks
@@ -266,14 +195,14 @@ class Cluster:
 
     def _start(self, role: Role, serves_at_s: float) -> None:
         name = f"{role.value}-{next(self._names):03d}"
-        self._workers.append(_Worker(name, role, serves_at_s))
+        self._workers.append(SimulatedWorker(name, role, serves_at_s))
 
-    def _leave(self, worker: _Worker) -> None:
+    def _leave(self, worker: SimulatedWorker) -> None:
         is_serving = worker.serves_at_s <= self.now_s
         self._hand_over(worker)
         worker.leaves_at_s = self.now_s + (self.machines.drain_s if is_serving else 0.0)
 
-    def _hand_over(self, worker: _Worker) -> None:
+    def _hand_over(self, worker: SimulatedWorker) -> None:
         for end, _, request in worker.streams:
             self._moving.append((request, end - worker.progress))
         worker.streams.clear()
@@ -282,7 +211,7 @@ class Cluster:
                 self._places[number] = _NOWHERE
         worker.num_reserved = 0
 
-    def _ready(self, role: Role) -> list[_Worker]:
+    def _ready(self, role: Role) -> list[SimulatedWorker]:
         return [
             worker
             for worker in self._workers
@@ -332,12 +261,12 @@ class Cluster:
             waited_s = self._seen.queue_s + self.now_s - request.at_s
             self._seen = replace(self._seen, queue_s=waited_s)
 
-    def _has_place(self, worker: _Worker) -> bool:
+    def _has_place(self, worker: SimulatedWorker) -> bool:
         num = len(worker.streams) + worker.num_reserved + 1
         machines = self.machines
         return num <= machines.max_streams and num * machines.stream_blocks <= machines.num_blocks
 
-    def _prefill(self, worker: _Worker, begin_s: float, step_s: float) -> None:
+    def _prefill(self, worker: SimulatedWorker, begin_s: float, step_s: float) -> None:
         spent_s, num_tokens, token_s = 0.0, 0, self.machines.token_s
         while worker.prompts and spent_s < step_s:
             request = worker.prompts[0]
@@ -381,7 +310,7 @@ class Cluster:
             request, left = self._moving.popleft()
             heapq.heappush(place.streams, (place.progress + left, next(self._tie), request))
 
-    def _decode(self, worker: _Worker, step_s: float) -> None:
+    def _decode(self, worker: SimulatedWorker, step_s: float) -> None:
         machines, batch = self.machines, len(worker.streams)
         one_s = machines.step_s + machines.stream_s * batch
         worker.progress += step_s / one_s
@@ -413,11 +342,11 @@ class Cluster:
         _count(self._tpot, tpot_s)
 
 
-_NOWHERE = _Worker("nowhere", Role.DECODE, 0.0)
+_NOWHERE = SimulatedWorker("nowhere", Role.DECODE, 0.0)
 """Of a stream whose worker left before it began."""
 
 
-def _load(worker: _Worker) -> tuple[int, str]:
+def _load(worker: SimulatedWorker) -> tuple[int, str]:
     return len(worker.streams) + worker.num_reserved + len(worker.prompts), worker.name
 
 

@@ -9,8 +9,9 @@ import logging
 import sys
 
 from process import entry, interpreter, logs
-from services.router.app import Router, load_model
+from services.router.app import Router
 from services.router.config import RouterSettings
+from services.router.model import load_model
 
 logger = logging.getLogger("router")
 

@@ -16,8 +16,6 @@ from pathlib import Path
 import grpc.aio
 from prometheus_client.metrics_core import Metric
 
-import checkpoints
-from checkpoints.sampling_defaults import SamplingDefaults
 from kvstore import index
 from process import families, incarnation, redis_client, serving
 from process.access import RULES, Role
@@ -26,11 +24,10 @@ from process.families import Labels
 from process.health import Health as ProcessHealth
 from process.metrics import MetricsServer
 from process.serving import Dialer
-from process.settings import SettingsError
 from process.standard_services import Health, Reflection
 from process.tls import Identity, is_loopback
 from process.tracing import Tracing
-from services.router import beats, http_origins, http_roles, policies, sampling_defaults
+from services.router import beats, http_origins, http_roles, policies
 from services.router.admission import DEFAULT_STEP_TOKENS, Admission
 from services.router.admission_metrics import AdmissionMetrics
 from services.router.candidates import Candidates
@@ -47,6 +44,7 @@ from services.router.keys import ApiKeys
 from services.router.lease_release import LeaseRelease
 from services.router.lookup import PrefixLookup
 from services.router.metrics import RouterMetrics
+from services.router.model import Model
 from services.router.openai.routes import OpenAiRoutes
 from services.router.page.routes import LivePage
 from services.router.policy import DECODE, PREFILL
@@ -65,49 +63,7 @@ from services.router.status import ClusterStatus
 from services.router.tenants import TenantSalts, parse_scopes
 from services.router.traffic import Traffic
 from services.router.usage_history import UsageHistory
-from services.router.views import ServedModel, Snapshot
-from tokens.chat_template import ChatTemplate
-from tokens.errors import TokensError
-from tokens.tokenizer import Tokenizer
-
-
-class Model:
-    """What the router needs of the checkpoint it serves: names, tokenizer, template, defaults."""
-
-    def __init__(
-        self,
-        name: str,
-        *,
-        served: ServedModel,
-        tokenizer: Tokenizer,
-        template: ChatTemplate | None,
-        defaults: SamplingDefaults,
-    ) -> None:
-        self.name = name
-        self.served = served
-        self.tokenizer = tokenizer
-        self.template = template
-        self.defaults = defaults
-
-
-def load_model(model: str) -> Model:
-    """Find the checkpoint and read its tokenizer files; blocking.
-
-    Raises: SettingsError, one line: what is wrong with `model` and how to fix it.
-    """
-    try:
-        checkpoint = checkpoints.resolve(model, files="tokenizer")
-        return Model(
-            checkpoint.name,
-            served=ServedModel(
-                (checkpoint.name, model), checkpoints.tokenizer_digest(checkpoint.path)
-            ),
-            tokenizer=Tokenizer.load(checkpoint.path),
-            template=ChatTemplate.find(checkpoint.path),
-            defaults=sampling_defaults.read_defaults(checkpoint.path),
-        )
-    except (checkpoints.CheckpointError, TokensError) as error:
-        raise SettingsError(f"model: {error}") from error
+from services.router.views import Snapshot
 
 
 class Router:

@@ -23,6 +23,7 @@ from engine.request import EngineStats
 from engine.speculation.draft_traces import DraftTraces
 from kvstore import block_hash
 from kvstore.client import StoreClient
+from kvstore.transport.base import BlockMemory
 from process import tls
 from process.access import Role
 from process.deadline import Deadline
@@ -87,7 +88,16 @@ class WorkerCore:
         self.tls = tls.Identity.of(settings.tls, Role(identity.role))
         """Who this worker is to its peers; None: no TLS."""
         self._dial = Dialer(self.tls)
-        target = target_of(engine, settings, identity.worker_id, identity.incarnation, self._dial)
+        target = target_of(
+            engine,
+            settings,
+            identity.worker_id,
+            identity.incarnation,
+            self._dial,
+            None if before is None else before.memory,
+        )
+        self.memory: BlockMemory | None = None if target is None else target.memory
+        """The engine's cache as transports see it, in every life; None without a store."""
         self.step_log = StepLog() if settings.step_log else None
         if before is not None:
             self.step_log = before.step_log
@@ -101,9 +111,7 @@ class WorkerCore:
             log=self.step_log,
             idle_check_s=idle_check_s,
             step_timeout_s=settings.limits.step_timeout_s,
-            wait_for_kernels=kernel_wait(
-                None if target is None else target.memory, engine.kv.settle
-            ),
+            wait_for_kernels=kernel_wait(self.memory, engine.kv.settle),
         )
         self.on_room: Callable[[], None] = lambda: None
         """Called when the engine may have room again; nobody waits for it yet."""

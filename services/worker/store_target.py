@@ -39,9 +39,12 @@ def target_of(
     worker_id: str,
     worker_incarnation: bytes,
     dial: Dialer,
+    memory: BlockMemory | None = None,
 ) -> StoreTarget | None:
     """This life of the worker and its home store; None without one.
 
+    Args:
+        memory: of the life before, over the same engine; None: there was none.
     Raises: FailedPrecondition for a device or transport by which the engine's KV cannot be moved.
     """
     if not settings.store_address:
@@ -54,7 +57,7 @@ def target_of(
         worker_id=worker_id,
         worker_incarnation=worker_incarnation,
         fingerprint=engine.model_info.fingerprint,
-        memory=block_memory(engine.kv),
+        memory=memory or block_memory(engine.kv),
         transport=settings.transport,
         nixl_net_devices=settings.nixl_net_devices,
         dial=dial,

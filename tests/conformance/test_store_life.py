@@ -18,8 +18,8 @@ import pytest
 from kvstore import attaching, errors, memory, serve, wire
 from kvstore.config import KvStoreSettings
 from kvstore.errors import IntegrityError
+from kvstore.newcomer import Newcomer
 from kvstore.nixl_agent import NixlAgent, Region
-from kvstore.node import Newcomer
 from kvstore.push_peers import PeerBlocks
 from kvstore.store import Store
 from process import serving

@@ -35,8 +35,9 @@ from services.decode.role import DecodeRole
 from services.draft.config import DraftLimits, DraftSettings
 from services.draft.worker import serving_drafts
 from services.prefill.role import PrefillRole
-from services.router.app import Router, load_model
+from services.router.app import Router
 from services.router.config import RouterSettings, RouterTimes
+from services.router.model import load_model
 from services.worker import connector, main
 from services.worker import worker as worker_module
 from services.worker.config import WorkerLimits, WorkerSettings

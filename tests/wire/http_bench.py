@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from protos import common_pb2
-from services.router.app import Model
 from services.router.fakes.model import FakeModel
 from services.router.fakes.worker import FakeWorker
+from services.router.model import Model
 from tests.unit.router import bench as router_bench
 from tests.unit.router.bench import Bench, fake_model, running
 from tokens.chat_template import ChatTemplate

@@ -35,9 +35,9 @@ from tests.deadlines import Deadlines, task_of
 from tests.handle_blocks import forge
 from tests.unit.worker.builders import BLOCK_SIZE
 from tests.wire.ahead_pair import CHUNK, NUM_BLOCKS, PROMPT, ahead
+from tests.wire.direct_pair import on_devices
 from tests.wire.partial_handles import prefetch
 from tests.wire.prefill_decode_pair import WAIT_S, Gate, until
-from tests.wire.test_direct_handover import on_devices
 
 FOR_EVER_S = 1e6
 

@@ -76,9 +76,12 @@ async def test_both_workers_change_places_and_serve_as_before(tmp_path: Path) ->
         await p.check()
         before = {made.core.identity.incarnation for made in (p.prefill, p.decode)}
         names = {made.core.identity.worker_id for made in (p.prefill, p.decode)}
+        memories = p.prefill.core.memory, p.decode.core.memory
         async with flipped(p):
             assert names == {made.core.identity.worker_id for made in (p.prefill, p.decode)}
             assert not before & {made.core.identity.incarnation for made in (p.prefill, p.decode)}
+            # A device's checksums are captured once.
+            assert p.decode.core.memory is memories[0] and p.prefill.core.memory is memories[1]
             assert [m.core.identity.role for m in (p.prefill, p.decode)] == ["prefill", "decode"]
             again = await p.generate(PROMPT, name="again")
             assert again.token_ids == first.token_ids == p.expected(PROMPT, 8)

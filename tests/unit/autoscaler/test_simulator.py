@@ -14,7 +14,8 @@ from services.autoscaler.decision import Decision, Direction, Flip
 from services.autoscaler.limits import Pace, PoolLimits, Priors, ScaleLimits, Targets
 from services.autoscaler.plan import PlanState, plan
 from services.autoscaler.signals import ByRole, Role
-from services.autoscaler.simulator import Cluster, Machines, Request
+from services.autoscaler.simulated import Machines, Request
+from services.autoscaler.simulator import Cluster
 
 LIMITS = ScaleLimits(PoolLimits(1, 8), PoolLimits(1, 8), budget_devices=12)
 TARGETS = Targets()

@@ -24,12 +24,13 @@ from kvstore import index
 from process import incarnation, serving
 from process.errors import BatonError
 from protos import inference_pb2, inference_pb2_grpc
-from services.router.app import Model, Router
+from services.router.app import Router
 from services.router.config import RouterLimits, RouterSettings, RouterTimes
 from services.router.fakes.decode import FakeDecode
 from services.router.fakes.model import FakeModel
 from services.router.fakes.prefill import FakePrefill
 from services.router.fakes.worker import FakeWorker
+from services.router.model import Model
 from services.router.sampling_defaults import SamplingDefaults
 from services.router.views import ServedModel
 from tests.unit.tokens.builders import byte_level

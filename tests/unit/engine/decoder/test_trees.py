@@ -332,6 +332,31 @@ def test_what_no_graph_takes_is_counted(seed: int, caplog: pytest.LogCaptureFixt
     assert len([one for one in caplog.records if "fits no CUDA graph" in one.message]) == 1
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_step_that_is_one_graph_is_queued_at_once(device: str, seed: int) -> None:
+    model = small_model(device, torch.float32, seed)
+    graphs = _graphs(model, KvMemory(model.layout, NUM_BLOCKS, device), max_rows=16)
+    tree, single = Span(3, 5, (1,), branches=(-1, -1, 0, 0)), Span(0, 1, (2,))
+
+    def is_one(*spans: Span) -> bool:
+        num_tokens = sum(span.num_tokens for span in spans)
+        batch = Batch((1,) * num_tokens, spans, tuple(range(num_tokens)))
+        assert model.queues_step(batch) == (graphs.takes(batch) and device == "cuda")
+        assert not model.queues_step(replace(batch, wants_hidden=True))
+        return graphs.takes(batch)
+
+    assert not model.queues_step(Batch((1,), (single,), (0,))), "there are no graphs"
+    model._graphs = graphs
+    assert not is_one(tree) and not is_one(single), "nothing is captured yet"
+    graphs.capture()
+    assert is_one(tree) and is_one(tree, tree, tree) and is_one(tree, single) and is_one(single)
+    assert not is_one(tree, tree, tree, tree), "17 rows and more"
+    assert is_one(*[single] * 8) and not is_one(*[single] * 9)
+    assert not is_one(single._replace(block_ids=tuple(range(WINDOW // BLOCK + 1))))
+    assert not is_one(single._replace(adapter=1))
+    assert not is_one(tree, Span(0, 20, (4, 5, 6))), "two graphs"
+
+
 def test_shapes() -> None:
     shapes = tree_shapes(256, 17, 1024)
     assert len(shapes) == len(set(shapes)) == 50

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from engine.errors import InvalidRequest
 from engine.grammar import regex
+from engine.grammar.ranges import Ranges, minus, union
 
 
 def parse(pattern: str) -> regex.Node:
@@ -95,7 +96,7 @@ ranges = st.lists(
 )
 
 
-def members(found: regex.Ranges) -> set[int]:
+def members(found: Ranges) -> set[int]:
     return {code for low, high in found for code in range(low, high + 1)}
 
 
@@ -103,8 +104,8 @@ def members(found: regex.Ranges) -> set[int]:
 def test_union_and_minus_are_those_of_sets(
     left: list[tuple[int, int]], right: list[tuple[int, int]]
 ) -> None:
-    whole = regex.union([*left, *right])
+    whole = union([*left, *right])
     assert members(whole) == members(tuple(left)) | members(tuple(right))
     assert all(a[1] + 1 < b[0] for a, b in itertools.pairwise(whole))
-    rest = regex.minus(regex.union(left), regex.union(right))
+    rest = minus(union(left), union(right))
     assert members(rest) == members(tuple(left)) - members(tuple(right))

@@ -56,7 +56,10 @@ def make() -> Iterator[Make]:
 
 
 def _is_there(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:  # it may end between two looks
+        return False
 
 
 def _until(holds: Callable[[], bool], timeout_s: float = 20.0) -> None:

@@ -264,6 +264,25 @@ def test_one_that_cannot_be_loaded_closes_those_before(monkeypatch: pytest.Monke
         left, closed = list(models), []
 
 
+def test_what_fails_while_they_are_closed_hides_neither_the_cause_nor_another(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    models = [FakeModel(), FakeModel()]
+    left, closed = list(models), []
+
+    def close(one: FakeModel) -> None:
+        closed.append(one)
+        raise OSError(f"model {models.index(one)} is stuck")
+
+    monkeypatch.setattr(load_module, "load_model", lambda *_, **__: left.pop(0))
+    monkeypatch.setattr(FakeModel, "close", close)
+    speculation = SpeculationConfig(draft_models=("a", "b"), draft_workers=("nowhere:1",))
+    with pytest.raises(LoadError, match="draft_workers"):
+        load_module.load_drafters(replace(TARGET, speculation=speculation), FakeModel().info)
+    assert closed == models[::-1]
+    assert all(f"model {index} is stuck" in caplog.text for index in range(2))
+
+
 class _Closing:
     """A drafter with something to close."""
 
