@@ -256,11 +256,16 @@ class Holdings:
         return num_own * size - len(sequence.token_ids)
 
     def keep_path(self, sequence: Sequence, nodes: Values[int]) -> None:
-        """Of a token tree whose first node lies in the slot after its last token, keep the KV of
-        these nodes, the root's child first, in the slots that come next: at `move_kept`, which
-        must come before anybody is told of them."""
+        """Of a token tree whose first node lies in the slot after its last computed token, keep the
+        KV of these nodes, the root's child first, in the slots that come next: at `move_kept`,
+        which must come before anybody is told of them. (Of a quantized cache at once: a block that
+        they fill is cached right away.)"""
         size, first = self.block_size, sequence.num_computed_tokens
         block_ids = sequence.block_ids
+        if self.kv.tails is not None:
+            self.kv.tails.keep(block_ids, first, nodes)
+            self.in_flight.has_copied = self.in_flight.has_copied or len(nodes) > 0
+            return
         moves: list[tuple[int, int, int, int]] = []
         for place, node in enumerate(nodes):
             if place != node:
@@ -283,9 +288,12 @@ class Holdings:
 
     def forget_guesses(self, sequence: Sequence) -> None:
         """Blocks that were for guesses go back, and what those left behind the known tokens is
-        zero: it may not be numbers, and 0 times NaN is NaN."""
+        zero: it may not be numbers, and 0 times NaN is NaN. (Of a quantized cache they left
+        nothing.)"""
         self.shrink(sequence)
         place = sequence.num_computed_tokens
+        if self.kv.tails is not None:
+            return
         if place % self.block_size and self.kv.is_whole:  # other ranks' kernels read no further
             block_id = sequence.block_ids[place // self.block_size]
             self.kv.clear_tokens(block_id, place % self.block_size)

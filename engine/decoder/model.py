@@ -37,7 +37,8 @@ from engine.lora.registry import Adapters
 from engine.lora.site import Site
 from engine.lora.stacks import Stacks
 from engine.models.interface import DecodesAhead, Ends, Guesses, InOneProcess, Progress
-from engine.models.quantized_attention import QuantizedAttention, Scales
+from engine.models.quantized_attention import QuantizedAttention
+from engine.models.quantized_blocks import Scales
 from engine.models.step_attention import StepAttention
 from engine.request import ModelInfo
 from engine.sampling.copies import bring
@@ -145,8 +146,6 @@ class DecoderModel(InOneProcess):
     def guesses(self) -> Guesses:  # type: ignore[override]  # as above
         """See LoadedModel. A row of a tree sums in another order than that token alone would: exact
         models take one path."""
-        if self.layout.is_quantized:
-            return Guesses.NONE
         return Guesses.CHAINS if self.decoder.is_exact else Guesses.TREES
 
     @property

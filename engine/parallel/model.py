@@ -79,7 +79,7 @@ class ParallelModel:
         self.ahead: ParallelAhead | None = None
         self.reads_unwritten = layout.dtype != info.dtype  # as DecoderModel
         self.queues_steps = False  # `forward` waits for the ranks
-        self.guesses = Guesses.NONE if layout.is_quantized else Guesses.CHAINS
+        self.guesses = Guesses.CHAINS
         self._max_rows, self._launches_ahead = config.max_num_running, config.overlap
         self._part = part
         self._others = others

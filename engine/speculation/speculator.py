@@ -365,7 +365,7 @@ def make_speculator(
 
     Args:
         drafters: None: those that the config names.
-    Raises: SettingsError where the model takes no guesses.
+    Raises: SettingsError for settings that do not go together.
     """
     wanted = config.speculation
     if drafters is None:
@@ -376,11 +376,6 @@ def make_speculator(
         raise SettingsError("speculation.draft_models: whoever makes the engine must load them")
     if not drafters:
         return None
-    if guesses is Guesses.NONE:
-        raise SettingsError(
-            f"speculation: not with kv_dtype={config.kv_dtype}, whose blocks are "
-            "quantized once, of the tokens that fill them; leave it empty, or kv_dtype at auto"
-        )
     if config.exact and wanted.acceptance == "multi_step":
         raise SettingsError(
             "speculation.acceptance: multi_step is not for exact=true: which tokens are drawn "

@@ -16,10 +16,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from engine.batch import Batch, Span
 from engine.errors import IntegrityError
 from engine.kv.layout import KvLayout, LayerKv, layout_of
-from engine.kv.memory import KvMemory, Tails
+from engine.kv.memory import KvMemory
+from engine.kv.tails import Tails
 from engine.loop import Engine
 from engine.models import quantized_attention
-from engine.models.quantized_attention import QuantizedAttention, Scales
+from engine.models.quantized_attention import QuantizedAttention
+from engine.models.quantized_blocks import Scales
 from engine.request import Request
 
 SIZE, HEADS = 4, 6
@@ -240,6 +242,17 @@ def test_a_copied_block_takes_its_tail_along(seed: int) -> None:
     assert torch.allclose(out, expected[6:], atol=1e-5)
 
 
+def test_tails_that_grew_in_a_step_are_written_to_between_steps() -> None:
+    """Models compute in inference mode; a block is copied, or guesses are kept, outside of it."""
+    memory = KvMemory(_layout(LAYERS["plain"], "int8", "block"), 64)
+    assert memory.tails is not None
+    with torch.inference_mode():
+        for block_id in range(9):
+            memory.tails.open(block_id)
+    memory.copy(0, 40)
+    assert 40 in memory.tails
+
+
 def test_a_block_entered_in_its_middle_without_a_tail_is_no_silent_zero() -> None:
     layout = _layout(LAYERS["plain"], "int8", "block")
     memory = KvMemory(layout, 4)
@@ -254,7 +267,8 @@ class TailsMachine(RuleBasedStateMachine):
         super().__init__()
         self.live: set[int] = set()
         self.expected: dict[int, float] = {}
-        self.tails = Tails(layout_of([LayerKv(1, 2, 1, 2)], block_size=2, dtype="float32"), "cpu")
+        raw = layout_of([LayerKv(1, 2, 1, 2)], block_size=2, dtype="float32")
+        self.tails = Tails(lambda num_slots: KvMemory(raw, num_slots))
         self.tails.is_live = lambda block_id: block_id in self.live
 
     @rule(block_id=st.integers(0, 40), number=st.floats(1, 9, width=32))
@@ -310,7 +324,7 @@ def test_a_block_that_was_loaded_full_keeps_no_tail(
 ) -> None:
     """Its last owner gave it back unfilled; now it is live again, and no step fills it."""
     engine = make_engine()
-    tails = engine.kv.tails = Tails(engine.kv.layout, "cpu")
+    tails = engine.kv.tails = Tails(lambda num_slots: KvMemory(engine.kv.layout, num_slots))
     for block_id in range(engine.kv.num_blocks):
         tails.open(block_id)
     reserved = engine.reserve(make_request("a", tuple(range(1, 10))))

@@ -33,8 +33,8 @@ from engine.schedule.order import Key
 from engine.speculation.config import SpeculationConfig
 from engine.speculation.drafter import Draft, Task
 from engine.speculation.tree import EMPTY, TokenTree, chain, merge
-from process.settings import SettingsError
 from tests.parity.adapters import save_adapter
+from tests.unit.engine.quantized_fake import QuantizedFake
 from tests.unit.engine.test_disturbed import GRAMMARS
 from tests.unit.engine.workloads import (
     SIZE,
@@ -216,9 +216,16 @@ def test_workloads_with_grammars(seed: int, scale: Callable[[int], int]) -> None
         make_grammars=lambda: service,
         grammars=GRAMMARS,
     )
+    quantized = dataclasses.replace(
+        bench,
+        make_model=lambda: QuantizedFake(
+            "block", vocab_size=4096, context_window=WINDOW, block_size=SIZE
+        ),
+    )
     try:
         for index in range(scale(100)):
-            _counts(_check(bench, random.Random(f"guesses in grammars {seed} {index}"), 4096))
+            rng = random.Random(f"guesses in grammars {seed} {index}")
+            _counts(_check(quantized if index % 2 else bench, rng, 4096))
         for index in range(scale(40)):
             rng = random.Random(f"multi-step in grammars {seed} {index}")
             _check_multi_step(bench, rng, 4096)
@@ -264,14 +271,6 @@ def test_a_model_that_takes_chains_gets_chains(seed: int) -> None:
         engine = _check(Bench(make_model=Chains), random.Random(f"chains {seed} {index}"))
         num_kept += _counts(engine)[1]
     assert num_kept > 0
-
-
-def test_what_cannot_guess_is_refused_by_name() -> None:
-    config = EngineConfig(num_blocks=16, speculation=SpeculationConfig(drafters=("ngram",)))
-    model = FakeModel(context_window=WINDOW, block_size=SIZE)
-    model.guesses = Guesses.NONE
-    with pytest.raises(SettingsError, match="speculation: not with kv_dtype"):
-        Engine(config, model)
 
 
 def test_blocks_that_were_for_guesses_go_back(make_request: Callable[..., Request]) -> None:

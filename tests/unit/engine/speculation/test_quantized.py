@@ -1,0 +1,149 @@
+"""Guesses over a quantized KV cache: whatever happens around, the tokens are plain decoding's over
+the same cache."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from engine.batch import Batch
+from engine.config import EngineConfig
+from engine.loop import Engine
+from engine.request import Request
+from engine.speculation.config import SpeculationConfig
+from engine.speculation.drafter import Task
+from engine.speculation.tree import TokenTree, chain
+from tests.unit.engine.quantized_fake import QuantizedFake
+from tests.unit.engine.speculation.test_engine import (
+    Expected,
+    KnowsTheAnswers,
+    _check,
+    _check_multi_step,
+    _counts,
+)
+from tests.unit.engine.workloads import (
+    VOCAB,
+    WINDOW,
+    Bench,
+    undisturbed,
+)
+
+SCALES = "tensor", "block", "token_head"
+
+
+def _bench(rng: random.Random) -> Bench:
+    scale, size = rng.choice(SCALES), rng.choice([4, 4, 16])
+    return Bench(
+        make_model=lambda: QuantizedFake(scale, context_window=WINDOW, block_size=size), size=size
+    )
+
+
+def test_the_fake_tells_what_is_quantized_from_what_is_not(
+    make_request: Callable[..., Request],
+) -> None:
+    """Its tokens depend on where blocks end, but on no kind of scale."""
+    request = make_request("r", range(1, 21), max_tokens=12)
+
+    def answer(scale: str, size: int) -> object:
+        model = QuantizedFake(scale, context_window=WINDOW, block_size=size)
+        return undisturbed([request], Bench(make_model=lambda: model, size=size))
+
+    assert answer("block", 4) == answer("tensor", 4) == answer("token_head", 4)
+    assert answer("block", 4) != answer("block", 16)
+
+
+def test_random_workloads_end_as_without_guesses(seed: int, scale: Callable[[int], int]) -> None:
+    """As test_engine.py's, over blocks of 4 and of 16, with all kinds of scales."""
+    index = num_guessed = num_kept = 0
+    while index < scale(80) or num_kept == 0 or num_guessed == num_kept:
+        assert index < 80, "nothing was kept, or nothing was refused"
+        rng = random.Random(f"quantized {seed} {index}")
+        guessed, kept = _counts(_check(_bench(rng), rng))
+        num_guessed, num_kept, index = num_guessed + guessed, num_kept + kept, index + 1
+
+
+def test_random_workloads_under_the_multi_step_rule(seed: int, scale: Callable[[int], int]) -> None:
+    for index in range(scale(20)):
+        rng = random.Random(f"quantized multi-step {seed} {index}")
+        _check_multi_step(_bench(rng), rng, VOCAB)
+
+
+@pytest.mark.parametrize("length", range(1, 6))
+def test_an_accepted_run_ends_anywhere_in_a_block(
+    length: int, make_request: Callable[..., Request]
+) -> None:
+    """All that is guessed is right, and goes over a border between blocks, or several: a block that
+    guesses fill is offered to others at once, and is what plain decoding makes of it."""
+
+    class Right(KnowsTheAnswers):
+        def _tree(self, task: Task) -> TokenTree:
+            name, index = task.key
+            answer = self._expected[name][index][0]
+            done = len(task.token_ids) - task.num_prompt_tokens
+            path = answer[done : done + 2 * length]
+            return chain(path, [0.5**place for place in range(len(path))])
+
+    def make() -> QuantizedFake:
+        return QuantizedFake("block", context_window=WINDOW, block_size=4)
+
+    request = make_request("r", [1, 2, 3], max_tokens=40)
+    expected = undisturbed([request], Bench(make_model=make, size=4))
+    config = EngineConfig(
+        num_blocks=40, speculation=SpeculationConfig(always=True, max_num_nodes=2 * length)
+    )
+    engine = Engine(config, make(), drafters=[Right(random.Random(0), expected, VOCAB)])
+    plain = Engine(EngineConfig(num_blocks=40), make())
+    content: list[list[bytes]] = []
+    for one in (engine, plain):
+        one.submit(request)
+        filled: list[bytes] = []
+        token_ids: list[int] = []
+        while one.has_work():
+            for event in one.step().events:
+                token_ids += event.token_ids
+                # As they are when they are told: others may read them from now on.
+                filled += [one.kv.host_view[block.block_id].tobytes() for block in event.filled]
+            one.check_integrity()
+        assert tuple(token_ids) == expected["r"][0][0]
+        content.append(filled)
+    assert content[0] == content[1] and len(content[0]) == 10
+    guessed, kept = _counts(engine)
+    assert guessed == kept >= 20
+
+
+def test_a_guess_that_is_no_number_costs_no_token(make_request: Callable[..., Request]) -> None:
+    """The step is computed again without guesses, whatever block its token fills."""
+
+    class Poisoned(QuantizedFake):
+        def forward(self, batch: Batch) -> torch.Tensor:
+            logits = super().forward(batch)
+            if any(span.branches for span in batch.spans):
+                logits[:] = float("nan")
+            return logits
+
+    class Any(KnowsTheAnswers):
+        def _tree(self, task: Task) -> TokenTree:
+            return chain([1, 2, 3], [0.5, 0.4, 0.3])
+
+    def expected_of(request: Request) -> Expected:
+        model = QuantizedFake("block", context_window=WINDOW, block_size=4)
+        return undisturbed([request], Bench(make_model=lambda: model, size=4))
+
+    for length in range(1, 5):  # the prompt: then a first decode at any place of a block
+        request = make_request("r", range(1, 1 + length), max_tokens=8)
+        expected = expected_of(request)
+        config = EngineConfig(num_blocks=40, speculation=SpeculationConfig(always=True))
+        model = Poisoned("block", context_window=WINDOW, block_size=4)
+        engine = Engine(config, model, drafters=[Any(random.Random(0), expected, VOCAB)])
+        engine.submit(request)
+        token_ids: list[int] = []
+        while engine.has_work():
+            for event in engine.step().events:
+                assert event.error is None
+                token_ids += event.token_ids
+            engine.check_integrity()
+        assert tuple(token_ids) == expected["r"][0][0]
+        assert _counts(engine)[0] > 0
