@@ -128,6 +128,16 @@ class GuessingBench(Bench):
         return engine
 
 
+def _maybe_quantized(index: int, rng: random.Random) -> Bench:
+    """Every fourth over a quantized cache, with any kind of scale and size of blocks."""
+    if index % 4:
+        return Bench()
+    scale, size = rng.choice(["tensor", "block", "token_head"]), rng.choice([SIZE, SIZE, 16])
+    return Bench(
+        make_model=lambda: QuantizedFake(scale, context_window=WINDOW, block_size=size), size=size
+    )
+
+
 def _rest_at_random(engine: Engine, rng: random.Random) -> None:
     """Launches begin and end anywhere among guesses, for longer or shorter."""
     speculator = engine._parts.speculator
@@ -169,7 +179,8 @@ def test_random_workloads_end_as_without_guesses(seed: int, scale: Callable[[int
     preemptions, swaps, lack of blocks; steps without guesses may be launched ahead."""
     num_guessed = num_kept = num_launches = 0
     for index in range(scale(500)):
-        engine = _check(Bench(), random.Random(f"guesses {seed} {index}"))
+        rng = random.Random(f"guesses {seed} {index}")
+        engine = _check(_maybe_quantized(index, rng), rng)
         guessed, kept = _counts(engine)
         num_guessed, num_kept = num_guessed + guessed, num_kept + kept
         num_launches += _num_launches(engine)
@@ -180,7 +191,8 @@ def test_random_workloads_end_as_without_guesses(seed: int, scale: Callable[[int
 
 def test_random_workloads_under_the_multi_step_rule(seed: int, scale: Callable[[int], int]) -> None:
     for index in range(scale(60)):
-        _check_multi_step(Bench(), random.Random(f"multi-step {seed} {index}"), VOCAB)
+        rng = random.Random(f"multi-step {seed} {index}")
+        _check_multi_step(_maybe_quantized(index, rng), rng, VOCAB)
 
 
 def _check_multi_step(bench: Bench, rng: random.Random, vocab_size: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -35,11 +36,28 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     )
 
 
-def test_settings_that_guesses_do_not_go_with(config: EngineConfig) -> None:
-    wanted = replace(NGRAM, acceptance="multi_step")
-    problem = "acceptance: multi_step is not for exact=true"
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        (
+            {"kv_dtype": "int8", "exact": True, "decoder": "own"},
+            "speculation: not with exact=true and kv_dtype=int8",
+        ),
+        (
+            {
+                "exact": True,
+                "decoder": "own",
+                "speculation": replace(NGRAM, acceptance="multi_step"),
+            },
+            "acceptance: multi_step is not for exact=true",
+        ),
+    ],
+)
+def test_settings_that_guesses_do_not_go_with(
+    config: EngineConfig, fields: dict[str, Any], problem: str
+) -> None:
     with pytest.raises(SettingsError, match=problem):
-        load_engine(replace(config, exact=True, decoder="own", speculation=wanted))
+        load_engine(replace(config, **{"speculation": NGRAM} | fields))
 
 
 @pytest.mark.long
