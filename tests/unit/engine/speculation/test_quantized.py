@@ -1,6 +1,5 @@
-"""Guesses over a quantized KV cache: the tokens are plain decoding's over the same cache, and so are
-the bytes. (In random workloads: test_engine.py; on real attention: parity/test_quantized_guesses.)
-"""
+"""Guesses over a quantized KV cache: tokens and bytes are those of plain decoding over the same
+cache. (In random workloads: test_engine.py; on real attention: tests/parity.)"""
 
 from __future__ import annotations
 
