@@ -349,8 +349,8 @@ class Run:
 async def test_random_workloads_end_as_plain_decoding_does(
     kind: str, tmp_path: Path, redis: RedisServer, seed: int, scale: Callable[[int], int]
 ) -> None:
-    """55 workloads of each kind, of 500 in all, with a model whose tokens show each wrong byte. Half
-    of the kinds over a quantized cache, at random."""
+    """55 workloads of each kind, of 500 in all, with a model whose tokens show each wrong byte. At
+    random over a quantized cache."""
     rng = random.Random(f"path {kind} {seed}")
     maker = FakeMaker(tmp_path, kv_scale=rng.choice(["", "", "", "tensor", "block", "token_head"]))
     async with site(maker, tmp_path, redis, rng.choice(["auto", "store", "direct"])) as made:
