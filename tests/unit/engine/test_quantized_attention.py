@@ -299,6 +299,19 @@ class TailsMachine(RuleBasedStateMachine):
         self.expected.pop(block_id, None)
 
     @precondition(lambda self: self.live)
+    @rule(data=st.data(), num_nodes=st.integers(1, 9), is_known=st.booleans())
+    def guess(self, data: st.DataObject, num_nodes: int, is_known: bool) -> None:
+        """None is kept; or nobody asks before the next step."""
+        block_id = data.draw(st.sampled_from(sorted(self.live)))
+        self.tails.drop_guesses()
+        slots = self.tails.guess(block_id, num_nodes, [])
+        self.tails.memory.cache[list(slots)] = 77.0
+        assert self.tails.num_guess_slots == -(-num_nodes // 2)
+        if is_known:
+            self.tails.keep([block_id], 1, [])
+            assert self.tails.num_guess_slots == 0
+
+    @precondition(lambda self: self.live)
     @rule(data=st.data())
     def give_back(self, data: st.DataObject) -> None:
         """Unfilled, and nobody says so."""
@@ -312,7 +325,7 @@ class TailsMachine(RuleBasedStateMachine):
         for block_id, number in self.expected.items():
             slot = self.tails.slot(block_id)
             assert bool((self.tails.memory.cache[slot] == number).all())
-        assert self.tails.memory.num_blocks <= 8 * math.ceil(2 * 41 / 8)
+        assert self.tails.memory.num_blocks <= 8 * math.ceil(2 * (41 + 5) / 8)
 
 
 TestTails = TailsMachine.TestCase

@@ -120,3 +120,33 @@ def test_a_guess_that_is_no_number_costs_no_token(make_request: Callable[..., Re
             engine.check_integrity()
         assert tuple(token_ids) == expected["r"][0][0]
         assert _counts(engine)[0] > 0
+
+
+def test_logits_that_are_no_numbers_end_a_request_that_there_was_no_room_to_guess_for(
+    make_request: Callable[..., Request],
+) -> None:
+    """Its draws are tried although none is computed; its token fills a block, and there is nothing
+    to compute again without."""
+
+    class Any(KnowsTheAnswers):
+        def _tree(self, task: Task) -> TokenTree:
+            return chain([1, 2, 3], [0.5, 0.4, 0.3])
+
+    request = make_request("r", [1, 2, 3], max_tokens=8, temperature=1.0)
+    config = EngineConfig(
+        num_blocks=WINDOW // 4,
+        preemption="recompute",
+        speculation=SpeculationConfig(always=True, acceptance="multi_step"),
+    )
+    model = QuantizedFake("block", context_window=WINDOW, block_size=4)
+    drafter = Any(random.Random(0), {}, VOCAB)
+    engine = Engine(config, model, drafters=[drafter])
+    engine.reserve(make_request("other", range(1, WINDOW - 4)))  # all blocks but one
+    engine.submit(request)
+    (first,) = engine.step().events
+    assert len(first.token_ids) == 1
+    model.poison = frozenset(range(VOCAB))
+    (second,) = engine.step().events
+    assert second.error is not None and second.is_request_over
+    engine.check_integrity()
+    engine.abort("other")
