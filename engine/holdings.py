@@ -288,12 +288,11 @@ class Holdings:
 
     def forget_guesses(self, sequence: Sequence) -> None:
         """Blocks that were for guesses go back, and what those left behind the known tokens is
-        zero: it may not be numbers, and 0 times NaN is NaN. (Of a quantized cache they left
-        nothing.)"""
+        zero: it may not be numbers, and 0 times NaN is NaN."""
         self.shrink(sequence)
         place = sequence.num_computed_tokens
         if self.kv.tails is not None:
-            return
+            return  # they left nothing
         if place % self.block_size and self.kv.is_whole:  # other ranks' kernels read no further
             block_id = sequence.block_ids[place // self.block_size]
             self.kv.clear_tokens(block_id, place % self.block_size)
@@ -321,6 +320,11 @@ class Holdings:
         yet."""
         size = self.block_size
         num_full = sequence.num_computed_tokens // size
+        if self.kv.tails is not None:
+            # It may also be a former owner's, who gave a block back unfilled: one that was loaded
+            # has none of its own.
+            for block_id in sequence.block_ids[sequence.num_cached_blocks : num_full]:
+                self.kv.tails.close(block_id)
         if sequence.request.beam is not None:
             num_full = min(num_full, sequence.num_prompt_tokens // size)
         if num_full == sequence.num_cached_blocks:
@@ -331,10 +335,6 @@ class Holdings:
         hashes = sequence.chain_hashes[first:num_full]
         block_ids = sequence.block_ids[first:num_full]
         self.tree.insert_chain(parent_hash, hashes, block_ids)
-        if self.kv.tails is not None:
-            for block_id in block_ids:
-                # Of a former owner, who gave it back unfilled: a loaded block has none of its own.
-                self.kv.tails.close(block_id)
         num_told = max(0, sequence.num_told_blocks - first)
         untold = zip(
             range(first + num_told, num_full), block_ids[num_told:], hashes[num_told:], strict=True

@@ -7,7 +7,7 @@ Knows no request. Engine thread only.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,22 +20,12 @@ _FIRST_TAILS = 8
 """Slots to begin with; doubled when all are in use."""
 
 
-class _Guesses(NamedTuple):
-    """Of one sequence in one step."""
-
-    slots: tuple[int, ...]
-    """Where their numbers lie, node after node."""
-
-    filled: tuple[int, ...]
-    """Blocks that the tokens before them filled in that step."""
-
-
 class Tails:
     """Unfilled blocks of a quantized cache: one slot of a raw memory per block being filled.
 
-    A slot is opened when a block is entered, closed when it is full (or cleared). One whose block
-    was given back unfilled is found when room is wanted: `is_live` says so. Grows as live sequences
-    do.
+    A slot is opened when a block is entered, closed when it is full and the step that filled it is
+    booked (or when it is cleared). One whose block was given back unfilled is found when room is
+    wanted: `is_live` says so. Grows as live sequences do.
 
     Guessed tokens touch no block and no tail: theirs are slots of their own, from the step that
     computes them (`guess`) to its draws (`keep`), or to the next step (`drop_guesses`) where those
@@ -55,7 +45,7 @@ class Tails:
         self.memory = make(_FIRST_TAILS)
         self._slots: dict[int, int] = {}
         self._free = list(range(_FIRST_TAILS))
-        self._guesses: dict[int, _Guesses] = {}  # by the block of the token before them
+        self._guesses: dict[int, tuple[int, ...]] = {}  # slots, by the block of the token before
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -66,7 +56,7 @@ class Tails:
     @property
     def num_guess_slots(self) -> int:
         """In which numbers of guesses lie."""
-        return sum(len(one.slots) for one in self._guesses.values())
+        return sum(len(slots) for slots in self._guesses.values())
 
     def slot(self, block_id: int) -> int:
         """Of a block that is being filled. Raises: IntegrityError where it was never entered: its
@@ -97,17 +87,15 @@ class Tails:
 
     # -- guesses
 
-    def guess(self, block_id: int, num_nodes: int, filled: Sequence[int]) -> tuple[int, ...]:
+    def guess(self, block_id: int, num_nodes: int) -> tuple[int, ...]:
         """Slots for guessed tokens, node after node; what lies in them is not looked at.
 
         Args:
             block_id: of the last token before them: one sequence's own.
-            filled: blocks that the tokens before them fill in this step. Their tails stay until
-                `keep`: a step whose draws fail is computed again.
         """
         num_slots = -(-num_nodes // self.memory.layout.block_size)
         slots = tuple(self._take() for _ in range(num_slots))
-        self._guesses[block_id] = _Guesses(slots, tuple(filled))
+        self._guesses[block_id] = slots
         return slots
 
     def keep(self, block_ids: Sequence[int], start: int, nodes: Sequence[int]) -> None:
@@ -123,9 +111,7 @@ class Tails:
             if not nodes:
                 return
             raise IntegrityError(f"no guesses were computed behind block {before}")
-        slots, filled = self._guesses.pop(before)
-        for block_id in filled:
-            self.close(block_id)
+        slots = self._guesses.pop(before)
         moves: list[tuple[int, int, int, int]] = []
         for position, node in enumerate(nodes, start):
             block_id = block_ids[position // size]
@@ -138,13 +124,11 @@ class Tails:
             if self.quantize is None:
                 raise IntegrityError("guesses fill a block, and nobody can quantize it")
             self.quantize(full, [self._slots[block_id] for block_id in full])
-        for block_id in full:
-            self.close(block_id)
 
     def drop_guesses(self) -> None:
         """Forget those that nobody has asked for: their step failed, or their sequence is gone."""
-        for one in self._guesses.values():
-            self._free += one.slots
+        for slots in self._guesses.values():
+            self._free += slots
         self._guesses = {}
 
     # -- room
@@ -168,7 +152,7 @@ class Tails:
 
     def check_integrity(self) -> None:
         """Raises: IntegrityError where a slot is lost or has two owners."""
-        guessed = [slot for one in self._guesses.values() for slot in one.slots]
+        guessed = [slot for slots in self._guesses.values() for slot in slots]
         slots = [*self._slots.values(), *guessed, *self._free]
         if sorted(slots) != list(range(self.memory.num_blocks)):
             raise IntegrityError(f"{len(slots)} tail slots of {self.memory.num_blocks}")

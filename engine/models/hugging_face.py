@@ -97,9 +97,7 @@ class HuggingFaceModel(InOneProcess):
             step = StepAttention(batch, self._views, self.layout.block_size, self._scratch)
             return self._run(batch, step)
         quantized = QuantizedAttention(batch, self._memory, self._views, self._fixed_scales)
-        logits = self._run(batch, quantized)
-        quantized.finish()
-        return logits
+        return self._run(batch, quantized)
 
     def check_integrity(self) -> None:
         """Raises: IntegrityError where the books of streamed layers, or of what steps gather into,

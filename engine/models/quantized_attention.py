@@ -9,8 +9,9 @@ quantized once, in the step that fills it; until then it lies as computed in a s
 the sequence by `Tails.keep`.
 
 Spans of one token are attended together, on CUDA by a kernel that reads the cache as it is; longer
-ones one by one, over copies as numbers. Engine thread only; lives for one forward pass, after which
-`finish` closes the tails of blocks that became full.
+ones one by one, over copies as numbers. Engine thread only; lives for one forward pass. Blocks that
+it fills keep their tails until it is booked (engine/holdings.py): a step that fails is computed
+again.
 """
 
 from __future__ import annotations
@@ -86,7 +87,6 @@ class QuantizedAttention:
         self._tails = memory.tails
         self._tails.drop_guesses()
         self._uses_kernel = uses_kernel(self._device)
-        self._filled: list[int] = []  # block ids
         self._chunks: list[_Chunk] = []
         self._groups: list[_Group] = []
         self._place(batch)
@@ -107,7 +107,6 @@ class QuantizedAttention:
             size = self._layout.block_size
             slots = [self._tail(span.block_ids[-1], span.start % size) for span in spans]
             full = [index for index, span in enumerate(spans) if span.end % size == 0]
-            self._filled += [spans[index].block_ids[-1] for index in full]
             table = block_table(spans, self._device)
             ends, tails = self._tensor([span.end for span in spans]), self._tensor(slots)
             self._groups.append(
@@ -139,22 +138,14 @@ class QuantizedAttention:
         if end % size:
             is_begun = num_full == begun and tail_in is not None
             tail_out = tail_in if is_begun else self._tails.open(span.block_ids[num_full])
-        filled = span.block_ids[begun:num_full]
         chunk = _Chunk(first, span, begun * size, num_full, tail_in, tail_out)
         if num_nodes == 0:
-            self._filled += filled
             return chunk
-        slots = self._tails.guess(span.block_ids[(end - 1) // size], num_nodes, filled)
+        slots = self._tails.guess(span.block_ids[(end - 1) // size], num_nodes)
         self._tails.quantize = self._blocks.freeze_tails
         chunk.guess_slots = self._tensor(list(slots))[None]
         chunk.guesses = SpanGuesses(span, size, chunk.start, self._device)
         return chunk
-
-    def finish(self) -> None:
-        """After the last layer: blocks that are full have no tail any more, but where guesses hang
-        on their last token."""
-        for block_id in self._filled:
-            self._tails.close(block_id)
 
     def attend(
         self,

@@ -74,7 +74,6 @@ class SeesQuantized(FakeModel):
             sums = out.double().numpy() * (positions[:, None] + 1) * 4
             assert np.abs(sums - sums.round()).max() < 0.2, "sums are no quarters"
             told = [row.tobytes() for row in sums.round().astype(np.int64)]
-        step.finish()
         return list(told)
 
     def _write(self, span: Span, token_ids: object) -> None:

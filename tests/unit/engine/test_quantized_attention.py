@@ -125,7 +125,6 @@ class _Sequences:
             batch = Batch((0,) * query.shape[1], tuple(spans), ())
             step = QuantizedAttention(batch, memory, memory.layer_views(), fixed)
             out = step.attend(0, query, key, value, 0.3, window, is_latent=self.layer.is_latent)
-            step.finish()
             memory.check_integrity()
             first = 0
             for index, span in zip(members, spans, strict=True):
@@ -238,7 +237,6 @@ def test_a_copied_block_takes_its_tail_along(seed: int) -> None:
             Batch((0,) * (end - start), (span,), ()), memory, memory.layer_views(), []
         )
         out = step.attend(0, query[:, start:end], key[:, start:end], value[:, start:end], 0.3, None)
-        step.finish()
     assert torch.allclose(out, expected[6:], atol=1e-5)
 
 
@@ -304,7 +302,7 @@ class TailsMachine(RuleBasedStateMachine):
         """None is kept; or nobody asks before the next step."""
         block_id = data.draw(st.sampled_from(sorted(self.live)))
         self.tails.drop_guesses()
-        slots = self.tails.guess(block_id, num_nodes, [])
+        slots = self.tails.guess(block_id, num_nodes)
         self.tails.memory.cache[list(slots)] = 77.0
         assert self.tails.num_guess_slots == -(-num_nodes // 2)
         if is_known:

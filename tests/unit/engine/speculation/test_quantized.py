@@ -150,3 +150,46 @@ def test_logits_that_are_no_numbers_end_a_request_that_there_was_no_room_to_gues
     assert second.error is not None and second.is_request_over
     engine.check_integrity()
     engine.abort("other")
+
+
+@pytest.mark.parametrize("guesses", [False, True])
+def test_a_step_that_fails_when_all_is_computed_is_computed_again(
+    guesses: bool, make_request: Callable[..., Request]
+) -> None:
+    """Every other one: also those that fill a block."""
+
+    class Failing(QuantizedFake):
+        def forward(self, batch: Batch) -> torch.Tensor:
+            logits = super().forward(batch)
+            if self.num_forwards % 2:
+                raise RuntimeError("the device is gone for a moment")
+            return logits
+
+    request = make_request("r", range(1, 8), max_tokens=20)
+    model = QuantizedFake("block", context_window=WINDOW, block_size=4)
+    expected = undisturbed([request], Bench(make_model=lambda: model, size=4))
+    failing = Failing("block", context_window=WINDOW, block_size=4)
+    drafter = KnowsTheAnswers(random.Random(1), expected, VOCAB)
+    config = EngineConfig(
+        num_blocks=40,
+        max_num_tokens_per_step=5,
+        max_num_running=4,
+        speculation=SpeculationConfig(always=True),
+    )
+    engine = Engine(config, failing, drafters=[drafter] if guesses else [])
+    engine.submit(request)
+    token_ids: list[int] = []
+    num_failures = 0
+    while engine.has_work():
+        try:
+            events = engine.step().events
+        except RuntimeError:
+            num_failures += 1
+            assert num_failures < 100
+            continue
+        finally:
+            engine.check_integrity()
+        for event in events:
+            token_ids += event.token_ids
+    assert tuple(token_ids) == expected["r"][0][0]
+    assert num_failures > 2
