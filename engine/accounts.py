@@ -100,6 +100,7 @@ def check_integrity(groups: Mapping[str, Group], holdings: Holdings) -> None:
         for sequence in group.samples.values():
             references.update(sequence.held_block_ids)
             _check_sequence(sequence, holdings.block_size)
+            _check_tail(sequence, holdings)
         _check_group(group, holdings)
     holdings.pool.check_integrity(references)
     holdings.in_flight.check_integrity(
@@ -129,6 +130,22 @@ def _check_group(group: Group, holdings: Holdings) -> None:
     num_there = len(group.spare_block_ids) + holdings.num_distinct(group)
     if num_there != num_promised:
         raise IntegrityError(f"{name} has {num_there} blocks of its own, {num_promised} promised")
+
+
+def _check_tail(sequence: Sequence, holdings: Holdings) -> None:
+    """Of a quantized cache: of its computed tokens' blocks the unfilled one has a tail, and no
+    other."""
+    tails, size = holdings.kv.tails, holdings.block_size
+    if tails is None or sequence.state not in STARTED:
+        return
+    num_computed = sequence.num_computed_tokens
+    num_full = num_computed // size
+    name = f"{sequence.request.request_id}/{sequence.sample_index}"
+    for block_id in sequence.block_ids[:num_full]:
+        if block_id in tails:
+            raise IntegrityError(f"block {block_id} of {name} is full and has a tail")
+    if num_computed % size and sequence.block_ids[num_full] not in tails:
+        raise IntegrityError(f"{name} computed a part of a block that has no tail")
 
 
 def _check_sequence(sequence: Sequence, block_size: int) -> None:

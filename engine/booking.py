@@ -131,7 +131,7 @@ class Booking:
             drawn: after its last token, then after each node.
         Returns: its events, and how many nodes were kept.
         """
-        first_error = drawn[0].error
+        first_error = drawn[0].error if len(tree) else None
         if first_error is not None and (sequence.grammar is None or not sequence.grammar.error):
             # A guess whose KV is no number spoils its neighbours' sums: once more, without any.
             sequence.takes_guesses = False
@@ -168,9 +168,9 @@ class Booking:
             return [self.fail(sequence, error)], 0
         del sequence.token_ids[taken[-1][1] :]  # of a draw that failed
         sequence.num_computed_tokens += num_tokens
-        self._holdings.keep_path(sequence, path)
         # The last token that is known is computed by the next step, also if it was guessed.
         num_kept = min(len(path), len(sequence.token_ids) - num_before - 1)
+        self._holdings.keep_path(sequence, path[:num_kept])
         sequence.num_computed_tokens += num_kept
         filled = self._holdings.cache_full_blocks(sequence)
         self._holdings.shrink(sequence)

@@ -240,11 +240,16 @@ class Holdings:
         return num_own * size - len(sequence.token_ids)
 
     def keep_path(self, sequence: Sequence, nodes: Values[int]) -> None:
-        """Of a token tree whose first node lies in the slot after its last token, keep the KV of
-        these nodes, the root's child first, in the slots that come next: at `move_kept`, which
-        must come before anybody is told of them."""
+        """Of a token tree whose first node lies in the slot after its last computed token, keep the
+        KV of these nodes, the root's child first, in the slots that come next: at `move_kept`,
+        which must come before anybody is told of them. (Of a quantized cache at once: a block that
+        they fill is cached right away.)"""
         size, first = self.block_size, sequence.num_computed_tokens
         block_ids = sequence.block_ids
+        if self.kv.tails is not None:
+            self.kv.tails.keep(block_ids, first, nodes)
+            self.in_flight.has_copied = self.in_flight.has_copied or len(nodes) > 0
+            return
         moves: list[tuple[int, int, int, int]] = []
         for place, node in enumerate(nodes):
             if place != node:
@@ -270,6 +275,8 @@ class Holdings:
         zero: it may not be numbers, and 0 times NaN is NaN."""
         self.shrink(sequence)
         place = sequence.num_computed_tokens
+        if self.kv.tails is not None:
+            return  # they left nothing
         if place % self.block_size and self.kv.is_whole:  # other ranks' kernels read no further
             block_id = sequence.block_ids[place // self.block_size]
             self.kv.clear_tokens(block_id, place % self.block_size)
@@ -297,6 +304,11 @@ class Holdings:
         yet."""
         size = self.block_size
         num_full = sequence.num_computed_tokens // size
+        if self.kv.tails is not None:
+            # It may also be a former owner's, who gave a block back unfilled: one that was loaded
+            # has none of its own.
+            for block_id in sequence.block_ids[sequence.num_cached_blocks : num_full]:
+                self.kv.tails.close(block_id)
         if sequence.request.beam is not None:
             num_full = min(num_full, sequence.num_prompt_tokens // size)
         if num_full == sequence.num_cached_blocks:
@@ -307,10 +319,6 @@ class Holdings:
         hashes = sequence.chain_hashes[first:num_full]
         block_ids = sequence.block_ids[first:num_full]
         self.tree.insert_chain(parent_hash, hashes, block_ids)
-        if self.kv.tails is not None:
-            for block_id in block_ids:
-                # Of a former owner, who gave it back unfilled: a loaded block has none of its own.
-                self.kv.tails.close(block_id)
         num_told = max(0, sequence.num_told_blocks - first)
         untold = zip(
             range(first + num_told, num_full), block_ids[num_told:], hashes[num_told:], strict=True

@@ -154,7 +154,11 @@ def build(
             spans.append(Span(start, num_tokens, sequence.block_table, group.adapter_slot))
         else:
             all_token_ids += tree.token_ids
-            spans.append(_tree_span(start, num_tokens, sequence, tree))
+            span = _tree_span(start, num_tokens, sequence, tree)
+            # One path is a text like any other, which every model computes; but a quantized cache
+            # takes in for good what is no guess.
+            is_told = span.is_tree or kv.tails is not None
+            spans.append(span if is_told else span._replace(branches=()))
         if end == len(token_ids) and (has_drawn or not group.is_continued):
             drawing.append(_Drawing(sequence, end, guess))
             has_beams = has_beams or sequence.request.beam is not None
@@ -201,15 +205,13 @@ def _lay_out(drawing: Iterable[_Drawing], eos_token_ids: frozenset[int]) -> _Lai
 
 
 def _tree_span(start: int, num_tokens: int, sequence: Sequence, tree: TokenTree) -> Span:
-    span = Span(
+    return Span(
         start,
         num_tokens + len(tree),
         sequence.block_table,
         sequence.group.adapter_slot,
         tree.parents,
     )
-    # One path is a text like any other, which every model computes.
-    return span if span.is_tree else span._replace(branches=())
 
 
 def _tree_draws(root: Draw, tree: TokenTree, proposals: Values[Proposals | None]) -> list[Draw]:

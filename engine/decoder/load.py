@@ -21,7 +21,7 @@ from engine.errors import LoadError, ModelNotSupported
 from engine.kv.layout import KvLayout
 from engine.kv.memory import TORCH_DTYPES, KvMemory
 from engine.models.fixed_scales import find_scales
-from engine.models.quantized_attention import Scales
+from engine.models.quantized_blocks import Scales
 from engine.models.rehearsal import BLOCK_SIZE, Forward
 
 MIN_HEAD_DIM = 16

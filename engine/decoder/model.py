@@ -36,8 +36,10 @@ from engine.lora.config import LoraLimits
 from engine.lora.registry import Adapters
 from engine.lora.site import Site
 from engine.lora.stacks import Stacks
+from engine.models.attention_hook import Attend
 from engine.models.interface import DecodesAhead, Ends, Guesses, InOneProcess, Progress
-from engine.models.quantized_attention import QuantizedAttention, Scales
+from engine.models.quantized_attention import QuantizedAttention
+from engine.models.quantized_blocks import Scales
 from engine.models.step_attention import StepAttention
 from engine.request import ModelInfo
 from engine.sampling.copies import bring
@@ -140,8 +142,6 @@ class DecoderModel(InOneProcess):
     def guesses(self) -> Guesses:  # type: ignore[override]  # as above
         """See LoadedModel. A row of a tree sums in another order than that token alone would: exact
         models take one path."""
-        if self.layout.is_quantized:
-            return Guesses.NONE
         return Guesses.CHAINS if self.decoder.is_exact else Guesses.TREES
 
     @property
@@ -259,19 +259,17 @@ class DecoderModel(InOneProcess):
         """Over a cache that stores other numbers than are computed."""
         if self._memory is None:
             raise ValueError("no cache is attached")
-        quantized = None
+        step: Attend
         if self._memory.tails is not None:
-            quantized = QuantizedAttention(batch, self._memory, self._views, self._fixed_scales)
-        step = quantized or StepAttention(batch, self._views, self.layout.block_size)
+            step = QuantizedAttention(batch, self._memory, self._views, self._fixed_scales)
+        else:
+            step = StepAttention(batch, self._views, self.layout.block_size)
         token_ids, positions, draw_indices = (
             torch.tensor(values, dtype=torch.int32, device=self._device)
             for values in (batch.token_ids, batch.positions, batch.draw_indices)
         )
         with self._adapting(batch):
-            logits = self.decoder.forward_attending(token_ids, positions, draw_indices, step)
-        if quantized is not None:
-            quantized.finish()
-        return logits
+            return self.decoder.forward_attending(token_ids, positions, draw_indices, step)
 
 
 def _places(batch: Batch, device: torch.device) -> torch.Tensor:

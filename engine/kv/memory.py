@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,8 +19,9 @@ import numpy.typing as npt
 import torch
 from baton_kernels.block_rows import BlockRows
 
-from engine.errors import IntegrityError, LoadError
+from engine.errors import LoadError
 from engine.kv.layout import KvLayout, Section
+from engine.kv.tails import Tails
 
 TORCH_DTYPES = {
     "float32": torch.float32,
@@ -28,10 +29,6 @@ TORCH_DTYPES = {
     "int8": torch.int8,
     "fp8_e4m3": torch.int8,  # its bits: few operations know the type itself
 }
-
-
-_FIRST_TAILS = 8
-"""Slots to begin with; doubled when all are in use."""
 
 
 @dataclass(frozen=True)
@@ -98,71 +95,6 @@ class Part(NamedTuple):
     runs: tuple[Run, ...]
 
 
-class Tails:
-    """Unfilled blocks of a quantized cache, in the numbers that the model computed: one slot of a
-    raw memory per block that is being filled.
-
-    A slot is opened when a block is entered, closed when it is full (or cleared). One whose block
-    was given back unfilled is found when room is wanted: `is_live` says so. Grows as live sequences
-    do. Engine thread only.
-    """
-
-    def __init__(self, layout: KvLayout, device: str) -> None:
-        self.is_live: Callable[[int], object] = lambda _: True
-        """Is this block referenced? Set by whoever owns the pool."""
-        self.memory = KvMemory(layout, _FIRST_TAILS, device)
-        self._slots: dict[int, int] = {}
-        self._free = list(range(_FIRST_TAILS))
-
-    def __len__(self) -> int:
-        return len(self._slots)
-
-    def slot(self, block_id: int) -> int:
-        """Of a block that is being filled. Raises: IntegrityError where it was never entered: its
-        first tokens came from elsewhere, which only full blocks can."""
-        if block_id not in self._slots:
-            raise IntegrityError(f"block {block_id} is entered in its middle, but has no tail")
-        return self._slots[block_id]
-
-    def open(self, block_id: int) -> int:
-        """A slot of zeros for a block that is entered."""
-        self.close(block_id)
-        if not self._free:
-            self._make_room()
-        slot = self._slots[block_id] = self._free.pop()
-        self.memory.clear(slot)
-        return slot
-
-    def close(self, block_id: int) -> None:
-        """Nothing, where the block has none."""
-        slot = self._slots.pop(block_id, None)
-        if slot is not None:
-            self._free.append(slot)
-
-    def copy(self, source: int, target: int) -> None:
-        """What `source` has of a tail, or has not, becomes `target`'s, too."""
-        self.close(target)
-        if source in self._slots:
-            slot = self.open(target)
-            self.memory.copy(self._slots[source], slot)
-
-    def _make_room(self) -> None:
-        for block_id in [block_id for block_id in self._slots if not self.is_live(block_id)]:
-            self.close(block_id)
-        if self._free:
-            return
-        old = self.memory
-        self.memory = KvMemory(old.layout, 2 * old.num_blocks, old.device)
-        self.memory.cache[: old.num_blocks].copy_(old.cache)
-        self._free = list(range(old.num_blocks, 2 * old.num_blocks))
-
-    def check_integrity(self) -> None:
-        """Raises: IntegrityError where a slot is lost or has two owners."""
-        slots = [*self._slots.values(), *self._free]
-        if sorted(slots) != list(range(self.memory.num_blocks)):
-            raise IntegrityError(f"{len(slots)} tail slots of {self.memory.num_blocks}")
-
-
 class KvMemory:
     """[num_blocks, *layout.block_shape], page-aligned on CPU, zero at start.
 
@@ -174,7 +106,7 @@ class KvMemory:
         layout, num_blocks: what it holds.
         record: the layout of what lies here; `layout` itself, unless other ranks have the rest.
         cache: the tensor, the layout's dtype, on `device`.
-        tails: where quantized, the unfilled blocks' numbers as the model computed them; else None.
+        tails: where quantized, what is not quantized yet; else None.
         parts: where the ranks' records of blocks lie, if this is one rank's and all can be reached.
         address: of the first byte; block b begins at address + b * record.block_bytes.
     """
@@ -218,7 +150,9 @@ class KvMemory:
                 raise self._no_room(error) from error
         self.address: int = self.cache.data_ptr()
         self._views: list[LayerView] | None = None
-        self.tails = Tails(record.raw, device) if layout.is_quantized else None
+        self.tails: Tails | None = None
+        if layout.is_quantized:
+            self.tails = Tails(lambda num_slots: KvMemory(record.raw, num_slots, device))
 
     def _no_room(self, error: Exception) -> LoadError:
         num_bytes = self.num_blocks * self.record.block_bytes

@@ -31,7 +31,7 @@ from engine.models.offload import LayerStream
 from engine.models.offload_load import WHY_PLAIN, OnHost
 from engine.models.packed_linear import unavailable_reason
 from engine.models.probe import probe
-from engine.models.quantized_attention import Scales
+from engine.models.quantized_blocks import Scales
 from engine.models.step_attention import StepAttention
 
 _MAX_RELATIVE_ERROR = {"float32": 1e-4, "bfloat16": 0.1}

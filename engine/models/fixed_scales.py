@@ -12,7 +12,7 @@ from engine.batch import Batch, Span
 from engine.kv.layout import KvLayout
 from engine.kv.memory import KvMemory
 from engine.models.attention_hook import Attend
-from engine.models.quantized_attention import Scales
+from engine.models.quantized_blocks import Scales
 from engine.models.step_attention import StepAttention
 
 _NUM_TOKENS = 128

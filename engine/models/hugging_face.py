@@ -24,7 +24,8 @@ from engine.models.interface import DecodesAhead, Ends, Guesses, InOneProcess
 from engine.models.layer_lists import layer_lists
 from engine.models.lora_sites import find_sites
 from engine.models.offload import LayerStream
-from engine.models.quantized_attention import QuantizedAttention, Scales
+from engine.models.quantized_attention import QuantizedAttention
+from engine.models.quantized_blocks import Scales
 from engine.models.scratch import Scratch, scratch_for
 from engine.models.step_attention import StepAttention
 from engine.request import ModelInfo
@@ -59,6 +60,7 @@ class HuggingFaceModel(InOneProcess):
         self._has_body_before_head = model.base_model is not model
         self._is_body_checked = False
         self.ahead: DecodesAhead | None = None
+        self.guesses = Guesses.TREES
         is_cpu = self._device.type == "cpu"
         self.adapters = Adapters(
             lora or LoraLimits(),
@@ -72,8 +74,6 @@ class HuggingFaceModel(InOneProcess):
         self._memory = memory
         self._views = memory.layer_views()
         self._scratch = scratch_for(memory, self.info.dtype)
-        # A quantized block is made once, of the tokens that fill it: none that may be taken back.
-        self.guesses = Guesses.TREES if memory.tails is None else Guesses.NONE
 
     @property
     def ends(self) -> Ends | None:
@@ -97,9 +97,7 @@ class HuggingFaceModel(InOneProcess):
             step = StepAttention(batch, self._views, self.layout.block_size, self._scratch)
             return self._run(batch, step)
         quantized = QuantizedAttention(batch, self._memory, self._views, self._fixed_scales)
-        logits = self._run(batch, quantized)
-        quantized.finish()
-        return logits
+        return self._run(batch, quantized)
 
     def check_integrity(self) -> None:
         """Raises: IntegrityError where the books of streamed layers, or of what steps gather into,

@@ -149,7 +149,6 @@ class DecodesAhead(Protocol):
 class Guesses(enum.Enum):
     """What of tokens that were guessed a model can compute in one pass."""
 
-    NONE = "none"
     CHAINS = "chains"
     """One continuation: tokens of a span like any others."""
     TREES = "trees"

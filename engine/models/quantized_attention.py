@@ -4,11 +4,14 @@ A token at position p sees every block before its own as quantized, and its own 
 p // P * P to p) as computed. So what a token sees, and what is stored of it, depends on positions
 alone: not on the chunks a prompt came in, nor on prefix hits, nor on batch-mates. A block is
 quantized once, in the step that fills it; until then it lies as computed in a slot of
-`KvMemory.tails`.
+`KvMemory.tails`. Guessed tokens (Span.branches) see what plain ones would at their place
+(quantized_guesses.py), and are stored nowhere but in slots of their own: those that are kept join
+the sequence by `Tails.keep`.
 
 Spans of one token are attended together, on CUDA by a kernel that reads the cache as it is; longer
-ones one by one, over copies as numbers. Engine thread only; lives for one forward pass, after which
-`finish` closes the tails of blocks that became full.
+ones one by one, over copies as numbers. Engine thread only; lives for one forward pass. Blocks that
+it fills keep their tails until it is booked (engine/holdings.py): a step that fails is computed
+again.
 """
 
 from __future__ import annotations
@@ -19,14 +22,12 @@ from dataclasses import dataclass, field
 import torch
 from baton_kernels import block_rows, reference
 from baton_kernels.attention import decode_attention
-from baton_kernels.quantize import dequantize, quantize
 
 from engine.batch import Batch, Span
 from engine.kv.memory import KvMemory, LayerView
+from engine.models.quantized_blocks import QuantizedBlocks, Scales
+from engine.models.quantized_guesses import SpanGuesses
 from engine.models.step_attention import block_table, row_ids, size_class
-
-Scales = tuple[float, float | None]
-"""One layer's fixed scales, of keys and of values (None: latents)."""
 
 
 def uses_kernel(device: torch.device) -> bool:
@@ -43,11 +44,13 @@ class _Chunk:
     start: int
     """Position where the numbers as computed begin: the first token's block."""
     num_full: int
-    """Blocks that are full after this step, of the request's all."""
+    """Blocks that are full after this step, of the request's all; guesses fill none."""
     tail_in: int | None
     """Slot of the block that is entered in its middle."""
     tail_out: int | None
     """Slot of the block that is left unfilled."""
+    guesses: SpanGuesses | None = None
+    guess_slots: torch.Tensor | None = None  # [1, n] slots that their numbers go into
     masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
 
 
@@ -77,13 +80,13 @@ class QuantizedAttention:
     ) -> None:
         if memory.tails is None:
             raise ValueError("this cache is not quantized")
+        self._blocks = QuantizedBlocks(memory, views, fixed)
         self._views = views
-        self._fixed = fixed
         self._layout = memory.layout
         self._device = memory.cache.device
         self._tails = memory.tails
+        self._tails.drop_guesses()
         self._uses_kernel = uses_kernel(self._device)
-        self._filled: list[int] = []  # block ids
         self._chunks: list[_Chunk] = []
         self._groups: list[_Group] = []
         self._place(batch)
@@ -104,7 +107,6 @@ class QuantizedAttention:
             size = self._layout.block_size
             slots = [self._tail(span.block_ids[-1], span.start % size) for span in spans]
             full = [index for index, span in enumerate(spans) if span.end % size == 0]
-            self._filled += [spans[index].block_ids[-1] for index in full]
             table = block_table(spans, self._device)
             ends, tails = self._tensor([span.end for span in spans]), self._tensor(slots)
             self._groups.append(
@@ -128,20 +130,22 @@ class QuantizedAttention:
     def _chunk(self, first: int, span: Span) -> _Chunk:
         if not span.block_ids:  # a warm-up: nothing is stored
             return _Chunk(first, span, 0, 0, None, None)
-        size = self._layout.block_size
-        begun, num_full = span.start // size, span.end // size
+        size, num_nodes = self._layout.block_size, len(span.branches)
+        end = span.end - num_nodes
+        begun, num_full = span.start // size, end // size
         tail_in = self._tails.slot(span.block_ids[begun]) if span.start % size else None
         tail_out = None
-        if span.end % size:
+        if end % size:
             is_begun = num_full == begun and tail_in is not None
             tail_out = tail_in if is_begun else self._tails.open(span.block_ids[num_full])
-        self._filled += span.block_ids[begun:num_full]
-        return _Chunk(first, span, begun * size, num_full, tail_in, tail_out)
-
-    def finish(self) -> None:
-        """After the last layer: blocks that are full have no tail any more."""
-        for block_id in self._filled:
-            self._tails.close(block_id)
+        chunk = _Chunk(first, span, begun * size, num_full, tail_in, tail_out)
+        if num_nodes == 0:
+            return chunk
+        slots = self._tails.guess(span.block_ids[(end - 1) // size], num_nodes)
+        self._tails.quantize = self._blocks.freeze_tails
+        chunk.guess_slots = self._tensor(list(slots))[None]
+        chunk.guesses = SpanGuesses(span, size, chunk.start, self._device)
+        return chunk
 
     def attend(
         self,
@@ -201,9 +205,9 @@ class QuantizedAttention:
     ) -> torch.Tensor:
         """[B, H, D] -> [B, H, Dv]."""
         view, tail = self._views[layer], self._tail_views[layer]
-        self._store(group, layer, 0, view.keys, view.k_scales, tail.keys, key)
-        if view.values is not None and tail.values is not None:
-            self._store(group, layer, 1, view.values, view.v_scales, tail.values, value)
+        self._store(group, layer, 0, tail.keys, key)
+        if tail.values is not None:
+            self._store(group, layer, 1, tail.values, value)
         table, ends, tails = group.ints
         return decode_attention(
             query,
@@ -221,28 +225,25 @@ class QuantizedAttention:
         self, group: _Group, layer: int, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys [B, K, S, D] and values of whole sequences, as their newest tokens see them."""
-        view, tail = self._views[layer], self._tail_views[layer]
-        keys = self._grouped(group, layer, 0, view.keys, view.k_scales, tail.keys, key)
-        if view.values is None or tail.values is None:
-            return keys, keys[..., : view.v_head_dim]
-        values = self._grouped(group, layer, 1, view.values, view.v_scales, tail.values, value)
-        return keys, values
+        tail = self._tail_views[layer]
+        keys = self._grouped(group, layer, 0, tail.keys, key)
+        if tail.values is None:
+            return keys, keys[..., : tail.v_head_dim]
+        return keys, self._grouped(group, layer, 1, tail.values, value)
 
     def _grouped(
         self,
         group: _Group,
         layer: int,
         kv: int,
-        rows: torch.Tensor,
-        scales: torch.Tensor | None,
         tail_rows: torch.Tensor,
         new: torch.Tensor,
     ) -> torch.Tensor:
         """Store the new tokens, [K, T, D], and give all [B, K, S, D], the last block as
         computed."""
         size, heads = self._layout.block_size, self._views[layer].heads
-        tails = self._store(group, layer, kv, rows, scales, tail_rows, new)
-        found = self._read(rows, scales, row_ids(group.table, heads), new.dtype)
+        tails = self._store(group, layer, kv, tail_rows, new)
+        found = self._blocks.read(layer, kv, row_ids(group.table, heads), new.dtype)
         last = torch.div(group.ends - 1, size, rounding_mode="floor")  # [B] index of the last block
         columns = last[:, None] * size + torch.arange(size, device=self._device)  # [B, P]
         index = columns[:, None, :, None].expand(tails.shape)
@@ -253,8 +254,6 @@ class QuantizedAttention:
         group: _Group,
         layer: int,
         kv: int,
-        rows: torch.Tensor,
-        scales: torch.Tensor | None,
         tail_rows: torch.Tensor,
         new: torch.Tensor,
     ) -> torch.Tensor:
@@ -269,9 +268,8 @@ class QuantizedAttention:
         if group.full.numel():
             last = torch.div(group.ends - 1, size, rounding_mode="floor")  # [B] of the last block
             block_ids = group.table[group.full, last[group.full]]
-            self._freeze(
-                layer, kv, rows, scales, block_ids[None, :], tails[group.full].transpose(0, 1)
-            )
+            full = tails[group.full].transpose(0, 1)
+            self._blocks.freeze(layer, kv, block_ids[None, :], full)
         return tails
 
     # -- several tokens of one request
@@ -280,21 +278,18 @@ class QuantizedAttention:
         self, chunk: _Chunk, layer: int, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys [K, S, D] and values: all full blocks as quantized, then the tokens from
-        `chunk.start` on as computed."""
-        view, tail = self._views[layer], self._tail_views[layer]
-        keys = self._chunked(chunk, layer, 0, view.keys, view.k_scales, tail.keys, key)
-        if view.values is None or tail.values is None:
-            return keys, keys[..., : view.v_head_dim]
-        values = self._chunked(chunk, layer, 1, view.values, view.v_scales, tail.values, value)
-        return keys, values
+        `chunk.start` on as computed, then the blocks that guesses would fill as quantized."""
+        tail = self._tail_views[layer]
+        keys = self._chunked(chunk, layer, 0, tail.keys, key)
+        if tail.values is None:
+            return keys, keys[..., : tail.v_head_dim]
+        return keys, self._chunked(chunk, layer, 1, tail.values, value)
 
     def _chunked(
         self,
         chunk: _Chunk,
         layer: int,
         kv: int,
-        rows: torch.Tensor,
-        scales: torch.Tensor | None,
         tail_rows: torch.Tensor,
         new: torch.Tensor,
     ) -> torch.Tensor:
@@ -310,25 +305,40 @@ class QuantizedAttention:
         num_new = chunk.num_full - chunk.start // size
         if num_new > 0:
             full = computed[:, : num_new * size].reshape(new.shape[0], num_new, size, -1)
-            self._freeze(layer, kv, rows, scales, block_ids[:, -num_new:], full)
+            self._blocks.freeze(layer, kv, block_ids[:, -num_new:], full)
+        num_known = computed.shape[1] - len(span.branches)
         if chunk.tail_out is not None:
-            rest = computed[:, max(0, num_new) * size :]
+            rest = computed[:, max(0, num_new) * size : num_known]
             ids = row_ids(self._tensor([chunk.tail_out])[None], tail_heads)[0, :, 0]
             tail_rows[ids, : rest.shape[1]] = rest
-        if chunk.num_full == 0:
-            return computed
-        found = self._read(rows, scales, row_ids(block_ids, heads), new.dtype)[0]
-        return torch.cat((found, computed), dim=1)
+        columns = [computed]
+        if chunk.num_full > 0:
+            ids = row_ids(block_ids, heads)
+            columns.insert(0, self._blocks.read(layer, kv, ids, new.dtype)[0])
+        if chunk.guesses is not None and chunk.guess_slots is not None:
+            slots = row_ids(chunk.guess_slots, tail_heads)[0]  # [K, n]
+            nodes = torch.arange(len(span.branches), device=self._device)
+            offsets = (nodes % size).expand(slots.shape[0], -1)
+            tail_rows.index_put_((slots[:, nodes // size], offsets), computed[:, num_known:])
+            if chunk.guesses.num_versions:
+                versions = chunk.guesses.versions(computed)
+                columns.append(self._blocks.rounded(layer, kv, versions).flatten(1, 2))
+        return torch.cat(columns, dim=1)
 
     def _mask(
         self, chunk: _Chunk, num_columns: int, window: int | None, dtype: torch.dtype
     ) -> torch.Tensor:
         """[T, S] over what `_chunk_kv` gives: quantized ones of earlier blocks, computed ones of
         the same block."""
-        size, span = self._layout.block_size, chunk.span
+        size, span, guesses = self._layout.block_size, chunk.span, chunk.guesses
         if not span.block_ids:
             return reference.chunk_mask(0, span.end, window, dtype, self._device)
         queries = torch.arange(span.start, span.end, device=self._device)[:, None]
+        of_guesses: list[torch.Tensor] = []
+        if guesses is not None:
+            queries = self._tensor(span.positions)[:, None]
+            of_guesses = [guesses.visible(span.num_tokens, window, queries[:, 0])]
+            num_columns -= of_guesses[0].shape[1]
         num_quantized = chunk.num_full * size
         positions = torch.arange(num_columns, device=self._device)[None, :]
         is_quantized = positions < num_quantized
@@ -341,46 +351,4 @@ class QuantizedAttention:
         )
         if window is not None:
             visible &= positions > queries - window
-        return reference.as_bias(visible, dtype)
-
-    # -- bytes
-
-    def _freeze(
-        self,
-        layer: int,
-        kv: int,
-        rows: torch.Tensor,
-        scales: torch.Tensor | None,
-        block_ids: torch.Tensor,
-        numbers: torch.Tensor,
-    ) -> None:
-        """Quantize full blocks for good.
-
-        Args:
-            block_ids: [1, n].
-            numbers: [K, n, P, D] as computed.
-        """
-        layout = self._layout
-        fixed = self._fixed[layer][kv] if self._fixed else None
-        quantized, its_scales = quantize(numbers, layout.dtype, layout.num_scales, fixed)
-        ids = row_ids(block_ids, self._views[layer].heads)[0]  # [K, n]
-        rows[ids] = quantized
-        if scales is not None:
-            scales[ids] = its_scales
-
-    def _read(
-        self,
-        rows: torch.Tensor,
-        scales: torch.Tensor | None,
-        ids: torch.Tensor,
-        dtype: torch.dtype,
-    ) -> torch.Tensor:
-        """[B, K, n] row numbers -> [B, K, n * P, D] in `dtype`."""
-        if scales is None:
-            raise ValueError("a quantized cache without scales")
-        flat = ids.reshape(-1)
-        found = dequantize(
-            rows.index_select(0, flat), scales.index_select(0, flat), self._layout.dtype, dtype
-        )
-        batch, num_heads, num_blocks = ids.shape
-        return found.view(batch, num_heads, num_blocks * rows.shape[1], rows.shape[2])
+        return reference.as_bias(torch.cat([visible, *of_guesses], dim=1), dtype)

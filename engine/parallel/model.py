@@ -78,7 +78,7 @@ class ParallelModel:
         self.adapters = Adapters.refused("its layers are shared by several processes")
         self.ahead: ParallelAhead | None = None
         self.reads_unwritten = layout.dtype != info.dtype  # as DecoderModel
-        self.guesses = Guesses.NONE if layout.is_quantized else Guesses.CHAINS
+        self.guesses = Guesses.CHAINS
         self._max_rows, self._launches_ahead = config.max_num_running, config.overlap
         self._part = part
         self._others = others

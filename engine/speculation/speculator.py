@@ -17,6 +17,7 @@ from typing import NamedTuple
 from engine.config import EngineConfig
 from engine.constraints import end_token_ids
 from engine.holdings import Holdings
+from engine.kv.layout import QUANTIZED
 from engine.models.interface import Guesses
 from engine.request import Sampling
 from engine.schedule.order import Key
@@ -365,7 +366,7 @@ def make_speculator(
 
     Args:
         drafters: None: those that the config names.
-    Raises: SettingsError where the model takes no guesses.
+    Raises: SettingsError for settings that do not go together.
     """
     wanted = config.speculation
     if drafters is None:
@@ -376,10 +377,10 @@ def make_speculator(
         raise SettingsError("speculation.draft_models: whoever makes the engine must load them")
     if not drafters:
         return None
-    if guesses is Guesses.NONE:
+    if config.exact and config.kv_dtype in QUANTIZED:
         raise SettingsError(
-            f"speculation: not with kv_dtype={config.kv_dtype}, whose blocks are "
-            "quantized once, of the tokens that fill them; leave it empty, or kv_dtype at auto"
+            f"speculation: not with exact=true and kv_dtype={config.kv_dtype}: over a quantized "
+            "cache the sums of a row of guesses have another order; leave one of the three away"
         )
     if config.exact and wanted.acceptance == "multi_step":
         raise SettingsError(

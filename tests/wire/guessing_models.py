@@ -30,6 +30,7 @@ from engine.speculation.load import load_draft_model, load_drafters
 from engine.speculation.ngram import PromptLookup
 from engine.speculation.remote import RemoteDrafter
 from tests.parity.adapters import save_adapter
+from tests.unit.engine.quantized_fake import SeesQuantized, quantize_fake
 from tests.unit.engine.speculation.heads import published as heads
 from tests.unit.engine.speculation.heads.published_eagle3 import LAYERS, eagle3_tensors, save_eagle3
 from tests.unit.engine.workloads import SIZE, WINDOW
@@ -136,6 +137,14 @@ class FakeTarget(FakeModel):
         )
 
 
+class QuantizedTarget(SeesQuantized, FakeTarget):
+    """Over a quantized cache, with scales of this kind."""
+
+    def __init__(self, folder: Path, scale: str) -> None:
+        super().__init__(folder)
+        quantize_fake(self, scale)
+
+
 class Unreliable(FakeTarget):
     """Draws as a FakeTarget after most texts."""
 
@@ -192,13 +201,18 @@ def random_speculation(
 
 
 class FakeMaker:
-    """Everything of FakeModels; heads are loaded from their checkpoints."""
+    """Everything of FakeModels; heads are loaded from their checkpoints.
+
+    Args:
+        kv_scale: targets have a quantized cache with such scales; "": one as computed.
+    """
 
     is_to_the_bit = True
     adapters: tuple[str, ...] = ()
     """Each as "name=folder"."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, kv_scale: str = "") -> None:
+        self.kv_scale = kv_scale
         self.folder = folder / "fake"
         self.folder.mkdir()
         save_tokenizer(self.folder)
@@ -213,6 +227,8 @@ class FakeMaker:
 
     def model(self, place: str) -> LoadedModel:
         """For the worker at that place, or for whoever is alone."""
+        if self.kv_scale:
+            return QuantizedTarget(self.folder, self.kv_scale)
         return FakeTarget(self.folder)
 
     def drafters(

@@ -2,9 +2,9 @@
 and decode workers give what one engine gives that has room for all of them and guesses nothing.
 (That this is what plain decoding gives through the same path: test_prefill_decode_exact.py.)
 
-Every kind of drafter, random trees, every kind of parameter, adapters, small caches that preempt,
-chunks, prefix hits, streams that move. `BATON_TEST_SEED` gives the same requests and settings
-again, but not the same moments.
+Every kind of drafter, random trees, every kind of parameter, adapters, quantized caches, small ones
+that preempt, chunks, prefix hits, streams that move. `BATON_TEST_SEED` gives the same requests and
+settings again, but not the same moments.
 """
 
 from __future__ import annotations
@@ -349,9 +349,10 @@ class Run:
 async def test_random_workloads_end_as_plain_decoding_does(
     kind: str, tmp_path: Path, redis: RedisServer, seed: int, scale: Callable[[int], int]
 ) -> None:
-    """55 workloads of each kind, of 500 in all, with a model whose tokens show each wrong byte."""
+    """55 workloads of each kind, of 500 in all, with a model whose tokens show each wrong byte. At
+    random over a quantized cache."""
     rng = random.Random(f"path {kind} {seed}")
-    maker = FakeMaker(tmp_path)
+    maker = FakeMaker(tmp_path, kv_scale=rng.choice(["", "", "", "tensor", "block", "token_head"]))
     async with site(maker, tmp_path, redis, rng.choice(["auto", "store", "direct"])) as made:
         run = Run(made, f"path {kind} {seed}", Tokenizer.load(maker.folder))
         await run.clusters([kind], scale(55), per_cluster=3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from engine.kv.layout import KvLayout, LayerKv, layout_of
 from engine.kv.memory import KvMemory
 from engine.kv.sizing import DeviceMemory, choose_num_blocks, free_memory_bytes
 from engine.loop import Engine
+from engine.speculation.config import SpeculationConfig
 
 LAYOUT = KvLayout.plain(num_layers=3, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")
 
@@ -213,6 +215,11 @@ def test_the_tails_of_a_quantized_cache_come_out_of_the_free_memory() -> None:
     free_bytes = 200 * block + 2 * 3 * layout.raw.block_bytes
     assert choose_num_blocks(config, layout, 100, free_bytes) == 50
     assert choose_num_blocks(config, layout, 100, free_bytes - 4) == 49
+    # 9 guesses lie in 3 of 4, and enter one more.
+    guessing = replace(config, speculation=SpeculationConfig(("ngram",), max_num_nodes=9))
+    more_bytes = 4 * (free_bytes - 4 * 50 * layout.block_bytes)
+    assert choose_num_blocks(guessing, layout, 100, free_bytes + more_bytes) == 50
+    assert choose_num_blocks(guessing, layout, 100, free_bytes + more_bytes - 4) == 49
     with pytest.raises(TooFewBlocks, match="0 KV blocks"):
         choose_num_blocks(config, layout, 100, 6 * layout.raw.block_bytes)
 

@@ -57,8 +57,9 @@ class Bench:
 
 def maybe_ahead(model: LoadedModel, rng: random.Random) -> LoadedModel:
     """The same, as it is, or with launches that are computed at once or as late as may be, of few
-    rows or of many, and of all draws or but some."""
-    if rng.random() < 0.3:
+    rows or of many, and of all draws or but some. Over a quantized cache nothing is ever launched
+    ahead."""
+    if rng.random() < 0.3 or model.layout.is_quantized:
         return model
     return AheadModel(
         model,

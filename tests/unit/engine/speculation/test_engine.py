@@ -33,8 +33,8 @@ from engine.schedule.order import Key
 from engine.speculation.config import SpeculationConfig
 from engine.speculation.drafter import Draft, Task
 from engine.speculation.tree import EMPTY, TokenTree, chain, merge
-from process.settings import SettingsError
 from tests.parity.adapters import save_adapter
+from tests.unit.engine.quantized_fake import QuantizedFake
 from tests.unit.engine.test_disturbed import GRAMMARS
 from tests.unit.engine.workloads import (
     SIZE,
@@ -128,6 +128,16 @@ class GuessingBench(Bench):
         return engine
 
 
+def _maybe_quantized(index: int, rng: random.Random) -> Bench:
+    """Every fourth over a quantized cache, with any kind of scale and size of blocks."""
+    if index % 4:
+        return Bench()
+    scale, size = rng.choice(["tensor", "block", "token_head"]), rng.choice([SIZE, SIZE, 16])
+    return Bench(
+        make_model=lambda: QuantizedFake(scale, context_window=WINDOW, block_size=size), size=size
+    )
+
+
 def _rest_at_random(engine: Engine, rng: random.Random) -> None:
     """Launches begin and end anywhere among guesses, for longer or shorter."""
     speculator = engine._parts.speculator
@@ -169,7 +179,8 @@ def test_random_workloads_end_as_without_guesses(seed: int, scale: Callable[[int
     preemptions, swaps, lack of blocks; steps without guesses may be launched ahead."""
     num_guessed = num_kept = num_launches = 0
     for index in range(scale(500)):
-        engine = _check(Bench(), random.Random(f"guesses {seed} {index}"))
+        rng = random.Random(f"guesses {seed} {index}")
+        engine = _check(_maybe_quantized(index, rng), rng)
         guessed, kept = _counts(engine)
         num_guessed, num_kept = num_guessed + guessed, num_kept + kept
         num_launches += _num_launches(engine)
@@ -180,7 +191,8 @@ def test_random_workloads_end_as_without_guesses(seed: int, scale: Callable[[int
 
 def test_random_workloads_under_the_multi_step_rule(seed: int, scale: Callable[[int], int]) -> None:
     for index in range(scale(60)):
-        _check_multi_step(Bench(), random.Random(f"multi-step {seed} {index}"), VOCAB)
+        rng = random.Random(f"multi-step {seed} {index}")
+        _check_multi_step(_maybe_quantized(index, rng), rng, VOCAB)
 
 
 def _check_multi_step(bench: Bench, rng: random.Random, vocab_size: int) -> None:
@@ -216,9 +228,16 @@ def test_workloads_with_grammars(seed: int, scale: Callable[[int], int]) -> None
         make_grammars=lambda: service,
         grammars=GRAMMARS,
     )
+    quantized = dataclasses.replace(
+        bench,
+        make_model=lambda: QuantizedFake(
+            "block", vocab_size=4096, context_window=WINDOW, block_size=SIZE
+        ),
+    )
     try:
         for index in range(scale(100)):
-            _counts(_check(bench, random.Random(f"guesses in grammars {seed} {index}"), 4096))
+            rng = random.Random(f"guesses in grammars {seed} {index}")
+            _counts(_check(quantized if index % 2 else bench, rng, 4096))
         for index in range(scale(40)):
             rng = random.Random(f"multi-step in grammars {seed} {index}")
             _check_multi_step(bench, rng, 4096)
@@ -264,14 +283,6 @@ def test_a_model_that_takes_chains_gets_chains(seed: int) -> None:
         engine = _check(Bench(make_model=Chains), random.Random(f"chains {seed} {index}"))
         num_kept += _counts(engine)[1]
     assert num_kept > 0
-
-
-def test_what_cannot_guess_is_refused_by_name() -> None:
-    config = EngineConfig(num_blocks=16, speculation=SpeculationConfig(drafters=("ngram",)))
-    model = FakeModel(context_window=WINDOW, block_size=SIZE)
-    model.guesses = Guesses.NONE
-    with pytest.raises(SettingsError, match="speculation: not with kv_dtype"):
-        Engine(config, model)
 
 
 def test_blocks_that_were_for_guesses_go_back(make_request: Callable[..., Request]) -> None:

@@ -39,7 +39,10 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
 @pytest.mark.parametrize(
     ("fields", "problem"),
     [
-        ({"kv_dtype": "int8"}, "speculation: not with kv_dtype=int8"),
+        (
+            {"kv_dtype": "int8", "exact": True, "decoder": "own"},
+            "speculation: not with exact=true and kv_dtype=int8",
+        ),
         (
             {
                 "exact": True,
