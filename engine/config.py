@@ -45,7 +45,8 @@ class EngineConfig:
     exact: bool = False
     """A request's tokens do not depend, to the last bit, on what else is in a step, on how its
     prompt was cut, or on what was cached. Slower; on CUDA, our own decoder, and without adapters
-    only."""
+    only. Not with a `kv_dtype` that is not the dtype computed in: over such a cache a step's other
+    rows have a say in the order of sums."""
 
     weight_dtype: str = "auto"
     """What the layers' matrices are kept in: "fp8_e4m3" (a scale per output channel; activations

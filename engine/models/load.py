@@ -182,6 +182,12 @@ def _make_own(
         kv_dtype="" if config.kv_dtype == "auto" else config.kv_dtype,
         scale=config.kv_scale,
     )
+    if config.exact and layout.dtype != info.dtype:
+        raise LoadError(
+            f"exact: not with kv_dtype={config.kv_dtype} where {info.dtype} is computed in: over "
+            "such a cache a step's other rows have a say in the order of sums; leave kv_dtype at "
+            "auto"
+        )
     device = info.device
     with phases.timed("weights"):
         decoder = load.load_decoder(

@@ -17,7 +17,6 @@ from typing import NamedTuple
 from engine.config import EngineConfig
 from engine.constraints import end_token_ids
 from engine.holdings import Holdings
-from engine.kv.layout import QUANTIZED
 from engine.models.interface import Guesses
 from engine.request import Sampling
 from engine.schedule.order import Key
@@ -377,11 +376,6 @@ def make_speculator(
         raise SettingsError("speculation.draft_models: whoever makes the engine must load them")
     if not drafters:
         return None
-    if config.exact and config.kv_dtype in QUANTIZED:
-        raise SettingsError(
-            f"speculation: not with exact=true and kv_dtype={config.kv_dtype}: over a quantized "
-            "cache the sums of a row of guesses have another order; leave one of the three away"
-        )
     if config.exact and wanted.acceptance == "multi_step":
         raise SettingsError(
             "speculation.acceptance: multi_step is not for exact=true: which tokens are drawn "

@@ -98,6 +98,14 @@ def test_what_our_own_does_not_do_is_refused_where_it_is_asked_for(gpt2: Path, l
         EngineConfig(memory_share=1.2)
 
 
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8_e4m3", "bfloat16"])
+def test_exact_sums_only_over_what_was_computed(kv_dtype: str, llama: Path) -> None:
+    """Attention over other numbers sums by how many rows a step has."""
+    with pytest.raises(LoadError, match=rf"^exact: not with kv_dtype={kv_dtype} where float32"):
+        _load(llama, decoder="own", exact=True, kv_dtype=kv_dtype)
+    assert _load(llama, decoder="own", exact=True, kv_dtype="float32").info.decoder == "own"
+
+
 def test_both_decoders_share_fingerprint_and_layout(llama: Path) -> None:
     own, other = _load(llama, decoder="own"), _load(llama)
     assert own.layout == other.layout
