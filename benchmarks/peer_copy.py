@@ -45,6 +45,7 @@ from kvstore.lending.lender import Lender, LenderIdentity
 from kvstore.lending.loans import LoanTable, Offer
 from kvstore.lending.server import LenderServicer
 from kvstore.packed import PackedBlocks, PackedItems
+from kvstore.transport import mapped
 from kvstore.transport.base import BlockMemory
 from kvstore.transport.cuda_device import CudaDevice, CudaQueue
 from kvstore.transport.device import wait_for
@@ -247,6 +248,12 @@ async def through(
     }
 
 
+def copies_of(transport: MappedTransport, sources: Any, targets: Any) -> Any:
+    """As the transport gives them."""
+    edges = np.flatnonzero(mapped._breaks(sources, targets))  # noqa: SLF001
+    return transport._copies_between(edges, sources, targets)  # noqa: SLF001
+
+
 def copies_alone(
     transport: MappedTransport, where: tuple[list[int], list[int]], num_bytes: int, repeats: int
 ) -> float:
@@ -256,9 +263,7 @@ def copies_alone(
     def move() -> None:
         transport._pump.run(  # noqa: SLF001  a part of what is measured as a whole beside it
             len(sources),
-            lambda queue, part: queue.between(
-                transport._copies(sources[part], targets[part])  # noqa: SLF001
-            ),
+            lambda queue, part: queue.between(copies_of(transport, sources[part], targets[part])),
             lambda: False,
         )
 
@@ -270,7 +275,7 @@ def ways_to_copy(
 ) -> dict[str, float]:
     """bytes/s by how the same copies are given: on how many queues, one by one or in batches."""
     sources, targets = (np.array(ids, dtype=np.int64) for ids in where)
-    copies = transport._copies(sources, targets)  # noqa: SLF001
+    copies = copies_of(transport, sources, targets)
     device = transport._device  # noqa: SLF001
     found = {}
     for num_queues in (1, 2, 4):

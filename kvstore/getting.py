@@ -121,13 +121,13 @@ class Getter:
         """Compare the checksums of what arrived, of the first `num_sealed`."""
         expected = wanted.checksums[:num_sealed]
         found = list(map(got.checksums.get, range(num_sealed)))
-        if found == expected and not failed:  # as nearly always
-            return {}
-        bad = [
-            index
-            for index, (ours, theirs) in enumerate(zip(found, expected, strict=True))
-            if ours != theirs and index not in failed
-        ]
+        bad: list[int] = []
+        if found != expected:  # next to never
+            bad = [
+                index
+                for index, (ours, theirs) in enumerate(zip(found, expected, strict=True))
+                if ours != theirs and index not in failed
+            ]
         self._report_later([wanted[index][0] for index in bad])
         return dict.fromkeys(bad, CHECKSUM)
 

@@ -14,6 +14,7 @@ import contextlib
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -36,13 +37,15 @@ from engine.lora.config import LoraLimits
 from engine.lora.registry import Adapters
 from engine.lora.site import Site
 from engine.lora.stacks import Stacks
-from engine.models.attention_hook import Attend
 from engine.models.interface import DecodesAhead, Ends, Guesses, InOneProcess, Progress
 from engine.models.quantized_attention import QuantizedAttention
 from engine.models.quantized_blocks import Scales
 from engine.models.step_attention import StepAttention
 from engine.request import ModelInfo
 from engine.sampling.copies import bring
+
+if TYPE_CHECKING:  # ranks start without transformers
+    from engine.models.attention_hook import Attend
 
 MakeAhead = Callable[[Decoder, KvMemory], AheadDecoder]
 """Makes what launches decode steps, for a decoder on its cache."""

@@ -16,6 +16,7 @@ import pytest
 
 from kvstore import errors
 from kvstore.lending import followers, reader_holds
+from kvstore.lending.told import Word
 from kvstore.transport import mapped
 from tests.conformance.conftest import BLOCK_BYTES, Worker
 from tests.conformance.test_lender import MAPPED, Lending, lending, within
@@ -198,6 +199,79 @@ async def test_without_a_promise_it_is_asked_about_as_ever(
     assert (asked.num_asked, asked.num_confirmed) == (why != "an earlier version", 1)
     assert asked.reader.client.broken is None
     assert asked.lent.loans.counters.num_bytes_read == 3 * BLOCK_BYTES
+
+
+async def test_a_promise_that_was_kept_is_not_taken_back(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy ends within its promise while the loop is busy; when the loop looks, the promise has
+    ended, and no other is to be had. Nobody is asked about what was kept, and nobody waits."""
+    monkeypatch.setattr(reader_holds, "MAX_HOLDS", 0)
+    clock = Clock()
+    monkeypatch.setattr(mapped, "time", clock)
+    lease_id, blocks = await asked.lent.lend([1, 2, 3])
+    is_here, goes_on = threading.Event(), threading.Event()
+    checksums = asked.reader.memory.checksums
+
+    def slowly(block_ids: Any) -> Any:
+        is_here.set()  # the last byte was, before
+        assert goes_on.wait(WAIT_S)
+        return checksums(block_ids)
+
+    object.__setattr__(asked.reader.memory, "checksums", slowly)
+
+    async def answered() -> None:
+        while not asked.has_answered.is_set():
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.05)  # its answer has come
+        goes_on.set()
+
+    def busy() -> None:
+        assert is_here.wait(WAIT_S)
+        clock.now_s += 100.0
+
+    items = list(zip(blocks, (4, 5, 6), strict=True))
+    word = Word(0, clock.now_s + 50.0)
+    getting = asyncio.create_task(
+        asked.reader.client.get_blocks(lease_id, items, within(WAIT_S), word=word)
+    )
+    asyncio.get_running_loop().call_soon(busy)
+    answering = asyncio.create_task(answered())
+    done, _ = await asyncio.wait([getting], timeout=WAIT_S)
+    getting.cancel()
+    answering.cancel()
+    assert done and getting.result().failed == {}
+    assert np.array_equal(asked.reader.view[4:7], asked.lent.view[1:4])
+    assert (asked.num_asked, asked.num_confirmed) == (1, 0)
+
+
+async def test_a_promise_is_not_asked_for_where_there_is_one(asked: Asked) -> None:
+    lease_id, blocks = await asked.lent.lend([1, 2, 3])
+    items = list(zip(blocks, (4, 5, 6), strict=True))
+    word = Word(0, time.monotonic() + WAIT_S)
+    client = asked.reader.client
+    got = await client.get_blocks(lease_id, items, within(), word=word)
+    assert got.failed == {}
+    assert (asked.num_asked, asked.num_confirmed) == (0, 0)
+
+
+async def test_a_copy_that_fails_leaves_nobody_waiting_for_it(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lease_id, blocks = await asked.lent.lend([1, 2, 3])
+
+    def fails(*_: Any) -> None:
+        raise errors.TransferFailed("no such memory")
+
+    monkeypatch.setattr(mapped.MappedTransport, "_copies_between", fails)
+    before = asyncio.all_tasks()
+    assert set(await asked.reader.get(lease_id, blocks, [4, 5, 6])) == {0, 1, 2}
+    for _ in range(1000):
+        left = [task for task in asyncio.all_tasks() - before if "vouch" in repr(task)]
+        if not left:
+            break
+        await asyncio.sleep(0.001)
+    assert not left
 
 
 async def test_a_promise_says_nothing_of_the_bytes(asked: Asked) -> None:
