@@ -120,14 +120,15 @@ def _of_drafts(device: DeviceMemory) -> str:
 
 def _tail_bytes(config: EngineConfig, layout: KvLayout) -> int:
     """What `tails.Tails` of a quantized cache may grow to beside it: one unfilled block, as
-    computed, for each request that runs; where somebody guesses, what a step guesses for it, and
-    one block more that it enters; and as much again while it grows."""
+    computed, for each request that runs; where somebody guesses, what a step guesses for it, and as
+    many blocks that it may enter. Less than twice that, as it doubles; and while it grows the old
+    one lies beside the new."""
     if not layout.is_quantized:
         return 0
     num_slots = 1
     if config.speculation.is_on:
-        num_slots += 1 + layout.num_blocks_for(config.speculation.max_num_nodes)
-    return 2 * config.max_num_running * num_slots * layout.raw.block_bytes
+        num_slots += 2 * layout.num_blocks_for(config.speculation.max_num_nodes)
+    return 3 * config.max_num_running * num_slots * layout.raw.block_bytes
 
 
 def _way_out(num_tokens: int, key: str) -> str:

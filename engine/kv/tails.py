@@ -29,7 +29,8 @@ class Tails:
 
     Guessed tokens touch no block and no tail: theirs are slots of their own, from the step that
     computes them (`guess`) to its draws (`keep`), or to the next step (`drop_guesses`) where those
-    never came.
+    never came. As many slots as they have stay free meanwhile, for the blocks that a kept path
+    enters: what is kept needs no memory that might not be there, once tokens have been told.
 
     Args:
         make: a raw memory of so many slots.
@@ -96,6 +97,8 @@ class Tails:
         num_slots = -(-num_nodes // self.memory.layout.block_size)
         slots = tuple(self._take() for _ in range(num_slots))
         self._guesses[block_id] = slots
+        while len(self._free) < self.num_guess_slots:
+            self._grow()
         return slots
 
     def keep(self, block_ids: Sequence[int], start: int, nodes: Sequence[int]) -> None:
@@ -134,21 +137,21 @@ class Tails:
     # -- room
 
     def _take(self) -> int:
-        if not self._free:
-            self._make_room()
+        num_promised = self.num_guess_slots
+        if len(self._free) <= num_promised:
+            for block_id in [block_id for block_id in self._slots if not self.is_live(block_id)]:
+                self.close(block_id)
+        while len(self._free) <= num_promised:
+            self._grow()
         return self._free.pop()
 
-    def _make_room(self) -> None:
-        for block_id in [block_id for block_id in self._slots if not self.is_live(block_id)]:
-            self.close(block_id)
-        if self._free:
-            return
+    def _grow(self) -> None:
         old = self.memory
         # A step asks for room, and in between it is written to as well.
         with torch.inference_mode(False):
             self.memory = self._make(2 * old.num_blocks)
             self.memory.cache[: old.num_blocks].copy_(old.cache)
-        self._free = list(range(old.num_blocks, 2 * old.num_blocks))
+        self._free += range(old.num_blocks, 2 * old.num_blocks)
 
     def check_integrity(self) -> None:
         """Raises: IntegrityError where a slot is lost or has two owners."""

@@ -1,9 +1,10 @@
 """decode_attention's kernel against plain torch in float64, over odd shapes, with whatever lies
-outside of a sequence's own positions set to NaN."""
+outside of a sequence's own positions set to NaN. By splits: shares have a file of their own."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,11 +16,19 @@ from baton_kernels.block_rows import BlockRows, Tails
 from baton_kernels.layer_ops import rotate_and_write
 from baton_kernels.quantize import quantize
 from baton_kernels.rotated_attention import rotate_and_attend
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.kernels.conftest import DEVICE, block_tables_for, poisoned
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
 """Relative, of the whole result: rounding of the weights and of the output."""
+
+
+@pytest.fixture(autouse=True)
+def splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few programs the device has room for."""
+    monkeypatch.setattr("baton_kernels.gpu.attention_plan.suits_shares", lambda *_: False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,7 +203,57 @@ def test_one_long_sequence_beside_short_ones(
     assert plan.num_pairs >= 2 * attention_plan.num_sms(cache.tables.device)  # they fill the device
     assert plan.max_split <= 64 and plan.num_splits >= 400 / 64
     assert plan.num_equal < 400 / 64  # which is what the short ones are cut by
+    made: list[torch.Tensor] = []
+    new_empty = torch.Tensor.new_empty
+
+    def poisonous(tensor: torch.Tensor, *sizes: int, **options: Any) -> torch.Tensor:
+        found = new_empty(tensor, *sizes, **options)
+        if len(sizes) > 1:
+            made.append(found.fill_(float("nan")))
+        return found
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisonous)
     close(cache.kernel(scaling=0.3, config=config), cache.truth(scaling=0.3))
+    _, norms = made
+    num_parts = (~norms[:, 0, 0].isnan()).view(8, 2, plan.num_splits).sum(2)
+    # One split leaves no part.
+    assert num_parts.tolist() == [[count] * 2 for count in (0, 0, 0, 2, 0, 7, 0, 0)]
+
+
+@given(
+    st.integers(1, 300), st.integers(1, 9000), st.integers(1, 132), st.integers(18, 27),
+    st.sampled_from([None, 40, 5000]), st.booleans(), st.randoms(use_true_random=False),
+)  # fmt: skip
+def test_no_sequence_has_more_splits_than_there_is_room_for(
+    num_sequences: int,
+    num_blocks: int,
+    num_sms: int,
+    log_bytes: int,
+    window: int | None,
+    is_tree: bool,
+    draw: random.Random,
+) -> None:
+    """On the device lengths are cut by the same rule (attention_merge.py:extent)."""
+    from baton_kernels.gpu import attention_plan
+
+    rows = Cache(Shape(), [1], torch.float32, torch.Generator(DEVICE)).rows
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_plan, "num_sms", lambda _: num_sms)
+        patch.setattr(attention_plan, "_MAX_LONG_PART_BYTES", 1 << log_bytes)
+        plan = attention_plan.plan_launch(
+            rows, torch.empty(1, num_blocks, device="meta"), num_sequences, 2, 1, torch.float32,
+            window=window, exact=False, is_tree=is_tree, has_tails=False, config=None,
+            num_splits=None,
+        )  # fmt: skip
+    tile = plan.config.block_n
+    for end in (num_blocks * 4, draw.randint(1, num_blocks * 4)):
+        first = max(end - window, 0) // tile * tile if window is not None else 0
+        wanted = max(plan.num_equal, math.ceil((end - first) / plan.max_split))
+        num_tiles = math.ceil((end - first) / tile)
+        span = max(math.ceil(num_tiles / wanted) * tile, plan.min_split)
+        assert math.ceil((end - first) / span) <= plan.num_splits
+    num_bytes = 4 * plan.num_pairs * plan.num_splits * plan.pitch * rows.v_head_dim
+    assert plan.num_splits == 1 or num_bytes <= 1 << log_bytes
 
 
 def test_many_wide_trees_are_not_cut_at_all() -> None:

@@ -23,8 +23,11 @@ def copied(rows: BlockRows) -> BlockRows:
     return dataclasses.replace(rows, keys=rows.keys.clone(), values=rows.values.clone())
 
 
-@pytest.mark.parametrize("shares", [False, True], ids=["splits", "shares"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "shares"),
+    [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True)],
+    ids=["float32", "bfloat16", "float32 by shares"],
+)
 @pytest.mark.parametrize(
     ("shape", "norms", "window"),
     [

@@ -171,7 +171,9 @@ def test_each_guess_sees_its_own_path_and_what_is_kept_is_plain_decodings(
             if own:
                 kept = _path(span.branches, rng.randrange(-1, len(own)))
                 start = len(text.known)
+                room = cache.memory.tails.memory
                 cache.memory.tails.keep(text.block_ids, start, kept)
+                assert cache.memory.tails.memory is room, "what is kept takes no new memory"
                 text.known += [own[node] for node in kept]
             done[index] = len(text.known)
             for block_id in text.block_ids[: len(text.known) // SIZE]:  # it is booked
