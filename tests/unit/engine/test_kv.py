@@ -207,8 +207,8 @@ def test_blocks_by_number_by_bytes_or_by_free_memory() -> None:
 
 
 def test_the_tails_of_a_quantized_cache_come_out_of_the_free_memory() -> None:
-    """Three unfilled blocks, as computed, for each request that runs: their room doubles, and the old
-    lies beside the new meanwhile."""
+    """Three unfilled blocks, as computed, for each request that runs: their room doubles, and the
+    old lies beside the new meanwhile."""
     layout = layout_of([LayerKv(2, 8, 2, 8)], block_size=4, dtype="float32", kv_dtype="int8")
     assert layout.is_quantized
     block = layout.block_bytes
