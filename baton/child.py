@@ -138,8 +138,12 @@ class Child:
 
 
 def complaint(child: Child) -> str:
-    """The child's own one-line reason for its end, if it gave one: its last line that is no log."""
-    for line in reversed(child.last_lines):
-        if not line.startswith("{"):
+    """The child's own one-line reason for its end, if it gave one: its last line that is no log. Of
+    an exception that nobody caught the first line of what it says, which may be many: a device's
+    error ends in advice."""
+    lines = [line for line in child.last_lines if not line.startswith("{")]
+    frames = [at for at, line in enumerate(lines) if line.startswith('  File "')]
+    for line in lines[frames[-1] + 1 :] if frames else ():
+        if not line.startswith("    "):  # the frame's code
             return line
-    return ""
+    return lines[-1] if lines else ""

@@ -84,7 +84,8 @@ def say_links(cluster: LocalCluster, record: Record) -> None:
             record(f"{worker.worker_id} on {worker.device}", str(worker.links))
 
 
-@pytest.fixture(scope="module", params=["shm", "grpc"])
+# Not of the module: it has its shares of the GPU as long as it lives, and other clusters follow.
+@pytest.fixture(params=["shm", "grpc"])
 def cluster(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
     config = ClusterConfig(port=0, device=gpus(), transport=request.param)
     with LocalCluster(config) as running:

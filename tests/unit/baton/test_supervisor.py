@@ -39,6 +39,13 @@ import sys
 print('{"event": "settings"}', flush=True)
 sys.exit("store: settings: unknown key 'x', nearest is 'y'")
 """
+MANY_LINES = """
+import sys
+def load():
+    raise RuntimeError("device: out of memory\\nSearch for the number.\\nCompile with advice.")
+print('{"event": "settings"}', flush=True)
+load()
+"""
 SILENT_DEATH = "import os; os.kill(os.getpid(), 9)"
 ONCE = """
 import json, pathlib, signal, sys
@@ -122,6 +129,7 @@ def test_loading_is_shown(supervisor: Supervisor, watcher: Watcher) -> None:
         (WRONG_KEY, "unknown key 'x', nearest is 'y'"),
         (SILENT_DEATH, "killed by signal 9"),
         ("raise SystemExit(3)", "exit code 3"),
+        (MANY_LINES, "^RuntimeError: device: out of memory$"),
     ],
 )
 def test_a_death_at_the_start_is_the_childs_own_line(
