@@ -40,7 +40,7 @@ from engine.scheduler import Scheduler
 from engine.speculation.cost_clock import cost_clock
 from engine.speculation.draft_sharing import DraftSharing
 from engine.speculation.drafter import Drafter, close_all
-from engine.speculation.speculator import make_speculator
+from engine.speculation.wanted import make_speculator
 from engine.steps import Steps
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from engine.config import EngineConfig
 from engine.constraints import end_token_ids
 from engine.holdings import Holdings
 from engine.models.interface import Guesses
@@ -29,7 +28,6 @@ from engine.speculation.exploration import Exploration
 from engine.speculation.heads.hidden import Wants
 from engine.speculation.heads.readers import Readers
 from engine.speculation.lessons import Lessons
-from engine.speculation.ngram import PromptLookup
 from engine.speculation.planned import Plan, Planned
 from engine.speculation.possible import (
     in_grammar,
@@ -41,7 +39,6 @@ from engine.speculation.possible import (
 from engine.speculation.roster import Roster
 from engine.speculation.tree import EMPTY, TokenTree, merge, numbered
 from engine.step_output import RequestEvent
-from process.settings import SettingsError
 
 _QUICK_S = 0.001
 """Guesses that take no longer may be asked for before events are told: those of lookups, as a rule;
@@ -99,6 +96,10 @@ class Speculator:
         """Of the step that is being computed; of the one before."""
         self._asked: dict[int, float] = {}
         """Drafters that guessed for the step that is being computed: seconds that it took them."""
+        self._beside_s = 0.0
+        """That the step that is being computed has spent here beside that, and would not have were
+        it slept through. What is done in the wait for a step is not counted: a device computes
+        meanwhile."""
         self._own_s = float("inf")
         """That guessing took when somebody was asked last."""
         self._met: set[Key] = set()
@@ -139,8 +140,15 @@ class Speculator:
             num_unread: steps that are under way for its samples.
         """
         plan = self._plan_of(planned)
-        num_drawing = plan.num_drawing
-        if self._exploration.sleeps(num_drawing) or self._exploration.rests(num_drawing):
+        if self._exploration.sleeps(plan.num_drawing):
+            return True
+        began = self._clock()
+        found = self._rests_awake(plan, num_unread)
+        self._beside_s += self._clock() - began
+        return found
+
+    def _rests_awake(self, plan: Plan, num_unread: int) -> bool:
+        if self._exploration.rests(plan.num_drawing):
             return True
         if not self._roster.is_live or plan.num_rows >= self._max_num_tokens:
             return True
@@ -160,6 +168,7 @@ class Speculator:
         self._roster.forget_all_but(running)
         self._ended_s = self._clock()
         seconds = self._ended_s - self._began_s
+        self._beside_s = 0.0
         try:
             self._lessons.study()
             self._exploration.pass_by(num_sequences, seconds, is_first=is_first, is_last=is_last)
@@ -176,11 +185,17 @@ class Speculator:
         self._asked = {}
         self._roster.forget_all_but(running)
         plan = self._plan_of(planned)
-        num_rows, num_drawing = plan.num_rows, plan.num_drawing
-        self._is_asleep = self._exploration.sleeps(num_drawing)
+        self._is_asleep = self._exploration.sleeps(plan.num_drawing)
         if self._is_asleep:
             return {}
         began = self._clock()
+        guesses = self._guess(plan, began, num_running=len(running))
+        if not self._asked:
+            self._beside_s += self._clock() - began
+        return guesses
+
+    def _guess(self, plan: Plan, began: float, *, num_running: int) -> dict[Key, Guess]:
+        num_rows, num_drawing = plan.num_rows, plan.num_drawing
         budget = self._max_num_tokens - num_rows
         can_ask = bool(plan.possible) and budget >= 1
         is_asking = self._exploration.begin(num_drawing, num_rows, plan.num_tokens, can_ask=can_ask)
@@ -201,7 +216,7 @@ class Speculator:
                 continue
             sample = by_key[task.key]
             num_known = len(sample.token_ids)
-            room = self._holdings.room(sample, num_kept_blocks=len(running))
+            room = self._holdings.room(sample, num_kept_blocks=num_running)
             room = min(room, self._context_window - num_known, budget)
             if len(tree) > room:
                 if one.is_raw:
@@ -226,6 +241,8 @@ class Speculator:
     def use_wait(self, guesses: Mapping[Key, Guess]) -> None:
         """Called when a step with these is queued on the device: what the step before has taught is
         learnt, and what this one's draws will be held against is made ready."""
+        if self._is_asleep:
+            return  # nobody will guess in the next steps, and there may be no device to wait for
         try:
             self._lessons.study()
         except Exception:
@@ -260,14 +277,17 @@ class Speculator:
         if self._is_asleep:
             self._ended_s = self._clock()
             self._exploration.sleep(self._ended_s - self._began_s)
+            self._beside_s = 0.0
             return
+        began = self._clock()
         try:
-            self._learn(events, num_kept, num_rows, seen_s)
+            self._learn(began, events, num_kept, num_rows, seen_s)
         except Exception:
             self._roster.fail_all()
 
     def _learn(
         self,
+        began: float,
         events: Sequence[RequestEvent],
         num_kept: Mapping[Key, int],
         num_rows: int,
@@ -276,10 +296,12 @@ class Speculator:
         self._lessons.hear(events, num_kept)
         self._ended_s = self._clock()
         seconds = self._ended_s - self._began_s
+        beside_s = self._beside_s + self._ended_s - began
         # Nobody asks for it where guesses are made always.
         num_right = {} if self._config.always else self._lessons.num_right(self._asked)
         own_s = {index: one_s + seen_s.get(index, 0.0) for index, one_s in self._asked.items()}
-        self._exploration.learn(num_rows, seconds, own_s, num_right)
+        self._exploration.learn(num_rows, seconds, own_s, num_right, beside_s=beside_s)
+        self._beside_s = self._clock() - self._ended_s  # of the next step
 
     def _plan_of(self, planned: Sequence[Planned]) -> Plan:
         return self._plan if self._plan.planned is planned else Plan(planned)
@@ -349,45 +371,3 @@ class Speculator:
     def check_integrity(self) -> None:
         """Raises: IntegrityError."""
         self._roster.check_integrity()
-
-
-def make_speculator(
-    config: EngineConfig,
-    holdings: Holdings,
-    drafters: Sequence[Drafter] | None = None,
-    *,
-    guesses: Guesses,
-    context_window: int,
-    eos_token_ids: frozenset[int],
-    clock: Callable[[], float],
-) -> Speculator | None:
-    """None where nobody guesses.
-
-    Args:
-        drafters: None: those that the config names.
-    Raises: SettingsError for settings that do not go together.
-    """
-    wanted = config.speculation
-    if drafters is None:
-        drafters = [PromptLookup(wanted.ngram) for _ in wanted.drafters]
-    num_wanted = len(wanted.drafters) + len(wanted.draft_models) + bool(wanted.draft_workers)
-    num_wanted += len(wanted.draft_heads)
-    if len(drafters) < num_wanted:
-        raise SettingsError("speculation.draft_models: whoever makes the engine must load them")
-    if not drafters:
-        return None
-    if config.exact and wanted.acceptance == "multi_step":
-        raise SettingsError(
-            "speculation.acceptance: multi_step is not for exact=true: which tokens are drawn "
-            "depends on what was guessed, and so on what else is in a step; leave it at exact"
-        )
-    return Speculator(
-        wanted,
-        drafters,
-        holdings,
-        guesses=guesses,
-        context_window=context_window,
-        max_num_tokens=config.max_num_tokens_per_step,
-        eos_token_ids=eos_token_ids,
-        clock=clock,
-    )

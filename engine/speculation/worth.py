@@ -61,7 +61,7 @@ class Call(NamedTuple):
     num_nodes: int
     """That the step computed, of whomever; at least `num_kept`."""
     own_s: float
-    """Of the drafter."""
+    """Of the drafter, and of all that is done with what it guessed but computing it."""
     rows_s: float
     """What its nodes made the step longer."""
     pause_s: float = 0.0
@@ -116,6 +116,8 @@ class Worth:
             if one.credit_s < one.least_s:
                 return 0
             one.least_s = 0.0
+            one.credit_s -= one.owed_s
+            one.owed_s = 0.0
             one.num_left = TRIAL
             one.num_trials += 1
             one.most_nodes = 0
@@ -144,6 +146,13 @@ class Worth:
         one = self._accounts.get(size_class(num_sequences))
         if one is not None:
             one.credit_s -= seconds
+
+    def owe(self, num_sequences: int, seconds: float) -> None:
+        """So much was spent on finding out whether to ask. The next trial pays for it: were it paid
+        at once, who is to be asked soon would be as far from it with each step."""
+        one = self._accounts.get(size_class(num_sequences))
+        if one is not None:
+            one.owed_s += seconds
 
     def observe(self, load: Load, call: Call) -> None:
         """A call of this step has had its outcome."""
@@ -208,6 +217,8 @@ class _Account:
     """Sequences to ask for."""
     least_s: float = 0.0
     """Credit of who may be asked."""
+    owed_s: float = 0.0
+    """That no trial has paid for yet."""
     num_left: int = 0
     """Calls of this trial that are still to come."""
     num_trials: int = 0

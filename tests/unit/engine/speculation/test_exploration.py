@@ -261,6 +261,47 @@ def test_what_is_slept_through_is_served_all_the_same(number: int, size: int, pr
             assert not any(ran.slept[step] for step in own)
 
 
+@settings(max_examples=10, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 64), st.floats(0.02, 0.2), st.floats(0.0, 0.1))
+def test_bookkeeping_is_time_lost_as_any_other(
+    number: int, size: int, beside: float, own: float
+) -> None:
+    """What a step that is not slept through costs beside its drafter: within the same law, but for
+    one time of waking up, which the trial behind it pays for."""
+    rng, one = random.Random(number), Exploration(1)
+    beside_s, own_s = beside * PLAIN_S, own * PLAIN_S
+    lost_s = served_s = 0.0
+    num_asked = num_slept = 0
+    for _ in range(4000):
+        step_s = PLAIN_S * rng.uniform(0.9, 1.1)
+        if one.sleeps(size):
+            one.sleep(step_s)
+            num_slept += 1
+        else:
+            is_asking = one.begin(size, size)
+            if is_asking:
+                one.choose(0, one.among(range(size)))
+            cost_s = beside_s + (own_s if is_asking else 0.0)
+            drafted = {0: own_s} if is_asking else {}
+            one.learn(size, step_s + cost_s, drafted, {0: 0}, beside_s=beside_s)
+            num_asked += is_asking
+            lost_s += cost_s
+            step_s += cost_s
+        served_s += step_s
+        once_s = GRANT_STEPS * 1.1 * PLAIN_S + (TRIAL + 32) * beside_s + TRIAL * own_s
+        assert lost_s <= (SHARE * served_s + once_s) * 1.01
+    assert num_asked > TRIAL and num_slept > 2000
+
+
+def test_what_a_step_lasts_without_guesses_is_without_their_bookkeeping() -> None:
+    one = Exploration(1)
+    for _ in range(8):
+        assert not one.begin(4, 4)
+        one.learn(4, PLAIN_S + 0.001, {}, {}, beside_s=0.001)
+    assert one.begin(4, 4)
+    assert math.isclose(one.load.plain_s, PLAIN_S)
+
+
 def test_steps_of_another_size_and_launched_ones_end_a_sleep() -> None:
     """Nothing of what was served is lost, nor counted twice."""
     one = Exploration(1)

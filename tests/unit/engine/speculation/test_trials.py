@@ -4,13 +4,24 @@ What they may cost: test_exploration.py."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
+from engine.config import EngineConfig
+from engine.fake import FakeModel
+from engine.loop import Engine
+from engine.request import Request
+from engine.speculation.config import NgramConfig
+from engine.speculation.drafter import Draft, Task
 from engine.speculation.expansion import Load
 from engine.speculation.exploration import Exploration
+from engine.speculation.ngram import PromptLookup
 from engine.speculation.pace import Pace
+from engine.speculation.tree import EMPTY
 from engine.speculation.worth import GRANT_STEPS, SHARE, TRIAL, Call, Worth
+from tests.unit.engine.workloads import SIZE, WINDOW
 
 PLAIN_S = 0.01
 
@@ -205,3 +216,45 @@ def test_a_step_that_comes_to_nothing_costs_a_trial_no_call() -> None:
         assert worth.num_asked(load) > 0
         worth.take_back(load)
     assert worth.num_trials(4) <= 1
+
+
+def test_all_that_is_done_for_guesses_is_charged_but_in_steps_that_are_slept_through(
+    make_request: Callable[..., Request], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the clock of who guesses: looking whether to rest takes 1, beginning 2, learning 4, a call
+    of the drafter 8; what is learnt of a step is learnt in the next one's time."""
+    now_s = 0.0
+    learnt: list[tuple[dict[int, float], float]] = []
+
+    def taking(name: str, seconds: float) -> None:
+        real = getattr(Exploration, name)
+
+        def run(self: Exploration, *args: Any, **kwargs: Any) -> Any:
+            nonlocal now_s
+            now_s += seconds
+            if name == "learn":
+                learnt.append((dict(args[2]), kwargs["beside_s"]))
+            return real(self, *args, **kwargs)
+
+        monkeypatch.setattr(Exploration, name, run)
+
+    for name, seconds in (("rests", 1.0), ("begin", 2.0), ("learn", 4.0)):
+        taking(name, seconds)
+
+    class Knowing(PromptLookup):
+        def propose(self, tasks: Sequence[Task]) -> list[Draft]:
+            nonlocal now_s
+            now_s += 8.0
+            return [Draft(EMPTY, {}) for _ in tasks]
+
+    config = EngineConfig(num_blocks=40)
+    model = FakeModel(context_window=WINDOW, block_size=SIZE)
+    engine = Engine(config, model, drafters=[Knowing(NgramConfig())], clock=lambda: now_s)
+    engine.submit(make_request("r", [1, 2, 3], max_tokens=30))
+    while engine.has_work():
+        engine.step()
+    assert learnt[:2] == [({}, 3.0), ({}, 7.0)]
+    asked = [beside_s for own_s, beside_s in learnt if own_s]
+    assert all(own_s == {0: 10.0} for own_s, _ in learnt if own_s)
+    assert asked and set(asked) == {5.0}
+    assert len(learnt) < 29, "steps were slept through"

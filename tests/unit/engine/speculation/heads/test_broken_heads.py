@@ -165,10 +165,12 @@ def test_what_a_reader_sees_is_its_own_seconds(monkeypatch: pytest.MonkeyPatch) 
             now += 1.0
             super().see(computed)
 
-    def learn(self: Exploration, rows: int, seconds: float, own_s: Any, right: Any) -> None:
-        assert seconds >= sum(own_s.values())
+    def learn(
+        self: Exploration, rows: int, seconds: float, own_s: Any, right: Any, *, beside_s: float
+    ) -> None:
+        assert seconds >= sum(own_s.values()) + beside_s
         found.append(dict(own_s))
-        real(self, rows, seconds, own_s, right)
+        real(self, rows, seconds, own_s, right, beside_s=beside_s)
 
     monkeypatch.setattr(Exploration, "learn", learn)
     _run(_engine(Slow(), clock=lambda: now))
