@@ -9,18 +9,22 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import Any, Self
 
 from baton import cluster_plan
 from baton.client import Client, SyncClient
 from baton.local_cluster import START_TIMEOUT_S, LocalCluster
+from baton.messages import Provenance
 from engine.request import Sampling
 from tests.e2e.oracle import oracle, prompts, run_engine, single_engine
 
 NUM_CLIENTS = 8
 MAX_TOKENS = 48
+LONG_TOKENS = 512
+"""Of an answer whose worker ends in its middle: finding and signalling that takes a few tokens."""
 BUDGET_S = 60.0
 SECOND = "router-1"
+LONG_ID = "outlives-its-worker"
 
 
 @dataclass(frozen=True)
@@ -32,8 +36,19 @@ class Ask:
     seed: int
     right: Sequence[int]
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of `Client.complete` and `Client.generate`."""
+        return {
+            "max_tokens": len(self.right),
+            "ignore_eos": True,
+            "temperature": self.temperature,
+            "seed": self.seed,
+            "timeout_s": BUDGET_S,
+        }
 
-def asks(model: str, seed: int, count: int) -> list[Ask]:
+
+def asks(model: str, seed: int, count: int, max_tokens: int = MAX_TOKENS) -> list[Ask]:
     """Different ones, greedy and sampled, with what one engine alone draws."""
     rng = random.Random(seed)
     made = [
@@ -41,10 +56,10 @@ def asks(model: str, seed: int, count: int) -> list[Ask]:
         for prompt in prompts(oracle(model), rng, count)
     ]
     wanted = [
-        (prompt, Sampling(max_tokens=MAX_TOKENS, ignore_eos=True, temperature=heat, seed=number))
+        (prompt, Sampling(max_tokens=max_tokens, ignore_eos=True, temperature=heat, seed=number))
         for prompt, heat, number in made
     ]
-    right = run_engine(single_engine(model), wanted, prefix_cache=f"{seed}-rolling")
+    right = run_engine(single_engine(model), wanted, prefix_cache=f"{seed}-{max_tokens}-rolling")
     return [Ask(*each, tokens) for each, tokens in zip(made, right, strict=True)]
 
 
@@ -98,6 +113,30 @@ class Load:
                 await asyncio.to_thread(self.cluster.restart, name)
             await asyncio.to_thread(self.cluster.wait_ready, START_TIMEOUT_S)
 
+    async def restart_under(self, ask: Ask) -> None:
+        """Ask this, too, and restart the decode worker that streams the answer: it must be moved.
+
+        A worker restarted by its name may stream nothing just then: prompts go where their KV is,
+        which a worker that has just begun lacks, and what has only blocks there is refused.
+
+        Args: ask: of many tokens, see LONG_TOKENS.
+        """
+        client, worker_id = self._clients[SECOND], ""
+        tokens: list[int] = []
+        end = None
+        async with asyncio.TaskGroup() as group:
+            async for chunk in client.generate(list(ask.prompt), request_id=LONG_ID, **ask.options):
+                tokens += chunk.token_ids
+                end = chunk.end
+                if not worker_id and len(tokens) > 1:  # the first may be the prefill worker's
+                    worker_id = (await client.explain(LONG_ID)).decisions[-1].decode_id
+                    group.create_task(self.restart(worker_id))
+        assert tokens == list(ask.right)
+        assert end is not None and end.provenance is not None
+        left = [leg.worker_id for leg in end.provenance.legs if leg.ended_by == "moved"]
+        assert left == [worker_id], end.provenance.legs
+        self._note_moves(end.provenance)
+
     async def scale_down_and_up(self, *names: str) -> None:
         """End these workers for good, and start as many later."""
         parts = self.cluster._parts()
@@ -119,16 +158,14 @@ class Load:
             ask = self.asks[number % len(self.asks)]
             names = sorted(self._clients)
             answer = await self._clients[names[number % len(names)]].complete(
-                list(ask.prompt),
-                max_tokens=MAX_TOKENS,
-                ignore_eos=True,
-                temperature=ask.temperature,
-                seed=ask.seed,
-                timeout_s=BUDGET_S,
+                list(ask.prompt), **ask.options
             )
             assert list(answer.token_ids) == list(ask.right), (number, answer.provenance.legs)
             self.num_right += 1
-            self.moves.update(leg.ended_by for leg in answer.provenance.legs if leg.ended_by)
+            self._note_moves(answer.provenance)
+
+    def _note_moves(self, provenance: Provenance) -> None:
+        self.moves.update(leg.ended_by for leg in provenance.legs if leg.ended_by)
 
     @asynccontextmanager
     async def _out_of_rotation(self, routers: Sequence[str]) -> AsyncIterator[None]:
