@@ -25,19 +25,19 @@ SWITCH_S = 0.0001
 A thread that lets the lock go for a moment, as the loop does between two turns, has taken it again
 before the one that waits for it is awake, whose time begins anew then: beside a loop with one short
 turn behind the other an engine's thread waits not for 0.5 ms but until the loop rests. With six
-turns of 0.3 ms now and then (benchmarks/switch_interval.py, two cores of its own), after a device's
+turns of 0.3 ms now and then (benchmarks/results/2026-11-23-switch-interval.json), after a device's
 end 99 of 100 times within ms:
 
 | SWITCH_S | the engine's thread wakes up | it has launched what comes next | the loop has told |
 |---|---|---|---|
-| 0.5 ms | 2.5 | 3.1 | 3.4 |
-| 0.2 ms | 1.2 | 1.8 | 1.7 |
-| 0.1 ms | 0.4 | 1.3 | 1.4 |
-| 0.05 ms | 0.3 | 1.6 | 1.5 |
+| 0.5 ms | 1.8 | 2.2 | 2.6 |
+| 0.2 ms | 0.8 | 1.6 | 1.3 |
+| 0.1 ms | 0.4 | 1.7 | 1.7 |
+| 0.05 ms | 0.2 | 1.1 | 1.3 |
 
-The turns themselves end no later. What it costs: beside a loop that only tells, the launch is made
-after 0.8 ms instead of 0.4, since the telling has half of that time now, and ends when it did. A
-device that computes a step ahead does not see that."""
+What it costs: the turns end 0.4 ms later, 1.2 at most, when the other thread comes between them.
+Beside a loop that only tells, the launch is made after 0.7 ms instead of 0.4, since the telling has
+part of that time now, and ends when it did. A device that computes a step ahead does not see it."""
 
 
 @contextlib.contextmanager
