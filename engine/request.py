@@ -28,8 +28,11 @@ FINISHED and ABORTED requests are forgotten: their ids may be used again.
 from __future__ import annotations
 
 import enum
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 BlockHasher = Callable[[bytes, Sequence[int]], bytes]
 """(parent chain hash, one full block's token ids) -> chain hash. The parent of the first block is
@@ -258,8 +261,17 @@ class Request:
     the request, so that the engine's thread, for which all streams wait, need not."""
 
     def __post_init__(self) -> None:
-        prompt = self.prompt_token_ids
-        object.__setattr__(self, "token_id_range", (min(prompt), max(prompt)) if prompt else (0, 0))
+        object.__setattr__(self, "token_id_range", _range_of(self.prompt_token_ids))
+
+
+def _range_of(token_ids: Sequence[int]) -> tuple[int, int]:
+    if not token_ids:
+        return 0, 0
+    try:
+        column = np.asarray(array("I", token_ids))
+    except (OverflowError, TypeError):  # not from a wire: whoever admits it says what is wrong
+        return min(token_ids), max(token_ids)
+    return int(column.min()), int(column.max())
 
 
 @dataclass(frozen=True)

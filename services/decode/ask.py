@@ -25,14 +25,15 @@ class DecodeAsk:
     trace: TraceContext | None = None
     """Of the router's span; None: the request is not traced."""
 
-    def request(self, engine_id: str) -> Request:
-        """As the engine is asked, under that name."""
+    async def request(self, engine_id: str) -> Request:
+        """As the engine is asked, under that name. A long prompt takes some turns of the loop, so
+        that those who decode are told of a step between them."""
         return Request(
             request_id=engine_id,
             prompt_token_ids=self.prompt_token_ids,
             sampling=self.sampling,
             block_hasher=self.chain.hasher,
-            prompt_hashes=tuple(self.chain.hashes(self.prompt_token_ids)),
+            prompt_hashes=tuple(await self.chain.hashes_in_turns(self.prompt_token_ids)),
             cache_root=self.chain.root,
             priority=self.priority,
             num_samples=self.num_samples,

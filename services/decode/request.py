@@ -221,7 +221,7 @@ class DecodeRequest:
     async def _run(self) -> None:
         ask, thread = self._ask, self._core.thread
         self._core.refuse_when_full(self._num_waiting() - 1)
-        request = ask.request(self.engine_id)
+        request = await ask.request(self.engine_id)
 
         def reserve(engine: WorkerEngine) -> Reservation:
             check_digest(engine, ask.adapter, ask.chain.adapter_digest)

@@ -36,6 +36,7 @@ from services.worker.status import (
     times_to_proto,
     traces_to_proto,
 )
+from services.worker.token_ids import token_ids_of
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -200,7 +201,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             request_id=message.request_id,
             tenant=message.tenant,
             adapter=message.adapter,
-            prompt_token_ids=tuple(message.prompt_token_ids),
+            prompt_token_ids=token_ids_of(message.prompt_token_ids),
             sampling=sampling_from_proto(message.sampling, message.sample_index),
             chain=self._core.chain(message.tenant_salt, message.adapter),
             priority=message.priority,

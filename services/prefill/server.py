@@ -33,6 +33,7 @@ from services.worker.status import (
     times_to_proto,
     traces_to_proto,
 )
+from services.worker.token_ids import token_ids_of
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -116,7 +117,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             request_id=request.request_id,
             tenant=request.tenant,
             adapter=request.adapter,
-            prompt_token_ids=tuple(request.prompt_token_ids),
+            prompt_token_ids=token_ids_of(request.prompt_token_ids),
             output_token_ids=tuple(request.output_token_ids),
             sampling=sampling_from_proto(request.sampling, request.sample_index),
             chain=self._core.chain(request.tenant_salt, request.adapter),

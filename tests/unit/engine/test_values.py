@@ -30,6 +30,7 @@ def test_whoever_makes_a_request_knows_the_range_of_its_tokens() -> None:
     made = Request("r", (7, 3, 96, 5), Sampling(max_tokens=1), block_hasher=lambda *_: b"")
     assert made.token_id_range == (3, 96)
     assert dataclasses.replace(made, prompt_token_ids=(-1,)).token_id_range == (-1, -1)
+    assert dataclasses.replace(made, prompt_token_ids=(2**40, 1)).token_id_range == (1, 2**40)
     assert dataclasses.replace(made, prompt_token_ids=()).token_id_range == (0, 0)
 
 
