@@ -37,7 +37,7 @@ from engine.errors import IntegrityError, NoBlocks, WrongState
 from engine.kv.block_classes import name_what_is_wrong
 from engine.kv.eviction_order import EvictionOrder
 from engine.kv.free_runs import FreeRuns
-from engine.kv.neighbours import all_are, runs
+from engine.kv.neighbours import Piece, all_are, runs
 
 NO_BLOCK = -1
 """Stands for the block before a chain's first."""
@@ -61,7 +61,9 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.num_evicted = 0
         self._free = FreeRuns(num_blocks)
-        self._evictable = EvictionOrder(num_blocks)
+        self.numbers = array("q", range(num_blocks))
+        """0, 1, 2 and so on: to copy slices from, and to compare them with."""
+        self._evictable = EvictionOrder(self.numbers)
         self._num_references = array("q", (0,)) * num_blocks
         self._is_cached = bytearray(num_blocks)
         self._num_holds: dict[int, int] = {}
@@ -69,7 +71,6 @@ class BlockPool:
         # What keeps a block from being free or evictable beside references: cached blocks after it
         # that are not evictable, and one more if it is held.
         self._num_pins = array("q", (0,)) * num_blocks
-        self._numbers = array("q", range(num_blocks))
 
     @property
     def num_free(self) -> int:
@@ -123,10 +124,6 @@ class BlockPool:
         """How often it is held."""
         return self._num_holds.get(block_id, 0)
 
-    def runs(self, block_ids: Iterable[int]) -> list[tuple[int, int, bool]]:
-        """See neighbours.py."""
-        return [*runs(array("q", block_ids), self._numbers)]
-
     def take(self, num_blocks: int) -> Taken:
         """Reference `num_blocks` blocks once each: free ones first, neighbours preferred, then the
         least recently used.
@@ -140,19 +137,20 @@ class BlockPool:
         block_ids = self._free.take(min(num_blocks, len(self._free)))
         num_evicted = num_blocks - len(block_ids)
         evicted = self._evictable.take_first(num_evicted)
-        for block_id in evicted:
-            self._is_cached[block_id] = False
-            self._parent[block_id] = NO_BLOCK
         self.num_evicted += num_evicted
         block_ids = sorted(block_ids + evicted)
         num_references = self._num_references
-        for start, end, is_run in self.runs(block_ids):
-            if is_run:
-                first = block_ids[start]
-                num_references[first : first + end - start] = array("q", (1,)) * (end - start)
-                continue
-            for block_id in block_ids[start:end]:
+        if block_ids and block_ids[-1] - block_ids[0] == num_blocks - 1:  # none is there twice
+            start, end = block_ids[0], block_ids[-1] + 1
+            num_references[start:end] = array("q", (1,)) * num_blocks
+            self._is_cached[start:end] = bytes(num_blocks)
+            self._parent[start:end] = array("q", (NO_BLOCK,)) * num_blocks
+        else:
+            for block_id in block_ids:
                 num_references[block_id] = 1
+            for block_id in evicted:
+                self._is_cached[block_id] = False
+                self._parent[block_id] = NO_BLOCK
         return Taken(tuple(block_ids), tuple(evicted))
 
     def reference(self, block_id: int) -> None:
@@ -170,7 +168,7 @@ class BlockPool:
         evicted first."""
         upwards = array("q", [*block_ids])
         upwards.reverse()  # mostly a chain from its tail on
-        for start, end, is_run in reversed([*runs(upwards, self._numbers)]):
+        for start, end, is_run in reversed([*runs(upwards, self.numbers)]):
             if is_run and self._put_back_run(upwards[start], upwards[end - 1] + 1):
                 continue
             for block_id in reversed(upwards[start:end]):
@@ -204,7 +202,7 @@ class BlockPool:
         above it."""
         if self._num_pins[last] or not all_are(self._num_pins[start:last], 1):
             return False
-        return self._parent[start + 1 : last + 1] == self._numbers[start:last]
+        return self._parent[start + 1 : last + 1] == self.numbers[start:last]
 
     def _settle(self, block_id: int) -> None:
         """File a block that may have lost its last reference, or what pinned it, where it belongs,
@@ -251,11 +249,11 @@ class BlockPool:
             self._parent[block_id] = parent
         self._is_cached[block_id] = True
 
-    def mark_chain(self, block_ids: Sequence[int], parent: int) -> None:
+    def mark_chain(self, block_ids: Sequence[int], parent: int) -> list[Piece]:
         """`mark_cached` for blocks that follow one another, the first of them `parent`, which is
-        cached and referenced. They are referenced."""
+        cached and referenced. They are referenced. Returns: their runs."""
         chain = array("q", block_ids)
-        pieces = [*runs(chain, self._numbers)]
+        pieces = [*runs(chain, self.numbers)]
         is_sound = self._is_cached[parent] and self._num_references[parent]
         if not is_sound or not all(self._may_enter(chain[i:j], is_run) for i, j, is_run in pieces):
             is_cached, num_references = self._is_cached, self._num_references
@@ -270,7 +268,7 @@ class BlockPool:
                 self._num_pins[parent] += 1
                 self._num_pins[start : end - 1] = array("q", (1,)) * (j - i - 1)
                 self._parent[start] = parent
-                self._parent[start + 1 : end] = self._numbers[start : end - 1]
+                self._parent[start + 1 : end] = self.numbers[start : end - 1]
                 self._is_cached[start:end] = b"\1" * (j - i)
                 parent = end - 1
                 continue
@@ -279,13 +277,16 @@ class BlockPool:
                 self._parent[block_id] = parent
                 self._is_cached[block_id] = True
                 parent = block_id
+        return pieces
 
     def _may_enter(self, block_ids: array[int], is_run: bool) -> bool:
         """They are referenced, and not cached."""
         if is_run:
             start, end = block_ids[0], block_ids[-1] + 1
-            is_cached = self._is_cached.find(1, start, end) >= 0
-            return not is_cached and 0 not in self._num_references[start:end]
+            if self._is_cached.find(1, start, end) >= 0:
+                return False
+            counts = self._num_references[start:end]
+            return all_are(counts, 1) or 0 not in counts
         return all(self._num_references[one] and not self._is_cached[one] for one in block_ids)
 
     def unmark_cached(self, block_id: int) -> None:

@@ -10,23 +10,27 @@ from array import array
 from collections.abc import Iterator
 
 from engine.errors import IntegrityError
+from engine.kv.neighbours import runs
 
 _OUT = -1
 """Stands where a block that is not in the ring would have a neighbour."""
 
 
 class EvictionOrder:
-    """See the module. Empty at the start."""
+    """See the module. Empty at the start.
 
-    def __init__(self, num_blocks: int) -> None:
+    Args:
+        numbers: 0, 1, 2 and so on, of all blocks that there are.
+    """
+
+    def __init__(self, numbers: array[int]) -> None:
+        self._numbers = numbers
+        num_blocks = len(numbers)
         self._ends = num_blocks  # stands before the first and after the last
         self._after = array("q", (_OUT,)) * (num_blocks + 1)
         self._before = array("q", (_OUT,)) * (num_blocks + 1)
         self._after[self._ends] = self._before[self._ends] = self._ends
         self._num_blocks = 0
-        # To be copied from: one below, and one above, each block.
-        self._below = array("q", range(-1, num_blocks - 1))
-        self._above = array("q", range(1, num_blocks + 1))
 
     def __len__(self) -> int:
         return self._num_blocks
@@ -51,8 +55,8 @@ class EvictionOrder:
     def append_down(self, start: int, end: int) -> None:
         """`append` for each block of [start, end), the last of them first."""
         last, ends, first = self._before[self._ends], self._ends, end - 1
-        self._after[start + 1 : end] = self._below[start + 1 : end]
-        self._before[start:first] = self._above[start:first]
+        self._after[start + 1 : end] = self._numbers[start:first]
+        self._before[start:first] = self._numbers[start + 1 : end]
         self._after[last], self._before[first] = first, last
         self._after[start], self._before[ends] = ends, start
         self._num_blocks += end - start
@@ -66,14 +70,21 @@ class EvictionOrder:
 
     def take_first(self, num_blocks: int) -> list[int]:
         """Remove so many, which must be there. Returns them in order."""
-        taken: list[int] = []
         after, before = self._after, self._before
         block_id = after[self._ends]
+        taken: list[int] = []
         for _ in range(num_blocks):
             taken.append(block_id)
-            behind = after[block_id]
-            after[block_id] = before[block_id] = _OUT
-            block_id = behind
+            block_id = after[block_id]
+        upwards = array("q", taken)
+        upwards.reverse()  # mostly chains from their tails on
+        for i, j, is_run in runs(upwards, self._numbers):
+            if is_run:
+                start, end = upwards[i], upwards[i] + j - i
+                after[start:end] = before[start:end] = array("q", (_OUT,)) * (j - i)
+                continue
+            for one in upwards[i:j]:
+                after[one] = before[one] = _OUT
         after[self._ends], before[block_id] = block_id, self._ends
         self._num_blocks -= num_blocks
         return taken

@@ -12,12 +12,16 @@ MANY = 32
 """Fewer neighbours cost less one by one."""
 
 
-def runs(block_ids: array[int], numbers: array[int]) -> Iterator[tuple[int, int, bool]]:
+Piece = tuple[int, int, bool]
+"""Of a list: [start, end), and whether it is a run."""
+
+
+def runs(block_ids: array[int], numbers: array[int]) -> Iterator[Piece]:
     """Cut a list into runs of at least MANY neighbours, ascending, and what lies between them.
 
     Args:
         numbers: 0, 1, 2 and so on up to the greatest block there is.
-    Yields: (start, end, whether it is a run), places in the list, in order, without gaps.
+    Yields: places in the list, in order, without gaps.
     """
     num_blocks = len(block_ids)
     done = start = 0

@@ -222,15 +222,15 @@ class RadixTree:
             for before, chain_hash, block_id in zip(chain_hashes, hashes, rest, strict=False):
                 self.insert(before, chain_hash, block_id)
             return
-        self.pool.mark_chain(rest, first)
+        pieces = self.pool.mark_chain(rest, first)
         node, depth = self._node_of[first], self._depth_of[first]
         node.block_ids += rest
         self._block_of.update(added)
         depth_of, node_of, hash_of = self._depth_of, self._node_of, self._hash_of
-        for i, j, is_run in self.pool.runs(rest):
+        for i, j, is_run in pieces:
             if is_run:
                 start, end = rest[i], rest[j - 1] + 1
-                depth_of[start:end] = array("q", range(depth + 1 + i, depth + 1 + j))
+                depth_of[start:end] = self.pool.numbers[depth + 1 + i : depth + 1 + j]
                 node_of[start:end] = [node] * (j - i)
                 hash_of[start:end] = hashes[i:j]
                 continue

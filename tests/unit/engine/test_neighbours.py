@@ -192,7 +192,7 @@ def test_many_enter_the_prefix_cache_or_none() -> None:
 def test_the_order_of_eviction_is_a_list(seed: int, scale: Callable[[int], int]) -> None:
     rng = random.Random(seed)
     for _ in range(scale(100)):
-        order, expected = EvictionOrder(NUM_BLOCKS), []
+        order, expected = EvictionOrder(NUMBERS), []
         for _ in range(80):
             others = [b for b in range(NUM_BLOCKS) if b not in expected]
             kind = rng.choice(["append", "down", "remove", "take"])
@@ -220,7 +220,7 @@ def test_the_order_of_eviction_is_a_list(seed: int, scale: Callable[[int], int])
 
 @pytest.mark.parametrize("damage", range(5))
 def test_integrity_notices_a_broken_order(damage: int) -> None:
-    order = EvictionOrder(NUM_BLOCKS)
+    order = EvictionOrder(NUMBERS)
     order.append_down(3, 9)
     order.check_integrity()
     if damage == 0:
