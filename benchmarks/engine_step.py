@@ -97,7 +97,8 @@ class ZeroCostAhead:
         """Nothing is under way."""
 
 
-def _block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
+def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """A chain hash."""
     return hashlib.blake2b(array("I", token_ids).tobytes(), key=parent, digest_size=16).digest()
 
 
@@ -118,7 +119,7 @@ def decoding_engine(batch: int, num_steps: int, preemption: str, is_ahead: bool)
     generator = torch.Generator().manual_seed(1)
     prompts = torch.randint(1, VOCAB_SIZE, (batch, NUM_PROMPT_TOKENS), generator=generator)
     for number, prompt in enumerate(prompts.tolist()):
-        engine.reserve(Request(str(number), tuple(prompt), sampling, _block_hash))
+        engine.reserve(Request(str(number), tuple(prompt), sampling, block_hash))
         engine.start(str(number))
     while sum(1 for event in engine.step().events if event.token_ids) < batch:
         pass  # prompts are still being computed

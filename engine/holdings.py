@@ -142,8 +142,8 @@ class Holdings:
 
     def fill_holes(self, sequence: Sequence) -> None:
         """New blocks in place of those quarantined. Raises: NoBlocks, and nothing was taken."""
-        holes = [index for index, block_id in enumerate(sequence.block_ids) if block_id == HOLE]
-        if holes:
+        if HOLE in sequence.block_ids:
+            holes = [index for index, block_id in enumerate(sequence.block_ids) if block_id == HOLE]
             self._make_room(len(holes))
             for index, block_id in zip(holes, self.tree.take(len(holes)), strict=True):
                 sequence.block_ids[index] = block_id

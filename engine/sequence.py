@@ -139,6 +139,8 @@ class Sequence:
     @property
     def held_block_ids(self) -> list[int]:
         """Blocks that this sample references."""
+        if HOLE not in self.block_ids:  # mostly: found thrice as fast as by looking at each
+            return self.block_ids
         return [block_id for block_id in self.block_ids if block_id != HOLE]
 
     def add_token(self, token_id: int) -> None:

@@ -19,18 +19,25 @@ referenced, and falls into quarantine with its last reference.
 Cached blocks form chains: each knows the one before it (`_parent`), which stays out of `evictable`
 as long as any block after it does. So in `evictable` every block stands before the one that it
 follows, the first of them never has cached blocks after it, and eviction takes chains from their
-tail with no search. Called from the engine's thread only.
+tail with no search.
+
+What is known of a block lies in arrays by its number, and neighbours are worked off by slices: a
+long request's blocks come, are cached and go in the middle of everybody's steps. Called from the
+engine's thread only.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from array import array
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 from engine.errors import IntegrityError, NoBlocks, WrongState
+from engine.kv.block_classes import name_what_is_wrong
+from engine.kv.eviction_order import EvictionOrder
 from engine.kv.free_runs import FreeRuns
+from engine.kv.neighbours import Piece, all_are, runs
 
 NO_BLOCK = -1
 """Stands for the block before a chain's first."""
@@ -54,12 +61,16 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.num_evicted = 0
         self._free = FreeRuns(num_blocks)
-        self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently used first
-        self._num_references = [0] * num_blocks
-        self._is_cached = [False] * num_blocks
+        self.numbers = array("q", range(num_blocks))
+        """0, 1, 2 and so on: to copy slices from, and to compare them with."""
+        self._evictable = EvictionOrder(self.numbers)
+        self._num_references = array("q", (0,)) * num_blocks
+        self._is_cached = bytearray(num_blocks)
         self._num_holds: dict[int, int] = {}
-        self._parent = [NO_BLOCK] * num_blocks  # of a cached block: the cached one before it
-        self._num_busy_children = [0] * num_blocks  # cached blocks after it that are not evictable
+        self._parent = array("q", (NO_BLOCK,)) * num_blocks  # of a cached block: that before it
+        # What keeps a block from being free or evictable beside references: cached blocks after it
+        # that are not evictable, and one more if it is held.
+        self._num_pins = array("q", (0,)) * num_blocks
 
     @property
     def num_free(self) -> int:
@@ -89,7 +100,7 @@ class BlockPool:
         return self._num_references[block_id]
 
     def is_cached(self, block_id: int) -> bool:
-        return self._is_cached[block_id]
+        return bool(self._is_cached[block_id])
 
     def parent_of(self, block_id: int) -> int:
         """The block before a cached one in its chain, or NO_BLOCK."""
@@ -100,7 +111,7 @@ class BlockPool:
 
     def is_pinned(self, block_id: int) -> bool:
         """Nobody references or holds it, but a cached block after it is in use."""
-        return self._num_busy_children[block_id] > 0 and not self.is_used(block_id)
+        return self._num_pins[block_id] > 0 and not self.is_used(block_id)
 
     def is_used(self, block_id: int) -> bool:
         """Somebody references or holds it."""
@@ -125,15 +136,21 @@ class BlockPool:
             )
         block_ids = self._free.take(min(num_blocks, len(self._free)))
         num_evicted = num_blocks - len(block_ids)
-        evicted = list(islice(self._evictable, num_evicted))
-        for block_id in evicted:
-            del self._evictable[block_id]
-            self._is_cached[block_id] = False
-            self._parent[block_id] = NO_BLOCK
+        evicted = self._evictable.take_first(num_evicted)
         self.num_evicted += num_evicted
         block_ids = sorted(block_ids + evicted)
-        for block_id in block_ids:
-            self._num_references[block_id] = 1
+        num_references = self._num_references
+        if block_ids and block_ids[-1] - block_ids[0] == num_blocks - 1:  # none is there twice
+            start, end = block_ids[0], block_ids[-1] + 1
+            num_references[start:end] = array("q", (1,)) * num_blocks
+            self._is_cached[start:end] = bytes(num_blocks)
+            self._parent[start:end] = array("q", (NO_BLOCK,)) * num_blocks
+        else:
+            for block_id in block_ids:
+                num_references[block_id] = 1
+            for block_id in evicted:
+                self._is_cached[block_id] = False
+                self._parent[block_id] = NO_BLOCK
         return Taken(tuple(block_ids), tuple(evicted))
 
     def reference(self, block_id: int) -> None:
@@ -149,37 +166,72 @@ class BlockPool:
     def put_back(self, block_ids: Iterable[int]) -> None:
         """Give up one reference of each, in this order: of blocks left at zero, the first given is
         evicted first."""
-        for block_id in block_ids:
-            if self._num_references[block_id] < 1:
-                raise IntegrityError(f"block {block_id} was put back once too often")
-            self._num_references[block_id] -= 1
-            self._settle(block_id)
+        upwards = array("q", [*block_ids])
+        upwards.reverse()  # mostly a chain from its tail on
+        for start, end, is_run in reversed([*runs(upwards, self.numbers)]):
+            if is_run and self._put_back_run(upwards[start], upwards[end - 1] + 1):
+                continue
+            for block_id in reversed(upwards[start:end]):
+                if self._num_references[block_id] < 1:
+                    raise IntegrityError(f"block {block_id} was put back once too often")
+                self._num_references[block_id] -= 1
+                self._settle(block_id)
+
+    def _put_back_run(self, start: int, end: int) -> bool:
+        """`put_back` of [start, end), the last of them first, if nobody else uses them and they are
+        the end of a chain, or not cached, or one behind the other. False: they are something else,
+        and nothing was done."""
+        middle = self._is_cached.find(0, start, end)  # where the chain ends
+        middle = end if middle < 0 else middle
+        is_known = all_are(self._num_references[start:end], 1)
+        is_known = is_known and self._is_cached.find(1, middle, end) < 0
+        is_known = is_known and all_are(self._num_pins[middle:end], 0)
+        if not is_known or (start < middle and not self._is_chain_end(start, middle - 1)):
+            return False
+        self._num_references[start:end] = array("q", (0,)) * (end - start)
+        if middle < end:
+            self._free.give_run(middle, end)
+        if start < middle:
+            self._num_pins[start:middle] = array("q", (0,)) * (middle - start)
+            self._evictable.append_down(start, middle)
+            self._unpin(self._parent[start])
+        return True
+
+    def _is_chain_end(self, start: int, last: int) -> bool:
+        """Of cached neighbours: each follows the one below it, and is pinned by nothing but the one
+        above it."""
+        if self._num_pins[last] or not all_are(self._num_pins[start:last], 1):
+            return False
+        return self._parent[start + 1 : last + 1] == self.numbers[start:last]
 
     def _settle(self, block_id: int) -> None:
-        """File a block that may have lost its last reference, hold or busy child where it belongs,
+        """File a block that may have lost its last reference, or what pinned it, where it belongs,
         and then those before it."""
-        while not (
-            self._num_references[block_id]
-            or self._num_busy_children[block_id]
-            or block_id in self._num_holds
-        ):
-            if not self._is_cached[block_id]:
-                self._free.give(block_id)
+        if self._num_references[block_id] or self._num_pins[block_id]:
+            return
+        if self._is_cached[block_id]:
+            self._evictable.append(block_id)
+            self._unpin(self._parent[block_id])
+        else:
+            self._free.give(block_id)
+
+    def _unpin(self, block_id: int) -> None:
+        """A block after this one, if it is one, is evictable or not cached any more."""
+        while block_id != NO_BLOCK:
+            self._num_pins[block_id] -= 1
+            if self._num_references[block_id] or self._num_pins[block_id]:
                 return
-            self._evictable[block_id] = None
+            self._evictable.append(block_id)
             block_id = self._parent[block_id]
-            if block_id == NO_BLOCK:
-                return
-            self._num_busy_children[block_id] -= 1
 
     def _wake(self, block_id: int) -> None:
         """A cached block is in use from now on: neither it nor those before it are evictable."""
         while block_id in self._evictable:
-            del self._evictable[block_id]
+            self._evictable.remove(block_id)
             block_id = self._parent[block_id]
             if block_id == NO_BLOCK:
                 return
-            self._num_busy_children[block_id] += 1
+            self._num_pins[block_id] += 1
 
     def mark_cached(self, block_id: int, parent: int = NO_BLOCK) -> None:
         """The prefix cache maps a hash to this block now. It must be referenced, and `parent`, the
@@ -193,41 +245,63 @@ class BlockPool:
             if not self._is_cached[parent]:
                 raise IntegrityError(f"block {block_id} follows {parent}, which is not cached")
             self._wake(parent)
-            self._num_busy_children[parent] += 1
+            self._num_pins[parent] += 1
             self._parent[block_id] = parent
         self._is_cached[block_id] = True
 
-    def mark_chain(self, block_ids: Sequence[int], parent: int) -> None:
+    def mark_chain(self, block_ids: Sequence[int], parent: int) -> list[Piece]:
         """`mark_cached` for blocks that follow one another, the first of them `parent`, which is
-        cached and referenced. They are referenced."""
-        num_references, is_cached = self._num_references, self._is_cached
-        is_sound = is_cached[parent] and not any(map(is_cached.__getitem__, block_ids))
-        if not is_sound or not all(map(num_references.__getitem__, (parent, *block_ids))):
+        cached and referenced. They are referenced. Returns: their runs."""
+        chain = array("q", block_ids)
+        pieces = [*runs(chain, self.numbers)]
+        is_sound = self._is_cached[parent] and self._num_references[parent]
+        if not is_sound or not all(self._may_enter(chain[i:j], is_run) for i, j, is_run in pieces):
+            is_cached, num_references = self._is_cached, self._num_references
             wrong = (one for one in block_ids if is_cached[one] or not num_references[one])
             raise IntegrityError(
                 f"block {next(wrong, parent)} is not referenced, or cached already: it cannot "
                 f"enter the prefix cache behind {parent}"
             )
-        busy, parents = self._num_busy_children, self._parent
-        for block_id in block_ids:
-            busy[parent] += 1
-            parents[block_id] = parent
-            is_cached[block_id] = True
-            parent = block_id
+        for i, j, is_run in pieces:
+            start, end = chain[i], chain[i] + j - i
+            if is_run and all_are(self._num_pins[start:end], 0):
+                self._num_pins[parent] += 1
+                self._num_pins[start : end - 1] = array("q", (1,)) * (j - i - 1)
+                self._parent[start] = parent
+                self._parent[start + 1 : end] = self.numbers[start : end - 1]
+                self._is_cached[start:end] = b"\1" * (j - i)
+                parent = end - 1
+                continue
+            for block_id in chain[i:j]:
+                self._num_pins[parent] += 1
+                self._parent[block_id] = parent
+                self._is_cached[block_id] = True
+                parent = block_id
+        return pieces
+
+    def _may_enter(self, block_ids: array[int], is_run: bool) -> bool:
+        """They are referenced, and not cached."""
+        if is_run:
+            start, end = block_ids[0], block_ids[-1] + 1
+            if self._is_cached.find(1, start, end) >= 0:
+                return False
+            counts = self._num_references[start:end]
+            return all_are(counts, 1) or 0 not in counts
+        return all(self._num_references[one] and not self._is_cached[one] for one in block_ids)
 
     def unmark_cached(self, block_id: int) -> None:
         """The prefix cache maps nothing to this block any more. Those after it were unmarked
         before."""
-        if not self._is_cached[block_id] or self._num_busy_children[block_id]:
+        num_pins = self._num_pins[block_id] - self.is_held(block_id)
+        if not self._is_cached[block_id] or num_pins:
             raise IntegrityError(f"block {block_id} is not cached, or has cached blocks after it")
         self._is_cached[block_id] = False
         parent, self._parent[block_id] = self._parent[block_id], NO_BLOCK
         if block_id in self._evictable:
-            del self._evictable[block_id]
+            self._evictable.remove(block_id)
             self._free.give(block_id)
-        elif parent != NO_BLOCK:
-            self._num_busy_children[parent] -= 1
-            self._settle(parent)
+        else:
+            self._unpin(parent)
 
     def hold(self, block_ids: Iterable[int]) -> None:
         """Quarantine: keep each out of use once its references are gone, until as many `unhold`."""
@@ -236,6 +310,8 @@ class BlockPool:
                 raise IntegrityError(
                     f"block {block_id} is not referenced: it cannot be held any more"
                 )
+            if block_id not in self._num_holds:
+                self._num_pins[block_id] += 1
             self._num_holds[block_id] = self._num_holds.get(block_id, 0) + 1
 
     def unhold(self, block_ids: Iterable[int]) -> None:
@@ -249,6 +325,7 @@ class BlockPool:
             self._num_holds[block_id] -= 1
             if self._num_holds[block_id] == 0:
                 del self._num_holds[block_id]
+                self._num_pins[block_id] -= 1
                 self._settle(block_id)
 
     def check_integrity(self, num_references: Mapping[int, int] | None = None) -> None:
@@ -258,9 +335,10 @@ class BlockPool:
         Raises: IntegrityError naming the first block that is in no class, in two, or miscounted.
         """
         self._free.check_integrity()
+        self._evictable.check_integrity()
         self._check_chains()
         if not self._is_sound(num_references):
-            self._name_what_is_wrong(num_references)
+            name_what_is_wrong(self, set(self._free), set(self._evictable), num_references)
             raise IntegrityError("the blocks' classes do not add up")
 
     def _is_sound(self, num_references: Mapping[int, int] | None) -> bool:
@@ -272,8 +350,8 @@ class BlockPool:
         if num_references is not None and counts != num_references:
             return False
         quarantined = self._num_holds.keys() - counts.keys()
-        busy = {block_id for block_id, n in enumerate(self._num_busy_children) if n > 0}
-        pinned = busy - self._num_holds.keys() - counts.keys()
+        pinned = {block_id for block_id, n in enumerate(self._num_pins) if n > 0}
+        pinned -= self._num_holds.keys() | counts.keys()
         cached = {block_id for block_id, is_cached in enumerate(self._is_cached) if is_cached}
         classes = (free, evictable, counts.keys() | pinned, quarantined)
         num_there = (self.num_free, self.num_evictable, self.num_referenced, self.num_quarantined)
@@ -285,60 +363,21 @@ class BlockPool:
             and free.isdisjoint(cached)
         )
 
-    def _name_what_is_wrong(self, num_references: Mapping[int, int] | None) -> None:
-        """Raises: IntegrityError naming the first block that is in no class, in two, or miscounted;
-        or the class that is.
-        """
-        free, evictable = set(self._free), set(self._evictable)
-        counts = {"free": 0, "evictable": 0, "referenced": 0, "quarantined": 0}
-        for block_id in range(self.num_blocks):
-            references = self._num_references[block_id]
-            if num_references is not None and num_references.get(block_id, 0) != references:
-                raise IntegrityError(
-                    f"block {block_id} has {references} references in the pool, "
-                    f"{num_references.get(block_id, 0)} by count"
-                )
-            held, cached = block_id in self._num_holds, self._is_cached[block_id]
-            is_pinned = self.is_pinned(block_id)
-            classes = {
-                "free": block_id in free,
-                "evictable": block_id in evictable,
-                "referenced": references > 0 or is_pinned,
-                "quarantined": references == 0 and held,
-            }
-            members = [name for name, is_member in classes.items() if is_member]
-            if len(members) != 1:
-                raise IntegrityError(
-                    f"block {block_id} is in {len(members)} classes {members}, not in one"
-                )
-            is_idle = references == 0 and not held and not is_pinned
-            if is_idle and cached != classes["evictable"]:
-                raise IntegrityError(f"block {block_id}: cached is {cached} but it is {members[0]}")
-            counts[members[0]] += 1
-        expected = {
-            "free": self.num_free,
-            "evictable": self.num_evictable,
-            "referenced": self.num_referenced,
-            "quarantined": self.num_quarantined,
-        }
-        if counts != expected or sum(counts.values()) != self.num_blocks:
-            raise IntegrityError(
-                f"blocks counted {counts}, the pool says {expected} of {self.num_blocks}"
-            )
-
     def _check_chains(self) -> None:
-        """Parents are cached and stand behind their children in `evictable`; busy children are
+        """Parents are cached and stand behind their children in `evictable`; what pins a block is
         counted right."""
         place = {block_id: index for index, block_id in enumerate(self._evictable)}
-        num_busy = [0] * self.num_blocks
+        num_pins = array("q", (0,)) * self.num_blocks
+        for block_id in self._num_holds:
+            num_pins[block_id] = 1
         for block_id, parent in enumerate(self._parent):
             if parent == NO_BLOCK:
                 continue
             if not self._is_cached[block_id] or not self._is_cached[parent]:
                 raise IntegrityError(f"block {block_id} follows {parent}: one is not cached")
             if block_id not in place:
-                num_busy[parent] += 1
+                num_pins[parent] += 1
             elif parent in place and place[parent] < place[block_id]:
                 raise IntegrityError(f"block {parent} would be evicted before {block_id} after it")
-        if num_busy != self._num_busy_children:
-            raise IntegrityError("busy children of cached blocks are miscounted")
+        if num_pins != self._num_pins:
+            raise IntegrityError("what pins cached or held blocks is miscounted")

@@ -37,14 +37,18 @@ class FreeRuns:
 
     def give(self, block_id: int) -> None:
         """A block is free now; it was not."""
-        start, end = block_id, block_id + 1
-        if block_id in self._start_of:
-            start = self._start_of.pop(block_id)
-        if end in self._end_of:
-            end = self._end_of.pop(end)
+        self.give_run(block_id, block_id + 1)
+
+    def give_run(self, first: int, behind: int) -> None:
+        """Blocks [first, behind) are free now; none was."""
+        start, end = first, behind
+        if first in self._start_of:
+            start = self._start_of.pop(first)
+        if behind in self._end_of:
+            end = self._end_of.pop(behind)
         self._end_of[start] = end
         self._start_of[end] = start
-        self._num_blocks += 1
+        self._num_blocks += behind - first
 
     def take(self, num_blocks: int) -> list[int]:
         """So many blocks, which must be there: neighbours if a run looked at has enough, else runs

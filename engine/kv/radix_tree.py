@@ -19,6 +19,7 @@ Source: Zheng et al. 2024 (SGLang, RadixAttention), with blocks in place of toke
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 
 from engine.errors import IntegrityError, NoBlocks
@@ -48,7 +49,7 @@ class RadixTree:
         # The last never changes while the block is cached: a split or join moves nodes only.
         self._hash_of: list[bytes] = [b""] * pool.num_blocks
         self._node_of: list[_Node] = [self._root] * pool.num_blocks
-        self._depth_of = [0] * pool.num_blocks
+        self._depth_of = array("q", (0,)) * pool.num_blocks
 
     # -- looking
 
@@ -140,8 +141,7 @@ class RadixTree:
         """Reference new blocks and forget what was cached in them. Raises: NoBlocks, and nothing
         was taken."""
         taken = self.pool.take(num_blocks)
-        for block_id in taken.evicted:  # each the tail of a leaf when its turn comes
-            self._cut_tail(block_id)
+        self._cut_tails(taken.evicted)
         return taken.block_ids
 
     def share(self, block_ids: Iterable[int]) -> None:
@@ -214,25 +214,31 @@ class RadixTree:
         is_new = self.insert(parent_hash, chain_hashes[0], first)
         if not hashes:
             return
+        rest = block_ids[1:]  # behind the end of a run: nothing follows a block that is new
+        added = dict(zip(hashes, rest, strict=True))
         # By the law of chains none of the others is there; who breaks it spoils nothing.
-        is_apart = len(set(hashes)) == len(hashes) and self._block_of.keys().isdisjoint(hashes)
+        is_apart = len(added) == len(hashes) and self._block_of.keys().isdisjoint(added)
         if not is_new or not is_apart:
-            for before, chain_hash, block_id in zip(
-                chain_hashes, hashes, block_ids[1:], strict=False
-            ):
+            for before, chain_hash, block_id in zip(chain_hashes, hashes, rest, strict=False):
                 self.insert(before, chain_hash, block_id)
             return
-        rest = block_ids[1:]  # behind the end of a run: nothing follows a block that is new
-        self.pool.mark_chain(rest, first)
+        pieces = self.pool.mark_chain(rest, first)
         node, depth = self._node_of[first], self._depth_of[first]
         node.block_ids += rest
-        self._block_of.update(zip(hashes, rest, strict=True))
+        self._block_of.update(added)
         depth_of, node_of, hash_of = self._depth_of, self._node_of, self._hash_of
-        for block_id, chain_hash in zip(rest, hashes, strict=True):
-            depth += 1
-            depth_of[block_id] = depth
-            node_of[block_id] = node
-            hash_of[block_id] = chain_hash
+        for i, j, is_run in pieces:
+            if is_run:
+                start, end = rest[i], rest[j - 1] + 1
+                depth_of[start:end] = self.pool.numbers[depth + 1 + i : depth + 1 + j]
+                node_of[start:end] = [node] * (j - i)
+                hash_of[start:end] = hashes[i:j]
+                continue
+            for index in range(i, j):
+                block_id = rest[index]
+                depth_of[block_id] = depth + 1 + index
+                node_of[block_id] = node
+                hash_of[block_id] = hashes[index]
 
     def forget(self, block_id: int) -> None:
         """Unmap a block and all that follow it, if it is mapped: nobody else shall find them."""
@@ -254,6 +260,26 @@ class RadixTree:
             self._join(rest)
 
     # -- shape
+
+    def _cut_tails(self, block_ids: Sequence[int]) -> None:
+        """Take blocks out of the tree, each the last of a leaf when its turn comes. Of a run as
+        many at once as leave it a first one."""
+        block_of, hash_of, node_of, root = self._block_of, self._hash_of, self._node_of, self._root
+        done, num_blocks = 0, len(block_ids)
+        while done < num_blocks:
+            node = node_of[block_ids[done]]
+            num_cut = min(len(node.block_ids) - 1, num_blocks - done)
+            tail = node.block_ids[-1 : -1 - num_cut : -1]
+            if node.children or num_cut < 1 or tail != [*block_ids[done : done + num_cut]]:
+                self._cut_tail(block_ids[done])
+                done += 1
+                continue
+            del node.block_ids[-num_cut:]
+            for block_id in tail:
+                del block_of[hash_of[block_id]]
+                hash_of[block_id] = b""
+                node_of[block_id] = root
+            done += num_cut
 
     def _cut_tail(self, block_id: int, *, is_joining: bool = True) -> None:
         """Take the last block of a leaf out of the tree."""

@@ -203,9 +203,9 @@ def test_integrity_notices_whatever_is_damaged(damage: int) -> None:
     elif damage == 2:
         pool._free.give(held[0])
     elif damage == 3:
-        pool._evictable[idle[0]] = None
+        pool._evictable.append(idle[0])
     elif damage == 4:
-        del pool._evictable[cached[0]]
+        pool._evictable.remove(cached[0])
     elif damage == 5:
         pool._is_cached[idle[0]] = True
     elif damage == 6:

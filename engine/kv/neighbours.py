@@ -1,0 +1,58 @@
+"""Neighbours: blocks whose numbers follow one another, found in a list of blocks, so that what is
+done to many is done by slices: to some hundred of them at the price of a few. The pool hands out
+neighbours where it can (engine/kv/free_runs.py). Pure.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+
+MANY = 32
+"""Fewer neighbours cost less one by one."""
+
+
+Piece = tuple[int, int, bool]
+"""Of a list: [start, end), and whether it is a run."""
+
+
+def runs(block_ids: array[int], numbers: array[int]) -> Iterator[Piece]:
+    """Cut a list into runs of at least MANY neighbours, ascending, and what lies between them.
+
+    Args:
+        numbers: 0, 1, 2 and so on up to the greatest block there is.
+    Yields: places in the list, in order, without gaps.
+    """
+    num_blocks = len(block_ids)
+    done = start = 0
+    while num_blocks - done >= MANY and start < num_blocks:
+        end = _end(block_ids, start)
+        if end - start >= MANY:
+            first = block_ids[start]
+            if block_ids[start:end] != numbers[first : first + end - start]:
+                break  # in no order: one by one
+            if done < start:
+                yield done, start, False
+            yield start, end, True
+            done = end
+        start = end
+    if done < num_blocks:
+        yield done, num_blocks, False
+
+
+def _end(block_ids: array[int], start: int) -> int:
+    """Where a run may end that begins at `start`: the last block before is as far away as it would
+    be in one. By doubling and halving."""
+    first, low, high, width = block_ids[start] - start, start, len(block_ids), 1
+    while low + 1 < high:  # `low` is in it, `high` is behind
+        middle = min(start + width, high - 1) if width else (low + high) // 2
+        if block_ids[middle] - middle == first:
+            low, width = middle, 2 * width
+        else:
+            high, width = middle, 0
+    return high
+
+
+def all_are(values: array[int], value: int) -> bool:
+    """Whether a slice has nothing but `value` in it."""
+    return values == array("q", (value,)) * len(values)
