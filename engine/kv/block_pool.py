@@ -171,11 +171,20 @@ class BlockPool:
         for start, end, is_run in reversed([*runs(upwards, self.numbers)]):
             if is_run and self._put_back_run(upwards[start], upwards[end - 1] + 1):
                 continue
-            for block_id in reversed(upwards[start:end]):
-                if self._num_references[block_id] < 1:
+            self._put_back_each(reversed(upwards[start:end]))
+
+    def _put_back_each(self, block_ids: Iterable[int]) -> None:
+        num_references, idle = self._num_references, list[int]()
+        try:
+            for block_id in block_ids:
+                num_left = num_references[block_id] - 1
+                if num_left < 0:
                     raise IntegrityError(f"block {block_id} was put back once too often")
-                self._num_references[block_id] -= 1
-                self._settle(block_id)
+                num_references[block_id] = num_left
+                if not num_left:
+                    self._settle(block_id, idle)
+        finally:
+            self._evictable.extend(idle)
 
     def _put_back_run(self, start: int, end: int) -> bool:
         """`put_back` of [start, end), the last of them first, if nobody else uses them and they are
@@ -193,7 +202,7 @@ class BlockPool:
             self._free.give_run(middle, end)
         if start < middle:
             self._num_pins[start:middle] = array("q", (0,)) * (middle - start)
-            self._evictable.append_down(start, middle)
+            self._evictable.extend_down(start, middle)
             self._unpin(self._parent[start])
         return True
 
@@ -204,25 +213,27 @@ class BlockPool:
             return False
         return self._parent[start + 1 : last + 1] == self.numbers[start:last]
 
-    def _settle(self, block_id: int) -> None:
+    def _settle(self, block_id: int, idle: list[int]) -> None:
         """File a block that may have lost its last reference, or what pinned it, where it belongs,
-        and then those before it."""
-        if self._num_references[block_id] or self._num_pins[block_id]:
-            return
-        if self._is_cached[block_id]:
-            self._evictable.append(block_id)
-            self._unpin(self._parent[block_id])
-        else:
-            self._free.give(block_id)
+        and then those before it. Takes those that are evictable now into `idle`."""
+        num_references, num_pins = self._num_references, self._num_pins
+        while not (num_references[block_id] or num_pins[block_id]):
+            if not self._is_cached[block_id]:
+                self._free.give(block_id)
+                return
+            idle.append(block_id)
+            block_id = self._parent[block_id]
+            if block_id == NO_BLOCK:
+                return
+            num_pins[block_id] -= 1
 
     def _unpin(self, block_id: int) -> None:
-        """A block after this one, if it is one, is evictable or not cached any more."""
-        while block_id != NO_BLOCK:
+        """What pinned a block is over, or one that pinned it: nothing for NO_BLOCK."""
+        if block_id != NO_BLOCK:
+            idle: list[int] = []
             self._num_pins[block_id] -= 1
-            if self._num_references[block_id] or self._num_pins[block_id]:
-                return
-            self._evictable.append(block_id)
-            block_id = self._parent[block_id]
+            self._settle(block_id, idle)
+            self._evictable.extend(idle)
 
     def _wake(self, block_id: int) -> None:
         """A cached block is in use from now on: neither it nor those before it are evictable."""
@@ -256,8 +267,7 @@ class BlockPool:
         pieces = [*runs(chain, self.numbers)]
         is_sound = self._is_cached[parent] and self._num_references[parent]
         if not is_sound or not all(self._may_enter(chain[i:j], is_run) for i, j, is_run in pieces):
-            is_cached, num_references = self._is_cached, self._num_references
-            wrong = (one for one in block_ids if is_cached[one] or not num_references[one])
+            wrong = (one for one in block_ids if not self._may_enter(array("q", (one,)), False))
             raise IntegrityError(
                 f"block {next(wrong, parent)} is not referenced, or cached already: it cannot "
                 f"enter the prefix cache behind {parent}"
@@ -272,10 +282,11 @@ class BlockPool:
                 self._is_cached[start:end] = b"\1" * (j - i)
                 parent = end - 1
                 continue
+            pins, parents, is_cached = self._num_pins, self._parent, self._is_cached
             for block_id in chain[i:j]:
-                self._num_pins[parent] += 1
-                self._parent[block_id] = parent
-                self._is_cached[block_id] = True
+                pins[parent] += 1
+                parents[block_id] = parent
+                is_cached[block_id] = True
                 parent = block_id
         return pieces
 
@@ -287,7 +298,8 @@ class BlockPool:
                 return False
             counts = self._num_references[start:end]
             return all_are(counts, 1) or 0 not in counts
-        return all(self._num_references[one] and not self._is_cached[one] for one in block_ids)
+        is_cached = any(map(self._is_cached.__getitem__, block_ids))
+        return not is_cached and all(map(self._num_references.__getitem__, block_ids))
 
     def unmark_cached(self, block_id: int) -> None:
         """The prefix cache maps nothing to this block any more. Those after it were unmarked
@@ -325,8 +337,7 @@ class BlockPool:
             self._num_holds[block_id] -= 1
             if self._num_holds[block_id] == 0:
                 del self._num_holds[block_id]
-                self._num_pins[block_id] -= 1
-                self._settle(block_id)
+                self._unpin(block_id)
 
     def check_integrity(self, num_references: Mapping[int, int] | None = None) -> None:
         """Recompute every class from scratch; `num_references`, counted by the caller, must equal

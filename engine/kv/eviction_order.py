@@ -7,7 +7,7 @@ leaves at O(1) wherever it stands, and neighbours enter by slices. Engine thread
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from engine.errors import IntegrityError
 from engine.kv.neighbours import runs
@@ -45,15 +45,19 @@ class EvictionOrder:
             yield block_id
             block_id = self._after[block_id]
 
-    def append(self, block_id: int) -> None:
-        """A block that is not in it, to be evicted last."""
-        last, ends = self._before[self._ends], self._ends
-        self._after[last] = self._before[ends] = block_id
-        self._before[block_id], self._after[block_id] = last, ends
-        self._num_blocks += 1
+    def extend(self, block_ids: Iterable[int]) -> None:
+        """Blocks that are not in it, to be evicted last, in this order."""
+        after, before, ends = self._after, self._before, self._ends
+        last = before[ends]
+        for block_id in block_ids:
+            after[last] = block_id
+            before[block_id] = last
+            last = block_id
+            self._num_blocks += 1
+        after[last], before[ends] = ends, last
 
-    def append_down(self, start: int, end: int) -> None:
-        """`append` for each block of [start, end), the last of them first."""
+    def extend_down(self, start: int, end: int) -> None:
+        """`extend` by [start, end), the last of them first."""
         last, ends, first = self._before[self._ends], self._ends, end - 1
         self._after[start + 1 : end] = self._numbers[start:first]
         self._before[start:first] = self._numbers[start + 1 : end]

@@ -23,25 +23,34 @@ def runs(block_ids: array[int], numbers: array[int]) -> Iterator[Piece]:
         numbers: 0, 1, 2 and so on up to the greatest block there is.
     Yields: places in the list, in order, without gaps.
     """
-    num_blocks = len(block_ids)
-    done = start = 0
-    while num_blocks - done >= MANY and start < num_blocks:
-        end = _end(block_ids, start)
-        if end - start >= MANY:
+    num_blocks, stride = len(block_ids), MANY // 2
+    done = at = 0
+    while at + stride < num_blocks:
+        # Of a run, two places so far apart are seen, wherever it begins.
+        if block_ids[at + stride] - block_ids[at] == stride:
+            start, end = _begin(block_ids, at, done), _end(block_ids, at)
             first = block_ids[start]
-            if block_ids[start:end] != numbers[first : first + end - start]:
-                break  # in no order: one by one
-            if done < start:
-                yield done, start, False
-            yield start, end, True
-            done = end
-        start = end
+            is_run = block_ids[start:end] == numbers[first : first + end - start]
+            if is_run and end - start >= MANY:
+                if done < start:
+                    yield done, start, False
+                yield start, end, True
+                done = at = end
+                continue
+        at += stride
     if done < num_blocks:
         yield done, num_blocks, False
 
 
+def _begin(block_ids: array[int], at: int, least: int) -> int:
+    """Where the neighbours begin that reach up to `at`."""
+    while at > least and block_ids[at - 1] == block_ids[at] - 1:
+        at -= 1
+    return at
+
+
 def _end(block_ids: array[int], start: int) -> int:
-    """Where a run may end that begins at `start`: the last block before is as far away as it would
+    """Where a run may end that has `start` in it: the last block before is as far away as it would
     be in one. By doubling and halving."""
     first, low, high, width = block_ids[start] - start, start, len(block_ids), 1
     while low + 1 < high:  # `low` is in it, `high` is behind

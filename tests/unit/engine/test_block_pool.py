@@ -203,7 +203,7 @@ def test_integrity_notices_whatever_is_damaged(damage: int) -> None:
     elif damage == 2:
         pool._free.give(held[0])
     elif damage == 3:
-        pool._evictable.append(idle[0])
+        pool._evictable.extend(idle[:1])
     elif damage == 4:
         pool._evictable.remove(cached[0])
     elif damage == 5:

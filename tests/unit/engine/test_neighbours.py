@@ -198,12 +198,12 @@ def test_the_order_of_eviction_is_a_list(seed: int, scale: Callable[[int], int])
             kind = rng.choice(["append", "down", "remove", "take"])
             if kind == "append" and others:
                 expected.append(rng.choice(others))
-                order.append(expected[-1])
+                order.extend(expected[-1:])
             elif kind == "down" and others:
                 start = end = rng.choice(others)
                 while end in others and end - start < 9:
                     end += 1
-                order.append_down(start, end)
+                order.extend_down(start, end)
                 expected += range(end - 1, start - 1, -1)
             elif kind == "remove" and expected:
                 order.remove(expected.pop(rng.randrange(len(expected))))
@@ -221,7 +221,7 @@ def test_the_order_of_eviction_is_a_list(seed: int, scale: Callable[[int], int])
 @pytest.mark.parametrize("damage", range(5))
 def test_integrity_notices_a_broken_order(damage: int) -> None:
     order = EvictionOrder(NUMBERS)
-    order.append_down(3, 9)
+    order.extend_down(3, 9)
     order.check_integrity()
     if damage == 0:
         order._after[5] = 3
