@@ -98,9 +98,6 @@ class Runner:
         """In the call before, and in flight unless it was given up."""
         self._failure: tuple[Exception, tuple[Sequence, ...]] | None = None
         """Of a step that was to be begun then, and whose: told by the call that it is for."""
-        self._over: Mapping[Key, Planned] = {}
-        """Who took part in the step that was read last, while another is in flight. Whatever of
-        them is garbage goes while the device computes that, not before their events are told."""
         self._clock = clock
         self.is_device_behind = False
         """See engine/loop.py:Engine.is_device_behind."""
@@ -181,7 +178,6 @@ class Runner:
             rows = self._rows.after(live, following, has_prompts=scheduler.has_prompts)
         if rows is not None:
             self._in_flight.launch(rows)
-        self._over = {}
         taken = self._take()
         # All that was queued before this launch is over, and nothing is for one that was not made;
         # what was copied since then may not be over.
@@ -192,8 +188,6 @@ class Runner:
                 num_decodes += num_tokens
             else:
                 num_prefills += num_tokens
-        if rows is not None:
-            self._over = live
         return Result(self._book(*taken), num_prefills, num_decodes)
 
     def _take(self) -> Taken:

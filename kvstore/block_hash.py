@@ -122,5 +122,8 @@ class RunningChecksum:
 def _token_bytes(token_ids: Sequence[int]) -> bytes:
     if isinstance(token_ids, np.ndarray):
         token_ids = token_ids.tolist()  # numpy would wrap an id out of range instead of raising
-    # Raises for an id out of range. Four bytes an item wherever Python runs.
-    return np.asarray(array("I", token_ids), dtype="<u4").tobytes()
+    try:
+        column = array("I", token_ids)  # four bytes an item wherever Python runs
+    except OverflowError:
+        raise OverflowError("token_ids: an id is outside 0..2^32-1") from None
+    return np.asarray(column, dtype="<u4").tobytes()

@@ -268,14 +268,15 @@ class RadixTree:
         done, num_blocks = 0, len(block_ids)
         while done < num_blocks:
             node = node_of[block_ids[done]]
-            num_cut = min(len(node.block_ids) - 1, num_blocks - done)
-            tail = node.block_ids[-1 : -1 - num_cut : -1]
-            if node.children or num_cut < 1 or tail != [*block_ids[done : done + num_cut]]:
+            most, num_cut = min(len(node.block_ids) - 1, num_blocks - done), 0
+            while num_cut < most and node.block_ids[-1 - num_cut] == block_ids[done + num_cut]:
+                num_cut += 1
+            if node.children or num_cut < 1:
                 self._cut_tail(block_ids[done])
                 done += 1
                 continue
             del node.block_ids[-num_cut:]
-            for block_id in tail:
+            for block_id in block_ids[done : done + num_cut]:
                 del block_of[hash_of[block_id]]
                 hash_of[block_id] = b""
                 node_of[block_id] = root

@@ -25,7 +25,7 @@ size that are not launched, and has no say in what more sequences would cost.
 
 While all are deep in debt, steps are slept through (`sleeps`): all that is learnt of them is how
 long they lasted, so that rest costs next to nothing. It ends some steps before anybody can be
-asked, and those say what a step lasts now.
+asked, and those say what a step lasts now. Each class of sizes sleeps by itself.
 
 Policy: pure; running averages that nobody else writes.
 """
@@ -87,28 +87,24 @@ class Exploration:
         """The newest step was not launched, because of guesses."""
         self._saved_s = 0.0
         """By the newest launched step that was the last."""
-        self._sleep = _Sleep()
+        self._sleeps: dict[int, _Sleep] = {}
+        """By class of sizes."""
 
     def sleeps(self, num_sequences: int) -> bool:
         """Nobody can be asked in a step of so many sequences that draw, nor in the next ones.
         Instead of `begin` and `learn`, `sleep` is told how long it lasted."""
-        one = self._sleep
-        return (
-            one.served_s < one.end_s
-            and one.place == size_class(num_sequences)
-            and num_sequences > 0
-        )
+        one = self._sleeps.get(size_class(num_sequences)) if num_sequences else None
+        return one is not None and one.served_s < one.end_s
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, num_sequences: int, seconds: float) -> None:
         """A step is over that `sleeps` was said of."""
-        self._sleep.served_s += seconds
+        self._sleeps[size_class(num_sequences)].served_s += seconds
 
-    def _wake(self) -> None:
-        one = self._sleep
-        if one.end_s > 0.0:
-            self._sleep = _Sleep()
+    def _wake(self, num_sequences: int) -> None:
+        one = self._sleeps.pop(size_class(num_sequences), None) if num_sequences else None
+        if one is not None:
             for worth in self._worths:
-                worth.serve(1 << one.place, one.served_s)
+                worth.serve(num_sequences, one.served_s)
 
     def _fall_asleep(self, step_s: float) -> None:
         """If it is long enough until somebody can be asked, by what a step lasts."""
@@ -116,7 +112,7 @@ class Exploration:
         end_s = min(worth.barred_s(num_sequences) for worth in self._worths)
         end_s -= _AWAKE_STEPS * step_s
         if end_s > 0.0:
-            self._sleep = _Sleep(size_class(num_sequences), end_s)
+            self._sleeps[size_class(num_sequences)] = _Sleep(end_s)
 
     def rests(self, num_sequences: int) -> bool:
         """Nobody would be asked in a step of so many sequences that draw, nor anything else be
@@ -138,7 +134,7 @@ class Exploration:
         """
         if self._always:
             return
-        self._wake()
+        self._wake(num_sequences)
         has_paused, self._has_paused = self._has_paused, False
         for worth in self._worths:
             worth.serve(num_sequences, seconds)
@@ -186,7 +182,7 @@ class Exploration:
         """
         if self._always:
             return num_sequences > 0
-        self._wake()
+        self._wake(num_sequences)
         self._widths.clear()
         self._num_tasks.clear()
         self._num_sequences, self._num_rows = num_sequences, num_rows
@@ -326,8 +322,7 @@ class Exploration:
 class _Sleep:
     """Through steps of one class of batch sizes."""
 
-    place: int = 0
-    end_s: float = 0.0
-    """To be served until it is over; 0.0: nobody sleeps."""
+    end_s: float
+    """To be served until it is over."""
     served_s: float = 0.0
     """So far, and in no account yet."""

@@ -125,7 +125,10 @@ class Speculator:
         so that what the engine does in between is part of a step: a launched one is computed
         meanwhile."""
         self._plan = Plan(planned)
-        self._began_s = self._ended_s if self._plan.is_going_on else self._clock()
+        if self._plan.is_going_on:
+            self._began_s = self._ended_s
+        else:
+            self._began_s, self._beside_s = self._clock(), 0.0
 
     def expect(self, sample: Sample) -> None:
         """Its request was reserved: what drafters lack of its prompt may come meanwhile."""
@@ -254,6 +257,8 @@ class Speculator:
     def take_back(self, planned: Sequence[Planned], guesses: Mapping[Key, Guess]) -> None:
         """The step failed, or is computed again: the blocks for its guesses go back."""
         self._exploration.take_back()
+        self._beside_s += sum(self._asked.values())
+        self._asked = {}
         for sample, _ in planned:
             if sample.key in guesses:
                 self._holdings.shrink(sample)
@@ -276,7 +281,8 @@ class Speculator:
         """
         if self._is_asleep:
             self._ended_s = self._clock()
-            self._exploration.sleep(self._ended_s - self._began_s)
+            seconds = self._ended_s - self._began_s
+            self._exploration.sleep(self._plan.num_drawing, seconds)
             self._beside_s = 0.0
             return
         began = self._clock()

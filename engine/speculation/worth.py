@@ -45,6 +45,9 @@ _AGAIN_STEPS = 0.5
 """Who is in debt is asked again when so many steps' seconds are there: a hundred steps later or
 more, and then a few calls, if they are cheap, instead of one every now and then. Between them
 nothing needs to be measured, which has its price, too (exploration.py:sleeps); guessed."""
+_OWED_STEPS = 32
+"""Of so many steps at most a trial pays the bookkeeping: those that come before it where the others
+are slept through. More were not for its sake, and who owes for all would never be asked again."""
 _BANK_STEPS = 16.0
 """Gain is kept for bad times up to so many steps' seconds; guessed."""
 _CLEAR = 0.2
@@ -118,6 +121,7 @@ class Worth:
             one.least_s = 0.0
             one.credit_s -= one.owed_s
             one.owed_s = 0.0
+            one.num_owed = 0
             one.num_left = TRIAL
             one.num_trials += 1
             one.most_nodes = 0
@@ -151,7 +155,8 @@ class Worth:
         """So much was spent on finding out whether to ask. The next trial pays for it: were it paid
         at once, who is to be asked soon would be as far from it with each step."""
         one = self._accounts.get(size_class(num_sequences))
-        if one is not None:
+        if one is not None and one.num_owed < _OWED_STEPS:
+            one.num_owed += 1
             one.owed_s += seconds
 
     def observe(self, load: Load, call: Call) -> None:
@@ -219,6 +224,8 @@ class _Account:
     """Credit of who may be asked."""
     owed_s: float = 0.0
     """That no trial has paid for yet."""
+    num_owed: int = 0
+    """Steps that it is of."""
     num_left: int = 0
     """Calls of this trial that are still to come."""
     num_trials: int = 0

@@ -3,12 +3,15 @@ What they may cost: test_exploration.py."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+import torch
 
+from engine.batch import Batch
 from engine.config import EngineConfig
 from engine.fake import FakeModel
 from engine.loop import Engine
@@ -140,7 +143,7 @@ def test_who_is_in_debt_is_asked_again_some_time_later_and_slept_through(own_s: 
     num_slept = num_asked = 0
     for step in range(2000):
         if one.sleeps(1):
-            one.sleep(PLAIN_S)
+            one.sleep(1, PLAIN_S)
             num_slept += step >= 200
             continue
         is_asking = one.begin(1, 1)
@@ -218,6 +221,13 @@ def test_a_step_that_comes_to_nothing_costs_a_trial_no_call() -> None:
     assert worth.num_trials(4) <= 1
 
 
+def _engine(
+    drafter: PromptLookup, clock: Callable[[], float], model: FakeModel | None = None
+) -> Engine:
+    model = model or FakeModel(context_window=WINDOW, block_size=SIZE)
+    return Engine(EngineConfig(num_blocks=40), model, drafters=[drafter], clock=clock)
+
+
 def test_all_that_is_done_for_guesses_is_charged_but_in_steps_that_are_slept_through(
     make_request: Callable[..., Request], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,9 +257,7 @@ def test_all_that_is_done_for_guesses_is_charged_but_in_steps_that_are_slept_thr
             now_s += 8.0
             return [Draft(EMPTY, {}) for _ in tasks]
 
-    config = EngineConfig(num_blocks=40)
-    model = FakeModel(context_window=WINDOW, block_size=SIZE)
-    engine = Engine(config, model, drafters=[Knowing(NgramConfig())], clock=lambda: now_s)
+    engine = _engine(Knowing(NgramConfig()), lambda: now_s)
     engine.submit(make_request("r", [1, 2, 3], max_tokens=30))
     while engine.has_work():
         engine.step()
@@ -258,3 +266,72 @@ def test_all_that_is_done_for_guesses_is_charged_but_in_steps_that_are_slept_thr
     assert all(own_s == {0: 10.0} for own_s, _ in learnt if own_s)
     assert asked and set(asked) == {5.0}
     assert len(learnt) < 29, "steps were slept through"
+    speculator = engine._speculator
+    assert speculator is not None
+    speculator._beside_s = 9.0  # looking whether to rest, in the wait for a launched step
+    speculator.pass_by(1, (), is_first=False, is_last=False)
+    assert speculator._beside_s == 0.0
+
+
+def test_what_a_request_before_left_to_be_learnt_is_not_of_the_next_ones_time(
+    make_request: Callable[..., Request], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the two the engine was idle."""
+    now_s = 0.0
+    found: list[tuple[float, float]] = []
+    real = Exploration.learn
+
+    def learn(self: Exploration, rows: int, seconds: float, *args: Any, beside_s: float) -> None:
+        nonlocal now_s
+        now_s += 4.0
+        found.append((seconds, beside_s))
+        real(self, rows, seconds, *args, beside_s=beside_s)
+
+    monkeypatch.setattr(Exploration, "learn", learn)
+    engine = _engine(PromptLookup(NgramConfig()), lambda: now_s)
+    for name in "ab":
+        engine.submit(make_request(name, [1], max_tokens=2))
+        while engine.has_work():
+            engine.step()
+        now_s += 1000.0
+    assert len(found) > 2 and all(seconds >= beside_s for seconds, beside_s in found)
+
+
+def test_what_was_asked_for_a_step_that_is_taken_back_is_charged_to_the_next(
+    make_request: Callable[..., Request], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = charged_s = drafted_s = 0.0
+    num_failed = 0
+    real = Exploration.learn
+
+    def learn(
+        self: Exploration, rows: int, seconds: float, own_s: Any, right: Any, *, beside_s: float
+    ) -> None:
+        nonlocal charged_s
+        charged_s += sum(own_s.values()) + beside_s
+        real(self, rows, seconds, own_s, right, beside_s=beside_s)
+
+    class Slow(PromptLookup):
+        def propose(self, tasks: Sequence[Task]) -> list[Draft]:
+            nonlocal now_s, drafted_s
+            now_s += 8.0
+            drafted_s += 8.0
+            return [Draft(EMPTY, {}) for _ in tasks]
+
+    class Failing(FakeModel):
+        def forward(self, batch: Batch) -> torch.Tensor:
+            nonlocal num_failed
+            if drafted_s and not num_failed:
+                num_failed += 1
+                raise RuntimeError("once")
+            return super().forward(batch)
+
+    monkeypatch.setattr(Exploration, "learn", learn)
+    model = Failing(context_window=WINDOW, block_size=SIZE)
+    engine = _engine(Slow(NgramConfig()), lambda: now_s, model)
+    engine.submit(make_request("r", [1, 2, 3], max_tokens=30))
+    while engine.has_work():
+        with contextlib.suppress(RuntimeError):
+            engine.step()
+    assert num_failed == 1
+    assert charged_s == drafted_s > 8.0
