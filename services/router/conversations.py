@@ -64,8 +64,12 @@ class Conversations:
         Args: num_blocks: what the cache of each life holds; who is not in it has nothing.
         """
         found: dict[str, int] = {}
+        places = self._places
         for index in range(len(chain_hashes) - 1, -1, -1):
-            for life, num_sent in self._places.get(chain_hashes[index], ()):
+            hints = places.get(chain_hashes[index])
+            if hints is None:
+                continue
+            for life, num_sent in hints:
                 if self._num_sent.get(life, num_sent) - num_sent <= num_blocks.get(life, -1):
                     found.setdefault(life, index + 1)
             if len(found) >= _MAX_WORKERS:

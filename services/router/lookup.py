@@ -16,7 +16,7 @@ from typing import Protocol, cast
 import numpy as np
 
 from kvstore import block_hash
-from kvstore.hash_turns import chain_in_turns
+from kvstore.hash_turns import TURN_TOKENS, chain_in_turns
 from process import logs
 from process.errors import BatonError
 from services.router.prefix_runs import NO_PREFIXES, Layout, Prefixes
@@ -69,6 +69,8 @@ class PrefixLookup:
         chains: dict[Layout, Sequence[bytes]] = {}
         if not stores or not asked:
             return NO_PREFIXES
+        if len(token_ids) > TURN_TOKENS:
+            await asyncio.sleep(0)  # what came before was a turn of its own
         column = np.asarray(token_ids, dtype=np.uint32)
         for fingerprint, block_size in asked:
             root = block_hash.root_key(tenant_salt, fingerprint, adapter_digest)
