@@ -121,6 +121,8 @@ class RunningChecksum:
 
 def _token_bytes(token_ids: Sequence[int]) -> bytes:
     if isinstance(token_ids, np.ndarray):
+        if token_ids.dtype == np.uint32:
+            return token_ids.astype("<u4", copy=False).tobytes()
         token_ids = token_ids.tolist()  # numpy would wrap an id out of range instead of raising
     try:
         column = array("I", token_ids)  # four bytes an item wherever Python runs

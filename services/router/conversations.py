@@ -48,9 +48,10 @@ class Conversations:
         if len(self._num_sent) > _MAX_LIVES:
             self._num_sent.popitem(last=False)
         last = len(chain_hashes) - 1
-        for index, chain_hash in enumerate(chain_hashes):
-            if (index + 1) % _EVERY and index != last:
-                continue
+        noted = list(chain_hashes[_EVERY - 1 :: _EVERY])
+        if (last + 1) % _EVERY:
+            noted.append(chain_hashes[last])
+        for chain_hash in noted:
             before = self._places.pop(chain_hash, ())
             others = (hint for hint in before if hint[0] not in incarnations)
             self._places[chain_hash] = (*hints, *others)[:_MAX_WORKERS]
@@ -63,8 +64,12 @@ class Conversations:
         Args: num_blocks: what the cache of each life holds; who is not in it has nothing.
         """
         found: dict[str, int] = {}
+        places = self._places
         for index in range(len(chain_hashes) - 1, -1, -1):
-            for life, num_sent in self._places.get(chain_hashes[index], ()):
+            hints = places.get(chain_hashes[index])
+            if hints is None:
+                continue
+            for life, num_sent in hints:
                 if self._num_sent.get(life, num_sent) - num_sent <= num_blocks.get(life, -1):
                     found.setdefault(life, index + 1)
             if len(found) >= _MAX_WORKERS:

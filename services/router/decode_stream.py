@@ -20,6 +20,7 @@ from process.errors import Internal, Unavailable
 from process.serving import Dialer
 from protos import decode_pb2
 from services.router.decode_leg import DecodeLeg, LegState
+from services.router.opening import Opening
 from services.router.sealed_handle import Command
 from services.router.views import WorkerView
 from services.router.worker_stream import Call, WorkerStream
@@ -78,7 +79,10 @@ class DecodeStream(WorkerStream[DecodeLeg]):
         self._enter(leg)
         self._unanswered[leg.key] = num_blocks
         self._on_load()
-        self._outgoing.put_nowait(Command(decode_pb2.DecodeCommand(key=leg.key, reserve=reserve)))
+        head = decode_pb2.DecodeCommand(key=leg.key)
+        self._outgoing.put_nowait(
+            Opening(head, decode_pb2.DecodeCommand.RESERVE_FIELD_NUMBER, reserve)
+        )
         return leg
 
     def check_integrity(self) -> None:
@@ -90,7 +94,7 @@ class DecodeStream(WorkerStream[DecodeLeg]):
     def _begin(self, channel: grpc.aio.Channel) -> Call:
         return channel.stream_stream(
             _METHOD,
-            request_serializer=Command.write,
+            request_serializer=_write,
             response_deserializer=decode_pb2.DecodeEvents.FromString,
         )()
 
@@ -122,3 +126,7 @@ class DecodeStream(WorkerStream[DecodeLeg]):
         self.load = None
         self._unanswered = {}
         self._on_progress()
+
+
+def _write(command: Command | Opening) -> bytes:
+    return command.write()

@@ -8,12 +8,17 @@ import hashlib
 import uuid
 from collections.abc import Sequence
 
+import numpy as np
+from google.protobuf.message import Message
+
 from protos import inference_pb2
 
 DEFAULT_TENANT = "default"
 
 # Two blocks of the usual size: about a system prompt's beginning. Guessed.
 _AFFINITY_TOKENS = 32
+
+_NOT_IN_BODY = frozenset({"request_id", "budget_ms", "token_ids"})
 
 
 def fresh_request_id() -> str:
@@ -37,11 +42,19 @@ def body_digest(request: inference_pb2.GenerateRequest) -> bytes:
     count.
     """
     body = inference_pb2.GenerateRequest()
-    body.CopyFrom(request)
-    body.ClearField("request_id")
-    body.ClearField("budget_ms")
+    for field, value in request.ListFields():
+        if field.name in _NOT_IN_BODY:
+            continue
+        if isinstance(value, Message):
+            getattr(body, field.name).CopyFrom(value)
+        else:
+            setattr(body, field.name, value)
     body.tenant = request.tenant or DEFAULT_TENANT
-    return hashlib.blake2b(body.SerializeToString(deterministic=True), digest_size=32).digest()
+    data = body.SerializeToString(deterministic=True)
+    digest = hashlib.blake2b(len(data).to_bytes(8, "little") + data, digest_size=32)
+    # Many; as a message they would be copied, and written out number by number.
+    digest.update(np.array(request.token_ids.ids, dtype=np.uint32).tobytes())
+    return digest.digest()
 
 
 def tenant_salt(tenant: str, secret: str) -> bytes:

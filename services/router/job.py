@@ -26,7 +26,8 @@ class Job:
     """Names this attempt at the workers, where ids of all tenants and attempts meet."""
     tenant: str
     tenant_salt: bytes
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: Sequence[int]
+    """Never changed; in production a field of the request's message."""
     sampling: common_pb2.SamplingParams
     affinity: bytes
     priority: int

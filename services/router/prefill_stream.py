@@ -16,6 +16,7 @@ from process.deadline import Deadline
 from process.errors import Unavailable
 from process.serving import Dialer
 from protos import prefill_pb2
+from services.router.opening import Opening
 from services.router.prefill_call import CallState, GiveBack, PrefillCall
 from services.router.sealed_handle import PrefillWord, SealedHandle, words_of
 from services.router.views import WorkerView
@@ -73,13 +74,16 @@ class PrefillStream(WorkerStream[PrefillCall]):
             give_back=self._give_back,
         )
         self._enter(call)
-        self._outgoing.put_nowait(prefill_pb2.PrefillCommand(key=call.key, prefill=request))
+        head = prefill_pb2.PrefillCommand(key=call.key)
+        self._outgoing.put_nowait(
+            Opening(head, prefill_pb2.PrefillCommand.PREFILL_FIELD_NUMBER, request)
+        )
         return call
 
     def _begin(self, channel: grpc.aio.Channel) -> Call:
         return channel.stream_stream(
             _METHOD,
-            request_serializer=prefill_pb2.PrefillCommand.SerializeToString,
+            request_serializer=_write,
             response_deserializer=_read_words,
         )()
 
@@ -93,6 +97,10 @@ class PrefillStream(WorkerStream[PrefillCall]):
             call.on_word(word)
             if call.is_over:
                 del self._legs[call.key]
+
+
+def _write(command: prefill_pb2.PrefillCommand | Opening) -> bytes:
+    return command.write() if isinstance(command, Opening) else command.SerializeToString()
 
 
 def _read_words(data: bytes) -> list[PrefillWord] | None:

@@ -8,6 +8,7 @@ threads of its own.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -32,8 +33,9 @@ class EncodedPrompt:
     template).
     """
 
-    token_ids: tuple[int, ...]
-    context_ids: tuple[int, ...]
+    token_ids: Sequence[int]
+    """A message's field: from there to other messages ids go without becoming Python's."""
+    context_ids: Sequence[int]
 
 
 class PromptEncoder:
@@ -55,7 +57,7 @@ class PromptEncoder:
         """Raises: InvalidArgument when the chat template is missing or refuses the messages."""
         kind = request.WhichOneof("prompt")
         if kind == "token_ids":
-            ids = tuple(request.token_ids.ids)
+            ids = request.token_ids.ids
             return EncodedPrompt(ids, ids)
         num_chars = len(request.text) + sum(len(m.content) for m in request.chat.messages)
         num_chars += sum(map(len, request.chat.tools))
@@ -69,7 +71,7 @@ class PromptEncoder:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _encode_text(self, request: inference_pb2.GenerateRequest) -> EncodedPrompt:
-        ids = tuple(self.tokenizer.encode(request.text))
+        ids = _field_of(self.tokenizer.encode(request.text))
         return EncodedPrompt(ids, ids)
 
     def _encode_chat(self, request: inference_pb2.GenerateRequest) -> EncodedPrompt:
@@ -86,5 +88,9 @@ class PromptEncoder:
             raise InvalidArgument("chat", str(error)) from error
         # The template has written the special tokens itself.
         return EncodedPrompt(
-            tuple(self.tokenizer.encode(text, add_special_tokens=False)), context_ids=()
+            _field_of(self.tokenizer.encode(text, add_special_tokens=False)), context_ids=()
         )
+
+
+def _field_of(token_ids: Sequence[int]) -> Sequence[int]:
+    return inference_pb2.TokenIds(ids=token_ids).ids

@@ -12,6 +12,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from process.errors import InvalidArgument
 from protos import common_pb2
 from services.router.config import RouterLimits
@@ -68,7 +70,8 @@ def check_ids(sampling: common_pb2.SamplingParams, bounds: ModelBounds) -> None:
 
 def check_vocabulary(field: str, token_ids: Sequence[int], bounds: ModelBounds) -> None:
     """Raises: InvalidArgument naming the first id that the model has not."""
-    if token_ids and max(token_ids) >= bounds.vocab_size:
+    # As one column: asked for one by one, those of a long prompt would hold the loop up.
+    if token_ids and int(np.array(token_ids).max()) >= bounds.vocab_size:
         index = next(i for i, token in enumerate(token_ids) if token >= bounds.vocab_size)
         raise InvalidArgument(
             f"{field}[{index}]",

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 from functools import partial
 
 from engine.request import BlockHasher
-from kvstore import block_hash
-
-TURN_TOKENS = 1024
-"""Hashed in one turn of a loop: 0.05 ms, about what a turn costs beside."""
+from kvstore import block_hash, hash_turns
 
 
 @dataclass(frozen=True)
@@ -31,13 +27,5 @@ class Chain:
         return block_hash.chain(self.root, token_ids, self.block_size)
 
     async def hashes_in_turns(self, token_ids: tuple[int, ...]) -> list[bytes]:
-        """`hashes`, with a turn for whatever else the loop has to do after every TURN_TOKENS."""
-        size = self.block_size
-        step = max(1, TURN_TOKENS // size) * size
-        hashes: list[bytes] = []
-        for start in range(0, len(token_ids), step):
-            if start:
-                await asyncio.sleep(0)
-            parent = hashes[-1] if hashes else b""
-            hashes += block_hash.chain(self.root, token_ids[start : start + step], size, parent)
-        return hashes
+        """`hashes`, with turns for whatever else the loop has to do."""
+        return await hash_turns.chain_in_turns(self.root, token_ids, self.block_size)

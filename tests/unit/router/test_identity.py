@@ -43,6 +43,13 @@ def test_anything_else_is(fields: dict[str, Any]) -> None:
     assert _digest(**fields) != _digest(text="a", sampling={"seed": 1})
 
 
+def test_every_token_of_a_prompt_is_part_of_a_body() -> None:
+    ids = list(range(8192))
+    others = ([*ids[:-1], 0], ids[:-1], [*ids, 0], [1, *ids[1:]])
+    digests = {_digest(token_ids={"ids": prompt}) for prompt in (ids, *others)}
+    assert len(digests) == 5
+
+
 def test_map_order_is_not_part_of_a_body() -> None:
     forward = {i: float(i) for i in range(50)}
     backward = dict(reversed(forward.items()))

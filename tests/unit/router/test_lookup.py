@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvstore import block_hash, index
+from kvstore.hash_turns import TURN_TOKENS
 from process import redis_client
 from process.errors import Unavailable
 from services.router.lookup import PrefixLookup
@@ -52,6 +53,24 @@ async def test_long_prompts_are_hashed_alike() -> None:
     lookup = PrefixLookup(_Index(), lambda: [STORE], timeout_s=5)
     found = await lookup.find(range(20_000), b"salt", [LAYOUT])
     assert found.of(LAYOUT) == {"n0": 1250}
+
+
+async def test_others_have_their_turn_while_a_prompt_is_hashed() -> None:
+    lookup = PrefixLookup(_Index(), lambda: [STORE], timeout_s=5)
+    num_turns = 0
+
+    async def other() -> None:
+        nonlocal num_turns
+        while True:
+            num_turns += 1
+            await asyncio.sleep(0)
+
+    beside = asyncio.create_task(other())
+    found = await lookup.find(range(8 * TURN_TOKENS), b"salt", [LAYOUT])
+    beside.cancel()
+    root = block_hash.root_key(b"salt", FINGERPRINT)
+    assert found.chains[LAYOUT] == block_hash.chain(root, range(8 * TURN_TOKENS), 16)
+    assert num_turns >= 7
 
 
 async def test_a_failing_or_slow_index_is_no_hint_and_a_problem() -> None:

@@ -7,7 +7,8 @@ import asyncio
 
 import pytest
 
-from services.worker.chain import TURN_TOKENS, Chain
+from kvstore.hash_turns import TURN_TOKENS
+from services.worker.chain import Chain
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 48, 2 * TURN_TOKENS])
