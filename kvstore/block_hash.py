@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -77,6 +77,19 @@ def chain(
         parent = digest.digest()
         hashes.append(parent)
     return hashes
+
+
+def chain_on(
+    root: bytes, hashes: Sequence[bytes], parts: Iterable[Sequence[int]], block_size: int
+) -> list[bytes]:
+    """`chain` of these parts one behind the other, of whose first blocks the `hashes` are known:
+    only what comes after them is read."""
+    num_known = len(hashes) * block_size
+    rest: list[int] = []
+    for part in parts:
+        rest += part[num_known:]
+        num_known = max(num_known - len(part), 0)
+    return [*hashes, *chain(root, rest, block_size, hashes[-1] if hashes else b"")]
 
 
 def draft_page(model_fingerprint: str, num_tokens: int, chain_hash: bytes) -> bytes:

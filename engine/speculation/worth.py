@@ -126,6 +126,7 @@ class Worth:
             one.num_trials += 1
             one.most_nodes = 0
             one.own_s = float("inf")
+            one.later_s = 0.0
         one.num_left -= 1
         return min(one.width, load.num_sequences)
 
@@ -164,6 +165,8 @@ class Worth:
         one = self._account(load)
         token_s = value_s(load)
         gain_s = call.num_kept * token_s - call.own_s - call.rows_s - call.pause_s
+        if one.num_left < TRIAL - 1:
+            one.later_s += gain_s
         one.most_s = _BANK_STEPS * load.plain_s
         one.credit_s = min(one.credit_s + gain_s, one.most_s)
         one.num_calls += 1
@@ -193,8 +196,9 @@ class Worth:
         elif one.kept * value_s(load) <= one.rows_s:
             # The more are asked for, the more is lost.
             one.width = max(one.width // _GROWTH, 1)
-        # What it lost once, as by catching up, is paid by those calls that gain.
-        if one.credit_s < 0.0 and gain_s > 0.0:
+        # What it lost once, as by catching up, is paid by those calls that gain; of several, since
+        # by chance one of them brings nothing where calls pay.
+        if one.credit_s < 0.0 and (gain_s > 0.0 or one.later_s > 0.0):
             one.num_left = 1
         elif one.credit_s < 0.0:
             one.least_s = _AGAIN_STEPS * load.plain_s
@@ -234,6 +238,8 @@ class _Account:
     """Of them, of what rows cost."""
     own_s: float = 0.0
     """The least that a call of this trial cost."""
+    later_s: float = 0.0
+    """Gain of this trial's calls behind the first."""
     most_nodes: int = 0
     """That a call of this trial had computed, per sequence."""
     kept: float = 0.0

@@ -330,8 +330,9 @@ class DecodeRequest:
     # ---- what the engine says
 
     def on_event(self, event: RequestEvent) -> None:
-        """One step's news, for the sink; the worker flushes when all of the step is told."""
-        if self._done.done():
+        """One step's news, for the sink; the worker flushes when all of the step is told, and says
+        so by `on_flushed`."""
+        if self._done.done() or self.state is DecodeState.FINISHED:
             return
         if event.error is not None:
             self._done.set_exception(event.error)
@@ -356,7 +357,11 @@ class DecodeRequest:
         self._clock.enter(None)
         self._core.counts.add(self._leg)
         self.sink.finished(self.key, event, self._leg, self._clock.seconds)
-        self._done.set_result(None)
+
+    def on_flushed(self) -> None:
+        """In the same turn. What the end of a life takes comes behind what others are told."""
+        if self.state is DecodeState.FINISHED and not self._done.done():
+            self._done.set_result(None)
 
     def _note_reached(self, event: RequestEvent) -> None:
         leg = self._leg

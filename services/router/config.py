@@ -126,7 +126,8 @@ class RouterTimes:
     """For one answer of the registry."""
 
     lookup_timeout_s: float = 0.25
-    """For one prefix lookup; after it the request goes on without remote hits."""
+    """For the index's answer to one prefix lookup; after it the request goes on without remote
+    hits."""
 
     connect_timeout_s: float = 2.0
     """For one attempt to reach a decode worker."""

@@ -27,9 +27,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum
 from functools import partial
-from typing import Any, cast
-
-import numpy as np
+from typing import Any
 
 from process import logs
 from process.deadline import Deadline
@@ -372,8 +370,7 @@ class RequestFlow:
         if self._leg is not None and self._asking is not None and self._decoding.has_drawn:
             job = self._job
             # What was drawn last was never fed back: nobody has its KV.
-            parts = (job.prompt_token_ids, self._samples.drawn[:-1])
-            context = np.concatenate([np.asarray(part, dtype=np.uint32) for part in parts])
+            drawn, worker_id = self._samples.drawn[:-1], self._leg.worker_id
             self._cluster.routing.note_answer(
-                self._asking, job.tenant_salt, cast("Sequence[int]", context), self._leg.worker_id
+                self._asking, job.tenant_salt, job.prompt_token_ids, drawn, worker_id
             )

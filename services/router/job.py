@@ -74,12 +74,12 @@ class Cluster:
         """Where the job's prefix lies, and what was drawn behind it, by the index; nothing when the
         index does not answer."""
         begin_s = time.perf_counter()
-        known = (*job.prompt_token_ids, *drawn) if drawn else job.prompt_token_ids
         prefixes = await self.lookup.find(
-            known,
+            job.prompt_token_ids,
             job.tenant_salt,
             self.candidates.layouts(),
             job.adapter.digest,
+            drawn=drawn,
         )
         seconds = time.perf_counter() - begin_s
         self.routing.metrics.on_lookup(seconds, ok=self.lookup.problem is None)

@@ -53,6 +53,9 @@ class PrefixLookup:
         self._index = index
         self._stores = stores
         self._timeout_s = timeout_s
+        self._long = asyncio.Lock()
+        """Long prompts are hashed one after the other: each in its turns, many at once would make
+        one turn of the loop as long as all of theirs, and all would be done as late as the last."""
         self.problem: str | None = None
         """Why the last lookup found nothing it could trust; None when it worked."""
 
@@ -62,21 +65,26 @@ class PrefixLookup:
         tenant_salt: bytes,
         layouts: Iterable[Layout],
         adapter_digest: str = "",
+        *,
+        drawn: Sequence[int] = (),
     ) -> Prefixes:
-        """Blocks held, by layout and store node, for each layout with this adapter."""
+        """Blocks held, by layout and store node, for each layout with this adapter.
+
+        Args:
+            drawn: tokens behind these, where a request goes on elsewhere.
+        """
         stores = {store.node_id: store for store in self._stores()}
         asked = sorted(layouts)
-        chains: dict[Layout, Sequence[bytes]] = {}
         if not stores or not asked:
             return NO_PREFIXES
-        if len(token_ids) > TURN_TOKENS:
+        roots = [block_hash.root_key(tenant_salt, name, adapter_digest) for name, _ in asked]
+        if len(token_ids) + len(drawn) > TURN_TOKENS:
             await asyncio.sleep(0)  # what came before was a turn of its own
-        column = np.asarray(token_ids, dtype=np.uint32)
-        for fingerprint, block_size in asked:
-            root = block_hash.root_key(tenant_salt, fingerprint, adapter_digest)
-            # Not in a thread, which would hold the interpreter, and so the loop, for longer.
-            hashes = await chain_in_turns(root, cast("Sequence[int]", column), block_size)
-            chains[fingerprint, block_size] = hashes
+            async with self._long:
+                hashes = await _hashes(roots, asked, token_ids, drawn)
+        else:
+            hashes = await _hashes(roots, asked, token_ids, drawn)
+        chains: dict[Layout, Sequence[bytes]] = dict(zip(asked, hashes, strict=True))
         try:
             async with asyncio.timeout(self._timeout_s):
                 lives = {node_id: store.incarnation for node_id, store in stores.items()}
@@ -88,3 +96,20 @@ class PrefixLookup:
             self.problem = f"prefix lookups fail: {str(error) or 'no answer in time'}"
             return Prefixes(chains=chains)
         return Prefixes(dict(zip(asked, found, strict=True)), stores, chains)
+
+
+async def _hashes(
+    roots: Sequence[bytes],
+    layouts: Sequence[Layout],
+    token_ids: Sequence[int],
+    drawn: Sequence[int],
+) -> list[list[bytes]]:
+    """By layout."""
+    column = np.asarray(token_ids, dtype=np.uint32)
+    if drawn:
+        column = np.concatenate([column, np.asarray(drawn, dtype=np.uint32)])
+    # Not in a thread, which would hold the interpreter, and so the loop, for longer.
+    return [
+        await chain_in_turns(root, cast("Sequence[int]", column), block_size)
+        for root, (_, block_size) in zip(roots, layouts, strict=True)
+    ]

@@ -209,9 +209,14 @@ class Routing:
             self.conversations.note(chain, lives)
 
     def note_answer(
-        self, asking: Asking, tenant_salt: bytes, context: Sequence[int], worker_id: str
+        self,
+        asking: Asking,
+        tenant_salt: bytes,
+        prompt: Sequence[int],
+        drawn: Sequence[int],
+        worker_id: str,
     ) -> None:
-        """This worker has the KV of `context`: the prompt, and what it drew after it."""
+        """This worker has the KV of the prompt, and of what it drew after it."""
         worker = self.candidates.find(worker_id)
         if worker is None:
             return
@@ -220,11 +225,8 @@ class Routing:
         if chain is None:
             return
         root = block_hash.root_key(tenant_salt, fingerprint, asking.adapter.digest)
-        more = context[len(chain) * size :]
-        parent = chain[-1] if chain else b""
-        self.conversations.note(
-            [*chain, *block_hash.chain(root, more, size, parent)], [worker.incarnation]
-        )
+        hashes = block_hash.chain_on(root, chain, (prompt, drawn), size)
+        self.conversations.note(hashes, [worker.incarnation])
 
     def check_integrity(self) -> None:
         """Raises: Internal when a law of its parts is broken."""

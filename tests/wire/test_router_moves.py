@@ -15,6 +15,7 @@ import grpc
 import grpc.aio
 import pytest
 
+from kvstore import block_hash
 from process import serving
 from process.errors import FailedPrecondition, NoCapacity, Unavailable
 from protos import common_pb2, inference_pb2, kvstore_pb2, kvstore_pb2_grpc
@@ -646,7 +647,12 @@ async def test_the_second_prefill_worker_is_told_of_the_answers_blocks(
 
     async def spy(cluster: Cluster, job: Any, drawn: Sequence[int] = ()) -> Any:
         looked_up.append(len(drawn))
-        return await find(cluster, job, drawn)
+        found = await find(cluster, job, drawn)
+        for (fingerprint, size), chain in found.chains.items():
+            root = block_hash.root_key(job.tenant_salt, fingerprint, job.adapter.digest)
+            context = [*job.prompt_token_ids, *drawn]
+            assert len(chain) > 0 and chain == block_hash.chain(root, context, size)
+        return found
 
     monkeypatch.setattr(Cluster, "find_prefixes", spy)
     async with running(num_prefill=2, num_decode=2, times=PATIENT) as bench:

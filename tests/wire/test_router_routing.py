@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
@@ -15,6 +16,7 @@ from process.errors import NoCapacity
 from protos import inference_pb2
 from services.router.fakes.decode import FakeDecode
 from services.router.fakes.prefill import FakePrefill
+from services.router.routing import Routing
 from tests.unit.router.bench import (
     BOUND_S,
     TOKENIZER,
@@ -246,6 +248,24 @@ async def test_the_next_turn_goes_where_the_last_one_was() -> None:
             assert {role: leg.worker_id for role, leg in _legs(messages).items()} == met
             (decision,) = (await _explain(bench)).decisions
             assert decision.num_computed == len(turn) - 96
+
+
+async def test_what_is_noted_is_prompt_and_answer_but_for_the_last_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    noted: list[tuple[Sequence[int], Sequence[int]]] = []
+    note = Routing.note_answer
+
+    def spy(self: Routing, *arguments: Any) -> None:
+        _, _, prompt, drawn, _ = arguments
+        noted.append((list(prompt), list(drawn)))
+        note(self, *arguments)
+
+    monkeypatch.setattr(Routing, "note_answer", spy)
+    async with running() as bench:
+        await bench.add_store("n0")
+        answer = _ids(await bench.generate(_ask(sampling={"max_tokens": 29})))
+    assert len(answer) == 29 and noted == [(PROMPT, answer[:-1])]
 
 
 # ---- workers that differ

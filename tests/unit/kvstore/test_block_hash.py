@@ -42,6 +42,15 @@ def test_a_chain_continues_from_a_parent(tokens: list[int], size: int, split: in
     assert whole[:split] + block_hash.chain(ROOT, tokens[split * size :], size, parent) == whole
 
 
+@given(TOKENS, st.integers(1, 20), st.integers(0, 80), st.integers(0, 80))
+def test_a_chain_goes_on_from_what_is_known(
+    tokens: list[int], size: int, split: int, num_known: int
+) -> None:
+    whole = block_hash.chain(ROOT, tokens, size)
+    parts = (tokens[:split], tokens[split:])
+    assert block_hash.chain_on(ROOT, whole[:num_known], parts, size) == whole
+
+
 @given(TOKENS, st.integers(1, 20))
 def test_a_chain_is_made_of_its_blocks_one_by_one(tokens: list[int], size: int) -> None:
     parent, hashes = b"", []

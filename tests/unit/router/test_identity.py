@@ -50,6 +50,37 @@ def test_every_token_of_a_prompt_is_part_of_a_body() -> None:
     assert len(digests) == 5
 
 
+def test_all_of_an_id_is_part_of_a_body() -> None:
+    ids = (1, 1 + 2**8, 1 + 2**16, 1 + 2**24, 1 + 2**31)
+    assert len({_digest(token_ids={"ids": [token]}) for token in ids}) == 5
+
+
+def test_ids_and_the_rest_of_a_body_do_not_run_into_each_other() -> None:
+    session = int.from_bytes(b"\x5a\x02ab", "little")  # "ab" as its field is written
+    one = _digest(token_ids={"ids": [session, 7]}, tenant="t")
+    assert one != _digest(token_ids={"ids": [7]}, tenant="t", session="ab")
+
+
+def test_every_field_is_part_of_a_body_but_what_may_differ() -> None:
+    def fields(name: str) -> Any:
+        field = inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name[name]
+        known = {
+            "chat": {"messages": [{"role": "user", "content": "x"}]},
+            "token_ids": {"ids": [2]},
+            "sampling": {"seed": 1},
+        }
+        return known.get(name, "x" if field.type == field.TYPE_STRING else 1)
+
+    names = set(inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name)
+    same = {name for name in names if _digest(**{name: fields(name)}) == _digest()}
+    assert same == {"request_id", "budget_ms"}
+
+
+def test_what_a_chat_says_is_part_of_a_body() -> None:
+    one, other = ({"messages": [{"role": "user", "content": said}]} for said in "ab")
+    assert _digest(chat=one) != _digest(chat=other)
+
+
 def test_map_order_is_not_part_of_a_body() -> None:
     forward = {i: float(i) for i in range(50)}
     backward = dict(reversed(forward.items()))

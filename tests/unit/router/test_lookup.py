@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from kvstore import block_hash, index
 from kvstore.hash_turns import TURN_TOKENS
 from process import redis_client
 from process.errors import Unavailable
+from protos import inference_pb2
 from services.router.lookup import PrefixLookup
 from services.router.prefix_runs import NO_PREFIXES
 from services.router.views import StoreView
@@ -71,6 +73,55 @@ async def test_others_have_their_turn_while_a_prompt_is_hashed() -> None:
     root = block_hash.root_key(b"salt", FINGERPRINT)
     assert found.chains[LAYOUT] == block_hash.chain(root, range(8 * TURN_TOKENS), 16)
     assert num_turns >= 7
+
+
+async def test_of_many_long_prompts_the_first_is_done_before_the_last_is_half_done() -> None:
+    lookup = PrefixLookup(_Index(), lambda: [STORE], timeout_s=5)
+    turn, ended = 0, []
+
+    async def count() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    async def find() -> None:
+        await lookup.find(range(8 * TURN_TOKENS), b"salt", [LAYOUT])
+        ended.append(turn)
+
+    beside = asyncio.create_task(count())
+    await asyncio.gather(*(find() for _ in range(10)))
+    beside.cancel()
+    assert ended[0] < ended[-1] / 2
+
+
+async def test_hashing_is_not_charged_to_the_index() -> None:
+    lookup = PrefixLookup(_Index(), lambda: [STORE], timeout_s=0.02)
+
+    async def slow() -> None:
+        while True:
+            time.sleep(0.01)  # a loop that is kept busy
+            await asyncio.sleep(0)
+
+    beside = asyncio.create_task(slow())
+    found = await lookup.find(range(8 * TURN_TOKENS), b"salt", [LAYOUT])
+    beside.cancel()
+    assert lookup.problem is None and found.held
+
+
+async def test_an_adapter_is_in_the_hashes() -> None:
+    lookup = PrefixLookup(_Index(), lambda: [STORE], timeout_s=1)
+    found = await lookup.find(range(16), b"salt", [LAYOUT], "cd")
+    root = block_hash.root_key(b"salt", FINGERPRINT, "cd")
+    assert found.chains[LAYOUT] == block_hash.chain(root, range(16), 16)
+
+
+async def test_what_was_drawn_is_looked_up_behind_the_prompt() -> None:
+    lookup = PrefixLookup(_Index(), lambda: [STORE], timeout_s=1)
+    prompt = inference_pb2.TokenIds(ids=range(20)).ids
+    found = await lookup.find(prompt, b"salt", [LAYOUT], drawn=list(range(20, 40)))
+    root = block_hash.root_key(b"salt", FINGERPRINT)
+    assert found.chains[LAYOUT] == block_hash.chain(root, range(40), 16)
 
 
 async def test_a_failing_or_slow_index_is_no_hint_and_a_problem() -> None:

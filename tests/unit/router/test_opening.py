@@ -28,3 +28,9 @@ def test_an_empty_prompt_to_prefill_is_one_all_the_same() -> None:
         read = prefill_pb2.PrefillCommand.FromString(data)
         assert read == prefill_pb2.PrefillCommand(key=7, prefill=request)
         assert read.WhichOneof("command") == "prefill"
+
+
+def test_a_field_of_ids_is_read_as_one_column() -> None:
+    """As protobuf has it from 7.34 on: number by number a long prompt holds the router's loop up,
+    in its digest, its check, its hashes and its openings."""
+    assert hasattr(IDS, "__array__")

@@ -9,7 +9,7 @@ import pytest
 from process.errors import InvalidArgument
 from protos import inference_pb2
 from services.router.config import RouterLimits
-from services.router.sampling_checks import ModelBounds
+from services.router.sampling_checks import ModelBounds, check_vocabulary
 from services.router.validation import check_request, check_tokens
 
 LIMITS = RouterLimits(
@@ -197,6 +197,13 @@ def test_an_unset_and_an_empty_prompt() -> None:
 
 def _tokens(ids: list[int], **fields: Any) -> int:
     return check_tokens(ids, _request(**fields), bounds=BOUNDS, limits=LIMITS)
+
+
+def test_ids_are_held_against_the_vocabulary_up_to_the_highest() -> None:
+    for token in (100, 2**31, 2**32 - 1):
+        ids = inference_pb2.TokenIds(ids=[1, token]).ids
+        with pytest.raises(InvalidArgument, match=rf"^f\[1\]: is {token}"):
+            check_vocabulary("f", ids, BOUNDS)
 
 
 def test_max_tokens_defaults_to_the_room_that_is_left() -> None:

@@ -135,6 +135,22 @@ def test_what_was_lost_once_is_paid_by_calls_that_gain() -> None:
     assert asked == TRIAL
 
 
+@pytest.mark.parametrize(("each_s", "goes_on"), [(1.2, True), (3.2, False)])
+def test_calls_that_gain_together_end_no_trial_where_the_last_one_brought_nothing(
+    each_s: float, *, goes_on: bool
+) -> None:
+    """Of two sequences, each call costs `each_s` plain steps and every second one is right: it
+    brings 2.7 of them."""
+    load, worth = Load(2, 2, PLAIN_S, 0.0), Worth()
+    worth.num_asked(load)
+    worth.observe(load, Call(2, 6, 8, 8 * PLAIN_S, 0.0))  # it computes all prompts
+    asked = 1
+    while asked < 60 and worth.num_asked(load):
+        asked += 1
+        worth.observe(load, Call(2, 6 * (asked % 2 == 0), 8, each_s * PLAIN_S, 0.0))
+    assert asked == (60 if goes_on else TRIAL)
+
+
 @pytest.mark.parametrize("own_s", [0.02 * PLAIN_S, 3.0 * PLAIN_S])
 def test_who_is_in_debt_is_asked_again_some_time_later_and_slept_through(own_s: float) -> None:
     """Whether a call costs much, or next to nothing: what is measured in steps that are not slept
