@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -70,16 +70,15 @@ def product_ways() -> list[Way]:
 
         return choose
 
-    def of_32_rows(num_rows: int, *its: Any) -> Any:
-        tile = chosen(num_rows, *its)
-        return replace(tile, block_m=32) if 16 < num_rows <= 32 else tile
+    def of_64_rows(num_rows: int, *its: Any) -> Any:
+        return chosen(max(num_rows, 33) if num_rows > 16 else num_rows, *its)
 
     all_ours: Replaced = (tiles, "max_rows", by_triton)
     found = [
         Way("products: small weights by Triton, too", (all_ours,)),
         Way(
-            "products: tiles of 32 rows",
-            ((tiles, "skinny_tile", of_32_rows),),
+            "products: tiles of 64 rows",
+            ((tiles, "skinny_tile", of_64_rows),),
         ),
     ]
     for cut in ((64, 3, 264, 8), (128, 2, 128, 4)):

@@ -76,6 +76,44 @@ def test_equals_float64(
         assert out[:, width:].isnan().all(), "written beside the output"
 
 
+@pytest.mark.parametrize(("width", "depth"), [(200, 6200), (4096, 4096), (128256, 4096)])
+def test_steps_on_their_way_fit_into_shared_memory(width: int, depth: int) -> None:
+    """Of Hopper, in whatever tile is chosen."""
+    pytest.importorskip("triton", reason="Triton is for Linux on x86_64")
+    from baton_kernels.gpu import tiles
+
+    for num_rows, is_gated in itertools.product(range(1, 65), (False, True)):
+        product = tiles.Product(num_rows, width * (1 + is_gated), depth, 2, is_gated)
+        for exact in (False, True):
+            tile = tiles.choose_tile(product, exact=exact, forced=True)
+            assert tile is not None and tiles.cut(tile, product).num_tiles > 0
+            height = tile.block_n * (1 + is_gated) + tile.block_m
+            assert 2 * tile.num_stages * height * tile.block_k <= 227 << 10, tile
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="NO GPU TEST: weights as large models have them")
+@pytest.mark.parametrize("num_rows", [17, 24, 32, 33, 64])
+@pytest.mark.parametrize(
+    ("width", "depth", "is_gated"),
+    [(6144, 4096, False), (4096, 4096, False), (14336, 4096, True), (4096, 14336, False),
+     (128256, 4096, False)],
+)  # fmt: skip
+def test_large_weights_equal_the_librarys_product(
+    num_rows: int, width: int, depth: int, *, is_gated: bool, poisoned: Callable[..., torch.Tensor]
+) -> None:
+    """In float32: products of large models in the tiles that the tables choose for them."""
+    torch.manual_seed(num_rows + width)
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": DEVICE}
+    x = torch.randn(num_rows, depth, **options)
+    weight = torch.randn(width * (1 + is_gated), depth, **options) / depth**0.5
+    residual = torch.randn(num_rows, width, **options)
+    out = poisoned(num_rows, width, dtype=torch.bfloat16)
+    linear(x, weight, residual=residual, activation="silu_mul" if is_gated else None, out=out)
+    truth = x.float() @ weight.float().t()
+    truth = (silu_mul(truth) if is_gated else truth) + residual.float()
+    assert error_of(out, truth.double()) < TOLERANCE[torch.bfloat16]
+
+
 @pytest.mark.parametrize("is_gated", [False, True])
 @pytest.mark.parametrize(
     "cut",
