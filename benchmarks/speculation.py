@@ -126,6 +126,9 @@ class _Run:
         self._way, self._engine = way, way.engine
         self._answers: dict[str, list[int]] = {}
         self._num_kept = -self._engine.metrics().num_kept_tokens
+        self._num_tokens = num_tokens
+        self._ended_s: dict[str, float] = {}
+        """When whose answer was whole, by the seconds of steps."""
         self.steps: list[Step] = []
         for index, prompt in enumerate(prompts):
             sampling = Sampling(
@@ -145,15 +148,21 @@ class _Run:
 
     def step(self) -> None:
         """One, if there is one."""
-        if not self.is_over:
-            self.steps.append(self._way.step(self._answers))
+        if self.is_over:
+            return
+        self.steps.append(self._way.step(self._answers))
+        ended = [name for name, one in self._answers.items() if len(one) == self._num_tokens]
+        now_s = sum(step.wall_s for step in self.steps)
+        for name in ended:
+            self._ended_s.setdefault(name, now_s)
 
     def over(self) -> Round:
         """What it was."""
         num_kept = self._num_kept + self._engine.metrics().num_kept_tokens
         num_tokens = sum(len(one) for one in self._answers.values())
         wall_s, cpu_s = (sum(step[clock] for step in self.steps) for clock in (0, 1))
-        return Round(wall_s, cpu_s, num_tokens, num_kept)
+        answers_s = sum(self._ended_s.values())
+        return Round(wall_s, cpu_s, num_tokens, num_kept, answers_s)
 
 
 def _round(

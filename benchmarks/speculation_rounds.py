@@ -31,6 +31,8 @@ class Round:
     """Answered."""
     num_kept: int
     """Of them, guessed."""
+    answers_s: float = 0.0
+    """Of all answers, from the round's beginning to each one's last token."""
 
 
 def turns(ways: Sequence[str], seed: str) -> Iterator[list[str]]:
@@ -45,8 +47,10 @@ def turns(ways: Sequence[str], seed: str) -> Iterator[list[str]]:
 def summary(rounds: Mapping[str, Sequence[Round]]) -> dict[str, dict[str, Any]]:
     """By way, against plain decoding: `wall_speed` and `cpu_speed`, medians over rounds, each with
     its least and its greatest (`_range`) and with that of all rounds together (`_total`), in which
-    what an engine tries for the first time counts; `wall_speeds` of each round; and
-    `tokens_per_step`: tokens per row of logits that the target drew from.
+    what an engine tries for the first time counts; `wall_speeds` of each round;
+    `tokens_per_step`: tokens per row of logits that the target drew from; and `answers_speed`, by
+    the mean time of an answer: a batch is over when its slowest answer is, and whose guesses are
+    right more often than the others' has his answer before.
 
     Args:
         rounds: of each way equally many, its n-th beside the others' n-th; "plain" among them.
@@ -66,6 +70,9 @@ def summary(rounds: Mapping[str, Sequence[Round]]) -> dict[str, dict[str, Any]]:
                 one["wall_speeds"] = [round(speed, _DIGITS) for speed in speeds]
         num_tokens, num_kept = (sum(getattr(each, key) for each in own)
                                 for key in ("num_tokens", "num_kept"))  # fmt: skip
+        answers_s = sum(each.answers_s for each in own)
+        if answers_s > 0.0:
+            one["answers_speed"] = round(sum(each.answers_s for each in plain) / answers_s, _DIGITS)
         one["tokens_per_s"] = round(num_tokens / sum(each.wall_s for each in own), 1)
         one["tokens_per_step"] = round(num_tokens / (num_tokens - num_kept), _DIGITS)
         found[way] = one

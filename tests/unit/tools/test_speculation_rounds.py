@@ -31,6 +31,14 @@ def test_each_round_is_held_against_plain_decoding_of_the_same_round() -> None:
     assert tree["tokens_per_s"] == 72.0
 
 
+def test_answers_are_held_against_plain_decodings_by_their_mean_time() -> None:
+    """Of two answers one is whole after half of the batch's time."""
+    plain, own = Round(1.0, 1.0, 96, 0, answers_s=2.0), Round(1.0, 1.0, 96, 24, answers_s=1.5)
+    found = summary({"plain": [plain, plain], "ngram": [own, own]})
+    assert found["ngram"]["answers_speed"] == 1.333 and found["plain"]["answers_speed"] == 1.0
+    assert found["ngram"]["wall_speed"] == 1.0
+
+
 def test_turns_are_shuffled_anew_by_the_seed() -> None:
     ways = ["plain", "ngram", "tree"]
     found = list(islice(turns(ways, "3 batch 8"), 60))
