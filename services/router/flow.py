@@ -157,6 +157,7 @@ class RequestFlow:
         job, samples = self._job, self._samples
         drawn = samples.drawn if samples.is_alone else ()
         prefixes = await self._cluster.find_prefixes(job, drawn)
+        await asyncio.sleep(0)  # the choice is a turn's work, too
         self._failover.mark("lookup", partial(request_trace.of_lookup, prefixes))
         num_context_tokens = len(job.prompt_token_ids) + len(drawn)
         ask = Ask(
