@@ -151,6 +151,7 @@ class Worth:
         one = self._accounts.get(size_class(num_sequences))
         if one is not None:
             one.credit_s -= seconds
+            one.later_s -= seconds
 
     def owe(self, num_sequences: int, seconds: float) -> None:
         """So much was spent on finding out whether to ask. The next trial pays for it: were it paid

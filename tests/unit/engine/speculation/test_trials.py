@@ -151,6 +151,20 @@ def test_calls_that_gain_together_end_no_trial_where_the_last_one_brought_nothin
     assert asked == (60 if goes_on else TRIAL)
 
 
+def test_what_no_call_tells_counts_against_those_that_gain_together() -> None:
+    """Two calls gain 0.2 plain steps, and what is charged beside each two of them is 0.3."""
+    load, worth = Load(2, 2, PLAIN_S, 0.0), Worth()
+    worth.num_asked(load)
+    worth.observe(load, Call(2, 6, 8, 8 * PLAIN_S, 0.0))
+    asked = 1
+    while asked < 60 and worth.num_asked(load):
+        asked += 1
+        if asked % 2:
+            worth.charge(2, 0.3 * PLAIN_S)
+        worth.observe(load, Call(2, 6 * (asked % 2 == 0), 8, 1.25 * PLAIN_S, 0.0))
+    assert asked == TRIAL
+
+
 @pytest.mark.parametrize("own_s", [0.02 * PLAIN_S, 3.0 * PLAIN_S])
 def test_who_is_in_debt_is_asked_again_some_time_later_and_slept_through(own_s: float) -> None:
     """Whether a call costs much, or next to nothing: what is measured in steps that are not slept
