@@ -378,6 +378,7 @@ class DecodeRequest:
 
     def fail(self, error: Internal) -> None:
         """The engine is gone, by no fault of this request: another worker can go on with it."""
+        self.on_flushed()  # it would not come any more
         if self.state is DecodeState.RUNNING and not self._done.done():
             self._done.set_exception(Unavailable(str(error)))
 

@@ -17,9 +17,9 @@ nothing can end it, so the thread `is_stuck`, and its process must end.
 The engine is closed when the thread ends, unless `stop` was told to leave it to a next thread.
 
 An exception out of `step` is the engine's own mistake: `on_failure` hears of it (the worker fails
-its requests), the laws
-are checked for the log, and the thread is unhealthy for good: it takes no step and refuses `call`,
-but still runs what was `post`ed, so that aborts give blocks back.
+its requests), the laws are checked for the log, and the thread is unhealthy for good: it takes no
+step and refuses `call`, but still runs what was `post`ed, so that aborts give blocks back. So it is
+where `on_step` raises: whom it did not tell would go on without that step's tokens.
 
 Knows no request and no RPC. `start`, `call`, `post` and `stop` belong to the loop's thread; `stats`
 may be read anywhere.
@@ -93,6 +93,7 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._stats = engine.stats()
         self._failure: Internal | None = None
+        self._is_untold = False  # a step's output was, or a part of it
         self._closed = False
         self._closes_engine = True
         self._step_s = 0.0
@@ -104,7 +105,7 @@ class EngineThread:
         on_step: Callable[[StepOutput], None],
         on_failure: Callable[[Internal], None],
     ) -> None:
-        """Begin. Both callbacks run on the calling loop; neither may raise."""
+        """Begin. Both callbacks run on the calling loop; `on_failure` may not raise."""
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._on_step = on_step
@@ -280,7 +281,7 @@ class EngineThread:
         self._step_s = time.monotonic() - begun_s
         if self._log is not None:
             self._log.step(begun_s, output.num_scheduled_tokens, output.num_running)
-        self._deliver(self._on_step, output)
+        self._deliver(self._tell, output)
 
     def _wait_if_behind(self) -> None:
         if self._engine.is_device_behind:
@@ -315,6 +316,19 @@ class EngineThread:
             logs.event(logger, "engine_result_dropped", level=logging.DEBUG)
 
     # ---- on the loop
+
+    def _tell(self, output: StepOutput) -> None:
+        if self._is_untold:
+            return
+        try:
+            self._on_step(output)
+        except Exception as error:  # the last line of defence
+            self._is_untold = True
+            logger.error("engine_step_not_told", exc_info=error)
+            if self._failure is None:
+                message = f"the engine's step was not told: {type(error).__name__}: {error}"
+                self._failure = Internal(message)
+                self._on_failure(self._failure)
 
     def _end(self) -> None:
         if not self._ended.done():

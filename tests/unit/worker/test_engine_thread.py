@@ -143,6 +143,35 @@ async def test_a_step_that_raises_ends_the_steps_but_aborts_still_run() -> None:
     assert engine.stats().num_referenced_blocks == 0
 
 
+async def test_a_step_that_cannot_be_told_is_a_failure() -> None:
+    """Whom it was not told of would go on without its tokens."""
+    engine = fake_engine()
+    failures: list[Internal] = []
+    outputs: list[StepOutput] = []
+
+    def on_step(output: StepOutput) -> None:
+        outputs.append(output)
+        if len(outputs) == 2:
+            raise ValueError("the sink is full")
+
+    async with running(engine, on_step=on_step, on_failure=failures.append) as thread:
+        await thread.call(lambda e: e.reserve(request(engine, prompt_of(9), max_tokens=50)))
+        await thread.call(lambda e: e.start("r"))
+        async with asyncio.timeout(5):
+            while not failures:
+                await asyncio.sleep(0)
+        assert "not told: ValueError: the sink is full" in str(failures[0])
+        assert thread.failure is failures[0]
+        with pytest.raises(Unavailable, match="engine failed"):
+            await thread.call(lambda e: None)
+        done = asyncio.Event()
+        thread.post(lambda e: e.abort("r"), done.set)
+        await asyncio.wait_for(done.wait(), 5)
+        assert (len(failures), len(outputs)) == (1, 2)
+    engine.check_integrity()
+    assert engine.stats().num_referenced_blocks == 0
+
+
 async def test_calls_under_way_when_the_engine_fails_are_refused() -> None:
     model = GatedModel()
     engine = fake_engine(model=model)
