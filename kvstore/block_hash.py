@@ -87,7 +87,7 @@ def chain_on(
     num_known = len(hashes) * block_size
     rest: list[int] = []
     for part in parts:
-        rest += part[num_known:]
+        rest.extend(part[num_known:])
         num_known = max(num_known - len(part), 0)
     return [*hashes, *chain(root, rest, block_size, hashes[-1] if hashes else b"")]
 

@@ -15,8 +15,8 @@ to be caught up with; with more it asks for one, and some time later. Where thei
 were there as many for each of the batch and the drafter's call no dearer, the next trial asks for
 more of them: only all together may pay the call. Where each sequence's tokens are worth less than
 its rows, the next one asks for fewer. It ends early where not even the best outcome would pay, and
-goes on in debt while calls gain, the last one or all behind the first together: what was lost once,
-as by catching up, is theirs to pay.
+goes on in debt while calls gain, the last one or all behind the first together, and the debt does
+not grow by what they do not tell: what was lost once, as by catching up, is theirs to pay.
 
 Where steps are launched ahead (engine/runner.py), a step with guesses is not, nor is the next one's
 launch hidden behind it. That time (the pause) is charged like any other: what a step lasts without

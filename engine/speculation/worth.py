@@ -127,6 +127,7 @@ class Worth:
             one.most_nodes = 0
             one.own_s = float("inf")
             one.later_s = 0.0
+            one.floor_s = None
         one.num_left -= 1
         return min(one.width, load.num_sequences)
 
@@ -198,8 +199,12 @@ class Worth:
             # The more are asked for, the more is lost.
             one.width = max(one.width // _GROWTH, 1)
         # What it lost once, as by catching up, is paid by those calls that gain; of several, since
-        # by chance one of them brings nothing where calls pay.
-        if one.credit_s < 0.0 and (gain_s > 0.0 or one.later_s > 0.0):
+        # by chance one of them brings nothing where calls pay. Not where the debt grows all the
+        # same, by what no call tells.
+        if one.floor_s is None:
+            one.floor_s = min(one.credit_s, one.credit_s - one.later_s)
+        pays = (gain_s > 0.0 or one.later_s > 0.0) and one.credit_s >= one.floor_s
+        if one.credit_s < 0.0 and pays:
             one.num_left = 1
         elif one.credit_s < 0.0:
             one.least_s = _AGAIN_STEPS * load.plain_s
@@ -241,6 +246,9 @@ class _Account:
     """The least that a call of this trial cost."""
     later_s: float = 0.0
     """Gain of this trial's calls behind the first."""
+    floor_s: float | None = None
+    """Credit below which this trial does not go on: what there was behind its first call, or when
+    it was to end if that is less. None: it was not to end yet."""
     most_nodes: int = 0
     """That a call of this trial had computed, per sequence."""
     kept: float = 0.0

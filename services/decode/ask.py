@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.request import Beam, Request, Sampling
+from kvstore.hash_turns import HashTurns
 from process.trace_context import TraceContext
 from services.worker.chain import Chain
 
@@ -25,15 +26,16 @@ class DecodeAsk:
     trace: TraceContext | None = None
     """Of the router's span; None: the request is not traced."""
 
-    async def request(self, engine_id: str) -> Request:
+    async def request(self, engine_id: str, turns: HashTurns) -> Request:
         """As the engine is asked, under that name. A long prompt takes some turns of the loop, so
         that those who decode are told of a step between them."""
+        hashes = await self.chain.hashes_in_turns(self.prompt_token_ids, turns)
         return Request(
             request_id=engine_id,
             prompt_token_ids=self.prompt_token_ids,
             sampling=self.sampling,
             block_hasher=self.chain.hasher,
-            prompt_hashes=tuple(await self.chain.hashes_in_turns(self.prompt_token_ids)),
+            prompt_hashes=tuple(hashes),
             cache_root=self.chain.root,
             priority=self.priority,
             num_samples=self.num_samples,

@@ -221,7 +221,7 @@ class DecodeRequest:
     async def _run(self) -> None:
         ask, thread = self._ask, self._core.thread
         self._core.refuse_when_full(self._num_waiting() - 1)
-        request = await ask.request(self.engine_id)
+        request = await ask.request(self.engine_id, self._core.hashing)
 
         def reserve(engine: WorkerEngine) -> Reservation:
             check_digest(engine, ask.adapter, ask.chain.adapter_digest)
@@ -330,9 +330,8 @@ class DecodeRequest:
     # ---- what the engine says
 
     def on_event(self, event: RequestEvent) -> None:
-        """One step's news, for the sink; the worker flushes when all of the step is told, and says
-        so by `on_flushed`."""
-        if self._done.done() or self.state is DecodeState.FINISHED:
+        """One step's news, for the sink; the worker flushes when all of the step is told."""
+        if self._done.done():
             return
         if event.error is not None:
             self._done.set_exception(event.error)
@@ -357,11 +356,7 @@ class DecodeRequest:
         self._clock.enter(None)
         self._core.counts.add(self._leg)
         self.sink.finished(self.key, event, self._leg, self._clock.seconds)
-
-    def on_flushed(self) -> None:
-        """In the same turn. What the end of a life takes comes behind what others are told."""
-        if self.state is DecodeState.FINISHED and not self._done.done():
-            self._done.set_result(None)
+        self._done.set_result(None)
 
     def _note_reached(self, event: RequestEvent) -> None:
         leg = self._leg
@@ -378,7 +373,6 @@ class DecodeRequest:
 
     def fail(self, error: Internal) -> None:
         """The engine is gone, by no fault of this request: another worker can go on with it."""
-        self.on_flushed()  # it would not come any more
         if self.state is DecodeState.RUNNING and not self._done.done():
             self._done.set_exception(Unavailable(str(error)))
 

@@ -77,19 +77,15 @@ class DecodeWorker:
 
     def _on_step(self, output: StepOutput) -> None:
         load = Load.after_step(output)
-        told: list[DecodeRequest] = []
         sinks: dict[int, EventSink] = {}
         for event in output.events:
             request = self._requests.get(event.request_id)
             if request is not None:  # else cancelled while the step ran
                 request.chunks.add(event, output)
                 request.on_event(event)
-                told.append(request)
                 sinks[id(request.sink)] = request.sink
         for sink in sinks.values():
             sink.flush(load)
-        for request in told:
-            request.on_flushed()
 
     def _on_failure(self, error: Internal) -> None:
         for request in self._requests.values():

@@ -16,7 +16,7 @@ from typing import Protocol, cast
 import numpy as np
 
 from kvstore import block_hash
-from kvstore.hash_turns import TURN_TOKENS, chain_in_turns
+from kvstore.hash_turns import HashTurns
 from process import logs
 from process.errors import BatonError
 from services.router.prefix_runs import NO_PREFIXES, Layout, Prefixes
@@ -53,9 +53,7 @@ class PrefixLookup:
         self._index = index
         self._stores = stores
         self._timeout_s = timeout_s
-        self._long = asyncio.Lock()
-        """Long prompts are hashed one after the other: each in its turns, many at once would make
-        one turn of the loop as long as all of theirs, and all would be done as late as the last."""
+        self._hashing = HashTurns()
         self.problem: str | None = None
         """Why the last lookup found nothing it could trust; None when it worked."""
 
@@ -73,18 +71,22 @@ class PrefixLookup:
         Args:
             drawn: tokens behind these, where a request goes on elsewhere.
         """
-        stores = {store.node_id: store for store in self._stores()}
         asked = sorted(layouts)
-        if not stores or not asked:
+        if not self._stores() or not asked:
             return NO_PREFIXES
-        roots = [block_hash.root_key(tenant_salt, name, adapter_digest) for name, _ in asked]
-        if len(token_ids) + len(drawn) > TURN_TOKENS:
-            await asyncio.sleep(0)  # what came before was a turn of its own
-            async with self._long:
-                hashes = await _hashes(roots, asked, token_ids, drawn)
-        else:
-            hashes = await _hashes(roots, asked, token_ids, drawn)
-        chains: dict[Layout, Sequence[bytes]] = dict(zip(asked, hashes, strict=True))
+        column = np.asarray(token_ids, dtype=np.uint32)
+        if drawn:
+            column = np.concatenate([column, np.asarray(drawn, dtype=np.uint32)])
+        chains: dict[Layout, Sequence[bytes]] = {}
+        for fingerprint, block_size in asked:
+            root = block_hash.root_key(tenant_salt, fingerprint, adapter_digest)
+            # Not in a thread, which would hold the interpreter, and so the loop, for longer.
+            chains[fingerprint, block_size] = await self._hashing.chain(
+                root, cast("Sequence[int]", column), block_size
+            )
+        stores = {store.node_id: store for store in self._stores()}  # of now: hashing takes turns
+        if not stores:
+            return Prefixes(chains=chains)
         try:
             async with asyncio.timeout(self._timeout_s):
                 lives = {node_id: store.incarnation for node_id, store in stores.items()}
@@ -96,20 +98,3 @@ class PrefixLookup:
             self.problem = f"prefix lookups fail: {str(error) or 'no answer in time'}"
             return Prefixes(chains=chains)
         return Prefixes(dict(zip(asked, found, strict=True)), stores, chains)
-
-
-async def _hashes(
-    roots: Sequence[bytes],
-    layouts: Sequence[Layout],
-    token_ids: Sequence[int],
-    drawn: Sequence[int],
-) -> list[list[bytes]]:
-    """By layout."""
-    column = np.asarray(token_ids, dtype=np.uint32)
-    if drawn:
-        column = np.concatenate([column, np.asarray(drawn, dtype=np.uint32)])
-    # Not in a thread, which would hold the interpreter, and so the loop, for longer.
-    return [
-        await chain_in_turns(root, cast("Sequence[int]", column), block_size)
-        for root, (_, block_size) in zip(roots, layouts, strict=True)
-    ]

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from engine.request import BlockHasher
-from kvstore import block_hash, hash_turns
+from kvstore import block_hash
+from kvstore.hash_turns import HashTurns
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,6 @@ class Chain:
         """Of the full blocks of `token_ids`."""
         return block_hash.chain(self.root, token_ids, self.block_size)
 
-    async def hashes_in_turns(self, token_ids: tuple[int, ...]) -> list[bytes]:
+    async def hashes_in_turns(self, token_ids: tuple[int, ...], turns: HashTurns) -> list[bytes]:
         """`hashes`, with turns for whatever else the loop has to do."""
-        return await hash_turns.chain_in_turns(self.root, token_ids, self.block_size)
+        return await turns.chain(self.root, token_ids, self.block_size)

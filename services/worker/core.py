@@ -23,6 +23,7 @@ from engine.request import EngineStats
 from engine.speculation.draft_traces import DraftTraces
 from kvstore import block_hash
 from kvstore.client import StoreClient
+from kvstore.hash_turns import HashTurns
 from kvstore.transport.base import BlockMemory
 from process import tls
 from process.access import Role
@@ -106,6 +107,8 @@ class WorkerCore:
             draft_traces = DraftTraces() if before is None else before.draft_traces
         self.draft_traces: DraftTraces = draft_traces
         """What draft workers' calls for traced requests took; noted by whoever asks them."""
+        self.hashing = HashTurns()
+        """Of all prompts."""
         self.thread = EngineThread(
             engine,
             log=self.step_log,

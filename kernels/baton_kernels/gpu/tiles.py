@@ -160,7 +160,7 @@ def choose_tile(product: Product, *, exact: bool, forced: bool) -> Tile | None:
         return Tile(16, 32, 32, 1 if exact else split_for(width, 32, depth, 32), num_stages=2)
     if exact:
         return exact_tile(num_rows, width, depth)
-    if not forced and num_rows > max_rows(product.height * depth):
+    if not forced and num_rows > max_rows(product):
         return None
     if num_rows == 1:
         return row_tile(width, depth, product.is_gated)
@@ -173,11 +173,27 @@ def takes_norm(tile: Tile, product: Product) -> bool:
     return tile.is_row and not (product.is_gated and product.depth > 1024)
 
 
-def max_rows(num_weights: int) -> int:
+def max_rows(product: Product) -> int:
     """Above it the library is faster: the larger the weight, the more rows its bytes hide."""
+    num_weights = product.height * product.depth
     if num_weights > 1 << 24:
         return 64
-    return 32 if num_weights == 1 << 24 else 16  # between 2^23 and 2^24 nothing was measured
+    # Between 2^23 and 2^24 nothing was measured, and of 2^24 one that is cut into long programs.
+    if num_weights < 1 << 24 or product.is_gated:
+        return 16
+    return 32 if _skinny_cut(product.width, product.depth).num_steps >= _LONG else 16
+
+
+class _SkinnyCut(NamedTuple):
+    split: int
+    num_steps: int
+    """Of one program."""
+
+
+def _skinny_cut(width: int, depth: int) -> _SkinnyCut:
+    """Of K, for 17 to 64 rows in tiles of 64 of the weight's and 128 columns."""
+    split = split_for(width, 64, depth, 128, num_programs=96, most=4)
+    return _SkinnyCut(split, ceil_div(ceil_div(depth, 128), split))
 
 
 def row_tile(width: int, depth: int, is_gated: bool) -> Tile:
@@ -193,8 +209,7 @@ def skinny_tile(num_rows: int, width: int, depth: int, is_gated: bool) -> Tile:
         return exact_tile(num_rows, width, depth)
     if not is_gated and width * depth > _LARGE:
         return Tile(64, 128, 128, 1, 8, 3)
-    split = split_for(width, 64, depth, 128, num_programs=96, most=4)
-    num_steps = ceil_div(ceil_div(depth, 128), split)
+    split, num_steps = _skinny_cut(width, depth)
     if num_rows <= 32 and num_steps >= _LONG:
         # Tiles of 64 rows leave room for fewer steps on their way. A layer of the 8B shape at 24
         # rows, in us, with one product so: qkv 122.1, o 121.7, gate_up 123.5, down 122.6 for 123.7

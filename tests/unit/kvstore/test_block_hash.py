@@ -49,6 +49,8 @@ def test_a_chain_goes_on_from_what_is_known(
     whole = block_hash.chain(ROOT, tokens, size)
     parts = (tokens[:split], tokens[split:])
     assert block_hash.chain_on(ROOT, whole[:num_known], parts, size) == whole
+    columns = [np.asarray(part, dtype=np.uint32) for part in parts]
+    assert block_hash.chain_on(ROOT, whole[:num_known], columns, size) == whole
 
 
 @given(TOKENS, st.integers(1, 20))

@@ -7,7 +7,7 @@ import asyncio
 
 import pytest
 
-from kvstore.hash_turns import TURN_TOKENS
+from kvstore.hash_turns import TURN_TOKENS, HashTurns
 from services.worker.chain import Chain
 
 
@@ -15,7 +15,7 @@ from services.worker.chain import Chain
 @pytest.mark.parametrize("num_tokens", [0, 15, 16, 1023, 1024, 1025, 5000])
 async def test_hashes_in_turns_are_the_hashes(block_size: int, num_tokens: int) -> None:
     chain, prompt = Chain(b"r" * 32, block_size), tuple(range(num_tokens))
-    assert await chain.hashes_in_turns(prompt) == chain.hashes(prompt)
+    assert await chain.hashes_in_turns(prompt, HashTurns()) == chain.hashes(prompt)
 
 
 async def test_others_have_turns_while_a_long_prompt_is_hashed() -> None:
@@ -28,7 +28,7 @@ async def test_others_have_turns_while_a_long_prompt_is_hashed() -> None:
             await asyncio.sleep(0)
 
     beside = asyncio.create_task(other())
-    await chain.hashes_in_turns(tuple(range(8 * TURN_TOKENS)))
+    await chain.hashes_in_turns(tuple(range(8 * TURN_TOKENS)), HashTurns())
     is_over = True
     await beside
     assert num_turns >= 7

@@ -47,10 +47,13 @@ class _TrialLoss:
 
 
 @settings(max_examples=60)
-@given(st.integers(0, 2**32), st.floats(0.0, 0.1))
-def test_time_lost_is_a_share_of_the_time_served(number: int, share: float) -> None:
+@given(st.integers(0, 2**32), st.floats(0.0, 0.1), st.booleans())
+def test_time_lost_is_a_share_of_the_time_served(
+    number: int, share: float, is_charged: bool
+) -> None:
     """Whatever calls cost and bring: heavy tails, gains and losses that come in runs, batches that
-    grow and shrink. In each class of batch sizes by itself."""
+    grow and shrink, and something beside each call that it does not tell. In each class of batch
+    sizes by itself."""
     rng = random.Random(number)
     worth = Worth(share)
     sizes = rng.sample(range(1, 70), 3)
@@ -59,6 +62,7 @@ def test_time_lost_is_a_share_of_the_time_served(number: int, share: float) -> N
     granted: dict[int, float] = {}
     trials: dict[int, _TrialLoss] = {}
     price, luck, size = 1.0, 1.0, sizes[0]
+    worst_charge_s = dict.fromkeys(map(_class, sizes), 0.0)
     for _ in range(300):
         if rng.random() < 0.05:
             price, luck, size = 10 ** rng.uniform(-3, 2), rng.uniform(0, 4), rng.choice(sizes)
@@ -76,11 +80,16 @@ def test_time_lost_is_a_share_of_the_time_served(number: int, share: float) -> N
             loss = own_s + rows_s - num_kept * value_s(load)
             num_nodes = num_kept + rng.randrange(4)
             worth.observe(load, Call(num_tasks, num_kept, num_nodes, own_s, rows_s))
+            if is_charged:
+                beside_s = 0.001 * price * rng.uniform(0, 1)
+                worth.charge(size, beside_s)
+                worst_charge_s[place] = max(worst_charge_s[place], beside_s)
+                loss += beside_s
             trial.add(worth.num_trials(size), loss)
         worth.serve(size, load.seconds)
         lost[place] = lost.get(place, 0.0) + loss
         served[place] = served.get(place, 0.0) + load.seconds
-        most = share * served[place] + granted[place] + trial.worst_s
+        most = share * served[place] + granted[place] + trial.worst_s + worst_charge_s[place]
         assert lost[place] <= most * (1 + 1e-9)
 
 

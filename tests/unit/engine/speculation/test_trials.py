@@ -23,7 +23,7 @@ from engine.speculation.exploration import Exploration
 from engine.speculation.ngram import PromptLookup
 from engine.speculation.pace import Pace
 from engine.speculation.tree import EMPTY
-from engine.speculation.worth import GRANT_STEPS, SHARE, TRIAL, Call, Worth
+from engine.speculation.worth import GRANT_STEPS, SHARE, TRIAL, Call, Worth, value_s
 from tests.unit.engine.workloads import SIZE, WINDOW
 
 PLAIN_S = 0.01
@@ -163,6 +163,52 @@ def test_what_no_call_tells_counts_against_those_that_gain_together() -> None:
             worth.charge(2, 0.3 * PLAIN_S)
         worth.observe(load, Call(2, 6 * (asked % 2 == 0), 8, 1.25 * PLAIN_S, 0.0))
     assert asked == TRIAL
+
+
+@pytest.mark.parametrize(("gain", "beside", "every"), [(0.2, 0.3, 1), (0.01, 0.3, 8)])
+def test_calls_that_gain_go_on_in_no_debt_that_grows(
+    gain: float, beside: float, every: int
+) -> None:
+    """Each of them gains, and what is charged beside is more than all do."""
+    load, worth = Load(2, 2, PLAIN_S, 0.0), Worth()
+    worth.num_asked(load)
+    worth.observe(load, Call(2, 6, 8, 8 * PLAIN_S, 0.0))
+    asked = 1
+    brings_s = 6 * value_s(load)
+    while asked < 60 and worth.num_asked(load):
+        asked += 1
+        worth.observe(load, Call(2, 6, 8, brings_s - gain * PLAIN_S, 0.0))
+        if asked % every == 0:
+            worth.charge(2, beside * PLAIN_S)
+    assert asked <= TRIAL + 2 * every
+
+
+def test_a_trial_owes_nothing_to_the_one_before() -> None:
+    """What earlier ones gained does not let it go on."""
+    load, worth = Load(2, 2, PLAIN_S, 0.0), Worth()
+    for first_s, num_kept in ((5 * PLAIN_S, 6), (30 * PLAIN_S, 0)):
+        assert worth.num_asked(load)
+        worth.observe(load, Call(2, 0, 8, first_s, 0.0))
+        asked = 1
+        while asked < TRIAL + (num_kept == 0) and worth.num_asked(load):
+            asked += 1
+            worth.observe(load, Call(2, num_kept, 8, 0.5 * PLAIN_S, 0.0))
+        assert asked == TRIAL
+    assert worth.num_trials(2) == 2
+
+
+def test_each_trial_has_its_own_debt_to_pay() -> None:
+    """The second one has a deeper one, and goes on as the first did: two calls of three gain."""
+    load, worth = Load(2, 2, PLAIN_S, 0.0), Worth()
+    for first_s in (5 * PLAIN_S, 30 * PLAIN_S):
+        assert worth.num_asked(load)
+        worth.observe(load, Call(2, 0, 8, first_s, 0.0))
+        trial, asked = worth.num_trials(2), 1
+        while worth.num_asked(load) and worth.num_trials(2) == trial:
+            asked += 1
+            worth.observe(load, Call(2, 6 if asked % 3 != 1 else 0, 8, 1.2 * PLAIN_S, 0.0))
+        worth.take_back(load)
+    assert asked > 30
 
 
 @pytest.mark.parametrize("own_s", [0.02 * PLAIN_S, 3.0 * PLAIN_S])
