@@ -22,7 +22,7 @@ The last line printed is one JSON object: also the medians over rounds of whole 
 with its least and its greatest (speculation_rounds.py). `--resume FILE` keeps each cell when it is
 done, and goes on from there. `--ways` leaves ways out, so that there is time for more rounds;
 `--rounds` is one number, or one for each batch size, as a small batch's take less time. The ways
-that may rest take some 12 minutes so on a quiet machine of two cores:
+that may rest take some 15 minutes so on a quiet machine of two cores:
 
     OMP_NUM_THREADS=1 python -m benchmarks.speculation --ways ngram draft tree
         --rounds 12 12 12 16 12 8 5 --out benchmarks/results/<date>-....json
