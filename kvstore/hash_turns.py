@@ -46,7 +46,7 @@ class HashTurns:
         """See the class. At once if it is one part; else not before the loop's next turn."""
         if len(token_ids) <= TURN_TOKENS:
             return block_hash.chain(root, token_ids, block_size)
-        done = asyncio.get_running_loop().create_future()
+        done: asyncio.Future[list[bytes]] = asyncio.get_running_loop().create_future()
         prompt = _Prompt(root, token_ids, block_size, done)
         heapq.heappush(self._waiting, (prompt.num_left, next(self._turns), prompt))
         if not self._is_asked:
