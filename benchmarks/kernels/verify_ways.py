@@ -56,7 +56,7 @@ def product_ways() -> list[Way]:
 
     chosen = tiles.skinny_tile
 
-    def by_triton(_: int) -> int:
+    def by_triton(_: tiles.Product) -> int:
         return 64
 
     def tile(block_n: int, stages: int, num_programs: int, most: int) -> Callable[..., Any]:

@@ -126,12 +126,14 @@ def merge_splits(
     G: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr, DV_WIDTH: tl.constexpr, PITCH: tl.constexpr, WINDOW: tl.constexpr,
     SINKS: tl.constexpr, TREE: tl.constexpr, EXACT: tl.constexpr, SPLIT: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    OVERLAPS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """What `attend` left in parts, where these are large: a program merges one row."""
+    """What `attend` left in parts, where these are large: a program merges one row. EARLY: lengths
+    may be read before the wait for it."""
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+        if not EARLY:
+            tl.extra.cuda.gdc_wait()
     sequence = tl.program_id(1)
     row = tl.program_id(2)
     head = tl.program_id(0) // num_m_blocks
@@ -146,7 +148,10 @@ def merge_splits(
         end = num_cached + num_nodes
         q_row = first_node + its_row // G
         num_rows = num_nodes * G
-    if its_row >= num_rows or end <= 0:
+    is_there = (its_row < num_rows) & (end > 0)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()  # all do: the next kernel waits for this one alone
+    if not is_there:
         return
     _, _, _, num_used = extent(
         end,

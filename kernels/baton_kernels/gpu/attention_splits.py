@@ -396,5 +396,5 @@ def launch_splits(
             BLOCK_S=max(1, 4096 // plan.dv_width), DV_WIDTH=plan.dv_width, PITCH=plan.pitch,
             WINDOW=window is not None, SINKS=sinks is not None, TREE=tree is not None,
             EXACT=exact, SPLIT=SPLIT_POSITIONS, num_warps=4, enable_fp_fusion=not exact,
-            **overlap_options(query),
+            EARLY=is_early and overlaps["OVERLAPS"], **overlaps,
         )  # fmt: skip
