@@ -29,6 +29,7 @@ from tests.chaos.arena import READY_S, TIMING, Arena, Disturb, Round, committed_
 from tests.chaos.control_proxy import Mischief
 
 Seen = Callable[[Round], Coroutine[Any, Any, bool]]
+Mend = Callable[[Round], Coroutine[Any, Any, None]]
 
 STORM_S = 4.0
 MORE_STORMS = 3
@@ -42,7 +43,7 @@ class Action:
 
     may_cause: reasons beyond those of timing. lasts: these reasons may show up in later rounds,
     too. seen: that it really happened, by what the cluster itself says after the round; None: it
-    need not leave a trace.
+    need not leave a trace. mend: undoes after the round what would outlast it.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Action:
     may_cause: frozenset[str] = frozenset()
     lasts: bool = False
     seen: Seen | None = None
+    mend: Mend | None = None
 
 
 Draw = Callable[[Arena, random.Random], Action]
@@ -382,17 +384,22 @@ def fill_disk(arena: Arena, rng: random.Random) -> Action:
             process.rlimit(psutil.RLIMIT_FSIZE, (0, hard))
 
     async def seen(made: Round) -> bool:
-        assert made.after is not None
-        (store,) = (store for store in made.after.stores if store.node_id == victim)
-        if not store.file_tier_problem:
-            return True  # nothing had to be written meanwhile
-        assert any("file tier" in problem for problem in made.after.problems)
+        # Asked itself: the cluster's status is as old as its last heartbeat.
+        if (await arena.own_status(victim)).file_tier_problem:
+            async with asyncio.timeout(READY_S):
+                while not any(
+                    "file tier" in problem
+                    for problem in (await asyncio.to_thread(arena.status)).problems
+                ):
+                    await asyncio.sleep(0.1)
+        return True  # or nothing had to be written meanwhile
+
+    async def mend(made: Round) -> None:
         await asyncio.to_thread(arena.cluster.restart, victim)
         await arena.settle(made)
-        (store,) = (store for store in made.after.stores if store.node_id == victim)
-        return not store.file_tier_problem
+        assert not (await arena.own_status(victim)).file_tier_problem
 
-    return Action(f"{victim}'s disk is full", disturb, seen=seen)
+    return Action(f"{victim}'s disk is full", disturb, seen=seen, mend=mend)
 
 
 # -- several at once
@@ -404,12 +411,18 @@ def together(actions: list[Action]) -> Action:
     async def disturb(made: Round) -> None:
         await asyncio.gather(*(action.disturb(made) for action in actions))
 
+    async def mend(made: Round) -> None:
+        for action in actions:
+            if action.mend is not None:
+                await action.mend(made)
+
     # Whether each left its trace cannot be told apart from what the others did.
     return Action(
         " and ".join(action.name for action in actions),
         disturb,
         may_cause=frozenset().union(*(action.may_cause for action in actions)),
         lasts=any(action.lasts for action in actions),
+        mend=mend,
     )
 
 

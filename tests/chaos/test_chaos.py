@@ -108,6 +108,8 @@ async def _play(arena: Arena, made: Round, action: actions.Action) -> None:
     await arena.settle(made)
     arena.check(made, may_cause=action.may_cause)
     assert action.seen is None or await action.seen(made), f"{action.name}: it left no trace"
+    if action.mend is not None:
+        await action.mend(made)
     if action.lasts:
         arena.tolerated |= action.may_cause
 

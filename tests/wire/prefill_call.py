@@ -60,6 +60,11 @@ class PrefillCall:
             await self._end()
         return event.reply
 
+    async def answer(self) -> list[prefill_pb2.PrefillReply]:
+        """First tokens, and the account behind them. Partial handles are left out, which come
+        before them or not, as quick as the store is."""
+        return [message async for message in self if not message.handle.is_partial]
+
     async def __aiter__(self) -> AsyncIterator[prefill_pb2.PrefillReply]:
         while isinstance(message := await self.read(), prefill_pb2.PrefillReply):
             yield message

@@ -171,7 +171,7 @@ async def test_a_beam_search_can_be_cancelled(tmp_path: Path) -> None:
         key = await stream.reserve(p.reserve(prompt, **asked))
         await stream.next(key)
         call = PrefillCall(p.prefill_stub, p.prefill_request(prompt, **asked), timeout_s=WAIT_S)
-        first, account = [message async for message in call]
+        first, account = await call.answer()
         assert not first.token_ids and len(first.beam_start) >= 8
         await stream.generate_from(key, handover(account, [first]))
         await stream.cancel(key)

@@ -350,7 +350,7 @@ async def test_outputs_that_do_not_fit_give_the_leases_back(
         key = await stream.reserve(p.reserve(prompt))
         await stream.next(key)
         call = PrefillCall(p.prefill_stub, p.prefill_request(prompt), timeout_s=WAIT_S)
-        *firsts, account = [message async for message in call]
+        *firsts, account = await call.answer()
         command = handover(account, firsts)
         first = decode_pb2.SampleOutput(token_ids=command.output_token_ids)
         command.ClearField("output_token_ids")

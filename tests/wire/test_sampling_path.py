@@ -84,7 +84,7 @@ async def test_a_sample_that_is_cancelled_leaves_the_others_as_they_were(tmp_pat
         key = await stream.reserve(p.reserve(prompt, **asked))
         await stream.next(key)
         call = PrefillCall(p.prefill_stub, p.prefill_request(prompt, **asked), timeout_s=WAIT_S)
-        *firsts, account = [message async for message in call]
+        *firsts, account = await call.answer()
         samples = [Sample() for _ in firsts]
         for first in firsts:
             samples[first.sample_index].add(first)
@@ -113,7 +113,7 @@ async def test_the_last_cancelled_sample_ends_the_request(tmp_path: Path) -> Non
         key = await stream.reserve(p.reserve(prompt, **asked))
         await stream.next(key)
         call = PrefillCall(p.prefill_stub, p.prefill_request(prompt, **asked), timeout_s=WAIT_S)
-        *firsts, account = [message async for message in call]
+        *firsts, account = await call.answer()
         p.decode_model.hold()
         await stream.generate_from(key, handover(account, firsts))
         await until(p.decode_model.is_held.is_set)

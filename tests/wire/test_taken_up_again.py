@@ -67,7 +67,7 @@ async def _prefilled(
 ) -> list[prefill_pb2.PrefillReply]:
     request = prefill_pb2.PrefillRequest(wants_handle=True, output_token_ids=drawn, **fields)
     call = PrefillCall(w.stubs[0], request, timeout_s=PATIENCE_S)
-    return [message async for message in call if not message.handle.is_partial]
+    return await call.answer()
 
 
 async def test_one_sample_through_prefill_and_alone(
