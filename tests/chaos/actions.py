@@ -182,7 +182,11 @@ def spoil_frames(arena: Arena, rng: random.Random) -> Action:
         for number in range(MORE_STORMS):
             if made.reasons["checksum"] > 0:
                 break
-            # Nobody read what was spoiled: there was no room to store it, or the reader was first.
+            # Nobody read what was spoiled: there was no room to store it, the reader was first, or
+            # prefill workers had it in their own caches, which their next lives have not.
+            for name in arena.workers("prefill"):
+                await asyncio.to_thread(arena.cluster.restart, name)
+            await arena.settle(made)
             made = Round(f"{made.name}, storm {number + 2}", arena.plan(len(made.asks)))
             await arena.run(made, disturb)
             await arena.settle(made)
