@@ -125,7 +125,8 @@ class Booking:
         now: float,
     ) -> tuple[list[RequestEvent], int]:
         """`decode` for a sample with guesses: the path through them that was drawn token by token,
-        and the token after it. Holdings.move_kept must follow before the events are told.
+        and the token after it. Holdings.move_kept must follow before the events are told, and
+        `shrink` unless the next step's guesses take the blocks of this one's.
 
         Args:
             drawn: after its last token, then after each node.
@@ -173,7 +174,6 @@ class Booking:
         self._holdings.keep_path(sequence, path[:num_kept])
         sequence.num_computed_tokens += num_kept
         filled = self._holdings.cache_full_blocks(sequence)
-        self._holdings.shrink(sequence)
         events = [self._told(sequence, taken, num_before, reason, filled, now)]
         if error is not None:
             events.append(self.fail(sequence, error))
@@ -182,6 +182,10 @@ class Booking:
     def move_kept(self) -> None:
         """See decode_tree."""
         self._holdings.move_kept()
+
+    def shrink(self, sequence: Sequence) -> None:
+        """See decode_tree; also for one that is over by now."""
+        self._holdings.shrink(sequence)
 
     def advance_beams(self, group: Group, logits: torch.Tensor, now: float) -> list[RequestEvent]:
         """Book a step of all open beams of a request, each of which computed all its tokens; or of

@@ -205,6 +205,12 @@ class Holdings:
         else:
             sequence.block_ids += self.tree.take(num_missing)
 
+    def fit(self, sequence: Sequence, num_guesses: int) -> None:
+        """Have blocks for its tokens and so many guesses behind them, and no more: of those that
+        the last step's guesses had, as many as there are. Raises: NoBlocks."""
+        self.shrink(sequence, num_guesses)
+        self.grow(sequence, len(sequence.token_ids) + num_guesses)
+
     def _own_tail(self, sequence: Sequence) -> None:
         index = sequence.num_computed_tokens // self.block_size
         if sequence.group.is_whole:
@@ -281,13 +287,15 @@ class Holdings:
             block_id = sequence.block_ids[place // self.block_size]
             self.kv.clear_tokens(block_id, place % self.block_size)
 
-    def _surplus(self, sequence: Sequence) -> list[int]:
-        num_kept = max(-(-len(sequence.token_ids) // self.block_size), sequence.num_cached_blocks)
+    def _surplus(self, sequence: Sequence, num_guesses: int = 0) -> list[int]:
+        num_tokens = len(sequence.token_ids) + num_guesses
+        num_kept = max(-(-num_tokens // self.block_size), sequence.num_cached_blocks)
         return sequence.block_ids[num_kept:]
 
-    def shrink(self, sequence: Sequence) -> None:
-        """Give back blocks that hold none of its tokens: they were for guesses."""
-        surplus = self._surplus(sequence)
+    def shrink(self, sequence: Sequence, num_guesses: int = 0) -> None:
+        """Give back blocks that hold none of its tokens, nor of so many guesses behind them: they
+        were for others."""
+        surplus = self._surplus(sequence, num_guesses)
         if not surplus:
             return
         del sequence.block_ids[-len(surplus) :]

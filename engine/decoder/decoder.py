@@ -167,14 +167,14 @@ class Decoder:
             if self.keeping is not None:
                 self.keeping.enter(index, stream.x)
             if index == last and self._spares_rows(inputs):
-                return self._logits(self._last_layer(index, layer, stream, inputs))
+                return self._logits(self._last_layer(index, layer, stream, inputs), inputs.logits)
             stream = self._layer(index, layer, stream, attend)
         if self.weights.head is None:
             return stream.x
         self._keep_every(stream)
         if inputs.draw_indices is None:
-            return self._logits(stream)
-        return self._logits(Stream(stream.x.index_select(0, inputs.draw_indices)))
+            return self._logits(stream, inputs.logits)
+        return self._logits(Stream(stream.x.index_select(0, inputs.draw_indices)), inputs.logits)
 
     def forward_attending(
         self,
@@ -312,8 +312,12 @@ class Decoder:
         )
         return normed
 
-    def _logits(self, stream: Stream) -> torch.Tensor:
-        """[R, hidden] -> [R, V], or x where the head is another stage's."""
+    def _logits(self, stream: Stream, out: torch.Tensor | None = None) -> torch.Tensor:
+        """[R, hidden] -> [R, V], or x where the head is another stage's.
+
+        Args:
+            out: see MixedInputs.logits.
+        """
         head, norm = self.weights.head, self.weights.norm
         if head is None or norm is None:
             return stream.x
@@ -324,5 +328,6 @@ class Decoder:
             norm_weight=norm,
             norm_eps=self.shape.norm_eps,
             half_norm=stream.half_norm,
+            out=out if self._collective is None else None,  # whose columns are some of them
         )
         return logits if self._collective is None else self._collective.join_columns(logits)

@@ -94,6 +94,9 @@ class MixedInputs:
     trees: TreeInputs | None = None
     """Of the last rows, and the last sequences."""
 
+    logits: torch.Tensor | None = None
+    """[R, V] that the product of the head may be written into; whether it was, the result says."""
+
     @property
     def num_rows(self) -> int:
         return self.token_ids.shape[0]

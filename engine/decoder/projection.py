@@ -63,6 +63,7 @@ class Projection(AdaptedLinear):
         residual: torch.Tensor | None = None,
         half_norm: HalfNorm | None = None,
         leaves: HalfNorm | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The product of x, or of its RMSNorm where `norm_weight` [K] is given. It is added to
         `residual` [M, N] in place, where that is given: the library's product would copy it
@@ -71,6 +72,7 @@ class Projection(AdaptedLinear):
         Args:
             half_norm: of x, in place of the norm; as `room` of the projection ahead gave it.
             leaves: filled; as `room` gave it.
+            out: [M, N] that may be taken for the result of a product without adapters.
         """
         if x.shape[0] == 0:
             return x.new_empty(0, self.out_features // (2 if self.is_gated else 1))
@@ -78,7 +80,7 @@ class Projection(AdaptedLinear):
             return self._stacked(self.stack, x, norm_weight, norm_eps, residual)
         if self.deltas is None or not self.deltas.is_wanted:
             return self._product(
-                x, self.is_gated, norm_weight, norm_eps, residual, half_norm, leaves
+                x, self.is_gated, norm_weight, norm_eps, residual, half_norm, leaves, out
             )
         return self._adapted(x, norm_weight, norm_eps, residual, half_norm, leaves)
 
@@ -111,15 +113,18 @@ class Projection(AdaptedLinear):
         residual: torch.Tensor | None = None,
         half_norm: HalfNorm | None = None,
         leaves: HalfNorm | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         weight = self.weight
+        if residual is not None:
+            out = residual
         if isinstance(weight, Fp8Weight):
             return fp8_linear(
                 x,
                 weight,
                 self.bias,
                 residual=residual,
-                out=residual,
+                out=out,
                 norm_weight=norm_weight,
                 norm_eps=norm_eps,
                 activation="silu_mul" if is_gated else None,
@@ -131,7 +136,7 @@ class Projection(AdaptedLinear):
             weight,
             self.bias,
             residual=residual,
-            out=residual,
+            out=out,
             norm_weight=norm_weight if half_norm is None else None,
             norm_eps=norm_eps,
             activation="silu_mul" if is_gated else None,

@@ -82,6 +82,9 @@ class TreeGraphs:
         self.shapes = tree_shapes(max_sequences, max_num_nodes, max_rows)
         self._smallest: dict[tuple[int, int, bool], TreeShape | None] = {}
         """That takes a step, by sequences, rows, and whether it has no trees where those matter."""
+        self._asked: tuple[Batch, TreeShape | None] | None = None
+        """Newest that `shape_of` was asked for: it is about each step three times, and the device
+        may be waiting."""
         self._block_size = block_size
         self._table_width = aligned(-(-context_window // block_size))
         self._host = TreeWords(
@@ -122,6 +125,11 @@ class TreeGraphs:
         """The smallest shape that a step fits; None: it is not taken."""
         if self._logits is None:  # nothing is captured yet
             return None
+        if self._asked is None or self._asked[0] is not batch:
+            self._asked = batch, self._find_shape(batch)
+        return self._asked[1]
+
+    def _find_shape(self, batch: Batch) -> TreeShape | None:
         for span in batch.spans:
             if not 0 < len(span.block_ids) <= self._table_width or span.adapter:
                 return None
@@ -204,11 +212,13 @@ class TreeGraphs:
                 max_end=self._table_width * self._block_size if is_of_chunks else 0,
                 slots=parts["slots"],
                 trees=trees,
+                logits=None if self._logits is None else self._logits[: shape.num_rows],
             )
         )
         if self._logits is None:  # not within a capture: a run goes before it
             self._logits = logits.new_empty(self.shapes[0].num_rows, logits.shape[1])
-        self._logits[: len(logits)].copy_(logits)
+        if logits.data_ptr() != self._logits.data_ptr():
+            self._logits[: len(logits)].copy_(logits)
 
 
 def tree_shapes(max_sequences: int, max_num_nodes: int, max_rows: int) -> list[TreeShape]:

@@ -60,6 +60,9 @@ class _Form(NamedTuple):
     """[S], to be written."""
     tables: Ints
     """[S, W], to be written."""
+    block_ids: list[tuple[int, ...]]
+    """[S], that stand there: a step whose guesses need as many blocks as the last one's has the
+    same, and to write them takes the host longer than to see that."""
 
 
 class TreeWords:
@@ -140,8 +143,10 @@ class TreeWords:
             starts = own.num_cached.repeat(own.counts)
         np.add(own.depths, starts, out=own.positions)
         np.add(own.places, starts, out=own.slots)
-        for table, span in zip(own.tables, spans, strict=True):
-            table[: len(span.block_ids)] = table_of(span.block_ids)
+        for index, span in enumerate(spans):
+            if own.block_ids[index] != span.block_ids:
+                own.tables[index, : len(span.block_ids)] = table_of(span.block_ids)
+                own.block_ids[index] = span.block_ids
 
     def _put_form(self, shape: TreeShape, spans: Sequence[Span]) -> _Form:
         """Into words that are 0."""
@@ -168,4 +173,5 @@ class TreeWords:
             slots=parts["slots"][:num_rows],
             num_cached=parts["num_cached"][: len(spans)],
             tables=tables.reshape(len(spans), self._table_width),
+            block_ids=[()] * len(spans),
         )

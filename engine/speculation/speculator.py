@@ -230,7 +230,7 @@ class Speculator:
                 guess = with_proposals(guess, task, one.all_of_them)
             num_nodes = len(guess.tree)
             if num_nodes or guess.proposals:
-                self._holdings.grow(sample, num_known + num_nodes)
+                self._holdings.fit(sample, num_nodes)
                 guesses[task.key] = guess
                 budget -= num_nodes
         # What is done with the drafts is part of their price.

@@ -8,6 +8,8 @@ no cache. Invariant: splits that a sequence does not use are never read.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -16,6 +18,28 @@ from baton_kernels.gpu.attention_tiles import finish, merge_parts
 # Numbers and addresses that differ from step to step must not compile anew.
 _VARYING = ["num_m_blocks", "num_splits", "num_equal", "min_split", "max_split", "window"]
 _ANYWHERE = ["ends", "node_starts"]
+
+
+class MergeSizes(NamedTuple):
+    """Of a program of `merge_splits`."""
+
+    rows: int
+    parts: int
+    """That are loaded at a time."""
+    num_warps: int
+
+
+def merge_sizes(dv_width: int) -> MergeSizes:
+    """By the columns of values, padded.
+
+    There are many rows, and little to do for each: programs of one warp are there sooner. (The 8B
+    shape verifying 32 nodes on an H100, ms a step: by four warps, a row and 32 parts at a time 6.19
+    to 6.25; by one, 16 parts 6.15, and two rows 6.14, four 6.23; 8 parts 6.18 to 6.19, 4 6.17 to
+    6.23; by two warps 6.17.) Wider ones were not tried.
+    """
+    if dv_width <= 128:
+        return MergeSizes(rows=2, parts=16, num_warps=1)
+    return MergeSizes(rows=1, parts=max(1, 4096 // dv_width), num_warps=4)
 
 
 @triton.jit
@@ -126,29 +150,28 @@ def merge_splits(
     G: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr, DV_WIDTH: tl.constexpr, PITCH: tl.constexpr, WINDOW: tl.constexpr,
     SINKS: tl.constexpr, TREE: tl.constexpr, EXACT: tl.constexpr, SPLIT: tl.constexpr,
-    OVERLAPS: tl.constexpr, EARLY: tl.constexpr,
+    OVERLAPS: tl.constexpr, EARLY: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """What `attend` left in parts, where these are large: a program merges one row. EARLY: lengths
-    may be read before the wait for it."""
+    """What `attend` left in parts, where these are large: a program merges ROWS rows. EARLY:
+    lengths may be read before the wait for it."""
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
         if not EARLY:
             tl.extra.cuda.gdc_wait()
     sequence = tl.program_id(1)
-    row = tl.program_id(2)
+    row = tl.program_id(2) * ROWS
     head = tl.program_id(0) // num_m_blocks
-    its_row = tl.program_id(0) % num_m_blocks * BLOCK_M + row
+    m_row = tl.program_id(0) % num_m_blocks * BLOCK_M
     num_cached = tl.load(ends + sequence)
     end = num_cached
-    q_row = sequence
     num_rows = G
+    first_node = sequence
     if TREE:
         first_node = tl.load(node_starts + sequence)
         num_nodes = tl.load(node_starts + sequence + 1) - first_node
         end = num_cached + num_nodes
-        q_row = first_node + its_row // G
         num_rows = num_nodes * G
-    is_there = (its_row < num_rows) & (end > 0)
+    is_there = (m_row + row < num_rows) & (end > 0)
     if EARLY:
         tl.extra.cuda.gdc_wait()  # all do: the next kernel waits for this one alone
     if not is_there:
@@ -168,19 +191,23 @@ def merge_splits(
     )
     if num_used == 1:
         return
-    q_head = head * G + its_row % G
+    rows = m_row + row + tl.arange(0, ROWS)
+    q_heads = head * G + rows % G
     v_cols = tl.arange(0, DV_WIDTH)
-    its_sinks = tl.zeros([1], tl.float32)
+    its_sinks = tl.zeros([ROWS], tl.float32)
     if SINKS:
-        its_sinks += tl.load(sinks + q_head).to(tl.float32) * 1.4426950408889634
+        its_sinks += tl.load(sinks + q_heads).to(tl.float32) * 1.4426950408889634
     pair = (sequence * tl.num_programs(0) + tl.program_id(0)).to(tl.int64)
     attention = merge(
-        parts, norms, pair * num_splits, num_used, row, PITCH, PITCH, its_sinks, v_cols,
-        DV, 1, BLOCK_S, SINKS, EXACT, False,
+        parts, norms, pair * num_splits, num_used, row, num_rows - m_row, PITCH, its_sinks, v_cols,
+        DV, ROWS, BLOCK_S, SINKS, EXACT, False,
     )  # fmt: skip
-    places = q_row.to(tl.int64) * out_row_stride + q_head * out_head_stride + v_cols
+    q_rows = first_node + rows * 0
+    if TREE:
+        q_rows += rows // G
+    places = q_rows.to(tl.int64) * out_row_stride + q_heads * out_head_stride
     tl.store(
-        out + places[None, :],
+        out + places[:, None] + v_cols[None, :],
         attention.to(out.dtype.element_ty),
-        mask=(v_cols < DV)[None, :],
+        mask=(rows < num_rows)[:, None] & (v_cols < DV)[None, :],
     )

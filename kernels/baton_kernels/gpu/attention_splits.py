@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from baton_kernels.block_rows import BlockRows, Tails
-from baton_kernels.gpu.attention_merge import extent, merge, merge_splits
+from baton_kernels.gpu.attention_merge import extent, merge, merge_sizes, merge_splits
 from baton_kernels.gpu.attention_plan import (
     LOG2_E,
     Plan,
@@ -388,13 +388,14 @@ def launch_splits(
         **overlaps,
     )  # fmt: skip
     if plan.merges == 2:
-        merge_splits[(plan.grid[0], plan.grid[1], plan.pitch)](
+        sizes = merge_sizes(plan.dv_width)
+        merge_splits[(plan.grid[0], plan.grid[1], -(-plan.pitch // sizes.rows))](
             out, ends, ends if tree is None else tree.node_starts, ends if sinks is None else sinks,
             parts, norms, out.stride(0), out.stride(1), window or 0,
             plan.num_m_blocks, plan.num_splits, plan.num_equal, plan.min_split, plan.max_split,
             G=group, DV=rows.v_head_dim, BLOCK_M=plan.config.block_m, BLOCK_N=plan.config.block_n,
-            BLOCK_S=max(1, 4096 // plan.dv_width), DV_WIDTH=plan.dv_width, PITCH=plan.pitch,
+            BLOCK_S=sizes.parts, DV_WIDTH=plan.dv_width, PITCH=plan.pitch,
             WINDOW=window is not None, SINKS=sinks is not None, TREE=tree is not None,
-            EXACT=exact, SPLIT=SPLIT_POSITIONS, num_warps=4, enable_fp_fusion=not exact,
-            EARLY=is_early and overlaps["OVERLAPS"], **overlaps,
+            EXACT=exact, SPLIT=SPLIT_POSITIONS, ROWS=sizes.rows, num_warps=sizes.num_warps,
+            enable_fp_fusion=not exact, EARLY=is_early and overlaps["OVERLAPS"], **overlaps,
         )  # fmt: skip

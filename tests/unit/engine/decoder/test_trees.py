@@ -73,14 +73,25 @@ def _batch(rng: random.Random, kinds: Sequence[str], *, draws_all: bool = False)
 
 
 def _elsewhere(rng: random.Random, batch: Batch, *, as_before: bool) -> Batch:
-    """Other tokens, at other places, in other blocks, as many of each sequence; `as_before`: in the
-    same trees."""
-    order = rng.sample(range(NUM_BLOCKS), NUM_BLOCKS)
+    """Other tokens, at other places, as many of each sequence, half of them in the same blocks,
+    the others in other ones; `as_before`: in the same trees."""
+    staying = [rng.random() < 0.5 for _ in batch.spans]
+    kept = {
+        block
+        for span, stays in zip(batch.spans, staying, strict=True)
+        if stays
+        for block in span.block_ids
+    }
+    order = [block for block in rng.sample(range(NUM_BLOCKS), NUM_BLOCKS) if block not in kept]
     spans: list[Span] = []
-    for span in batch.spans:
-        start = rng.randrange(WINDOW - span.num_tokens)
-        count = -(-(start + span.num_tokens) // BLOCK)
-        blocks, order = tuple(order[:count]), order[count:]
+    for span, stays in zip(batch.spans, staying, strict=True):
+        if stays:
+            end = rng.randrange((len(span.block_ids) - 1) * BLOCK, len(span.block_ids) * BLOCK) + 1
+            start, blocks = max(min(end, WINDOW) - span.num_tokens, 0), span.block_ids
+        else:
+            start = rng.randrange(WINDOW - span.num_tokens)
+            count = -(-(start + span.num_tokens) // BLOCK)
+            blocks, order = tuple(order[:count]), order[count:]
         branches = span.branches if as_before else _branches(rng, len(span.branches))
         spans.append(span._replace(start=start, block_ids=blocks, branches=branches))
     token_ids = tuple(rng.randrange(211) for _ in batch.token_ids)

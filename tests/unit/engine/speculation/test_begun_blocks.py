@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 
 from engine.errors import IntegrityError, NoBlocks
 from engine.request import Request
+from engine.speculation.drafter import Draft, Task
+from engine.speculation.tree import EMPTY
 from tests.unit.engine.launches import PROMPT, SIZE, write_tokens
 from tests.unit.engine.speculation.late_steps import (
     OTHER,
+    Branches,
     LateFake,
     LateModel,
     decoding,
@@ -194,3 +197,54 @@ def test_who_looks_sees_what_does_not_add_up(late: LateFake, make_request: Make)
     with pytest.raises(IntegrityError):
         engine.check_integrity()
     engine._groups["a"].prompt.block_ids[-1] ^= 1
+
+
+class Silent(Branches):
+    """Has nothing to say of some."""
+
+    silent: frozenset[str] = frozenset()
+
+    def propose(self, tasks: Sequence[Task]) -> list[Draft]:
+        drafts = super().propose(tasks)
+        return [
+            Draft(EMPTY, {}) if task.key[0] in self.silent else draft
+            for task, draft in zip(tasks, drafts, strict=True)
+        ]
+
+
+def test_the_next_guesses_take_the_blocks_of_the_last_ones(
+    late: LateFake, make_request: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is given back to be taken again; whoever is not guessed for has none left over."""
+    drafter = Silent(late)
+    drafter.num_right, drafter.num_wrong = 0, 8
+    engine, _ = guessing_engine(LateModel(late), late, drafter=drafter, preemption="recompute")
+    decoding(
+        engine,
+        make_request("a", PROMPT, max_tokens=30),
+        make_request("b", OTHER, max_tokens=30, root=b"b"),
+    )
+    a, b = (engine._groups[name].prompt for name in "ab")
+    given: list[int] = []
+    put_back = engine._pool.put_back
+
+    def spy(block_ids: Iterable[int]) -> None:
+        ids = list(block_ids)
+        given.extend(ids)
+        put_back(ids)
+
+    monkeypatch.setattr(engine._pool, "put_back", spy)
+    for _ in range(6):
+        block_ids = list(a.block_ids), list(b.block_ids)
+        engine.step()
+        assert engine._in_flight.is_live and not given
+        for sequence, before in zip((a, b), block_ids, strict=True):
+            assert sequence.block_ids[: len(before)] == before
+            assert len(sequence.block_ids) == -(-(len(sequence.token_ids) + 8) // SIZE)
+    drafter.silent = frozenset("a")
+    engine.step()
+    assert engine._in_flight.is_live and given
+    assert len(a.block_ids) == -(-len(a.token_ids) // SIZE)
+    assert len(b.block_ids) == -(-(len(b.token_ids) + 8) // SIZE)
+    engine.check_integrity()
+    rest_of(engine)
