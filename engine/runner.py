@@ -261,9 +261,10 @@ class Runner:
             num_rows = len(step.batch.token_ids)
             speculator.learn(events, num_kept, num_rows=num_rows, seen_s=seen_s)
         following = self._begin_next(scheduler, step) if is_early else None
-        for sequence, _ in planned if guesses else ():
-            # Most of the next step's guesses take as many blocks, and the device waits for it.
-            if following is None or sequence.key not in following.guesses:
+        # Most of the next step's guesses take as many blocks, and the device waits for it.
+        taken_over = {} if following is None else following.guesses
+        for sequence, _ in planned:
+            if sequence.key in guesses and sequence.key not in taken_over:
                 self._booking.shrink(sequence)
         if following is not None:
             following.wait_for_copies()  # or who is told now would wait for that step, too
