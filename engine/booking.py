@@ -125,7 +125,7 @@ class Booking:
         now: float,
     ) -> tuple[list[RequestEvent], int]:
         """`decode` for a sample with guesses: the path through them that was drawn token by token,
-        and the token after it. Holdings.move_kept must follow before the events are told, and
+        and the token after it. `move_kept` must follow before the events are told, and
         `shrink` unless the next step's guesses take the blocks of this one's.
 
         Args:
@@ -171,7 +171,8 @@ class Booking:
         sequence.num_computed_tokens += num_tokens
         # The last token that is known is computed by the next step, also if it was guessed.
         num_kept = min(len(path), len(sequence.token_ids) - num_before - 1)
-        self._holdings.keep_path(sequence, path[:num_kept])
+        kept = path[:num_kept]
+        self._holdings.kept_paths.keep(sequence.block_ids, sequence.num_computed_tokens, kept)
         sequence.num_computed_tokens += num_kept
         filled = self._holdings.cache_full_blocks(sequence)
         events = [self._told(sequence, taken, num_before, reason, filled, now)]
@@ -181,7 +182,7 @@ class Booking:
 
     def move_kept(self) -> None:
         """See decode_tree."""
-        self._holdings.move_kept()
+        self._holdings.kept_paths.move()
 
     def shrink(self, sequence: Sequence) -> None:
         """See decode_tree; also for one that is over by now."""

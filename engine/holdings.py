@@ -15,11 +15,10 @@ referenced once for it, and by nobody else (engine/accounts.py recomputes that).
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Values
-
 from engine.errors import NoBlocks, WrongState
 from engine.group import Group
 from engine.in_flight import InFlight
+from engine.kept_paths import KeptPaths
 from engine.kv.memory import KvMemory
 from engine.kv.radix_tree import RadixTree
 from engine.parking import Blocks
@@ -38,7 +37,7 @@ class Holdings:
         self.block_size = kv.layout.block_size
         self.lent: set[int] = set()
         """Blocks of somebody who is no request, referenced once each."""
-        self._moves: list[tuple[int, int, int, int]] = []
+        self.kept_paths = KeptPaths(kv, in_flight)
         self.num_local_prefix_tokens = 0
         """Prompt tokens whose KV was cached when their request got its first blocks."""
 
@@ -244,37 +243,6 @@ class Holdings:
         else:
             num_own += max(0, self.pool.num_free - num_kept_blocks)
         return num_own * size - len(sequence.token_ids)
-
-    def keep_path(self, sequence: Sequence, nodes: Values[int]) -> None:
-        """Of a token tree whose first node lies in the slot after its last computed token, keep the
-        KV of these nodes, the root's child first, in the slots that come next: at `move_kept`,
-        which must come before anybody is told of them. (Of a quantized cache at once: a block that
-        they fill is cached right away.)"""
-        size, first = self.block_size, sequence.num_computed_tokens
-        block_ids = sequence.block_ids
-        if self.kv.tails is not None:
-            self.kv.tails.keep(block_ids, first, nodes)
-            self.in_flight.has_copied = self.in_flight.has_copied or len(nodes) > 0
-            return
-        moves: list[tuple[int, int, int, int]] = []
-        for place, node in enumerate(nodes):
-            if place != node:
-                source, target = first + node, first + place
-                moves.append(
-                    (
-                        *(block_ids[source // size], source % size),
-                        *(block_ids[target // size], target % size),
-                    )
-                )
-        self._moves += moves
-
-    def move_kept(self) -> None:
-        """Do what `keep_path` has asked for since the last call: all sequences' at once."""
-        if self._moves:
-            self.kv.move_tokens(self._moves)
-            self._moves = []
-            # On a device it is queued behind the draws: no wait for them says when it is over.
-            self.in_flight.has_copied = True
 
     def forget_guesses(self, sequence: Sequence) -> None:
         """Blocks that were for guesses go back, and what those left behind the known tokens is

@@ -3,8 +3,7 @@
 A program takes one kv head of one sequence, BLOCK_M of its query rows (all query heads of that kv
 head, of all nodes) and one split of its positions. Where a sequence has several splits, each puts
 its part into a workspace, and the one that arrives last merges them: no second launch, and no waste
-where one split is enough. Parts that are large are merged by a second kernel, row by row. Splits
-are cut on the device from the sequence's own length.
+where one split is enough. Large parts have a second kernel. Splits are cut by a sequence's length.
 """
 
 from __future__ import annotations
