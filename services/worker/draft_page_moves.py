@@ -25,12 +25,10 @@ class StoredFetch:
         self.rows = rows
         self.began_s = time.monotonic()
         self.num_came = -1
-        """Leading pages; -1: nobody knows yet."""
+        """Leading pages; -1: they move still."""
         self.reason = ""
         self.seconds = 0.0
         self.is_dropped = False
-        self.is_ended = False
-        """Its task is over: nothing moves for it any more."""
         self._memory = memory
 
     @property

@@ -160,7 +160,6 @@ class StoreDraftPages:
             fetch = StoredFetch(keys[: len(rows)], num_tokens, rows, self._rows.memory)
             self._fetches.add(fetch)
         if not self.staging.tell(self._begin, fetch):
-            self._answer(fetch, 0, STOPPED)
             self._end(fetch)
         return fetch
 
@@ -171,7 +170,7 @@ class StoreDraftPages:
                 return
             self._fetches.remove(fetch)
             fetch.is_dropped = True
-            if fetch.is_ended:
+            if fetch.is_done:
                 self.staging.give_back(fetch)
             else:
                 self._leaving.add(fetch)
@@ -198,27 +197,24 @@ class StoreDraftPages:
 
     # ---- both, under the lock or taking it
 
-    def _answer(self, fetch: StoredFetch, num_came: int, reason: str) -> None:
-        """The leading pages came."""
+    def _end(self, fetch: StoredFetch, num_came: int = 0, reason: str = STOPPED) -> None:
+        """The leading pages came, and nothing moves for it any more; said once.
+
+        To be done is to be over: who sees the one, as the engine's thread may at any moment, can
+        count on the rows that its `drop` frees.
+        """
         seconds = time.monotonic() - fetch.began_s
         with self.staging.lock:
             if fetch.is_done:
                 return
+            self._leaving.discard(fetch)
+            self.staging.give_back(fetch, 0 if fetch.is_dropped else num_came)
+            if not fetch.is_dropped:
+                self.counts.num_fetched += num_came
+                if reason:
+                    self.counts.add_not_fetched(reason, fetch.num_asked - num_came)
             fetch.reason, fetch.seconds = reason, seconds
             fetch.num_came = num_came  # last: from here on the engine's thread reads it
-            if fetch.is_dropped:
-                return
-            self.counts.num_fetched += num_came
-            if reason:
-                self.counts.add_not_fetched(reason, fetch.num_asked - num_came)
-
-    def _end(self, fetch: StoredFetch) -> None:
-        """Nothing moves for it any more."""
-        self._answer(fetch, 0, STOPPED)
-        with self.staging.lock:
-            fetch.is_ended = True
-            self._leaving.discard(fetch)
-            self.staging.give_back(fetch, 0 if fetch.is_dropped else fetch.num_came)
 
     def _settle(self, put: StoredPut, num_lost: int, reason: str) -> None:
         with self.staging.lock:
@@ -261,7 +257,7 @@ class StoreDraftPages:
     async def _fetch(self, fetch: StoredFetch) -> None:
         client = self.connector.client
         if client is None:
-            self._answer(fetch, 0, STORE_UNAVAILABLE)
+            self._end(fetch, 0, STORE_UNAVAILABLE)
             return
         try:
             num_came, reason = await self._get(fetch, client)
@@ -275,7 +271,7 @@ class StoreDraftPages:
         except BatonError as error:
             self.connector.suspect(client, error)
             num_came, reason = 0, reason_of(error)
-        self._answer(fetch, num_came, reason)
+        self._end(fetch, num_came, reason)
 
     async def _get(self, fetch: StoredFetch, client: StoreClient) -> tuple[int, str]:
         """Returns: how many of the leading pages came, and why no more."""

@@ -196,7 +196,7 @@ class StoreParking:
         logs.event(logger, "parked_lost", level=logging.WARNING, key=put.key, reason=reason)
 
     def _end(self, put: Put) -> None:
-        """Nothing moves for it any more."""
+        """Nothing moves for it any more. The first call counts."""
         self._lose(put, STOPPED)
         with self.staging.lock:
             put.is_ended = True
@@ -227,6 +227,7 @@ class StoreParking:
             await self._wait(put)
         if put.stage is Stage.COMING and not put.is_dropped:
             await self._fetch(put)
+        self._end(put)  # in the turn in which it is done: who sees that may want its rows
 
     async def _store(self, put: Put) -> None:
         """STAGED -> STORED, or LOST."""

@@ -141,6 +141,23 @@ async def test_puts_stand_back_for_fetches_and_take_half_of_the_rows(
         await made.check_empty()
 
 
+@pytest.mark.parametrize("num_stored", [3, 1, 0])
+async def test_a_fetch_that_is_done_moves_nothing_any_more(num_stored: int, tmp_path: Path) -> None:
+    """Whoever sees that it is done may drop it in the same turn of the loop and have its rows."""
+    async with lot(tmp_path) as made:
+        if num_stored:
+            await made.stored(num_stored)
+        fetch = made.pages.get(keys_of(3), NUM_TOKENS)
+        async with asyncio.timeout(WAIT_S):
+            while not fetch.is_done:
+                await asyncio.sleep(0)
+        assert made.rows.num_free == 8 - num_stored
+        assert np.array_equal(fetch.result().pages, pages_of(3)[:num_stored])
+        made.pages.drop(fetch)
+        assert made.rows.num_free == 8
+        await made.check_empty()
+
+
 @pytest.mark.parametrize("how", ["timeout", "stop"])
 async def test_rows_that_may_still_be_written_into_are_out_of_use_until_it_is_settled(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -18,7 +18,7 @@ from services.worker.config import WorkerLimits
 from services.worker.parked_put import Stage
 from services.worker.parking import StoreParking
 from tests.unit.worker.parking_bench import LAYOUT, LIMITS, lot
-from tests.unit.worker.staging_bench import StalledReads, gated, until
+from tests.unit.worker.staging_bench import WAIT_S, StalledReads, gated, until
 
 
 def blocks_of(num_blocks: int, seed: int = 0) -> Blocks:
@@ -193,6 +193,25 @@ async def test_a_store_that_died_lost_what_was_parked(comes_back: bool, tmp_path
         assert np.array_equal(found, blocks_of(3))
         made.parking.drop("b")
         await until(lambda: made.rows.num_free == 8)
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+async def test_what_is_here_or_lost_moves_nothing_any_more(is_lost: bool, tmp_path: Path) -> None:
+    """Whoever sees that it is done may drop it in the same turn of the loop and have its rows."""
+    async with lot(tmp_path) as made:
+        made.parking.put("a", hashes_of(2), blocks_of(3))
+        await made.stored("a")
+        if is_lost:
+            made.node.slab.frames[made.parking._kept["a"].refs[1].frame, 0] ^= 1
+        coming = made.parking.get("a")
+        async with asyncio.timeout(WAIT_S):
+            while not coming.is_done:
+                await asyncio.sleep(0)
+        assert (coming.result() is None) == is_lost
+        assert made.rows.num_free == (8 if is_lost else 5)
+        made.parking.drop("a")
+        assert made.rows.num_free == 8
+        await made.check_empty()
 
 
 async def test_bytes_that_changed_in_the_store_are_not_used(tmp_path: Path) -> None:
