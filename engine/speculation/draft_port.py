@@ -90,7 +90,8 @@ class DraftChannel(Protocol):
         ...
 
     def forget(self, verifier: bytes, sessions: Sequence[int]) -> None:
-        """These, at most MAX_OVER, are over. Nobody hears whether it was understood."""
+        """These, at most MAX_OVER, are over, and their numbers never come again. Nobody hears
+        whether it was understood, or before or behind which asks."""
         ...
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -218,8 +219,12 @@ async def test_a_mistake_of_our_own_keeps_no_rows_of_the_puts_behind_it(
             await until(lambda: made.rows.num_free == 8)
         assert all(put.is_lost for put in puts)
         assert made.pages.counts.not_put == {"failed": 4}
-        await until(lambda: made.pages._putting.done())  # type: ignore[union-attr]
-        (record,) = [each for each in caplog.records if each.message == "background_task_died"]
+
+        def told() -> list[logging.LogRecord]:
+            return [each for each in caplog.records if each.message == "background_task_died"]
+
+        await until(told)
+        (record,) = told()
         assert record.exc_info is not None and "a mistake" in str(record.exc_info[1])
         made.pages.check_integrity([])
         await made.stored(2)  # the next one finds its way
