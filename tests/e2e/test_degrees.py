@@ -40,7 +40,7 @@ async def _complete(address: str, wanted: Sequence[Sequence[int]]) -> list[Compl
 def test_prefill_and_decode_of_other_degrees_give_the_tokens_of_transformers(seed: int) -> None:
     reference = oracle(MODEL)
     wanted = prompts(reference, random.Random(seed), NUM_PROMPTS)
-    with LocalCluster(ClusterConfig(overrides=SETTINGS)) as cluster:
+    with LocalCluster(ClusterConfig(port=0, overrides=SETTINGS)) as cluster:
         answers = asyncio.run(_complete(cluster.address, wanted))
         ranks = [
             process

@@ -46,6 +46,7 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def cluster(adapter: Path) -> Iterator[LocalCluster]:
     config = ClusterConfig(
+        port=0,
         model=MODEL,
         overrides=(
             f'worker.adapters=["tales={adapter}"]',

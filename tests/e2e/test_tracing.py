@@ -88,8 +88,15 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traced]:
             assert_idle(cluster)
 
 
-def test_one_trace_over_all_processes(traced: Traced) -> None:
-    messages = traced.generate(0xE2E1)
+@pytest.fixture(scope="module")
+def first(traced: Traced) -> list[inference_pb2.GenerateResponse]:
+    """What 0xE2E1 was answered, the first request of all with this prompt."""
+    return traced.generate(0xE2E1)
+
+
+def test_one_trace_over_all_processes(
+    traced: Traced, first: list[inference_pb2.GenerateResponse]
+) -> None:
     spans = traced.spans_of(0xE2E1)
     root = root_of(spans)
     names = assert_sums(spans, root)
@@ -98,7 +105,7 @@ def test_one_trace_over_all_processes(traced: Traced) -> None:
     for each in spans:
         assert each is root or each.parent_id in by_id, f"{each.name} hangs in the air"
     chunks = [each for each in spans if each.name == "prefill_chunk"]
-    num_computed = messages[-1].provenance.legs[0].num_tokens_computed
+    num_computed = first[-1].provenance.legs[0].num_tokens_computed
     assert len(chunks) >= 2
     assert sum(each.attributes["baton.num_tokens"] for each in chunks) == num_computed
     moved = {name: 0 for name in ("kv_read", "kv_write")}
@@ -106,15 +113,16 @@ def test_one_trace_over_all_processes(traced: Traced) -> None:
         if each.name in moved:
             assert each.attributes["baton.transport"] == "shm"
             moved[each.name] += each.attributes["baton.num_bytes"]
-    legs = {leg.role: leg for leg in messages[-1].provenance.legs}
+    legs = {leg.role: leg for leg in first[-1].provenance.legs}
     assert moved["kv_read"] == legs["decode"].num_bytes_read > 0
     assert moved["kv_write"] >= legs["prefill"].num_bytes_written > 0, "and what decode wrote back"
     # The account that the client got is the same.
-    told_s = sum(stage.seconds for stage in messages[-1].times)
+    told_s = sum(stage.seconds for stage in first[-1].times)
     traced_s = sum(each.end_ns - each.begin_ns for each in stages_of(spans, root)) / 1e9
     assert traced_s >= told_s > 0
 
 
+@pytest.mark.usefixtures("first")
 def test_a_hit_is_linked_to_who_computed_the_prefix(traced: Traced) -> None:
     traced.generate(0xE2E2, text=PROMPT + "first")
     traced.generate(0xE2E3, text=PROMPT + "second")

@@ -209,6 +209,20 @@ def test_every_module_says_what_it_is(path: Path) -> None:
     assert not tree.body or ast.get_docstring(tree), "a module begins with what it is"
 
 
+def test_clusters_of_tests_take_a_free_port() -> None:
+    """Test files run beside one another, and beside whoever uses `baton up` on this machine."""
+    fixed = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for folder in ("e2e", "chaos")
+        for path in sorted((ROOT / "tests" / folder).glob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "ClusterConfig"
+        # Without any argument it is asked for a default, and starts nothing.
+        if node.keywords and "port" not in {keyword.arg for keyword in node.keywords}
+    ]
+    assert not fixed, "say port=0"
+
+
 def test_no_file_is_named_for_nothing() -> None:
     """A helper lives with its noun; `utils` is where nouns go to be forgotten."""
     nothing = {"utils", "helpers", "common", "misc", "base_impl"}
