@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import time
+import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -71,6 +72,7 @@ class _Prometheus:
         )
         self._folder = folder
         self._url = _until(self._find_url, "prometheus listens")
+        _until(self._is_ready, "prometheus reads its own files")
 
     def stop(self) -> None:
         self._process.kill()
@@ -88,6 +90,16 @@ class _Prometheus:
         """Of a query with one result; None while there is none."""
         result = self.get("query", query=query)["result"]
         return float(result[0]["value"][1]) if result else None
+
+    def _is_ready(self) -> bool:
+        """It answers queries; before that it listens, and says 503."""
+        try:
+            with urllib.request.urlopen(f"{self._url}/-/ready", timeout=10) as reply:
+                return bool(reply.status == 200)
+        except urllib.error.HTTPError as error:
+            if error.code != 503:
+                raise
+            return False
 
     def _find_url(self) -> str:
         assert self._process.poll() is None, (self._folder / "prometheus.log").read_text()

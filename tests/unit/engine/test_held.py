@@ -23,6 +23,8 @@ from tests.unit.engine.workloads import SIZE, small_engine, undisturbed, workloa
 
 Make = Callable[..., Any]
 MODEL = FakeModel(context_window=256)
+MAX_MOVES = 30
+"""Of one request: by each move it may lose half of what it has, and come no further for 40,000."""
 
 
 def bytes_of(engine: Engine, held: Held) -> np.ndarray[Any, Any]:
@@ -73,20 +75,21 @@ def test_requests_that_move_at_random_draw_what_they_would_have_drawn(
             tokens: list[int] = []
             here = engines[0]
             here.submit(request)
-            is_over = False
+            is_over, num_own_moves = False, 0
             while not is_over:
                 for event in here.step().events:
                     if event.request_id == request.request_id:
                         tokens += event.token_ids
                         is_over = event.is_request_over
                 here.check_integrity()
-                if is_over or rng.random() < 0.6:
+                if is_over or num_own_moves == MAX_MOVES or rng.random() < 0.6:
                     continue
                 try:
                     held = here.hold(request.request_id)
                 except WrongState:
                     continue  # it waits for its first blocks
                 num_moves += 1
+                num_own_moves += 1
                 num_with_blocks += bool(held.block_ids)
                 assert held.token_ids == (*request.prompt_token_ids, *tokens)
                 assert len(held.block_ids) == -(-held.num_computed_tokens // SIZE)
