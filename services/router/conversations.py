@@ -22,6 +22,7 @@ _MAX_WORKERS = 4
 """Workers known for one prefix, the latest."""
 
 _MAX_LIVES = 10_000
+"""Incarnations of workers that are kept; the one that was longest without a request goes first."""
 
 _Hint = tuple[str, int]
 """Incarnation, and how many blocks it had been sent by then."""
@@ -45,7 +46,7 @@ class Conversations:
             num_sent = self._num_sent.pop(life, 0) + len(chain_hashes) - known.get(life, 0)
             self._num_sent[life] = num_sent
             hints.append((life, num_sent))
-        if len(self._num_sent) > _MAX_LIVES:
+        while len(self._num_sent) > _MAX_LIVES:
             self._num_sent.popitem(last=False)
         last = len(chain_hashes) - 1
         noted = list(chain_hashes[_EVERY - 1 :: _EVERY])

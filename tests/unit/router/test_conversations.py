@@ -5,7 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+import pytest
+
 from kvstore import block_hash
+from services.router import conversations as module
 from services.router.conversations import Conversations
 
 ROOT = block_hash.root_key(b"salt", "ab" * 32)
@@ -91,3 +94,19 @@ def test_a_cache_that_must_have_turned_over_is_not_believed_in() -> None:
         conversations.note(_chain([99] * 160), ["p"])
     assert conversations.find(first, {"d": 100, "p": 100}) == {"p": 10}
     assert conversations.find(first, {}) == {}
+
+
+def test_the_bound_on_workers_holds_however_many_one_prompt_adds(
+    seed: int, scale: Callable[[int], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each request adds its prefill and its decode worker, so one call may add two and more."""
+    monkeypatch.setattr(module, "_MAX_LIVES", 10)
+    rng, conversations = random.Random(seed), Conversations(50)
+    for number in range(scale(2000)):
+        lives = [f"{number}-{index}" for index in range(rng.randint(1, 3))]
+        old = [f"{rng.randrange(number + 1)}-0"] if rng.random() < 0.3 else []
+        chain = _chain([rng.randrange(3) for _ in range(16 * rng.randint(1, 4))])
+        conversations.note(chain, [*lives, *old])
+        conversations.check_integrity()
+        found = conversations.find(chain, dict.fromkeys(lives, 100))
+        assert found == dict.fromkeys(lives, len(chain))
