@@ -167,6 +167,13 @@ def _fewer(case: Case, asked: Asked) -> Decision:
     spare = [role for role in spare_now if before.of(role) > enough.of(role)]
     if not spare:
         return case.hold(Reason.WAIT_DOWN, f"down_s {pace.down_s:g}")
+    started_s = case.state.started_at_s
+    settled = [role for role in spare if now_s - started_s.of(role) >= pace.down_s]
+    if not settled:
+        role = spare[0]
+        starts = f"a {role.value} worker starts" if started_s.of(role) == now_s else "since a start"
+        return case.hold(Reason.WAIT_DOWN, f"down_s {pace.down_s:g}, {starts}")
+    spare = settled
     if not case.may_remove:
         return case.hold(Reason.WAIT_DOWN, f"down_cooldown_s {pace.down_cooldown_s:g}")
     missing = case.unreported()

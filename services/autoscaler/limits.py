@@ -12,6 +12,10 @@ from dataclasses import dataclass, field, fields
 from process.settings import SettingsError
 from services.autoscaler.signals import ByRole, Role
 
+START_S = 600.0
+"""A worker that does not serve so long after it was asked for is not expected any more: no node has
+room for it, or it dies at each start. Kubernetes' `progressDeadlineSeconds`, its default."""
+
 
 def _check_positive(settings: object, *names: str) -> None:
     for name in names:
@@ -145,7 +149,8 @@ class Pace:
     """More workers must have been needed for so long."""
 
     down_s: float = 300.0
-    """Fewer must have sufficed for so long; what Kubernetes' own autoscaler waits."""
+    """Fewer must have sufficed for so long; what Kubernetes' own autoscaler waits. Counted anew
+    when a worker of the pool that was starting serves, or has not come for START_S."""
 
     flip_s: float = 30.0
     """A worker may go over to the other pool when its own did without it for so long: it can be

@@ -14,7 +14,8 @@ In this order, the first that applies:
    is flipped; else workers are added where devices are free; else, when the same devices would
    serve more by more than the slack, one goes from the pool that has too many (by a flip, or to
    make room);
-7. a pool has too many for `down_s` already, also at the load with the slack: one goes.
+7. a pool has too many for `down_s` already, also at the load with the slack, and none of its
+   workers was starting meanwhile: one goes.
 
 Why it does not swing: it adds for what was needed at every look of `up_s` and takes away what was
 not needed, with the slack, at any look of `down_s`. While everything measured stays within e of its
@@ -35,7 +36,7 @@ from services.autoscaler.case import Asked, Case
 from services.autoscaler.changes import change, first_workers, no_workers
 from services.autoscaler.decision import Decision, Direction, Reason
 from services.autoscaler.invariants import check
-from services.autoscaler.limits import Pace, Priors, ScaleLimits, Targets
+from services.autoscaler.limits import START_S, Pace, Priors, ScaleLimits, Targets
 from services.autoscaler.load import load_of
 from services.autoscaler.rates import Rates, rates_of
 from services.autoscaler.signals import ByRole, Observations, Pool, Role, Traffic
@@ -146,7 +147,8 @@ def _ask(case: Case, traffic: Traffic, targets: Targets, priors: Priors) -> tupl
     seen, limits, pace, state = case.seen, case.limits, case.pace, case.state
     now_s = seen.now_s
     capacity = learn(_capacity(state, priors), seen, stale_s=pace.stale_s)
-    state = replace(_timed(seen, traffic, state, pace), capacity=capacity)
+    state = _with_starts(seen, _timed(seen, traffic, state, pace))
+    state = replace(state, capacity=capacity)
     plain = rates_of(capacity, targets, limits, priors)
     before = [(look.at_s, look.traffic) for look in state.looks]
     load = load_of(seen, traffic, before, capacity, plain, limits, pace)
@@ -202,6 +204,26 @@ def _timed(seen: Observations, traffic: Traffic, state: PlanState, pace: Pace) -
         else None,
         idle_since_s=(seen.now_s if idle_s is None else idle_s) if is_idle else None,
     )
+
+
+def _with_starts(seen: Observations, state: PlanState) -> PlanState:
+    """When workers of each pool were last seen starting."""
+    now_s = seen.now_s
+
+    def since(role: Role, pool: Pool) -> float | None:
+        known_s = state.starting_since_s.of(role)
+        if not pool.num_starting:
+            return None
+        # Workers that were added later have their own time.
+        return now_s if known_s is None else max(known_s, state.up_at_s)
+
+    since_s = seen.pools.map(since)
+
+    def last(role: Role, at_s: float) -> float:
+        began_s = since_s.of(role)
+        return now_s if began_s is not None and now_s - began_s <= START_S else at_s
+
+    return replace(state, starting_since_s=since_s, started_at_s=state.started_at_s.map(last))
 
 
 def _is_busy(pools: Sequence[Pool], pace: Pace) -> bool:

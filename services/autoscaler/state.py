@@ -45,6 +45,11 @@ class PlanState:
     strained_at_s: float = float("-inf")
     complete_since_s: float | None = None
     """Since when all workers that are wanted serve, and none is leaving."""
+    starting_since_s: ByRole[float | None] = ByRole(None, None)  # noqa: RUF009  a frozen value
+    """Since when workers of the pool have been starting; None: none is."""
+    started_at_s: ByRole[float] = ByRole(float("-inf"), float("-inf"))  # noqa: RUF009  likewise
+    """When a worker of the pool was last seen starting, if it had not been for longer than
+    START_S. From here on it counts for how long fewer workers have sufficed."""
     carried_since_s: float | None = None
     """Since when the model says that what is wanted carries all that is asked, and nothing has
     piled up."""

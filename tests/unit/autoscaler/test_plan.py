@@ -13,7 +13,7 @@ from process.errors import Internal
 from services.autoscaler.advice import as_advised
 from services.autoscaler.decision import Decision, Direction, Flip, Reason
 from services.autoscaler.invariants import check
-from services.autoscaler.limits import Pace, PoolLimits, ScaleLimits
+from services.autoscaler.limits import START_S, Pace, PoolLimits, ScaleLimits
 from services.autoscaler.signals import ByRole, Pool, Role
 from tests.unit.autoscaler.looks import (
     EVERY_S,
@@ -64,6 +64,55 @@ def test_less_load_takes_workers_away_after_the_down_window_and_one_by_one() -> 
     gaps = [b - a for a, b in itertools.pairwise(moments)]
     assert min(gaps) >= PACE.down_cooldown_s
     assert all(sum(d.change(role) for role in Role) == -1 for d in downs)
+
+
+def starting(runs: Runs, role: Role, num: int, rate: float) -> ByRole[Pool]:
+    """The pools as they are wanted; `num` workers of one role do not serve yet."""
+    pools = look(runs.now_s, runs.workers, rate).pools
+    one = pools.of(role)
+    num_ready = one.wanted - num
+    return pools.but(role, replace(one, num_ready=num_ready, workers=one.workers[:num_ready]))
+
+
+@pytest.mark.parametrize("role", list(Role), ids=str)
+def test_fewer_suffice_is_not_counted_while_a_worker_of_the_pool_starts(role: Role) -> None:
+    """A burst that is over before the worker that it brought is ready."""
+    runs = Runs(workers=ByRole(3, 3))
+    runs.during(30, 30.0)
+    before = runs.workers
+    for _ in range(int(PACE.down_s / EVERY_S) + 10):
+        decision = runs.at(2.0, pools=starting(runs, role, 1, 2.0))
+        assert runs.workers.of(role) == before.of(role)
+    ready_s = runs.now_s
+    while runs.workers.of(role) == before.of(role):
+        decision = runs.at(2.0)
+        assert decision.at_s < ready_s + 2 * PACE.down_s
+    assert decision.direction is Direction.DOWN
+    assert decision.at_s - ready_s >= PACE.down_s - EVERY_S
+
+
+def test_a_worker_that_starts_keeps_only_its_own_pool() -> None:
+    runs = Runs(workers=ByRole(3, 3))
+    runs.during(30, 30.0)
+    before = runs.workers
+    for _ in range(int(PACE.down_s / EVERY_S) + 20):
+        decision = runs.at(2.0, pools=starting(runs, Role.PREFILL, 1, 2.0))
+    assert runs.workers.prefill == before.prefill and runs.workers.decode < before.decode
+    while "starts" not in decision.binding:
+        decision = runs.at(2.0, pools=starting(runs, Role.PREFILL, 1, 2.0))
+        assert runs.workers.prefill == before.prefill
+    assert "prefill worker starts" in decision.binding
+
+
+def test_a_worker_that_never_comes_does_not_keep_its_pool_for_ever() -> None:
+    """No node has room for it, or it dies at each start."""
+    runs = Runs(workers=ByRole(3, 1))
+    runs.during(30, 20.0)
+    began_s, before = runs.now_s, runs.workers
+    while runs.workers.prefill == before.prefill:
+        runs.at(2.0, pools=starting(runs, Role.PREFILL, 1, 2.0))
+        assert runs.now_s < began_s + START_S + 2 * PACE.down_s
+    assert runs.now_s >= began_s + START_S
 
 
 def test_the_hold_says_which_window_it_waits_for() -> None:
