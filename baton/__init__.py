@@ -27,7 +27,17 @@ from baton.errors import (
     Unavailable,
 )
 from baton.local_cluster import ClusterConfig, LocalCluster
-from baton.messages import Chunk, Completion, Embedding, End, KvLeg, Provenance, TierCount, Usage
+from baton.messages import (
+    Chunk,
+    Completion,
+    Embedding,
+    End,
+    KvLeg,
+    Provenance,
+    TierCount,
+    TransportCount,
+    Usage,
+)
 from process.tls import TlsSettings
 
 __all__ = [
@@ -56,6 +66,7 @@ __all__ = [
     "SyncClient",
     "TierCount",
     "TlsSettings",
+    "TransportCount",
     "Unauthenticated",
     "Unavailable",
     "Usage",

@@ -36,6 +36,17 @@ class TierCount:
     node_id: str
     num_tokens: int
     num_bytes: int
+    transport: str = ""
+    """By which they were read."""
+
+
+@dataclass(frozen=True)
+class TransportCount:
+    """What one worker moved over one transport."""
+
+    transport: str
+    num_bytes_read: int
+    num_bytes_written: int
 
 
 @dataclass(frozen=True)
@@ -46,6 +57,7 @@ class KvLeg:
     worker_id: str
     incarnation: str
     transport: str
+    """Every transport that moved bytes, sorted, with ", " between; empty: none was moved."""
     dtype: str
     num_tokens_computed: int
     num_tokens_local: int
@@ -69,6 +81,8 @@ class KvLeg:
     ended_by: str = ""
     """Why the answer went on at another worker: "moved", since this one was leaving, or
     "worker_lost". Then, without an account, all numbers are 0. Empty: it did not."""
+    transports: tuple[TransportCount, ...] = ()
+    """Its bytes by transport, sorted."""
 
     @property
     def num_tokens_from_store(self) -> int:
@@ -328,6 +342,7 @@ def _leg(leg: common_pb2.KvLeg) -> KvLeg:
                 node_id=count.node_id,
                 num_tokens=count.num_tokens,
                 num_bytes=count.num_bytes,
+                transport=count.transport,
             )
             for count in leg.from_store
         ),
@@ -343,6 +358,10 @@ def _leg(leg: common_pb2.KvLeg) -> KvLeg:
         num_tokens_direct=leg.num_tokens_direct,
         num_blocks_behind=leg.num_blocks_behind,
         ended_by=leg.ended_by,
+        transports=tuple(
+            TransportCount(each.transport, each.num_bytes_read, each.num_bytes_written)
+            for each in leg.transports
+        ),
     )
 
 

@@ -106,7 +106,7 @@ def _legs(completion: Completion) -> Table:
             _from_store(leg),
             format_bytes(leg.num_bytes_read),
             format_bytes(leg.num_bytes_written),
-            leg.transport or "-",
+            _transport(leg),
             leg.dtype,
             leg.handover or "-",
             *(counts[index] for _, counts in extras),
@@ -121,6 +121,22 @@ def _by_reason(blocks: Mapping[str, int]) -> str:
 
 def _from_store(leg: KvLeg) -> str:
     return " + ".join(f"{count.num_tokens} {count.tier}" for count in leg.from_store) or "0"
+
+
+def _transport(leg: KvLeg) -> str:
+    """One name; of several each with what it was used for."""
+    if len(leg.transports) < 2:
+        return leg.transport or "-"
+    return ", ".join(
+        f"{each.transport} ({_use(each.num_bytes_read, each.num_bytes_written)})"
+        for each in leg.transports
+    )
+
+
+def _use(num_bytes_read: int, num_bytes_written: int) -> str:
+    if num_bytes_read and num_bytes_written:
+        return "read, written"
+    return "read" if num_bytes_read else "written"
 
 
 def _times_line(times: Mapping[str, float]) -> str:

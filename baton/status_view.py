@@ -63,8 +63,8 @@ def _plain(value: Any) -> Any:
 
 def _workers(workers: Sequence[common_pb2.WorkerStatus]) -> Table:
     made = table(
-        *("worker", "role", "model", "dtype", "device", "store", "transport", "reads elsewhere by"),
-        *("lends as", "state"),
+        *("worker", "role", "model", "dtype", "device", "store", "own store over"),
+        *("other stores over", "lenders over", "lends as", "state"),
     )
     for worker in workers:
         made.add_row(
@@ -76,6 +76,7 @@ def _workers(workers: Sequence[common_pb2.WorkerStatus]) -> Table:
             _store_of(worker),
             worker.transport,
             worker.remote_transport or "-",
+            worker.direct_transport or "-",
             worker.lender_node_id or "-",
             _state(worker),
         )

@@ -253,16 +253,28 @@ class StageTime(_message.Message):
     def __init__(self, stage: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class TierCount(_message.Message):
-    __slots__ = ("tier", "node_id", "num_tokens", "num_bytes")
+    __slots__ = ("tier", "node_id", "num_tokens", "num_bytes", "transport")
     TIER_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     tier: Tier
     node_id: str
     num_tokens: int
     num_bytes: int
-    def __init__(self, tier: _Optional[_Union[Tier, str]] = ..., node_id: _Optional[str] = ..., num_tokens: _Optional[int] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+    transport: str
+    def __init__(self, tier: _Optional[_Union[Tier, str]] = ..., node_id: _Optional[str] = ..., num_tokens: _Optional[int] = ..., num_bytes: _Optional[int] = ..., transport: _Optional[str] = ...) -> None: ...
+
+class TransportCount(_message.Message):
+    __slots__ = ("transport", "num_bytes_read", "num_bytes_written")
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_READ_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_WRITTEN_FIELD_NUMBER: _ClassVar[int]
+    transport: str
+    num_bytes_read: int
+    num_bytes_written: int
+    def __init__(self, transport: _Optional[str] = ..., num_bytes_read: _Optional[int] = ..., num_bytes_written: _Optional[int] = ...) -> None: ...
 
 class TenantUsage(_message.Message):
     __slots__ = ("tenant", "num_blocks", "num_blocks_guaranteed")
@@ -283,7 +295,7 @@ class RecomputeCount(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., num_blocks: _Optional[int] = ...) -> None: ...
 
 class KvLeg(_message.Message):
-    __slots__ = ("role", "worker_id", "incarnation", "transport", "dtype", "num_tokens_computed", "num_tokens_local", "from_store", "num_bytes_read", "num_bytes_written", "recomputed", "not_stored", "num_tokens_early", "num_blocks_written_back", "handover", "num_tokens_direct", "num_blocks_behind", "ended_by")
+    __slots__ = ("role", "worker_id", "incarnation", "transport", "dtype", "num_tokens_computed", "num_tokens_local", "from_store", "num_bytes_read", "num_bytes_written", "recomputed", "not_stored", "num_tokens_early", "num_blocks_written_back", "handover", "num_tokens_direct", "num_blocks_behind", "transports", "ended_by")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -301,6 +313,7 @@ class KvLeg(_message.Message):
     HANDOVER_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_DIRECT_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_BEHIND_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     ENDED_BY_FIELD_NUMBER: _ClassVar[int]
     role: str
     worker_id: str
@@ -319,8 +332,9 @@ class KvLeg(_message.Message):
     handover: HandoverPath
     num_tokens_direct: int
     num_blocks_behind: int
+    transports: _containers.RepeatedCompositeFieldContainer[TransportCount]
     ended_by: str
-    def __init__(self, role: _Optional[str] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., transport: _Optional[str] = ..., dtype: _Optional[str] = ..., num_tokens_computed: _Optional[int] = ..., num_tokens_local: _Optional[int] = ..., from_store: _Optional[_Iterable[_Union[TierCount, _Mapping]]] = ..., num_bytes_read: _Optional[int] = ..., num_bytes_written: _Optional[int] = ..., recomputed: _Optional[_Iterable[_Union[RecomputeCount, _Mapping]]] = ..., not_stored: _Optional[_Iterable[_Union[RecomputeCount, _Mapping]]] = ..., num_tokens_early: _Optional[int] = ..., num_blocks_written_back: _Optional[int] = ..., handover: _Optional[_Union[HandoverPath, str]] = ..., num_tokens_direct: _Optional[int] = ..., num_blocks_behind: _Optional[int] = ..., ended_by: _Optional[str] = ...) -> None: ...
+    def __init__(self, role: _Optional[str] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., transport: _Optional[str] = ..., dtype: _Optional[str] = ..., num_tokens_computed: _Optional[int] = ..., num_tokens_local: _Optional[int] = ..., from_store: _Optional[_Iterable[_Union[TierCount, _Mapping]]] = ..., num_bytes_read: _Optional[int] = ..., num_bytes_written: _Optional[int] = ..., recomputed: _Optional[_Iterable[_Union[RecomputeCount, _Mapping]]] = ..., not_stored: _Optional[_Iterable[_Union[RecomputeCount, _Mapping]]] = ..., num_tokens_early: _Optional[int] = ..., num_blocks_written_back: _Optional[int] = ..., handover: _Optional[_Union[HandoverPath, str]] = ..., num_tokens_direct: _Optional[int] = ..., num_blocks_behind: _Optional[int] = ..., transports: _Optional[_Iterable[_Union[TransportCount, _Mapping]]] = ..., ended_by: _Optional[str] = ...) -> None: ...
 
 class Provenance(_message.Message):
     __slots__ = ("num_prompt_tokens", "legs", "model", "model_fingerprint", "adapter_digest")
@@ -429,7 +443,7 @@ class UnloadAdapterReply(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("worker_id", "role", "address", "incarnation", "model", "model_fingerprint", "tokenizer_digest", "dtype", "device", "block_size", "block_bytes", "num_blocks", "num_free_blocks", "num_cached_blocks", "num_quarantined_blocks", "num_waiting", "num_running", "num_holding", "context_window", "vocab_size", "transport", "store_node_id", "store_address", "num_prompt_tokens_computed", "num_prompt_tokens_local", "num_prompt_tokens_from_store", "num_output_tokens", "recomputed", "draining", "integrity_error", "adapters", "num_prefix_tokens_asked", "num_prefix_tokens_cached", "metrics_address", "links", "remote_transport", "lender_node_id", "num_lent_blocks", "num_queued_tokens", "num_step_tokens", "num_steps", "step_s", "num_computed_tokens", "num_decode_tokens")
+    __slots__ = ("worker_id", "role", "address", "incarnation", "model", "model_fingerprint", "tokenizer_digest", "dtype", "device", "block_size", "block_bytes", "num_blocks", "num_free_blocks", "num_cached_blocks", "num_quarantined_blocks", "num_waiting", "num_running", "num_holding", "context_window", "vocab_size", "transport", "store_node_id", "store_address", "num_prompt_tokens_computed", "num_prompt_tokens_local", "num_prompt_tokens_from_store", "num_output_tokens", "recomputed", "draining", "integrity_error", "adapters", "num_prefix_tokens_asked", "num_prefix_tokens_cached", "metrics_address", "links", "remote_transport", "lender_node_id", "num_lent_blocks", "num_queued_tokens", "num_step_tokens", "direct_transport", "num_steps", "step_s", "num_computed_tokens", "num_decode_tokens")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -470,6 +484,7 @@ class WorkerStatus(_message.Message):
     NUM_LENT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DIRECT_TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
     STEP_S_FIELD_NUMBER: _ClassVar[int]
     NUM_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -514,11 +529,12 @@ class WorkerStatus(_message.Message):
     num_lent_blocks: int
     num_queued_tokens: int
     num_step_tokens: int
+    direct_transport: str
     num_steps: int
     step_s: float
     num_computed_tokens: int
     num_decode_tokens: int
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_quarantined_blocks: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., num_holding: _Optional[int] = ..., context_window: _Optional[int] = ..., vocab_size: _Optional[int] = ..., transport: _Optional[str] = ..., store_node_id: _Optional[str] = ..., store_address: _Optional[str] = ..., num_prompt_tokens_computed: _Optional[int] = ..., num_prompt_tokens_local: _Optional[int] = ..., num_prompt_tokens_from_store: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., recomputed: _Optional[_Iterable[_Union[RecomputeCount, _Mapping]]] = ..., draining: bool = ..., integrity_error: _Optional[str] = ..., adapters: _Optional[_Iterable[_Union[AdapterStatus, _Mapping]]] = ..., num_prefix_tokens_asked: _Optional[int] = ..., num_prefix_tokens_cached: _Optional[int] = ..., metrics_address: _Optional[str] = ..., links: _Optional[_Iterable[_Union[LinkStatus, _Mapping]]] = ..., remote_transport: _Optional[str] = ..., lender_node_id: _Optional[str] = ..., num_lent_blocks: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., num_step_tokens: _Optional[int] = ..., num_steps: _Optional[int] = ..., step_s: _Optional[float] = ..., num_computed_tokens: _Optional[int] = ..., num_decode_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_quarantined_blocks: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., num_holding: _Optional[int] = ..., context_window: _Optional[int] = ..., vocab_size: _Optional[int] = ..., transport: _Optional[str] = ..., store_node_id: _Optional[str] = ..., store_address: _Optional[str] = ..., num_prompt_tokens_computed: _Optional[int] = ..., num_prompt_tokens_local: _Optional[int] = ..., num_prompt_tokens_from_store: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., recomputed: _Optional[_Iterable[_Union[RecomputeCount, _Mapping]]] = ..., draining: bool = ..., integrity_error: _Optional[str] = ..., adapters: _Optional[_Iterable[_Union[AdapterStatus, _Mapping]]] = ..., num_prefix_tokens_asked: _Optional[int] = ..., num_prefix_tokens_cached: _Optional[int] = ..., metrics_address: _Optional[str] = ..., links: _Optional[_Iterable[_Union[LinkStatus, _Mapping]]] = ..., remote_transport: _Optional[str] = ..., lender_node_id: _Optional[str] = ..., num_lent_blocks: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., num_step_tokens: _Optional[int] = ..., direct_transport: _Optional[str] = ..., num_steps: _Optional[int] = ..., step_s: _Optional[float] = ..., num_computed_tokens: _Optional[int] = ..., num_decode_tokens: _Optional[int] = ...) -> None: ...
 
 class GetWorkerStatusRequest(_message.Message):
     __slots__ = ()

@@ -157,7 +157,7 @@ class Intake:
         wanted, _ = self._wanted([handles.Stretch(run, run.first_block, end)])
         wanted = [rest.of(batch, first) for batch in wanted]  # one at most
         pulled = await self._pull(wanted, deadline)
-        self._leg.num_bytes_read += pulled.num_bytes
+        self._count_bytes(pulled)
         for _, blocks in pulled.loaded:
             self._ahead.keep(Copied(replace(run, first_block=first, blocks=blocks)))
         await self._settle(pulled)
@@ -328,7 +328,11 @@ class Intake:
 
     def _take(self, pulled: Pulled) -> None:
         self.num_tokens += pulled.num_tokens
-        self._leg.num_bytes_read += pulled.num_bytes
+        self._count_bytes(pulled)
+
+    def _count_bytes(self, pulled: Pulled) -> None:
+        for (node_id, transport), num_bytes in pulled.num_bytes.items():
+            self._leg.count_read(node_id, transport, num_bytes)
 
     # ---- the account
 

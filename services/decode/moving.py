@@ -105,7 +105,7 @@ async def pack(
             )
         )
         written = await writer.finish(tail)
-        leg.num_bytes_written += written.num_bytes
+        leg.bytes_written[client.transport_name] += written.num_bytes
         handle = HandleMaker(core, ask, held.num_computed_tokens).whole(
             [Part(client, written.lease_id, written.refs)], written.tail, ttl_s
         )

@@ -47,7 +47,8 @@ class Pulled:
 
     loaded: list[tuple[str, PackedBlocks]] = field(default_factory=list)
     not_usable: Counter[str] = field(default_factory=Counter)
-    num_bytes: int = 0
+    num_bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """By the node that was read, and the transport."""
 
     @functools.cached_property
     def tiers(self) -> list[tuple[str, list[InTier]]]:
@@ -88,7 +89,7 @@ async def pull(
             if core.step_log is not None:
                 core.step_log.transfer(begun_s, loaded.num_usable)
             pulled.loaded.append((run.node_id, batch.came(loaded)))
-            pulled.num_bytes += loaded.num_bytes
+            pulled.num_bytes[run.node_id, client.transport_name] += loaded.num_bytes
             pulled.not_usable.update(loaded.not_usable)
             num_left -= loaded.num_usable
             if loaded.num_usable < len(items):

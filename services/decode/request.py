@@ -96,9 +96,7 @@ class DecodeRequest:
         self._on_over = on_over
         self._ask = ask
         self._deadline = deadline
-        self._leg = Leg(
-            len(ask.prompt_token_ids), num_reached=0, transport=self._core.connector.transport
-        )
+        self._leg = Leg(len(ask.prompt_token_ids), num_reached=0)
         self._clock = StageClock()
         self._span = core.tracing.follow("serve decode", ask.trace, core.about)
         self._steps = TracedSteps(self._span)

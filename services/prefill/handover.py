@@ -113,7 +113,7 @@ class Handover:
         if job.writer is not None:
             problem = job.writer.problem
             num_blocks -= job.writer.num_stored
-            leg.num_bytes_written = job.writer.num_bytes
+            leg.bytes_written[job.writer.client.transport_name] = job.writer.num_bytes
         if problem is None:
             leg.num_blocks_behind = num_blocks
         elif num_blocks:

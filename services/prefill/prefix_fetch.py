@@ -199,13 +199,14 @@ class PrefixFetch:
             deadline,
         )
         self.num_blocks += loaded.num_usable
-        self._leg.num_bytes_read += loaded.num_bytes
+        client = pin.client
+        self._leg.count_read(client.node_id, client.transport_name, loaded.num_bytes)
         self._leg.count_loaded(
             first * self._size,
             self.num_tokens,
             wanted[: loaded.num_usable],
             block_bytes=self._core.layout.block_bytes,
-            node_id=pin.client.node_id,
+            node_id=client.node_id,
         )
         return loaded
 

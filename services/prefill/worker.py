@@ -148,7 +148,7 @@ class PrefillWorker:
             ask,
             core.engine_id(ask.request_id),
             deadline,
-            Leg(len(ask.prompt_token_ids), transport=core.connector.transport),
+            Leg(len(ask.prompt_token_ids)),
             Pins(
                 core.connector,
                 ttl_s=lambda: self._handover.ttl_s(deadline),
@@ -272,7 +272,7 @@ class PrefillWorker:
             return PrefillAnswer(None, job.leg, job.clock.seconds, ())
         job.writer.add(job.last_filled)
         written, _ = await asyncio.gather(job.writer.finish(tail), job.pins.renew())
-        job.leg.num_bytes_written = written.num_bytes
+        job.leg.bytes_written[job.writer.client.transport_name] = written.num_bytes
         if written.problem is not None:
             num_stored = len(written.refs) + (written.tail is not None)
             num_wanted = num_full_blocks + (tail is not None)

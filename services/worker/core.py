@@ -336,6 +336,7 @@ class WorkerCore:
     def status(self) -> common_pb2.WorkerStatus:
         """As of the engine's last step or job; never waits."""
         client, failure = self.connector.client, self.thread.failure
+        remote = self.settings.remote_transport if self.settings.store_address else ""
         reply = common_pb2.WorkerStatus(
             worker_id=self.identity.worker_id,
             role=self.identity.role,
@@ -352,7 +353,8 @@ class WorkerCore:
             adapters=self.adapters.to_proto(),
             metrics_address=self.metrics_address,
             links=status.links_to_proto(self.links.links),
-            remote_transport=self.settings.remote_transport if self.settings.store_address else "",
+            remote_transport=remote,
+            direct_transport=remote and (self.settings.direct_transport or remote),
             lender_node_id=self.lender.node_id if self.lender is not None else "",
             num_lent_blocks=self.lender.num_lent_blocks if self.lender is not None else 0,
         )

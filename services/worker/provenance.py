@@ -52,9 +52,12 @@ class Leg:
     bytes_by_place: Counter[Place] = field(default_factory=Counter)
     num_tokens_early: int = 0
     """Of those from stores: fetched while prefill still ran."""
-    num_bytes_read: int = 0
-    num_bytes_written: int = 0
-    transport: str = ""
+    bytes_read: Counter[str] = field(default_factory=Counter)
+    """From stores and lenders, by the transport that was used."""
+    bytes_written: Counter[str] = field(default_factory=Counter)
+    """Into stores, likewise; of decode without the blocks of the answer."""
+    transport_by_node: dict[str, str] = field(default_factory=dict)
+    """By which each store or lender was read."""
     recomputed: Counter[str] = field(default_factory=Counter)
     """Blocks that were or should have been in the store and had to be computed, by reason."""
     not_stored: Counter[str] = field(default_factory=Counter)
@@ -69,6 +72,19 @@ class Leg:
     """Prefill, direct path: blocks that were not in the store yet when the handle went out."""
 
     @property
+    def num_bytes_read(self) -> int:
+        return self.bytes_read.total()
+
+    @property
+    def num_bytes_written(self) -> int:
+        return self.bytes_written.total()
+
+    @property
+    def transports(self) -> list[str]:
+        """All that moved bytes, sorted."""
+        return sorted(name for name, num in (self.bytes_read + self.bytes_written).items() if num)
+
+    @property
     def num_tokens_from_store(self) -> int:
         return self.tokens_by_place.total()
 
@@ -79,6 +95,11 @@ class Leg:
             end = min(end, self.num_reached)
         # What is fetched is counted a moment before it is reached.
         return max(0, end - self.num_tokens_local - self.num_tokens_from_store)
+
+    def count_read(self, node_id: str, transport: str, num_bytes: int) -> None:
+        """Bytes came from a store, or from a worker that lends, over `transport`."""
+        self.bytes_read[transport] += num_bytes
+        self.transport_by_node[node_id] = transport
 
     def count_loaded(
         self,

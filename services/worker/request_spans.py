@@ -22,7 +22,7 @@ def tell(span: Span, clock: StageClock, leg: Leg) -> None:
         "baton.num_tokens_from_store": leg.num_tokens_from_store,
         "baton.num_bytes_read": leg.num_bytes_read,
         "baton.num_bytes_written": leg.num_bytes_written,
-        "baton.transport": leg.transport,
+        "baton.transport": ", ".join(leg.transports),
         "baton.handover": leg.handover.name.lower(),
     }
     for reason, num_blocks in leg.recomputed.items():

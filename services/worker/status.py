@@ -110,7 +110,7 @@ def leg_to_proto(
         role=role,
         worker_id=worker_id,
         incarnation=incarnation,
-        transport=leg.transport,
+        transport=", ".join(leg.transports),
         dtype=dtype,
         num_tokens_computed=leg.num_tokens_computed,
         num_tokens_local=leg.num_tokens_local,
@@ -120,6 +120,7 @@ def leg_to_proto(
                 node_id=place.node_id,
                 num_tokens=num_tokens,
                 num_bytes=leg.bytes_by_place[place],
+                transport=leg.transport_by_node.get(place.node_id, ""),
             )
             for place, num_tokens in sorted(leg.tokens_by_place.items())
         ],
@@ -132,6 +133,14 @@ def leg_to_proto(
         handover=common_pb2.HandoverPath.Name(leg.handover.value),
         num_tokens_direct=leg.num_tokens_direct,
         num_blocks_behind=leg.num_blocks_behind,
+        transports=[
+            common_pb2.TransportCount(
+                transport=transport,
+                num_bytes_read=leg.bytes_read[transport],
+                num_bytes_written=leg.bytes_written[transport],
+            )
+            for transport in leg.transports
+        ],
     )
 
 

@@ -48,8 +48,8 @@ def direct(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
     to come in between."""
     config = ClusterConfig(
         port=0,
-        transport=request.param,
         handover="direct",
+        direct_transport=request.param,
         overrides=(
             "prefill.engine.max_num_tokens_per_step=4",
             "prefill.engine.max_num_running=4",
@@ -101,6 +101,11 @@ async def test_streams_are_exact_and_come_out_of_the_prefill_workers_cache(
         assert decode.num_tokens_computed <= 1  # the last token, if decode had all before it
         assert {count.node_id for count in decode.from_store} <= {LENDER}
         assert decode.num_tokens_direct == decode.num_tokens_from_store
+        transport = direct.config.direct_transport
+        assert {count.transport for count in decode.from_store} <= {transport}
+        assert decode.transport == (transport if decode.num_bytes_read else "")
+        has_moved = prefill.num_bytes_read or prefill.num_bytes_written
+        assert prefill.transport == ("shm" if has_moved else "")
         assert decode.num_tokens_direct + decode.num_tokens_local >= len(prompt) - 1
         num_direct += decode.num_tokens_direct
     assert num_direct > 0

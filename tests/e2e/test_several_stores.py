@@ -114,6 +114,8 @@ def test_the_second_nodes_hit_comes_from_the_first_nodes_store(
     other = leg(second, "prefill")
     assert other.worker_id != name
     assert {count.node_id for count in other.from_store} == {home_of(nodes, name)}
+    assert {count.transport for count in other.from_store} == {"grpc"}
+    assert other.transport == "grpc, shm"  # read there, written at home
     assert other.num_tokens_from_store == len(prompt) // BLOCK_SIZE * BLOCK_SIZE
     assert not other.recomputed
     assert leg(second, "decode").num_tokens_computed == 0

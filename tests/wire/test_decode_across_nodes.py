@@ -127,6 +127,11 @@ def from_store(answer: Answer) -> dict[str, int]:
     return {count.node_id: count.num_tokens for count in answer.leg.from_store}
 
 
+def transports(answer: Answer) -> dict[str, str]:
+    """By the node that was read."""
+    return {count.node_id: count.transport for count in answer.leg.from_store}
+
+
 async def generate(n: TwoNodes, spoil: Any = None, *, name: str = "r") -> Answer:
     """A request whose handle may be spoiled by someone who has the key."""
     p = n.pair
@@ -153,6 +158,7 @@ async def test_another_nodes_blocks_are_fetched_from_there(tmp_path: Path) -> No
         answer = await generate(n)
         assert from_store(answer) == {far: 30} and answer.recomputed == {}
         assert answer.leg.num_tokens_computed == 0
+        assert transports(answer) == {far: "grpc"} and answer.leg.transport == "grpc"
         await n.check()  # the lease was given back there
         # The prompt came into decode's own store before the answer.
         assert n.num_stored([*PROMPT, *answer.token_ids]) == (30 + 7) // SIZE
@@ -220,6 +226,8 @@ async def test_a_handle_of_two_stores_is_fetched_from_both(tmp_path: Path) -> No
         await forget(n)
         answer = await generate(n, split)
         assert from_store(answer) == {"home": 16, far: 14} and answer.recomputed == {}
+        assert transports(answer) == {"home": "shm", far: "grpc"}
+        assert answer.leg.transport == "grpc, shm"
         assert answer.leg.num_tokens_computed == 0
         await n.check()
 

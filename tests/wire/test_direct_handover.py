@@ -46,11 +46,13 @@ def patient_links(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "PATIENT_BUDGET_S", WAIT_S)
 
 
+@pytest.mark.parametrize("setting", ["remote_transport", "direct_transport"])
 @pytest.mark.parametrize("transport", ["grpc", "nixl"])
 async def test_decode_reads_the_prefill_workers_own_cache(
-    tmp_path: Path, transport: str, patient_links: None
+    tmp_path: Path, transport: str, setting: str, patient_links: None
 ) -> None:
-    async with direct(tmp_path, remote_transport=transport) as p:
+    options: dict[str, Any] = {setting: transport}
+    async with direct(tmp_path, **options) as p:
         answer = await generate(p, PROMPT)
         assert answer.token_ids == p.expected(PROMPT, 8)
         reply = answer.prefill
@@ -64,6 +66,12 @@ async def test_decode_reads_the_prefill_workers_own_cache(
         (count,) = leg.from_store
         assert (count.node_id, count.num_tokens) == (lender_node_id("prefill-0"), len(PROMPT))
         assert count.tier == common_pb2.TIER_DEVICE
+        # Not "shm", by which each of the two workers reaches its own store.
+        assert leg.transport == count.transport == transport
+        (moved,) = leg.transports
+        assert (moved.transport, moved.num_bytes_read) == (transport, leg.num_bytes_read)
+        assert leg.num_bytes_read > 0 == moved.num_bytes_written
+        assert reply.leg.transport in ("", "shm")  # what it had written behind by then
         await p.decode.core.links.settle()
         (link,) = [
             link
@@ -71,6 +79,7 @@ async def test_decode_reads_the_prefill_workers_own_cache(
             if link.node_id == lender_node_id("prefill-0")
         ]
         assert (link.transport, link.problem, link.degraded) == (transport, "", False)
+        assert p.decode.core.status().direct_transport == transport
         assert link.read_bytes_per_s > 0 == link.write_bytes_per_s
 
 
@@ -85,6 +94,7 @@ async def test_decode_maps_the_prefill_workers_own_cache(
         assert answer.leg.num_tokens_computed == 0 and answer.recomputed == {}
         (count,) = answer.leg.from_store
         assert (count.node_id, count.num_tokens) == (lender_node_id("prefill-0"), len(PROMPT))
+        assert count.transport == answer.leg.transport == "cuda_ipc"
         await p.decode.core.links.settle()
         (link,) = [link for link, _ in p.decode.core.links.links if is_lender(link.node_id)]
         assert (link.transport, link.problem) == ("cuda_ipc", "")

@@ -80,7 +80,16 @@ async def test_device_then_home_then_the_other_node(tmp_path: Path) -> None:
         reply = await n.run(n[1], PROMPT, hints)
         assert reply.leg.num_tokens_local == 3 * BLOCK_SIZE
         assert tokens_by_node(reply) == {"store-1": 3 * BLOCK_SIZE, "store-0": 4 * BLOCK_SIZE}
-        assert reply.leg.num_bytes_read == 7 * n[1].core.layout.block_bytes
+        block_bytes = n[1].core.layout.block_bytes
+        assert reply.leg.num_bytes_read == 7 * block_bytes
+        assert reply.leg.transport == "grpc, shm"
+        by_node = {count.node_id: count.transport for count in reply.leg.from_store}
+        assert by_node == {"store-1": "shm", "store-0": "grpc"}
+        moved = {each.transport: each for each in reply.leg.transports}
+        assert moved["shm"].num_bytes_read == 3 * block_bytes
+        assert moved["grpc"].num_bytes_read == 4 * block_bytes
+        assert moved["shm"].num_bytes_written == reply.leg.num_bytes_written > 0
+        assert moved["grpc"].num_bytes_written == 0
         assert shape(reply.handle) == [("store-1", 0, NUM_FULL)]
         await n.release(reply.handle)
         await n.check()

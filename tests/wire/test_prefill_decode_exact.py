@@ -44,8 +44,11 @@ async def test_tokens_are_those_of_one_engine_and_decode_computes_nothing(
             answer = await p.generate(prompt, max_tokens=9)
             assert answer.token_ids == p.expected(prompt, 9)
             assert_handed_over(answer, n)
-            assert answer.leg.transport == transport
             assert answer.prefill is not None
+            for leg in (answer.leg, answer.prefill.leg):
+                assert leg.transport == transport
+                assert [moved.transport for moved in leg.transports] == [transport]
+                assert all(count.transport == transport for count in leg.from_store)
             assert answer.prefill.leg.num_tokens_computed == n
             num_blocks = -(-n // BLOCK_SIZE)
             block_bytes = p.model.layout.block_bytes

@@ -171,9 +171,9 @@ def test_status_shows_links_tiers_tenants_and_problems_where_there_are_any(
         "decode-0 127.0.0.1:9 - - - - not measured: no room",
     ):
         assert row.split() in rows, row
-    assert ["decode-0", "store-1", "-", "-", "ok"] in rows
-    assert ["prefill-0", "not", "attached", "-", "-", "ok"] in rows
-    assert ["prefill-1", "none", "-", "-", "ok"] in rows
+    assert ["decode-0", "store-1", "-", "-", "-", "ok"] in rows
+    assert ["prefill-0", "not", "attached", "-", "-", "-", "ok"] in rows
+    assert ["prefill-1", "none", "-", "-", "-", "ok"] in rows
     # Without any of it no table stands empty.
     router.status = inference_pb2.GetClusterStatusReply()
     assert cli.main(["status", "--address", router.address]) == 0

@@ -92,16 +92,32 @@ def test_an_account_without_a_direct_handover_has_no_columns_for_it() -> None:
     assert by_name["worker"][-1] == "handover" and by_name["p"][-1] == "store"
 
 
+def test_an_account_names_the_transports_that_moved_its_bytes() -> None:
+    prefill = common_pb2.KvLeg(worker_id="p", transport="grpc, shm")
+    prefill.transports.add(transport="grpc", num_bytes_read=10)
+    prefill.transports.add(transport="shm", num_bytes_read=10, num_bytes_written=10)
+    decode = common_pb2.KvLeg(worker_id="d", transport="nixl")
+    decode.transports.add(transport="nixl", num_bytes_read=10)
+    by_name = {row[0]: " ".join(row) for row in _rows(_legs(prefill, decode)) if row}
+    assert " grpc (read), shm (read, written) " in by_name["p"]
+    assert " nixl " in by_name["d"]
+
+
 def test_a_status_says_who_lends() -> None:
     worker = common_pb2.WorkerStatus(
-        worker_id="p", lender_node_id="p/lent", num_lent_blocks=5, remote_transport="grpc"
+        worker_id="p",
+        lender_node_id="p/lent",
+        num_lent_blocks=5,
+        transport="shm",
+        remote_transport="grpc",
+        direct_transport="nixl",
     )
     other = common_pb2.WorkerStatus(worker_id="d")
     rows = _rows(status_tables(inference_pb2.GetClusterStatusReply(workers=[worker, other])))
     (lends,) = (row for row in rows if row[:1] == ["p"] and "p/lent" in row)
-    assert lends[-3:] == ["grpc", "p/lent", "ok"]
+    assert lends[-5:] == ["shm", "grpc", "nixl", "p/lent", "ok"]
     (none,) = (row for row in rows if row[:1] == ["d"] and row[-1] == "ok")
-    assert none[-3:] == ["-", "-", "ok"]
+    assert none[-4:] == ["-", "-", "-", "ok"]
     blocks = [row for row in rows if "quarantined" in row or row[:1] in (["p"], ["d"])]
     head = next(index for index, row in enumerate(blocks) if "quarantined" in row)
     place = blocks[head].index("lent") - len(blocks[head])

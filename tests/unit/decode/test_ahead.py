@@ -95,7 +95,8 @@ class Core:
         self.words: list[Word] = []
         self.counts = WorkerCounts()
 
-    async def client(self, *_: Any) -> None: ...
+    async def client(self, *_: Any) -> Any:
+        return SimpleNamespace(transport_name="grpc")
 
     async def load(
         self, client: Any, engine_id: str, lease_id: str, items: Any, *_: Any, word: Word, **__: Any
@@ -122,7 +123,7 @@ def intake(core: Core, num_local: int) -> Intake:
         chain=SimpleNamespace(root=bytes(32)),
     )
     core_: Any = core
-    return Intake(core_, ask, "e", reservation, Leg(num_tokens, transport="grpc"))
+    return Intake(core_, ask, "e", reservation, Leg(num_tokens))
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ class Waiting:
         ask: Any = SimpleNamespace(
             request_id="r", tenant="t", adapter="", prompt_token_ids=(1, 2), beam=None
         )
-        self.intake = Intake(core, ask, "e", reservation, Leg(2, transport="grpc"))
+        self.intake = Intake(core, ask, "e", reservation, Leg(2))
         named = self.intake._named
 
         def look(*arguments: Any) -> Any:

@@ -22,7 +22,7 @@ def _intake(block_ids: tuple[int, ...], num_local: int) -> Intake:
     )
     reservation: Any = SimpleNamespace(block_ids=block_ids, num_local_tokens=num_local * SIZE)
     ask: Any = SimpleNamespace(request_id="r", tenant="t", adapter="", prompt_token_ids=())
-    return Intake(core, ask, "e", reservation, Leg(len(block_ids) * SIZE, transport="shm"))
+    return Intake(core, ask, "e", reservation, Leg(len(block_ids) * SIZE))
 
 
 def _stretch(node_id: str, first: int, end: int) -> Stretch:
