@@ -43,6 +43,7 @@ from process.access import Role
 from process.deadline import Deadline
 from process.errors import Unavailable
 from process.serving import Dialer
+from process.spans import Kind
 from protos import kvstore_pb2
 
 _CLOSE_S = 2.0
@@ -128,7 +129,7 @@ class StoreClient:
             worker_id, worker_incarnation, fingerprint, memory, transport, nixl_net_devices
         )
         rpc = StoreRpc(address, dial, role)
-        with spans.current().child("kv_attach", {"server.address": address}) as span:
+        with spans.current().child("kv_attach", spans.server_of(address), kind=Kind.CLIENT) as span:
             attached, connected = await attaching.meet(rpc, who, Deadline.after(timeout_s))
             span.set({"baton.store.node_id": attached.node_id, "baton.transport": connected.name})
         return cls(rpc, attached, memory, connected)
@@ -172,12 +173,13 @@ class StoreClient:
             lease_id=lease_id or "",
             ttl_ms=wire.ttl_ms(ttl_s),
         )
-        with spans.current().child("kv_match") as span:
+        with spans.current().child("kv_match", kind=Kind.CLIENT) as span:
             reply = await self._rpc.call(self._rpc.stub.Match, request, deadline)
             with self._rpc.reading():
                 answer_checks.check_matched(reply, request, self.num_frames)
             blocks = tuple(wire.blocks_from_proto(reply.blocks))
             if span.is_recording:
+                span.set(spans.server_of(self.address))
                 span.set(traced.of_match(self.node_id, chain_hashes, blocks))
         return Matched(blocks, reply.lease_id, reply.num_hits)
 
@@ -351,7 +353,10 @@ class StoreClient:
     @contextmanager
     def _watched(self, direction: Literal["read", "write"], num_blocks: int) -> Iterator[_Seen]:
         began_s, seen = time.perf_counter(), _Seen()
-        with spans.current().child(f"kv_{direction}") as span:
+        # A read through mapped memory asks no server.
+        is_call = direction == "write" or self.transport_name not in ("shm", CUDA_IPC)
+        kind = Kind.CLIENT if is_call else Kind.INTERNAL
+        with spans.current().child(f"kv_{direction}", kind=kind) as span:
             try:
                 yield seen
             except BaseException as error:
@@ -362,6 +367,8 @@ class StoreClient:
                 moved = Moved(direction, self.transport_name, seen.num_bytes, seconds, +seen.failed)
                 self.on_moved(moved)
                 if span.is_recording:
+                    if is_call:
+                        span.set(spans.server_of(self.address))
                     span.set(traced.of_move(self.node_id, moved, num_blocks))
 
     async def _close(self) -> None:

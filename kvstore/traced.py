@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 import grpc.aio
 
 from kvstore.block import Block
 from kvstore.moved import Moved
-from process import trace_context
+from process import serving, spans, trace_context
 from process.spans import NOBODY, Span, Value
 from process.tracing import Tracing
 
@@ -35,12 +36,26 @@ class Servicer(Protocol):
     def node_id(self) -> str: ...
 
 
-def span_of(servicer: Servicer, name: str, context: Context) -> Span:
-    """The span of one call, within the caller's."""
+@contextmanager
+def span_of(servicer: Servicer, name: str, context: Context) -> Iterator[None]:
+    """Within it the span of one call, which lies within the caller's, is the current one."""
+    with _follow(servicer, name, context) as span:
+        try:
+            yield
+        except Exception as error:
+            span.set({"rpc.response.status_code": serving.status_of(error)[0].name})
+            raise
+        span.set({"rpc.response.status_code": "OK"})
+
+
+def _follow(servicer: Servicer, name: str, context: Context) -> Span:
     if not servicer.tracing.is_on:
         return NOBODY
     headers = trace_context.headers_of(context.invocation_metadata() or ())
-    about: dict[str, Value] = {"baton.store.node_id": servicer.node_id}
+    about: dict[str, Value] = {
+        "baton.store.node_id": servicer.node_id,
+        **spans.grpc_call("KvStore", name),
+    }
     return servicer.tracing.follow(f"kvstore {name}", trace_context.from_headers(headers), about)
 
 

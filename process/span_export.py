@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import logging
+import socket
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -34,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 BATCH_SPANS = 512
 SCOPE = "baton"
+SCHEMA_URL = "https://opentelemetry.io/schemas/1.44.0"
+"""Of OpenTelemetry's semantic conventions, the version whose names our attributes have."""
 
 
 class OtlpExporter:
@@ -194,15 +197,19 @@ class _Translator:
             Kind.CLIENT: trace.SpanKind.CLIENT,
         }
         version = _version()
-        self._scope = InstrumentationScope(SCOPE, version)
-        # What a deployment says of itself (OTEL_RESOURCE_ATTRIBUTES) comes along.
-        self._resource = Resource.create(
-            {
-                "service.namespace": "baton",
-                "service.name": f"baton-{component}",
-                "service.instance.id": instance_id,
-                "service.version": version,
-            }
+        self._scope = InstrumentationScope(SCOPE, version, SCHEMA_URL)
+        # What a deployment says of itself (OTEL_RESOURCE_ATTRIBUTES) comes along, and says better
+        # than we can which host this is.
+        self._resource = Resource({"host.name": socket.gethostname()}).merge(
+            Resource.create(
+                {
+                    "service.namespace": "baton",
+                    "service.name": f"baton-{component}",
+                    "service.instance.id": instance_id,
+                    "service.version": version,
+                },
+                SCHEMA_URL,
+            )
         )
 
     def __call__(self, span: SpanData) -> ReadableSpan:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import random
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ MAX_VALUE_CHARS = 1024
 MAX_EVENTS = 128
 MAX_LINKS = 32
 MAX_PROBLEM_CHARS = 256
+_FIELD = re.compile(r"[A-Za-z0-9_.\[\]-]{1,128}")
 
 
 class Kind(Enum):
@@ -241,7 +243,9 @@ class Recording(Span):
             return
         self.is_recording = False
         problem = None
-        if error is not None:
+        if error is not None and _is_cancel(error):
+            self.set({"baton.cancelled": True})
+        elif error is not None:
             self.set({"error.type": type(error).__name__})
             problem = _problem(error)
         self._sink(
@@ -313,13 +317,32 @@ def _bounded(value: Value) -> Value:
     return tuple(str(each)[:MAX_VALUE_CHARS] for each in value[:MAX_LINKS])
 
 
-def _problem(error: BaseException) -> str | None:
-    """What a span's status says; None: nobody's fault here. The text of what we did not expect may
-    hold anything, so only its kind is told; a wrong field's holds what a client wrote."""
+def _is_cancel(error: BaseException) -> bool:
+    """The caller wanted no more: for a server that is no error, so no status and no error.type."""
+    return isinstance(error, Cancelled) or not isinstance(error, Exception)
+
+
+def _problem(error: BaseException) -> str:
+    """What the status of a span says of its error. The text of an unexpected error may hold
+    anything, so only its type is told; of a wrong field the name, for the text may quote a client's
+    words. An unknown field has the name that the client gave it: only one that looks like a name.
+    """
     if isinstance(error, InvalidArgument):
-        return error.field[:MAX_PROBLEM_CHARS]
-    if isinstance(error, Cancelled):
-        return None
+        return error.field if _FIELD.fullmatch(error.field) else "a field"
     if isinstance(error, BatonError):
         return str(error)[:MAX_PROBLEM_CHARS]
-    return type(error).__name__ if isinstance(error, Exception) else None
+    return type(error).__name__
+
+
+def server_of(address: str) -> Attributes:
+    """The attributes of a CLIENT span that say where the server is; `address`: host:port, or a
+    path."""
+    host, colon, port = address.rpartition(":")
+    if not (colon and port.isdecimal()):
+        return {"server.address": address}
+    return {"server.address": host.strip("[]"), "server.port": int(port)}
+
+
+def grpc_call(service: str, method: str) -> Attributes:
+    """The attributes of both sides of a gRPC call."""
+    return {"rpc.system.name": "grpc", "rpc.method": f"baton.v1.{service}/{method}"}

@@ -41,9 +41,10 @@ class TracingSettings:
     """Whether a request's own traceparent decides if it is traced. False: `sample_ratio` decides
     for all, and the caller's trace is linked to."""
 
-    max_followed_per_s: float = 20.0
-    """Traces a second that callers may have made; of more, `sample_ratio` decides, as if
-    `follow_callers` were off: a trace costs work, and whoever may ask could ask for all of them."""
+    max_followed_per_s: float = 200.0
+    """Traces a second beyond `sample_ratio` that the traceparents of callers may have sampled. A
+    trace costs work, and every caller may ask for one with each request. One that `sample_ratio`
+    takes anyway does not count: with a ratio of 1 all are joined."""
 
     baggage: tuple[str, ...] = ()
     """Keys of a request's W3C baggage that become attributes of its span. Others are passed
@@ -201,14 +202,12 @@ class Tracing:
         settings = self._settings
         caller = trace_context.from_headers(headers) if headers else None
         parent = caller if settings.follow_callers else None
-        if parent is not None and parent.is_sampled and not self._callers.take():
-            parent = None
-        trace_id = parent.trace_id if parent is not None else _new_trace_id()
-        is_sampled = (
-            parent.is_sampled
-            if parent is not None
-            else trace_context.is_taken(trace_id, settings.sample_ratio)
-        )
+        # By an id of our own: the caller's may be chosen so that the share takes it.
+        trace_id = _new_trace_id()
+        is_sampled = trace_context.is_taken(trace_id, settings.sample_ratio)
+        if parent is not None:
+            is_sampled = parent.is_sampled and (is_sampled or self._callers.take())
+            trace_id = parent.trace_id
         if not is_sampled:
             return spans.NOBODY
         span = self._record(name, trace_id, parent, kind=Kind.SERVER, begin_s=begin_s)

@@ -271,7 +271,8 @@ class Router:
         yield families.spans(labels, counts.num_exported, counts.num_failed, counts.num_dropped)
         yield families.counter(
             "baton_router_traces_not_followed",
-            "Requests whose client wanted a trace beyond tracing.max_followed_per_s.",
+            "Requests that have no trace though their client wanted one, beyond "
+            "tracing.max_followed_per_s.",
             labels,
             self.tracing.num_not_followed,
         )

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 from process import logs
 from process.deadline import Deadline
-from process.errors import Cancelled, DeadlineExceeded, InvalidArgument
+from process.errors import BatonError, Cancelled, DeadlineExceeded, InvalidArgument
 from process.tracing import OFF, Tracing
 from protos import inference_pb2
 from services.router import explain, identity, prompt_log, validation
@@ -32,7 +31,7 @@ from services.router.loop_pace import LoopPace
 from services.router.metrics import RouterMetrics, code_of
 from services.router.prompt import PromptEncoder
 from services.router.request_log import RequestLog, RequestRecord
-from services.router.request_trace import RequestTrace
+from services.router.request_trace import Call, RequestTrace
 from services.router.served_models import OneModel, ServedModels
 from services.router.status import ClusterStatus
 from services.router.times import StageTimes
@@ -40,8 +39,6 @@ from services.router.traffic import Place, RequestTraffic, Traffic
 from services.router.usage_history import INTERVAL_S, UsageHistory
 
 logger = logging.getLogger(__name__)
-
-NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass
@@ -103,21 +100,23 @@ class FrontDesk:
         deadline: Deadline,
         send: Send,
         times: StageTimes,
-        trace_headers: Mapping[str, str] = NO_HEADERS,
+        call: Call,
     ) -> None:
         """Serve one request; its messages go to `send` as they come.
 
         Cancelling the calling task cancels the request at both workers. `times` began with the
-        request's first byte; `trace_headers`: W3C trace context as it came, lower-case names, not
-        checked.
-        Raises: BatonError.
+        request's first byte. Raises: BatonError.
         """
         name = self.models.name_of(request.model)
-        trace = RequestTrace(self.tracing, trace_headers, request, times, name)
+        trace = RequestTrace(self.tracing, call, request, times, name)
         with self.metrics.errors_counted(), trace:
             await self._admit(
                 request, caller, deadline=deadline, send=send, times=times, trace=trace
             )
+
+    def trace_unread(self, call: Call, times: StageTimes, error: BatonError) -> None:
+        """A request of a known caller could not be read: it has a span, too."""
+        RequestTrace(self.tracing, call, None, times, "").end(error)
 
     async def _admit(
         self,

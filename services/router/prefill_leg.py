@@ -160,7 +160,11 @@ class PrefillLeg:
             handover=_PATHS[choice.path],
             output_token_ids=self._samples.told_to_prefill,
         )
-        about = {"baton.worker_id": worker.worker_id, "server.address": worker.address}
+        about: dict[str, spans.Value] = {
+            "baton.worker_id": worker.worker_id,
+            **spans.server_of(worker.address),
+            **spans.grpc_call("Prefill", "Stream"),
+        }
         with spans.current().child("call prefill", about, kind=Kind.CLIENT) as span:
             request.traceparent = span.traceparent
             return await self._cluster.prefills.prefill(

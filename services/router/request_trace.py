@@ -13,9 +13,9 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Mapping
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 
-from process.spans import Span, Value
+from process.spans import Attributes, Span, Value
 from process.tracing import Tracing
 from protos import common_pb2, inference_pb2
 from services.router.job import Job
@@ -24,6 +24,8 @@ from services.router.times import Lap, StageTimes
 
 SYSTEM = "baton"
 STAGE = "baton.stage"
+MAX_SEED = 2**63
+"""From here on a seed does not fit into an attribute, which is signed."""
 TO_FIRST_TOKEN = "baton.to_first_token"
 UNFINISHED = "unfinished"
 """The stage that a request was in when it ended otherwise."""
@@ -36,32 +38,57 @@ _FINISH_REASONS = {
 """Any other is "stop"."""
 
 
+class Call:
+    """How a request came to the router; this one is no call of a protocol at all."""
+
+    name = "request"
+    """Of the span of a request that could not be read."""
+    is_streamed = True
+    headers: Mapping[str, str] = MappingProxyType({})
+    """W3C trace context as it came, lower-case names, not checked."""
+
+    def about(self) -> Attributes:
+        """The attributes of its protocol, known at the beginning."""
+        return {}
+
+    def status(self, error: BaseException | None, *, has_begun: bool) -> Attributes:
+        """And at the end. has_begun: a message of the answer is out."""
+        return {}
+
+
 class RequestTrace:
     """See the module. `span` is the request's own; whoever serves it makes it the current one."""
 
     def __init__(
         self,
         tracing: Tracing,
-        headers: Mapping[str, str],
-        request: inference_pb2.GenerateRequest,
+        call: Call,
+        request: inference_pb2.GenerateRequest | None,
         times: StageTimes,
         model: str,
     ) -> None:
-        """`headers`: the request's own, not checked; `model`: what is served."""
+        """request: None for one that could not be read. model: what is served."""
         self._times = times
+        self._call = call
+        self._has_begun = False
         self._reasons: dict[int, str] = {}
         self._num_output_tokens = 0
         self._last: inference_pb2.GenerateResponse | None = None
         self._state = ""
         self._outcome = ""
-        operation = _operation(request)
-        self.span: Span = tracing.begin(f"{operation} {model}", headers, begin_s=times.begin_s)
-        if self.span.is_recording:
+        operation = _operation(request) if request is not None else ""
+        name = f"{operation} {model}" if request is not None else call.name
+        self.span: Span = tracing.begin(name, call.headers, begin_s=times.begin_s)
+        if not self.span.is_recording:
+            return
+        self.span.set(call.about())
+        if request is not None:
             self.span.set(
                 {
                     "gen_ai.operation.name": operation,
                     "gen_ai.provider.name": SYSTEM,
                     "gen_ai.request.model": request.model or model,
+                    "gen_ai.request.stream": call.is_streamed,
                 }
             )
             if request.session:
@@ -89,10 +116,11 @@ class RequestTrace:
         """A message is out."""
         if not self.span.is_recording:
             return
+        self._has_begun = True
+        self._num_output_tokens += len(message.token_ids)
         if message.finish_reason:
             reason = _FINISH_REASONS.get(message.finish_reason, "stop")
             self._reasons[message.sample_index] = reason
-            self._num_output_tokens += message.usage.num_output_tokens
         if message.HasField("provenance"):
             self._last = message
 
@@ -130,9 +158,14 @@ class RequestTrace:
             seconds = first_s - times.begin_s
             span.set({"gen_ai.response.time_to_first_chunk": seconds})
         span.set({"baton.outcome": self._outcome or "refused"})
-        if self._last is not None:
-            span.set(_of_answer(self._last, self._reasons))
+        if self._outcome:  # also of one that did not finish: so many were sent
             span.set({"gen_ai.usage.output_tokens": self._num_output_tokens})
+        if self._reasons:
+            reasons = [self._reasons[index] for index in sorted(self._reasons)]
+            span.set({"gen_ai.response.finish_reasons": reasons})
+        if self._last is not None:
+            span.set(_of_answer(self._last))
+        span.set(self._call.status(error, has_begun=self._has_begun))
         span.end(error, at_s=end_s)
 
 
@@ -162,22 +195,21 @@ def _of_job(job: Job) -> dict[str, Value]:
         "gen_ai.request.top_k": float(sampling.top_k),
         "gen_ai.request.frequency_penalty": sampling.frequency_penalty,
         "gen_ai.request.presence_penalty": sampling.presence_penalty,
-        # 64 bits without a sign do not fit into an attribute's number.
         "baton.request.seed": str(sampling.seed),
+        "gen_ai.usage.input_tokens": len(job.prompt_token_ids),
         "baton.tenant": job.tenant,
         "baton.priority": job.priority,
     }
+    if sampling.seed < MAX_SEED:
+        known["gen_ai.request.seed"] = sampling.seed
     if job.adapter.name:
         known["baton.adapter"] = job.adapter.name
     return known
 
 
-def _of_answer(
-    last: inference_pb2.GenerateResponse, reasons: Mapping[int, str]
-) -> dict[str, Value]:
+def _of_answer(last: inference_pb2.GenerateResponse) -> dict[str, Value]:
     known: dict[str, Value] = {
         "gen_ai.response.model": last.provenance.model,
-        "gen_ai.response.finish_reasons": [reasons[index] for index in sorted(reasons)],
         "gen_ai.usage.input_tokens": last.usage.num_prompt_tokens,
         "gen_ai.usage.cache_read.input_tokens": last.usage.num_cached_tokens,
         "baton.model_fingerprint": last.provenance.model_fingerprint,

@@ -116,7 +116,11 @@ class Reserving:
         bound = self._deadline.sooner(self._cluster.times.reserve_answer_s)
         span = spans.current().child(
             "call decode",
-            {"baton.worker_id": worker.worker_id, "server.address": worker.address},
+            {
+                "baton.worker_id": worker.worker_id,
+                **spans.server_of(worker.address),
+                **spans.grpc_call("Decode", "Stream"),
+            },
             kind=Kind.CLIENT,
         )
         request = self._request(worker)

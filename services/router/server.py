@@ -13,11 +13,15 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from process import logs, serving, trace_context
+from process import logs, serving, spans, trace_context
+from process.errors import BatonError
+from process.spans import Attributes
 from protos import inference_pb2
 from services.router.caller import Caller
 from services.router.clients import Clients, authorization_of
 from services.router.front_desk import FrontDesk
+from services.router.metrics import code_of
+from services.router.request_trace import Call
 from services.router.times import StageTimes
 from services.router.wire_format import parse_request
 
@@ -26,6 +30,22 @@ logger = logging.getLogger(__name__)
 SERVICE = "baton.v1.Inference"
 
 Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class GrpcCall(Call):
+    """A call of Generate."""
+
+    name = f"{SERVICE}/Generate"
+
+    def __init__(self, context: Context) -> None:
+        self.headers = trace_context.headers_of(context.invocation_metadata() or ())
+
+    def about(self) -> Attributes:
+        return spans.grpc_call("Inference", "Generate")
+
+    def status(self, error: BaseException | None, *, has_begun: bool) -> Attributes:
+        code = "OK" if error is None else code_of(error).upper()
+        return {"rpc.response.status_code": code}
 
 
 class InferenceServicer:
@@ -64,7 +84,12 @@ class InferenceServicer:
         """Serve one request; its messages go out through `context` as they come."""
         desk, times = self._desk, StageTimes()
         caller = self._caller(context)
-        request = parse_request(data, max_bytes=desk.limits.max_request_bytes)
+        call = GrpcCall(context)
+        try:
+            request = parse_request(data, max_bytes=desk.limits.max_request_bytes)
+        except BatonError as error:
+            desk.trace_unread(call, times, error)
+            raise
         reader = self._clients.readers.reader()
         has_written = False
 
@@ -87,7 +112,7 @@ class InferenceServicer:
                     deadline=desk.deadline(request, context.time_remaining()),
                     send=send,
                     times=times,
-                    trace_headers=trace_context.headers_of(context.invocation_metadata() or ()),
+                    call=call,
                 )
         finally:
             if reader.is_stalled:

@@ -14,7 +14,8 @@ def tell(span: Span, clock: StageClock, leg: Leg) -> None:
         return
     clock.enter(None)
     for stage, begin_s, end_s in clock.laps:
-        span.add_child(stage, begin_s, end_s, {"baton.stage": stage})
+        # Not the name of the router's stage, which has this one's time within it.
+        span.add_child(f"worker.{stage}", begin_s, end_s, {"baton.worker_stage": stage})
     about: dict[str, Value] = {
         "baton.num_prompt_tokens": leg.num_prompt_tokens,
         "baton.num_tokens_computed": leg.num_tokens_computed,

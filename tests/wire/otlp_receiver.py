@@ -25,6 +25,8 @@ class Received:
     span: trace_pb2.Span
     service: str
     resource: dict[str, Any]
+    schema_url: str
+    """Of the conventions that its attributes follow."""
 
     @property
     def name(self) -> str:
@@ -82,8 +84,10 @@ class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
             resource = values_of(of_resource.resource.attributes)
             for scope in of_resource.scope_spans:
                 assert scope.scope.name == "baton"
+                assert scope.schema_url == of_resource.schema_url
                 found += [
-                    Received(span, resource["service.name"], resource) for span in scope.spans
+                    Received(span, resource["service.name"], resource, scope.schema_url)
+                    for span in scope.spans
                 ]
         with self._changed:
             self.num_calls += 1

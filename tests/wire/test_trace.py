@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from baton.client import Client
 from process.errors import Unavailable
 from process.trace_context import TraceContext
 from process.tracing import TracingSettings
-from tests.unit.router.bench import BOUND_S, request, running, until
+from tests.unit.router.bench import BOUND_S, TOKENIZER, request, running, until
 from tests.wire.otlp_receiver import WAIT_S, OtlpReceiver, Received, receiving
 
 PARENT = TraceContext(0xA1, 0xB2, True)
@@ -84,6 +85,7 @@ async def test_stages_follow_each_other_and_sum_to_the_time_to_the_first_token()
     names = assert_sums(spans, root)
     assert names[:2] == ["receive", "queue"] and names[-1] == "stream"
     assert {"tokenize", "lookup", "choose", "reserve", "prefill_wire", "handover"} <= set(names)
+    assert root.attributes["gen_ai.request.seed"] == 7
     # What the client is told and what is traced are one account.
     told = {stage.stage: stage.seconds for stage in messages[-1].times}
     traced: dict[str, float] = {}
@@ -123,6 +125,10 @@ async def test_the_span_speaks_the_words_of_the_conventions() -> None:
     assert known[words.GEN_AI_USAGE_OUTPUT_TOKENS] == 10, "of both samples"
     assert known[words.GEN_AI_RESPONSE_FINISH_REASONS] == ["length", "length"]
     assert known["baton.request.seed"] == str(2**63 + 1)
+    assert words.GEN_AI_REQUEST_SEED not in known, "it does not fit into 63 bits"
+    assert known[words.GEN_AI_REQUEST_STREAM] is True
+    assert root.resource["host.name"] == socket.gethostname()
+    assert root.schema_url.startswith("https://opentelemetry.io/schemas/1.")
     assert known["baton.tenant"] == "t1" and known["baton.outcome"] == "finished"
     assert "hello" not in str(spans), "never what was asked"
 
@@ -138,6 +144,15 @@ async def test_the_decision_who_was_chosen_and_why_is_in_the_trace() -> None:
     assert any(key.startswith("baton.choice.why.") for key in choice)
     calls = {each.name: each.attributes["baton.worker_id"] for each in spans if each.span.kind == 3}
     assert calls == {"call prefill": "p0", "call decode": "d0"}
+    for each in spans:
+        if each.span.kind == 3:
+            worker = bench.prefill if each.name == "call prefill" else bench.decode
+            host, _, port = worker.address.rpartition(":")
+            assert each.attributes["server.address"] == host
+            assert each.attributes["server.port"] == int(port)
+            service = "Prefill" if each.name == "call prefill" else "Decode"
+            assert each.attributes["rpc.method"] == f"baton.v1.{service}/Stream"
+            assert each.attributes["rpc.system.name"] == "grpc"
 
 
 async def test_workers_are_told_of_the_trace() -> None:
@@ -193,6 +208,59 @@ async def test_a_refused_request_is_traced_by_the_field_that_is_wrong() -> None:
     assert_sums(spans, root)
     assert root.attributes["error.type"] == "InvalidArgument"
     assert root.attributes["baton.outcome"] == "refused"
+    assert root.attributes["rpc.method"] == "baton.v1.Inference/Generate"
+    assert root.attributes["rpc.response.status_code"] == "INVALID_ARGUMENT"
+    assert "secret" not in str(spans)
+
+
+async def test_bytes_that_are_no_request_are_traced() -> None:
+    with receiving() as receiver:
+        async with running(tracing=settings(receiver)) as bench:
+            method: Any = bench.channel.unary_stream("/baton.v1.Inference/Generate")
+            with pytest.raises(grpc.aio.AioRpcError):
+                await method(b"\xff\xff", metadata=PARENT.headers, timeout=BOUND_S).read()
+        root = root_of(receiver.wait(is_over))
+    assert root.name == "baton.v1.Inference/Generate" and root.parent_id == f"{0xB2:016x}"
+    assert root.attributes["rpc.response.status_code"] == "INVALID_ARGUMENT"
+
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "is_streamed"),
+    [
+        ("chat/completions", {"messages": HI, "max_tokens": 4}, 200, False),
+        ("chat/completions", {"messages": HI, "max_tokens": 4, "stream": True}, 200, True),
+        ("chat/completions", {"messages": "my secret"}, 400, None),
+        ("completions", {"prompt": "my secret", "my secret": 1}, 400, None),
+        ("embeddings", {"input": {"my secret": 1}}, 400, None),
+        ("completions", {"prompt": "my secret", "model": "my secret"}, 404, None),
+        ("completions", {"prompt": "hi", "max_tokens": 4, "logit_bias": {"999999": 1}}, 400, False),
+    ],
+)
+async def test_an_http_request_says_its_route_and_status_also_when_it_is_refused(
+    path: str, body: dict[str, Any], status: int, is_streamed: bool | None
+) -> None:
+    with receiving() as receiver:
+        async with running(tracing=settings(receiver), http_listen="127.0.0.1:0") as bench:
+            url = f"http://{bench.router.http_address}/v1/{path}"
+            async with aiohttp.ClientSession() as session:
+                async with session.post(url, json=body) as response:
+                    assert response.status == status, await response.text()
+                    await response.read()
+            port = int(bench.router.http_address.rpartition(":")[2])
+        spans = receiver.wait(is_over)
+    root = root_of(spans)
+    known = root.attributes
+    assert known["http.request.method"] == "POST"
+    assert known["http.route"] == known["url.path"] == f"/v1/{path}"
+    assert known["http.response.status_code"] == status
+    assert (known["server.address"], known["server.port"]) == ("127.0.0.1", port)
+    assert known.get("gen_ai.request.stream") is is_streamed
+    assert ("error.type" in known) == (root.span.status.code == 2) == (status != 200)
+    if is_streamed is None:
+        assert root.name == f"POST /v1/{path}" and known["baton.outcome"] == "refused"
     assert "secret" not in str(spans)
 
 
@@ -200,15 +268,22 @@ async def test_a_cancelled_request_ends_with_the_stage_that_it_was_in() -> None:
     with receiving() as receiver:
         async with running(tracing=settings(receiver)) as bench:
             bench.decode.token_gate.close()
-            call = bench.stub.Generate(request(sampling={"max_tokens": 9}), timeout=BOUND_S)
+            asked = request(text="hello", sampling={"max_tokens": 9})
+            call = bench.stub.Generate(asked, timeout=BOUND_S)
             await call.read()
+            (record,) = bench.router._log._live
+            await until(lambda: record.num_output_tokens)  # noted once the message is out
             call.cancel()
             spans = await asyncio.to_thread(receiver.wait, is_over)
             bench.decode.token_gate.open()
     root = root_of(spans)
     assert assert_sums(spans, root)[-1] == "unfinished"
-    assert root.attributes["baton.outcome"] == "cancelled"
-    assert root.span.status.code == 0, "nobody's fault"
+    known = root.attributes
+    assert known["baton.outcome"] == "cancelled"
+    assert root.span.status.code == 0 and "error.type" not in known, "no error of the server's"
+    assert known["gen_ai.usage.input_tokens"] == len(TOKENIZER.encode("hello"))
+    assert known["rpc.response.status_code"] == "CANCELLED"
+    assert 1 <= known["gen_ai.usage.output_tokens"] < 9, "those that were sent"
 
 
 async def test_a_request_cancelled_before_its_prefill_s_account_is_cut_at_its_first_token() -> None:
@@ -241,7 +316,9 @@ async def test_a_failed_prefill_shows_both_tries() -> None:
     assert len({each.attributes["baton.worker_id"] for each in calls}) == 2
     root = root_of(spans)
     assert_sums(spans, root)
-    assert root.span.status.code == 2
+    assert root.span.status.code == 2 and root.attributes["error.type"] == "Unavailable"
+    assert root.attributes["gen_ai.usage.input_tokens"] > 0
+    assert root.attributes["gen_ai.usage.output_tokens"] == 0
 
 
 async def test_stages_sum_across_a_move() -> None:

@@ -108,12 +108,12 @@ async def test_each_chunk_and_each_transfer_is_a_span(tmp_path: Path, transport:
 
     chunks = [each for each in under(spans, prefill) if each.name == "prefill_chunk"]
     assert [each.attributes["baton.num_tokens"] for each in chunks] == [BLOCK_SIZE] * 3 + [2]
-    stages = [each for each in under(spans, prefill) if "baton.stage" in each.attributes]
+    stages = [each for each in under(spans, prefill) if "baton.worker_stage" in each.attributes]
     assert [each.name for each in stages] == [
-        "prefill_queue",
-        "prefill_fetch",
-        "prefill_compute",
-        "prefill_store",
+        "worker.prefill_queue",
+        "worker.prefill_fetch",
+        "worker.prefill_compute",
+        "worker.prefill_store",
     ]
     assert all(a.end_ns == b.begin_ns for a, b in itertools.pairwise(stages))
     compute = stages[2]
@@ -133,10 +133,18 @@ async def test_each_chunk_and_each_transfer_is_a_span(tmp_path: Path, transport:
     assert sum(each.attributes["baton.tier.host"] for each in reads) == 4
     at_store = {each.name for each in spans if each.service == "baton-kvstore"}
     assert {"kvstore Match", "kvstore Reserve", "kvstore Commit"} <= at_store
-    parents = {each.span_id: each.name for each in spans}
+    parents = {each.span_id: each for each in spans}
     for each in spans:
         if each.service == "baton-kvstore":
-            assert parents[each.parent_id].startswith(("kv_", "serve", "put"))
+            assert parents[each.parent_id].name.startswith(("kv_", "serve", "put"))
+            method = each.name.removeprefix("kvstore ")
+            assert each.attributes["rpc.method"] == f"baton.v1.KvStore/{method}"
+            assert each.attributes["rpc.response.status_code"] == "OK"
+            if method in ("Match", "Reserve", "Commit", "Write", "Read"):
+                # A service graph has an edge for a SERVER span below a CLIENT span.
+                assert (parents[each.parent_id].span.kind, each.span.kind) == (3, 2)
+    # Through shared memory a read asks nobody.
+    assert {each.span.kind for each in reads} == {1 if transport == "shm" else 3}
 
     steps = only(spans, "baton-decode", "decode_steps")
     assert steps.attributes["baton.num_tokens"] == NUM_TOKENS - 1, "the first is prefill's"

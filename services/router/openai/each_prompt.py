@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,6 +12,7 @@ from process.errors import BatonError, InvalidArgument
 from protos import inference_pb2
 from services.router.caller import Caller
 from services.router.front_desk import FrontDesk
+from services.router.request_trace import Call
 from services.router.times import StageTimes
 
 Take = Callable[[int, inference_pb2.GenerateResponse], Awaitable[None]]
@@ -30,7 +31,7 @@ class EachPrompt:
     requests: Sequence[inference_pb2.GenerateRequest]
     times: StageTimes
     """Began with the body; the first request's."""
-    trace_headers: Mapping[str, str]
+    call: Call
     most_at_once: int
 
     async def serve(self, take: Take) -> None:
@@ -71,7 +72,7 @@ class EachPrompt:
             deadline=deadline,
             send=partial(take, prompt),
             times=self.times if prompt == 0 else StageTimes(),
-            trace_headers=self.trace_headers,
+            call=self.call,
         )
 
 

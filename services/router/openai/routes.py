@@ -7,13 +7,13 @@ workers. Knows the front desk and how bodies are translated, not what they mean.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from aiohttp import web
 
-from process import trace_context
 from process.errors import BatonError
 from process.intake import Room
 from protos import inference_pb2
@@ -34,6 +34,7 @@ from services.router.openai.each_prompt import EachPrompt, name_requests
 from services.router.openai.event_stream import EventStream
 from services.router.openai.fields import CHAT, COMPLETION, EMBEDDING, MAX_PROMPTS
 from services.router.openai.generation import Read, collect, read_chat, read_completion, stream
+from services.router.openai.http_call import HttpCall
 from services.router.openai.model_names import adapters_of, with_model
 from services.router.openai.records import Record
 from services.router.openai.sampling import json_name
@@ -81,12 +82,14 @@ class OpenAiRoutes:
         try:
             headers[REQUEST_ID] = request_id_of(request.headers)
             caller = self._caller(request)
+            call = HttpCall(request)
             async with self._room(request, caller) as room:
-                given = await self._bodies.read(request, room, EMBEDDING)
-                fields, model = with_model(given, self._desk.models)
-                requests = embeddings.requests_of(fields)
+                with self._unread_traced(call, times):
+                    given = await self._bodies.read(request, room, EMBEDDING)
+                    fields, model = with_model(given, self._desk.models)
+                    requests = embeddings.requests_of(fields)
                 most = embeddings.MOST_AT_ONCE
-                each = self._each(request, caller, requests, headers, times, most)
+                each = self._each(call, caller, requests, headers, times, most)
                 await each.serve(take)
         except BatonError as error:
             return _refused(error, _name_in_embeddings, headers)
@@ -135,19 +138,30 @@ class OpenAiRoutes:
         try:
             headers[REQUEST_ID] = request_id_of(request.headers)
             caller = self._caller(request)
+            call = HttpCall(request)
             async with self._room(request, caller) as room:
-                fields = await self._bodies.read(request, room, record)
-                asked = read(fields, headers[REQUEST_ID], self._desk.models)
-                each = self._each(request, caller, asked.requests, headers, times, MAX_PROMPTS)
+                with self._unread_traced(call, times):
+                    fields = await self._bodies.read(request, room, record)
+                    asked = read(fields, headers[REQUEST_ID], self._desk.models)
+                call.is_streamed = asked.look.is_streamed
+                each = self._each(call, caller, asked.requests, headers, times, MAX_PROMPTS)
                 if asked.look.is_streamed:
                     return await stream(asked, each, EventStream(request, headers), rename)
                 return web.json_response(await collect(asked, each), headers=headers)
         except BatonError as error:
             return _refused(error, rename, headers)
 
+    @contextmanager
+    def _unread_traced(self, call: HttpCall, times: StageTimes) -> Iterator[None]:
+        try:
+            yield
+        except BatonError as error:
+            self._desk.trace_unread(call, times, error)
+            raise
+
     def _each(
         self,
-        request: web.Request,
+        call: HttpCall,
         caller: Caller,
         requests: Sequence[inference_pb2.GenerateRequest],
         headers: Mapping[str, str],
@@ -155,8 +169,7 @@ class OpenAiRoutes:
         most_at_once: int,
     ) -> EachPrompt:
         name_requests(requests, headers[REQUEST_ID])
-        trace_headers = trace_context.headers_of(request.headers.items())
-        return EachPrompt(self._desk, caller, requests, times, trace_headers, most_at_once)
+        return EachPrompt(self._desk, caller, requests, times, call, most_at_once)
 
     async def _close(self, app: web.Application) -> None:
         self._bodies.close()

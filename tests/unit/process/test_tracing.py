@@ -30,6 +30,10 @@ PARENT = TraceContext(0xA1, 0xB2, True, "vendor=1")
 SILENT = TraceContext(0xA1, 0xB2, False)
 
 
+MEASURED_SPANS = 19
+"""Of one request in the router, see docs/tracing.md."""
+
+
 class _Kept:
     """An exporter that keeps what it gets."""
 
@@ -89,16 +93,37 @@ def test_callers_cannot_have_everything_traced() -> None:
     assert num_traced(1) == 1
 
 
-def test_one_too_many_is_sampled_like_the_others_and_linked() -> None:
+def test_a_trace_that_is_sampled_anyway_is_always_joined() -> None:
+    """It costs what a trace of our own would: behind a gateway that traces, one trace stays one."""
     kept = _Kept()
     settings = TracingSettings(endpoint="127.0.0.1:4317", max_followed_per_s=1.0)
     traced = Tracing(settings, kept, clock=lambda: 0.0)
-    for _ in range(2):
+    for _ in range(1000):
         traced.begin("x", dict(PARENT.headers)).end()
-    first, second = kept.spans
-    assert first.context.trace_id == 0xA1
-    assert second.context.trace_id != 0xA1 and second.parent is None
-    assert [link.context for link in second.links] == [PARENT]
+    assert len(kept.spans) == 1000 and traced.num_not_followed == 0
+    assert {data.context.trace_id for data in kept.spans} == {0xA1}
+
+
+def test_callers_cannot_choose_ids_that_are_always_joined() -> None:
+    """Whether the share takes a trace is not read from the id that a stranger made."""
+    kept = _Kept()
+    settings = TracingSettings(
+        endpoint="127.0.0.1:4317", sample_ratio=0.001, max_followed_per_s=1.0
+    )
+    traced = Tracing(settings, kept, clock=lambda: 0.0)
+    low = TraceContext(1, 0xB2, True)
+    for _ in range(200):
+        traced.begin("x", dict(low.headers)).end()
+    # One by the bound, and by the share so many (0.2 on average): 20 in one of 10 ** 32 runs.
+    assert 1 <= len(kept.spans) < 20
+    assert traced.num_not_followed == 200 - len(kept.spans)
+
+
+def test_the_default_bound_leaves_room_among_the_spans_that_wait() -> None:
+    """MEASURED_SPANS of one request in the process that has most of them."""
+    settings = TracingSettings()
+    num_spans = settings.max_followed_per_s * settings.send_interval_s * MEASURED_SPANS
+    assert num_spans <= settings.max_waiting_spans
 
 
 def test_a_broken_header_begins_a_trace_of_our_own() -> None:

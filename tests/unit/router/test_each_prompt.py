@@ -11,6 +11,7 @@ from process.errors import Unavailable
 from protos import inference_pb2
 from services.router.caller import ANYBODY
 from services.router.openai.each_prompt import EachPrompt
+from services.router.request_trace import Call
 from services.router.times import StageTimes
 
 BUDGET_S = 5.0
@@ -32,7 +33,7 @@ class Desk:
 
 def each(desk: Any, num_prompts: int) -> EachPrompt:
     requests = [inference_pb2.GenerateRequest(text="a") for _ in range(num_prompts)]
-    return EachPrompt(desk, ANYBODY, requests, StageTimes(), {}, 1)
+    return EachPrompt(desk, ANYBODY, requests, StageTimes(), Call(), 1)
 
 
 async def test_those_that_wait_for_others_do_not_get_their_time_anew() -> None:
