@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from baton.preflight import fitting, pod_security
-from baton.preflight.cluster_view import Cluster
+from baton.preflight.cluster_view import Cluster, Node
 from baton.preflight.findings import Finding, Status
 from baton.preflight.needs import Needs, PodNeed
 
@@ -212,6 +213,25 @@ def room(needs: Needs, cluster: Cluster) -> Iterator[Finding]:
             yield Finding("room", Status.OK, found)
         else:
             yield Finding("room", Status.WARN, f"{found}, if nothing else runs there", "")
+        yield from _room_to_update(stay, cluster.nodes)
+
+
+def _room_to_update(pods: Sequence[PodNeed], nodes: Sequence[Node]) -> Iterator[Finding]:
+    """Can each Deployment start one pod more, where its rolling update must?"""
+    for pod in pods:
+        if not pod.starts_new_first:
+            continue
+        more = [replace(each, num_pods=each.num_pods + (each is pod)) for each in pods]
+        short = fitting.place(more, nodes)
+        if short:
+            yield Finding(
+                "room",
+                Status.WARN,
+                f"{pod.owner} cannot be updated: a new pod starts before an old one ends "
+                f"(maxUnavailable: 0), and there is no room for it: {short[0].why}",
+                "leave room for one more pod, or set its updateStrategy to {rollingUpdate: "
+                "{maxSurge: 0, maxUnavailable: 1}}: requests wait while a single pod is replaced",
+            )
 
 
 def metrics(needs: Needs, cluster: Cluster) -> Iterator[Finding]:

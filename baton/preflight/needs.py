@@ -57,6 +57,9 @@ class PodNeed:
     is_brief: bool = False
     """A job or a test: it needs room for a moment only."""
 
+    starts_new_first: bool = False
+    """A rolling update ends no old pod before a new one is ready: it needs room for one more."""
+
     @property
     def containers(self) -> tuple[Object, ...]:
         """All of them, those that run first included."""
@@ -167,7 +170,24 @@ def _pod(object_: Object) -> PodNeed | None:
     spec = object_.get("spec") or {}
     is_job = kind in ("Job", "CronJob")
     num_pods = 0 if kind == "DaemonSet" else 1 if is_job else int(spec.get("replicas", 1))
-    return PodNeed(owner, num_pods, template.get("spec") or {}, is_brief=is_hook or is_job)
+    return PodNeed(
+        owner,
+        num_pods,
+        template.get("spec") or {},
+        is_brief=is_hook or is_job,
+        starts_new_first=kind == "Deployment" and _starts_new_first(spec, num_pods),
+    )
+
+
+def _starts_new_first(spec: Object, num_pods: int) -> bool:
+    """By `strategy` of a Deployment, with Kubernetes' defaults; a share of pods is rounded down."""
+    strategy = spec.get("strategy") or {}
+    if strategy.get("type", "RollingUpdate") != "RollingUpdate" or num_pods == 0:
+        return False
+    unavailable = str((strategy.get("rollingUpdate") or {}).get("maxUnavailable", "25%"))
+    if unavailable.endswith("%"):
+        return num_pods * int(unavailable.removesuffix("%")) < 100
+    return int(unavailable) == 0
 
 
 def _asked(container: Object) -> dict[str, float]:

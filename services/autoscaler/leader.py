@@ -142,7 +142,7 @@ class LeaseLeader:
         lease = await self._api.lease(self._settings.lease_name)
         if lease is None:
             sent_s, self._has_asked = self._clock(), True
-            await self._api.create_lease(self._body(None, holder=self._id))
+            await self._create()
             self._lead(sent_s)
             return
         holder, version = _holder(lease), str(lease.metadata.resource_version)
@@ -158,6 +158,24 @@ class LeaseLeader:
         body = self._body(lease, holder=self._id)
         await self._api.replace_lease(self._settings.lease_name, body)
         self._lead(sent_s)
+
+    async def _create(self) -> None:
+        """The chart makes the Lease, so that it goes with the release, and lets the autoscaler
+        create none: a Lease that it created while the release is removed would stay.
+
+        Raises: ApiError.
+        """
+        try:
+            await self._api.create_lease(self._body(None, holder=self._id))
+        except ApiError as error:
+            if error.status != 403:
+                raise
+            raise ApiError(
+                f"there is no lease {self._settings.lease_name} in namespace "
+                f"{self._api.namespace}, and creating it is not allowed: `helm upgrade` makes it "
+                "again",
+                error.status,
+            ) from error
 
     async def _let_go(self) -> None:
         """Raises: ApiError."""
@@ -210,8 +228,15 @@ class LeaseLeader:
             "name": self._settings.lease_name,
             "namespace": self._api.namespace,
         }
+        annotations: dict[str, str] = {}
+        if lease is not None:
+            # A replacement is whole: what the chart wrote (labels, helm's annotations) stays.
+            metadata["labels"] = lease.metadata.labels or {}
+            annotations = dict(lease.metadata.annotations or {})
+        annotations.pop(PUBLISHED, None)
         if holder and (published := self._publish()):
-            metadata["annotations"] = {PUBLISHED: published}
+            annotations[PUBLISHED] = published
+        metadata["annotations"] = annotations
         spec: dict[str, Any] = {
             "holderIdentity": holder,
             "leaseDurationSeconds": math.ceil(self._settings.lease_s) if holder else 1,

@@ -31,13 +31,14 @@ def test_of_several_autoscalers_the_lease_says_which_one_speaks(
     spec = of_kind(objects, "Deployment")["baton-autoscaler"]["spec"]
     assert spec["replicas"] == 2 and "strategy" not in spec
     told = loaded(objects, "Deployment/baton-autoscaler", "autoscaler", tmp_path)
-    (lease,) = [
-        rule["resourceNames"]
-        for rule in of_kind(objects, "Role")["baton-autoscaler"]["rules"]
-        if rule["resources"] == ["leases"] and "update" in rule["verbs"]
-    ]
-    advised = "" if told.act else "-advice"
-    assert lease == [f"{told.kubernetes.lease_name}{advised}"]
+    name = f"{told.kubernetes.lease_name}{'' if told.act else '-advice'}"
+    rules = of_kind(objects, "Role")["baton-autoscaler"]["rules"]
+    (rule,) = [rule for rule in rules if rule["resources"] == ["leases"]]
+    # It is made by the release and goes with it: the autoscaler may create none that would stay.
+    assert (rule["resourceNames"], rule["verbs"]) == ([name], ["get", "update"])
+    (lease,) = of_kind(objects, "Lease").values()
+    assert lease["metadata"]["name"] == name and "spec" not in lease
+    assert lease["metadata"]["labels"]["app.kubernetes.io/instance"] == "baton"
 
 
 def test_an_hpa_looks_at_its_own_release(render: Render) -> None:

@@ -33,7 +33,7 @@ class ApiServer(kmock.KubernetesEmulator):
     down: str = ""
     """Said, with status 500, to every request while it is set."""
     refused: tuple[str, ...] = ()
-    """Plurals (with subresource) that the user may not touch."""
+    """Plurals (with subresource) that the user may not touch, or not by one method: "POST leases"."""
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
@@ -52,7 +52,7 @@ class ApiServer(kmock.KubernetesEmulator):
     async def _serve(self, request: Any) -> aiohttp.web.StreamResponse:
         plural = request.resource.plural if request.resource else ""
         what = f"{plural}/{request.subresource}" if request.subresource else plural
-        if what in self.refused:
+        if what in self.refused or f"{request._raw_request.method} {what}" in self.refused:
             raise KubernetesError(status=403, reason="Forbidden", message=f"{what} is forbidden")
         if what == "deployments/scale":
             return self._scale(request)

@@ -22,7 +22,7 @@ from services.autoscaler.config import KubernetesSettings
 from services.autoscaler.decision import Decision, Direction, Reason
 from services.autoscaler.kubernetes_api import ApiError, KubernetesApi
 from services.autoscaler.kubernetes_scaler import DELETION_COST, KubernetesScaler
-from services.autoscaler.leader import LeaseLeader
+from services.autoscaler.leader import PUBLISHED, LeaseLeader
 from services.autoscaler.scaler import ScalerError
 from services.autoscaler.signals import ByRole, Role
 from tests.unit.router.bench import RedisServer, until
@@ -163,6 +163,37 @@ async def test_an_empty_lease_that_was_made_by_hand_is_taken(rivals: Rivals) -> 
     first = rivals.add("first")
     await first.try_once()
     assert first.left_s == 10.0 and rivals.lease["holderIdentity"] == "first"
+
+
+async def test_the_lease_of_the_chart_keeps_its_labels_and_annotations(rivals: Rivals) -> None:
+    """Helm and operators find it by them; what a leader publishes is added and taken away."""
+    key = (LEASE, NAMESPACE, rivals.settings.lease_name)
+    labels = {"app.kubernetes.io/instance": "baton"}
+    of_helm = {"meta.helm.sh/release-name": "baton"}
+    rivals.api.objects[key] = {
+        "metadata": {
+            "name": rivals.settings.lease_name,
+            "resourceVersion": "7",
+            "labels": labels,
+            "annotations": of_helm,
+        }
+    }
+    first = rivals.add("first")
+    for published in ("1", ""):
+        first._publish = lambda said=published: said
+        await first.try_once()
+        metadata = rivals.api.objects[key].raw["metadata"]
+        assert metadata["labels"] == labels
+        assert metadata["annotations"] == of_helm | ({PUBLISHED: "1"} if published else {})
+
+
+async def test_a_lease_that_is_gone_and_may_not_be_created_says_what_to_do(rivals: Rivals) -> None:
+    """With the chart's Role: a Lease made while the release is removed would stay behind."""
+    rivals.api.refused = ("POST leases",)
+    first = rivals.add("first")
+    with pytest.raises(ApiError, match=r"no lease .*creating it is not allowed: `helm upgrade`"):
+        await first.try_once()
+    assert first.left_s == 0.0
 
 
 async def test_a_lease_that_somebody_else_took_ends_it_at_once(rivals: Rivals) -> None:

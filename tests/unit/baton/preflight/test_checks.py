@@ -166,8 +166,34 @@ def test_devices_that_no_node_offers_are_named_and_have_no_room() -> None:
     found = _bad(_all(pods))
     assert ("devices", Status.FAIL, "no node offers nvidia.com/gpu") in found
     assert any(check == "room" for check, _, _ in found)
-    with_gpu = Node("g", {"cpu": 8.0, "memory": _GIB * 8.0, "nvidia.com/gpu": 2.0})
+    with_gpu = Node("g", {"cpu": 8.0, "memory": _GIB * 8.0, "nvidia.com/gpu": 3.0})
     assert not [each for each in _bad(_all(pods, nodes=(with_gpu,))) if each[0] != "images"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "has_room"),
+    [
+        ({"rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}}, False),
+        ({}, False),  # Kubernetes' default, a quarter of two pods, is none
+        ({"rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}}, True),
+        ({"rollingUpdate": {"maxUnavailable": "50%"}}, True),
+        ({"type": "Recreate"}, True),
+    ],
+)
+def test_an_update_that_starts_a_new_pod_first_needs_room_for_it(
+    strategy: dict[str, Any], has_room: bool
+) -> None:
+    """Two pods of one core fill two cores: the third, which the update waits for, never starts."""
+    deployment = _deployment()
+    deployment["spec"]["strategy"] = strategy
+    full = Node("n", {"cpu": 2.0, "memory": 16.0 * _GIB}, images=frozenset({"example.com/w:1"}))
+    found = _bad(_all([deployment], nodes=(full,)))
+    assert bool(found) is not has_room
+    for check, status, what in found:
+        assert (check, status) == ("room", Status.WARN)
+        assert "Deployment x-decode cannot be updated" in what and "asks for 1 cores" in what
+    roomy = dataclasses.replace(full, allocatable={"cpu": 3.0, "memory": 16.0 * _GIB})
+    assert not _bad(_all([deployment], nodes=(roomy,)))
 
 
 def test_room_is_only_promised_where_usage_is_known() -> None:
