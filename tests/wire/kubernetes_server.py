@@ -33,7 +33,7 @@ class ApiServer(kmock.KubernetesEmulator):
     down: str = ""
     """Said, with status 500, to every request while it is set."""
     refused: tuple[str, ...] = ()
-    """Plurals (with subresource) that the user may not touch, or not by one method: "POST leases"."""
+    """Plurals (with subresource) that the user may not touch; "POST leases": not by that method."""
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
