@@ -12,12 +12,13 @@ from typing import Literal
 from kvstore.errors import (
     DEADLINE,
     LEASE_LAPSED,
+    MISSING,
     STORE_UNAVAILABLE,
     TRANSPORT,
     LeaseLapsed,
     TransferTimeout,
 )
-from process.errors import DeadlineExceeded, NotFound, Unavailable
+from process.errors import DeadlineExceeded, FailedPrecondition, NotFound, Unavailable
 
 CANCELLED = "cancelled"
 """Beside `kvstore.errors.REASONS`: nobody waited for it any more."""
@@ -47,4 +48,6 @@ def reason_of(error: BaseException) -> str:
         return DEADLINE
     if isinstance(error, Unavailable):
         return STORE_UNAVAILABLE
+    if isinstance(error, FailedPrecondition):  # of a put: the block that its blocks follow
+        return MISSING
     return TRANSPORT

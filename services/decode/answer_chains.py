@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from engine.step_output import RequestEvent
 from services.decode.ask import DecodeAsk
-from services.decode.intake import Intake
+from services.decode.intake import Handover, Intake
 from services.worker.provenance import Leg
 from services.worker.write_back import AnswerChain, WriteBack
 
@@ -23,21 +23,20 @@ class AnswerChains:
         self._leg = leg
         self._chains: dict[int, AnswerChain] = {}
 
-    def follow(self, intake: Intake, context: tuple[int, ...], samples: Iterable[int]) -> None:
-        """From here on what these samples fill goes back to the store.
-
-        Args: context: prompt and what the first of them has drawn.
-        """
+    def follow(self, intake: Intake, handover: Handover, samples: Iterable[int]) -> None:
+        """From here on what these samples fill goes back to the store, and before it what the
+        prompt has in another node's store only."""
         ask = self._ask
         if ask.beam is not None or not self._write_back.is_on:
             return
-        hashes = intake.hashes(context)
+        hashes = intake.hashes(intake.look_at(handover))
+        num_at_home = intake.num_at_home(handover)
         num_prompt_blocks = len(ask.prompt_token_ids) // intake.block_size
         for index in samples:
             # What the prompt's blocks lack is filled by the first sample, before the others part.
             known = hashes[: intake.num_blocks] if index == 0 else hashes[:num_prompt_blocks]
             self._chains[index] = self._write_back.begin(
-                ask.tenant, known, num_prompt_blocks, self._leg
+                ask.tenant, known, num_prompt_blocks, self._leg, min(num_at_home, len(known))
             )
 
     def add(self, event: RequestEvent) -> None:

@@ -24,12 +24,13 @@ from engine.request import Reservation
 from engine.sequence import HOLE
 from kvstore import block_hash
 from kvstore.errors import DEADLINE, MISSING
+from kvstore.lending import is_lender
 from kvstore.packed import PackedBlocks, PackedItems
 from process import logs
 from process.deadline import Deadline
 from services.decode.ahead import Ahead, Copied
 from services.decode.ask import DecodeAsk
-from services.decode.leases import give_back, is_for, place_of
+from services.decode.leases import give_back, is_for, is_home, place_of
 from services.decode.pulls import Batch, Pulled, pull
 from services.worker import handle as handles
 from services.worker.core import WorkerCore
@@ -191,6 +192,15 @@ class Intake:
         if not handover.computes_prompt:
             self._count_rest(why)
         return self.num_tokens
+
+    def num_at_home(self, handover: Handover) -> int:
+        """Leading full blocks that are taken to be in this worker's own store: all but those from
+        the first one on that the handle names in another node's store. (A lender's are written to
+        its store behind it, which may be this one.)"""
+        for stretch in self._looked_at(handover).found:
+            if not is_home(self._core, stretch.run) and not is_lender(stretch.run.node_id):
+                return min(stretch.first, self.num_blocks)
+        return self.num_blocks
 
     def give_back(self, handover: Handover) -> None:
         """The leases that came with the final handle, whatever came of `load`; once."""

@@ -262,7 +262,7 @@ class DecodeRequest:
         self._clock.enter("decode_queue")  # until the first token: the wait and its first step
         self.chunks.start(num_loaded)
         self._leg.num_reached = num_loaded
-        self._chains.follow(intake, intake.look_at(handover), sorted(self._samples.open))
+        self._chains.follow(intake, handover, sorted(self._samples.open))
         self._move(DecodeState.RUNNING)
         # Who is cancelled from here on is posted behind the start.
         over = self._samples.ended

@@ -10,9 +10,10 @@ a put reads them, never by a number that was true before: so it does not matter 
 request is live, preempted or over, and what was evicted or never trusted is not stored. A put is at
 most MAX_PUT_BLOCKS and there is one at a time, so that is all that is ever held.
 
-Presence in the store stays closed under prefixes: a put names the block before its first. The
-prompt is taken to be there; where it is not, the store says so and the chain is put from its
-beginning (blocks that are present cost nothing).
+Presence in the store stays closed under prefixes: a put names the block before its first. What the
+handle names in another node's store is put first. The rest of the prompt is taken to be there;
+where it is not (evicted, or written by a lender to another store), the store refuses the put and
+the chain is put from its beginning (blocks that are present cost nothing).
 
 It has the lowest priority: requests' loads go first (`standing_back`), tokens never wait for it.
 Nothing is read of a cache whose blocks are not whole: the prefix cache has full blocks only, of a
@@ -76,7 +77,7 @@ class AnswerChain:
     """The most that `num_stored` ever was."""
 
     def __post_init__(self) -> None:
-        self.num_stored = self.num_reached = len(self.hashes)
+        self.num_reached = len(self.hashes)
 
     @property
     def num_left(self) -> int:
@@ -123,11 +124,16 @@ class WriteBack:
     # ---- what requests say
 
     def begin(
-        self, tenant: str, hashes: Sequence[bytes], num_prompt_blocks: int, leg: Leg
+        self,
+        tenant: str,
+        hashes: Sequence[bytes],
+        num_prompt_blocks: int,
+        leg: Leg,
+        num_stored: int,
     ) -> AnswerChain:
-        """A sample begins to decode. hashes: of the leading full blocks that were not filled here:
-        they are taken to be in the store."""
-        return AnswerChain(tenant, list(hashes), num_prompt_blocks, leg)
+        """A sample begins to decode. hashes: of the leading full blocks that were not filled here.
+        num_stored: those of them that are taken to be in the store, counted from the first."""
+        return AnswerChain(tenant, list(hashes), num_prompt_blocks, leg, num_stored)
 
     def add(self, chain: AnswerChain, blocks: Iterable[FilledBlock]) -> None:
         """Blocks were filled, in order."""

@@ -163,6 +163,38 @@ async def test_another_nodes_blocks_are_fetched_from_there(tmp_path: Path) -> No
         # The prompt came into decode's own store before the answer.
         assert n.num_stored([*PROMPT, *answer.token_ids]) == (30 + 7) // SIZE
         assert n.pair.decode.core.counts.num_blocks_written_back == 2
+        assert failed_writes(n) == {}  # it was not tried without the prompt first
+
+
+def failed_writes(n: TwoNodes) -> dict[str, float]:
+    """Blocks that decode's puts failed to store, by reason, as /metrics shows them."""
+    return {
+        sample.labels["reason"]: sample.value
+        for metric in n.pair.decode.core.transfers.collect()
+        for sample in metric.samples
+        if sample.name == "baton_transfer_failed_blocks_total"
+        and sample.labels["direction"] == "write"
+        and sample.value
+    }
+
+
+async def test_a_put_whose_parent_the_store_lost_is_counted_as_missing(tmp_path: Path) -> None:
+    """The prompt was taken to be at home and is not any more: the put is refused, the chain is
+    stored from its beginning, and the metric does not blame the transport."""
+    async with two_nodes(tmp_path) as n:
+
+        async def lose(n: TwoNodes, reply: prefill_pb2.PrefillReply) -> None:
+            await split(n, reply, at=7)
+            places = n.store.node.store.places
+            chain = n.pair.decode.core.chain(SALT, "").hashes(PROMPT)
+            places.lose([n.store.node.store.catalog.find(chain[0])])
+
+        await generate(n, name="first")
+        await n.check()
+        answer = await generate(n, lose, name="second")
+        await n.check()
+        assert n.num_stored([*PROMPT, *answer.token_ids]) == (30 + 7) // SIZE
+        assert failed_writes(n).keys() == {"missing"}
 
 
 async def remote_client(p: Pair, reply: prefill_pb2.PrefillReply) -> StoreClient:

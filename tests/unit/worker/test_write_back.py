@@ -147,7 +147,8 @@ class Bench:
     def begin(self, prompt: tuple[int, ...], *, num_known: int | None = None) -> AnswerChain:
         hashes = self.hashes(prompt)
         leg = Leg(len(prompt))
-        return self.writes.begin("t", hashes[:num_known], len(hashes), leg)
+        known = hashes[:num_known]
+        return self.writes.begin("t", known, len(hashes), leg, len(known))
 
     async def settle(self) -> None:
         async with asyncio.timeout(10):
@@ -465,7 +466,10 @@ async def test_any_order_of_turns_stores_prefixes_with_the_right_bytes(
                 num_tokens = rng.randint(1, 40)
                 hashes = b.hashes(prompt)
                 num_known = rng.choice([None, 0]) if len(prompt) > 40 else None
-                chain = b.writes.begin("t", hashes[:num_known], len(hashes), Leg(len(prompt)))
+                known = hashes[:num_known]
+                num_stored = rng.choice([len(known), rng.randint(0, len(known))])
+                leg = Leg(len(prompt))
+                chain = b.writes.begin("t", known, len(hashes), leg, num_stored)
                 chains.append(chain)
                 for event in await b.generate(prompt, num_tokens):
                     b.writes.add(chain, event.filled)
