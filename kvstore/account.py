@@ -37,6 +37,7 @@ def fill(reply: kvstore_pb2.GetStatusReply, store: Store) -> None:
     reply.num_demoted = store.moves.num_demoted
     reply.num_promoted = store.moves.num_promoted
     reply.num_pages_bad = store.moves.num_pages_bad
+    reply.num_damaged = counters.num_damaged
     reply.tenants.extend(tenants(store))
     for reason, num_blocks in sorted(store.refused.items()):
         if num_blocks:

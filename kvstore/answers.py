@@ -35,6 +35,8 @@ class StoreCounters:
     num_bytes_written: int = 0
     num_bytes_read: int = 0
     num_leases_lapsed: int = 0
+    num_damaged: int = 0
+    """Committed blocks whose bytes or generation were found changed."""
 
     @property
     def num_blocks_matched(self) -> int:

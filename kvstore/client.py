@@ -28,13 +28,14 @@ from typing import Literal
 from kvstore import answer_checks, attaching, traced, wire
 from kvstore.attaching import Introduction
 from kvstore.block import Block
+from kvstore.errors import reason_of
 from kvstore.finishing import Background
 from kvstore.getting import Getter
 from kvstore.lease_calls import LeaseCalls
 from kvstore.lending.told import HOLD_S, NO_WORD, Told, Word
 from kvstore.link import Rates
 from kvstore.link_meter import LinkMeter
-from kvstore.moved import Moved, reason_of
+from kvstore.moved import Moved
 from kvstore.putting import PutResult, Putter
 from kvstore.rpc import Attached, StoreRpc
 from kvstore.transport.base import CUDA_IPC, BlockMemory, GetResult, Transport

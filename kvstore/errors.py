@@ -22,7 +22,14 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from process.errors import BatonError, Internal, NotFound, Unavailable
+from process.errors import (
+    BatonError,
+    DeadlineExceeded,
+    FailedPrecondition,
+    Internal,
+    NotFound,
+    Unavailable,
+)
 
 GENERATION = "generation"
 CHECKSUM = "checksum"
@@ -32,6 +39,8 @@ INCARNATION = "incarnation"
 DEADLINE = "deadline"
 TRANSPORT = "transport"
 STORE_UNAVAILABLE = "store_unavailable"
+CANCELLED = "cancelled"
+"""Of a call that its caller gave up; beside REASONS."""
 REASONS = (
     GENERATION,
     CHECKSUM,
@@ -89,6 +98,21 @@ class TransferCancelled(asyncio.CancelledError):
     def __init__(self, message: str, quarantine: Quarantine) -> None:
         super().__init__(message)
         self.quarantine = quarantine
+
+
+def reason_of(error: BaseException) -> str:
+    """The word of REASONS, or CANCELLED, for why a whole call of the store moved nothing."""
+    if isinstance(error, asyncio.CancelledError):
+        return CANCELLED
+    if isinstance(error, LeaseLapsed | NotFound):
+        return LEASE_LAPSED
+    if isinstance(error, DeadlineExceeded | TransferTimeout):
+        return DEADLINE
+    if isinstance(error, FailedPrecondition):  # of a put: the block that its blocks follow
+        return MISSING
+    if isinstance(error, Unavailable):
+        return STORE_UNAVAILABLE
+    return TRANSPORT
 
 
 def quarantine_of(error: BaseException) -> Quarantine | None:

@@ -2,9 +2,10 @@
 by the transport; the checksum, which the transport computed over the worker's bytes as they came,
 here and nowhere else.
 
-What fails is a reason for the block, not an exception. Blocks whose checksum failed are told to the
-store in the background: it looks at its own bytes and drops what is bad, so that nobody meets the
-same bad block for ever. One asyncio loop.
+What fails is a reason for the block, not an exception. Blocks whose checksum failed, or whose
+generation was stale although their lease lives, are reported to the store in the background: it
+looks at its own bytes, drops what is bad and repairs damaged generations, so that no reader meets
+the same bad block again. One asyncio loop.
 """
 
 from __future__ import annotations
@@ -21,10 +22,9 @@ from kvstore.errors import (
     GENERATION,
     INCARNATION,
     LEASE_LAPSED,
-    STORE_UNAVAILABLE,
-    TRANSPORT,
     LeaseLapsed,
     TransferTimeout,
+    reason_of,
 )
 from kvstore.finishing import Background
 from kvstore.lease_calls import LeaseCalls
@@ -33,7 +33,7 @@ from kvstore.rpc import Attached, StoreRpc
 from kvstore.transport.base import GetItems, GetResult, Transport
 from process import logs
 from process.deadline import Deadline
-from process.errors import BatonError, DeadlineExceeded, Unavailable
+from process.errors import BatonError
 from protos import kvstore_pb2
 
 logger = logging.getLogger(__name__)
@@ -81,11 +81,12 @@ class Getter:
         except TransferTimeout:
             raise
         except BatonError as error:
-            return GetResult(0, dict.fromkeys(range(len(items)), _reason(error)))
+            return GetResult(0, dict.fromkeys(range(len(items)), reason_of(error)))
         if self._transport.counts_own_reads:
             self._leases.num_bytes_untold += got.num_bytes
         self._leases.num_bytes_untold += got.num_bytes_untold
         failed = await self._explain(lease_id, got.failed, deadline)
+        self._report_later([wanted[i][0] for i, r in failed.items() if r == GENERATION])
         num_sealed = len(items) - word.num_unsealed
         failed |= self._verify(wanted, num_sealed, got, failed)
         if self._attached.keeps_history:
@@ -128,13 +129,13 @@ class Getter:
                 for index, (ours, theirs) in enumerate(zip(found, expected, strict=True))
                 if ours != theirs and index not in failed
             ]
+        self.num_bad_blocks += len(bad)
         self._report_later([wanted[index][0] for index in bad])
         return dict.fromkeys(bad, CHECKSUM)
 
     # -- telling the store
 
     def _report_later(self, refs: Sequence[Block]) -> None:
-        self.num_bad_blocks += len(refs)
         self._to_report |= {(ref.frame, ref.generation): ref for ref in refs}
         if self._to_report and not self._is_reporting:
             self._is_reporting = True
@@ -167,13 +168,3 @@ class Getter:
             num_blocks=num_blocks,
             **fields,
         )
-
-
-def _reason(error: BatonError) -> str:
-    if isinstance(error, LeaseLapsed):
-        return LEASE_LAPSED
-    if isinstance(error, DeadlineExceeded):
-        return DEADLINE
-    if isinstance(error, Unavailable):
-        return STORE_UNAVAILABLE
-    return TRANSPORT

@@ -143,6 +143,11 @@ def _of_store(store: Store, labels: Labels) -> Iterator[Metric]:
             store.moves.num_promoted,
         ),
         (
+            "baton_store_damaged_blocks",
+            "Blocks in memory whose bytes or generation were found changed.",
+            counts.num_damaged,
+        ),
+        (
             "baton_store_bad_pages",
             "Pages found damaged, or that could not be read; never used.",
             store.moves.num_pages_bad,

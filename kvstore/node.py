@@ -328,13 +328,13 @@ class StoreNode:
         return outcome
 
     async def report(self, attachment_id: str, blocks: Sequence[Block]) -> int:
-        """Somebody read bad bytes out of these: look, and drop those that are bad with all below.
+        """A reader refused these: look, repair or drop those that are bad (kvstore/reports.py).
 
         Returns: how many blocks went.
         """
         store, _ = self.seen(attachment_id)
         store.note_read(REFUSED, blocks, self._name_of(store, attachment_id))
-        return await reports.drop_bad(store, self.slab, blocks) if self.slab else 0
+        return await reports.mend(store, self.slab, blocks) if self.slab else 0
 
     def is_push_terminal(self, push_id: str) -> bool:
         """See PushPeers; a store without memory moves nothing."""

@@ -1,7 +1,9 @@
-"""What becomes of a reader's report that bytes were bad: the store looks for itself.
+"""Corruption: what becomes of a reader's report that a block was bad. The store looks for itself.
 
-A report by itself drops nothing: a worker that is wrong, or worse, would empty the store. Knows
-nothing of stubs. One asyncio loop; checksums are computed in a thread.
+A report by itself changes nothing: a worker that is wrong, or worse, would empty the store. Bytes
+that do not have the checksum they were committed with are dropped, with all blocks below. A
+generation word of the slab that is not the store's own count is written again: readers that map the
+slab would refuse the block for ever. One asyncio loop; checksums are computed in a thread.
 """
 
 from __future__ import annotations
@@ -19,29 +21,35 @@ from process import logs
 logger = logging.getLogger(__name__)
 
 
-async def drop_bad(store: Store, slab: Slab, blocks: Sequence[Block]) -> int:
-    """Recompute the checksums of those frames that still are what they say, and drop what is bad
-    with all below.
+async def mend(store: Store, slab: Slab, blocks: Sequence[Block]) -> int:
+    """Repair the generations and recompute the checksums of those frames that still are what they
+    say, and drop what is bad with all below.
 
-    Returns: how many blocks went; 0 when somebody else dropped them meanwhile.
+    Returns: how many blocks were dropped; 0 also when they were dropped before.
     """
-    hold_id, _ = store.hold(blocks)
+    hold_id, is_held = store.hold(blocks)
     try:
-        expected = store.checksums_of(blocks)
-        found = await asyncio.to_thread(_checksums, slab, blocks, expected)
+        held = [block for block, holds in zip(blocks, is_held, strict=True) if holds]
+        repaired = [each for each in held if int(slab.generations[each.frame]) != each.generation]
+        for block in repaired:
+            slab.publish(block.frame, block.generation)
+        store.counters.num_damaged += len(repaired)
+        expected = store.checksums_of(held)
+        found = await asyncio.to_thread(_checksums, slab, held, expected)
         bad = [
-            block for block, known, now in zip(blocks, expected, found, strict=True) if now != known
+            block for block, known, now in zip(held, expected, found, strict=True) if now != known
         ]
         num_dropped = store.drop(bad)
     finally:
         store.unhold(hold_id)
-    if num_dropped:
+    if repaired or num_dropped:
         logs.event(
             logger,
             "blocks_damaged",
             level=logging.ERROR,
             frames=[block.frame for block in bad],
             num_dropped=num_dropped,
+            generations_of_frames=[block.frame for block in repaired],
         )
     return num_dropped
 

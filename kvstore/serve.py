@@ -155,5 +155,6 @@ def store_status(node: StoreNode, address: str) -> inference_pb2.StoreStatus:
         status.num_demoted = store.moves.num_demoted
         status.num_promoted = store.moves.num_promoted
         status.num_pages_bad = store.moves.num_pages_bad
+        status.num_damaged = store.counters.num_damaged
         status.tenants.extend(tenants(store))
     return status

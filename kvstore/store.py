@@ -218,6 +218,7 @@ class Store:
         found = dict.fromkeys(self._entry_of(block) for block in bad)
         entries = [entry for entry in found if entry is not None]
         self.refused[CHECKSUM] += len(entries)
+        self.counters.num_damaged += len(entries)
         num_tails = sum(1 for entry in entries if not entry.chain_hash)
         num_lost = self.places.lose(entries, history.DAMAGED)
         for entry in entries:

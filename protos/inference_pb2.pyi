@@ -295,7 +295,7 @@ class UsagePoint(_message.Message):
     def __init__(self, unix_ms: _Optional[int] = ..., num_tokens_computed: _Optional[int] = ..., num_tokens_local: _Optional[int] = ..., num_tokens_from_store: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., num_finished: _Optional[int] = ..., num_failed: _Optional[int] = ..., first_token_s: _Optional[float] = ..., num_in_flight: _Optional[int] = ..., num_waiting: _Optional[int] = ...) -> None: ...
 
 class StoreStatus(_message.Message):
-    __slots__ = ("node_id", "address", "incarnation", "reachable", "frame_bytes", "num_frames", "num_free", "num_writing", "num_committed", "num_pinned", "num_quarantined", "num_leases", "num_lookups", "num_blocks_matched", "num_blocks_asked", "num_bytes_written", "num_bytes_read", "num_evictions", "integrity_error", "num_pages", "num_pages_used", "num_demoted", "num_promoted", "num_pages_bad", "tenants", "file_tier_problem")
+    __slots__ = ("node_id", "address", "incarnation", "reachable", "frame_bytes", "num_frames", "num_free", "num_writing", "num_committed", "num_pinned", "num_quarantined", "num_leases", "num_lookups", "num_blocks_matched", "num_blocks_asked", "num_bytes_written", "num_bytes_read", "num_evictions", "integrity_error", "num_pages", "num_pages_used", "num_demoted", "num_promoted", "num_pages_bad", "tenants", "file_tier_problem", "num_damaged")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -322,6 +322,7 @@ class StoreStatus(_message.Message):
     NUM_PAGES_BAD_FIELD_NUMBER: _ClassVar[int]
     TENANTS_FIELD_NUMBER: _ClassVar[int]
     FILE_TIER_PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    NUM_DAMAGED_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     address: str
     incarnation: str
@@ -348,7 +349,8 @@ class StoreStatus(_message.Message):
     num_pages_bad: int
     tenants: _containers.RepeatedCompositeFieldContainer[_common_pb2.TenantUsage]
     file_tier_problem: str
-    def __init__(self, node_id: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., reachable: bool = ..., frame_bytes: _Optional[int] = ..., num_frames: _Optional[int] = ..., num_free: _Optional[int] = ..., num_writing: _Optional[int] = ..., num_committed: _Optional[int] = ..., num_pinned: _Optional[int] = ..., num_quarantined: _Optional[int] = ..., num_leases: _Optional[int] = ..., num_lookups: _Optional[int] = ..., num_blocks_matched: _Optional[int] = ..., num_blocks_asked: _Optional[int] = ..., num_bytes_written: _Optional[int] = ..., num_bytes_read: _Optional[int] = ..., num_evictions: _Optional[int] = ..., integrity_error: _Optional[str] = ..., num_pages: _Optional[int] = ..., num_pages_used: _Optional[int] = ..., num_demoted: _Optional[int] = ..., num_promoted: _Optional[int] = ..., num_pages_bad: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[_common_pb2.TenantUsage, _Mapping]]] = ..., file_tier_problem: _Optional[str] = ...) -> None: ...
+    num_damaged: int
+    def __init__(self, node_id: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., reachable: bool = ..., frame_bytes: _Optional[int] = ..., num_frames: _Optional[int] = ..., num_free: _Optional[int] = ..., num_writing: _Optional[int] = ..., num_committed: _Optional[int] = ..., num_pinned: _Optional[int] = ..., num_quarantined: _Optional[int] = ..., num_leases: _Optional[int] = ..., num_lookups: _Optional[int] = ..., num_blocks_matched: _Optional[int] = ..., num_blocks_asked: _Optional[int] = ..., num_bytes_written: _Optional[int] = ..., num_bytes_read: _Optional[int] = ..., num_evictions: _Optional[int] = ..., integrity_error: _Optional[str] = ..., num_pages: _Optional[int] = ..., num_pages_used: _Optional[int] = ..., num_demoted: _Optional[int] = ..., num_promoted: _Optional[int] = ..., num_pages_bad: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[_common_pb2.TenantUsage, _Mapping]]] = ..., file_tier_problem: _Optional[str] = ..., num_damaged: _Optional[int] = ...) -> None: ...
 
 class GetClusterStatusReply(_message.Message):
     __slots__ = ("workers", "stores", "redis_reachable", "num_requests_in_flight", "num_requests_finished", "num_requests_failed", "router_id", "problems", "requests", "history", "history_interval_ms")

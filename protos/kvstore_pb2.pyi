@@ -419,7 +419,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self, check_integrity: bool = ...) -> None: ...
 
 class GetStatusReply(_message.Message):
-    __slots__ = ("node_id", "incarnation", "frame_bytes", "num_frames", "num_free", "num_writing", "num_committed", "num_pinned", "num_quarantined", "num_leases", "num_attachments", "num_lookups", "num_blocks_asked", "num_blocks_matched", "num_bytes_written", "num_bytes_read", "num_evictions", "num_leases_lapsed", "num_tails", "index_sequence", "index_synced", "integrity_error", "refused", "num_pages", "num_pages_used", "num_demoted", "num_promoted", "num_pages_bad", "tenants", "file_tier_problem")
+    __slots__ = ("node_id", "incarnation", "frame_bytes", "num_frames", "num_free", "num_writing", "num_committed", "num_pinned", "num_quarantined", "num_leases", "num_attachments", "num_lookups", "num_blocks_asked", "num_blocks_matched", "num_bytes_written", "num_bytes_read", "num_evictions", "num_leases_lapsed", "num_tails", "index_sequence", "index_synced", "integrity_error", "refused", "num_pages", "num_pages_used", "num_demoted", "num_promoted", "num_pages_bad", "tenants", "file_tier_problem", "num_damaged")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     FRAME_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -450,6 +450,7 @@ class GetStatusReply(_message.Message):
     NUM_PAGES_BAD_FIELD_NUMBER: _ClassVar[int]
     TENANTS_FIELD_NUMBER: _ClassVar[int]
     FILE_TIER_PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    NUM_DAMAGED_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     incarnation: bytes
     frame_bytes: int
@@ -480,7 +481,8 @@ class GetStatusReply(_message.Message):
     num_pages_bad: int
     tenants: _containers.RepeatedCompositeFieldContainer[_common_pb2.TenantUsage]
     file_tier_problem: str
-    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., frame_bytes: _Optional[int] = ..., num_frames: _Optional[int] = ..., num_free: _Optional[int] = ..., num_writing: _Optional[int] = ..., num_committed: _Optional[int] = ..., num_pinned: _Optional[int] = ..., num_quarantined: _Optional[int] = ..., num_leases: _Optional[int] = ..., num_attachments: _Optional[int] = ..., num_lookups: _Optional[int] = ..., num_blocks_asked: _Optional[int] = ..., num_blocks_matched: _Optional[int] = ..., num_bytes_written: _Optional[int] = ..., num_bytes_read: _Optional[int] = ..., num_evictions: _Optional[int] = ..., num_leases_lapsed: _Optional[int] = ..., num_tails: _Optional[int] = ..., index_sequence: _Optional[int] = ..., index_synced: bool = ..., integrity_error: _Optional[str] = ..., refused: _Optional[_Iterable[_Union[_common_pb2.RecomputeCount, _Mapping]]] = ..., num_pages: _Optional[int] = ..., num_pages_used: _Optional[int] = ..., num_demoted: _Optional[int] = ..., num_promoted: _Optional[int] = ..., num_pages_bad: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[_common_pb2.TenantUsage, _Mapping]]] = ..., file_tier_problem: _Optional[str] = ...) -> None: ...
+    num_damaged: int
+    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., frame_bytes: _Optional[int] = ..., num_frames: _Optional[int] = ..., num_free: _Optional[int] = ..., num_writing: _Optional[int] = ..., num_committed: _Optional[int] = ..., num_pinned: _Optional[int] = ..., num_quarantined: _Optional[int] = ..., num_leases: _Optional[int] = ..., num_attachments: _Optional[int] = ..., num_lookups: _Optional[int] = ..., num_blocks_asked: _Optional[int] = ..., num_blocks_matched: _Optional[int] = ..., num_bytes_written: _Optional[int] = ..., num_bytes_read: _Optional[int] = ..., num_evictions: _Optional[int] = ..., num_leases_lapsed: _Optional[int] = ..., num_tails: _Optional[int] = ..., index_sequence: _Optional[int] = ..., index_synced: bool = ..., integrity_error: _Optional[str] = ..., refused: _Optional[_Iterable[_Union[_common_pb2.RecomputeCount, _Mapping]]] = ..., num_pages: _Optional[int] = ..., num_pages_used: _Optional[int] = ..., num_demoted: _Optional[int] = ..., num_promoted: _Optional[int] = ..., num_pages_bad: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[_common_pb2.TenantUsage, _Mapping]]] = ..., file_tier_problem: _Optional[str] = ..., num_damaged: _Optional[int] = ...) -> None: ...
 
 class ReportRequest(_message.Message):
     __slots__ = ("attachment_id", "blocks")

@@ -68,6 +68,7 @@ class ClusterStatus:
         statuses = [status for status, _ in workers]
         problems += (problem for status in statuses for problem in link_problems(status))
         problems += _tiers_off(stores)
+        problems += _damaged(stores)
         problems += filter(None, [self._check_integrity()])
         return self._reply(snapshot, statuses, stores, problems)
 
@@ -78,6 +79,7 @@ class ClusterStatus:
         problems = self._problems(snapshot)
         problems += (problem for status in workers for problem in link_problems(status))
         problems += _tiers_off(stores)
+        problems += _damaged(stores)
         return self._reply(snapshot, workers, stores, problems)
 
     def _problems(self, snapshot: Snapshot) -> list[str]:
@@ -167,6 +169,7 @@ _STORE_FIELDS = (
     "num_demoted",
     "num_promoted",
     "num_pages_bad",
+    "num_damaged",
     "integrity_error",
     "file_tier_problem",
 )
@@ -203,6 +206,15 @@ def _tiers_off(stores: Iterable[inference_pb2.StoreStatus]) -> list[str]:
         f"the file tier of store {store.node_id} is off: {store.file_tier_problem}"
         for store in stores
         if store.file_tier_problem
+    ]
+
+
+def _damaged(stores: Iterable[inference_pb2.StoreStatus]) -> list[str]:
+    return [
+        f"store {store.node_id} found {store.num_damaged} damaged blocks since it started: its "
+        "memory is faulty, or another process writes into it"
+        for store in stores
+        if store.num_damaged
     ]
 
 

@@ -22,17 +22,13 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
+from kvstore import errors
 from kvstore.block import Block
 from kvstore.client import StoreClient
 from kvstore.errors import (
     DEADLINE,
-    LEASE_LAPSED,
-    STORE_UNAVAILABLE,
-    TRANSPORT,
-    LeaseLapsed,
     Quarantine,
     TransferCancelled,
-    TransferFailed,
     TransferTimeout,
 )
 from kvstore.lending.told import NO_WORD, Word
@@ -42,7 +38,6 @@ from process.errors import (
     BatonError,
     DeadlineExceeded,
     FailedPrecondition,
-    NotFound,
     Unavailable,
 )
 from process.tasks import end_tasks, start_task
@@ -79,15 +74,7 @@ STEADY_S = 5.0
 
 def reason_of(error: BatonError) -> str:
     """The word under which blocks are counted that `error` kept away."""
-    if isinstance(error, StoreUnusable):
-        return error.reason
-    if isinstance(error, LeaseLapsed | NotFound):
-        return LEASE_LAPSED
-    if isinstance(error, DeadlineExceeded | TransferTimeout):
-        return DEADLINE
-    if isinstance(error, TransferFailed):
-        return TRANSPORT
-    return STORE_UNAVAILABLE
+    return error.reason if isinstance(error, StoreUnusable) else errors.reason_of(error)
 
 
 class StoreConnector:

@@ -48,6 +48,39 @@ async def test_nobody_meets_the_same_bad_block_twice(
     await worker.status()
 
 
+async def test_a_damaged_generation_is_repaired(
+    store: serve.RunningStore, new_worker: NewWorker, chain: Chain
+) -> None:
+    """Of every 64 bits one flips: the block is refused once, and read again after the report."""
+    worker = await new_worker(store.address, "shm")
+    put = await worker.put(chain("a", 3), range(3))
+    slab = store.node.slab
+    assert slab is not None
+    for bit in range(64):
+        slab.generations[put.refs[1].frame] ^= np.uint64(1 << bit)
+        assert await worker.get(put.lease_id, put.refs, range(10, 13)) == {1: errors.GENERATION}
+        await worker.client.settle()
+        assert await worker.get(put.lease_id, put.refs, range(20, 23)) == {}, bit
+    assert np.array_equal(worker.view[20:23], worker.view[:3])
+    assert worker.client.num_bad_blocks == 0  # its bytes were right
+    assert (await worker.status()).num_damaged == 64
+    await worker.client.release([put.lease_id], deadline=within())
+
+
+async def test_a_stale_reference_repairs_nothing(
+    store: serve.RunningStore, new_worker: NewWorker, chain: Chain
+) -> None:
+    """The reader names an earlier life of the frame: the store has nothing to mend."""
+    worker = await new_worker(store.address, "shm")
+    put = await worker.put(chain("a", 1), range(1))
+    stale = dataclasses.replace(put.refs[0], generation=put.refs[0].generation + 2)
+    assert await worker.get(put.lease_id, [stale], [10]) == {0: errors.GENERATION}
+    await worker.client.settle()
+    assert await worker.get(put.lease_id, put.refs, [11]) == {}
+    assert (await worker.status()).num_damaged == 0
+    await worker.client.release([put.lease_id], deadline=within())
+
+
 async def test_a_wrong_complaint_costs_no_block(
     store: serve.RunningStore, new_worker: NewWorker, chain: Chain, transport: str
 ) -> None:

@@ -242,6 +242,7 @@ class _Store(kvstore_pb2_grpc.KvStoreServicer):
         return kvstore_pb2.GetStatusReply(
             num_pages=9,
             num_pages_bad=2,
+            num_damaged=3,
             file_tier_problem="the disk is full",
             tenants=[{"tenant": "a", "num_blocks": 3, "num_blocks_guaranteed": 4}],
         )
@@ -262,5 +263,7 @@ async def test_a_store_s_tiers_and_tenants_are_shown_and_a_tier_that_is_off_is_a
             (usage,) = store.tenants
             assert (usage.tenant, usage.num_blocks, usage.num_blocks_guaranteed) == ("a", 3, 4)
             assert "the file tier of store n0 is off: the disk is full" in status.problems
+            (damaged,) = [each for each in status.problems if "damaged" in each]
+            assert damaged.startswith("store n0 found 3 damaged blocks since it started")
     finally:
         await server.stop(None)

@@ -6,8 +6,15 @@ import asyncio
 
 import pytest
 
-from kvstore.errors import REASONS, LeaseLapsed, Quarantine, TransferFailed, TransferTimeout
-from kvstore.moved import CANCELLED, reason_of
+from kvstore.errors import (
+    CANCELLED,
+    REASONS,
+    LeaseLapsed,
+    Quarantine,
+    TransferFailed,
+    TransferTimeout,
+    reason_of,
+)
 from process.errors import DeadlineExceeded, FailedPrecondition, Unavailable
 
 
@@ -19,7 +26,7 @@ from process.errors import DeadlineExceeded, FailedPrecondition, Unavailable
         (DeadlineExceeded("x"), "deadline"),
         (Unavailable("x"), "store_unavailable"),
         (TransferFailed("x"), "transport"),
-        (FailedPrecondition("x"), "transport"),
+        (FailedPrecondition("x"), "missing"),
     ],
 )
 def test_each_error_has_its_word(error: BaseException, word: str) -> None:
