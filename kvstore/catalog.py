@@ -14,6 +14,7 @@ thread.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -78,6 +79,8 @@ class Catalog:
         """on_change(present, chain_hash): called as each comes and goes, in order. on_use(entry):
         called when what may become of a present entry may have changed."""
         self._entries: dict[bytes, Entry] = {}
+        self.num_pinned = 0
+        """Entries with a pin, tails and lost ones among them."""
         self._on_change = on_change
         self._on_use = on_use
         self._tick = 0
@@ -143,6 +146,7 @@ class Catalog:
 
     def pin(self, entry: Entry) -> None:
         entry.num_pins += 1
+        self.num_pinned += entry.num_pins == 1
         if entry.page is not None and entry.num_pins == 1:  # clean no more
             self.changed(entry)
 
@@ -150,6 +154,7 @@ class Catalog:
         if entry.num_pins < 1:
             raise IntegrityError("catalog: an entry is unpinned once too often")
         entry.num_pins -= 1
+        self.num_pinned -= entry.num_pins == 0
         if entry.num_pins == 0:
             self.changed(entry)
 
@@ -203,9 +208,14 @@ class Catalog:
 
     def check_integrity(self) -> None:
         """Recount children; both prefix laws. Raises: IntegrityError."""
+        deque(self.checks(), maxlen=0)
+
+    def checks(self) -> Iterator[None]:
+        """The same in steps; the caller may do other things between two (kvstore/watch.py)."""
         children: dict[int, int] = {}
         page_children: dict[int, int] = {}
         for chain_hash, entry in self._entries.items():
+            yield
             if entry.chain_hash != chain_hash:
                 raise IntegrityError(f"catalog: {chain_hash.hex()} names another block")
             if entry.block is None and entry.page is None:
@@ -224,3 +234,4 @@ class Catalog:
             counts = (entry.num_children, entry.num_page_children)
             if counts != (children.get(id(entry), 0), page_children.get(id(entry), 0)):
                 raise IntegrityError(f"catalog: {chain_hash.hex()} miscounts its children")
+            yield

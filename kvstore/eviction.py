@@ -10,7 +10,7 @@ Knows nothing of frames, pages or clocks. Plain synchronous values, one thread.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 from kvstore.catalog import Entry
 from kvstore.errors import IntegrityError
@@ -46,12 +46,17 @@ class LruOrder:
             heapq.heappop(self._heap)
         return None
 
-    def check_integrity(self, entries: list[Entry]) -> None:
-        """Every candidate among `entries` must be found. Raises: IntegrityError."""
-        offered = {id(entry) for tick, _, _, entry in self._heap if tick == entry.last_used}
+    def checks(self, entries: Iterable[Entry]) -> Iterator[None]:
+        """Every candidate among `entries` must be found, in steps. Raises: IntegrityError."""
+        offered: set[int] = set()
+        for tick, _, _, entry in self._heap:
+            if tick == entry.last_used:
+                offered.add(id(entry))
+            yield
         for entry in entries:
             if self._is_candidate(entry) and id(entry) not in offered:
                 raise IntegrityError(f"{self._what}: {entry.chain_hash.hex()} would never be found")
+            yield
 
     def _rebuild(self) -> None:
         live: dict[int, tuple[int, int, int, Entry]] = {}

@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import enum
 import heapq
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 
 from kvstore.errors import IntegrityError
 
@@ -57,6 +58,8 @@ class FramePool:
         self.num_frames = num_frames
         self.num_ever_taken = 0
         """Frames from here on were never used: their memory may not have been touched yet."""
+        self.num_changes = 0
+        """Moves of frames from one state to another."""
         self._publish = publish
         self._state = [FrameState.FREE] * num_frames
         self._generation = [0] * num_frames
@@ -109,23 +112,32 @@ class FramePool:
 
     def check_integrity(self) -> None:
         """Recount everything. Raises: IntegrityError."""
-        for state in FrameState:
-            recount = sum(1 for each in self._state if each is state)
-            if recount != self._counts[state]:
-                raise IntegrityError(
-                    f"frames {state.value}: counted {recount}, kept {self._counts[state]}"
-                )
-        if sum(self._counts.values()) != self.num_frames:
-            raise IntegrityError("frames: the four states do not add up to num_frames")
-        free = {f for f, state in enumerate(self._state) if state is FrameState.FREE}
-        if len(self._free) != len(free) or set(self._free) != free:
-            raise IntegrityError("frames: the free heap differs from the frames that are free")
+        deque(self.checks(), maxlen=0)
+
+    def checks(self) -> Iterator[None]:
+        """The same in steps; the caller may do other things between two (kvstore/watch.py)."""
+        counts = dict.fromkeys(FrameState, 0)
         writing = (FrameState.WRITING, FrameState.QUARANTINED)
         for frame, state in enumerate(self._state):
+            counts[state] += 1
             if (self._generation[frame] % 2 == 1) != (state in writing):
                 raise IntegrityError(
                     f"frame {frame}: generation {self._generation[frame]} while {state.value}"
                 )
+            yield
+        for state, recount in counts.items():
+            if recount != self._counts[state]:
+                raise IntegrityError(
+                    f"frames {state.value}: counted {recount}, kept {self._counts[state]}"
+                )
+        free: set[int] = set()
+        for frame in self._free:
+            free.add(frame)
+            if self._state[frame] is not FrameState.FREE:
+                raise IntegrityError(f"frame {frame}: in the free heap, and not free")
+            yield
+        if len(self._free) != len(free) or len(free) != counts[FrameState.FREE]:
+            raise IntegrityError("frames: the free heap differs from the frames that are free")
 
     def _check(self, frame: int) -> None:
         if not 0 <= frame < self.num_frames:
@@ -135,6 +147,7 @@ class FramePool:
         state = self._state[frame]
         if to not in ALLOWED[state]:
             raise IntegrityError(f"frame {frame}: {state.value} -> {to.value} is not allowed")
+        self.num_changes += 1
         self._state[frame] = to
         self._counts[state] -= 1
         self._counts[to] += 1

@@ -345,9 +345,9 @@ class StoreNode:
         if self.memory is not None:
             self.memory.look_for_room()
 
-    def check_integrity(self) -> str:
+    async def check_integrity(self) -> str:
         """See StoreWatch."""
-        return self.watch.check_integrity() if self.watch is not None else ""
+        return await self.watch.check_integrity() if self.watch is not None else ""
 
     # -- inside
 

@@ -14,8 +14,10 @@ Knows nothing of leases, workers or bytes. Plain synchronous values, one thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import attrgetter
 
 from kvstore import integrity
@@ -241,27 +243,40 @@ class Residency:
 
     def check_integrity(self) -> None:
         """Recompute every law of places. Raises: IntegrityError naming the first that fails."""
-        self.frames.check_integrity()
-        self.pages.check_integrity()
-        self.catalog.check_integrity()
-        integrity.check_committed(self.frames, self.catalog, self.committed, self.tails)
-        integrity.check_pages(self.catalog, self.pages)
-        free = FrameState.FREE
-        taken = [f for f in range(self.frames.num_frames) if self.frames.state(f) is not free]
-        self.frame_account.check_integrity(taken)
-        self.page_account.check_integrity(self.pages.taken())
-        for frame, entry in [*self.committed.items(), *self.condemned.items()]:
+        deque(self.checks(), maxlen=0)
+
+    def checks(self) -> Iterator[None]:
+        """The same in steps; the caller may do other things between two (kvstore/watch.py)."""
+        frames, pages = self.frames, self.pages
+        yield from frames.checks()
+        yield from pages.checks()
+        yield from self.catalog.checks()
+        yield from integrity.check_committed(frames, self.catalog, self.committed, self.tails)
+        yield from integrity.check_pages(self.catalog, pages)
+        yield from self.frame_account.checks(
+            frames.num_frames - frames.count(FrameState.FREE),
+            lambda frame: frames.state(frame) is not FrameState.FREE,
+        )
+        yield from self.page_account.checks(pages.num_taken, pages.is_taken)
+        for frame, entry in chain(self.committed.items(), self.condemned.items()):
             if self.frame_account.tenant_of(frame) != entry.tenant:
                 raise IntegrityError(f"frame {frame}: charged to another tenant than its block")
-        if self._clean != {entry for entry in self.catalog if entry.is_clean}:
+            yield
+        num_clean = 0
+        for entry in self.catalog:
+            num_clean += entry.is_clean
+            if entry.is_clean != (entry in self._clean):
+                raise IntegrityError(f"{entry.chain_hash.hex()}: clean, or counted as clean")
+            yield
+        if num_clean != len(self._clean):
             raise IntegrityError("clean entries are miscounted")
         all_orders = [self._clean_order, self._last_order, self._page_order]
         if self.pages.num_pages:
             all_orders.append(self._demotion_order)
         for orders in all_orders:
             for group, order in orders.items():
-                order.check_integrity(
-                    [e for e in self.catalog if self.shares.group(e.tenant) == group]
+                yield from order.checks(
+                    entry for entry in self.catalog if self.shares.group(entry.tenant) == group
                 )
 
     # -- inside

@@ -336,7 +336,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
         self, request: kvstore_pb2.GetStatusRequest, context: Context
     ) -> kvstore_pb2.GetStatusReply:
         if request.check_integrity:
-            self._node.check_integrity()
+            await self._node.check_integrity()
         sequence, synced = self._index_state()
         reply = kvstore_pb2.GetStatusReply(
             node_id=self._node.node_id,

@@ -16,8 +16,8 @@ loop.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvstore import history, integrity
 from kvstore.answers import Match, StoreCounters, StoreLimits
@@ -287,16 +287,20 @@ class Store:
         return len(self.places.tails)
 
     def num_pinned(self) -> int:
-        """Frames that at least one lease pins. O(n)."""
-        return sum(1 for entry in self.places.committed.values() if entry.num_pins)
+        """Entries that at least one lease, or a move between tiers, pins."""
+        return self.catalog.num_pinned
 
     def check_integrity(self) -> None:
         """Recompute every conservation law. Raises: IntegrityError naming the first that fails."""
-        self.places.check_integrity()
-        self.moves.check_integrity()
-        self.leases.check_integrity()
+        deque(self.checks(), maxlen=0)
+
+    def checks(self) -> Iterator[None]:
+        """The same in steps; the caller may do other things between two (kvstore/watch.py)."""
         places = self.places
-        integrity.check_writing(
+        yield from places.checks()
+        yield from self.moves.checks()
+        yield from self.leases.checks()
+        yield from integrity.check_writing(
             self.frames,
             self.leases,
             self.attachments,
@@ -304,7 +308,7 @@ class Store:
             places.condemned,
             self.moves.promoting(),
         )
-        integrity.check_pins(
+        yield from integrity.check_pins(
             self.leases, self.catalog, places.committed, places.condemned, self.moves.pins()
         )
 

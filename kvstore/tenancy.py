@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.errors import IntegrityError
@@ -148,13 +148,21 @@ class PlaceAccount:
         """Whether the group holds less than it is guaranteed."""
         return self._used_by_group[group] < self.guaranteed[group]
 
-    def check_integrity(self, taken: Collection[int]) -> None:
-        """`taken`: the places that are not free. Raises: IntegrityError."""
-        if self._tenants.keys() != set(taken):
+    def checks(self, num_taken: int, is_taken: Callable[[int], bool]) -> Iterator[None]:
+        """In steps. num_taken: places that are not free. Raises: IntegrityError."""
+        used: Counter[str] = Counter()
+        for place, tenant in self._tenants.items():
+            used[tenant] += 1
+            if not is_taken(place):
+                raise IntegrityError("a place that is free is charged to a tenant")
+            yield
+        if len(self._tenants) != num_taken:
             raise IntegrityError("places charged to tenants are not those that are taken")
-        if Counter(self._tenants.values()) != self._used:
+        if used != self._used:
             raise IntegrityError("tenants' places are miscounted")
-        groups = Counter(self._shares.group(tenant) for tenant in self._tenants.values())
+        groups: Counter[str] = Counter()
+        for tenant, num_places in used.items():
+            groups[self._shares.group(tenant)] += num_places
         if groups != self._used_by_group:
             raise IntegrityError("groups' places are miscounted")
         if sum(self.guaranteed.values()) != self.num_places:

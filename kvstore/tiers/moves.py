@@ -15,7 +15,7 @@ Conservation law: pages being written are those of the demotions under way; fram
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvstore import integrity
@@ -167,14 +167,14 @@ class TierMoves:
         pinned.update(promotion.entry for promotion in self._promotions.values())
         return pinned
 
-    def check_integrity(self) -> None:
+    def checks(self) -> Iterator[None]:
         """Raises: IntegrityError."""
         writing = {write.index for d in self._demotions for write in d.writes}
         if len(writing) != self._residency.pages.num_writing:
             raise IntegrityError("pages being written are not those of the demotions under way")
         uses = Counter(d.above for d in self._demotions if d.above is not None)
         uses.update(promotion.entry for promotion in self._promotions.values())
-        integrity.check_moves(self._residency.catalog, uses)
+        yield from integrity.check_moves(self._residency.catalog, uses)
 
     # -- inside
 

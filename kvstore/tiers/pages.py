@@ -9,7 +9,8 @@ Knows nothing of bytes or blocks. Plain synchronous values, one thread.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator
 
 from kvstore.errors import IntegrityError
 
@@ -32,9 +33,14 @@ class PagePool:
     def num_writing(self) -> int:
         return len(self._writing)
 
-    def taken(self) -> set[int]:
-        """Every page that is not free."""
-        return self._used | self._writing
+    @property
+    def num_taken(self) -> int:
+        """Pages that are not free."""
+        return len(self._used) + len(self._writing)
+
+    def is_taken(self, page: int) -> bool:
+        """Whether it is not free."""
+        return page in self._used or page in self._writing
 
     def take(self) -> int | None:
         """FREE -> WRITING; None when there is none."""
@@ -62,10 +68,18 @@ class PagePool:
 
     def check_integrity(self) -> None:
         """Recount everything. Raises: IntegrityError."""
-        free = set(self._free)
-        if len(free) != len(self._free):
-            raise IntegrityError("pages: a page is free twice")
-        if free & self._used or free & self._writing or self._used & self._writing:
-            raise IntegrityError("pages: a page is in two states")
-        if free | self._used | self._writing != set(range(self.num_pages)):
+        deque(self.checks(), maxlen=0)
+
+    def checks(self) -> Iterator[None]:
+        """The same in steps; the caller may do other things between two (kvstore/watch.py)."""
+        found: set[int] = set()
+        for pages in (self._free, self._used, self._writing):
+            for page in pages:
+                if page in found:
+                    raise IntegrityError(f"pages: page {page} is in two states, or free twice")
+                if not 0 <= page < self.num_pages:
+                    raise IntegrityError(f"pages: page {page}: there are {self.num_pages}")
+                found.add(page)
+                yield
+        if len(found) != self.num_pages:
             raise IntegrityError("pages: the three states do not add up to num_pages")

@@ -217,7 +217,7 @@ async def _all_free(store: serve.RunningStore) -> None:
     async with asyncio.timeout(30):
         while not _is_free(store):
             await asyncio.sleep(0.02)
-    assert store.node.check_integrity() == ""
+    assert await store.node.check_integrity() == ""
 
 
 def _is_free(store: serve.RunningStore) -> bool:

@@ -111,7 +111,7 @@ async def _measured(rng: random.Random, num_trials: int, salts: tuple[bytes, byt
         finally:
             await other.client.close()
             await stranger.client.close()
-        assert store.node.check_integrity() == ""
+        assert await store.node.check_integrity() == ""
     return _accuracy(trials)
 
 

@@ -216,7 +216,7 @@ async def store(store_settings: KvStoreSettings) -> AsyncIterator[serve.RunningS
     """A store in this process. At the end nothing may be left: no reservation, no lease."""
     async with serve.running(store_settings) as running:
         yield running
-        assert running.node.check_integrity() == ""
+        assert await running.node.check_integrity() == ""
 
 
 NewWorker = Callable[..., Awaitable[Worker]]

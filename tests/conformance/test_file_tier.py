@@ -110,7 +110,7 @@ async def test_what_leaves_memory_comes_back_from_disk(
         assert tiers == {Tier.HOST, Tier.FILE}
         status = await worker.status()
         assert status.num_promoted >= 96 - NUM_FRAMES and status.num_leases == 0
-        assert store.node.check_integrity() == ""
+        assert await store.node.check_integrity() == ""
 
 
 async def test_the_next_life_uses_what_verifies(
@@ -185,7 +185,7 @@ async def test_a_flipped_byte_on_disk_costs_its_block_and_those_below(
             file.seek(offset)
             file.write(bytes([byte ^ (1 << draw.randrange(8))]))
         assert (await read(worker, chain, 0))[0] == 3
-        assert store.node.check_integrity() == ""
+        assert await store.node.check_integrity() == ""
         status = await worker.status()
         assert (status.num_pages_bad, status.num_leases, status.num_pinned) == (1, 0, 0)
         await put(worker, chain, 0)
@@ -307,7 +307,7 @@ async def test_a_match_waits_for_the_disk_no_longer_than_it_may(
         try:
             matched = await worker.client.match(hashes, ttl_s=30, deadline=within(3.0))
             assert len(matched.blocks) == 3
-            assert store.node.check_integrity() == ""
+            assert await store.node.check_integrity() == ""
             # Whoever is cancelled, or gives up, leaves no lease behind.
             task = asyncio.create_task(
                 worker.client.match(chain("p2", LENGTH), ttl_s=30, deadline=within())
@@ -356,7 +356,7 @@ async def test_memory_full_of_leases_gives_a_shorter_prefix(
             leases.append(matched.lease_id)
             found.append(len(matched.blocks))
         assert found == [LENGTH] * 4 + [0, 0] and leases[4:] == ["", ""]
-        assert store.node.check_integrity() == ""
+        assert await store.node.check_integrity() == ""
         await worker.client.release(leases, deadline=within())
         assert (await read(worker, chain, 5))[0] == LENGTH
 
@@ -376,7 +376,7 @@ async def test_many_workers_over_a_small_memory_keep_every_law(
                     await put(worker, chain, prompt)
                 else:
                     await read(worker, chain, prompt)
-                assert store.node.check_integrity() == ""
+                assert await store.node.check_integrity() == ""
 
         await asyncio.gather(*(busy(w, random.Random(seed + i)) for i, w in enumerate(workers)))
         status = await workers[0].status()

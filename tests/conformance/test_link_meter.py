@@ -35,7 +35,7 @@ async def assert_clean(store: serve.RunningStore, client: Any) -> None:
     async with asyncio.timeout(10):
         while len(truth.quarantined):  # settled, and told in the background
             await asyncio.sleep(0.005)
-    assert store.node.check_integrity() == ""
+    assert await store.node.check_integrity() == ""
     assert (len(truth.leases), truth.num_tails, truth.num_pinned()) == (0, 0, 0)
     status = await client.status(deadline=within())
     assert (status.num_writing, status.num_quarantined, status.num_committed) == (0, 0, 0)

@@ -185,7 +185,7 @@ async def test_many_workers_at_once_keep_every_law(
             await worker.get(put.lease_id, refs, range(30, 30 + len(refs)))
             if draw.random() < 0.7:
                 await worker.client.release([put.lease_id], deadline=within())
-            assert store.node.check_integrity() == ""
+            assert await store.node.check_integrity() == ""
 
     await asyncio.gather(*(busy(w, random.Random(seed + i)) for i, w in enumerate(workers)))
     for worker in workers:
@@ -195,7 +195,7 @@ async def test_many_workers_at_once_keep_every_law(
     for lease in list(truth.leases):
         truth.release([lease.lease_id], now_s=0.0)
     await until(lambda: len(truth.quarantined) == 0 and len(truth.attachments) == 0)
-    assert store.node.check_integrity() == ""
+    assert await store.node.check_integrity() == ""
     assert (truth.num_pinned(), truth.num_tails, len(truth.leases)) == (0, 0, 0)
 
 

@@ -115,7 +115,7 @@ async def test_a_broken_law_is_told_and_does_not_end_the_watch(
         monkeypatch.setattr(Store, "lapse", broken)
         await until(lambda: "broken once" in store.node.integrity_error)
         await until(lambda: len(truth.leases) == 0)
-        assert "broken once" in store.node.check_integrity()
+        assert "broken once" in await store.node.check_integrity()
 
 
 async def test_heartbeats_do_not_keep_the_laws_from_being_checked(

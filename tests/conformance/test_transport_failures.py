@@ -306,7 +306,7 @@ async def test_a_killed_worker_leaks_nothing(
         free = truth.frames.num_frames - num_committed
         await until(lambda: truth.frames.count(FrameState.FREE) == free)
         assert (truth.num_pinned(), truth.num_tails) == (0, 0)
-        assert running.node.check_integrity() == ""
+        assert await running.node.check_integrity() == ""
 
 
 async def test_frames_of_a_stalled_one_sided_writer_stay_out_of_use(
@@ -324,10 +324,10 @@ async def test_frames_of_a_stalled_one_sided_writer_stay_out_of_use(
     assert store.node.watch is not None and store.node.watch._task is not None
     await asyncio.wait([store.node.watch._task], timeout=0.5)
     assert len(truth.quarantined) == 4
-    assert store.node.check_integrity() == ""
+    assert await store.node.check_integrity() == ""
     worker.process.kill()
     await until(lambda: len(truth.quarantined) == 0)
-    assert store.node.check_integrity() == ""
+    assert await store.node.check_integrity() == ""
 
 
 async def test_frames_being_pushed_to_a_stalled_worker_are_held_until_it_is_over(
@@ -353,11 +353,11 @@ async def test_frames_being_pushed_to_a_stalled_worker_are_held_until_it_is_over
     await writer.client.release([put.lease_id], deadline=within())
     assert not node.is_push_terminal("second")
     assert truth.num_pinned() == 20
-    assert node.check_integrity() == ""
+    assert await node.check_integrity() == ""
     lone.process.kill()
     await until(lambda: node.is_push_terminal("second"))
     assert truth.num_pinned() == 0
-    assert node.check_integrity() == ""
+    assert await node.check_integrity() == ""
 
 
 async def test_a_push_that_nobody_knows_is_over_and_stays_so(

@@ -129,8 +129,8 @@ class Site:
             except BatonError:
                 return False
             status = self.store.node.store
-            self.store.node.check_integrity()
-            assert self.store.node.integrity_error == ""
+            if status is not None:
+                status.check_integrity()
             return status is None or (len(status.leases) == 0 and status.num_pinned() == 0)
 
         await until(is_idle, WAIT_S)

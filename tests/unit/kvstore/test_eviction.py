@@ -33,7 +33,7 @@ class _Builder:
             self.catalog.remove(entry)
             self.catalog.set_block(entry, None)
             self.catalog.check_integrity()
-            self.order.check_integrity(list(self.catalog))
+            list(self.order.checks(self.catalog))
         return names
 
 
@@ -73,5 +73,5 @@ def test_the_heap_stays_small_under_use() -> None:
     for _ in range(10_000):
         build.catalog.touch(chain[-1:])
     assert len(build.order._heap) <= 64 + 4 * 100 + 1
-    build.order.check_integrity(list(build.catalog))
+    list(build.order.checks(build.catalog))
     assert build.evict_all() == [f"c{i}" for i in reversed(range(100))]
