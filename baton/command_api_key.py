@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 from baton import cluster_state, key_files
+from baton.errors import InvalidArgument
 from baton.key_files import KeyFileError
 from process import api_keys
 
@@ -46,7 +48,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run_add(parsed: argparse.Namespace) -> int:
-    """Returns: 0. Raises: SettingsError, KeyFileError."""
+    """Returns: 0. Raises: SettingsError, KeyFileError, InvalidArgument for a date in the past."""
     path = _file(parsed)
     key, key_id, entry = api_keys.new_key(
         parsed.tenant,
@@ -55,6 +57,9 @@ def run_add(parsed: argparse.Namespace) -> int:
         max_priority=parsed.max_priority,
         expires=parsed.expires,
     )
+    expires_s = entry.expires_unix_s()
+    if expires_s is not None and expires_s <= time.time():
+        raise InvalidArgument("--expires", f"{parsed.expires} is in the past")
     key_files.add(path, key_id, entry)
     sys.stderr.write(f"{path}: key {key_id} of tenant {parsed.tenant}; it is not shown again\n")
     sys.stdout.write(f"{key}\n")

@@ -57,6 +57,10 @@ def test_what_does_not_go_is_one_line_and_changes_nothing(
     for arguments, said in (
         (("add", "--tenant", "a b", "--file", str(path)), "is no tenant's name"),
         (("add", "--tenant", "a", "--expires", "soon", "--file", str(path)), "is no date"),
+        (
+            ("add", "--tenant", "a", "--expires", "2020-01-01", "--file", str(path)),
+            "--expires: 2020-01-01 is in the past",
+        ),
         (("add", "--tenant", "a", "--min-priority", "5", "--file", str(path)), "above max"),
         (("add", "--tenant", "a", "--file", str(tmp_path / "no" / "file")), "No such file"),
         (("remove", "0" * 12, "--file", str(path)), "has no key"),
