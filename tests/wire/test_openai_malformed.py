@@ -259,10 +259,32 @@ def test_a_malformed_body_gets_its_status_and_a_message_that_names_the_field(
 
 
 def test_null_and_harmless_values_are_as_good_as_absent(router: Served) -> None:
-    body = chat(max_tokens=2, store=False, metadata={}, modalities=["text"], service_tier="auto")
+    body = chat(max_tokens=2, store=False, modalities=["text"], service_tier="auto")
     nulls = dict.fromkeys(("temperature", "stop", "tools", "audio", "user", "logit_bias", "n"))
     status, answer = ask(router, CHAT, {**body, **nulls, "seed": 5.0})
     assert status == 200 and answer["usage"]["completion_tokens"] == 2
+
+
+def test_labels_that_mean_nothing_to_a_server_are_taken_and_bounded(router: Served) -> None:
+    labels: dict[str, Any] = {
+        "metadata": {"run": "7", "team": "blue"},
+        "user": "ada",
+        "safety_identifier": "0f3c",
+        "prompt_cache_key": "chat-1",
+        "service_tier": "default",
+    }
+    status, answer = ask(router, CHAT, chat(max_tokens=2, **labels))
+    assert status == 200, answer
+    for metadata, part in (
+        ({str(index): "" for index in range(17)}, "at most 16"),
+        ({"a": 1}, "must be a string"),
+        ({"a": "b" * 513}, "512"),
+    ):
+        status, answer = ask(router, CHAT, chat(max_tokens=2, metadata=metadata))
+        assert status == 400 and answer["error"]["param"].startswith("metadata")
+        assert part in answer["error"]["message"]
+    status, answer = ask(router, CHAT, chat(max_tokens=2, store=True))
+    assert status == 400 and answer["error"]["param"] == "store"
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ _SHARED = (
     Field("model", _LABEL, "A name of /v1/models. Absent: the only model."),
     Field("stream", Flag(), "Server-sent events instead of one object."),
     Field("stream_options", STREAM_OPTIONS, "With `stream` only."),
-    Field("user", _LABEL, "A label of yours; means nothing here."),
+    Field("user", _LABEL, "A label of yours; ignored."),
     Field("baton", BATON, "What OpenAI's API has no word for."),
 )
 
@@ -127,7 +127,7 @@ EMBEDDING = Record(
         Field("input", _INPUTS, "Text, token ids, or several of one kind.", is_needed=True),
         Field("encoding_format", OneOf(("float", "base64")), "Absent: float."),
         Field("dimensions", Refused("not served: an embedding has the model's own size")),
-        Field("user", _LABEL, "A label of yours; means nothing here."),
+        Field("user", _LABEL, "A label of yours; ignored."),
         Field("baton", BATON_OF_EMBEDDING, "What OpenAI's API has no word for."),
     )
 )
@@ -261,9 +261,9 @@ CHAT = Record(
         Field("parallel_tool_calls", Flag(), "False: at most one call in an answer."),
         Field("chat_template_kwargs", AnyObject(), "Variables of the chat template."),
         Field("prompt_cache_key", _LABEL, "Requests of one key meet the same workers."),
-        Field("safety_identifier", _LABEL, "A label of yours; means nothing here."),
+        Field("safety_identifier", _LABEL, "A label of yours; ignored."),
         Field("store", Refused("nothing is stored here; send false", (False,))),
-        Field("metadata", Refused("nothing is stored here; leave it out", ({},))),
+        Field("metadata", MapOf(Text(0, 512), most=16), "Labels of yours; ignored."),
         Field("service_tier", Refused("there is one tier", ("auto", "default"))),
         Field("modalities", Refused("only text is served", (["text"],))),
         Field("audio", Refused("only text is served")),
