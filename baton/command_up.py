@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 
 import checkpoints
-from baton import cluster_state, command_options
+from baton import cluster_state, command_options, settings_check
 from baton.cluster_config import DEFAULT_PORT, ClusterConfig
 from baton.errors import ModelError
 from baton.local_cluster import LocalCluster
@@ -47,11 +47,12 @@ def running(config: ClusterConfig) -> Iterator[LocalCluster]:
     state: Path | None = None
     with _signals(cluster):
         try:
+            settings_check.check(config)  # before a checkpoint is fetched
             with view:
                 drafts = (config.draft_model,) * (config.num_draft > 0)
                 for model in (*config.models, *drafts):
                     _check_model(model, view)
-                cluster.start()
+                cluster.start(settings_checked=True)
             certs = cluster.secured.certs
             state = cluster_state.announce(
                 cluster.address,

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from baton import cluster_plan, key_files, ports, redis_server, scrape_files
+from baton import cluster_plan, key_files, ports, redis_server, scrape_files, settings_check
 from baton.client import SyncClient
 from baton.cluster_config import ClusterConfig
 from baton.cluster_plan import ProcessSpec, WorkerSpec
@@ -102,14 +102,17 @@ class LocalCluster:
     ) -> None:
         self.stop()
 
-    def start(self, timeout_s: float = START_TIMEOUT_S) -> None:
+    def start(self, timeout_s: float = START_TIMEOUT_S, *, settings_checked: bool = False) -> None:
         """Start all parts and wait until the router sees every worker and store.
 
+        Args: settings_checked: `settings_check.check` has passed already.
         Raises: ClusterError, one line in the words of the part that failed; nothing is left.
         """
         deadline_s = time.monotonic() + timeout_s
         if self.config.port:
             ports.check_free(self.config.port)
+        if not settings_checked:
+            settings_check.check(self.config)
         try:
             self._folder = _make_run_folder()
             log_dir = _make_log_dir(self.config, self._folder)

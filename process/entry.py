@@ -2,6 +2,7 @@
 no orphans.
 
     python -m <package> --config file.toml --set key=value --set group.key=value
+    python -m <package> --set key=value --check     # only says whether these settings are right
 
 `--config` may be given several times: later files win, key by key, so that secrets can lie in a
 file of their own.
@@ -67,6 +68,9 @@ def run(
         metavar="KEY=VALUE",
         help="one setting; may be repeated",
     )
+    parser.add_argument(
+        "--check", action="store_true", help="check the settings and end, without starting"
+    )
     parser.add_argument("--log-level", choices=logs.LEVELS, default="info")
     parsed = parser.parse_args(arguments)
     logs.configure(component, parsed.log_level)
@@ -78,6 +82,8 @@ def run(
         die_with_parent()
         settings.refuse_secrets(parsed.set)
         loaded = settings.load(settings_type, files=parsed.config, overrides=parsed.set)
+        if parsed.check:
+            return 0
         logs.event(logger, "settings", settings=settings.to_json(loaded), grpc=grpc_io.chosen())
         if imports:
             with interpreter.importing():

@@ -214,6 +214,7 @@ def test_refusals_are_one_line(
         (["up", "--model", "./nowhere"], "no such folder"),
         (["up", "--model", "baton-7m"], "there are baton-5m"),
         (["up", "--set", "wroker.x=1"], "nearest is 'worker'"),
+        (["up", "--model", "/nowhere", "--set", "store.capacity_byte=1"], "'capacity_bytes'"),
         (["up", "--prefill", "0"], "at least 1"),
         (["up", "--port", "0", "--redis", "redis://127.0.0.1:1"], "check the URL"),
         (["up", "--port", "0", "--redis", "http://127.0.0.1:1"], "check the URL"),

@@ -59,6 +59,30 @@ def test_no_temporary_folder_is_one_line(tmp_path: Path, monkeypatch: pytest.Mon
         LocalCluster(ClusterConfig(port=0)).start()
 
 
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("store.capacity_byte=1", "store: settings: unknown key 'capacity_byte'"),
+        ("router.routing_polcy=joint", "router: settings: unknown key 'routing_polcy'"),
+        ("worker.engine.kv_dtyp=int8", "prefill: settings: engine: unknown key 'kv_dtyp'"),
+        ("decode.limits.drain_s=soon", "decode: settings: limits: drain_s: expected float"),
+        ("draft.engine.modl=x", "draft: settings: engine: unknown key 'modl'"),
+        ("autoscaler.plan.x=1", "autoscaler: settings: plan: unknown key 'x'"),
+        ("router.tenant_secret=abc", "tenant_secret: everybody on this machine"),
+    ],
+)
+def test_a_wrong_setting_is_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, override: str, said: str
+) -> None:
+    def no_process(*arguments: object) -> None:
+        raise AssertionError("something was started")
+
+    monkeypatch.setattr(local_cluster, "Supervisor", no_process)
+    with pytest.raises(ClusterError) as caught:
+        LocalCluster(ClusterConfig(port=0, overrides=(override,))).start()
+    assert said in str(caught.value) and "--set" in str(caught.value)
+
+
 def test_log_dir_is_blamed_for_itself_only(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ClusterError, match=r"^--log-dir /proc/nowhere: "):
         LocalCluster(ClusterConfig(port=0, log_dir="/proc/nowhere")).start()

@@ -55,6 +55,7 @@ def run(*arguments: str, environment: dict[str, str] | None = None) -> tuple[int
         ((), (0, "")),
         (("--set", "fail=Unavailable"), (2, "part: the reason")),
         (("--set", "fail=Internal"), (1, "part: the reason")),
+        (("--check", "--set", "fail=Internal"), (0, "")),
         (("--set", "fial=x"), (2, "part: settings: unknown key 'fial', nearest is 'fail'")),
     ],
 )
