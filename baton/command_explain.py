@@ -30,7 +30,7 @@ def add_parser(commands: Any) -> None:
         "request_id",
         nargs="?",
         default="",
-        help="as `baton generate` and the answer itself name it; default: the latest request",
+        help="or its beginning, as `baton top` shows it; default: the latest request",
     )
     parser.add_argument("--tenant", default="", help="whose request; default: whoever's is latest")
     parser.add_argument("--json", action="store_true", help="the whole record as one JSON object")
@@ -41,7 +41,8 @@ def add_parser(commands: Any) -> None:
 def run(parsed: argparse.Namespace) -> int:
     """Returns: 0. Raises: what the client raises; NotFound for a request that is not known."""
     with command_options.client_of(parsed) as client:
-        reply = client.explain(parsed.request_id, tenant=parsed.tenant)
+        # `baton top` ends what it shortens with a sign that is no part of the id.
+        reply = client.explain(parsed.request_id.removesuffix("…"), tenant=parsed.tenant)
     if parsed.json:
         sys.stdout.write(json.dumps(to_plain(reply)) + "\n")
     else:

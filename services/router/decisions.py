@@ -91,6 +91,14 @@ class Decisions:
                 return key, tuple(self._by_request[key])
         return None
 
+    def ids_with(self, prefix: str, tenant: str = "") -> set[str]:
+        """The ids that begin so, of requests of this tenant (empty: of any)."""
+        return {
+            request_id
+            for of_tenant, request_id in self._by_request
+            if tenant in ("", of_tenant) and request_id.startswith(prefix)
+        }
+
     def check_integrity(self) -> None:
         """Raises: Internal when more is kept than may be."""
         if len(self._by_request) > self._max_requests:

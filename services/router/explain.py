@@ -5,14 +5,20 @@ Pure but for the looking up. Made only when somebody asks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from process.errors import NotFound
+from process.errors import InvalidArgument, NotFound
 from protos import common_pb2, inference_pb2
-from services.router.decisions import Decision
+from services.router.decisions import Decision, Key
 from services.router.handover import Path
 from services.router.policy import Candidate
 from services.router.served_models import ServedModels
+
+_MAX_SHOWN = 8
+"""Ids in one error."""
+
+_Found = tuple[str, Key, Sequence[Decision]]
+"""Model, request, its choices."""
 
 _PATHS = {
     Path.STORE: common_pb2.HANDOVER_PATH_STORE,
@@ -23,12 +29,13 @@ _PATHS = {
 def explain(
     models: ServedModels, request: inference_pb2.ExplainRequest
 ) -> inference_pb2.ExplainReply:
-    """Raises: NotFound for a request that this router does not know (any more)."""
-    found = [
-        (model.name, *known)
-        for model in models
-        if (known := model.routing.decisions.find(request.request_id, request.tenant))
-    ]
+    """Raises: NotFound for a request that this router does not know (any more); InvalidArgument for
+    the beginning of several requests' ids.
+    """
+    found = _find(models, request.request_id, request.tenant)
+    if not found:
+        whole = _whole_id(models, request.request_id, request.tenant)
+        found = _find(models, whole, request.tenant) if whole else []
     if not found:
         which = f"{request.request_id[:128]!r} is not known" if request.request_id else "none was"
         raise NotFound(
@@ -41,6 +48,26 @@ def explain(
         model=name,
         decisions=[_decision(decision) for decision in decisions],
     )
+
+
+def _find(models: ServedModels, request_id: str, tenant: str) -> list[_Found]:
+    return [
+        (model.name, *known)
+        for model in models
+        if (known := model.routing.decisions.find(request_id, tenant))
+    ]
+
+
+def _whole_id(models: ServedModels, prefix: str, tenant: str) -> str:
+    """The only id that begins so; empty: none does. Raises: InvalidArgument where several do."""
+    ids = sorted({i for model in models for i in model.routing.decisions.ids_with(prefix, tenant)})
+    if len(ids) > 1:
+        more = f" and {len(ids) - _MAX_SHOWN} more" if len(ids) > _MAX_SHOWN else ""
+        raise InvalidArgument(
+            "request_id",
+            f"{prefix[:128]!r} begins {len(ids)} ids: {', '.join(ids[:_MAX_SHOWN])}{more}",
+        )
+    return ids[0] if ids else ""
 
 
 def _decision(decision: Decision) -> inference_pb2.RoutingDecision:

@@ -83,7 +83,21 @@ async def test_the_latest_request_is_explained_without_its_id() -> None:
         assert (await _explain(bench, "r0")).request_id == "r0"
 
 
-@pytest.mark.parametrize(("request_id", "tenant"), [("r9", ""), ("r0", "b")])
+async def test_the_beginning_of_one_id_is_enough_and_of_several_is_refused_by_their_names() -> None:
+    async with running() as bench:
+        for request_id in ("abc1", "abc2", "abc"):
+            await bench.generate(_ask(request_id=request_id, tenant="a"))
+        assert (await _explain(bench, "abc1")).request_id == "abc1"
+        assert (await _explain(bench, "abc")).request_id == "abc"  # an id of its own
+        await bench.generate(_ask(request_id="xyz", tenant="a"))
+        assert (await _explain(bench, "x")).request_id == "xyz"
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await _explain(bench, "ab")
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "'ab' begins 3 ids: abc, abc1, abc2" in (caught.value.details() or "")
+
+
+@pytest.mark.parametrize(("request_id", "tenant"), [("r9", ""), ("r0", "b"), ("r", "b")])
 async def test_what_is_not_known_is_not_found(request_id: str, tenant: str) -> None:
     async with running() as bench:
         await bench.generate(_ask(request_id="r0", tenant="a"))
