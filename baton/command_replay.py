@@ -1,7 +1,8 @@
 """`baton replay FILE`: run a recorded request again and prove that the same tokens come.
 
 Exit code 0 and one line when every token is equal; 1 with the first place where the runs part, and
-how both came to their token there. Without an address it starts a cluster of its own.
+how both came to their token there. It runs on the cluster at --address, or on the one that this user
+started last; with --start on one that is started for it and stopped behind it.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from baton import command_options, command_up, record
+from baton import cluster_state, command_options, command_up, record
 from baton.client import SyncClient
-from baton.errors import FailedPrecondition
+from baton.errors import FailedPrecondition, Unavailable
 from baton.messages import Completion, completions_from
 from baton.record import Difference, Record
 from checkpoints.resolve import bundled_names
@@ -29,11 +30,16 @@ def add_parser(commands: Any) -> None:
         "replay", help="run a record again, prove equal tokens", description=__doc__
     )
     parser.add_argument("file", type=Path, help="what `baton generate --record` wrote")
-    parser.add_argument(
-        "--router",
-        dest="address",
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
+        "--address",
         metavar="HOST:PORT",
-        help="a running cluster's router; default: start a cluster for it",
+        help="the router's; default: the cluster that `baton up` started last",
+    )
+    where.add_argument(
+        "--start",
+        action="store_true",
+        help="start a cluster for it, by the options below, and stop it behind it",
     )
     command_options.add_cluster(parser, default_port=0)
     command_options.add_credentials(parser, has_tls=True)
@@ -54,7 +60,11 @@ def run(parsed: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _router(parsed: argparse.Namespace, recorded: Record) -> Iterator[SyncClient]:
-    if parsed.address:
+    if not parsed.start:
+        if not parsed.address and cluster_state.find() is None:
+            raise Unavailable(
+                "no cluster of yours runs here; --start starts one for it, --address names another"
+            )
         with command_options.client_of(parsed) as client:
             yield client
         return
@@ -72,7 +82,7 @@ def _own_model(recorded: Record) -> str:
     if recorded.model not in bundled_names():
         raise FailedPrecondition(
             f"the record is of model {recorded.model!r}, which does not come with Baton; say "
-            "--model with its name or folder, or --router with a cluster that serves it"
+            "--model with its name or folder, or --address of a cluster that serves it"
         )
     return recorded.model
 
@@ -84,7 +94,8 @@ def _check_model(recorded: Record, served: list[inference_pb2.ModelInfo]) -> Non
         raise FailedPrecondition(
             f"the record is of model {recorded.model}, fingerprint "
             f"{recorded.model_fingerprint[:16]}; this cluster serves {there or 'nothing'}: tokens "
-            "of another model, dtype or KV layout prove nothing"
+            "of another model, dtype or KV layout prove nothing; --address names another cluster, "
+            "--start starts one"
         )
 
 

@@ -210,14 +210,14 @@ def test_a_record_is_replayed(
     arguments += ["--max-tokens", "24", "--stop", " and", "--frequency-penalty", "0.4"]
     assert cli.main([*arguments, "--record", str(file), "--address", cluster.address]) == 0
     capsys.readouterr()
-    assert cli.main(["replay", str(file), "--router", cluster.address]) == 0
+    assert cli.main(["replay", str(file), "--address", cluster.address]) == 0
     assert capsys.readouterr().out.startswith("replayed: ")
     value = json.loads(file.read_text())
     sample = value["samples"][1]
     assert [trace["token_id"] for trace in sample["traces"]] == sample["token_ids"]
     sample["token_ids"][3] += 1
     file.write_text(json.dumps(value))
-    assert cli.main(["replay", str(file), "--router", cluster.address]) == 1
+    assert cli.main(["replay", str(file), "--address", cluster.address]) == 1
     assert capsys.readouterr().out.startswith("sample 1 differs at output token 3\n")
 
 
@@ -228,12 +228,12 @@ def test_a_record_is_replayed_by_a_cluster_of_its_own(
     arguments = ["generate", "Once", "--temperature", "1", "--max-tokens", "9", "--record"]
     assert cli.main([*arguments, str(file), "--address", cluster.address]) == 0
     capsys.readouterr()
-    assert cli.main(["replay", str(file)]) == 0
+    assert cli.main(["replay", str(file), "--start"]) == 0
     assert "all equal" in capsys.readouterr().out
     value = json.loads(file.read_text())
     value["model_fingerprint"] = "ab" * 32
     file.write_text(json.dumps(value))
-    assert cli.main(["replay", str(file), "--router", cluster.address]) == 1
+    assert cli.main(["replay", str(file), "--address", cluster.address]) == 1
     assert "abababababababab" in capsys.readouterr().err
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from baton import cli, command_generate, record
+from baton import cli, cluster_state, command_generate, command_up, record
 from baton.errors import InvalidArgument
 from baton.messages import Completion, Provenance, StepTrace, Usage
 from baton.request import build_request
@@ -168,9 +168,32 @@ def test_a_record_does_not_choose_what_is_fetched_and_run(
     for model in ("somebody/model", str(tmp_path)):
         file.write_text(json.dumps({**value, "model": model}))
         capsys.readouterr()
-        assert cli.main(["replay", str(file)]) == 1
+        assert cli.main(["replay", str(file), "--start"]) == 1
         err = capsys.readouterr().err
-        assert model in err and "--model" in err and "--router" in err
+        assert model in err and "--model" in err and "--address" in err
+
+
+def test_a_record_is_replayed_where_a_cluster_runs_and_starts_none_unasked(
+    router: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def no_cluster(config: object) -> None:
+        raise AssertionError("a cluster was started")
+
+    monkeypatch.setattr(command_up, "running", no_cluster)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    file = tmp_path / "run.json"
+    _traced(router, [1, 2, 3])
+    assert cli.main(["generate", "hi", "--address", router.address, "--record", str(file)]) == 0
+    capsys.readouterr()
+    assert cli.main(["replay", str(file)]) == 1
+    err = capsys.readouterr().err
+    assert "--start" in err and "--address" in err and len(err.splitlines()) == 1
+    cluster_state.announce(router.address, "tiny")
+    assert cli.main(["replay", str(file)]) == 0
+    assert "all equal" in capsys.readouterr().out
 
 
 def test_record_and_replay_by_command(
@@ -183,19 +206,19 @@ def test_record_and_replay_by_command(
     assert router.requests[0].sampling.trace
     capsys.readouterr()
 
-    assert cli.main(["replay", str(file), "--router", router.address]) == 0
+    assert cli.main(["replay", str(file), "--address", router.address]) == 0
     assert capsys.readouterr().out == "replayed: 3 tokens in 1 samples, all equal (seed 11)\n"
     assert router.requests[1].text == "hi" and router.requests[1].sampling.seed == 11
     assert router.requests[1].budget_ms > 1000
 
     _traced(router, [1, 5, 3])
-    assert cli.main(["replay", str(file), "--router", router.address]) == 1
+    assert cli.main(["replay", str(file), "--address", router.address]) == 1
     out = capsys.readouterr().out.splitlines()
     assert out[0] == "sample 0 differs at output token 1"
     assert '"token_id": 2' in out[1] and '"token_id": 5' in out[2]
     assert f'"rng_key": {2**63 + 1}' in out[1]
 
     router.models[0].model_fingerprint = "cd" * 32
-    assert cli.main(["replay", str(file), "--router", router.address]) == 1
+    assert cli.main(["replay", str(file), "--address", router.address]) == 1
     err = capsys.readouterr().err
     assert "abababababababab" in err and "cdcdcdcdcdcdcdcd" in err and len(err.splitlines()) == 1
