@@ -52,6 +52,9 @@ _OWN_DEADLINE = "Deadline Exceeded"
 _NO_HANDSHAKE = ("handshake failed", "Socket closed", "erification")
 """In gRPC's words for a server that is there, where TLS did not come about."""
 
+_OTHER_PROTOCOL = "http1.x server"
+"""In gRPC's words for a server that answers, and speaks HTTP/1."""
+
 
 class Client:
     """One connection to one router. Options of `generate` and `complete` are `build_request`'s."""
@@ -207,6 +210,11 @@ class Client:
                     f"{self.address} is there, but no connection comes about: its certificate or "
                     "yours is not trusted or not given, or only one of you speaks TLS; see "
                     "--ca-file and --cert-file"
+                )
+            if _OTHER_PROTOCOL in details:
+                return errors.Unavailable(
+                    f"{self.address} is an HTTP port, as that of the OpenAI API; gRPC has another "
+                    "port, by default 8500"
                 )
             return errors.Unavailable(
                 f"nobody answers at {self.address}; start a cluster with `baton up`, or name "

@@ -41,6 +41,8 @@ class ClusterState:
     """Where `baton api-key` puts more of them."""
     autoscaler_address: str = ""
     """Where its autoscaler answers; empty: it has none."""
+    http_address: str = ""
+    """Of the router's HTTP API; empty: it has none."""
 
 
 def announce(
@@ -52,6 +54,7 @@ def announce(
     api_key: str = "",
     api_keys_file: str = "",
     autoscaler_address: str = "",
+    http_address: str = "",
 ) -> Path:
     """Write this process's cluster down. Returns: the file, to be removed at the end.
 
@@ -67,6 +70,7 @@ def announce(
         api_key=api_key,
         api_keys_file=api_keys_file,
         autoscaler_address=autoscaler_address,
+        http_address=http_address,
     )
     home = _folder()
     if home is not None:
@@ -97,8 +101,11 @@ def _write(folder: Path, state: ClusterState) -> Path:
     return path
 
 
-def find() -> ClusterState | None:
-    """The youngest running cluster of this user, if any."""
+def find(address: str = "") -> ClusterState | None:
+    """The youngest running cluster of this user, if any.
+
+    Args: address: host:port that one of its parts for clients listens on; empty: of any cluster.
+    """
     alive = []
     for path in _announcements():
         try:
@@ -106,21 +113,32 @@ def find() -> ClusterState | None:
         except (OSError, ValueError, TypeError):
             continue
         if is_alive(state.owner):
-            alive.append(state)
+            if not address or _listens_on(state, address):
+                alive.append(state)
         else:
             with contextlib.suppress(OSError):  # it stays ignored
                 path.unlink(missing_ok=True)
     return max(alive, key=lambda state: state.started_s, default=None)
 
 
-def local_redis_url() -> str:
-    """Of the cluster that was started last. Raises: Unavailable when there is none."""
-    state = find()
+def local_redis_url(address: str = "") -> str:
+    """Of the cluster of this user at that address; empty: of the one that was started last.
+
+    Raises: Unavailable when there is none.
+    """
+    state = find(address)
     if state is None or not state.redis_url:
+        if address:
+            raise Unavailable(f"no cluster of yours runs at {address}; give --redis URL instead")
         raise Unavailable(
             "no cluster of yours runs here; start one with `baton up`, or give --redis URL"
         )
     return state.redis_url
+
+
+def _listens_on(state: ClusterState, address: str) -> bool:
+    wanted = address.replace("localhost:", "127.0.0.1:")
+    return wanted in (state.address, state.http_address, state.autoscaler_address)
 
 
 def _announcements() -> list[Path]:

@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from baton import audit, cluster_state, command_options, provenance_view, tables
+from baton import audit, command_options, provenance_view, tables
 from baton.audit import StoreAudit
 from baton.command_options import seconds
 
@@ -30,12 +30,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "audit", help="compare the prefix index with the stores", description=__doc__
     )
-    parser.add_argument(
-        "--redis",
-        default="",
-        metavar="URL",
-        help="where the index lies; default: that of the cluster that `baton up` started last",
-    )
+    command_options.add_redis(parser)
     parser.add_argument(
         "--settle",
         type=seconds,
@@ -51,14 +46,13 @@ def add_parser(commands: Any) -> None:
         help="for reading one store and its index; default: 60",
     )
     parser.add_argument("--json", action="store_true", help="all numbers as one JSON object")
-    command_options.add_credentials(parser)
     parser.set_defaults(run=run)
 
 
 def run(parsed: argparse.Namespace) -> int:
     """Returns: 0 when every index is right, else 1. Raises: Unavailable when Redis is away."""
-    url = parsed.redis or cluster_state.local_redis_url()
-    dial = command_options.dialer_of(parsed, is_local=not parsed.redis)
+    url = command_options.redis_url_of(parsed)
+    dial = command_options.dialer_of(parsed)
     audits = asyncio.run(
         audit.audit(url, settle_s=parsed.settle, timeout_s=parsed.timeout, dial=dial)
     )

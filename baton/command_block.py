@@ -19,7 +19,7 @@ from google.protobuf import json_format
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from baton import block_history, cluster_state, command_options, provenance_view
+from baton import block_history, command_options, provenance_view
 from baton.block_history import Told
 from baton.command_options import seconds
 from baton.errors import InvalidArgument, NotFound, Unavailable
@@ -45,15 +45,9 @@ def add_parser(commands: Any) -> None:
         metavar="N",
         help=f"most blocks to show of each store; default: {DEFAULT_BLOCKS}",
     )
-    parser.add_argument(
-        "--redis",
-        default="",
-        metavar="URL",
-        help="where stores register; default: that of the cluster that `baton up` started last",
-    )
+    command_options.add_redis(parser)
     parser.add_argument("--timeout", type=seconds, default=5.0, metavar="SECONDS")
     parser.add_argument("--json", action="store_true", help="all of it as one JSON object")
-    command_options.add_credentials(parser)
     parser.set_defaults(run=run)
 
 
@@ -62,11 +56,11 @@ def run(parsed: argparse.Namespace) -> int:
     such a block; Unavailable when there is no Redis or no store answers."""
     told = asyncio.run(
         block_history.ask(
-            parsed.redis or cluster_state.local_redis_url(),
+            command_options.redis_url_of(parsed),
             prefix_of(parsed.chain_hash),
             max_blocks=max(1, parsed.num),
             timeout_s=parsed.timeout,
-            dial=command_options.dialer_of(parsed, is_local=not parsed.redis),
+            dial=command_options.dialer_of(parsed),
         )
     )
     if told and all(each.problem for each in told):

@@ -52,10 +52,19 @@ def add_credentials(parser: argparse.ArgumentParser, *, has_tls: bool = False) -
 
 
 def address_of(parsed: argparse.Namespace) -> str:
-    """The router to speak to. Raises: Unavailable when none is named and none runs."""
+    """The router to speak to.
+
+    Raises: Unavailable when none is named and none runs; InvalidArgument for the HTTP port of a
+    cluster of this user.
+    """
+    state = cluster_state.find(parsed.address or "")
     if parsed.address:
-        return str(parsed.address)
-    state = cluster_state.find()
+        address = str(parsed.address)
+        if state is not None and _port(address) == _port(state.http_address):
+            raise InvalidArgument(
+                "--address", f"{address} is the HTTP port; gRPC is at {state.address}"
+            )
+        return address
     if state is None:
         raise Unavailable(
             "no cluster of yours runs here; start one with `baton up`, or give --address"
@@ -63,14 +72,14 @@ def address_of(parsed: argparse.Namespace) -> str:
     return state.address
 
 
-def credentials_of(parsed: argparse.Namespace, *, is_local: bool | None = None) -> Credentials:
-    """What to show that router. `is_local`: of the cluster that `baton up` started; None: where
-    no address is given.
+def credentials_of(parsed: argparse.Namespace) -> Credentials:
+    """What to show that router: what the options say; else, for a cluster of this user, named by
+    its address or the last one, its own.
 
     Raises: SettingsError, InvalidArgument for files that do not do.
     """
-    is_local = not parsed.address if is_local is None else is_local
-    state = cluster_state.find() if is_local else None
+    is_elsewhere = not parsed.address and bool(getattr(parsed, "redis", ""))
+    state = None if is_elsewhere else cluster_state.find(parsed.address or "")
     api_key = os.environ.get("BATON_API_KEY", "") or (state.api_key if state else "")
     if parsed.api_key_file is not None:
         content = secret_file.read(
@@ -95,9 +104,28 @@ def client_of(parsed: argparse.Namespace) -> SyncClient:
     return SyncClient(address_of(parsed), credentials_of(parsed))
 
 
-def dialer_of(parsed: argparse.Namespace, *, is_local: bool | None = None) -> Dialer:
+def dialer_of(parsed: argparse.Namespace) -> Dialer:
     """How to reach the cluster's workers and stores, as an admin; as `credentials_of`."""
-    return Dialer(credentials_of(parsed, is_local=is_local).identity())
+    return Dialer(credentials_of(parsed).identity())
+
+
+def add_redis(parser: argparse.ArgumentParser) -> None:
+    """`--redis`, and `--address` of one of this user's clusters, which says where its Redis is."""
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
+        "--address",
+        metavar="HOST:PORT",
+        help="the router's, of a cluster that you started here; default: the one started last",
+    )
+    where.add_argument(
+        "--redis", default="", metavar="URL", help="the Redis of a cluster that runs elsewhere"
+    )
+    add_credentials(parser)
+
+
+def redis_url_of(parsed: argparse.Namespace) -> str:
+    """Raises: Unavailable when there is no cluster of this user to say it."""
+    return parsed.redis or cluster_state.local_redis_url(parsed.address or "")
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
@@ -386,6 +414,10 @@ class _Models(argparse.Action):
 def _bias(text: str) -> tuple[int, float]:
     token_id, _, bias = text.partition("=")
     return int(token_id), float(bias)
+
+
+def _port(address: str) -> str:
+    return address.rpartition(":")[2]
 
 
 def seconds(text: str) -> float:

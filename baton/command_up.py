@@ -62,6 +62,7 @@ def running(config: ClusterConfig) -> Iterator[LocalCluster]:
                 api_key=cluster.credentials.api_key,
                 api_keys_file=cluster.secured.api_keys_file,
                 autoscaler_address=cluster.autoscaler_address,
+                http_address=cluster.http_address,
             )
             yield cluster
         finally:
@@ -109,6 +110,20 @@ def _http_lines(cluster: LocalCluster) -> str:
     return f"OpenAI's API: {base}/v1\nLive page: {base}/live\n"
 
 
+def _trust_lines(cluster: LocalCluster) -> str:
+    """What clients other than this user's `baton` commands need."""
+    secured, lines = cluster.secured, []
+    if secured.certs is not None:
+        lines.append(f"Clients trust the CA in {secured.certs.ca_file}")
+    if secured.api_keys_file:
+        lines.append("Clients need a key: baton api-key add --tenant NAME")
+        lines.append(f"Keys are kept, as digests, in {secured.api_keys_file}")
+    if not lines:
+        return ""
+    lines.append("The commands above find both by themselves.")
+    return "\n".join(lines) + "\n"
+
+
 def _ready_lines(cluster: LocalCluster) -> str:
     config = cluster.config
     drafts = f", {config.num_draft} draft ({config.draft_model})" if config.num_draft else ""
@@ -132,5 +147,6 @@ def _ready_lines(cluster: LocalCluster) -> str:
         f"{scrape and '  ' + scrape}"
         f"{traces}"
         f"{_http_lines(cluster)}"
+        f"{_trust_lines(cluster)}"
         "Ctrl-C stops it.\n"
     )

@@ -165,8 +165,13 @@ def test_the_command_finds_the_local_cluster_and_says_what_it_found(
     assert cli.main(["audit"]) == 1
     assert "baton up" in capsys.readouterr().err
     cluster_state.announce("127.0.0.1:1", "tiny", redis_server.url)
-    assert cli.main(["audit"]) == 0
-    assert "no store is registered" in capsys.readouterr().out
+    for arguments in (["audit"], ["audit", "--address", "127.0.0.1:1"]):
+        assert cli.main(arguments) == 0
+        assert "no store is registered" in capsys.readouterr().out
+    for command in ("audit", "block"):
+        assert cli.main([command, "--address", "127.0.0.1:2"]) == 1
+        err = capsys.readouterr().err
+        assert "no cluster of yours runs at 127.0.0.1:2; give --redis URL" in err
     found = [
         StoreAudit("good", "a:1", "ab", 10, 10, 10),
         StoreAudit("bad", "a:2", "cd", 10, 9, 8, num_missing=2, num_false=1, sequence_lag=3),

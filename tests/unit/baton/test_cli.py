@@ -9,13 +9,20 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from baton import cli, cluster_state
+from baton import cli, cluster_state, command_up
+from baton.cert_set import CertSet
+from baton.cluster_config import ClusterConfig
+from baton.command_options import credentials_of
+from baton.credentials import Credentials
 from baton.errors import InvalidArgument, NoCapacity
+from baton.local_cluster import LocalCluster
+from baton.secured import Secured
 from protos import common_pb2, inference_pb2
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -66,6 +73,45 @@ def test_the_running_cluster_is_found(router: Any, capsys: pytest.CaptureFixture
     cluster_state.announce(router.address, "tiny")
     assert cli.main(["generate", "hi"]) == 0
     assert capsys.readouterr().out.startswith("Hello!")
+
+
+def test_the_address_of_a_cluster_of_ones_own_brings_its_trust_and_its_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("BATON_API_KEY", raising=False)
+    files = {"tls_dir": str(tmp_path / "tls"), "api_key": "baton-1-x"}
+    cluster_state.announce("127.0.0.1:1", "tiny", http_address="127.0.0.1:2", **files)
+    parser = cli.build_parser()
+    for address in ("127.0.0.1:1", "localhost:1"):
+        own = credentials_of(parser.parse_args(["status", "--address", address]))
+        assert own == credentials_of(parser.parse_args(["status"]))
+        assert own.api_key == "baton-1-x" and own.tls is not None
+        assert own.tls.ca_file == str(tmp_path / "tls" / "ca.crt")
+    assert credentials_of(parser.parse_args(["status", "--address", "x:1"])) == Credentials()
+
+
+def test_the_http_port_is_no_address(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a cluster of one's own the right one is said; of another only what the port is."""
+    port = 0
+
+    def answer(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(4096)
+            connection.sendall(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        thread = threading.Thread(target=answer, args=(listener,))
+        thread.start()
+        assert cli.main(["generate", "hi", "--address", f"127.0.0.1:{port}"]) == 1
+        thread.join()
+        assert f"127.0.0.1:{port} is an HTTP port" in capsys.readouterr().err
+        cluster_state.announce("127.0.0.1:1", "tiny", http_address=f"127.0.0.1:{port}")
+        for host in ("127.0.0.1", "localhost"):
+            assert cli.main(["status", "--address", f"{host}:{port}"]) == 1
+            err = capsys.readouterr().err
+            assert f"{host}:{port} is the HTTP port; gRPC is at 127.0.0.1:1" in err
 
 
 def test_chat_keeps_both_sides(
@@ -233,7 +279,7 @@ def test_mistakes_are_one_line_and_exit_code_1(
 def test_a_file_that_cannot_be_used_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refused() -> None:
+    def refused(address: str) -> None:
         raise PermissionError(13, "Permission denied", "/home/x")
 
     monkeypatch.setattr(cluster_state, "find", refused)
@@ -311,3 +357,15 @@ def test_ctrl_c_ends_the_answer_but_not_the_chat(router: Any) -> None:
     assert (process.returncode, err) == (0, "(ended)\n")
     assert "Hello!" in out
     assert [message.content for message in router.requests[1].chat.messages] == ["two"]
+
+
+def test_up_says_what_clients_of_a_secured_cluster_need(tmp_path: Path) -> None:
+    cluster = LocalCluster(ClusterConfig(tls=True, api_keys=True))
+    cluster.address, cluster.http_address = "127.0.0.1:1", "127.0.0.1:2"
+    cluster.secured = Secured(CertSet(tmp_path / "tls"), str(tmp_path / "api_keys.toml"))
+    lines = command_up._ready_lines(cluster)
+    assert f"{tmp_path}/tls/ca.crt\n" in lines and f"{tmp_path}/api_keys.toml\n" in lines
+    assert "baton api-key add --tenant NAME\n" in lines
+    cluster.secured = Secured()
+    lines = command_up._ready_lines(cluster)
+    assert "api-key" not in lines and " CA " not in lines
