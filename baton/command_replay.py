@@ -1,8 +1,8 @@
 """`baton replay FILE`: run a recorded request again and prove that the same tokens come.
 
 Exit code 0 and one line when every token is equal; 1 with the first place where the runs part, and
-how both came to their token there. It runs on the cluster at --address, or on the one that this user
-started last; with --start on one that is started for it and stopped behind it.
+how both came to their token there. It runs on the cluster at --address, or on the one that this
+user started last; with --start on one that is started for it and stopped behind it.
 """
 
 from __future__ import annotations

@@ -11,8 +11,10 @@ import asyncio
 import logging
 import ssl
 from collections.abc import Awaitable, Callable, Iterable, Iterator
+from typing import Any
 
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
 from prometheus_client.metrics_core import Metric
 
 from process import logs
@@ -62,6 +64,7 @@ class HttpServer:
             app,
             handler_cancellation=True,
             access_log=None,
+            logger=_ServerLog(logger),
             max_line_size=MAX_HEADER_BYTES,
             max_field_size=MAX_HEADER_BYTES,
             max_headers=MAX_HEADERS,
@@ -122,6 +125,19 @@ class HttpServer:
         await self._runner.cleanup()
         if self.connections is not None:
             self.connections.stop()
+
+
+class _ServerLog(logging.LoggerAdapter[logging.Logger]):
+    """What aiohttp logs by itself: a malformed request is its client's mistake, one line, and
+    everything else stays an error with its traceback."""
+
+    def exception(self, msg: object, *args: object, exc_info: Any = True, **options: Any) -> None:
+        if isinstance(exc_info, HttpProcessingError):
+            why = exc_info.message.partition("\n")[0].strip(" :")
+            peer = str(args[0]) if args else ""
+            logs.event(logger, "http_malformed", peer=peer, why=why[:200])
+        else:
+            super().exception(msg, *args, exc_info=exc_info, **options)
 
 
 @web.middleware

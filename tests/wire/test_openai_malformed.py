@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import logging
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -350,3 +351,24 @@ def test_what_is_no_http_does_not_hurt(router: Served) -> None:
             while peer.recv(65536):
                 pass
     assert ask(router, CHAT, chat(max_tokens=1))[0] == 200
+
+
+def test_what_is_no_http_is_one_line_in_the_log_and_400(
+    router: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    host, port = router.url.removeprefix("http://").split(":")
+    caplog.set_level(logging.INFO)
+    malformed = (
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\ncontent-length: -5\r\n\r\n",
+        b"GET / HTTP/1.1\r\n\x00: b\r\n\r\n",
+    )
+    for data in malformed:
+        with socket.create_connection((host, int(port)), timeout=20) as peer:
+            peer.sendall(data)
+            with peer.makefile("rb") as answer:
+                assert answer.readline().split()[1] == b"400", data
+    assert not [record for record in caplog.records if record.exc_info]
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+    lines = [record for record in caplog.records if record.message == "http_malformed"]
+    assert len(lines) == len(malformed) and all(line.fields["why"] for line in lines)  # type: ignore[attr-defined]
