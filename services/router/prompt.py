@@ -46,6 +46,7 @@ class PromptEncoder:
         self._template = template
         self.tool_call_ends = find_tool_call_ends(tokenizer, template.source if template else "")
         """What ends a tool call of this model."""
+        self.takes_tools = template is not None and template.takes_tools
         self.tool_call_format = None
         """How this model writes tool calls; None: it takes no tools, or in a way not known here."""
         if template is not None and template.takes_tools:

@@ -108,10 +108,33 @@ def test_embeddings_are_of_length_1_and_alike_for_alike_texts(http: openai.OpenA
     assert one == pytest.approx(same, abs=1e-4) and one != pytest.approx(other, abs=1e-2)
 
 
-def test_a_model_without_tools_says_so(http: openai.OpenAI) -> None:
-    tool: Any = {"type": "function", "function": {"name": "f"}}
-    with pytest.raises(openai.BadRequestError) as refused:
-        http.chat.completions.create(
-            model="baton-5m", messages=TALK, tools=[tool], tool_choice="required"
-        )
-    assert refused.value.param == "tools" and "takes no tools" in refused.value.message
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
+def test_the_bundled_model_calls_a_tool_where_a_call_is_forced(
+    http: openai.OpenAI, choice: Any
+) -> None:
+    parameters = {
+        "type": "object",
+        "properties": {"mood": {"enum": ["glad", "sad"]}},
+        "required": ["mood"],
+        "additionalProperties": False,
+    }
+    tool: Any = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    asked = http.chat.completions.create(
+        model="baton-5m",
+        messages=TALK,
+        tools=[tool],
+        tool_choice=choice,
+        parallel_tool_calls=False,
+        max_tokens=64,
+        temperature=0,
+    )
+    (call,) = asked.choices[0].message.tool_calls or []
+    assert call.type == "function" and call.function.name == "f"
+    assert json.loads(call.function.arguments)["mood"] in ("glad", "sad")
+    # The call and its result go into the next prompt; auto reads what the model writes.
+    assistant: Any = {"role": "assistant", "tool_calls": [call.model_dump()]}
+    result: Any = {"role": "tool", "tool_call_id": call.id, "content": "done"}
+    answer = http.chat.completions.create(
+        model="baton-5m", messages=[*TALK, assistant, result], tools=[tool], max_tokens=8
+    )
+    assert answer.choices[0].finish_reason in ("stop", "length", "tool_calls")

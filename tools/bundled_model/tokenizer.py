@@ -17,10 +17,30 @@ PAD, END = "<|pad|>", "<|end|>"
 SPECIAL_TOKENS = (PAD, END, "<|system|>", "<|user|>", "<|assistant|>")
 PAD_ID, END_ID = 0, 1
 
-# Must write what chat.render() writes; a test holds the two together.
+# Without tools it must write what chat.render() writes; a test holds the two together. With tools it
+# has the form of Hermes, which the models were not taught: a call comes only where it is forced.
 CHAT_TEMPLATE = (
+    "{%- if tools -%}"
+    "{{- '<|system|>' -}}"
+    "{%- if messages[0]['role'] == 'system' -%}"
+    "{{- messages[0]['content'] + '\\n\\n' -}}"
+    "{%- endif -%}"
+    "{{- 'You may call these functions:\\n<tools>\\n' -}}"
+    "{%- for tool in tools -%}{{- (tool | tojson) + '\\n' -}}{%- endfor -%}"
+    "{{- '</tools>\\nWrite a call as\\n<tool_call>\\n' -}}"
+    '{{- \'{"name": <name>, "arguments": <object>}\\n</tool_call><|end|>\' -}}'
+    "{%- endif -%}"
     "{%- for message in messages -%}"
-    "{{- '<|' + message['role'] + '|>' + message['content'] + '<|end|>' -}}"
+    "{%- if message['role'] == 'tool' -%}"
+    "{{- '<|user|><tool_response>\\n' + message['content'] + '\\n</tool_response><|end|>' -}}"
+    "{%- elif not (tools and loop.first and message['role'] == 'system') -%}"
+    "{{- '<|' + message['role'] + '|>' + (message['content'] or '') -}}"
+    "{%- for call in message['tool_calls'] or () -%}"
+    "{{- '<tool_call>\\n{\"name\": \"' + call['function']['name'] + '\", \"arguments\": ' -}}"
+    "{{- (call['function']['arguments'] | tojson) + '}\\n</tool_call>' -}}"
+    "{%- endfor -%}"
+    "{{- '<|end|>' -}}"
+    "{%- endif -%}"
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
 )

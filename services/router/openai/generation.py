@@ -97,7 +97,7 @@ def read_chat(given: Mapping[str, Any], request_id: str, models: ServedModels) -
     """Of /v1/chat/completions. Raises: InvalidArgument."""
     fields, model = with_model(given, models)
     encoder = model.preparer.encoder
-    use = tool_use(fields, encoder.tool_call_format)
+    use = tool_use(fields, encoder.tool_call_format, takes_tools=encoder.takes_tools)
     request, look = chat.request_of(fields, use), look_of(fields)
 
     def make_sample(prompt: int, index: int) -> Sample:

@@ -60,8 +60,9 @@ class ToolUse:
         return None
 
 
-def tool_use(body: Mapping[str, Any], form: ToolCallFormat | None) -> ToolUse:
-    """`form`: how the served model writes calls, if that is known.
+def tool_use(body: Mapping[str, Any], form: ToolCallFormat | None, *, takes_tools: bool) -> ToolUse:
+    """`form`: how the served model writes calls, if that is known. `takes_tools`: whether its chat
+    template shows tools to it.
 
     Raises: InvalidArgument.
     """
@@ -79,6 +80,10 @@ def tool_use(body: Mapping[str, Any], form: ToolCallFormat | None) -> ToolUse:
     mode = choice if isinstance(choice, str) else "auto" if choice is None else "named"
     if mode == "none":
         return ToolUse()  # what the model does not see it does not call
+    if not takes_tools:
+        raise InvalidArgument(
+            "tools", "this model's chat template takes no tools, whatever tool_choice says"
+        )
     name = choice["function"]["name"] if isinstance(choice, dict) else ""
     if mode == "named" and name not in names:
         raise InvalidArgument("tool_choice.function.name", "is not among the tools")
@@ -87,8 +92,8 @@ def tool_use(body: Mapping[str, Any], form: ToolCallFormat | None) -> ToolUse:
     if mode == "auto" and form is None:
         raise InvalidArgument(
             "tools",
-            "how this model writes calls is not known here; set tool_choice to required or to a "
-            "function",
+            "this model's chat template shows no form of calls that is known here, so auto cannot "
+            "read them; set tool_choice to required or to a function, which force one by a grammar",
         )
     is_single = not body.get("parallel_tool_calls", True)
     return ToolUse(tools, mode, name, is_single, form if mode == "auto" else None)

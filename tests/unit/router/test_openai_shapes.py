@@ -24,6 +24,7 @@ from services.router.openai.shapes import (
     OneOf,
     Text,
 )
+from services.router.openai.tools import tool_use
 
 INNER = Record((Field("type", OneOf(("a",)), is_needed=True), Field("x", Integer(0, 3))))
 SHAPE = Record(
@@ -120,3 +121,19 @@ def test_of_an_unknown_key_only_the_beginning_is_compared(monkeypatch: pytest.Mo
     with pytest.raises(InvalidArgument, match="is unknown here"):
         COMPLETION.read({"prompt": "a", "temperatur" * 1000: 1}, "")
     assert compared == [("temperatur" * 1000)[:40]]
+
+
+@pytest.mark.parametrize(
+    "choice", [None, "auto", "required", {"type": "function", "function": {"name": "f"}}]
+)
+def test_a_model_that_takes_no_tools_says_so_whatever_the_choice_is(choice: Any) -> None:
+    body: dict[str, Any] = {"tools": [{"type": "function", "function": {"name": "f"}}]}
+    body |= {"tool_choice": choice} if choice is not None else {}
+    with pytest.raises(InvalidArgument, match="template takes no tools") as caught:
+        tool_use(body, None, takes_tools=False)
+    assert caught.value.field == "tools"
+    if choice in (None, "auto"):  # its calls cannot be read, but a forced one can be made
+        with pytest.raises(InvalidArgument, match="set tool_choice to required"):
+            tool_use(body, None, takes_tools=True)
+    else:
+        assert tool_use(body, None, takes_tools=True).schema() is not None

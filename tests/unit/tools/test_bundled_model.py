@@ -19,6 +19,8 @@ ROOT = Path(__file__).resolve().parents[3]
 if str(ROOT) not in sys.path:  # tools/ is no part of the installed package
     sys.path.insert(0, str(ROOT))
 
+from tokens.chat_template import ChatTemplate  # noqa: E402
+from tokens.tool_call_text import TAGGED, find_format  # noqa: E402
 from tools.bundled_model import arithmetic, records  # noqa: E402
 from tools.bundled_model.chat import Message, render  # noqa: E402
 from tools.bundled_model.corpus import (  # noqa: E402
@@ -189,6 +191,28 @@ def test_chat_template_writes_what_the_corpus_taught() -> None:
     assert plain == render(messages)
     asking = tokenizer.apply_chat_template(as_dicts, tokenize=False, add_generation_prompt=True)
     assert asking == render(messages) + "<|assistant|>"
+
+
+def test_chat_template_shows_tools_and_calls_in_a_form_that_is_read_back() -> None:
+    template = ChatTemplate.find(TARGET)
+    assert template is not None and template.takes_tools
+    assert find_format(template.source) is TAGGED
+    tool = {"type": "function", "function": {"name": "f"}}
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": [1]}}}
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "7", "tool_call_id": "1"},
+    ]
+    text = template.render(messages, tools=[tool])
+    assert text.startswith("<|system|>Be brief.\n\n") and text.count("Be brief.") == 1
+    assert f"<tools>\n{json.dumps(tool)}\n</tools>" in text
+    assert '<tool_call>\n{"name": "f", "arguments": {"a": [1]}}\n</tool_call><|end|>' in text
+    assert text.endswith("<tool_response>\n7\n</tool_response><|end|><|assistant|>")
+    assert text == tokenizer_of(TARGET).apply_chat_template(
+        messages, tools=[tool], tokenize=False, add_generation_prompt=True
+    )
 
 
 # The answers
