@@ -43,7 +43,11 @@ def run(parsed: argparse.Namespace) -> int:
         return _one(parsed.checkpoint, as_json=parsed.json)
     if parsed.json:
         served = {
-            name: {"route": route, "features": features.split()}
+            name: {
+                "route": route,
+                "features": features.split(),
+                "published": architectures.PUBLISHED_REFUSED.get(name, ""),
+            }
             for name, (route, features) in architectures.SERVED.items()
         }
         everything = {"served": served, "refused": architectures.REFUSED}
@@ -85,12 +89,13 @@ def _served() -> RenderableType:
     routes = Counter(route for route, _ in architectures.SERVED.values())
     head = Text(
         f"{len(architectures.SERVED)} model types are served, {routes[architectures.FUSED]} of "
-        f"them with fused layers; {len(architectures.REFUSED)} are known and refused (--refused). "
+        f"them with fused layers; the published checkpoints of {len(architectures.PUBLISHED_REFUSED)} "
+        f"of them are quantized, and refused; {len(architectures.REFUSED)} are known and refused (--refused). "
         f"Bundled models: {', '.join(bundled_names())}"
     )
-    table = _table("model type", "route", "features")
+    table = _table("model type", "route", "features", "")
     for name, (route, features) in sorted(architectures.SERVED.items()):
-        table.add_row(name, route, features)
+        table.add_row(name, route, features, architectures.PUBLISHED_REFUSED.get(name, ""))
     return Group(head, table)
 
 

@@ -104,6 +104,13 @@ SERVED: dict[str, tuple[str, str]] = {
     "vaultgemma": ("universal", "logit-softcap sliding softcap"),
     "youtu": ("universal", "mla"),
 }
+
+PUBLISHED_REFUSED: dict[str, str] = {
+    "deepseek_v3": "published checkpoint is quantized (fp8) and refused",
+    "gpt_oss": "published checkpoint is quantized (mxfp4) and refused",
+}
+"""Of SERVED: the architecture is served, with weights that are not quantized, but what its makers
+published has a `quantization_config`, which `refusal` refuses."""
 """Model type -> (route, features). Features: `sliding` windows, `softcap` of scores, attention
 `sinks`, `moe` (experts), `mla` (the compressed latent is cached), `kv-dims` (keys and values of
 different dims), `layer-dims` (layers of different dims), `shared-kv` (layers that use another's),

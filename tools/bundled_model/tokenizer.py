@@ -17,8 +17,8 @@ PAD, END = "<|pad|>", "<|end|>"
 SPECIAL_TOKENS = (PAD, END, "<|system|>", "<|user|>", "<|assistant|>")
 PAD_ID, END_ID = 0, 1
 
-# Without tools it must write what chat.render() writes; a test holds the two together. With tools it
-# has the form of Hermes, which the models were not taught: a call comes only where it is forced.
+# Without tools it must write what chat.render() writes; a test holds the two together. With tools
+# it has the form of Hermes, which the models were not taught: only a forced call comes.
 CHAT_TEMPLATE = (
     "{%- if tools -%}"
     "{{- '<|system|>' -}}"

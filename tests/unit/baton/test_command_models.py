@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from baton import cli
-from checkpoints.architectures import REFUSED, SERVED
+from checkpoints.architectures import PUBLISHED_REFUSED, REFUSED, SERVED
 from checkpoints.resolve import bundled_names
 
 
@@ -24,7 +24,9 @@ def test_the_list_names_every_type_with_its_route(capsys: pytest.CaptureFixture[
     assert head.startswith(f"{len(SERVED)} model types are served")
     rows = {line.split()[0]: line.split()[1:] for line in lines if line.strip()}
     for name, (route, features) in SERVED.items():
-        assert rows[name] == [route, *features.split()]
+        note = PUBLISHED_REFUSED.get(name, "")
+        assert rows[name] == [route, *features.split(), *note.split()]
+    assert f"published checkpoints of {len(PUBLISHED_REFUSED)}" in head
 
 
 def test_the_refused_are_listed_with_their_reason(capsys: pytest.CaptureFixture[str]) -> None:
@@ -37,7 +39,13 @@ def test_the_refused_are_listed_with_their_reason(capsys: pytest.CaptureFixture[
 def test_json_has_both(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["models", "--json"]) == 0
     value = json.loads(capsys.readouterr().out)
-    assert value["served"]["deepseek_v3"] == {"route": "universal", "features": ["mla", "moe"]}
+    assert value["served"]["deepseek_v2"] == {
+        "route": "universal",
+        "features": ["mla", "moe"],
+        "published": "",
+    }
+    for name, kind in (("deepseek_v3", "fp8"), ("gpt_oss", "mxfp4")):
+        assert f"({kind}) and refused" in value["served"][name]["published"]
     assert value["refused"] == REFUSED
 
 
