@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 BEAT_TTL_MS = 3000
 BEAT_EVERY_S = 0.7
 REDIS_TIMEOUT_S = 1.0
+STARTING = "starting-worker"
+"""Kind of the entries of workers that load their model and serve nothing yet."""
 
 # Only the life that wrote the beat removes the entry: a successor with the same id may be there by
 # now.

@@ -321,6 +321,8 @@ class Router:
         self._streams.reconcile(w for w in snapshot.workers if w.role == DECODE)
         self._prefills.reconcile(w for w in snapshot.workers if w.role == PREFILL)
         self._probation.reconcile({w.worker_id: w.incarnation for w in snapshot.workers})
+        for model in self.desk.models:
+            model.candidates.note_seen()
         self.desk.note_workers()
 
     def _make_desk(self, models: Sequence[Model]) -> FrontDesk:
@@ -366,6 +368,7 @@ class Router:
             self._probation,
             served=model.served,
             costs=settings.costs,
+            return_wait_s=settings.times.failover_wait_s,
         )
         routing = Routing.of(
             candidates,

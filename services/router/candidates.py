@@ -8,13 +8,17 @@ asyncio loop.
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from process.deadline import Clock
 from process.errors import Internal, InvalidArgument, Unavailable
 from services.router.config import RouterCosts
 from services.router.decode_streams import DecodeStreams
+from services.router.holding import is_expected
 from services.router.policy import DECODE, PREFILL, Ask, Pools, WorkerLoad, blocks_needed
 from services.router.prefill_client import PrefillClient
 from services.router.prefix_runs import Layout
@@ -52,18 +56,27 @@ class Candidates:
         *,
         served: ServedModel,
         costs: RouterCosts,
+        return_wait_s: float = 0.0,
+        clock: Clock = time.monotonic,
     ) -> None:
+        """return_wait_s: how long a worker that is away is expected back."""
         self._registry = registry
         self._streams = streams
         self._prefills = prefills
         self._probation = probation
         self._served = served
         self._costs = costs
+        self._return_wait_s = return_wait_s
+        self._clock = clock
+        self._last_s: dict[str, dict[str, float]] = {PREFILL: {}, DECODE: {}}
+        """By role and id: when a worker last served, or was starting; at most `return_wait_s`
+        ago."""
         self._seen = _NOTHING_SEEN
         self._views: dict[str, WorkerView] = {}
         self._loads: dict[str, WorkerLoad] = {}
         self._pools = Pools.of((), (), costs)
         self._bounds: ModelBounds | None = None
+        self._last_bounds: ModelBounds | None = None
         self._num_blocks: Mapping[str, int] = {}
         self._changed: set[str] = set()
         for source in (streams, prefills, probation):
@@ -75,14 +88,43 @@ class Candidates:
         return [worker for worker in self._views.values() if worker.role == role]
 
     def bounds(self) -> ModelBounds:
-        """What the pair with the longest window can take: longer requests fit nobody.
+        """What the pair with the longest window can take: a longer request fits no pair. While
+        workers that are away are expected, what it was before they went.
 
         Raises: Unavailable naming the role of which there is no worker.
         """
         self._refresh()
         if self._bounds is None:
-            self._bounds = _bounds(self.usable(PREFILL), self.usable(DECODE))
+            try:
+                self._bounds = _bounds(self.usable(PREFILL), self.usable(DECODE))
+            except Unavailable:
+                if self._last_bounds is None or not self.are_expected():
+                    raise
+                return self._last_bounds
+            self._last_bounds = self._bounds
         return self._bounds
+
+    def note_seen(self) -> None:
+        """The registry was looked at: remember which workers serve, or are starting, now."""
+        with contextlib.suppress(Unavailable):
+            self.bounds()  # kept, for when they have gone
+        now_s = self._clock()
+        for role, last_s in self._last_s.items():
+            names = {*self._serving(role), *self._starting(role)}
+            last_s.update(dict.fromkeys(names, now_s))
+            for name in [n for n, at_s in last_s.items() if now_s - at_s >= self._return_wait_s]:
+                del last_s[name]
+
+    def expects(self, role: str) -> bool:
+        """Whether a worker of `role` is away and may soon serve; see `holding.is_expected`."""
+        here = self._serving(role)
+        return is_expected(self._last_s[role], here, self._clock(), self._return_wait_s)
+
+    def are_expected(self) -> bool:
+        """Whether a worker that is away may soon serve, and then both roles have one."""
+        expected = [self.expects(role) for role in (PREFILL, DECODE)]
+        roles = zip((PREFILL, DECODE), expected, strict=True)
+        return any(expected) and all(is_due or self.usable(role) for role, is_due in roles)
 
     def adapter(self, name: str) -> Adapter:
         """The adapter of this name, in the content that most workers have and both roles.
@@ -177,6 +219,19 @@ class Candidates:
         if kept != set(self._loads):
             raise Internal("the pools differ from the loads that are kept")
 
+    def _serving(self, role: str) -> set[str]:
+        """Ids of the usable workers whose stream stands."""
+        is_up = self._streams.is_up if role == DECODE else self._prefills.is_up
+        return {w.worker_id for w in self.usable(role) if is_up(w.worker_id)}
+
+    def _starting(self, role: str) -> set[str]:
+        names = self._served.names
+        return {
+            worker.worker_id
+            for worker in self._registry.snapshot.starting
+            if worker.role == role and worker.model in names
+        }
+
     def _filtered(
         self, loads: Sequence[WorkerLoad], adapter: Adapter, excluded: Collection[str]
     ) -> tuple[WorkerLoad, ...]:
@@ -212,6 +267,8 @@ class Candidates:
         has_same_links = views.keys() == before.keys()
         for worker_id, worker in views.items():
             old = before.get(worker_id)
+            if old is None or old.incarnation != worker.incarnation:
+                self._last_s[worker.role][worker_id] = self._clock()  # its stream comes up next
             is_same = worker is old and worker_id not in self._changed
             loads[worker_id] = self._loads[worker_id] if is_same else self._load(worker)
             has_same_links &= old is not None and worker.links is old.links

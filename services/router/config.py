@@ -138,9 +138,10 @@ class RouterTimes:
     reserve_wait_s: float = 5.0
     """How long a request waits for room when every decode worker is full."""
 
-    failover_wait_s: float = 30.0
-    """How long an answer that has begun waits for another decode worker when its own has gone and
-    none has room, or none is there. Longer than a worker takes to start again."""
+    failover_wait_s: float = 60.0
+    """How long requests wait for a worker that is away, counted from when it last served or was
+    starting, where no other takes them: longer than a process takes from its end until it loads its
+    model again. Also how long an answer whose decode worker went waits for room at another."""
 
     supersede_wait_s: float = 5.0
     """How long a repeated request waits for its old attempt to end."""
@@ -291,8 +292,9 @@ class RouterSettings:
     """
 
     hold_without_workers_s: float = 0.0
-    """How long a request waits for a worker to start while there are none for its model; 0: it is
-    refused at once. Where an autoscaler may take all workers away, longer than one takes to start.
+    """How long a request waits for a worker while there is none for its model, and none starts or
+    went within `times.failover_wait_s`; 0: it is refused at once. Where an autoscaler may take all
+    workers away, longer than one takes to start.
     """
 
     admission: AdmissionSettings = field(default_factory=AdmissionSettings)

@@ -41,7 +41,7 @@ from services.router.delivery import Delivery, Send
 from services.router.failover import OTHERS_MAY, Failover, Loss, shortcoming
 from services.router.job import Cluster, Job
 from services.router.kv_account import KvAccount
-from services.router.policy import Ask, Choice
+from services.router.policy import PREFILL, Ask, Choice
 from services.router.prefill_leg import PrefillLeg
 from services.router.reserving import Reserving
 from services.router.routing import Asking
@@ -52,7 +52,7 @@ from services.router.times import StageTimes
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.2
-"""Between two tries to find a prefill worker for an answer that has begun; guessed."""
+"""Between two tries to find a prefill worker while one is waited for; guessed."""
 
 
 class State(Enum):
@@ -121,7 +121,9 @@ class RequestFlow:
     async def _attempt(self) -> Loss | None:
         """One pair of workers. Returns: None when the answer is over."""
         is_again = self._failover.is_on
-        bound = self._deadline.sooner(self._cluster.times.failover_wait_s)
+        wait_s = self._cluster.times.failover_wait_s if is_again else 0.0
+        bound = self._deadline.sooner(wait_s)
+        broken = set[str]()  # lives of prefill workers
         while True:
             asking = await self._ask_again() if is_again else await self._look_up()
             choice, asking = await self._reserve(asking)
@@ -138,15 +140,19 @@ class RequestFlow:
                 asking = await self._prefill(choice, asking)
                 break
             except OTHERS_MAY as error:
-                if not is_again:
+                broken.add(choice.prefill_life)
+                is_expected = self._cluster.candidates.expects(PREFILL)
+                # The request may be what breaks them.
+                has_broken_many = len(broken) > self._cluster.max_failovers
+                if has_broken_many or (bound.expired and not is_expected):
+                    if is_again:
+                        raise self._failover.explained(error) from error
                     raise
-                if bound.expired:
-                    raise self._failover.explained(error) from error
-                # A part of the answer is out: worth to wait for a prefill worker to come.
-                self._need_leg("prefill without decode").cancel()
-                self.state = State.MOVING
+                if self._leg is not None:
+                    self._leg.cancel()
+                self.state = State.MOVING if is_again else State.RESERVING
                 # Progress of decode workers is no news of prefill's: our own cancelled leg is some.
-                await asyncio.sleep(min(_RETRY_S, bound.left_s()))
+                await asyncio.sleep(min(_RETRY_S, self._deadline.left_s()))
                 self._failover.mark("wait_room", None)
         return await self._hand_over(asking)
 

@@ -198,7 +198,8 @@ class FrontDesk:
             record.doing = "waiting for a worker to start"
             traffic.move(Place.HELD)
 
-        if await self.holding.wait(model.candidates.bounds, deadline, on_held):
+        workers = model.candidates
+        if await self.holding.wait(workers.bounds, deadline, on_held, workers.are_expected):
             times.mark("hold")
             record.doing = doing
             traffic.move(Place.QUEUED)
@@ -224,12 +225,13 @@ class FrontDesk:
         self.holding.look()
 
     def ready(self) -> None:
-        """Raises: Unavailable when a request for some model would find no workers, and would not be
-        held until there are some."""
+        """Raises: Unavailable when a request for some model would find no workers, and would not
+        wait for them."""
         if self.holding.is_on:
             return
         for model in self.models:
-            model.candidates.bounds()
+            if not model.candidates.are_expected():
+                model.candidates.bounds()
 
     def explain(self, request: inference_pb2.ExplainRequest) -> inference_pb2.ExplainReply:
         """Why a request went where it did. Raises: NotFound."""

@@ -1,19 +1,22 @@
-"""Holding: requests that came while no worker could serve them are kept for a while, instead of
-refused, so that whoever scales up from nothing loses none.
+"""Holding: requests wait for a worker that is not there but may come, instead of being refused.
 
-    asked -> free     there are workers, or holding is off
+`is_expected` is the rule for every such wait: of a new request and of an answer that has begun. A
+worker may come if it served, or was starting, a short time ago. `Holding` is the wait of requests
+for a model of which a role has never had a worker, or has none for longer than that:
+
+    asked -> free     there are workers, or none is waited for
     asked -> refused  as many are held as may
     asked -> held -> free | refused (the time is up) | over (cancelled, its deadline)
 
-Knows neither workers nor models: the caller's `find` says whether there is somebody, and `look`
-is called when that may have changed. Law: `num_held` is the number of callers inside `wait`. One
-asyncio loop.
+Knows neither workers nor models: the caller's `find` raises while workers are missing, and `look`
+is called after each look at the registry. Law: `num_held` is the number of callers inside `wait`.
+One asyncio loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 
 from process.deadline import Deadline
 from process.errors import DeadlineExceeded, Internal, NoCapacity, Unavailable
@@ -21,11 +24,24 @@ from process.errors import DeadlineExceeded, Internal, NoCapacity, Unavailable
 _RETRY_S = 1.0
 
 
+def is_expected(
+    seen_s: Mapping[str, float], here: Collection[str], now_s: float, wait_s: float
+) -> bool:
+    """Whether a worker is away that may soon be there: it served, or was starting, less than
+    `wait_s` ago.
+
+    Args: seen_s: when each worker of the role last served or was starting, by id. here: those that
+        serve now.
+    """
+    return any(now_s - at_s < wait_s for name, at_s in seen_s.items() if name not in here)
+
+
 class Holding:
     """See the module."""
 
     def __init__(self, hold_s: float, max_requests: int) -> None:
-        """hold_s: how long one request is held at most; 0: none is."""
+        """hold_s: how long one request is held at most where no worker is expected; 0: not at
+        all."""
         self._hold_s = hold_s
         self._max_requests = max_requests
         self._waiting: set[asyncio.Future[None]] = set()
@@ -33,7 +49,7 @@ class Holding:
 
     @property
     def is_on(self) -> bool:
-        """Whether requests are held at all."""
+        """Whether requests are held where no worker is expected."""
         return self._hold_s > 0
 
     def look(self) -> None:
@@ -43,14 +59,20 @@ class Holding:
                 future.set_result(None)
 
     async def wait(
-        self, find: Callable[[], object], deadline: Deadline, on_held: Callable[[], None]
+        self,
+        find: Callable[[], object],
+        deadline: Deadline,
+        on_held: Callable[[], None],
+        is_coming: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Until `find` does not raise Unavailable any more. `on_held`: called when it must wait.
+        """Until `find` does not raise Unavailable any more.
 
+        Args: on_held: called when it must wait. is_coming: whether the missing workers are
+            expected; while it holds, only `deadline` ends the wait.
         Returns: whether it had to. Raises: NoCapacity when as many are held as may; Unavailable,
         the last one of `find`, when the time is up; DeadlineExceeded.
         """
-        if not self.is_on or _problem(find) is None:
+        if not (self.is_on or is_coming()) or _problem(find) is None:
             return False
         if self.num_held >= self._max_requests:
             raise NoCapacity(
@@ -62,14 +84,17 @@ class Holding:
         try:
             on_held()
             while (problem := _problem(find)) is not None:
-                if bound.expired:
-                    if deadline.expired:
-                        raise DeadlineExceeded("the request's time ran out: no worker started")
+                if deadline.expired:
+                    raise DeadlineExceeded("the request's time ran out: no worker started")
+                if is_coming():
+                    await self._news(deadline)
+                elif bound.expired:
                     raise Unavailable(
                         f"{problem}; none started within {self._hold_s:g} s",
                         retry_after_s=_RETRY_S,
                     )
-                await self._news(bound)
+                else:
+                    await self._news(bound)
         finally:
             self.num_held -= 1
         return True

@@ -21,24 +21,31 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import redis.asyncio
 from google.protobuf import json_format
 
-from process import logs, redis_client
+from process import logs, redis_client, registry_beat
 from process.registry_beat import BEAT_EVERY_S, BEAT_TTL_MS
 from process.tasks import end_tasks
 from protos import common_pb2, inference_pb2
 from services.router.remembered import Remembered
-from services.router.views import Snapshot, StoreView, WorkerView, worker_view
+from services.router.views import (
+    Snapshot,
+    StartingWorker,
+    StoreView,
+    WorkerView,
+    worker_view,
+)
 
 logger = logging.getLogger(__name__)
 
 WORKERS_KEY = "baton:workers"
 STORES_KEY = "baton:stores"
+STARTING_KEY = registry_beat.entries_key(registry_beat.STARTING)
 MARK_KEY = "baton:mark"
 """Which Redis this is: one that lost everything has another mark, or none."""
 KEEP_S = BEAT_TTL_MS / 1000
@@ -135,7 +142,7 @@ class Registry:
         before = self.snapshot
         if before.is_redis_reachable:
             logs.event(logger, "redis_away", level=logging.WARNING, why=str(error))
-        return Snapshot(before.workers, before.stores, False, before.problems)
+        return replace(before, is_redis_reachable=False)
 
     async def _read(self) -> Callable[[], Snapshot]:
         """Returns: what takes what was read as known."""
@@ -143,10 +150,16 @@ class Registry:
         async with self._client.pipeline(transaction=False) as pipe:
             pipe.hgetall(WORKERS_KEY)
             pipe.hgetall(STORES_KEY)
-            worker_entries, store_entries = await pipe.execute()
+            pipe.hgetall(STARTING_KEY)
+            worker_entries, store_entries, starting_entries = await pipe.execute()
         worker_ids, node_ids = sorted(worker_entries), sorted(store_entries)
         keys = [f"baton:worker:{i.decode(errors='replace')}:beat" for i in worker_ids]
         keys += [f"baton:store:{i.decode(errors='replace')}:beat" for i in node_ids]
+        starting_ids = sorted(starting_entries)
+        keys += [
+            registry_beat.beat_key(registry_beat.STARTING, i.decode(errors="replace"))
+            for i in starting_ids
+        ]
         async with self._client.pipeline(transaction=False) as pipe:
             if keys:
                 pipe.mget(keys)
@@ -164,12 +177,19 @@ class Registry:
             if view is not None and beat is not None and beat == view.incarnation.encode():
                 workers[view.worker_id] = _Worker(view, entry.status)
         stores: dict[str, _Store] = {}
-        for node_id, beat in zip(node_ids, beats[len(worker_ids) :], strict=True):
+        for node_id, beat in zip(node_ids, beats[len(worker_ids) :], strict=False):
             store = _parse_store(node_id, store_entries[node_id], problems)
             if store is not None and beat is not None and beat == store.incarnation.encode():
                 status = _store_status(store, store_entries[store.node_id.encode()])
                 stores[store.node_id] = _Store(store, status)
-        return partial(self._found, mark, began_s, workers, stores, tuple(problems))
+        starting = tuple(
+            worker
+            for name, beat in zip(
+                starting_ids, beats[len(beats) - len(starting_ids) :], strict=True
+            )
+            if beat is not None and (worker := _parse_starting(starting_entries[name], problems))
+        )
+        return partial(self._found, mark, began_s, workers, stores, starting, tuple(problems))
 
     def _found(
         self,
@@ -177,6 +197,7 @@ class Registry:
         began_s: float,
         workers: dict[str, _Worker],
         stores: dict[str, _Store],
+        starting: tuple[StartingWorker, ...],
         problems: tuple[str, ...],
     ) -> Snapshot:
         self._remember(mark, began_s, workers, stores)
@@ -187,6 +208,7 @@ class Registry:
             tuple(store.view for store in self._stores.values()),
             True,
             problems,
+            starting,
         )
 
     def _remember(
@@ -280,6 +302,15 @@ def _parse_store(node_id: bytes, entry: bytes, problems: list[str]) -> StoreView
         return store
     except (ValueError, LookupError, TypeError) as error:
         problems.append(f"registry entry of store {node_id!r} cannot be read: {error}")
+        return None
+
+
+def _parse_starting(entry: bytes, problems: list[str]) -> StartingWorker | None:
+    try:
+        values = json.loads(entry)
+        return StartingWorker(*(_text(values, name) for name in ("worker_id", "role", "model")))
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        problems.append(f"registry entry of a starting worker cannot be read: {error}")
         return None
 
 

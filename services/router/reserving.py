@@ -2,8 +2,9 @@
 again as long as decode workers refuse.
 
 A worker that refuses is left out of the next choice; when all have refused, they are asked again as
-room comes, for a bounded time, unless each lacks what does not come with time: a precondition. An
-answer that has begun waits longer, and for workers to come, too: its client has seen a part of it.
+room comes, for a bounded time, unless each lacks what does not come with time: a precondition.
+While a worker is expected (`holding.is_expected`) the wait lasts as long as the request's budget.
+An answer that has begun waits longer for room: its client has seen a part.
 Law: `leg` is the reservation that stands, its owner's to end; one that failed, or whose wait was
 cancelled, has been told so. One request, one task.
 """
@@ -20,7 +21,7 @@ from protos import decode_pb2
 from services.router.decisions import FIRST
 from services.router.decode_leg import DecodeLeg
 from services.router.job import Cluster, Job
-from services.router.policy import Ask, Choice, blocks_needed
+from services.router.policy import DECODE, Ask, Choice, blocks_needed
 from services.router.prefill_leg import TRY_ANOTHER
 from services.router.routing import DECODE_LEFT, REFUSED, Asking
 from services.router.times import Details
@@ -71,17 +72,19 @@ class Reserving:
         occasion = DECODE_LEFT if self._is_again else FIRST
         while True:
             if last_error is not None and not routing.pools(asking, refused).decode:
-                if bound.expired or not may_room_help:
+                is_final = bool(refused) and not may_room_help
+                if is_final or (bound.expired and not routing.candidates.expects(DECODE)):
                     raise last_error
-                await self._wait(bound)
+                await self._wait()
                 refused.clear()
                 may_room_help = False
             try:
                 choice, asking = routing.choose(asking, refused, occasion)
             except Unavailable:
-                if not self._is_again or bound.expired:
+                may_wait = self._is_again and not bound.expired
+                if not (may_wait or routing.candidates.are_expected()):
                     raise
-                await self._wait(bound)
+                await self._wait()
                 continue
             occasion = REFUSED
             self._on_choice(choice)
@@ -106,9 +109,9 @@ class Reserving:
             finally:
                 self._mark("reserve", None)
 
-    async def _wait(self, bound: Deadline) -> None:
+    async def _wait(self) -> None:
         """Until there may be room."""
-        await self._cluster.streams.wait_for_progress(min(_ROOM_POLL_S, bound.left_s()))
+        await self._cluster.streams.wait_for_progress(min(_ROOM_POLL_S, self._deadline.left_s()))
         self._mark("wait_room", None)
 
     async def _reserve_at(self, worker: WorkerView, ask: Ask) -> DecodeLeg:

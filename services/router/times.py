@@ -136,5 +136,10 @@ class StageTimes:
 
     def _add(self, stage: str, begin_s: float, end_s: float, details: Details | None) -> None:
         self._seconds[stage] = self._seconds.get(stage, 0.0) + (end_s - begin_s)
-        if end_s > begin_s:
-            self._laps.append(Lap(stage, begin_s, end_s, details))
+        if end_s <= begin_s:
+            return
+        last = self._laps[-1] if self._laps and begin_s != self.first_token_s else None
+        if last is not None and last.stage == stage and last.details is details is None:
+            # A request that waits for a worker marks the same stage again and again: one piece.
+            begin_s = self._laps.pop().begin_s
+        self._laps.append(Lap(stage, begin_s, end_s, details))

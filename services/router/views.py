@@ -56,6 +56,15 @@ class WorkerView:
 
 
 @dataclass(frozen=True)
+class StartingWorker:
+    """A worker process that loads its model and serves nothing yet."""
+
+    worker_id: str
+    role: str
+    model: str
+
+
+@dataclass(frozen=True)
 class StoreView:
     """One life of one KV store."""
 
@@ -74,6 +83,7 @@ class Snapshot:
     is_redis_reachable: bool = False
     problems: tuple[str, ...] = ()
     """Entries that could not be read."""
+    starting: tuple[StartingWorker, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,25 +1,29 @@
 """How a worker of either role starts, serves and ends.
 
-Start: load the engine on a thread (progress as log lines) -> a worker (services/worker/worker.py)
--> ready line. End, on a signal or when the engine failed: as the worker does. The process's
-signals, exit codes and parent watch are `process.entry`'s.
+Start: an entry in the registry that says so, for routers whose requests wait -> load the engine on
+a thread (progress as log lines) -> a worker (services/worker/worker.py) -> ready line. End, on a
+signal or when the engine failed: as the worker does. The process's signals, exit codes and parent
+watch are `process.entry`'s.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import threading
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from engine.speculation.draft_port import DraftPeer
-from process import entry, interpreter, logs, tls
+from process import entry, incarnation, interpreter, logs, tls
 from process.access import Role as PeerRole
 from process.health import Health
 from process.metrics import MetricsServer
+from process.registry_beat import STARTING, RegistryBeat
 from process.serving import Dialer
 from process.tasks import end_tasks, start_task
 from process.tracing import Tracing
@@ -28,6 +32,7 @@ from services.worker.core import WorkerCore
 from services.worker.draft_channel import DraftPeers
 from services.worker.engine_port import WorkerEngine
 from services.worker.handle_keys import HandleKeys
+from services.worker.identity import Identity
 from services.worker.roles import MakeRole
 from services.worker.worker import STOP_GRACE_S, Worker, start
 
@@ -59,13 +64,16 @@ async def run(
         # Before the model: whoever probes shall see that this process lives, and what it does.
         metrics.start(settings.metrics_listen)
     drafts = DraftPeers(settings.engine.speculation.draft_workers, Dialer(identity))
+    worker_id = Identity.new(role_name, settings.worker_id).worker_id
+    settings = replace(settings, worker_id=worker_id)
     try:
-        engine = await _load(settings, stop, health, drafts.peers)
-        if engine is None:
-            return
-        worker = await start(
-            engine, settings, role_name, make_role, metrics, draft_traces=drafts.traces
-        )
+        async with _said_to_start(settings, role_name):
+            engine = await _load(settings, stop, health, drafts.peers)
+            if engine is None:
+                return
+            worker = await start(
+                engine, settings, role_name, make_role, metrics, draft_traces=drafts.traces
+            )
         drafts.show(metrics, lambda: worker.core.identity)
         health.judge_by(worker.why_not_ready)
         await _serve(worker, role_name, stop)
@@ -73,6 +81,28 @@ async def run(
         health.end()
         await drafts.close()
         await asyncio.to_thread(metrics.stop)
+
+
+@contextlib.asynccontextmanager
+async def _said_to_start(settings: WorkerSettings, role_name: str) -> AsyncIterator[None]:
+    """Registered as starting while the body runs."""
+    if not settings.redis_url:
+        yield
+        return
+    about = {"worker_id": settings.worker_id, "role": role_name, "model": settings.engine.model}
+    beat = RegistryBeat(
+        settings.redis_url,
+        STARTING,
+        entry_id=settings.worker_id,
+        incarnation=incarnation.new().hex(),
+        entry=lambda: json.dumps(about),
+        access=settings.redis,
+    )
+    beat.start()
+    try:
+        yield
+    finally:
+        await beat.stop()
 
 
 async def _serve(worker: Worker, role_name: str, stop: asyncio.Event) -> None:

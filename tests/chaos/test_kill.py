@@ -9,14 +9,19 @@ import json
 import os
 import random
 import signal
+import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
-from baton.client import Client
+from baton.client import Client, SyncClient
 from baton.local_cluster import ClusterConfig, LocalCluster
 from baton.messages import Completion
+from baton.part import State
 from tests.chaos.rolling import LONG_TOKENS, Load, asks
 from tests.conftest import LONG
 from tests.e2e.conftest import assert_idle
@@ -26,6 +31,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.timeout(1500 if LO
 
 MODEL = ClusterConfig().model
 BUDGET_S = 30.0
+KILL_BUDGET_S = 240.0
+"""Of a request whose only decode worker is killed, and starts again beside everything else."""
 NUM_STREAMS = 8
 MAX_TOKENS = 64
 VICTIMS = ("store", "prefill-0", "prefill-1", "redis", "decode-0")
@@ -47,6 +54,14 @@ def pairs(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
         # Handles that nobody comes for (their router or decode worker died) are soon forgotten.
         overrides=("worker.limits.lease_ttl_s=5.0",),
     )
+    with LocalCluster(config) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def lone() -> Iterator[LocalCluster]:
+    """One worker of each role, as by default, and as the chart's."""
+    config = ClusterConfig(port=0, overrides=("worker.limits.lease_ttl_s=5.0",))
     with LocalCluster(config) as running:
         yield running
 
@@ -211,3 +226,172 @@ async def test_no_request_fails_while_all_parts_are_restarted(
     assert all(before[name] != after[name] for names in waves for name in names)
     assert load.moves["moved"] > 0, f"no stream was moved: {load.moves}"
     await asyncio.to_thread(assert_idle, pairs)
+
+
+def test_the_next_answer_after_a_kill_of_the_only_decode_worker_is_right(
+    lone: LocalCluster,
+) -> None:
+    """README, "A cluster for your own tests": the next request was refused for 6.5 s once."""
+    with SyncClient(lone.address) as client:
+        before = client.complete("Once upon a time", temperature=0.0, timeout_s=KILL_BUDGET_S)
+        lone.kill("decode-0")
+        after = client.complete("Once upon a time", temperature=0.0, timeout_s=KILL_BUDGET_S)
+    assert after.token_ids == before.token_ids
+    lone.wait_ready(KILL_BUDGET_S)
+    assert_idle(lone)
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0, "ignore_eos": True},
+    "seeded": {"temperature": 1.0, "seed": 7, "ignore_eos": True},
+    "schema": {
+        "temperature": 1.0,
+        "seed": 8,
+        "json_schema": {
+            "type": "object",
+            "properties": {name: {"type": "string", "minLength": 12} for name in ("who", "where")},
+            "required": ["who", "where"],
+        },
+    },
+    "regex": {"temperature": 1.0, "seed": 9, "regex": "([a-z]{3,8} ){12}the end"},
+    "samples": {"temperature": 1.0, "seed": 10, "n": 2, "ignore_eos": True},
+    "penalties": {
+        "temperature": 0.7,
+        "seed": 11,
+        "ignore_eos": True,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.5,
+    },
+}
+"""Requests that decode workers are killed under, by what they ask for."""
+
+
+@dataclass
+class _Answer:
+    """What came of one request."""
+
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    """By sample."""
+    reasons: dict[int, str] = field(default_factory=dict)
+    longest_gap_s: float = 0.0
+    num_lost: int = 0
+    """Workers that it lost."""
+
+
+async def _ask(
+    client: Client, prompt: Sequence[int], kind: str, on_tokens: Callable[[int], None]
+) -> _Answer:
+    answer, last_s = _Answer(), time.monotonic()
+    async for chunk in client.generate(
+        list(prompt), max_tokens=MAX_TOKENS, timeout_s=KILL_BUDGET_S, **KINDS[kind]
+    ):
+        now_s = time.monotonic()
+        answer.longest_gap_s, last_s = max(answer.longest_gap_s, now_s - last_s), now_s
+        answer.tokens.setdefault(chunk.sample_index, []).extend(chunk.token_ids)
+        on_tokens(len(chunk.token_ids))
+        if chunk.end is not None:
+            answer.reasons[chunk.sample_index] = chunk.end.finish_reason
+            if chunk.end.provenance is not None:
+                legs = chunk.end.provenance.legs
+                answer.num_lost = sum(leg.ended_by == "worker_lost" for leg in legs)
+    return answer
+
+
+class _Kills:
+    """Rounds of one request of each kind, in each of which a decode worker is killed at a random
+    token of theirs."""
+
+    def __init__(self, cluster: LocalCluster, client: Client, rng: random.Random) -> None:
+        self._cluster = cluster
+        self._client = client
+        self._rng = rng
+        self.num_kills = 0
+        self.num_streams = 0
+        self.gaps_s: list[float] = []
+        """The longest of each stream that lost a worker."""
+
+    async def round(self, prompt: Sequence[int], right: dict[str, _Answer]) -> None:
+        """Raises: AssertionError naming the request that was answered otherwise."""
+        num_all = sum(len(ids) for answer in right.values() for ids in answer.tokens.values())
+        kill_at = self._rng.randrange(1, num_all // 2)
+        num_seen, is_time = 0, asyncio.Event()
+
+        def on_tokens(num: int) -> None:
+            nonlocal num_seen
+            num_seen += num
+            if num_seen >= kill_at:
+                is_time.set()
+
+        async with asyncio.timeout(2 * KILL_BUDGET_S), asyncio.TaskGroup() as group:
+            streams = {
+                kind: group.create_task(_ask(self._client, prompt, kind, on_tokens))
+                for kind in right
+            }
+            await is_time.wait()
+            await asyncio.to_thread(self._cluster.kill, self._victim())
+            self.num_kills += 1
+        for kind, stream in streams.items():
+            answer = stream.result()
+            about = (kind, kill_at, answer)
+            assert answer.tokens == right[kind].tokens, about
+            assert answer.reasons == right[kind].reasons, about
+            self.num_streams += 1
+            if answer.num_lost:
+                self.gaps_s.append(answer.longest_gap_s)
+        if self._rng.random() < 0.5:  # otherwise the next kill may come while this one restarts
+            await asyncio.to_thread(self._cluster.wait_ready, KILL_BUDGET_S)
+
+    def _victim(self) -> str:
+        """Any decode worker that serves."""
+        return self._rng.choice(
+            [
+                info.name
+                for info in self._cluster.processes.values()
+                if info.kind == "decode" and info.state is State.READY
+            ]
+        )
+
+    def report(self) -> str:
+        """The figures of all rounds."""
+        gaps = sorted(self.gaps_s)
+        p99 = gaps[min(len(gaps) - 1, int(0.99 * len(gaps)))]
+        return (
+            f"{self.num_kills} kills, {self.num_streams} streams, {len(gaps)} of them lost a "
+            f"worker; longest gap of those: p50 {statistics.median(gaps):.2f} s, p99 {p99:.2f} s"
+        )
+
+
+@pytest.mark.timeout(5400 if LONG else 480)
+async def test_kills_of_the_only_decode_worker_cost_no_stream_a_token(
+    lone: LocalCluster, reference: Oracle, seed: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever is asked for, at whichever token: each waits for the worker's next life."""
+    with capsys.disabled():
+        await _kill_again_and_again(lone, reference, random.Random(f"{seed}-one"))
+
+
+@pytest.mark.parametrize("pairs", ["shm"], indirect=True)
+@pytest.mark.timeout(5400 if LONG else 480)
+async def test_kills_of_two_decode_workers_cost_no_stream_a_token(
+    pairs: LocalCluster, reference: Oracle, seed: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same; the other one may be restarting from the kill before."""
+    with capsys.disabled():
+        await _kill_again_and_again(pairs, reference, random.Random(f"{seed}-two"))
+
+
+async def _kill_again_and_again(
+    cluster: LocalCluster, reference: Oracle, rng: random.Random
+) -> None:
+    (prompt,) = prompts(reference, rng, 1)
+    async with Client(cluster.address) as client:
+        right = {kind: await _ask(client, prompt, kind, lambda num: None) for kind in KINDS}
+        assert all(len(ids) > 8 for answer in right.values() for ids in answer.tokens.values())
+        kills = _Kills(cluster, client, rng)
+        for _ in range(100 if LONG else 2):
+            await kills.round(prompt, right)
+    assert kills.gaps_s, "no stream lost its worker"
+    sys.stdout.write(f"\n{kills.report()}\n")
+    await asyncio.to_thread(cluster.wait_ready, KILL_BUDGET_S)
+    await asyncio.to_thread(assert_idle, cluster)

@@ -9,17 +9,19 @@ import grpc
 import grpc.aio
 import pytest
 
-from process import serving
+from process import registry_beat, serving
 from process.errors import BatonError, InvalidArgument, NoCapacity, Unavailable
 from protos import inference_pb2, kvstore_pb2, kvstore_pb2_grpc
 from services.router import registry
 from services.router.app import Router
 from services.router.fakes.decode import FakeDecode
 from services.router.fakes.prefill import FakePrefill
+from tests.deadlines import Deadlines
 from tests.unit.router.bench import (
     BOUND_S,
     TOKENIZER,
     Bench,
+    Looks,
     expected_ids,
     fake_model,
     request,
@@ -277,6 +279,74 @@ async def test_a_restarted_worker_is_met_under_its_new_life() -> None:
         assert (await rest_of(call))[-1].provenance.legs[-1].incarnation == successor.incarnation
         messages = await bench.generate(request(sampling=SHORT))
         assert messages[-1].provenance.legs[1].incarnation == successor.incarnation
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_new_request_waits_for_the_only_worker_to_be_back(
+    role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before and after the registry drops the dead one: both requests were refused once."""
+    async with running(times={"failover_wait_s": 30.0}) as bench:
+        assert await bench.generate(request(sampling=SHORT))
+        looks = Looks(monkeypatch)
+        workers: Any = bench.prefills if role == "prefill" else bench.decodes
+        old = workers.pop()
+        await old.stop()
+        early = asyncio.create_task(bench.generate(request(sampling=SHORT)))
+        await looks.more(12)  # longer than `reserve_wait_s`
+        await bench.lapse(old)
+        late = asyncio.create_task(bench.generate(request(sampling=SHORT)))
+        await looks.more(10)
+        bench.router.desk.ready()
+        assert not early.done() and not late.done()
+        await bench.add(type(old)(old.worker_id, bench.model))
+        for messages in await asyncio.gather(early, late):
+            assert messages[-1].usage.num_output_tokens == 4
+
+
+async def test_a_request_that_waits_for_a_lost_worker_ends_with_its_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    deadlines = Deadlines(monkeypatch)
+    async with running(times={"failover_wait_s": 30.0}) as bench:
+        looks = Looks(monkeypatch)
+        old = bench.decodes.pop()
+        await old.stop()
+        await bench.lapse(old)
+        call = bench.stub.Generate(request(sampling=SHORT), timeout=BOUND_S)
+        await looks.more(1)
+        deadlines.end_all()
+        code, _ = await _error(call)
+        assert code is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def test_a_worker_that_stays_away_is_waited_for_a_bounded_time() -> None:
+    async with running(times={"failover_wait_s": 0.5}) as bench:
+        old = bench.decodes.pop()
+        await old.stop()
+        await bench.lapse(old)
+        code, error = await _error(bench.stub.Generate(request(sampling=SHORT), timeout=BOUND_S))
+        assert code is grpc.StatusCode.UNAVAILABLE and "no decode worker" in str(error)
+        assert error.retry_after_s is not None
+
+
+async def test_a_request_waits_for_a_worker_that_is_starting() -> None:
+    """It has said so in the registry, and no worker of its role was there before."""
+    async with running(num_decode=0) as bench:
+        starting = registry_beat.RegistryBeat(
+            bench.redis.url,
+            registry_beat.STARTING,
+            entry_id="d0",
+            incarnation="11" * 16,
+            entry=lambda: '{"worker_id": "d0", "role": "decode", "model": "fake"}',
+        )
+        starting.start()
+        await until(lambda: bench.router._registry.snapshot.starting)
+        asked = asyncio.create_task(bench.generate(request(sampling=SHORT)))
+        await until(lambda: bench.router._holding.num_held == 1)
+        await bench.add(FakeDecode("d0", bench.model))
+        await starting.stop()
+        assert (await asked)[-1].usage.num_output_tokens == 4
 
 
 async def test_a_lone_worker_that_hangs_without_heartbeat_loses_its_streams() -> None:

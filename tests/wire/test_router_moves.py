@@ -28,6 +28,7 @@ from tests.unit.router.bench import (
     BOUND_S,
     TOKENIZER,
     Bench,
+    Looks,
     fake_model,
     request,
     rest_of,
@@ -395,6 +396,27 @@ async def test_a_stream_waits_for_another_worker_to_come(goes: Goes) -> None:
         await goes(worker)
         (attempt,) = bench.router._log._live
         await until(lambda: "moved" in attempt.to_proto().state)
+        await bench.add(FakeDecode("later", bench.model))
+        messages = await generating
+        assert _ids(messages) == _expected(bench, 12)
+        assert _legs(messages)[-1] == ("later", "")
+
+
+@pytest.mark.parametrize("goes", GOES)
+async def test_a_stream_waits_for_the_only_worker_when_its_heartbeat_is_gone(
+    goes: Goes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stream once ended with UNAVAILABLE as soon as the registry had dropped the worker."""
+    async with running(times=PATIENT) as bench:
+        looks = Looks(monkeypatch)
+        _pause(bench, 4)
+        generating = asyncio.create_task(bench.generate(_asked()))
+        worker = await _paused(bench)
+        await until(lambda: _has_heard(bench, worker))
+        await goes(worker)
+        await looks.more(3)  # the registry still has it: it is asked, and does not answer
+        await bench.lapse(worker)
+        await looks.more(3)
         await bench.add(FakeDecode("later", bench.model))
         messages = await generating
         assert _ids(messages) == _expected(bench, 12)

