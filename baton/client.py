@@ -47,7 +47,11 @@ _STATUS_TIMEOUT_S = 10.0
 _ANSWER = "a whole answer"
 
 _OWN_DEADLINE = "Deadline Exceeded"
-"""gRPC's words where our own time was over, and no server said anything."""
+"""In gRPC's words where our own time was over, and no server said anything."""
+
+_LAST_WORD_S = 1.0
+"""How much longer than a request's budget its answer is waited for: the router ends it, and says
+where the time went."""
 
 _NO_HANDSHAKE = ("handshake failed", "Socket closed", "erification")
 """In gRPC's words for a server that is there, where TLS did not come about."""
@@ -103,7 +107,7 @@ class Client:
         trace = (("traceparent", traceparent),) if traceparent else ()
         call = self._stub.Generate(
             request,
-            timeout=request.budget_ms / 1000,
+            timeout=request.budget_ms / 1000 + _LAST_WORD_S,
             metadata=(*self._metadata, *trace),
         )
         ended = False
@@ -136,7 +140,9 @@ class Client:
         """
         request = build_embed_request(prompt, **options)
         call = self._stub.Generate(
-            request, timeout=request.budget_ms / 1000, metadata=self._metadata
+            request,
+            timeout=request.budget_ms / 1000 + _LAST_WORD_S,
+            metadata=self._metadata,
         )
         try:
             replies = [reply async for reply in call]
@@ -193,7 +199,7 @@ class Client:
     ) -> errors.BatonError:
         """asked: what for. timeout_s: how long it was waited for."""
         details = error.details() or ""
-        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and details == _OWN_DEADLINE:
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and _OWN_DEADLINE in details:
             remedy = (
                 "ask for fewer tokens, or give it more time (timeout_s)"
                 if asked == _ANSWER

@@ -40,6 +40,13 @@ from services.router.usage_history import INTERVAL_S, UsageHistory
 
 logger = logging.getLogger(__name__)
 
+_ANSWER_S = 0.25
+_ANSWER_SHARE = 0.1
+"""How much earlier than its client's gRPC deadline a request ends, so that its status arrives: at
+most so long, and at most this share of what is left. Guessed."""
+
+_NUM_STAGES_TOLD = 3
+
 
 @dataclass
 class Counters:
@@ -84,13 +91,16 @@ class FrontDesk:
     def deadline(
         self, request: inference_pb2.GenerateRequest, left_s: float | None = None
     ) -> Deadline:
-        """When `request` must be over: by its budget, the router's, or the `left_s` seconds that
-        its protocol gives it.
+        """When `request` must be over: by its budget, the router's, or a moment before the `left_s`
+        seconds that its protocol gives it are: the answer must be there before the client's own
+        clock ends the call without a reason.
         """
         budget_s = self.limits.default_budget_s
         if request.budget_ms:
             budget_s = request.budget_ms / 1000
-        return Deadline.after(budget_s if left_s is None else min(budget_s, left_s))
+        if left_s is not None:
+            budget_s = min(budget_s, left_s - min(_ANSWER_S, _ANSWER_SHARE * left_s))
+        return Deadline.after(budget_s)
 
     async def serve(
         self,
@@ -177,10 +187,13 @@ class FrontDesk:
                 yield ticket
         except BaseException as error:
             if not record.outcome:
+                spent = _budget_spent(deadline, times, record.doing)
                 times.mark("queue")
                 record.outcome, record.code = _outcome_of(error), code_of(error)
                 self.counters.num_failed += record.outcome == "failed"
                 self.metrics.on_end(record.outcome, times.elapsed_s, times.stages())
+                if isinstance(error, DeadlineExceeded):
+                    raise spent from error
             raise
 
     async def _hold(
@@ -306,7 +319,7 @@ class FrontDesk:
             record.outcome, record.code = _outcome_of(error), code_of(error)
             if isinstance(error, DeadlineExceeded):
                 where = flow.state.value if flow is not None else "being tokenized"
-                raise DeadlineExceeded(f"the request's time ran out while {where}") from error
+                raise _budget_spent(deadline, times, where) from error
             raise
         finally:
             self.counters.num_failed += record.outcome == "failed"
@@ -330,3 +343,15 @@ def _outcome_of(error: BaseException) -> str:
     if isinstance(error, asyncio.CancelledError | Cancelled):  # by its client or a newer attempt
         return "cancelled"
     return "failed"
+
+
+def _budget_spent(deadline: Deadline, times: StageTimes, doing: str) -> DeadlineExceeded:
+    """For a client whose request's time is over: how much it was, and what took most of it."""
+    spent = dict(times.stages())
+    spent[doing] = times.begin_s + times.elapsed_s - times.last_s
+    most = sorted(spent.items(), key=lambda part: part[1], reverse=True)[:_NUM_STAGES_TOLD]
+    told = ", ".join(f"{stage} {seconds:.3g} s" for stage, seconds in most)
+    budget_s = deadline.at_s - times.begin_s
+    return DeadlineExceeded(
+        f"the request's budget of {budget_s:.3g} s ran out while {doing}; it went to: {told}"
+    )

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
 
+from baton import client as client_module
+from baton.client import Client
 from process import registry_beat, serving
-from process.errors import BatonError, InvalidArgument, NoCapacity, Unavailable
+from process.errors import BatonError, DeadlineExceeded, InvalidArgument, NoCapacity, Unavailable
 from protos import inference_pb2, kvstore_pb2, kvstore_pb2_grpc
 from services.router import registry
+from services.router.admission_settings import AdmissionSettings
 from services.router.app import Router
+from services.router.config import RouterLimits
 from services.router.fakes.decode import FakeDecode
 from services.router.fakes.prefill import FakePrefill
+from services.router.front_desk import FrontDesk
 from tests.deadlines import Deadlines
 from tests.unit.router.bench import (
     BOUND_S,
@@ -347,6 +354,39 @@ async def test_a_request_waits_for_a_worker_that_is_starting() -> None:
         await bench.add(FakeDecode("d0", bench.model))
         await starting.stop()
         assert (await asked)[-1].usage.num_output_tokens == 4
+
+
+@pytest.mark.parametrize("where", ["waiting to be admitted", "prefilling", "decoding"])
+async def test_a_budget_that_is_spent_is_said_with_where_it_went(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients read "Stream removed (Deadline Exceeded)": their own clock ended the call first."""
+    monkeypatch.setattr(client_module, "_LAST_WORD_S", BOUND_S)
+    async with running(admission=AdmissionSettings(max_active_requests=1)) as bench:
+        bench.decode.token_gate.close()
+        if where == "prefilling":
+            bench.prefill.gate.close()
+        other = None
+        if where == "waiting to be admitted":
+            other = bench.stub.Generate(request(sampling=SHORT), timeout=BOUND_S)
+            assert (await other.read()).token_ids
+        async with Client(bench.router.address) as client:
+            with pytest.raises(DeadlineExceeded) as caught:
+                await client.complete("hello", max_tokens=4, timeout_s=0.5)
+        if other is not None:
+            other.cancel()
+        told = str(caught.value)
+        assert re.match(
+            rf"the request.s budget of [0-9.]+ s ran out while {where}; it went to: ", told
+        )
+        assert f"{where} 0." in told.partition("went to")[2]
+
+
+def test_a_request_ends_before_its_clients_own_clock() -> None:
+    desk = SimpleNamespace(limits=RouterLimits())
+    for left_s, most_s in ((100.0, 99.75), (1.0, 0.9)):
+        assert FrontDesk.deadline(desk, request(), left_s).left_s() <= most_s  # type: ignore[arg-type]
+    assert FrontDesk.deadline(desk, request(budget_ms=500), 100.0).left_s() > 0.4  # type: ignore[arg-type]
 
 
 async def test_a_lone_worker_that_hangs_without_heartbeat_loses_its_streams() -> None:
