@@ -18,6 +18,13 @@ from protos import common_pb2, inference_pb2
 _BLOCK_COLUMNS = ("all", "free", "cached", "in use", "quarantined", "lent", "waiting", "running")
 
 
+def failed(status: inference_pb2.GetClusterStatusReply) -> str:
+    """How many requests failed, by status code."""
+    by_code = sorted(status.num_requests_failed_by_code.items())
+    told = ", ".join(f"{num} {code}" for code, num in by_code)
+    return f"{status.num_requests_failed} failed" + (f" ({told})" if told else "")
+
+
 def status_tables(status: inference_pb2.GetClusterStatusReply) -> RenderableType:
     """Requests, what is not as it should be, workers with their blocks and hit rates, stores with
     their frames, leases, tiers and tenants, and the links between them.
@@ -25,7 +32,7 @@ def status_tables(status: inference_pb2.GetClusterStatusReply) -> RenderableType
     redis = "reachable" if status.redis_reachable else "NOT reachable: no remote prefix hits"
     head = Text(
         f"{status.num_requests_in_flight} requests in flight, {status.num_requests_finished} "
-        f"finished, {status.num_requests_failed} failed; Redis {redis}"
+        f"finished, {failed(status)}; Redis {redis}"
     )
     workers = sorted(status.workers, key=lambda worker: worker.worker_id)
     stores = sorted(status.stores, key=lambda store: store.node_id)

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from baton.provenance_view import format_bytes, format_seconds
+from baton.status_view import failed
 from baton.tables import percent, table
 from protos import common_pb2, inference_pb2
 
@@ -83,7 +84,7 @@ def _figures(status: inference_pb2.GetClusterStatusReply) -> Table:
         f"{rate:.1f} tokens/s",
         f"first token {first}",
         f"hit rate {percent(hits, asked)}",
-        f"{status.num_requests_finished} finished, {status.num_requests_failed} failed",
+        f"{status.num_requests_finished} finished, {failed(status)}",
     )
     made.add_row(
         sparks([point.num_in_flight for point in points]),

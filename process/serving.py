@@ -44,6 +44,9 @@ _METADATA_BOUNDS = (
     ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
 )
 
+CallOver = grpc_server.ExecuteBatchError
+"""What a write raises on a call that is over."""
+
 ABORT_S = 5.0
 """For a status to go out. One whose client has stopped reading waits behind what it did not read:
 that call is given up without."""
@@ -119,7 +122,7 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BaseExceptio
     try:
         async with asyncio.timeout(ABORT_S):
             await context.abort_with_status(rpc_status.to_status(status))
-    except (TimeoutError, grpc_server.ExecuteBatchError):
+    except (TimeoutError, CallOver):
         # What gRPC takes for a call that is over: it forgets it, and tells the client so.
         raise asyncio.CancelledError from None
     raise AssertionError("abort_with_status returned")

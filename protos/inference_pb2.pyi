@@ -353,7 +353,14 @@ class StoreStatus(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., reachable: bool = ..., frame_bytes: _Optional[int] = ..., num_frames: _Optional[int] = ..., num_free: _Optional[int] = ..., num_writing: _Optional[int] = ..., num_committed: _Optional[int] = ..., num_pinned: _Optional[int] = ..., num_quarantined: _Optional[int] = ..., num_leases: _Optional[int] = ..., num_lookups: _Optional[int] = ..., num_blocks_matched: _Optional[int] = ..., num_blocks_asked: _Optional[int] = ..., num_bytes_written: _Optional[int] = ..., num_bytes_read: _Optional[int] = ..., num_evictions: _Optional[int] = ..., integrity_error: _Optional[str] = ..., num_pages: _Optional[int] = ..., num_pages_used: _Optional[int] = ..., num_demoted: _Optional[int] = ..., num_promoted: _Optional[int] = ..., num_pages_bad: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[_common_pb2.TenantUsage, _Mapping]]] = ..., file_tier_problem: _Optional[str] = ..., num_damaged: _Optional[int] = ...) -> None: ...
 
 class GetClusterStatusReply(_message.Message):
-    __slots__ = ("workers", "stores", "redis_reachable", "num_requests_in_flight", "num_requests_finished", "num_requests_failed", "router_id", "problems", "requests", "history", "history_interval_ms")
+    __slots__ = ("workers", "stores", "redis_reachable", "num_requests_in_flight", "num_requests_finished", "num_requests_failed", "router_id", "problems", "requests", "history", "history_interval_ms", "num_requests_failed_by_code")
+    class NumRequestsFailedByCodeEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     STORES_FIELD_NUMBER: _ClassVar[int]
     REDIS_REACHABLE_FIELD_NUMBER: _ClassVar[int]
@@ -365,6 +372,7 @@ class GetClusterStatusReply(_message.Message):
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     HISTORY_FIELD_NUMBER: _ClassVar[int]
     HISTORY_INTERVAL_MS_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_FAILED_BY_CODE_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedCompositeFieldContainer[_common_pb2.WorkerStatus]
     stores: _containers.RepeatedCompositeFieldContainer[StoreStatus]
     redis_reachable: bool
@@ -376,4 +384,5 @@ class GetClusterStatusReply(_message.Message):
     requests: _containers.RepeatedCompositeFieldContainer[RequestInfo]
     history: _containers.RepeatedCompositeFieldContainer[UsagePoint]
     history_interval_ms: int
-    def __init__(self, workers: _Optional[_Iterable[_Union[_common_pb2.WorkerStatus, _Mapping]]] = ..., stores: _Optional[_Iterable[_Union[StoreStatus, _Mapping]]] = ..., redis_reachable: bool = ..., num_requests_in_flight: _Optional[int] = ..., num_requests_finished: _Optional[int] = ..., num_requests_failed: _Optional[int] = ..., router_id: _Optional[str] = ..., problems: _Optional[_Iterable[str]] = ..., requests: _Optional[_Iterable[_Union[RequestInfo, _Mapping]]] = ..., history: _Optional[_Iterable[_Union[UsagePoint, _Mapping]]] = ..., history_interval_ms: _Optional[int] = ...) -> None: ...
+    num_requests_failed_by_code: _containers.ScalarMap[str, int]
+    def __init__(self, workers: _Optional[_Iterable[_Union[_common_pb2.WorkerStatus, _Mapping]]] = ..., stores: _Optional[_Iterable[_Union[StoreStatus, _Mapping]]] = ..., redis_reachable: bool = ..., num_requests_in_flight: _Optional[int] = ..., num_requests_finished: _Optional[int] = ..., num_requests_failed: _Optional[int] = ..., router_id: _Optional[str] = ..., problems: _Optional[_Iterable[str]] = ..., requests: _Optional[_Iterable[_Union[RequestInfo, _Mapping]]] = ..., history: _Optional[_Iterable[_Union[UsagePoint, _Mapping]]] = ..., history_interval_ms: _Optional[int] = ..., num_requests_failed_by_code: _Optional[_Mapping[str, int]] = ...) -> None: ...

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -50,10 +51,18 @@ _NUM_STAGES_TOLD = 3
 
 @dataclass
 class Counters:
-    """Requests since start, by how they ended. Refused ones (INVALID_ARGUMENT) are neither."""
+    """Requests since start, by how they ended. Refused ones (INVALID_ARGUMENT) and cancelled ones
+    are neither."""
 
     num_finished: int = 0
-    num_failed: int = 0
+    failed: Counter[str] = field(default_factory=Counter)
+    """By status code."""
+
+    def on_end(self, outcome: str, code: str) -> None:
+        """A request ended."""
+        self.num_finished += outcome == "finished"
+        if outcome == "failed":
+            self.failed[code] += 1
 
 
 @dataclass(frozen=True)
@@ -112,7 +121,8 @@ class FrontDesk:
         times: StageTimes,
         call: Call,
     ) -> None:
-        """Serve one request; its messages go to `send` as they come.
+        """Serve one request; its messages go to `send` as they come, which raises ConnectionError
+        where its client has gone.
 
         Cancelling the calling task cancels the request at both workers. `times` began with the
         request's first byte. Raises: BatonError.
@@ -190,8 +200,8 @@ class FrontDesk:
                 spent = _budget_spent(deadline, times, record.doing)
                 times.mark("queue")
                 record.outcome, record.code = _outcome_of(error), code_of(error)
-                self.counters.num_failed += record.outcome == "failed"
-                self.metrics.on_end(record.outcome, times.elapsed_s, times.stages())
+                self.counters.on_end(record.outcome, record.code)
+                self.metrics.on_end(record.outcome, record.code, times.elapsed_s, times.stages())
                 if isinstance(error, DeadlineExceeded):
                     raise spent from error
             raise
@@ -262,7 +272,8 @@ class FrontDesk:
         reply.problems.extend(filter(None, [self.admission.problem]))
         reply.num_requests_in_flight = self.in_flight.num_attempts
         reply.num_requests_finished = self.counters.num_finished
-        reply.num_requests_failed = self.counters.num_failed
+        reply.num_requests_failed = self.counters.failed.total()
+        reply.num_requests_failed_by_code.update(self.counters.failed)
         return reply
 
     async def _serve(
@@ -283,7 +294,10 @@ class FrontDesk:
         meter = self.metrics.meter(lambda: times.elapsed_s, others=(traffic,))
 
         async def send_counted(message: inference_pb2.GenerateResponse) -> None:
-            await send(message)
+            try:
+                await send(message)
+            except ConnectionError as error:
+                raise _ClientGone from error
             is_first = times.first_token_s is None
             if message.token_ids:
                 times.first_token()
@@ -314,17 +328,17 @@ class FrontDesk:
                     prompt_log.on_prompt(job, model.preparer.encoder)
                 await flow.run()
             record.outcome = "finished"
-            self.counters.num_finished += 1
         except BaseException as error:
-            record.outcome, record.code = _outcome_of(error), code_of(error)
-            if isinstance(error, DeadlineExceeded):
-                where = flow.state.value if flow is not None else "being tokenized"
-                raise _budget_spent(deadline, times, where) from error
-            raise
+            where = flow.state.value if flow is not None else "being tokenized"
+            seen = _as_its_client_sees(error, deadline, times, where)
+            record.outcome, record.code = _outcome_of(seen), code_of(seen)
+            if seen is error:
+                raise
+            raise seen from error
         finally:
-            self.counters.num_failed += record.outcome == "failed"
+            self.counters.on_end(record.outcome, record.code)
             trace.on_end(record.outcome, flow.state.value if flow is not None else "preparing")
-            self.metrics.on_end(record.outcome, times.elapsed_s, times.stages())
+            self.metrics.on_end(record.outcome, record.code, times.elapsed_s, times.stages())
             traffic.on_stages(times.stages())
             logs.event(
                 logger,
@@ -343,6 +357,21 @@ def _outcome_of(error: BaseException) -> str:
     if isinstance(error, asyncio.CancelledError | Cancelled):  # by its client or a newer attempt
         return "cancelled"
     return "failed"
+
+
+class _ClientGone(Exception):
+    """A message found no client: not the fault of the worker that it came from."""
+
+
+def _as_its_client_sees(
+    error: BaseException, deadline: Deadline, times: StageTimes, doing: str
+) -> BaseException:
+    """What a request that fails with `error` ends with."""
+    if isinstance(error, _ClientGone):
+        return Cancelled("its client has gone")
+    if isinstance(error, DeadlineExceeded):
+        return _budget_spent(deadline, times, doing)
+    return error
 
 
 def _budget_spent(deadline: Deadline, times: StageTimes, doing: str) -> DeadlineExceeded:

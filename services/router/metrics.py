@@ -55,7 +55,12 @@ class RouterMetrics(Collector):
         self._id = router_id
         self._snapshot = snapshot
         self._others = others
-        self._requests = self._counter("requests", "Requests that ended, by outcome.", "outcome")
+        self._requests = self._counter(
+            "requests",
+            "Requests that ended, by outcome and, where it is no answer, by status code.",
+            "outcome",
+            "code",
+        )
         self._errors = self._counter(
             "errors", "Requests that ended with an error, before or after work began.", "code"
         )
@@ -141,9 +146,12 @@ class RouterMetrics(Collector):
             self._errors.labels(self._id, code_of(error)).inc()
             raise
 
-    def on_end(self, outcome: str, seconds: float, stages: Iterable[tuple[str, float]]) -> None:
-        """A request ended: finished, failed, cancelled or refused."""
-        self._requests.labels(self._id, outcome).inc()
+    def on_end(
+        self, outcome: str, code: str, seconds: float, stages: Iterable[tuple[str, float]]
+    ) -> None:
+        """A request ended: finished, failed, cancelled or refused. code: see `code_of`; empty: it
+        has finished."""
+        self._requests.labels(self._id, outcome, code or "ok").inc()
         for stage, stage_s in stages:
             self._stages.labels(self._id, stage).inc(stage_s)
             if stage == "queue":
@@ -185,8 +193,8 @@ class RouterMetrics(Collector):
         yield from self._others(labels)
         yield from self._registry.collect()
 
-    def _counter(self, name: str, text: str, by: str = "") -> Counter:
-        labels = ("router_id", by) if by else ("router_id",)
+    def _counter(self, name: str, text: str, *by: str) -> Counter:
+        labels = ("router_id", *by)
         return Counter(f"baton_router_{name}", text, labels, registry=self._registry)
 
     def _histogram(self, name: str, text: str, bounds: Sequence[float]) -> Histogram:

@@ -97,11 +97,14 @@ class InferenceServicer:
             nonlocal has_written
             reader.begin()
             data = message.SerializeToString()
-            if has_written:
-                await context.write(data)
-            else:
-                has_written = True
-                await serving.write_first(context, data)
+            try:
+                if has_written:
+                    await context.write(data)
+                else:
+                    has_written = True
+                    await serving.write_first(context, data)
+            except serving.CallOver as error:
+                raise ConnectionError("the call is over") from error
             reader.took()
 
         try:

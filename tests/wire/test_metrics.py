@@ -8,13 +8,17 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import grpc.aio
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from baton.status_view import failed
+from process.errors import NoCapacity, Unavailable
 from process.metrics import MetricsServer
-from protos import common_pb2
+from protos import common_pb2, inference_pb2
 from services.worker.main import Worker
 from services.worker.metrics import WorkerCollector
-from tests.unit.router.bench import request, running
+from tests.unit.router.bench import BOUND_S, request, running
 from tests.unit.worker.builders import BLOCK_SIZE, prompt_of
 from tests.wire.prefill_decode_pair import pair, until
 
@@ -131,11 +135,39 @@ async def test_workers_say_which_way_the_kv_went(tmp_path: Path) -> None:
         await p.check()
 
 
+async def test_failed_requests_are_told_by_code() -> None:
+    """No room (429), no worker (503), no time (504) were one number."""
+    async with running(metrics_listen="127.0.0.1:0") as bench:
+        asked = request(sampling={"max_tokens": 5})
+        late = request(sampling={"max_tokens": 5}, budget_ms=300)
+        bench.decode.error = NoCapacity("full", retry_after_s=1.0)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await bench.generate(asked)
+        bench.decode.error = Unavailable("out of order", retry_after_s=1.0)
+        for _ in range(2):
+            with pytest.raises(grpc.aio.AioRpcError):
+                await bench.generate(asked)
+        bench.decode.error = None
+        bench.decode.token_gate.close()
+        with pytest.raises(grpc.aio.AioRpcError):
+            await bench.generate(late)
+        found = await _scrape(bench.router.metrics_address)
+        status = await bench.stub.GetClusterStatus(
+            inference_pb2.GetClusterStatusRequest(), timeout=BOUND_S
+        )
+    codes = {"resource_exhausted": 1, "unavailable": 2, "deadline_exceeded": 1}
+    for code, num in codes.items():
+        assert found[f"baton_router_requests_total,code={code},outcome=failed"] == num
+    assert dict(status.num_requests_failed_by_code) == codes
+    assert status.num_requests_failed == 4
+    assert "4 failed (1 deadline_exceeded, 1 resource_exhausted, 2 unavailable)" in failed(status)
+
+
 async def test_a_router_says_what_it_did() -> None:
     async with running(metrics_listen="127.0.0.1:0") as bench:
         await bench.generate(request(sampling={"max_tokens": 5, "n": 2}))
         found = await _scrape(bench.router.metrics_address)
-    assert found["baton_router_requests_total,outcome=finished"] == 1
+    assert found["baton_router_requests_total,code=ok,outcome=finished"] == 1
     assert found["baton_router_samples_total,reason=length"] == 2
     assert found["baton_router_output_tokens_total"] == 10
     assert found["baton_router_time_to_first_token_seconds_count"] == 1

@@ -140,7 +140,7 @@ async def stream(
         await each.serve(take)
         await events.end(envelope.usage_chunk() if asked.look.has_usage else None)
     except ConnectionError:
-        # Written to a client that has gone; its cancellation is on the way.
+        # All was said, to a client that has gone.
         with contextlib.suppress(ConnectionError):
             await events.response.write_eof()
     except Exception as error:

@@ -18,10 +18,15 @@ export function showFigures(node, status, history) {
     [first[0], first[1] ?? "", "to the first token"],
     [prompt ? Math.round((100 * hits) / prompt).toString() : "–", prompt ? "%" : "", "of prompts from cache"],
     [short(status.num_requests_finished), "", "requests finished"],
-    [short(status.num_requests_failed), "", "failed"],
+    [short(status.num_requests_failed), "", "failed", failedByCode(status)],
   ];
-  replace(node, ...figures.map(([value, unit, name]) =>
-    el("div.figure", {}, el("b", {}, value, unit ? el("small", {}, unit) : ""), el("span", {}, name))));
+  replace(node, ...figures.map(([value, unit, name, title]) =>
+    el("div.figure", title ? { title } : {}, el("b", {}, value, unit ? el("small", {}, unit) : ""), el("span", {}, name))));
+}
+
+function failedByCode(status) {
+  const failed = Object.entries(status.num_requests_failed_by_code);
+  return failed.map(([code, num]) => `${number(Number(num))} ${code}`).sort().join(", ");
 }
 
 export function showWorkers(node, workers) {
