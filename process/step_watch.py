@@ -39,10 +39,15 @@ class StepWatch:
         self._since_s = None
 
     @property
+    def age_s(self) -> float:
+        """Seconds since the step under way began; 0: there is none. Any thread."""
+        since_s = self._since_s
+        return 0.0 if since_s is None else time.monotonic() - since_s
+
+    @property
     def is_late(self) -> bool:
         """Any thread."""
-        since_s = self._since_s
-        return self.is_on and since_s is not None and time.monotonic() - since_s > self._timeout_s
+        return self.is_on and self.age_s > self._timeout_s
 
     async def run(self, on_late: Callable[[Internal], None]) -> None:
         """Look until a step is late, and say so once."""

@@ -8,6 +8,7 @@ everything that `start` began, in the reverse order. One asyncio loop.
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,7 @@ import grpc.aio
 from prometheus_client.metrics_core import Metric
 
 from kvstore import index
-from process import families, incarnation, redis_client, serving
+from process import families, incarnation, logs, redis_client, serving
 from process.access import RULES, Role
 from process.errors import BatonError, Unavailable
 from process.families import Labels
@@ -63,7 +64,9 @@ from services.router.status import ClusterStatus
 from services.router.tenants import TenantSalts, parse_scopes
 from services.router.traffic import Traffic
 from services.router.usage_history import UsageHistory
-from services.router.views import Snapshot
+from services.router.views import Snapshot, hung_workers
+
+logger = logging.getLogger(__name__)
 
 
 class Router:
@@ -321,9 +324,22 @@ class Router:
         self._streams.reconcile(w for w in snapshot.workers if w.role == DECODE)
         self._prefills.reconcile(w for w in snapshot.workers if w.role == PREFILL)
         self._probation.reconcile({w.worker_id: w.incarnation for w in snapshot.workers})
+        self._drop_hung(snapshot)
         for model in self.desk.models:
             model.candidates.note_seen()
         self.desk.note_workers()
+
+    def _drop_hung(self, snapshot: Snapshot) -> None:
+        """Have the requests of workers whose engines hang go on elsewhere."""
+        max_step_s = self._settings.times.max_step_s
+        for worker in hung_workers(snapshot.workers, max_step_s).values():
+            clients = self._streams if worker.role == DECODE else self._prefills
+            why = (
+                f"{worker.role} worker {worker.worker_id} hangs: its engine has been inside one "
+                f"step for {worker.step_age_s:.0f} s (times.max_step_s is {max_step_s:g})"
+            )
+            if clients.drop(worker.worker_id, why):
+                logs.event(logger, "worker_hangs", level=logging.WARNING, why=why)
 
     def _make_desk(self, models: Sequence[Model]) -> FrontDesk:
         settings = self._settings
@@ -334,6 +350,7 @@ class Router:
             served=[model.served for model in models],
             router_id=self.router_id,
             timeout_s=settings.times.status_timeout_s,
+            max_step_s=settings.times.max_step_s,
             check_integrity=self._integrity_error,
             dial=self._dial,
         )
@@ -369,6 +386,7 @@ class Router:
             served=model.served,
             costs=settings.costs,
             return_wait_s=settings.times.failover_wait_s,
+            max_step_s=settings.times.max_step_s,
         )
         routing = Routing.of(
             candidates,

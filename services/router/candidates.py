@@ -9,6 +9,7 @@ asyncio loop.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -25,7 +26,7 @@ from services.router.prefix_runs import Layout
 from services.router.probation import Probation
 from services.router.registry import Registry
 from services.router.sampling_checks import ModelBounds
-from services.router.views import ServedModel, Snapshot, WorkerView, find_problem
+from services.router.views import ServedModel, Snapshot, WorkerView, find_problem, hung_workers
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,11 @@ class Candidates:
         served: ServedModel,
         costs: RouterCosts,
         return_wait_s: float = 0.0,
+        max_step_s: float = math.inf,
         clock: Clock = time.monotonic,
     ) -> None:
-        """return_wait_s: how long a worker that is away is expected back."""
+        """return_wait_s: how long a worker that is away is expected back. max_step_s: see
+        `hung_workers`."""
         self._registry = registry
         self._streams = streams
         self._prefills = prefills
@@ -67,6 +70,7 @@ class Candidates:
         self._served = served
         self._costs = costs
         self._return_wait_s = return_wait_s
+        self._max_step_s = max_step_s
         self._clock = clock
         self._last_s: dict[str, dict[str, float]] = {PREFILL: {}, DECODE: {}}
         """By role and id: when a worker last served, or was starting; at most `return_wait_s`
@@ -255,10 +259,12 @@ class Candidates:
     def _look_again(self) -> None:
         """The registry was read."""
         self._seen = self._registry.snapshot
+        hung = hung_workers(self._seen.workers, self._max_step_s)
         views = {
             worker.worker_id: worker
             for worker in self._seen.workers
             if not worker.is_draining
+            and worker.worker_id not in hung
             and worker.role in (PREFILL, DECODE)
             and find_problem(worker, self._served) is None
         }

@@ -76,6 +76,10 @@ class DecodeStreams:
         """Keys on all streams that wait for their worker's last word."""
         return sum(stream.num_legs for stream in self._streams)
 
+    def drop(self, worker_id: str, why: str) -> bool:
+        """See `WorkerStreams.drop`."""
+        return self._streams.drop(worker_id, why)
+
     def is_up(self, worker_id: str) -> bool:
         """Whether the worker's stream stands."""
         stream = self._streams.find(worker_id)

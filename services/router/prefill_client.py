@@ -76,6 +76,10 @@ class PrefillClient:
         self._reckon(workers)
         self._streams.reconcile(workers)
 
+    def drop(self, worker_id: str, why: str) -> bool:
+        """See `WorkerStreams.drop`."""
+        return self._streams.drop(worker_id, why)
+
     def is_up(self, worker_id: str) -> bool:
         """Whether the worker's stream stands."""
         stream = self._streams.find(worker_id)

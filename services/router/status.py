@@ -40,17 +40,19 @@ class ClusterStatus:
         served: Sequence[ServedModel],
         router_id: str,
         timeout_s: float,
+        max_step_s: float,
         check_integrity: Callable[[], str],
         dial: Dialer = serving.PLAIN,
     ) -> None:
-        """`check_integrity` recomputes the router's own laws; it returns what is broken, or an
-        empty string.
+        """max_step_s: see `hung_workers`. `check_integrity` recomputes the router's own laws; it
+        returns what is broken, or an empty string.
         """
         self._registry = registry
         self._lookup = lookup
         self._served = served
         self._router_id = router_id
         self._timeout_s = timeout_s
+        self._max_step_s = max_step_s
         self._check_integrity = check_integrity
         self._dial = dial
 
@@ -93,6 +95,12 @@ class ClusterStatus:
             problem
             for worker in snapshot.workers
             if (problem := find_problem_of_all(worker, self._served)) is not None
+        ]
+        problems += [
+            f"worker {worker.worker_id} hangs: its engine has been inside one step for "
+            f"{worker.step_age_s:.0f} s"
+            for worker in snapshot.workers
+            if worker.step_age_s > self._max_step_s
         ]
         return problems
 

@@ -53,6 +53,8 @@ class WorkerView:
     """The measured ones, by node."""
     num_queued_tokens: int = 0
     """Prompt tokens that it was sent, by all routers, and has yet to compute."""
+    step_age_s: float = 0.0
+    """How long its engine had been inside one step or job; 0: in none."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,26 @@ def worker_view(status: common_pb2.WorkerStatus, before: WorkerView | None = Non
         adapters={adapter.name: adapter.digest for adapter in status.adapters},
         links=links,
         num_queued_tokens=min(_MAX_QUEUED_TOKENS, status.num_queued_tokens),
+        step_age_s=status.step_age_s,
     )
+
+
+def hung_workers(workers: Iterable[WorkerView], max_step_s: float) -> Mapping[str, WorkerView]:
+    """Those whose engine has been inside one step for longer than `max_step_s`, by id, where
+    another worker of the same role and model can take over. One that is alone keeps what it has:
+    its step may end yet.
+    """
+    workers = list(workers)
+    able = {
+        (worker.role, worker.fingerprint)
+        for worker in workers
+        if worker.step_age_s <= max_step_s and not worker.is_draining
+    }
+    return {
+        worker.worker_id: worker
+        for worker in workers
+        if worker.step_age_s > max_step_s and (worker.role, worker.fingerprint) in able
+    }
 
 
 def _links(statuses: Iterable[common_pb2.LinkStatus]) -> Mapping[str, Link]:

@@ -62,6 +62,15 @@ class WorkerStreams(Generic[StreamT]):
             if worker_id not in self._streams:
                 self._streams[worker_id] = self._make(worker)
 
+    def drop(self, worker_id: str, why: str) -> bool:
+        """Give up what runs on that worker's stream, whose requests fail with `why`; the next look
+        at the registry makes another one. Returns: whether there was anything."""
+        stream = self._streams.get(worker_id)
+        if stream is None or not stream.num_legs:
+            return False
+        self._drop(worker_id, why)
+        return True
+
     def find(self, worker_id: str) -> StreamT | None:
         """None: it is not known, or was given up."""
         return self._streams.get(worker_id)

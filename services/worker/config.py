@@ -55,9 +55,10 @@ class WorkerLimits:
     """How long a stopping worker, or one that changes its role, lets requests finish or move
     elsewhere, and waits for those who read its blocks."""
 
-    step_timeout_s: float = 300.0
+    step_timeout_s: float = 120.0
     """A step of the engine that takes longer has failed: its device does not answer, and the worker
-    ends. Far above the longest step, compilations included. 0: never.
+    ends. Far above the longest step, compilations included, and below a request's budget, so that
+    there is time left to go on elsewhere. 0: never.
     """
 
     write_back: bool = True

@@ -357,6 +357,7 @@ class WorkerCore:
             direct_transport=remote and (self.settings.direct_transport or remote),
             lender_node_id=self.lender.node_id if self.lender is not None else "",
             num_lent_blocks=self.lender.num_lent_blocks if self.lender is not None else 0,
+            step_age_s=self.thread.step_age_s,
         )
         reply.MergeFrom(status.model_to_proto(self.model))
         reply.MergeFrom(status.stats_to_proto(self.thread.stats))

@@ -126,6 +126,11 @@ class EngineThread:
         return self._failure
 
     @property
+    def step_age_s(self) -> float:
+        """Seconds that the step or job under way has taken; 0: there is none."""
+        return self._watch.age_s
+
+    @property
     def is_stuck(self) -> bool:
         """It failed because a step or job does not end; as long as that is so."""
         return self._failure is not None and self._watch.is_late

@@ -179,6 +179,36 @@ async def test_a_prefill_worker_killed_before_its_answer_is_replaced(
     await asyncio.to_thread(assert_idle, pairs)
 
 
+@pytest.mark.parametrize("pairs", ["shm"], indirect=True)
+async def test_a_stream_leaves_a_decode_worker_that_is_stopped(
+    pairs: LocalCluster, seed: int
+) -> None:
+    """SIGSTOP: its connection stays, its heartbeat does not."""
+    await asyncio.to_thread(pairs.wait_ready, KILL_BUDGET_S)
+    (ask,) = asks(MODEL, seed, 1, LONG_TOKENS)
+    options = {**ask.options, "timeout_s": KILL_BUDGET_S}
+    tokens: list[int] = []
+    victim, pid, end = "", 0, None
+    async with Client(pairs.address) as client:
+        try:
+            async for chunk in client.generate(list(ask.prompt), request_id="left", **options):
+                tokens += chunk.token_ids
+                end = chunk.end
+                if not victim and len(tokens) > 1:  # the first may be the prefill worker's
+                    victim = (await client.explain("left")).decisions[-1].decode_id
+                    pid = pairs.processes[victim].pid
+                    os.kill(pid, signal.SIGSTOP)
+        finally:
+            if pid:
+                os.kill(pid, signal.SIGCONT)
+    assert tokens == list(ask.right)
+    assert end is not None and end.provenance is not None
+    lost = [leg.worker_id for leg in end.provenance.legs if leg.ended_by == "worker_lost"]
+    assert lost == [victim], end.provenance.legs
+    await asyncio.to_thread(pairs.wait_ready, KILL_BUDGET_S)
+    await asyncio.to_thread(assert_idle, pairs)
+
+
 @pytest.mark.parametrize(("pairs", "victim"), KILLS, indirect=["pairs"])
 async def test_killing_a_part_leaves_every_stream_exact(
     pairs: LocalCluster, reference: Oracle, seed: int, victim: str

@@ -20,9 +20,11 @@ from process import serving
 from process.errors import FailedPrecondition, NoCapacity, Unavailable
 from protos import common_pb2, inference_pb2, kvstore_pb2, kvstore_pb2_grpc
 from services.router import flow
+from services.router.config import RouterTimes
 from services.router.fakes.decode import FakeDecode
 from services.router.fakes.prefill import FakePrefill
 from services.router.job import Cluster
+from services.router.probation import Standing
 from tests.deadlines import Deadlines
 from tests.unit.router.bench import (
     BOUND_S,
@@ -689,3 +691,45 @@ async def test_the_second_prefill_worker_is_told_of_the_answers_blocks(
 
         assert _ids(await _moved(bench, _asked(), 5, die)) == _expected(bench, 12)
         assert looked_up[0] == 0 and set(looked_up[1:]) == {5}
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_what_a_worker_holds_whose_engine_hangs_goes_on_elsewhere(role: str) -> None:
+    """Its process beats and answers, but its step does not end: a request once waited there until
+    its budget was spent."""
+    async with running(num_prefill=2, num_decode=2, times=PATIENT) as bench:
+        workers: Any = bench.prefills if role == "prefill" else bench.decodes
+        for worker in workers:
+            worker.token_gate.close() if role == "decode" else worker.gate.close()
+        generating = asyncio.create_task(bench.generate(_asked()))
+        held = "num_generating" if role == "decode" else "num_active"
+        await until(lambda: any(getattr(worker, held) for worker in workers))
+        (hung,) = (worker for worker in workers if getattr(worker, held))
+        (other,) = (worker for worker in workers if worker is not hung)
+        other.token_gate.open() if role == "decode" else other.gate.open()
+        hung.step_age_s = RouterTimes().max_step_s + 1
+        await bench.publish(hung)
+        assert _ids(await generating) == _expected(bench, 12)
+        standing = bench.router._probation.standing(hung.worker_id, hung.incarnation)
+        assert standing is not Standing.TRUSTED
+        status = await bench.stub.GetClusterStatus(
+            inference_pb2.GetClusterStatusRequest(as_heard=True), timeout=BOUND_S
+        )
+        assert any(f"{hung.worker_id} hangs" in problem for problem in status.problems)
+        # It gets nothing new, until its step has ended.
+        candidates = bench.router.desk.models.find("").candidates
+        assert [w.worker_id for w in candidates.usable(role)] == [other.worker_id]
+        hung.step_age_s = 0.0
+        await bench.publish(hung)
+        assert len(candidates.usable(role)) == 2
+
+
+async def test_a_lone_worker_in_a_long_step_keeps_its_streams() -> None:
+    async with running() as bench:
+        bench.decode.token_gate.close()
+        generating = asyncio.create_task(bench.generate(_asked()))
+        await until(lambda: bench.decode.num_generating)
+        bench.decode.step_age_s = 1000.0
+        await bench.publish(bench.decode)
+        bench.decode.token_gate.open()
+        assert _legs(await generating) == [("p0", ""), ("d0", "")]

@@ -31,6 +31,8 @@ class FakeWorker:
         self.num_blocks_taken = 0
         self.num_queued_tokens = 0
         """Prompt tokens that it says to have yet to compute."""
+        self.step_age_s = 0.0
+        """How long it says that its engine is inside one step."""
         self.store_node_id = ""
         self.transport = "shm"
         self.remote_transport = "grpc"
@@ -73,6 +75,7 @@ class FakeWorker:
             context_window=model.context_window,
             vocab_size=model.vocab_size,
             num_step_tokens=512,
+            step_age_s=self.step_age_s,
             store_node_id=self.store_node_id,
             transport=self.transport,
             remote_transport=self.remote_transport,
