@@ -37,7 +37,8 @@ class EachPrompt:
     async def serve(self, take: Take) -> None:
         """Serve all of them.
 
-        Raises: BatonError: the first one; the other requests have been cancelled by then.
+        Raises: BatonError, or ConnectionError of `take`: the first one; the other requests have
+            been cancelled by then.
         """
         # One for the whole body: those that wait for others' end do not get their time anew.
         deadline = self.desk.deadline(self.requests[0])
@@ -58,7 +59,7 @@ class EachPrompt:
             async with asyncio.TaskGroup() as group:
                 for prompt in range(len(self.requests)):
                     group.create_task(in_turn(prompt))
-        except* BatonError as errors:
+        except* (BatonError, ConnectionError) as errors:
             problem = _first(errors)
         # Not raised above: what is raised there may come out as a group of its own.
         if problem is not None:
