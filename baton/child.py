@@ -1,8 +1,9 @@
 """One child process of the local cluster: started, listened to, stopped, reaped.
 
-A child speaks by JSON lines on its output: `loading` (what, done, total), `ready` (address). Every
-line goes into its log file; what is understood goes to `notify`, and so does the exit. Redis, which
-speaks its own way, is `ready` when it says so.
+A child speaks by JSON lines on its output: `loading` (what, done, total), `ready` (address,
+incarnation), `role_changed` (a worker's next incarnation). Every line goes into its log file; what
+is understood goes to `notify`, and so does the exit. Redis, which speaks its own way, is `ready`
+when it says so.
 
 No child outlives its parent: each asks the kernel to be killed when the thread that started it ends
 (PR_SET_PDEATHSIG), so the starter must be a thread that lives as long as the cluster does. `start`
@@ -58,6 +59,8 @@ class Child:
     notify: Notify
     address: str = ""
     """Where it listens; known once it is ready."""
+    incarnation: str = ""
+    """A worker's, in hex, by which the registry tells its lives apart."""
     metrics_address: str = ""
     """Where it serves /metrics; empty: nowhere."""
     http_address: str = ""
@@ -133,7 +136,7 @@ class Child:
         except ValueError:
             return
         event = fields.get("event") if isinstance(fields, dict) else None
-        if event in ("loading", "ready"):
+        if event in ("loading", "ready", "role_changed"):
             self.notify(Said(self, event, fields))
 
 

@@ -70,12 +70,13 @@ class ClusterConfig:
     overrides: tuple[str, ...] = ()
     """Settings of components: `worker.key=value`, also prefill, decode, draft, store, router."""
     tls: bool = False
-    """Whether all parts speak TLS, each with a certificate that says what it may call."""
+    """Whether all parts but Redis speak TLS, each with a certificate that says what it may call;
+    /metrics stays plain HTTP."""
     api_keys: bool = False
     """Whether the router serves only who has an API key."""
     metrics: bool = False
-    """Whether each part serves /metrics on a port of its own, and a Prometheus configuration is
-    written that finds them."""
+    """Whether each part serves /metrics on a port of loopback, over plain HTTP, and a Prometheus
+    configuration is written that finds them."""
     trace_to: str = ""
     """host:port of an OpenTelemetry collector (OTLP over gRPC) that gets the traces of requests;
     empty: nobody traces."""

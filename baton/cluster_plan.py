@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,17 +64,23 @@ def redis(server: Path, socket: Path) -> ProcessSpec:
     return ProcessSpec("redis", "redis", tuple(argv))
 
 
+def socket_address(folder: Path, name: str) -> str:
+    """Where the part of that name listens: a Unix socket in a folder that only this user may open,
+    so that no other user of the machine can call it."""
+    return f"unix:{folder / name}.sock"
+
+
 def stores(
     config: ClusterConfig,
     *,
     redis_url: str,
-    listen: str,
+    sockets: Path,
     slab_dir: str,
     capacity_bytes: int,
     secured: Secured = OPEN,
 ) -> list[ProcessSpec]:
-    """The KV stores, named by their node ids; the slab of each, of `capacity_bytes`, lies in
-    `slab_dir`.
+    """The KV stores, named by their node ids. They listen in the folder `sockets`; the slab of
+    each, of `capacity_bytes`, lies in `slab_dir`.
     """
     return [
         _python(
@@ -85,7 +91,7 @@ def stores(
             {
                 "node_id": name,
                 "redis_url": redis_url,
-                "listen": listen,
+                "listen": socket_address(sockets, name),
                 "slab_dir": slab_dir,
                 "capacity_bytes": str(capacity_bytes),
                 "drain_s": str(STORE_DRAIN_S),
@@ -103,19 +109,8 @@ def store_names(num_stores: int) -> list[str]:
     return ["store"] if num_stores == 1 else [f"store-{index}" for index in range(num_stores)]
 
 
-def workers(
-    config: ClusterConfig,
-    *,
-    redis_url: str,
-    store_addresses: Sequence[str],
-    handle_keys_file: str,
-    secured: Secured = OPEN,
-    draft_addresses: Sequence[str] = (),
-) -> list[ProcessSpec]:
+def workers(config: ClusterConfig, parts: WorkerSpec) -> list[ProcessSpec]:
     """All prefill and decode workers, dealt to the stores and devices in turn."""
-    parts = WorkerSpec(
-        redis_url, tuple(store_addresses), handle_keys_file, secured, tuple(draft_addresses)
-    )
     if config.autoscale:
         counts = (("prefill", config.num_prefill), ("decode", config.num_decode))
         return [
@@ -143,7 +138,9 @@ class WorkerSpec:
     redis_url: str
     store_addresses: tuple[str, ...]
     handle_keys_file: str
-    secured: Secured
+    sockets: Path
+    """The folder in which they listen."""
+    secured: Secured = OPEN
     draft_addresses: tuple[str, ...] = ()
 
 
@@ -158,14 +155,15 @@ def _worker(
 ) -> ProcessSpec:
     """They share the cores: one thread each when there are few."""
     num_threads = max(1, len(os.sched_getaffinity(0)) // config.num_workers)
+    name = f"{role}-{index}"
     return _python(
         config,
-        f"{role}-{index}",
+        name,
         role,
         f"services.{role}",
         {
-            "worker_id": f"{role}-{index}",
-            "listen": "127.0.0.1:0",
+            "worker_id": name,
+            "listen": socket_address(parts.sockets, name),
             "redis_url": parts.redis_url,
             "store_address": parts.store_addresses[store],
             "transport": config.transport,
@@ -192,7 +190,7 @@ def _drafts(config: ClusterConfig, role: str, parts: WorkerSpec) -> dict[str, tu
     return {"engine.speculation.draft_workers": parts.draft_addresses}
 
 
-def drafts(config: ClusterConfig, *, listen: str, secured: Secured = OPEN) -> list[ProcessSpec]:
+def drafts(config: ClusterConfig, *, sockets: Path, secured: Secured = OPEN) -> list[ProcessSpec]:
     """The draft workers, dealt to the devices behind all others."""
     return [
         _python(
@@ -202,7 +200,7 @@ def drafts(config: ClusterConfig, *, listen: str, secured: Secured = OPEN) -> li
             "services.draft",
             {
                 "worker_id": name,
-                "listen": listen,
+                "listen": socket_address(sockets, name),
                 "engine.model": config.draft_model,
                 "engine.device": config.devices[_draft_place(config, index)],
                 "engine.num_threads": "1",
@@ -289,7 +287,12 @@ def router(
 
 
 def autoscaler(
-    config: ClusterConfig, *, redis_url: str, scale_address: str, secured: Secured = OPEN
+    config: ClusterConfig,
+    *,
+    redis_url: str,
+    sockets: Path,
+    scale_address: str,
+    secured: Secured = OPEN,
 ) -> ProcessSpec:
     """The autoscaler; `scale_address` is where it has workers started and stopped."""
     return _python(
@@ -299,7 +302,7 @@ def autoscaler(
         "services.autoscaler",
         {
             "autoscaler_id": "autoscaler",
-            "listen": "127.0.0.1:0",
+            "listen": socket_address(sockets, "autoscaler"),
             "redis_url": redis_url,
             "scaler": "local",
             "local_address": scale_address,

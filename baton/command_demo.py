@@ -37,7 +37,7 @@ def run(parsed: argparse.Namespace) -> int:
     num_processes = config.num_workers + config.num_all_stores + 2
     with command_up.running(config) as cluster, cluster.connect() as client:
         names = ", ".join(cluster.processes)
-        sys.stdout.write(f"{num_processes} processes on loopback: {names}\n\n> {parsed.prompt}\n\n")
+        sys.stdout.write(f"{num_processes} processes: {names}\n\n> {parsed.prompt}\n\n")
         answers = []
         for title in ("", "The same again, its prefix cached:\n\n"):
             sys.stdout.write(title)

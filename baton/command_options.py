@@ -308,7 +308,8 @@ def add_cluster(parser: argparse.ArgumentParser, *, default_port: int) -> None:
     parser.add_argument(
         "--tls",
         action="store_true",
-        help="TLS everywhere, with certificates of its own: the role decides who may call what",
+        help="TLS to clients and between parts, with certificates of its own whose role decides "
+        "who may call what; /metrics stays plain HTTP",
     )
     parser.add_argument(
         "--api-keys",
@@ -318,7 +319,8 @@ def add_cluster(parser: argparse.ArgumentParser, *, default_port: int) -> None:
     parser.add_argument(
         "--metrics",
         action="store_true",
-        help="serve /metrics at each part and write a Prometheus configuration that finds them",
+        help="serve /metrics at each part, on a port of loopback and over plain HTTP, and write a "
+        "Prometheus configuration that finds them",
     )
     parser.add_argument(
         "--trace-to",

@@ -124,6 +124,17 @@ def _trust_lines(cluster: LocalCluster) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _access_lines(config: ClusterConfig) -> str:
+    """Who else on this machine reaches what."""
+    clients = (
+        "The router's ports ask for an API key"
+        if config.api_keys
+        else "Any user of this machine may use the router's ports (--api-keys: only with a key)"
+    )
+    metrics = "Any user of this machine can read /metrics, over plain HTTP\n" * config.metrics
+    return f"{clients}; only you can connect to the other parts\n{metrics}"
+
+
 def _ready_lines(cluster: LocalCluster) -> str:
     config = cluster.config
     drafts = f", {config.num_draft} draft ({config.draft_model})" if config.num_draft else ""
@@ -148,5 +159,6 @@ def _ready_lines(cluster: LocalCluster) -> str:
         f"{traces}"
         f"{_http_lines(cluster)}"
         f"{_trust_lines(cluster)}"
+        f"{_access_lines(config)}"
         "Ctrl-C stops it.\n"
     )

@@ -1,5 +1,6 @@
 """A whole cluster on this machine: Redis, KV store, prefill and decode workers, router; each a
-process of its own, on loopback.
+process of its own. The router's gRPC and HTTP ports are on loopback; all else is on Unix sockets
+in a folder of this user's.
 
     with LocalCluster(ClusterConfig(num_decode=2)) as cluster:
         with SyncClient(cluster.address) as client:
@@ -220,7 +221,7 @@ class LocalCluster:
         stores = cluster_plan.stores(
             self.config,
             redis_url=redis_url,
-            listen="127.0.0.1:0",
+            sockets=folder.path,
             slab_dir=str(folder.memory),
             capacity_bytes=_store_capacity_bytes(self.config, folder.memory),
             secured=self.secured,
@@ -229,17 +230,17 @@ class LocalCluster:
         self.store_addresses = {store.name: self._fix_address(store) for store in stores}
         self.handle_keys_file = folder.path / "handle.keys"
         keys.create(self.handle_keys_file)
-        drafts = cluster_plan.drafts(self.config, listen="127.0.0.1:0", secured=self.secured)
+        drafts = cluster_plan.drafts(self.config, sockets=folder.path, secured=self.secured)
         self._launch(drafts, deadline_s)
-        draft_addresses = tuple(self._fix_address(draft) for draft in drafts)
-        workers = cluster_plan.workers(
-            self.config,
-            redis_url=redis_url,
-            store_addresses=tuple(self.store_addresses.values()),
-            handle_keys_file=str(self.handle_keys_file),
-            secured=self.secured,
-            draft_addresses=draft_addresses,
+        self._worker_parts = WorkerSpec(
+            redis_url,
+            tuple(self.store_addresses.values()),
+            str(self.handle_keys_file),
+            folder.path,
+            self.secured,
+            tuple(self._fix_address(draft) for draft in drafts),
         )
+        workers = cluster_plan.workers(self.config, self._worker_parts)
         listen = f"127.0.0.1:{self.config.port}"
         router = cluster_plan.router(
             self.config, redis_url=redis_url, listen=listen, secured=self.secured
@@ -248,13 +249,6 @@ class LocalCluster:
         self.address = self._fix_address(router)
         self.http_address = self.processes[router.name].http_address
         if self.config.autoscale:
-            self._worker_parts = WorkerSpec(
-                redis_url,
-                tuple(self.store_addresses.values()),
-                str(self.handle_keys_file),
-                self.secured,
-                draft_addresses,
-            )
             self._start_autoscaler(folder, redis_url, deadline_s)
 
     def _start_autoscaler(self, folder: RunFolder, redis_url: str, deadline_s: float) -> None:
@@ -263,6 +257,7 @@ class LocalCluster:
         autoscaler = cluster_plan.autoscaler(
             self.config,
             redis_url=redis_url,
+            sockets=folder.path,
             scale_address=self._scale.address,
             secured=self.secured,
         )
@@ -309,18 +304,21 @@ class LocalCluster:
 
     def _wait_registered(self, deadline_s: float) -> None:
         """Until the router reports every worker of ours, in this life, and every store."""
-        wanted = {
-            info.name: info.address
-            for info in self.processes.values()
-            if info.kind in _WORKERS and _is_wanted(info)
-        }
         with self.connect() as client:
-            while missing := _not_seen(client, wanted, self.store_addresses):
+            while missing := _not_seen(client, self._lives(), self.store_addresses):
                 self._parts().check_failure()
                 if time.monotonic() > deadline_s:
                     raise ClusterError(f"the router does not see: {', '.join(missing)}")
                 # The router hears of workers by their heartbeats; there is nothing to wait on.
                 time.sleep(_POLL_S)
+
+    def _lives(self) -> dict[str, str]:
+        """The incarnations of our workers by name. Their addresses stay the same."""
+        return {
+            info.name: info.incarnation
+            for info in self.processes.values()
+            if info.kind in _WORKERS and _is_wanted(info)
+        }
 
     def _on_part_event(self, event: ClusterEvent) -> None:
         """In the supervisor's thread. A part that died stays a target, as one that is down."""
@@ -384,8 +382,8 @@ def _not_seen(
 ) -> list[str]:
     with contextlib.suppress(BatonError):
         status = client.status(timeout_s=1.0)
-        seen = {worker.worker_id: worker.address for worker in status.workers}
-        missing = [name for name, address in wanted.items() if seen.get(name) != address]
+        seen = {worker.worker_id: worker.incarnation for worker in status.workers}
+        missing = [name for name, life in wanted.items() if seen.get(name) != life]
         reachable = {store.address for store in status.stores if store.reachable}
         return missing + [name for name, address in stores.items() if address not in reachable]
     return ["anything; it does not answer"]

@@ -41,6 +41,8 @@ class ProcessInfo:
     """Where it serves /metrics; empty: nowhere."""
     http_address: str = ""
     """Where it serves the HTTP API; empty: nowhere."""
+    incarnation: str = ""
+    """A worker's, in hex, by which the registry tells its lives apart."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ class Part:
             log_path=self.child.log_path,
             metrics_address=self.child.metrics_address,
             http_address=self.child.http_address,
+            incarnation=self.child.incarnation,
         )
 
     @property

@@ -18,7 +18,7 @@ class Secured:
     """See the module. Empty: nothing is asked of anybody."""
 
     certs: CertSet | None = None
-    """TLS everywhere, by these."""
+    """For TLS to clients and between all parts but Redis; None: none."""
     api_keys_file: str = ""
     """Keys that the router asks clients for."""
     redis_user: str = ""

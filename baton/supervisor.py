@@ -258,8 +258,11 @@ class Supervisor:
             part.child.address = str(item.fields.get("address", ""))
             part.child.metrics_address = str(item.fields.get("metrics", ""))
             part.child.http_address = str(item.fields.get("http", ""))
+            part.child.incarnation = str(item.fields.get("incarnation", ""))
             part.state = State.READY
             self._show(part, "ready", part.child.address)
+        elif item.event == "role_changed":
+            part.child.incarnation = str(item.fields.get("incarnation", ""))
         else:
             what, done, total = (item.fields.get(key, 0) for key in ("what", "done", "total"))
             self._tell(ClusterEvent(part.spec.name, "loading", str(what), int(done), int(total)))

@@ -10,7 +10,7 @@ from kvstore.tenancy import TenantShares
 from process import redis_client
 from process.metrics import check_listen
 from process.redis_client import RedisAccess
-from process.settings import SettingsError
+from process.settings import UNIX, SettingsError, check_address
 from process.tls import TlsSettings
 from process.tracing import TracingSettings
 
@@ -22,7 +22,8 @@ class KvStoreSettings:
     """Settings of one KV store: where it listens, how much memory it lends, how long it waits."""
 
     listen: str = "127.0.0.1:0"
-    """host:port of the control service; port 0 takes a free one, which the `ready` line names."""
+    """host:port of the control service (port 0: a free one, which the `ready` line names), or
+    unix:/path."""
 
     advertise: str = ""
     """host:port that workers are told; empty: the address listened on."""
@@ -151,24 +152,18 @@ class KvStoreSettings:
         if self.heartbeat_ttl_s < 2 * self.heartbeat_s:
             raise SettingsError("heartbeat_ttl_s: must be at least twice heartbeat_s")
         check_listen("metrics_listen", self.metrics_listen)
-        _check_address("listen", self.listen)
         self.tls.check_peers("tls")
         redis_client.check(self.redis_url, self.redis)
         if self.advertise:
-            _check_address("advertise", self.advertise)
+            check_address("advertise", self.advertise)
         host = self.listen.rpartition(":")[0]
-        if host in ("0.0.0.0", "[::]", "") and not self.advertise:
+        if host in ("0.0.0.0", "[::]") and not self.advertise:
             raise SettingsError(
                 f"advertise: needed when listen is {self.listen}; say the host:port workers reach"
             )
+        if self.listen.startswith(UNIX) and not self.node_id:
+            raise SettingsError(f"node_id: needed when listen is {self.listen}")
         self.tls.check_listen("listen", self.listen, "tls")
-
-
-def _check_address(name: str, address: str) -> None:
-    _, colon, port = address.rpartition(":")
-    # gRPC would take the port modulo 65536 in silence.
-    if not colon or not (port.isascii() and port.isdigit() and int(port) <= 65535):
-        raise SettingsError(f"{name}: write it as host:port, port 0 to 65535, got {address!r}")
 
 
 def _check_positive(name: str, value: float) -> None:

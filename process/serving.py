@@ -13,6 +13,7 @@ import functools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import grpc
@@ -23,6 +24,7 @@ from process import access, error_details, errors, grpc_server, logs
 from process.access import Role, Rules
 from process.intake import Intake
 from process.late_reading import Door
+from process.settings import UNIX
 from process.tls import Identity
 
 logger = logging.getLogger(__name__)
@@ -279,7 +281,8 @@ async def listen(
     rules: Rules | None = None,
     strangers: Strangers | None = None,
 ) -> tuple[grpc.aio.Server, str]:
-    """Start a server on `host:port` (port 0: a free one).
+    """Start a server on `host:port` (port 0: a free one), or on `unix:/path`, which only this user
+    may connect to. A socket file that an earlier process left there is replaced.
 
     Args: max_reply_bytes: None: as `max_message_bytes`. identity: over TLS, as this one. rules: who
         may call what, by the certificates that such an identity asks for; looked at with each call.
@@ -312,12 +315,16 @@ async def listen(
             port = server.add_insecure_port(listen_address)
         else:
             port = server.add_secure_port(listen_address, identity.server_credentials())
-    except RuntimeError as error:
+        if listen_address.startswith(UNIX):
+            Path(listen_address.removeprefix(UNIX)).chmod(0o600)  # before the first call is taken
+    except (RuntimeError, OSError) as error:
         raise errors.Unavailable(
-            f"cannot listen on {listen_address}: the port is taken or the address is not this "
-            "machine's; choose another"
+            f"cannot listen on {listen_address}: the port is taken, the address is not this "
+            "machine's, or the folder cannot be written; choose another"
         ) from error
     await server.start()
+    if listen_address.startswith(UNIX):
+        return server, listen_address
     return server, f"{listen_address.rsplit(':', 1)[0]}:{port}"
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import os
 import tomllib
 import types
 import typing
@@ -25,8 +26,31 @@ from urllib.parse import urlsplit
 Settings = TypeVar("Settings")
 
 
+UNIX = "unix:"
+"""Before the path of a Unix socket, in an address."""
+_MAX_SOCKET_BYTES = 107
+"""Of a Unix socket's path (sun_path, less its final zero)."""
+
+
 class SettingsError(Exception):
     """A wrong key or value; the message names it and the fix, in one line."""
+
+
+def check_address(name: str, address: str) -> None:
+    """A setting that is host:port, or unix:/path of a Unix socket. Raises: SettingsError."""
+    if address.startswith(UNIX):
+        path = address.removeprefix(UNIX)
+        if not path.startswith("/") or len(os.fsencode(path)) > _MAX_SOCKET_BYTES:
+            raise SettingsError(
+                f"{name}: {address!r} needs an absolute path of at most {_MAX_SOCKET_BYTES} bytes "
+                f"behind {UNIX}"
+            )
+        return
+    host, colon, port = address.rpartition(":")
+    # gRPC would take the port modulo 65536 in silence.
+    is_port = port.isascii() and port.isdigit() and int(port) < 65536
+    if not (host and colon and is_port):
+        raise SettingsError(f"{name}: {address!r} is not host:port, nor {UNIX}/path")
 
 
 def load(

@@ -19,7 +19,7 @@ import grpc
 
 from process import secret_file
 from process.access import Role
-from process.settings import SettingsError
+from process.settings import UNIX, SettingsError, check_address
 from process.watched_file import Watched
 
 _MAX_FILE_BYTES = 1024 * 1024
@@ -62,9 +62,10 @@ class TlsSettings:
             raise SettingsError(f"{name}.ca_file: goes with cert_file and key_file")
 
     def check_listen(self, name: str, listen: str, group: str) -> None:
-        """Raises: SettingsError for an address that others reach without TLS. `name`: of the
-        setting with the address, `group`: of these.
+        """Raises: SettingsError for what is no address, or one that other machines reach without
+        TLS. `name`: of the setting with the address, `group`: of these.
         """
+        check_address(name, listen)
         if not (self.is_on or self.allow_plaintext or is_loopback(listen)):
             raise SettingsError(
                 f"{name}: {listen} is reached from other machines, in the clear and by anybody; "
@@ -74,7 +75,9 @@ class TlsSettings:
 
 
 def is_loopback(listen: str) -> bool:
-    """Whether only this machine can connect to host:port."""
+    """Whether only this machine can connect to host:port or unix:/path."""
+    if listen.startswith(UNIX):
+        return True
     host = listen.rpartition(":")[0].strip("[]")
     try:
         return ipaddress.ip_address(host).is_loopback

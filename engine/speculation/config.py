@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from process.settings import SettingsError
+from process.settings import SettingsError, check_address
 
 DRAFTERS = ("ngram",)
 MAX_DRAFT_DEADLINE_S = 60.0
@@ -65,9 +65,9 @@ class SpeculationConfig:
     computing it. 0: always compute it, and store none."""
 
     draft_workers: tuple[str, ...] = ()
-    """host:port of each draft worker (`python -m services.draft`), whose model guesses on a device
-    of its own. Every sequence is with one of them; one that does not answer costs its guesses.
-    For decode workers."""
+    """host:port or unix:/path of each draft worker (`python -m services.draft`), whose model
+    guesses on a device of its own. Every sequence is with one of them; one that does not answer
+    costs its guesses. For decode workers."""
 
     draft_deadline_s: float = 0.05
     """How long a step waits for draft workers, at most; later guesses are dropped."""
@@ -111,7 +111,9 @@ class SpeculationConfig:
         if self.draft_share_bytes < 0:
             raise SettingsError(f"draft_share_bytes: {self.draft_share_bytes} is below 0")
         for address in self.draft_workers:
-            _check_address(address)
+            check_address("draft_workers", address)
+            if address.endswith(":0"):
+                raise SettingsError(f"draft_workers: {address!r} names no port")
         if not 0.0 < self.draft_deadline_s <= MAX_DRAFT_DEADLINE_S:
             raise SettingsError(
                 f"draft_deadline_s: {self.draft_deadline_s:g} is not in (0, "
@@ -124,9 +126,3 @@ class SpeculationConfig:
     def is_on(self) -> bool:
         """Somebody guesses."""
         return any((self.drafters, self.draft_models, self.draft_workers, self.draft_heads))
-
-
-def _check_address(address: str) -> None:
-    host, colon, port = address.rpartition(":")
-    if not (host and colon and port.isascii() and port.isdigit() and 0 < int(port) <= 65535):
-        raise SettingsError(f"draft_workers: {address!r} is not host:port")

@@ -77,8 +77,8 @@ class AutoscalerSettings:
     """Settings of one autoscaler."""
 
     listen: str = "127.0.0.1:0"
-    """host:port where it says what it decided and why, and serves KEDA's external scaler; port 0: a
-    free one.
+    """host:port (port 0: a free one) or unix:/path where it says what it decided and why, and
+    serves KEDA's external scaler.
     """
 
     metrics_listen: str = ""
@@ -146,9 +146,6 @@ class AutoscalerSettings:
             raise SettingsError("num_decisions_kept: must be at least 1")
         if not self.redis_url:
             raise SettingsError("redis_url: needed; workers and routers are found there")
-        host, colon, port = self.listen.rpartition(":")
-        if not (host and colon and port.isdecimal() and int(port) < 65536):
-            raise SettingsError(f"listen: {self.listen!r} is not host:port")
         if self.scaler == "local" and not self.local_address:
             raise SettingsError("local_address: needed with scaler=local")
         check_listen("metrics_listen", self.metrics_listen)

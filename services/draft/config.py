@@ -79,7 +79,7 @@ class DraftSettings:
     """Settings of one draft worker."""
 
     listen: str = "127.0.0.1:0"
-    """host:port of its gRPC server; port 0: a free one."""
+    """host:port of its gRPC server (port 0: a free one), or unix:/path."""
 
     worker_id: str = ""
     """Its name in logs and metrics; empty: "draft" and a random part."""

@@ -227,7 +227,8 @@ class RouterSettings:
     """Settings of one router."""
 
     listen: str = "127.0.0.1:0"
-    """host:port that clients speak to; port 0: a free one, which the `ready` line names."""
+    """host:port that clients speak to (port 0: a free one, which the `ready` line names), or
+    unix:/path."""
 
     http_listen: str = ""
     """host:port of the OpenAI API over HTTP; port 0: a free one; empty: nobody listens."""
@@ -336,9 +337,6 @@ class RouterSettings:
             raise SettingsError("short_prefill_tokens: must be 0 or more")
         if not self.redis_url:
             raise SettingsError("redis_url: needed; workers are found there")
-        host, colon, port = self.listen.rpartition(":")
-        if not (host and colon and port.isdecimal() and int(port) < 65536):
-            raise SettingsError(f"listen: {self.listen!r} is not host:port")
         check_listen("metrics_listen", self.metrics_listen)
         check_listen("http_listen", self.http_listen)
         self.tls.check_peers("tls")

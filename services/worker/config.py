@@ -107,7 +107,7 @@ class WorkerSettings:
     """Settings of one worker."""
 
     listen: str = "127.0.0.1:0"
-    """host:port of its gRPC server; port 0: a free one."""
+    """host:port of its gRPC server (port 0: a free one), or unix:/path."""
 
     advertised: str = ""
     """Address that routers are told; empty: the one it listens on."""
@@ -125,7 +125,7 @@ class WorkerSettings:
     """Who this worker is to routers, stores and other workers; empty: no TLS."""
 
     store_address: str = ""
-    """host:port of its KV store; empty: it has none and computes everything itself."""
+    """host:port or unix:/path of its KV store; empty: none, and it computes everything itself."""
 
     transport: str = "shm"
     """How block bytes move between worker and store: "shm", "nixl" or "grpc".
@@ -216,9 +216,6 @@ class WorkerSettings:
             )
         if not self.link_floor_bytes_per_s >= 0:
             raise SettingsError("link_floor_bytes_per_s: must not be negative")
-        host, colon, port = self.listen.rpartition(":")
-        if not (host and colon and port.isdecimal() and int(port) < 65536):
-            raise SettingsError(f"listen: {self.listen!r} is not host:port")
         self.tls.check_peers("tls")
         self.tls.check_listen("listen", self.listen, "tls")
         redis_client.check(self.redis_url, self.redis)

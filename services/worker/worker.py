@@ -173,7 +173,8 @@ class Worker:
         self._collector.follow(life.core)
         self._switch.serve(role_name, life.role.add_service)
         life.announce(self._listens_at, self.metrics.address)
-        logs.event(logger, "role_changed", role=role_name)
+        incarnation = life.core.identity.incarnation.hex()
+        logs.event(logger, "role_changed", role=role_name, incarnation=incarnation)
 
     async def stop(self) -> None:
         """Drain, leave the registry, then end. A change of role under way ends its old life first,

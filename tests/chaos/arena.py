@@ -208,7 +208,7 @@ class Arena:
         elif event.name.startswith("store"):
             for role in ("prefill", "decode"):
                 if not self.links[role].upstream or event.name == _home_of(role):
-                    self.links[role].upstream = event.detail
+                    self.links[role].upstream = event.detail.removeprefix("unix:")
 
     # -- what actions act on
 

@@ -218,6 +218,8 @@ def test_a_clean_stop_leaves_nothing(tmp_path: Path, number: signal.Signals) -> 
         up.process.send_signal(number)
         out, err = up.process.communicate(timeout=STOP_TIMEOUT_S)
         assert up.process.returncode == 0, err
+        assert "Any user of this machine may use the router's ports" in out
+        assert "only you can connect to the other parts" in out
         assert "Traceback" not in out + err
         up.wait_for_nobody()
         assert not list(tmp_path.glob("baton-cluster-*"))

@@ -9,7 +9,7 @@ import pytest
 
 from baton import cli, cluster_config, cluster_plan, command_options
 from baton.cluster_config import ClusterConfig
-from baton.cluster_plan import ProcessSpec
+from baton.cluster_plan import ProcessSpec, WorkerSpec
 from baton.errors import ClusterError
 from baton.secured import OPEN
 from engine.config import EngineConfig
@@ -26,17 +26,20 @@ def _sets(spec: ProcessSpec) -> list[str]:
     return [argv[i + 1] for i, word in enumerate(argv) if word == "--set"]
 
 
+SOCKETS = Path("/x")
+
+
+def _parts(num_stores: int = 1, draft_addresses: tuple[str, ...] = ()) -> WorkerSpec:
+    stores = tuple(f"127.0.0.1:{i + 1}" for i in range(num_stores))
+    return WorkerSpec("redis://x", stores, "/x/handle.keys", SOCKETS, OPEN, draft_addresses)
+
+
 def _all(config: ClusterConfig) -> dict[str, ProcessSpec]:
     specs = [
         *cluster_plan.stores(
-            config, redis_url="redis://x", listen="127.0.0.1:0", slab_dir="/m", capacity_bytes=8192
+            config, redis_url="redis://x", sockets=SOCKETS, slab_dir="/m", capacity_bytes=8192
         ),
-        *cluster_plan.workers(
-            config,
-            redis_url="redis://x",
-            store_addresses=[f"127.0.0.1:{i + 1}" for i in range(config.num_all_stores)],
-            handle_keys_file="/x/handle.keys",
-        ),
+        *cluster_plan.workers(config, _parts(config.num_all_stores)),
         cluster_plan.router(config, redis_url="redis://x", listen="127.0.0.1:0"),
     ]
     return {spec.name: spec for spec in specs}
@@ -59,7 +62,7 @@ def test_draft_workers_guess_for_decode_workers_alone() -> None:
     config = ClusterConfig(
         num_draft=2, draft_model="small", device="cuda:0,cuda:1", overrides=("draft.worker_id=x",)
     )
-    specs = cluster_plan.drafts(config, listen="127.0.0.1:0")
+    specs = cluster_plan.drafts(config, sockets=SOCKETS)
     assert [(spec.name, spec.kind) for spec in specs] == [
         ("draft-0", "draft"),
         ("draft-1", "draft"),
@@ -68,18 +71,13 @@ def test_draft_workers_guess_for_decode_workers_alone() -> None:
     assert {one.engine.model for one in told} == {"small"}
     assert [one.engine.device for one in told] == ["cuda:0", "cuda:1"]
     assert told[0].worker_id == "x", "the user's own come last"
-    addresses = ("127.0.0.1:7", "127.0.0.1:8")
-    for spec in cluster_plan.workers(
-        config,
-        redis_url="redis://x",
-        store_addresses=["127.0.0.1:1"],
-        handle_keys_file="/x/handle.keys",
-        draft_addresses=addresses,
-    ):
+    assert [one.listen for one in told] == ["unix:/x/draft-0.sock", "unix:/x/draft-1.sock"]
+    addresses = ("127.0.0.1:7", "unix:/x/draft-1.sock")
+    for spec in cluster_plan.workers(config, _parts(draft_addresses=addresses)):
         worker = settings.load(WorkerSettings, overrides=_sets(spec))
         is_told = worker.engine.speculation.draft_workers == addresses
         assert is_told is (spec.kind == "decode")
-    assert not cluster_plan.drafts(ClusterConfig(), listen="127.0.0.1:0")
+    assert not cluster_plan.drafts(ClusterConfig(), sockets=SOCKETS)
 
 
 def test_components_take_the_settings_we_give_them() -> None:
@@ -89,9 +87,11 @@ def test_components_take_the_settings_we_give_them() -> None:
     store = settings.load(KvStoreSettings, overrides=_sets(specs["store"]))
     assert (store.redis_url, store.slab_dir, store.node_id) == ("redis://x", "/m", "store")
     assert store.capacity_bytes == 8192
+    assert store.listen == "unix:/x/store.sock"
     for role in ("prefill", "decode"):
         worker = settings.load(WorkerSettings, overrides=_sets(specs[f"{role}-0"]))
         assert worker.worker_id == f"{role}-0"
+        assert worker.listen == f"unix:/x/{role}-0.sock"
         assert worker.transport == "nixl"
         assert worker.store_address == "127.0.0.1:1"
         assert worker.handle_keys_file == "/x/handle.keys"
@@ -255,9 +255,7 @@ def test_draft_workers_have_a_part_of_their_gpu(
 
 
 def test_a_prefill_worker_that_may_become_a_decode_worker_knows_the_draft_workers() -> None:
-    parts = cluster_plan.WorkerSpec(
-        "redis://x", ("127.0.0.1:1",), "/x/handle.keys", OPEN, ("127.0.0.1:7",)
-    )
+    parts = _parts(draft_addresses=("127.0.0.1:7",))
     for autoscale, told in ((True, ("127.0.0.1:7",)), (False, ())):
         config = ClusterConfig(num_draft=1, autoscale=autoscale)
         spec = cluster_plan.numbered_worker(config, "prefill", 0, parts)
@@ -378,7 +376,9 @@ def test_an_autoscaler_is_told_its_bounds_and_the_router_to_hold() -> None:
     config = ClusterConfig(
         autoscale=True, num_prefill_min=0, num_prefill_max=3, num_decode_min=0, num_decode_max=5
     )
-    spec = cluster_plan.autoscaler(config, redis_url="redis://x", scale_address="unix:/x/y.sock")
+    spec = cluster_plan.autoscaler(
+        config, redis_url="redis://x", sockets=SOCKETS, scale_address="unix:/x/y.sock"
+    )
     made = settings.load(AutoscalerSettings, overrides=_sets(spec))
     assert (made.scaler, made.local_address) == ("local", "unix:/x/y.sock")
     limits = made.plan.limits
@@ -396,9 +396,7 @@ def test_a_worker_s_place_depends_on_its_number_alone() -> None:
     config = ClusterConfig(
         autoscale=True, num_prefill=2, num_decode=2, num_stores=2, device="cuda:0,cuda:1"
     )
-    parts = cluster_plan.WorkerSpec(
-        "redis://x", ("127.0.0.1:1", "127.0.0.1:2"), "/x/handle.keys", OPEN
-    )
+    parts = _parts(num_stores=2)
     for name, spec in _all(config).items():
         role, _, index = name.partition("-")
         if role in ("prefill", "decode"):

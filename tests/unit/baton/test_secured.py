@@ -45,14 +45,8 @@ def test_nothing_is_set_where_nothing_is_asked() -> None:
 def test_each_part_is_told_its_own_files(tmp_path: Path) -> None:
     secured = Secured(CertSet(tmp_path), "/keys.toml", "me", "/password")
     config = ClusterConfig(tls=True, api_keys=True)
-    workers = cluster_plan.workers(
-        config,
-        redis_url="rediss://h:1/0",
-        store_addresses=["127.0.0.1:1"],
-        handle_keys_file="/k",
-        secured=secured,
-    )
-    for spec in workers:
+    parts = cluster_plan.WorkerSpec("rediss://h:1/0", ("unix:/s",), "/k", tmp_path, secured)
+    for spec in cluster_plan.workers(config, parts):
         line = " ".join(spec.argv)
         assert f'tls.cert_file="{tmp_path}/{spec.kind}.crt"' in line
         assert f'tls.key_file="{tmp_path}/{spec.kind}.key"' in line

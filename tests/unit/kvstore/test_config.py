@@ -28,6 +28,7 @@ def test_the_defaults_are_valid_and_stay_on_this_machine() -> None:
         ("listen=127.0.0.1", "listen"),
         ("listen=127.0.0.1:65536", "listen"),
         ("advertise=node:", "advertise"),
+        ("listen=unix:/x/store.sock", "node_id"),
     ],
 )
 def test_a_wrong_value_is_refused_by_name(override: str, names: str) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import stat
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -118,6 +121,28 @@ async def test_a_taken_port_is_one_clear_error() -> None:
     finally:
         await server.stop(0)
     await asyncio.sleep(0)
+
+
+async def test_a_unix_socket_is_its_users_alone_and_replaces_what_a_killed_server_left(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "a.sock"
+    with socket.socket(socket.AF_UNIX) as killed:  # its file stays
+        killed.bind(str(path))
+    server, address = await serving.listen(
+        f"unix:{path}", [lambda s: kvstore_pb2_grpc.add_KvStoreServicer_to_server(_Echo(), s)]
+    )
+    try:
+        assert address == f"unix:{path}" and stat.S_IMODE(path.stat().st_mode) == 0o600
+        async with serving.channel(address) as channel:
+            stub = kvstore_pb2_grpc.KvStoreStub(channel)
+            reply = await stub.GetStatus(kvstore_pb2.GetStatusRequest(), timeout=10)
+        assert reply.node_id == "here"
+    finally:
+        await server.stop(0)
+    nowhere = f"unix:{tmp_path}/none/a.sock"
+    with pytest.raises(errors.Unavailable, match=f"cannot listen on {nowhere}"):
+        await serving.listen(nowhere, [])
 
 
 # -- messages that were spoiled on their way

@@ -109,3 +109,16 @@ def test_secrets_are_masked() -> None:
     line = settings.to_json(Outer(api_secret="hunter2"))
     assert "hunter2" not in line
     assert '"api_secret": "***"' in line
+
+
+@pytest.mark.parametrize("address", ["h:0", "[::1]:65535", "unix:/x", "unix:/" + 106 * "x"])
+def test_an_address_is_a_port_or_a_unix_socket(address: str) -> None:
+    settings.check_address("listen", address)
+
+
+@pytest.mark.parametrize(
+    "address", ["", "h", ":1", "h:", "h:65536", "h:x", "unix:x", "unix:", "unix:/" + 107 * "x"]
+)
+def test_what_is_no_address_is_refused_by_name(address: str) -> None:
+    with pytest.raises(settings.SettingsError, match=r"^listen: "):
+        settings.check_address("listen", address)

@@ -68,6 +68,7 @@ async def ask(channel: grpc.aio.Channel) -> str:
         ("127.9.9.9:1", True),
         ("localhost:1", True),
         ("[::1]:1", True),
+        ("unix:/x/a.sock", True),
         ("0.0.0.0:1", False),
         ("[::]:1", False),
         ("10.0.0.1:1", False),

@@ -14,13 +14,12 @@ from baton.cluster_plan import ProcessSpec, WorkerSpec
 from baton.load.course import Course, Moment, PoolSize
 from baton.load.outcome import Arrival, Outcome
 from baton.load.report import Limits
-from baton.secured import OPEN
 from benchmarks import autoscaling_local, paced_worker
 from benchmarks.autoscaling_local import Drive
 from benchmarks.paced_worker import paced
 from engine.paced import DevicePace
 
-_PARTS = WorkerSpec("redis://x", ("127.0.0.1:1",), "/x/handle.keys", OPEN)
+_PARTS = WorkerSpec("redis://x", ("127.0.0.1:1",), "/x/handle.keys", Path("/x"))
 _CONFIG = ClusterConfig(autoscale=True)
 
 
