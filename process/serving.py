@@ -49,6 +49,9 @@ _METADATA_BOUNDS = (
 CallOver = grpc_server.ExecuteBatchError
 """What a write raises on a call that is over."""
 
+HANDSHAKE_S = 10.0
+"""For the TLS handshake of a client's connection, over gRPC as over HTTP."""
+
 ABORT_S = 5.0
 """For a status to go out. One whose client has stopped reading waits behind what it did not read:
 that call is given up without."""
@@ -259,11 +262,13 @@ class Strangers:
     """At the same time; the next one is closed at once."""
     idle_s: float = 0.0
     """A connection without calls is closed after so long."""
+    handshake_s: float = HANDSHAKE_S
+    """A connection whose TLS handshake takes longer is closed; it counts as one until then."""
 
     @property
     def options(self) -> list[tuple[str, int]]:
         """As gRPC has them."""
-        found = []
+        found = [("grpc.server_handshake_timeout_ms", round(self.handshake_s * 1000))]
         if self.max_connections:
             found.append(("grpc.max_allowed_incoming_connections", self.max_connections))
         if self.idle_s:

@@ -44,7 +44,7 @@ class RouterLimits:
     """
 
     max_connections: int = 4096
-    """At each port at the same time; the next one is closed at once."""
+    """At each port at the same time, counted from the accept; the next one is closed at once."""
 
     max_requests_in_flight: int = 2048
     """The next request is refused with a retry time, whoever asks. More than `admission` serves and

@@ -8,7 +8,9 @@ closed. One asyncio loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import socket
 import ssl
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Any
@@ -20,6 +22,7 @@ from prometheus_client.metrics_core import Metric
 from process import logs
 from process.errors import Unavailable
 from process.families import Labels, counter
+from process.serving import HANDSHAKE_S
 from services.router.http_connections import HttpConnections
 from services.router.http_errors import HttpError, http_error_of, http_error_of_status
 
@@ -28,8 +31,8 @@ logger = logging.getLogger(__name__)
 MAX_HEADER_BYTES = 16 * 1024
 """Of one header, and of the request line."""
 MAX_HEADERS = 64
-_HANDSHAKE_S = 10.0
-"""For TLS."""
+_BACKLOG = 128
+"""Connections that wait to be accepted."""
 _BEGUN = web.RequestKey("has_begun", bool)
 
 AddRoutes = Callable[[web.Application], None]
@@ -48,9 +51,11 @@ class HttpServer:
         max_connections: int = 4096,
         stall_s: float = 30.0,
         idle_s: float = 75.0,
+        handshake_s: float = HANDSHAKE_S,
     ) -> None:
         """Seconds: `drain_s`, for which `stop` lets requests finish; `stall_s`, for which a client
-        may take nothing of its answer; `idle_s`, for which a connection may ask for nothing.
+        may take nothing of its answer; `idle_s`, for which a connection may ask for nothing;
+        `handshake_s`, for a TLS handshake.
         """
         self.address = ""
         """host:port; known once started."""
@@ -75,7 +80,7 @@ class HttpServer:
         )
         self._max_connections = max_connections
         self._stall_s = stall_s
-        self._listener: asyncio.Server | None = None
+        self._handshake_s = handshake_s
         self.connections: HttpConnections | None = None
         """Known once started."""
 
@@ -88,25 +93,23 @@ class HttpServer:
         server = self._runner.server
         assert server is not None
         self.connections = HttpConnections(
-            lambda: server.connections, server, most=self._max_connections, stall_s=self._stall_s
+            lambda: server.connections,
+            server,
+            most=self._max_connections,
+            stall_s=self._stall_s,
+            handshake_s=self._handshake_s,
+            ssl_context=ssl_context,
         )
         host, _, port = listen.rpartition(":")
         try:
-            self._listener = await asyncio.get_running_loop().create_server(
-                self.connections.protocol,
-                host.strip("[]"),
-                int(port),
-                ssl=ssl_context,
-                ssl_handshake_timeout=_HANDSHAKE_S if ssl_context is not None else None,
-                reuse_port=False,
-            )
+            listening = await _bound(host.strip("[]"), int(port))
         except OSError as error:
             raise Unavailable(
                 f"cannot listen on {listen}: the port is taken or the address is not this "
                 "machine's; choose another"
             ) from error
-        self.connections.start()
-        self.address = f"{host}:{self._listener.sockets[0].getsockname()[1]}"
+        self.connections.start(listening)
+        self.address = f"{host}:{listening[0].getsockname()[1]}"
 
     def families(self, labels: Labels) -> Iterator[Metric]:
         """For /metrics."""
@@ -120,8 +123,8 @@ class HttpServer:
 
     async def stop(self) -> None:
         """Take no new connection, let requests under way finish for a while, then end them."""
-        if self._listener is not None:
-            self._listener.close()
+        if self.connections is not None:
+            await self.connections.stop_accepting()
         await self._runner.cleanup()
         if self.connections is not None:
             self.connections.stop()
@@ -138,6 +141,21 @@ class _ServerLog(logging.LoggerAdapter[logging.Logger]):
             logs.event(logger, "http_malformed", peer=peer, why=why[:200])
         else:
             super().exception(msg, *args, exc_info=exc_info, **options)
+
+
+async def _bound(host: str, port: int) -> list[socket.socket]:
+    """Sockets that listen at each address of the host. Raises: OSError."""
+    found = await asyncio.get_running_loop().getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )
+    with contextlib.ExitStack() as stack:
+        listening = []
+        for family, _, _, _, address in dict.fromkeys(found):
+            made = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+            listening.append(stack.enter_context(made))
+            made.setblocking(False)
+        stack.pop_all()
+    return listening
 
 
 @web.middleware
