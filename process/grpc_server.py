@@ -1,10 +1,9 @@
 """A gRPC server that no malformed request can end.
 
-gRPC's asyncio server (1.85) decodes a request's path as UTF-8 in its main loop: one request whose
-path is not UTF-8, from anybody who can connect, ends that loop, and with it the server, for good.
-Calls of methods that were registered never take that way. So everything that does (an unknown
-method, a path that is no text) is dropped before it is looked at: its caller sees the call
-cancelled, nobody else sees anything.
+gRPC's asyncio server (1.85) decodes the path of a call of an unregistered method as UTF-8 in its
+main loop: one such call whose path is not UTF-8, from any client that can connect, ends that loop,
+and with it the server, for good. So calls of methods that were not registered never reach that
+loop: they are answered with UNIMPLEMENTED here, and their path is not decoded.
 
 Each method stands behind a `Door`, where there is one: also a method that its servicer adds
 tomorrow.
@@ -12,12 +11,15 @@ tomorrow.
 A message that cannot be read becomes InvalidArgument for its caller: before the handler sees it
 (`check_readable`), or, one in a stream, where the handler reads it.
 
-Rests on names of gRPC that are not public; tests/unit/process/test_grpc_server.py fails when a new
-version changes them. One asyncio loop.
+It uses names of gRPC that are not public, for no public one is called before that decoding:
+pyproject.toml bounds grpcio to the minor version that they were read in, and
+tests/unit/process/test_grpc_server.py lists them. One asyncio loop.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -34,6 +36,12 @@ _Read = Callable[[bytes], Any]
 
 ExecuteBatchError: type[Exception] = cygrpc.ExecuteBatchError
 """What gRPC raises where a call can send nothing more, such as behind a write that is stuck."""
+
+
+_MAX_REFUSALS = 256
+"""Calls of unregistered methods that are being answered."""
+_REFUSE_S = 5.0
+"""For such an answer to go out."""
 
 
 class _Unreadable:
@@ -73,11 +81,30 @@ def _reading_many(read: _Read) -> _Read:
 
 
 class _Core(cygrpc.AioServer):  # type: ignore[misc]
+    def __init__(self, loop: asyncio.AbstractEventLoop, *args: Any) -> None:
+        super().__init__(loop, *args)
+        self._serving_loop = loop
+        self._no_methods = cygrpc._MethodResolver([], {})  # noqa: SLF001
+        self._refusing: set[asyncio.Task[None]] = set()
+
     async def _request_call(self) -> Any:
-        """The next call of a method that nobody registered: there is none."""
+        """The next call of an unregistered method, for gRPC's main loop: it gets none."""
         while True:
-            # Letting go of it is what ends it.
-            await super()._request_call()
+            call = await super()._request_call()
+            if len(self._refusing) < _MAX_REFUSALS:
+                task = self._serving_loop.create_task(self._refuse(call))
+                self._refusing.add(task)
+                task.add_done_callback(self._refusing.discard)
+            # Beyond that many, dropping the call cancels it.
+
+    async def _refuse(self, call: Any) -> None:
+        """Answer UNIMPLEMENTED, as gRPC does for a method that it does not find."""
+        # Its client has gone or reads nothing, or its headers are no text: dropping cancels it.
+        with contextlib.suppress(TimeoutError, ExecuteBatchError, UnicodeDecodeError):
+            async with asyncio.timeout(_REFUSE_S):
+                await cygrpc._handle_rpc(  # noqa: SLF001
+                    "", self._no_methods, (), call, self._serving_loop, False
+                )
 
 
 class _Server(_server.Server):
@@ -115,5 +142,5 @@ def make(options: Sequence[tuple[str, Any]], door: Door | None = None) -> grpc.a
     Raises: RuntimeError when this gRPC keeps no registered methods apart: they would be dropped.
     """
     if not hasattr(cygrpc.AioServer, "_request_registered_call"):
-        raise RuntimeError("this grpcio is too old: install 1.85 or newer")
+        raise RuntimeError("this grpcio is too old: install 1.85")
     return cast(grpc.aio.Server, _Server(options, door))

@@ -5,15 +5,25 @@ from __future__ import annotations
 import asyncio
 import random
 import struct
+import tomllib
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
 import pytest
+from grpc._cython import cygrpc
+from grpc.aio import _server
+from packaging.requirements import Requirement
 
-from process import serving
+from baton import certs
+from process import grpc_server, serving
+from process.access import RULES, Role
+from process.tls import Identity
 from protos import kvstore_pb2, kvstore_pb2_grpc
 
 CALL_S = 10.0
+ROOT = Path(__file__).resolve().parents[3]
 
 
 class _Store(kvstore_pb2_grpc.KvStoreServicer):
@@ -75,15 +85,62 @@ async def test_no_path_ends_the_server(seed: int) -> None:
         await server.stop(0)
 
 
-async def test_an_unknown_method_is_an_error_at_once() -> None:
+@pytest.mark.parametrize("is_tls", [False, True])
+async def test_an_unknown_method_is_unimplemented(is_tls: bool, tmp_path: Path) -> None:
+    """Whatever the role; a method that exists is refused to a wrong role."""
+    made = certs.write(tmp_path) if is_tls else None
+    identity = Identity(made.tls_of(Role.KVSTORE)) if made is not None else None
+    dial = serving.Dialer(Identity(made.tls_of(Role.DRAFT)) if made is not None else None)
     server, address = await serving.listen(
         "127.0.0.1:0",
         [lambda server: kvstore_pb2_grpc.add_KvStoreServicer_to_server(_Store(), server)],
+        identity=identity,
+        rules=RULES[Role.KVSTORE],
     )
+
+    async def code(path: str, metadata: tuple[tuple[str, bytes], ...] = ()) -> str:
+        try:
+            method: Any = channel.unary_unary(path)
+            await method(b"", timeout=CALL_S, metadata=metadata)
+        except grpc.aio.AioRpcError as error:
+            return error.code().name
+        return "OK"
+
     try:
-        async with serving.channel(address) as channel:
-            with pytest.raises(grpc.aio.AioRpcError):
-                await channel.unary_unary("/baton.v1.KvStore/Nothing")(b"", timeout=CALL_S)
-        assert await _answers(address) == "here"
+        async with dial(address, Role.KVSTORE) as channel:
+            for path in ("/baton.v1.KvStore/Nothing", "/nothing/at/all", "/baton.v1.Decode/Stream"):
+                assert await code(path) == "UNIMPLEMENTED"
+            assert await code("/a/b", (("x-bin", b"\xff\xfe"),)) == "UNIMPLEMENTED"
+            calls = [code("/a/b") for _ in range(2 * grpc_server._MAX_REFUSALS)]
+            assert set(await asyncio.gather(*calls)) <= {"UNIMPLEMENTED", "CANCELLED"}
+            assert await code("/a/b") == "UNIMPLEMENTED"
+            served = await code("/baton.v1.KvStore/GetStatus")
+            assert served == ("PERMISSION_DENIED" if is_tls else "OK")
     finally:
         await server.stop(0)
+
+
+def test_the_private_parts_of_grpc_that_are_used_are_those_of_a_bounded_version() -> None:
+    """A new minor version of grpcio: read `grpc/_cython/_cygrpc/aio/server.pyx.pxi` and
+    `grpc/aio/_server.py` again, whether these mean what they did, and move the bound."""
+    for owner, names in {
+        cygrpc: ("AioServer", "ExecuteBatchError", "get_working_loop", "_MethodResolver"),
+        cygrpc.AioServer: ("_request_call", "_request_registered_call"),
+        _server.Server: ("add_registered_method_handlers",),
+    }.items():
+        assert [name for name in names if not hasattr(owner, name)] == []
+    took = cygrpc._handle_rpc.__code__.co_varnames[: cygrpc._handle_rpc.__code__.co_argcount]
+    assert took == (
+        "method_name",
+        "method_resolver",
+        "interceptors",
+        "rpc_state",
+        "loop",
+        "concurrency_exceeded",
+    )
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    needed = [Requirement(each) for each in project["dependencies"]]
+    (grpcio,) = [each for each in needed if each.name == "grpcio"]
+    assert version("grpcio") in grpcio.specifier
+    major, minor = version("grpcio").split(".")[:2]
+    assert f"{major}.{int(minor) + 1}.0" not in grpcio.specifier
