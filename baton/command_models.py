@@ -89,8 +89,8 @@ def _served() -> RenderableType:
     routes = Counter(route for route, _ in architectures.SERVED.values())
     head = Text(
         f"{len(architectures.SERVED)} model types are served, {routes[architectures.FUSED]} of "
-        f"them with fused layers; the published checkpoints of {len(architectures.PUBLISHED_REFUSED)} "
-        f"of them are quantized, and refused; {len(architectures.REFUSED)} are known and refused (--refused). "
+        f"them with fused layers; the published checkpoints of "
+        f"{len(architectures.PUBLISHED_REFUSED)} are quantized, and refused; {len(architectures.REFUSED)} are known and refused (--refused). "
         f"Bundled models: {', '.join(bundled_names())}"
     )
     table = _table("model type", "route", "features", "")
