@@ -119,7 +119,7 @@ class Failover:
         """`error`, which says why no other worker was found, with what made that necessary. A
         precondition stays one: to ask again is no use."""
         why = self.last.why if self.last is not None else "nothing was lost"
-        told = f"{why}, and nobody goes on: {error}"
+        told = f"{why}, and no other worker took over: {error}"
         if isinstance(error, FailedPrecondition):
             return FailedPrecondition(told)
         return Unavailable(told, retry_after_s=error.retry_after_s or 1.0)

@@ -72,7 +72,7 @@ class Holding:
         Returns: whether it had to. Raises: NoCapacity when as many are held as may; Unavailable,
         the last one of `find`, when the time is up; DeadlineExceeded.
         """
-        if not (self.is_on or is_coming()) or _problem(find) is None:
+        if _problem(find) is None or not (self.is_on or is_coming()):
             return False
         if self.num_held >= self._max_requests:
             raise NoCapacity(

@@ -286,7 +286,7 @@ async def test_what_no_worker_has_is_the_end_and_stays_a_precondition() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await generating
         assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-        assert "nobody goes on: " in str(caught.value.details())
+        assert "no other worker took over: " in str(caught.value.details())
         assert [each.num_refused for each in bench.decodes] == [1, 1]
 
 
@@ -465,7 +465,7 @@ async def test_a_stream_that_no_prefill_worker_takes_up_ends_in_time() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await _moved(bench, _asked(), 4, die)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert "nobody goes on: " in str(caught.value.details())
+        assert "no other worker took over: " in str(caught.value.details())
         assert serving.error_from_rpc(caught.value).retry_after_s is not None
 
 

@@ -94,10 +94,10 @@ def test_an_error_says_what_made_it_necessary_to_look() -> None:
     failover.note(_leaving("d0"))
     told = failover.explained(error)
     assert isinstance(told, Unavailable) and told.retry_after_s == 2.0
-    assert str(told) == "decode worker d0 left, and nobody goes on: full"
+    assert str(told) == "decode worker d0 left, and no other worker took over: full"
     lacking = failover.explained(FailedPrecondition("adapter: unloaded"))
     assert isinstance(lacking, FailedPrecondition) and lacking.retry_after_s is None
-    assert str(lacking) == "decode worker d0 left, and nobody goes on: adapter: unloaded"
+    assert str(lacking) == "decode worker d0 left, and no other worker took over: adapter: unloaded"
 
 
 def test_time_between_two_workers_is_of_one_stage() -> None:
