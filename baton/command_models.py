@@ -90,7 +90,8 @@ def _served() -> RenderableType:
     head = Text(
         f"{len(architectures.SERVED)} model types are served, {routes[architectures.FUSED]} of "
         f"them with fused layers; the published checkpoints of "
-        f"{len(architectures.PUBLISHED_REFUSED)} are quantized, and refused; {len(architectures.REFUSED)} are known and refused (--refused). "
+        f"{len(architectures.PUBLISHED_REFUSED)} are quantized, and refused; "
+        f"{len(architectures.REFUSED)} are known and refused (--refused). "
         f"Bundled models: {', '.join(bundled_names())}"
     )
     table = _table("model type", "route", "features", "")

@@ -68,20 +68,25 @@ def _one_of_each_kind(config: ClusterConfig) -> list[ProcessSpec]:
     store, *_ = cluster_plan.stores(
         config,
         redis_url=_REDIS,
-        listen=_LISTEN,
+        sockets=_FOLDER,
         slab_dir=str(_FOLDER),
         capacity_bytes=1 << 29,
         secured=secured,
     )
-    parts = WorkerSpec(_REDIS, ("127.0.0.1:1",) * config.num_all_stores, "/run/keys", secured)
+    store_addresses = ("127.0.0.1:1",) * config.num_all_stores
+    parts = WorkerSpec(_REDIS, store_addresses, "/run/keys", _FOLDER, secured)
     with_draft = dataclasses.replace(config, more_models=(), num_stores=1, num_draft=1)
     return [
         store,
         cluster_plan.router(config, redis_url=_REDIS, listen=_LISTEN, secured=secured),
         cluster_plan.numbered_worker(config, "prefill", 0, parts),
         cluster_plan.numbered_worker(config, "decode", 0, parts),
-        *cluster_plan.drafts(with_draft, listen=_LISTEN, secured=secured),
+        *cluster_plan.drafts(with_draft, sockets=_FOLDER, secured=secured),
         cluster_plan.autoscaler(
-            config, redis_url=_REDIS, scale_address="unix:///run/scale.sock", secured=secured
+            config,
+            redis_url=_REDIS,
+            sockets=_FOLDER,
+            scale_address="unix:///run/scale.sock",
+            secured=secured,
         ),
     ]

@@ -22,6 +22,7 @@ KINDS = {
     "networking.k8s.io/v1": ("NetworkPolicy",),
     "rbac.authorization.k8s.io/v1": ("Role", "RoleBinding"),
     "autoscaling/v2": ("HorizontalPodAutoscaler",),
+    "coordination.k8s.io/v1": ("Lease",),
 }
 _PLURALS = {"NetworkPolicy": "networkpolicies"}
 
