@@ -231,6 +231,50 @@ async def test_bytes_that_change_while_they_are_read_are_never_used(
         await made.writer.client.release([put.lease_id], deadline=within())
 
 
+@pytest.mark.parametrize("transport", ("shm", "grpc"))
+async def test_flips_anywhere_in_the_slab_heal(transport: str, seed: int, scale: Scale) -> None:
+    """Bits of blocks and of generation words turn over under load: every block that is read is what
+    was written, and after the last flip all of them are read from the store again."""
+    rng = random.Random(f"{seed}-{transport}-slab")
+    async with hunt(rng, transport) as made:
+        chain = [bytes([index + 1]) * 16 for index in range(MAX_CHAIN)]
+        made.writer.view[:] = np.frombuffer(
+            rng.randbytes(made.writer.view.size), dtype=np.uint8
+        ).reshape(made.writer.view.shape)
+        num_flips, num_read, refused = 0, 0, Counter[str]()
+
+        async def turn() -> dict[int, str]:
+            """Store what is missing, read all of it, give the lease back."""
+            nonlocal num_read
+            put = await made.writer.put(chain, range(MAX_CHAIN), deadline=within())
+            try:
+                failed = await made._read(put.lease_id, put.refs)
+            finally:
+                await made.writer.client.release([put.lease_id], deadline=within())
+            await made.reader.client.settle()
+            num_read += MAX_CHAIN - len(failed)
+            refused.update(failed.values())
+            return failed
+
+        await turn()
+        while num_flips < scale(NUM_BAD):
+            for _ in range(rng.randint(1, 4)):
+                frame = rng.randrange(NUM_FRAMES if rng.random() < 0.1 else MAX_CHAIN)
+                if rng.random() < 0.5:
+                    made.slab.generations[frame] ^= np.uint64(1 << rng.randrange(64))
+                else:
+                    made.slab.block(frame)[rng.randrange(BLOCK_BYTES)] ^= 1 << rng.randrange(8)
+                num_flips += 1
+            await turn()
+        await turn()  # the last readers that meet the damage report it
+        written = (await made.writer.status()).num_bytes_written
+        assert await turn() == {}
+        assert (await made.writer.status()).num_bytes_written == written, "a block was put again"
+        words = {"generation"} if transport == "shm" else set()
+        assert refused.keys() == {"checksum"} | words
+        assert num_read > 0
+
+
 # -- pages of the file tier
 
 
