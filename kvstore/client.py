@@ -307,6 +307,7 @@ class StoreClient:
             if spans.current().is_recording:
                 spans.current().set(traced.of_blocks([block for block, _ in items]))
             result = await self._getter.get(lease_id, items, deadline, incarnation, word)
+            self._leases.num_bytes_untold += result.num_bytes_untold
             seen.num_bytes, seen.failed = result.num_bytes, Counter(result.failed.values())
             return result
 

@@ -82,9 +82,6 @@ class Getter:
             raise
         except BatonError as error:
             return GetResult(0, dict.fromkeys(range(len(items)), reason_of(error)))
-        if self._transport.counts_own_reads:
-            self._leases.num_bytes_untold += got.num_bytes
-        self._leases.num_bytes_untold += got.num_bytes_untold
         failed = await self._explain(lease_id, got.failed, deadline)
         self._report_later([wanted[i][0] for i, r in failed.items() if r == GENERATION])
         num_sealed = len(items) - word.num_unsealed
@@ -100,6 +97,7 @@ class Getter:
             (len(items) - len(failed)) * self._attached.frame_bytes,
             failed,
             {index: found[index] for index in unsealed if index in found},
+            got.num_bytes if self._transport.counts_own_reads else got.num_bytes_untold,
         )
 
     async def _explain(

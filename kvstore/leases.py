@@ -39,10 +39,11 @@ class Reservation(NamedTuple):
 @dataclass(slots=True, eq=False)
 class Lease:
     """See the module. `reservations` is keyed by frame; a lease pins an entry once, wherever it
-    lies."""
+    lies. is_probe: a worker measures its link under it, so that its bytes are not counted."""
 
     lease_id: str
     expires_at_s: float
+    is_probe: bool = False
     pins: dict[Entry, None] = field(default_factory=dict)
     reservations: dict[int, Reservation] = field(default_factory=dict)
     writing: dict[bytes, int] = field(default_factory=dict)  # chain hash -> frame, of reservations

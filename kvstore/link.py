@@ -18,11 +18,11 @@ GPUs ten times as much."""
 
 @dataclass(frozen=True)
 class Rates:
-    """Bytes/s of one transfer of `num_bytes`, best of a few. latency_s: of one block, there and
-    back, control and checksum included. copy_bytes_per_s: of a plain copy of as many bytes on a
-    thread of this process.
+    """Bytes/s of one transfer of `num_bytes`, best of a few. latency_s: of reading one block,
+    checksum included, best of a few. copy_bytes_per_s: of a plain copy of as many bytes on a thread
+    of this process.
 
-    A lender takes no writes: there write_bytes_per_s is 0, and latency_s is of one block read.
+    A lender takes no writes: there write_bytes_per_s is 0.
     """
 
     num_bytes: int

@@ -157,7 +157,11 @@ def _of_store(store: Store, labels: Labels) -> Iterator[Metric]:
         yield counter(name, text, labels, count)
     moved = [("written", counts.num_bytes_written), ("read", counts.num_bytes_read)]
     yield counters(
-        "baton_store_bytes", "Bytes of blocks that workers moved.", labels, "direction", moved
+        "baton_store_bytes",
+        "Bytes of blocks that workers moved, without those that they measured their links with.",
+        labels,
+        "direction",
+        moved,
     )
     yield counters(
         "baton_store_refused_blocks",

@@ -30,6 +30,7 @@ from kvstore.errors import (
 )
 from kvstore.finishing import finish
 from kvstore.history import PULLED, REFUSED
+from kvstore.leases import Lease
 from kvstore.memory import Memory
 from kvstore.newcomer import Newcomer
 from kvstore.nixl_agent import Region
@@ -285,7 +286,7 @@ class StoreNode:
         Raises: LeaseLapsed, UnknownAttachment.
         """
         store, _ = self.seen(attachment_id)
-        self._need_lease(store, lease_id)
+        lease = self._need_lease(store, lease_id)
         if not 0 < chunk_bytes <= MAX_CHUNK_BYTES or self.slab is None:
             raise InvalidArgument("chunk_bytes", f"between 1 and {MAX_CHUNK_BYTES}")
         hold_id, held = store.hold(blocks)
@@ -298,7 +299,8 @@ class StoreNode:
                 frame = self.slab.block(block.frame)
                 for offset in range(0, store.frame_bytes, chunk_bytes):
                     yield index, offset, frame[offset : offset + chunk_bytes].tobytes(), False
-                store.counters.num_bytes_read += store.frame_bytes
+                if not lease.is_probe:
+                    store.counters.num_bytes_read += store.frame_bytes
             sent = [block for block, holds in zip(blocks, held, strict=True) if holds]
             store.note_read(PULLED, sent, self._name_of(store, attachment_id))
         finally:
@@ -315,12 +317,14 @@ class StoreNode:
     ) -> PushOutcome:
         """Write blocks into the worker's own (NIXL transport)."""
         store, _ = self.seen(attachment_id)
-        self._need_lease(store, lease_id)
+        lease = self._need_lease(store, lease_id)
         if self.peers is None:
             raise Internal("there are attachments and no memory")
         outcome = await self.peers.push(
             attachment_id, push_id, blocks, destinations, Deadline.after(budget_s)
         )
+        if not lease.is_probe:
+            store.counters.num_bytes_read += outcome.num_bytes
         if outcome.terminal:
             stale = set(outcome.stale)
             sent = [block for index, block in enumerate(blocks) if index not in stale]
@@ -382,10 +386,10 @@ class StoreNode:
         attachment = store.attachments.find(attachment_id)
         return attachment.worker_id if attachment is not None else ""
 
-    def _need_lease(self, store: Store, lease_id: str) -> None:
+    def _need_lease(self, store: Store, lease_id: str) -> Lease:
         try:
             store.lapse(self._clock())
-            store.leases.get(lease_id)
+            return store.leases.get(lease_id)
         except LeaseLapsed:
             store.refused[LEASE_LAPSED] += 1
             raise

@@ -44,12 +44,6 @@ class Frames:
     stride_bytes: int
 
 
-class ReadCounters(Protocol):
-    """Where bytes that went out are counted."""
-
-    num_bytes_read: int
-
-
 class Readable(Protocol):
     """What a push needs of the truth about frames; a Store fits it, and a LoanTable."""
 
@@ -57,8 +51,6 @@ class Readable(Protocol):
     def frame_bytes(self) -> int: ...
     @property
     def refused(self) -> Counter[str]: ...
-    @property
-    def counters(self) -> ReadCounters: ...
     def hold(self, blocks: Sequence[Block]) -> tuple[str, list[bool]]:
         """Keep frames as they are. Returns: an id for `unhold`, and for each block whether it still
         is what it says."""
@@ -150,7 +142,6 @@ class PushTable:
         if error is not None:
             raise error
         num_bytes = (len(blocks) - len(stale)) * self._source.frame_bytes
-        self._source.counters.num_bytes_read += num_bytes
         return PushOutcome(terminal=True, num_bytes=num_bytes, stale=stale)
 
     def _start(

@@ -80,8 +80,9 @@ class Putter:
         *,
         num_tokens: int,
         tenant: str,
+        is_probe: bool = False,
     ) -> PutResult:
-        """See StoreClient.put_blocks."""
+        """See StoreClient.put_blocks. is_probe: of a lease that this makes, see Lease."""
         request = kvstore_pb2.ReserveRequest(
             attachment_id=self._attachment_id,
             lease_id=lease_id or "",
@@ -90,6 +91,7 @@ class Putter:
             chain_hashes=[chain_hash for chain_hash, _ in blocks],
             tail_name=tail[0] if tail else "",
             tenant=tenant,
+            is_probe=is_probe,
         )
         owns_lease = not lease_id
         reply = await self._reserve(request, owns_lease, deadline)

@@ -138,6 +138,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
             tail_name=request.tail_name,
             tenant=request.tenant,
             lease_id=request.lease_id,
+            is_probe=request.is_probe,
             ttl_s=request.ttl_ms / 1000,
             now_s=now_s,
         )

@@ -55,11 +55,12 @@ class Writes:
         tail_name: str = "",
         tenant: str = "",
         lease_id: str = "",
+        is_probe: bool = False,
         ttl_s: float,
         now_s: float,
     ) -> tuple[str, list[Reserved], Reserved | None]:
         """A frame for each block that is not there yet, as far as room goes, under one lease,
-        charged to `tenant`'s share.
+        charged to `tenant`'s share. is_probe: of a lease that this call makes, see Lease.
 
         Returns: the lease's id, one answer per hash, and one for the tail if one was asked for.
         Raises: InvalidArgument; LeaseLapsed; UnknownAttachment; FailedPrecondition when `parent` is
@@ -78,6 +79,7 @@ class Writes:
             )
         if lease is None:
             lease = self._leases.create(now_s, ttl_s)
+            lease.is_probe = is_probe
         else:
             self._leases.renew(lease, now_s, ttl_s)
         if above is not None:
@@ -233,7 +235,8 @@ class Writes:
                 entry = self._catalog.insert(chain_hash, parent, tenant=reservation.tenant)
             lease.pin_all(self._catalog, [entry])
             self._places.place(written.frame, entry, *numbers)
-        self._counters.num_bytes_written += self._frame_bytes
+        if not lease.is_probe:
+            self._counters.num_bytes_written += self._frame_bytes
         if entry.block is None:
             raise IntegrityError(f"frame {written.frame}: committed and empty")
         return entry.block

@@ -123,7 +123,7 @@ class MatchReply(_message.Message):
     def __init__(self, blocks: _Optional[_Iterable[_Union[_common_pb2.BlockRef, _Mapping]]] = ..., lease_id: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., num_hits: _Optional[int] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("attachment_id", "lease_id", "ttl_ms", "parent", "chain_hashes", "tail_name", "tenant")
+    __slots__ = ("attachment_id", "lease_id", "ttl_ms", "parent", "chain_hashes", "tail_name", "tenant", "is_probe")
     ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     TTL_MS_FIELD_NUMBER: _ClassVar[int]
@@ -131,6 +131,7 @@ class ReserveRequest(_message.Message):
     CHAIN_HASHES_FIELD_NUMBER: _ClassVar[int]
     TAIL_NAME_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    IS_PROBE_FIELD_NUMBER: _ClassVar[int]
     attachment_id: str
     lease_id: str
     ttl_ms: int
@@ -138,7 +139,8 @@ class ReserveRequest(_message.Message):
     chain_hashes: _containers.RepeatedScalarFieldContainer[bytes]
     tail_name: str
     tenant: str
-    def __init__(self, attachment_id: _Optional[str] = ..., lease_id: _Optional[str] = ..., ttl_ms: _Optional[int] = ..., parent: _Optional[bytes] = ..., chain_hashes: _Optional[_Iterable[bytes]] = ..., tail_name: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
+    is_probe: bool
+    def __init__(self, attachment_id: _Optional[str] = ..., lease_id: _Optional[str] = ..., ttl_ms: _Optional[int] = ..., parent: _Optional[bytes] = ..., chain_hashes: _Optional[_Iterable[bytes]] = ..., tail_name: _Optional[str] = ..., tenant: _Optional[str] = ..., is_probe: bool = ...) -> None: ...
 
 class ReservedBlock(_message.Message):
     __slots__ = ("state", "block")

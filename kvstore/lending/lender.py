@@ -269,9 +269,11 @@ class Lender:
     ) -> PushOutcome:
         """Write blocks into the reader's own (NIXL transport)."""
         self._need_lease(lease_id, self.seen(attachment_id))
-        return await self.peers.push(
+        outcome = await self.peers.push(
             attachment_id, push_id, blocks, destinations, Deadline.after(budget_s)
         )
+        self.loans.counters.num_bytes_read += outcome.num_bytes
+        return outcome
 
     def confirm(
         self,

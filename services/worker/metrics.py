@@ -176,7 +176,9 @@ def _of_links(core: WorkerCore, labels: Labels) -> Iterator[Metric]:
         "baton_link_bytes_per_second", "Measured when attached.", labels=(*names, "direction")
     )
     latencies = GaugeMetricFamily(
-        "baton_link_latency_seconds", "One block, there and back.", labels=names
+        "baton_link_latency_seconds",
+        "Reading one block, checksum included: fastest of several, measured when attached.",
+        labels=names,
     )
     degraded = GaugeMetricFamily(
         "baton_link_degraded", "1: below its floor, or not measurable.", labels=names

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvstore import serve
+from kvstore import link_meter, serve
 from kvstore.config import KvStoreSettings
 from kvstore.errors import TransferFailed, quarantine_of
 from kvstore.link_meter import MAX_BLOCKS, MAX_SHARE, num_blocks_wanted
@@ -28,7 +29,7 @@ def within(seconds: float = 20.0) -> Deadline:
 
 
 async def assert_clean(store: serve.RunningStore, client: Any) -> None:
-    """No lease, no reservation, no private frame; nothing was told to the index."""
+    """No lease, no reservation, no private frame, nothing in the index, no byte in the counters."""
     await client.settle()
     truth = store.node.store
     assert truth is not None
@@ -39,6 +40,7 @@ async def assert_clean(store: serve.RunningStore, client: Any) -> None:
     assert (len(truth.leases), truth.num_tails, truth.num_pinned()) == (0, 0, 0)
     status = await client.status(deadline=within())
     assert (status.num_writing, status.num_quarantined, status.num_committed) == (0, 0, 0)
+    assert (status.num_bytes_written, status.num_bytes_read) == (0, 0), "no request moved anything"
 
 
 async def test_every_transport_is_measured_and_leaves_nothing(
@@ -58,6 +60,46 @@ async def test_every_transport_is_measured_and_leaves_nothing(
     assert len({bytes(row) for row in worker.view[: 2 * num_blocks]}) == 1, (
         "real bytes went there and back"
     )
+    await assert_clean(store, worker.client)
+
+
+async def test_bytes_of_requests_are_counted_behind_a_measurement(
+    store: serve.RunningStore, new_worker: NewWorker, chain: Chain, transport: str
+) -> None:
+    """Through the same client, whose measurement is not counted."""
+    worker = await new_worker(store.address, transport)
+    await worker.client.measure(range(24), within())
+    put = await worker.put(chain("real", 2), [0, 1], tail=("tail", 2, 1))
+    assert await worker.get(put.lease_id, [*put.refs, put.tail], [3, 4, 5]) == {}
+    await worker.client.release([put.lease_id], deadline=within())
+    status = await worker.status()
+    assert status.num_bytes_written == status.num_bytes_read == 3 * BLOCK_BYTES
+
+
+async def test_latency_is_the_fastest_of_several_reads_of_one_block(
+    store: serve.RunningStore, new_worker: NewWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the puts nor the first, cold read are in it. On a clock that only transfers move."""
+    worker = await new_worker(store.address, "shm")
+    transport, now_s, read_s = worker.client._transport, 0.0, [9.0, 3.0, 7.0]
+    put, get = transport.put, transport.get
+
+    async def slow_put(*args: Any) -> Any:
+        nonlocal now_s
+        now_s += 1000.0
+        return await put(*args)
+
+    async def slow_get(lease_id: str, items: GetItems, deadline: Deadline) -> GetResult:
+        nonlocal now_s
+        is_one = len(items) == 1
+        now_s += read_s.pop(0) if is_one and read_s else 20.0
+        got: GetResult = await get(lease_id, items, deadline)
+        return got
+
+    transport.put, transport.get = slow_put, slow_get
+    monkeypatch.setattr(link_meter, "time", SimpleNamespace(perf_counter=lambda: now_s))
+    rates = await worker.client.measure(range(16), within(3600.0))
+    assert rates.latency_s == 3.0
     await assert_clean(store, worker.client)
 
 
