@@ -40,11 +40,14 @@ class Parked(Protocol):
 class Parking(Protocol):
     """See the module."""
 
-    def put(self, key: str, chain_hashes: Sequence[bytes], blocks: Blocks) -> None:
+    def put(
+        self, key: str, chain_hashes: Sequence[bytes], blocks: Blocks, *, owner: str = ""
+    ) -> None:
         """Keep a copy of these blocks; they may change as soon as this returns.
 
         Args:
             chain_hashes: of the full blocks among them, from the first on.
+            owner: `Request.owner`.
         Raises: ParkingRefused: there is no room; nothing was kept.
         """
         ...
@@ -82,8 +85,10 @@ class HostParking:
         self.num_bytes = 0
         self._kept: dict[str, Blocks] = {}
 
-    def put(self, key: str, chain_hashes: Sequence[bytes], blocks: Blocks) -> None:
-        """See Parking."""
+    def put(
+        self, key: str, chain_hashes: Sequence[bytes], blocks: Blocks, *, owner: str = ""
+    ) -> None:
+        """See Parking; this process' memory is charged to no owner."""
         if key in self._kept:
             raise IntegrityError(f"{key} is parked already")
         if self.num_bytes + blocks.nbytes > self.max_bytes:

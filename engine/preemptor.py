@@ -64,6 +64,7 @@ class Preemptor:
                 parking_key(sequence),
                 sequence.chain_hashes[:num_full],
                 self._holdings.content(sequence),
+                owner=sequence.request.owner,
             )
         except ParkingRefused:
             return "refused"

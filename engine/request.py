@@ -256,6 +256,10 @@ class Request:
     """Report the prompt's embedding with its first token, which means nothing. One sample, no
     beams."""
 
+    owner: str = ""
+    """Whom bytes of this request that leave the engine (parked blocks, pages of draft models) are
+    charged to. The engine passes it on and does not read it."""
+
     token_id_range: tuple[int, int] = field(init=False, repr=False, compare=False)
     """(least, greatest) token id of the prompt; (0, 0) of an empty one. Looked for by whoever makes
     the request, so that the engine's thread, for which all streams wait, need not."""

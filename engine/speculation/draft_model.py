@@ -194,8 +194,7 @@ class DraftModel:
                 held = self._cache.hold(task.key, num_slots, busy)
             if held is None or left == 0:
                 continue
-            share, known = self._share, task.chain_hashes
-            if share is not None and share.is_coming(task.key, held, num_tokens, known):
+            if self._share is not None and self._share.is_coming(task, held):
                 continue  # pages of its KV are on their way
             # The last one is computed in any case: its logits are wanted.
             start = min(held.num_tokens, num_tokens - 1)
@@ -233,7 +232,7 @@ class DraftModel:
         for task in tasks:
             held = self._cache.find(task.key)
             if held is not None and left > 0 and self._is_sound:
-                left = self._share.keep(task.key, held, task.chain_hashes, left)
+                left = self._share.keep(task, held, left)
 
     @property
     def _num_nodes(self) -> int:

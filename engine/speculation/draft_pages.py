@@ -145,12 +145,21 @@ class DraftPages(Protocol):
         """Of the page of `num_tokens` tokens that ends with this block of the target's."""
         ...
 
-    def put(self, keys: Sequence[bytes], parent: bytes, pages: Pages, num_tokens: int) -> PagePut:
+    def put(
+        self,
+        keys: Sequence[bytes],
+        parent: bytes,
+        pages: Pages,
+        num_tokens: int,
+        *,
+        owner: str = "",
+    ) -> PagePut:
         """Store a copy of consecutive pages; they may change as soon as this returns.
 
         Args:
             parent: key of the page before the first; empty: there is none.
             num_tokens: of each page.
+            owner: `Request.owner`.
         Raises: PagesRefused.
         """
         ...

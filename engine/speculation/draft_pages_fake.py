@@ -102,7 +102,15 @@ class FakeDraftPages:
         named = f"{model_fingerprint} {num_tokens} ".encode() + chain_hash
         return hashlib.blake2b(named, digest_size=16).digest()
 
-    def put(self, keys: Sequence[bytes], parent: bytes, pages: Pages, num_tokens: int) -> _Put:
+    def put(
+        self,
+        keys: Sequence[bytes],
+        parent: bytes,
+        pages: Pages,
+        num_tokens: int,
+        *,
+        owner: str = "",
+    ) -> _Put:
         """See DraftPages."""
         if pages.shape != (len(keys), self.page_bytes):
             raise IntegrityError(f"{len(keys)} pages of {self.page_bytes} bytes, not {pages.shape}")

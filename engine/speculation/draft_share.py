@@ -40,6 +40,7 @@ from engine.speculation.draft_pages import (
     PagesRefused,
     page_blocks,
 )
+from engine.speculation.drafter import Task
 
 MAX_PUT_PAGES = 8
 """Pages that one call copies out, and as many that all who end in a step do, so that no step waits
@@ -66,6 +67,8 @@ class _Text:
 
     chain_hashes: Sequence[bytes] = ()
     """Of the target's full blocks, as many as are known; it grows."""
+    owner: str = ""
+    """Of the task, once there was one: nothing is put before."""
     fetch: Fetch | None = None
     first_page: int = 0
     """Of `fetch`."""
@@ -154,18 +157,16 @@ class DraftShare:
                 self._take(text, held)
             del self._early[key]
 
-    def is_coming(
-        self, key: Key, held: Held, num_tokens: int, chain_hashes: Sequence[bytes]
-    ) -> bool:
-        """A guess is asked for after so many tokens of a sequence: bring in what is here, ask for
-        what is missing. Returns: pages are on their way, so that there is no guess yet."""
-        text = self._text(key, chain_hashes)
-        self._early.pop(key, None)
+    def is_coming(self, task: Task, held: Held) -> bool:
+        """A guess is asked for: bring in what is here, ask for what is missing. Returns: pages are
+        on their way, so that there is no guess yet."""
+        text = self._text_of(task)
+        self._early.pop(task.key, None)
         while True:
             if text.fetch is not None and not self._follows(text, held):
                 self._drop(text)
             if text.fetch is None and not held.is_settled:
-                self._consider(text, held, num_tokens)
+                self._consider(text, held, len(task.token_ids))
             if text.fetch is None:
                 return False
             if not text.fetch.is_done:
@@ -256,10 +257,13 @@ class DraftShare:
 
     # ---- out
 
-    def keep(self, key: Key, held: Held, chain_hashes: Sequence[bytes], most: int) -> int:
+    def keep(self, task: Task, held: Held, most: int) -> int:
         """Put what a sequence has filled, at most so many pages. Returns: how many more may be put
         now; 0 once one was refused."""
-        text = self._text(key, chain_hashes)
+        return self._put_full(self._text_of(task), held, most)
+
+    def _put_full(self, text: _Text, held: Held, most: int) -> int:
+        """See `keep`."""
         num_full = self._num_full(text, held)
         if num_full <= text.num_there:
             return most
@@ -277,9 +281,8 @@ class DraftShare:
         parent = keys.pop(0) if first else b""
         blocks = slice(first * self._num_page_blocks, end * self._num_page_blocks)
         try:
-            text.put = self._pages.put(
-                keys, parent, self._read(held.block_ids[blocks]), self.page_tokens
-            )
+            pages = self._read(held.block_ids[blocks])
+            text.put = self._pages.put(keys, parent, pages, self.page_tokens, owner=text.owner)
         except PagesRefused as refused:
             if refused.reason == STOPPED:
                 text.writes = False
@@ -304,7 +307,7 @@ class DraftShare:
         self._drop(text)
         try:
             if held is not None:
-                self._end_left = self.keep(key, held, text.chain_hashes, self._end_left)
+                self._end_left = self._put_full(text, held, self._end_left)
                 if text.writes:
                     num_left = self._num_full(text, held) - text.num_there
                     self._pages.counts.add_not_put(ENDED, max(num_left, 0))
@@ -330,6 +333,11 @@ class DraftShare:
         if text is None:
             text = self._texts[key] = _Text()
         text.chain_hashes = chain_hashes
+        return text
+
+    def _text_of(self, task: Task) -> _Text:
+        text = self._text(task.key, task.chain_hashes)
+        text.owner = task.owner
         return text
 
     def _drop(self, text: _Text) -> None:

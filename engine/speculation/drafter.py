@@ -45,6 +45,8 @@ class Task(NamedTuple):
     chain_hashes: Sequence[bytes] = ()
     """Of the target's leading full blocks, as many as are known. May be kept: it grows, and no
     hash in it changes."""
+    owner: str = ""
+    """`Request.owner`."""
 
 
 class Draft(NamedTuple):

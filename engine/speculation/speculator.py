@@ -367,6 +367,7 @@ class Speculator:
             max_depth,
             self._is_drawn(sampling),
             sample.chain_hashes,
+            sample.request.owner,
         )
 
     def _is_drawn(self, sampling: Sampling) -> bool:

@@ -41,4 +41,5 @@ class DecodeAsk:
             num_samples=self.num_samples,
             beam=self.beam,
             adapter=self.adapter,
+            owner=self.tenant,
         )

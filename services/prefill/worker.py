@@ -186,6 +186,7 @@ class PrefillWorker:
                 beam=ask.beam,
                 adapter=ask.adapter,
                 wants_embedding=ask.wants_embedding,
+                owner=ask.tenant,
             ),
             job.deadline,
             adapter_digest=ask.chain.adapter_digest,

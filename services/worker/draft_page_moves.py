@@ -51,9 +51,15 @@ class StoredPut:
     """A PagePut (engine/speculation/draft_pages.py)."""
 
     def __init__(
-        self, keys: Sequence[bytes], parent: bytes, num_tokens: int, rows: tuple[int, ...]
+        self,
+        keys: Sequence[bytes],
+        parent: bytes,
+        num_tokens: int,
+        rows: tuple[int, ...],
+        tenant: str,
     ) -> None:
         self.keys = tuple(keys)
+        self.tenant = tenant
         self.parent = parent
         self.num_tokens = num_tokens
         self.rows = rows

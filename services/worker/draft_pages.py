@@ -132,8 +132,16 @@ class StoreDraftPages:
         """See DraftPages; any thread."""
         return block_hash.draft_page(model_fingerprint, num_tokens, chain_hash)
 
-    def put(self, keys: Sequence[bytes], parent: bytes, pages: Pages, num_tokens: int) -> StoredPut:
-        """See DraftPages."""
+    def put(
+        self,
+        keys: Sequence[bytes],
+        parent: bytes,
+        pages: Pages,
+        num_tokens: int,
+        *,
+        owner: str = "",
+    ) -> StoredPut:
+        """See DraftPages; the owner is the tenant whose share of the store is charged."""
         if pages.shape != (len(keys), self.page_bytes):
             raise IntegrityError(f"{len(keys)} pages of {self.page_bytes} bytes, not {pages.shape}")
         with self.staging.lock:
@@ -143,7 +151,7 @@ class StoreDraftPages:
             if rows is None:
                 raise PagesRefused(NO_ROWS)
         self._rows.memory.view[list(rows)] = pages
-        put = StoredPut(keys, parent, num_tokens, rows)
+        put = StoredPut(keys, parent, num_tokens, rows, owner)
         with self.staging.lock:
             self._num_put_rows += len(rows)
             self._puts.append(put)
@@ -331,6 +339,7 @@ class StoreDraftPages:
                 self._limits.lease_ttl_s,
                 Deadline.after(self._limits.put_budget_s),
                 num_tokens=put.num_tokens,
+                tenant=put.tenant,
             )
         except FailedPrecondition:  # what it follows is not there (any more)
             return num_pages, MISSING

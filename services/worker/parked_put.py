@@ -30,8 +30,11 @@ OVER = frozenset({Stage.HERE, Stage.LOST})
 class Put:
     """What was put under one key, once. `stage`, `rows` and the two flags: under the lock."""
 
-    def __init__(self, key: str, chain_hashes: tuple[bytes, ...], rows: tuple[int, ...]) -> None:
+    def __init__(
+        self, key: str, chain_hashes: tuple[bytes, ...], rows: tuple[int, ...], tenant: str
+    ) -> None:
         self.key = key
+        self.tenant = tenant
         self.chain_hashes = chain_hashes
         self.rows = rows
         self.num_blocks = len(rows)

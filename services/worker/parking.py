@@ -9,10 +9,11 @@ Life of what is put under a key; the engine's thread asks, one task on the loop 
     LOST     they do not come back; the reason is counted and logged
 
 Full blocks are stored by their chain hash, so one that the store has already costs nothing and
-others may find it; the unfilled last one as a private tail. Nothing waits on the engine's thread:
-without free rows a put is refused. What the store cannot take, or does not give back within
-`transfer_budget_s`, is lost: the engine computes it again and counts that. A lease is renewed until
-its request goes on or ends, which the request's own deadline bounds.
+others may find it; the unfilled last one as a private tail. All of them are charged to the
+request's tenant. Nothing waits on the engine's thread: without free rows a put is refused. What the
+store cannot take, or does not give back within `transfer_budget_s`, is lost: the engine computes it
+again and counts that. A lease is renewed until its request goes on or ends, which the request's own
+deadline bounds.
 
 The memory that the store's transports see is the rows alone, so the parking has an attachment of
 its own beside the worker's.
@@ -116,8 +117,11 @@ class StoreParking:
 
     # ---- the engine's thread
 
-    def put(self, key: str, chain_hashes: Sequence[bytes], blocks: Blocks) -> None:
-        """See Parking. Also refused before `start` and after `stop`."""
+    def put(
+        self, key: str, chain_hashes: Sequence[bytes], blocks: Blocks, *, owner: str = ""
+    ) -> None:
+        """See Parking; the owner is the tenant whose share of the store is charged. Also refused
+        before `start` and after `stop`."""
         num_unfilled = len(blocks) - len(chain_hashes)
         if num_unfilled not in (0, 1):
             raise IntegrityError(f"{key}: {len(blocks)} blocks, {len(chain_hashes)} of them full")
@@ -133,7 +137,7 @@ class StoreParking:
                 f"{len(blocks)} blocks, but {num_free} rows of park_bytes are free just now"
             )
         self._rows.memory.view[list(rows)] = blocks
-        put = Put(key, tuple(chain_hashes), rows)
+        put = Put(key, tuple(chain_hashes), rows, owner)
         if not rows:  # of a quantized cache unfilled blocks are not parked, and here is no other
             put.stage, put.is_ended = Stage.HERE, True
         with self.staging.lock:
@@ -250,6 +254,7 @@ class StoreParking:
                 self._limits.lease_ttl_s,
                 Deadline.after(self._limits.put_budget_s),
                 num_tokens=self._block_size,
+                tenant=put.tenant,
             )
         except BatonError as error:
             self.connector.suspect(client, error)

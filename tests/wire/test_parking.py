@@ -69,6 +69,7 @@ async def test_a_small_cache_swaps_through_the_store_to_the_same_tokens(
         assert parking.num_bytes_fetched > 0
         await both.check()
         status = await both.store_status()
+        assert {row.tenant for row in status.tenants} == {"t"}, "charged to the requests' tenant"
         num_handed_over = NUM_REQUESTS * (10 + 1) * status.frame_bytes
         num_written = status.num_bytes_written - before.num_bytes_written
         num_back = both.decode.core.counts.num_blocks_written_back * status.frame_bytes

@@ -163,19 +163,21 @@ class _Recording(HostParking):
 
     def __init__(self) -> None:
         super().__init__(1 << 20)
-        self.given: list[tuple[str, tuple[bytes, ...], int]] = []
+        self.given: list[tuple[str, tuple[bytes, ...], int, str]] = []
 
-    def put(self, key: str, chain_hashes: Sequence[bytes], blocks: Blocks) -> None:
-        self.given.append((key, tuple(chain_hashes), len(blocks)))
-        super().put(key, chain_hashes, blocks)
+    def put(
+        self, key: str, chain_hashes: Sequence[bytes], blocks: Blocks, *, owner: str = ""
+    ) -> None:
+        self.given.append((key, tuple(chain_hashes), len(blocks), owner))
+        super().put(key, chain_hashes, blocks, owner=owner)
 
 
-def test_a_parking_is_told_the_hashes_of_the_full_blocks(make_request: Make) -> None:
+def test_a_parking_gets_the_hashes_of_the_full_blocks_and_the_owner(make_request: Make) -> None:
     """A store keeps blocks by their chain hash: full ones can be shared, the last one cannot."""
     parking = _Recording()
     config = EngineConfig(num_blocks=64, preemption="swap")
     engine = Engine(config, FakeModel(context_window=256), parking=parking)
-    request = make_request("a", range(1, 15))
+    request = dataclasses.replace(make_request("a", range(1, 15)), owner="acme")
     engine.submit(request)
     engine.step()
     engine.preempt("a")
@@ -184,7 +186,7 @@ def test_a_parking_is_told_the_hashes_of_the_full_blocks(make_request: Make) -> 
         parent = hashes[-1] if hashes else b""
         tokens = request.prompt_token_ids[start : start + 4]
         hashes.append(request.block_hasher(parent, tokens))
-    assert parking.given == [("a/0", tuple(hashes), 4)]
+    assert parking.given == [("a/0", tuple(hashes), 4, "acme")]
 
 
 def test_a_parking_that_refuses_or_loses_is_counted(make_engine: Make, make_request: Make) -> None:

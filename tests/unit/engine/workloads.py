@@ -206,7 +206,9 @@ class BadParking:
         self._rng = rng
         self._host = HostParking(1 << 20)
 
-    def put(self, key: str, chain_hashes: Sequence[bytes], blocks: Blocks) -> None:
+    def put(
+        self, key: str, chain_hashes: Sequence[bytes], blocks: Blocks, *, owner: str = ""
+    ) -> None:
         if self._rng.random() < 0.2:
             raise ParkingRefused("not now")
         self._host.put(key, chain_hashes, blocks)

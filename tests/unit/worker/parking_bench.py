@@ -44,6 +44,7 @@ async def lot(
     transport: str = "shm",
     num_rows: int = 8,
     num_frames: int = 64,
+    tenant_shares: tuple[str, ...] = (),
     limits: WorkerLimits = LIMITS,
     layout: KvLayout = LAYOUT,
     thread: EngineThread | None = None,
@@ -57,6 +58,6 @@ async def lot(
             make_connector=make_connector,
         )
 
-    made = Lot(tmp_path, num_frames)
+    made = Lot(tmp_path, num_frames, tenant_shares)
     async with made.over_the_store(parking, limits, transport=transport, thread=thread):
         yield made

@@ -43,9 +43,10 @@ class StoreBench(Generic[User]):
 
     user: User
 
-    def __init__(self, folder: Path, num_frames: int) -> None:
+    def __init__(self, folder: Path, num_frames: int, tenant_shares: tuple[str, ...] = ()) -> None:
         self.folder = folder
         self.num_frames = num_frames
+        self.tenant_shares = tenant_shares
         self._exit = contextlib.AsyncExitStack()
         self.address = ""
         self.node: Any = None
@@ -56,6 +57,7 @@ class StoreBench(Generic[User]):
             slab_dir=str(self.folder),
             capacity_bytes=self.num_frames * FRAME_BYTES,
             stop_timeout_s=0.0,
+            tenant_shares=self.tenant_shares,
             **({"listen": self.address} if self.address else {}),
         )
         store = await self._exit.enter_async_context(serve.running(settings))

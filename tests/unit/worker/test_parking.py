@@ -12,6 +12,7 @@ import pytest
 
 from engine.errors import IntegrityError, ParkingRefused
 from engine.parking import Blocks
+from kvstore.tenancy import POOL
 from process.settings import SettingsError
 from services.worker import parking
 from services.worker.config import WorkerLimits
@@ -169,6 +170,32 @@ async def test_a_full_store_is_a_reason_and_keeps_nothing(tmp_path: Path) -> Non
         assert await made.fetched("a") is None
         assert made.parking.lost == {"no_room": 1}
         made.parking.drop("a")
+        await made.check_empty()
+
+
+async def test_a_tenants_share_bounds_what_is_parked_for_it(tmp_path: Path) -> None:
+    """Beyond its own share a tenant's requests have the frames that are free, and push no other
+    tenant's blocks out: what finds no frame is lost with a reason, and is computed again."""
+    async with lot(tmp_path, num_frames=32, tenant_shares=("acme=0.25", "other=0.25")) as made:
+        account = made.store.places.frame_account
+        num_frames = made.store.frames.num_frames
+        num_pool = account.guaranteed[POOL]
+        for index in range(num_pool):  # the blocks of tenants without a share fill theirs
+            made.parking.put("p", hashes_of(1, 10 + index), blocks_of(1))
+            await made.stored("p")
+            made.parking.drop("p")
+        await made.check_empty()
+        num_free = num_frames - num_pool
+        for index in range(num_free):
+            made.parking.put(f"{index}", hashes_of(1, 100 + index), blocks_of(1), owner="acme")
+            await made.stored(f"{index}")
+        assert dict(account.used()) == {POOL: num_pool, "acme": num_free}
+        made.parking.put("more", hashes_of(1), blocks_of(1), owner="acme")
+        await until(lambda: made.stage("more") is Stage.LOST)
+        assert made.parking.lost == {"no_room": 1}
+        assert dict(account.used()) == {POOL: num_pool, "acme": num_free}
+        for key in ("more", *map(str, range(num_free))):
+            made.parking.drop(key)
         await made.check_empty()
 
 
