@@ -85,9 +85,8 @@ class FrontDesk:
     tracing: Tracing = OFF
     pace: LoopPace = field(default_factory=LoopPace)
     log_prompts: bool = False
-    last_infos: dict[str, Sequence[inference_pb2.ModelInfo]] = field(default_factory=dict)
-    """Of each model's workers when there were some, where requests are held while there are
-    none."""
+    last_infos: dict[str, tuple[inference_pb2.ModelInfo, ...]] = field(default_factory=dict)
+    """Of each model's workers when there last were some."""
 
     def caller_of(self, authorization: str) -> Caller:
         """Who sends this `authorization` header (empty: none was sent). Raises: Unauthenticated."""
@@ -228,23 +227,25 @@ class FrontDesk:
             traffic.move(Place.QUEUED)
 
     def list_models(self) -> inference_pb2.ListModelsReply:
-        """The models served, each once for each fingerprint among its workers; one whose requests
-        are held until there are some, as its last workers had it."""
+        """The models served, see `infos`."""
         return inference_pb2.ListModelsReply(
-            models=[info for model in self.models for info in self._infos(model)]
+            models=[info for model in self.models for info in self.infos(model)]
         )
 
-    def _infos(self, model: OneModel) -> Sequence[inference_pb2.ModelInfo]:
-        return tuple(model.infos()) or self.last_infos.get(model.name, ())
+    def infos(self, model: OneModel) -> Sequence[inference_pb2.ModelInfo]:
+        """Once for each fingerprint among the model's workers. Without workers: as the last ones
+        had it, while requests wait for them to be back, and else none."""
+        infos = tuple(model.infos())
+        if not infos and (self.holding.is_on or model.candidates.are_expected()):
+            infos = self.last_infos.get(model.name, ())
+        return infos
 
     def note_workers(self) -> None:
-        """Workers came or went: where requests may be held, what a model's last ones were like is
-        kept, for those who ask while there are none."""
-        if self.holding.is_on:
-            for model in self.models:
-                infos = tuple(model.infos())
-                if infos:
-                    self.last_infos[model.name] = infos
+        """Workers came or went."""
+        for model in self.models:
+            infos = tuple(model.infos())
+            if infos:
+                self.last_infos[model.name] = infos
         self.holding.look()
 
     def ready(self) -> None:

@@ -94,9 +94,14 @@ async def test_the_first_requests_wait_for_the_first_workers() -> None:
         await until(is_told_too)
 
 
-async def test_a_model_without_workers_is_listed_as_its_last_ones_had_it() -> None:
-    async with running(hold_without_workers_s=BOUND_S) as bench:
-        ask = inference_pb2.ListModelsRequest()
+@pytest.mark.parametrize(
+    "waits", [{"hold_without_workers_s": BOUND_S}, {"times": {"failover_wait_s": BOUND_S}}]
+)
+async def test_a_model_that_requests_wait_for_is_listed_as_its_last_workers_had_it(
+    waits: dict[str, Any],
+) -> None:
+    ask = inference_pb2.ListModelsRequest()
+    async with running(**waits) as bench:
         before = await bench.stub.ListModels(ask, timeout=BOUND_S)
         assert before.models
         client: Any = bench.redis.client()
@@ -105,12 +110,16 @@ async def test_a_model_without_workers_is_listed_as_its_last_ones_had_it() -> No
         await bench.router._registry.poll()
         assert not bench.router._registry.snapshot.workers
         assert await bench.stub.ListModels(ask, timeout=BOUND_S) == before
-    async with running() as bench:
+    async with running() as bench:  # its workers are expected back for `failover_wait_s`
         client = bench.redis.client()
         await client.delete(registry_beat.entries_key("worker"))
         await client.aclose()
         await bench.router._registry.poll()
-        assert not (await bench.stub.ListModels(ask, timeout=BOUND_S)).models
+
+        async def is_gone() -> bool:
+            return not (await bench.stub.ListModels(ask, timeout=BOUND_S)).models
+
+        await until(is_gone)
 
 
 async def test_too_many_are_refused() -> None:

@@ -490,9 +490,13 @@ async def test_the_account_comes_when_it_is_asked_for() -> None:
 
 
 async def test_models_are_listed() -> None:
-    async with http_bench() as bench, client_of(bench) as client:
+    times = {"failover_wait_s": BOUND_S}
+    async with http_bench(times=times) as bench, client_of(bench) as client:
         listed = [model async for model in client.models.list()]
         assert [model.id for model in listed] == ["fake"]
+        for worker in (bench.prefills[0], bench.decodes[0]):
+            await bench.lapse(worker)
+        assert [model async for model in client.models.list()] == listed  # they are waited for
         assert (await client.models.retrieve("fake")).owned_by == "baton"
         with pytest.raises(openai.NotFoundError):
             await client.models.retrieve("other")

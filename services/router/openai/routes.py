@@ -181,12 +181,11 @@ class OpenAiRoutes:
         return self._desk.caller_of(authorization_of(request.headers))
 
     def _models(self) -> list[dict[str, Any]]:
-        """Those served, each with what its workers can take if there are any, and their adapters,
-        which are asked for in the same way.
-        """
+        """Those served, each with what its workers can take if there are any or they are waited
+        for, and the workers' adapters, which are asked for in the same way."""
         listed = []
         for model in self._desk.models:
-            windows = [info.context_window for info in model.infos()]
+            windows = [info.context_window for info in self._desk.infos(model)]
             more: dict[str, Any] = {"max_model_len": min(windows)} if windows else {}
             listed += [self._entry(name, more) for name in dict.fromkeys(model.served.names)]
             for adapter in sorted(adapters_of(model)):
