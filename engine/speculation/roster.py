@@ -1,5 +1,5 @@
-"""Roster: the drafters of one engine, and the sequences that they know. Nobody's answer needs them:
-one that fails guesses no more, forgets all, and is of no account from then on.
+"""Roster: the drafters of one engine, and the sequences that they know. No answer needs a drafter:
+one that raises forgets all and is not asked for a while, which doubles with each failure.
 
 Engine thread only.
 """
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 
 from engine.request import State
 from engine.schedule.order import Key
@@ -22,6 +24,16 @@ MAX_EXPECTED = 32
 """Samples that something is kept for before they have a place in steps: each step goes through
 them. Guessed; those that came first run first."""
 
+FIRST_REST_S = 60.0
+MAX_REST_S = 3600.0
+"""How long a drafter that raised is not asked. Guessed."""
+
+
+def rest_s(num_failures: int) -> float:
+    """How long a drafter is not asked after its n-th failure, the first one being 1. Pure."""
+    return min(MAX_REST_S, FIRST_REST_S * 2.0 ** min(num_failures - 1, 16))
+
+
 _TO_COME = (State.RESERVED, State.WAITING_FOR_GRAMMAR, State.WAITING)
 """States of who was expected and has no place in steps yet."""
 _OVER = (State.FINISHED, State.ABORTED)
@@ -31,11 +43,16 @@ class Roster:
     """See the module.
 
     Attributes:
-        failed: numbers of those that are not asked any more; grows.
+        failed: numbers of those that are not asked now.
     """
 
-    def __init__(self, drafters: Sequence[Drafter]) -> None:
+    def __init__(
+        self, drafters: Sequence[Drafter], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.failed: set[int] = set()
+        self._clock = clock
+        self._num_failures = Counter[int]()
+        self._due_s: dict[int, float] = {}  # of those that are not asked now
         self._drafters = drafters
         self._known: dict[Key, Sample] = {}
         self._expected: set[Key] = set()  # of the known ones
@@ -54,7 +71,7 @@ class Roster:
         return len(self.failed) < len(self._drafters)
 
     def propose(self, index: int, tasks: list[Task]) -> list[Draft]:
-        """See Drafter; of one that has failed, nothing."""
+        """See Drafter; of one that is not asked now, nothing."""
         if index not in self.failed:
             try:
                 return self._drafters[index].propose(tasks)
@@ -65,17 +82,20 @@ class Roster:
     def fail(self, index: int) -> None:
         """With the exception that is being handled."""
         self.failed.add(index)
+        self._num_failures[index] += 1
+        seconds = rest_s(self._num_failures[index])
+        self._due_s[index] = self._clock() + seconds
         drafter = self._drafters[index]
-        logger.exception("drafter %s has failed, and guesses no more", drafter.name)
+        logger.exception("drafter %s has failed; it is asked again in %g s", drafter.name, seconds)
         for key in self._known:
             with contextlib.suppress(Exception):  # it may well be broken
                 drafter.forget(key)
 
-    def fail_all(self) -> None:
-        """With the exception that is being handled, and nothing else fails."""
-        for index in range(len(self._drafters)):
-            if index not in self.failed:
-                self.fail(index)
+    def _ask_again(self) -> None:
+        """Drafters whose time has come, as if they knew no sequence yet."""
+        for index in [index for index in self.failed if self._clock() >= self._due_s[index]]:
+            self.failed.discard(index)
+            del self._due_s[index]
 
     def meet(self, sample: Sample) -> None:
         """From now on its key is this sample's."""
@@ -105,6 +125,8 @@ class Roster:
 
     def forget_all_but(self, running: Collection[Key]) -> None:
         """The others have no place in steps."""
+        if self.failed:
+            self._ask_again()
         for index, sharer in self._sharers.items():
             if index not in self.failed:
                 sharer.begin_step()

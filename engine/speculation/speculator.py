@@ -11,6 +11,7 @@ the way down, so that `choose` and `best` look at a node before they look below.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
@@ -39,6 +40,8 @@ from engine.speculation.possible import (
 from engine.speculation.roster import Roster
 from engine.speculation.tree import EMPTY, TokenTree, merge, numbered
 from engine.step_output import RequestEvent
+
+logger = logging.getLogger(__name__)
 
 _QUICK_S = 0.001
 """Guesses that take no longer may be asked for before events are told: those of lookups, as a rule;
@@ -82,14 +85,14 @@ class Speculator:
         clock: Callable[[], float],
     ) -> None:
         self._config = config
-        self._roster = Roster(drafters)
+        self._roster = Roster(drafters, clock)
         self._holdings = holdings
         self._guesses = guesses
         self._context_window = context_window
         self._max_num_tokens = max_num_tokens
         self._eos_token_ids = eos_token_ids
         self._clock = clock
-        self._lessons = Lessons(len(drafters))
+        self._num_drafters = len(drafters)
         self._weighs = not config.always or len(drafters) > 1 or guesses is Guesses.CHAINS
         """Nodes are chosen although there is room for all."""
         self._began_s = self._ended_s = clock()
@@ -110,10 +113,21 @@ class Speculator:
         """Of the step that is being computed nothing is learnt but how long it lasts."""
         self.readers = Readers(drafters, self._roster, clock)
         # Launched steps leave no hidden states: a gap, which costs their drafters the context.
-        measures_again = self.readers.wants is Wants.NONE
+        self._measures_again = self.readers.wants is Wants.NONE
+        self._forget_lessons()
+
+    def _forget_lessons(self) -> None:
+        """Nothing was learnt yet of what guesses are worth."""
+        self._lessons = Lessons(self._num_drafters)
         self._exploration = Exploration(
-            len(drafters), always=config.always, measures_again=measures_again
+            self._num_drafters, always=self._config.always, measures_again=self._measures_again
         )
+
+    def _learn_anew(self) -> None:
+        """With the exception that is being handled: what was learnt may be wrong. The drafters are
+        not to blame, and go on."""
+        logger.exception("what guesses are worth was not learnt from a step: learnt anew")
+        self._forget_lessons()
 
     def is_quick(self, running: Collection[Key]) -> bool:
         """It takes no time to speak of to guess for these: it took none when somebody was last
@@ -176,7 +190,7 @@ class Speculator:
             self._lessons.study()
             self._exploration.pass_by(num_sequences, seconds, is_first=is_first, is_last=is_last)
         except Exception:
-            self._roster.fail_all()
+            self._learn_anew()
 
     def guess(self, planned: Sequence[Planned], running: Collection[Key]) -> dict[Key, Guess]:
         """For those of a plan that are worth it; the blocks for them are there.
@@ -249,7 +263,7 @@ class Speculator:
         try:
             self._lessons.study()
         except Exception:
-            self._roster.fail_all()
+            self._learn_anew()
         for guess in guesses.values():
             guess.tree.prepare()
         self._lessons.prepare()
@@ -289,7 +303,7 @@ class Speculator:
         try:
             self._learn(began, events, num_kept, num_rows, seen_s)
         except Exception:
-            self._roster.fail_all()
+            self._learn_anew()
 
     def _learn(
         self,

@@ -18,9 +18,12 @@ from engine.grammar.state import GrammarState
 from engine.loop import Engine
 from engine.models.interface import Guesses
 from engine.request import Request, StopView
+from engine.speculation import roster
 from engine.speculation.config import SpeculationConfig
 from engine.speculation.draft_model import DraftModel
 from engine.speculation.drafter import Draft, Task
+from engine.speculation.exploration import Exploration
+from engine.speculation.lessons import Lessons
 from engine.speculation.possible import in_grammar
 from engine.speculation.tree import TokenTree, chain
 from tests.unit.engine.speculation.test_engine import KnowsTheAnswers
@@ -80,25 +83,70 @@ def test_a_policy_that_fails_after_kept_tokens(request_: Request) -> None:
     assert engine.metrics().num_kept_tokens > 0
 
 
-def test_a_drafter_that_fails_guesses_no_more(
+class Failing(Right):
+    """Its third call raises."""
+
+    num_asked = 0
+
+    def propose(self, tasks: Sequence[Task]) -> list[Draft]:
+        self.num_asked += 1
+        if self.num_asked == 3:
+            raise ZeroDivisionError("third")
+        return super().propose(tasks)
+
+
+def test_a_drafter_that_fails_is_not_asked_for_a_while(
     request_: Request, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Failing(Right):
-        num_asked = 0
-
-        def propose(self, tasks: Sequence[Task]) -> list[Draft]:
-            self.num_asked += 1
-            if self.num_asked == 3:
-                raise ZeroDivisionError("third")
-            return super().propose(tasks)
-
     expected = undisturbed([request_])
     drafter = Failing(random.Random(0), expected, VOCAB)
-    engine = Engine(CONFIG, _model(), drafters=[drafter])
+    now_s = 0.0
+    engine = Engine(CONFIG, _model(), drafters=[drafter], clock=lambda: now_s)
     engine.submit(request_)
     assert _run(engine) == (list(expected["r"][0][0]), None)
     assert drafter.num_asked == 3
-    assert "drafter knows has failed" in caplog.text
+    assert "drafter knows has failed; it is asked again in 60 s" in caplog.text
+
+    now_s = roster.FIRST_REST_S
+    engine.submit(request_)
+    assert _run(engine) == (list(expected["r"][0][0]), None)
+    assert drafter.num_asked > 4, "it is asked again, for the same tokens"
+
+
+def test_a_drafter_rests_longer_with_each_failure() -> None:
+    rests = [roster.rest_s(num_failures) for num_failures in range(1, 40)]
+    assert rests[:3] == [60.0, 120.0, 240.0]
+    assert rests[-1] == roster.MAX_REST_S and rests == sorted(rests)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(Lessons, "hear"), (Lessons, "study"), (Exploration, "learn")]
+)
+def test_what_fails_in_learning_costs_no_drafter(
+    request_: Request, caplog: pytest.LogCaptureFixture, owner: Any, name: str
+) -> None:
+    """Once: drafters are asked in the steps after it, for the same tokens."""
+    plain = getattr(owner, name)
+    num_calls = 0
+
+    def failing(self: object, *arguments: Any, **named: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 2:
+            raise ZeroDivisionError("second")
+        return plain(self, *arguments, **named)
+
+    expected = undisturbed([request_])
+    drafter = _right(request_)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(owner, name, failing)
+        engine = Engine(CONFIG, _model(), drafters=[drafter])
+        engine.submit(request_)
+        assert _run(engine) == (list(expected["r"][0][0]), None)
+    assert num_calls > 2 and "learnt anew" in caplog.text
+    assert engine._speculator is not None and engine._speculator._roster.is_live
+    # 20 tokens in steps of up to four: as many are kept as without the failure, but for one step's.
+    assert engine.metrics().num_kept_tokens >= 9
 
 
 def test_a_draft_model_whose_logits_are_no_numbers(request_: Request) -> None:

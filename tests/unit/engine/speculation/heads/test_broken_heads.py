@@ -133,7 +133,7 @@ def _head(config: EngineConfig, model: LoadedModel, folder: Path) -> EagleHead |
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(readers, "computed"), (_Reader, "see"), (_Reader, "forget"), (Exploration, "learn")],
+    [(readers, "computed"), (_Reader, "see"), (_Reader, "forget")],
 )
 def test_what_fails_behind_a_step_fails_its_drafters_and_loses_no_token(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
@@ -149,7 +149,7 @@ def test_what_fails_behind_a_step_fails_its_drafters_and_loses_no_token(
     if name == "forget":  # when the next one comes, the first is forgotten
         assert _run(engine) == expected
     else:
-        assert reader.num_asked < 4, "it is asked no more"
+        assert reader.num_asked < 4, "it is not asked now"
         assert not reader.known
     assert engine._speculator is not None and engine._speculator._roster.failed == {0}
 
