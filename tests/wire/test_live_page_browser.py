@@ -197,3 +197,81 @@ def test_a_row_keeps_its_place_under_the_pointer(
     browser.find_element("id", "detail-close").click()
     assert not browser.find_element("id", "detail").is_displayed()
     assert browser.get_log("browser") == []
+
+
+@pytest.fixture
+def busy(cluster: _Cluster) -> _Cluster:
+    """Requests that are under way, over, refused and failed, and prompts that come now and then."""
+    reply = cluster.reply
+    reply.num_requests_in_flight = 2
+    reply.num_requests_finished, reply.num_requests_failed = 1200, 12
+    reply.num_requests_failed_by_code.update(resource_exhausted=9, internal=3)
+    for role, num in (("prefill", 1), ("decode", 4)):
+        worker = reply.workers.add(worker_id=f"{role}-0", role=role, model="m", num_blocks=100)
+        worker.num_running, worker.num_free_blocks = num, 60
+    for index in range(60):
+        has_prompt = index % 5 == 0
+        reply.history.add(
+            unix_ms=1_700_000_000_000 + 2000 * index,
+            num_tokens_computed=100 * has_prompt,
+            num_tokens_local=300 * has_prompt,
+            num_output_tokens=40,
+            first_token_s=0.2 * has_prompt,
+        )
+    for index in range(40):
+        request = reply.requests.add(
+            request_id=f"{index:032x}",
+            tenant="acme",
+            outcome="failed" if index % 7 == 0 else "finished",
+            code="resource_exhausted" if index % 7 == 0 else "",
+            prefill_id="prefill-0",
+            decode_id="decode-0",
+            num_prompt_tokens=100,
+            elapsed_s=1.5,
+        )
+        request.spans.add(stage="prefill", begin_s=0, end_s=0.5)
+        request.spans.add(stage="decode", begin_s=0.5, end_s=1.5)
+    return cluster
+
+
+def test_failures_and_running_samples_are_named(
+    busy: _Cluster, browser: Any, text: Callable[[str], str]
+) -> None:
+    browser.get(busy.url)
+    _until(lambda: "1,200" in text("#figures"))
+    assert "5 running or waiting on workers" in text("#figures")
+    assert text("#figures [data-tone=refused]") == "9 resource exhausted"
+    assert text("#figures [data-tone=failed]") == "3 internal"
+
+
+def test_prompts_that_come_now_and_then_draw_a_line(
+    busy: _Cluster, browser: Any, text: Callable[[str], str]
+) -> None:
+    browser.get(busy.url)
+    _until(lambda: "1,200" in text("#figures"))
+    count = "return document.querySelectorAll(arguments[0]).length"
+    for chart in ("#chart-hits", "#chart-first"):
+        assert browser.execute_script(count, f"{chart} polyline") == 1, chart
+        assert browser.execute_script(count, f"{chart} circle") == 0, chart
+
+
+@pytest.mark.parametrize("width", [390, 800, 1400])
+def test_nothing_scrolls_but_the_page_and_it_only_down(
+    busy: _Cluster, browser: Any, text: Callable[[str], str], width: int
+) -> None:
+    """390: a phone's."""
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        browser.get(busy.url)
+        _until(lambda: "1,200" in text("#figures"))
+        browser.find_element("css selector", "#requests tbody tr").click()
+        _until(lambda: "policy" in text("#detail"))
+        script = """return [...document.querySelectorAll('body *')].filter((node) =>
+            ['auto', 'scroll'].includes(getComputedStyle(node).overflowY)
+            && node.scrollHeight > node.clientHeight).map((node) => node.className)"""
+        assert browser.execute_script(script) == []
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+        assert "100" in text("#requests td[data-name=Prompt]")
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

@@ -5,6 +5,7 @@ import { bytes, el, number, percent, replace, short, seconds, strip } from "./do
 const WINDOW_POINTS = 30; // the figures are of the last minute
 
 export function showFigures(node, status, history) {
+  const samples = status.workers.reduce((total, worker) => total + worker.num_running + worker.num_waiting, 0);
   const late = history.slice(-WINDOW_POINTS);
   const sum = (name) => late.reduce((total, point) => total + point[name], 0);
   const spanS = late.length > 1 ? (late.at(-1).unix_ms - late[0].unix_ms) / 1000 : 0;
@@ -13,20 +14,27 @@ export function showFigures(node, status, history) {
   const firsts = late.map((point) => point.first_token_s).filter((value) => value > 0);
   const first = firsts.length ? seconds(firsts.reduce((a, b) => a + b) / firsts.length).split(" ") : ["–"];
   const figures = [
-    [number(status.num_requests_in_flight), "", "requests in flight"],
+    [number(status.num_requests_in_flight), "", "requests in flight", [["", `${number(samples)} running or waiting on workers`]]],
     [spanS ? short(sum("num_output_tokens") / spanS) : "–", "/s", "output tokens"],
     [first[0], first[1] ?? "", "to the first token"],
     [prompt ? Math.round((100 * hits) / prompt).toString() : "–", prompt ? "%" : "", "of prompts from cache"],
     [short(status.num_requests_finished), "", "requests finished"],
-    [short(status.num_requests_failed), "", "failed", failedByCode(status)],
+    [short(status.num_requests_failed), "", "refused or failed", failedByCode(status)],
   ];
-  replace(node, ...figures.map(([value, unit, name, title]) =>
-    el("div.figure", title ? { title } : {}, el("b", {}, value, unit ? el("small", {}, unit) : ""), el("span", {}, name))));
+  replace(node, ...figures.map(([value, unit, name, parts = []]) =>
+    el("div.figure", {}, el("b", {}, value, unit ? el("small", {}, unit) : ""), el("span", {}, name),
+      ...parts.map(([tone, words]) => el("span.part", tone ? { "data-tone": tone } : {}, words)))));
 }
 
+// Codes that are answers to what the client sent or how much of it; all others are the cluster's own failures.
+const REFUSALS = new Set(["invalid_argument", "not_found", "already_exists", "permission_denied", "unauthenticated",
+  "resource_exhausted", "failed_precondition", "out_of_range", "unimplemented"]);
+
+// [[tone, words], ...], the most frequent code first.
 function failedByCode(status) {
-  const failed = Object.entries(status.num_requests_failed_by_code);
-  return failed.map(([code, num]) => `${number(Number(num))} ${code}`).sort().join(", ");
+  const failed = Object.entries(status.num_requests_failed_by_code ?? {}).map(([code, num]) => [code, Number(num)]);
+  failed.sort((a, b) => b[1] - a[1] || (a[0] < b[0] ? -1 : 1));
+  return failed.map(([code, num]) => [REFUSALS.has(code) ? "refused" : "failed", `${number(num)} ${code.replaceAll("_", " ")}`]);
 }
 
 export function showWorkers(node, workers) {

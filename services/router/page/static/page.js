@@ -80,13 +80,19 @@ function showCharts(intervalS) {
   const options = { spanMs: SPANS_MS.find((span) => span >= rangeMs) ?? SPAN_MS };
   const sources = [["computed", "num_tokens_computed"], ["local", "num_tokens_local"], ["store", "num_tokens_from_store"]];
   chart(by("chart-kv"), times, sources.map(([colour, name]) => ({ colour, values: rate(name) })), { ...options, format: short, stacked: true });
-  const hits = history.map((point) => {
-    const found = point.num_tokens_local + point.num_tokens_from_store;
-    return found + point.num_tokens_computed > 0 ? found / (found + point.num_tokens_computed) : null;
+  // Of the minute before each point: prompts come now and then, and a point for each would be dots.
+  const minute = times.map((_, at) => history.slice(Math.max(0, at + 1 - Math.round(60 / intervalS)), at + 1));
+  const hits = minute.map((points) => {
+    const total = (name) => points.reduce((sum, point) => sum + point[name], 0);
+    const found = total("num_tokens_local") + total("num_tokens_from_store");
+    return found + total("num_tokens_computed") > 0 ? found / (found + total("num_tokens_computed")) : null;
   });
   chart(by("chart-hits"), times, [{ colour: "local", values: hits }], { ...options, format: (value) => percent(value, 1), top: 1 });
   chart(by("chart-output"), times, [{ colour: "store", values: rate("num_output_tokens") }], { ...options, format: short });
-  const firsts = history.map((point) => point.first_token_s || null);
+  const firsts = minute.map((points) => {
+    const known = points.map((point) => point.first_token_s).filter((value) => value > 0);
+    return known.length ? known.reduce((a, b) => a + b) / known.length : null;
+  });
   chart(by("chart-first"), times, [{ colour: "computed", values: firsts }], { ...options, format: seconds });
 }
 

@@ -54,15 +54,17 @@ function cells(request) {
   const outcome = request.outcome || "live";
   const state = request.outcome ? request.outcome + (request.code && request.outcome !== "cancelled" ? `: ${words(request.code)}` : "") : request.state;
   const legs = [request.prefill_id, request.decode_id].filter(Boolean).join(" → ");
+  const told = (name, ...children) => el("td", { "data-name": name }, ...children);
+  const num = (name, words) => el("td.num", { "data-name": name }, words);
   return [
-    el("td", {}, el("span.id", { title: request.request_id }, request.request_id), el("small", {}, request.tenant)),
-    el("td", {}, el("span.mark", { "data-outcome": outcome }, state)),
-    el("td", {}, legs || "–"),
-    el("td.num", {}, number(request.num_prompt_tokens)),
-    el("td.num", {}, number(request.num_output_tokens)),
-    el("td.num", {}, request.first_token_s ? seconds(request.first_token_s) : "–"),
-    el("td.num", {}, seconds(request.elapsed_s)),
-    el("td", {}, strip(request.spans.map((span) => [family(span.stage), span.end_s - span.begin_s, `${words(span.stage)} ${seconds(span.end_s - span.begin_s)}`]), request.elapsed_s, "thin")),
+    told("Request", el("span", {}, el("span.id", { title: request.request_id }, request.request_id), el("small", {}, request.tenant))),
+    told("State", el("span.mark", { "data-outcome": outcome }, state)),
+    told("Ran on", legs || "–"),
+    num("Prompt", number(request.num_prompt_tokens)),
+    num("Output", number(request.num_output_tokens)),
+    num("First token", request.first_token_s ? seconds(request.first_token_s) : "–"),
+    num("Time", seconds(request.elapsed_s)),
+    told("", strip(request.spans.map((span) => [family(span.stage), span.end_s - span.begin_s, `${words(span.stage)} ${seconds(span.end_s - span.begin_s)}`]), request.elapsed_s, "thin")),
   ];
 }
 
