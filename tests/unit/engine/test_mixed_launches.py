@@ -114,12 +114,13 @@ def test_every_step_tells_what_a_plain_one_does(
     is_late: bool, seed: int, scale: Callable[[int], int]
 ) -> None:
     """40 workloads in which length alone ends a request: what is known before is all there is to
-    know, so each step is the very same. In which order it tells of its requests has no meaning: two
-    prompts of one step may stand in another order in a launch (BATON_TEST_SEED=895300434)."""
+    know, so each step is the very same. Not of prompts that share a beginning: one that waits for
+    blocks which another prompt is computing is passed by the next one, and a launch is planned before
+    they are booked, so another prompt may go first (BATON_TEST_SEED=895300434 had such a step)."""
     num_mixed = num_steps = 0
     for index in range(scale(40)):
         rng = random.Random(f"mixed {seed} {index}")
-        requests = _requests(rng, stops=False, shares=rng.random() < 0.5)
+        requests = _requests(rng, stops=False, shares=False)
         limits = _limits(rng, index)
         model = AheadModel(fake_model(), is_late=is_late)
         engines = [make(one, num_blocks=200, **limits) for one in (fake_model(), model)]
@@ -128,13 +129,7 @@ def test_every_step_tells_what_a_plain_one_does(
                 engine.submit(request)
         plain, ahead = engines
         while plain.has_work():
-            told = [
-                sorted(
-                    without_ids(engine.step().events),
-                    key=lambda event: (event.request_id, event.sample_index),
-                )
-                for engine in engines
-            ]
+            told = [without_ids(engine.step().events) for engine in engines]
             assert told[0] == told[1]
             ahead.check_integrity()
             num_steps += 1
