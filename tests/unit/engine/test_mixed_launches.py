@@ -115,7 +115,7 @@ def test_every_step_tells_what_a_plain_one_does(
 ) -> None:
     """40 workloads in which length alone ends a request: what is known before is all there is to
     know, so each step is the very same. Not of prompts that share a beginning: one that waits for
-    blocks which another prompt is computing is passed by the next one, and a launch is planned before
+    blocks that another prompt computes is passed by the next one, and a launch is planned before
     they are booked, so another prompt may go first (BATON_TEST_SEED=895300434 had such a step)."""
     num_mixed = num_steps = 0
     for index in range(scale(40)):
