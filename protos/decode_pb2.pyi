@@ -89,18 +89,20 @@ class CancelSample(_message.Message):
     def __init__(self, sample_index: _Optional[int] = ...) -> None: ...
 
 class DecodeEvents(_message.Message):
-    __slots__ = ("events", "num_free_blocks", "num_running", "num_waiting", "step")
+    __slots__ = ("events", "num_free_blocks", "num_running", "num_waiting", "step", "num_free_places")
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
+    NUM_FREE_PLACES_FIELD_NUMBER: _ClassVar[int]
     events: _containers.RepeatedCompositeFieldContainer[DecodeEvent]
     num_free_blocks: int
     num_running: int
     num_waiting: int
     step: int
-    def __init__(self, events: _Optional[_Iterable[_Union[DecodeEvent, _Mapping]]] = ..., num_free_blocks: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
+    num_free_places: int
+    def __init__(self, events: _Optional[_Iterable[_Union[DecodeEvent, _Mapping]]] = ..., num_free_blocks: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., step: _Optional[int] = ..., num_free_places: _Optional[int] = ...) -> None: ...
 
 class DecodeEvent(_message.Message):
     __slots__ = ("key", "reserved", "tokens", "finished", "failed", "moved")

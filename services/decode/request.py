@@ -118,6 +118,15 @@ class DecodeRequest:
         self.task: asyncio.Task[None] | None = None
 
     @property
+    def num_places(self) -> int:
+        """Places in the engine's steps that it has, or will need: one for each sample that goes on,
+        or for each beam; 0 once it is over."""
+        if self.state is DecodeState.FINISHED:
+            return 0
+        beam = self._ask.beam
+        return len(self._samples.open) if beam is None else beam.num_beams
+
+    @property
     def owner(self) -> tuple[str, str]:
         """Request id and tenant."""
         return self._ask.request_id, self._ask.tenant

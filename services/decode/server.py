@@ -130,6 +130,7 @@ class Outbound:
             num_running=load.num_running,
             num_waiting=load.num_waiting,
             step=load.step,
+            num_free_places=self._core.num_free_places(),
         )
 
 

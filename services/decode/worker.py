@@ -18,6 +18,11 @@ from services.decode.states import DecodeState
 from services.worker.core import WorkerCore
 from services.worker.write_back import WriteBack
 
+_EXTRA_PART = 16
+"""One place more for each so many that run at once, and at least one: a few requests wait in the
+engine, so that a place that becomes free is taken in the next step, not after the way to the router
+and through prefill. Each of them may see a gap behind its first token, so they are few. Guessed."""
+
 
 class DecodeWorker:
     """All decode requests of one engine, whatever stream they came over."""
@@ -32,6 +37,9 @@ class DecodeWorker:
             block_size=core.model.block_size,
             on_room=lambda: core.on_room(),
         )
+        max_num_running = core.settings.engine.max_num_running
+        self._num_places = max_num_running + max(1, max_num_running // _EXTRA_PART)
+        core.num_free_places = lambda: self.num_free_places
         self._requests: dict[str, DecodeRequest] = {}
 
     def start(self) -> None:
@@ -42,6 +50,15 @@ class DecodeWorker:
     def num_waiting(self) -> int:
         """Requests that have not drawn their first token here."""
         return sum(not request.is_decoding for request in self._requests.values())
+
+    @property
+    def num_free_places(self) -> int:
+        """Places for samples of further requests. A request has its places from its reservation on:
+        by the time when it needs them they are still there. Nothing is refused for want of one: a
+        sample without waits in the engine, and routers hold requests back before it comes to that.
+        """
+        num_taken = sum(request.num_places for request in self._requests.values())
+        return max(0, self._num_places - num_taken)
 
     @property
     def states(self) -> dict[str, DecodeState]:

@@ -120,6 +120,8 @@ class WorkerCore:
         """Called when the engine may have room again; nobody waits for it yet."""
         self.num_queued_tokens: Callable[[], int] = lambda: 0
         """Prompt tokens yet to be computed here; what a prefill worker says of itself."""
+        self.num_free_places: Callable[[], int | None] = lambda: None
+        """Places for samples of further requests; what a decode worker says of itself."""
         self.links = Links(
             self.thread,
             self.layout.block_bytes,
@@ -358,6 +360,7 @@ class WorkerCore:
             lender_node_id=self.lender.node_id if self.lender is not None else "",
             num_lent_blocks=self.lender.num_lent_blocks if self.lender is not None else 0,
             step_age_s=self.thread.step_age_s,
+            num_free_places=self.num_free_places(),
         )
         reply.MergeFrom(status.model_to_proto(self.model))
         reply.MergeFrom(status.stats_to_proto(self.thread.stats))
