@@ -5,10 +5,12 @@
     asked    -> waiting   in the queue -> active, or over: cancelled, pushed out, out of time
     active   -> over
 
-What bounds the active ones: their number, in all and per tenant, and the prompt tokens whose first
-token is not out yet. The second one keeps the workers' own queues, where nobody is fair, as short
-as they can be without the workers standing idle; so who waits, waits here. A prompt counts for less
-than one worker's part of it: a long one stands in nobody's way at another worker.
+What bounds the active requests: their number, in all and per tenant; the prompt tokens whose first
+token is not out yet; and, per model, the places that its decode workers have left for samples. The
+last two keep the workers' own queues, which know no tenants, as short as they can be without the
+workers standing idle: a request that waits in prefill is past the fair queue, and one that waits in
+decode has shown its first token already. A prompt counts for less than one worker's part of the
+tokens: a long one keeps no request from another worker.
 
 When the queue is full its longest tenant gives way: its newest request is refused in the stead of a
 newcomer of a tenant that has fewer. Laws: `check_integrity`. Whose turn it is decides
@@ -19,7 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -53,6 +55,10 @@ class Asked:
     priority: int
     num_prompt_tokens: int
     max_output_tokens: int
+    model: str = ""
+    num_places: int = 0
+    """Places that it takes at a decode worker of the model, one for each sample or beam; 0: it
+    needs no decode worker."""
 
     @property
     def num_tokens(self) -> int:
@@ -65,16 +71,24 @@ class Ticket:
     """One active request. It says what it uses: `num_tokens_used` counts up as that is known."""
 
     asked: Asked
-    on_first: Callable[[Ticket], None]
+    on_change: Callable[[Ticket, int, int], None]
+    """Called with the tokens and places that are left ahead of it."""
     tokens_ahead: int
     """Of its prompt; 0 once its first token is out."""
+    places_ahead: int
+    """Those it needs; 0 once a decode worker has taken it on, and counts them itself."""
     num_tokens_used: int = 0
+
+    def on_reserved(self) -> None:
+        """A decode worker has taken it on."""
+        if self.places_ahead:
+            self.on_change(self, self.tokens_ahead, 0)
 
     def on_tokens(self, num_tokens: int) -> None:
         """So many of its tokens are out; with the first ones another prompt may follow."""
         self.num_tokens_used += num_tokens
-        if self.tokens_ahead:
-            self.on_first(self)
+        if self.tokens_ahead or self.places_ahead:
+            self.on_change(self, 0, 0)
 
 
 @dataclass
@@ -107,22 +121,27 @@ class Admission:
         *,
         limits_of: Callable[[str], TenantLimits | None] = lambda tenant: None,
         step_tokens: Callable[[], Sequence[int]] = lambda: (DEFAULT_STEP_TOKENS,),
+        has_decode_place: Callable[[str, int], bool] = lambda model, num_ahead: True,
         clock: Clock = time.monotonic,
     ) -> None:
         """`limits_of`: a tenant's own limits, None: it has none of its own. `step_tokens`: most
-        tokens of one step of each prefill worker; of at least one.
+        tokens of one step of each prefill worker; of at least one. `has_decode_place`: whether the
+        model's decode workers have a place left, beside so many of requests that are on their way
+        there; `look` is to be called when there may be one.
         """
         self._settings = settings
         self._rates = rates
         self._own_limits_of = limits_of
         self._step_tokens = step_tokens
+        self._has_decode_place = has_decode_place
         self._clock = clock
         self._queue = FairQueue()
         self._places: dict[Waiting, _Place] = {}
         self._active: set[Ticket] = set()
         self._num_active: Counter[str] = Counter()
         self._tokens_ahead = 0
-        self._rate = ServiceRate()
+        self._places_ahead = Counter[str]()  # by model
+        self._paces = defaultdict[str, ServiceRate](ServiceRate)  # by pool
         self._giving_back: set[asyncio.Task[None]] = set()
         self._others = TenantLimits(
             max_requests_per_min=settings.max_requests_per_min,
@@ -202,6 +221,10 @@ class Admission:
         """See to the end what is under way to Redis; bounded by its timeout."""
         await asyncio.gather(*self._giving_back)
 
+    def look(self) -> None:
+        """Decode workers may have places by now."""
+        self._start_next()
+
     def check_integrity(self) -> None:
         """Raises: Internal naming the law that is broken."""
         self._queue.check_integrity()
@@ -209,6 +232,11 @@ class Admission:
             raise Internal(f"{len(self._places)} wait for {len(self._queue)} places in the queue")
         if self._tokens_ahead != sum(ticket.tokens_ahead for ticket in self._active):
             raise Internal("prompt tokens ahead differ from those of the active requests")
+        places_ahead = Counter[str]()
+        for ticket in self._active:
+            places_ahead[ticket.asked.model] += ticket.places_ahead
+        if self._places_ahead != places_ahead:
+            raise Internal("places ahead differ from those of the active requests")
         if self._num_active != Counter(ticket.asked.tenant for ticket in self._active):
             raise Internal("active requests per tenant differ from the active requests")
 
@@ -216,10 +244,12 @@ class Admission:
         self, asked: Asked, limits: TenantLimits, deadline: Deadline
     ) -> Ticket:
         self._start_next()
-        # Room that is left now is for nobody who waits: their own tenants' bounds hold them up.
-        if self._has_room() and not self._is_blocked(asked.tenant):
+        pool = asked.model if asked.num_places else ""
+        # Room that is left now is for no request that waits: those are held up by their tenants'
+        # bounds, or for want of places of another model.
+        if self._has_room() and not self._is_blocked(asked.tenant) and not self._is_full(pool):
             return self._enter(asked)
-        waiting = Waiting(asked.tenant, asked.priority, asked.num_tokens, limits.weight)
+        waiting = Waiting(asked.tenant, asked.priority, asked.num_tokens, limits.weight, pool)
         self._check_time(waiting, deadline)
         self._make_place(waiting, limits)
         place = _Place(asked, waiting, asyncio.get_running_loop().create_future())
@@ -278,7 +308,7 @@ class Admission:
 
     def _wait_s(self, waiting: Waiting) -> float | None:
         """How long it would wait; None: not known."""
-        rate = self._rate.tokens_per_s(self._clock())
+        rate = self._paces[waiting.pool].tokens_per_s(self._clock())
         if rate is None:
             return None
         return self._queue.tokens_ahead(waiting, self._is_blocked) / rate
@@ -287,6 +317,11 @@ class Admission:
         settings = self._settings
         bound = settings.num_steps_ahead * sum(self._step_tokens())
         return len(self._active) < settings.max_active_requests and self._tokens_ahead < bound
+
+    def _is_full(self, pool: str) -> bool:
+        """Whether a further request would wait for a place at its decode worker. One free place is
+        enough for a request with several samples: so many as it has may never be free at once."""
+        return bool(pool) and not self._has_decode_place(pool, self._places_ahead[pool])
 
     def _is_blocked(self, tenant: str) -> bool:
         bound = self._limits_of(tenant).max_active_requests
@@ -298,36 +333,45 @@ class Admission:
     def _enter(self, asked: Asked) -> Ticket:
         # One step less than a worker's part: something else fits beside a long prompt.
         most = max(1, self._settings.num_steps_ahead - 1) * max(self._step_tokens())
-        ticket = Ticket(asked, self._on_first, min(asked.num_prompt_tokens, most))
+        tokens_ahead = min(asked.num_prompt_tokens, most)
+        ticket = Ticket(asked, self._on_change, tokens_ahead, asked.num_places)
         self._active.add(ticket)
         self._num_active[asked.tenant] += 1
         self._tokens_ahead += ticket.tokens_ahead
+        self._places_ahead[asked.model] += ticket.places_ahead
         self.counts.num_admitted += 1
         return ticket
 
     def _start_next(self) -> None:
-        """Whoever has room now begins, in the queue's order."""
+        """Requests that there is room for begin, in the queue's order."""
+        full = set[str]()
         while self._places and self._has_room():
-            waiting = self._queue.pop(self._is_blocked)
+            full = {pool for pool in self._queue.num_for if self._is_full(pool)}
+            waiting = self._queue.pop(self._is_blocked, full)
             if waiting is None:
                 break
             place = self._places.pop(waiting)
             if not place.turn.done():  # else it is on its way out
-                self._rate.on_start(self._clock(), waiting.num_tokens)
+                self._paces[waiting.pool].on_start(self._clock(), waiting.num_tokens)
                 self.counts.num_waited += 1
                 place.turn.set_result(self._enter(place.asked))
-        # Who waits for the end of its own tenant's requests says nothing of the cluster's pace.
-        is_backlog = bool(self._places) and not self._has_room()
-        self._rate.on_backlog(self._clock(), is_backlog=is_backlog)
+        has_room, now_s = self._has_room(), self._clock()
+        for pool in {*self._paces, *self._queue.num_for}:
+            # A wait for the end of the same tenant's requests says nothing of the cluster's pace.
+            is_held_up = not has_room or pool in full
+            is_backlog = pool in self._queue.num_for and is_held_up
+            self._paces[pool].on_backlog(now_s, is_backlog=is_backlog)
 
-    def _on_first(self, ticket: Ticket) -> None:
-        self._tokens_ahead -= ticket.tokens_ahead
-        ticket.tokens_ahead = 0
+    def _on_change(self, ticket: Ticket, tokens_ahead: int, places_ahead: int) -> None:
+        self._tokens_ahead -= ticket.tokens_ahead - tokens_ahead
+        self._places_ahead[ticket.asked.model] -= ticket.places_ahead - places_ahead
+        ticket.tokens_ahead, ticket.places_ahead = tokens_ahead, places_ahead
         self._start_next()
 
     def _leave(self, ticket: Ticket) -> None:
         self._active.discard(ticket)
         self._tokens_ahead -= ticket.tokens_ahead
+        self._places_ahead[ticket.asked.model] -= ticket.places_ahead
         self._num_active[ticket.asked.tenant] -= 1
         if not self._num_active[ticket.asked.tenant]:
             del self._num_active[ticket.asked.tenant]

@@ -12,8 +12,8 @@ A structure over values: no clock, no I/O. Laws: `check_integrity`. One asyncio 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from process.errors import Internal
@@ -30,12 +30,14 @@ IsBlocked = Callable[[str], bool]
 
 @dataclass(eq=False)
 class Waiting:
-    """One request in the queue. `num_tokens`: what serving it is expected to cost."""
+    """One request in the queue. `num_tokens`: what serving it is expected to cost. `pool`: the
+    decode workers that it needs a place at, named by their model; empty: it needs none."""
 
     tenant: str
     priority: int
     num_tokens: int
     weight: float = 1.0
+    pool: str = ""
 
 
 @dataclass
@@ -45,7 +47,8 @@ class _Line:
     weight: float
     requests: deque[Waiting] = field(default_factory=deque)
     credit: float = 0.0
-    num_tokens: int = 0
+    num_tokens: Counter[str] = field(default_factory=Counter)
+    """By pool."""
 
 
 class _Class:
@@ -63,7 +66,7 @@ class _Class:
             self.ring.append(waiting.tenant)
         line.weight = waiting.weight  # as it is configured by now
         line.requests.append(waiting)
-        line.num_tokens += waiting.num_tokens
+        line.num_tokens[waiting.pool] += waiting.num_tokens
 
     def remove(self, waiting: Waiting) -> None:
         line = self.lines[waiting.tenant]
@@ -72,20 +75,24 @@ class _Class:
             # Nobody saves up by asking for much and taking it back.
             line.credit = min(line.credit, line.requests[0].num_tokens)
 
-    def pop(self, is_blocked: IsBlocked) -> Waiting | None:
-        free = {tenant for tenant in self.ring if not is_blocked(tenant)}
+    def pop(self, is_blocked: IsBlocked, full: Collection[str]) -> Waiting | None:
+        free: dict[str, Waiting] = {}  # each tenant's oldest request that may be served
+        for tenant, line in self.lines.items():
+            if not is_blocked(tenant):
+                first = next((one for one in line.requests if one.pool not in full), None)
+                if first is not None:
+                    free[tenant] = first
         if not free:
             return None
         num_passed = 0
         while True:
-            line = self.lines[self.ring[0]]
-            if self.ring[0] in free:
+            line, waiting = self.lines[self.ring[0]], free.get(self.ring[0])
+            if waiting is not None:
                 if not self._is_credited:
                     line.credit += QUANTUM_TOKENS * line.weight
                     self._is_credited = True
-                if line.requests[0].num_tokens <= line.credit:
-                    line.credit -= line.requests[0].num_tokens
-                    waiting = line.requests[0]
+                if waiting.num_tokens <= line.credit:
+                    line.credit -= waiting.num_tokens
                     self._take_out(waiting)
                     return waiting
             self.ring.rotate(-1)
@@ -94,20 +101,20 @@ class _Class:
             if num_passed % len(self.ring) == 0:
                 self._skip_rounds(free)
 
-    def _skip_rounds(self, free: set[str]) -> None:
-        """Credit at once all the rounds in which nobody could be served."""
-        lines = [self.lines[tenant] for tenant in free]
+    def _skip_rounds(self, free: Mapping[str, Waiting]) -> None:
+        """Credit at once all the rounds in which no request could be served."""
+        lines = [(self.lines[tenant], waiting) for tenant, waiting in free.items()]
         num_rounds = min(
-            math.ceil((line.requests[0].num_tokens - line.credit) / (QUANTUM_TOKENS * line.weight))
-            for line in lines
+            math.ceil((waiting.num_tokens - line.credit) / (QUANTUM_TOKENS * line.weight))
+            for line, waiting in lines
         )
-        for line in lines:
+        for line, _ in lines:
             line.credit += max(0, num_rounds - 1) * QUANTUM_TOKENS * line.weight
 
     def _take_out(self, waiting: Waiting) -> None:
         line = self.lines[waiting.tenant]
         line.requests.remove(waiting)
-        line.num_tokens -= waiting.num_tokens
+        line.num_tokens[waiting.pool] -= waiting.num_tokens
         if not line.requests:
             self._drop(waiting.tenant)
 
@@ -125,6 +132,8 @@ class FairQueue:
     def __init__(self) -> None:
         self._classes: dict[int, _Class] = {}
         self._num_waiting: dict[str, int] = {}
+        self.num_for = Counter[str]()
+        """Requests that wait, by pool; of those alone for which some do."""
         self._num_turns = 0
         self._num_lower_turns = 0
         self.num_tokens = 0
@@ -141,6 +150,7 @@ class FairQueue:
         """Behind all others of its tenant and class."""
         self._classes.setdefault(waiting.priority, _Class()).push(waiting)
         self._num_waiting[waiting.tenant] = self.num_of(waiting.tenant) + 1
+        self.num_for[waiting.pool] += 1
         self.num_tokens += waiting.num_tokens
 
     def remove(self, waiting: Waiting) -> None:
@@ -148,10 +158,13 @@ class FairQueue:
         self._classes[waiting.priority].remove(waiting)
         self._forget(waiting)
 
-    def pop(self, is_blocked: IsBlocked = lambda tenant: False) -> Waiting | None:
-        """Take out who is next; None: nobody waits who may be served."""
+    def pop(
+        self, is_blocked: IsBlocked = lambda tenant: False, full: Collection[str] = ()
+    ) -> Waiting | None:
+        """Take out the next request; None: none may be served. `full`: pools without a place; a
+        request for another one passes those that wait for them."""
         for priority in self._turn():
-            waiting = self._classes[priority].pop(is_blocked)
+            waiting = self._classes[priority].pop(is_blocked, full)
             if waiting is not None:
                 self._num_turns += 1
                 self._forget(waiting)
@@ -173,22 +186,23 @@ class FairQueue:
     def tokens_ahead(
         self, newcomer: Waiting, is_blocked: IsBlocked = lambda tenant: False
     ) -> float:
-        """What will about be served before `newcomer`, if nothing else comes, itself left out."""
-        ahead = 0.0
+        """What will about be served before `newcomer`, if nothing else comes, itself left out. Only
+        requests of its pool count: others do not wait for the same."""
+        ahead, pool = 0.0, newcomer.pool
         for priority, of_class in self._classes.items():
             if priority > newcomer.priority:
                 ahead += sum(
-                    line.num_tokens
+                    line.num_tokens[pool]
                     for tenant, line in of_class.lines.items()
                     if not is_blocked(tenant)
                 )
             elif priority == newcomer.priority:
                 own = of_class.lines.get(newcomer.tenant)
-                own_tokens = own.num_tokens if own is not None else 0
+                own_tokens = own.num_tokens[pool] if own is not None else 0
                 # While its own line is served to its end, others get as much by their weights.
                 turns = (own_tokens + newcomer.num_tokens) / newcomer.weight
                 ahead += own_tokens + sum(
-                    min(line.num_tokens, turns * line.weight + QUANTUM_TOKENS)
+                    min(line.num_tokens[pool], turns * line.weight + QUANTUM_TOKENS)
                     for tenant, line in of_class.lines.items()
                     if tenant != newcomer.tenant and not is_blocked(tenant)
                 )
@@ -197,19 +211,23 @@ class FairQueue:
     def check_integrity(self) -> None:
         """Raises: Internal naming the law that is broken."""
         counts: dict[str, int] = {}
+        num_for = Counter[str]()
         num_tokens = 0
         for of_class in self._classes.values():
             if sorted(of_class.ring) != sorted(of_class.lines) or not of_class.lines:
                 raise Internal("the admission queue's ring differs from its lines")
             for tenant, line in of_class.lines.items():
-                costs = [waiting.num_tokens for waiting in line.requests]
-                if not costs or line.num_tokens != sum(costs):
+                costs = Counter[str]()
+                for waiting in line.requests:
+                    costs[waiting.pool] += waiting.num_tokens
+                    num_for[waiting.pool] += 1
+                if not line.requests or line.num_tokens != costs:
                     raise Internal(f"the admission queue's tokens of {tenant} do not sum up")
                 if line.credit < 0:
                     raise Internal(f"the admission queue's credit of {tenant} is {line.credit}")
-                counts[tenant] = counts.get(tenant, 0) + len(costs)
-                num_tokens += line.num_tokens
-        if counts != self._num_waiting or num_tokens != self.num_tokens:
+                counts[tenant] = counts.get(tenant, 0) + len(line.requests)
+                num_tokens += costs.total()
+        if (counts, num_for, num_tokens) != (self._num_waiting, self.num_for, self.num_tokens):
             raise Internal("the admission queue's counts differ from its lines")
 
     def _turn(self) -> Iterator[int]:
@@ -225,6 +243,9 @@ class FairQueue:
         if not self._classes[waiting.priority].lines:
             del self._classes[waiting.priority]
         self.num_tokens -= waiting.num_tokens
+        self.num_for[waiting.pool] -= 1
+        if not self.num_for[waiting.pool]:
+            del self.num_for[waiting.pool]
         self._num_waiting[waiting.tenant] -= 1
         if not self._num_waiting[waiting.tenant]:
             del self._num_waiting[waiting.tenant]

@@ -15,10 +15,10 @@ class AdmissionSettings:
     max_active_requests: int = 768
     """Requests that are served at the same time; the others wait."""
 
-    max_queued_requests: int = 256
+    max_queued_requests: int = 1024
     """Requests that may wait; the next is refused with a retry time."""
 
-    max_queued_per_tenant: int = 128
+    max_queued_per_tenant: int = 512
     """Of them, one tenant's, unless the file of API keys says otherwise."""
 
     num_steps_ahead: int = 3

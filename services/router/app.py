@@ -107,6 +107,9 @@ class Router:
             RateLimits(self._redis, settings.admission.rate_timeout_s),
             limits_of=lambda tenant: self._keys.tenants.get(tenant) if self._keys else None,
             step_tokens=self._step_tokens,
+            has_decode_place=lambda model, num_ahead: self.desk.models.find(
+                model
+            ).candidates.has_decode_place(num_ahead),
         )
         self._encoders = [PromptEncoder(model.tokenizer, model.template) for model in models]
         self._probation = Probation(
@@ -153,6 +156,8 @@ class Router:
             traffic=self._traffic,
         )
         self.desk = self._make_desk(models)
+        # Behind the candidates, which must know of the change by then.
+        self._streams.on_change.append(lambda worker_id: self._admission.look())
         self._http = HttpServer(
             [
                 *(
@@ -328,6 +333,7 @@ class Router:
         for model in self.desk.models:
             model.candidates.note_seen()
         self.desk.note_workers()
+        self._admission.look()
 
     def _drop_hung(self, snapshot: Snapshot) -> None:
         """Have the requests of workers whose engines hang go on elsewhere."""

@@ -108,6 +108,18 @@ class Candidates:
             self._last_bounds = self._bounds
         return self._bounds
 
+    def has_decode_place(self, num_ahead: int) -> bool:
+        """Whether decode workers have a place for a further sample, beside `num_ahead` places of
+        requests that have not asked them yet.
+
+        Yes where one of the workers does not say, and where none is in good standing: then there is
+        nothing to wait for here, and the choice of workers says what is wrong.
+        """
+        self._refresh()
+        loads = [load for load in self._pools.decode if not load.is_suspect]
+        free = [load.num_free_places for load in loads if load.num_free_places is not None]
+        return len(free) < len(loads) or not loads or sum(free) > num_ahead
+
     def note_seen(self) -> None:
         """The registry was looked at: remember which workers serve, or are starting, now."""
         with contextlib.suppress(Unavailable):
@@ -314,6 +326,7 @@ class Candidates:
             is_suspect=is_down or self._probation.is_suspect(name, worker.incarnation),
             incarnation=worker.incarnation,
             context_window=worker.context_window,
+            num_free_places=self._streams.num_free_places(worker) if is_decode else None,
         )
 
 

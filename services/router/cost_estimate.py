@@ -15,17 +15,20 @@ _MESSAGE_TOKENS = 8
 
 
 def asked_of(
-    request: inference_pb2.GenerateRequest, tenant: str, *, default_max_tokens: int
+    request: inference_pb2.GenerateRequest, tenant: str, model: str, *, default_max_tokens: int
 ) -> Asked:
-    """The request as admission sees it."""
+    """The request as admission sees it; `model`: by the name that the router has for it."""
     sampling = request.sampling
     max_tokens = sampling.max_tokens if sampling.HasField("max_tokens") else default_max_tokens
     num_sequences = max(sampling.n, sampling.beam.num_beams, 1)
+    needs_decode = not request.embed and (max_tokens > 1 or sampling.HasField("beam"))
     return Asked(
         tenant,
         request.priority,
         _num_prompt_tokens(request),
         0 if request.embed else max_tokens * num_sequences,
+        model,
+        num_sequences if needs_decode else 0,
     )
 
 

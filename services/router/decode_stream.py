@@ -1,8 +1,8 @@
 """One multiplexed stream to one life of one decode worker: a message up carries a whole engine
 step, and the worker's load after it.
 
-Law: beside the stream's own, blocks are counted as asked for exactly until the worker answers the
-reservation. One asyncio loop.
+Law: beside the stream's own, blocks and places are counted as asked for exactly until the worker
+answers the reservation. One asyncio loop.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ class StepLoad:
     num_free_blocks: int
     num_others: int
     """Requests there that are none of ours."""
+    num_free_places: int | None
+    """Places for samples of further requests; None: the worker does not say."""
 
 
 class DecodeStream(WorkerStream[DecodeLeg]):
@@ -55,7 +57,8 @@ class DecodeStream(WorkerStream[DecodeLeg]):
         self.load: StepLoad | None = None
         self._on_progress = on_progress
         self._on_load = on_load
-        self._unanswered: dict[int, int] = {}  # blocks asked for, by key, until there is an answer
+        # (blocks, places) asked for, by key, until there is an answer.
+        self._unanswered: dict[int, tuple[int, int]] = {}
         super().__init__(
             worker, Role.DECODE, connect_timeout_s=connect_timeout_s, on_change=on_load, dial=dial
         )
@@ -64,12 +67,22 @@ class DecodeStream(WorkerStream[DecodeLeg]):
     def num_unanswered_blocks(self) -> int:
         """Blocks asked for by reservations that the worker has not answered: its own account does
         not show them yet."""
-        return sum(self._unanswered.values())
+        return sum(num_blocks for num_blocks, _ in self._unanswered.values())
+
+    @property
+    def num_unanswered_places(self) -> int:
+        """The same of places."""
+        return sum(num_places for _, num_places in self._unanswered.values())
 
     async def open(
-        self, reserve: decode_pb2.ReserveDecode, deadline: Deadline, num_blocks: int = 0
+        self,
+        reserve: decode_pb2.ReserveDecode,
+        deadline: Deadline,
+        num_blocks: int = 0,
+        num_places: int = 1,
     ) -> DecodeLeg:
-        """Send a reservation, which takes `num_blocks`, as soon as the stream is up.
+        """Send a reservation, which takes `num_blocks` and `num_places`, as soon as the stream is
+        up.
 
         Returns: the leg, still RESERVING; its owner cancels it whatever happens.
         Raises: Unavailable when the worker is not reached in time.
@@ -77,7 +90,7 @@ class DecodeStream(WorkerStream[DecodeLeg]):
         await self._wait_up(deadline)
         leg = DecodeLeg(self._next_key(), self.worker_id, self._outgoing.put_nowait)
         self._enter(leg)
-        self._unanswered[leg.key] = num_blocks
+        self._unanswered[leg.key] = num_blocks, num_places
         self._on_load()
         head = decode_pb2.DecodeCommand(key=leg.key)
         self._outgoing.put_nowait(
@@ -106,7 +119,8 @@ class DecodeStream(WorkerStream[DecodeLeg]):
         # Requests that wait for their prompt are in no account but in that of their blocks.
         num_ours = sum(leg.state is LegState.GENERATING for leg in self._legs.values())
         num_there = message.num_running + message.num_waiting
-        self.load = StepLoad(message.num_free_blocks, max(0, num_there - num_ours))
+        num_free = message.num_free_places if message.HasField("num_free_places") else None
+        self.load = StepLoad(message.num_free_blocks, max(0, num_there - num_ours), num_free)
         self._on_load()
 
     def _dispatch(self, event: decode_pb2.DecodeEvent) -> None:

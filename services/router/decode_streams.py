@@ -66,6 +66,25 @@ class DecodeStreams:
             max(0, num_free - stream.num_unanswered_blocks), num_others + stream.num_legs
         )
 
+    def num_free_places(self, worker: WorkerView) -> int | None:
+        """Places for samples of further requests at the worker, by its last news and what we have
+        sent since; None: it does not say.
+
+        While it serves none of ours it sends no news, so either of the last and the heartbeat may
+        be the older one: the higher number is taken. If that is too high the first answer puts it
+        right; one that is too low would hold requests back for as long.
+        """
+        stream = self._streams.find(worker.worker_id)
+        if stream is None or stream.load is None:
+            num_free = worker.num_free_places
+        elif stream.num_legs or worker.num_free_places is None:
+            num_free = stream.load.num_free_places
+        else:
+            num_free = max(stream.load.num_free_places or 0, worker.num_free_places)
+        if num_free is None or stream is None:
+            return num_free
+        return max(0, num_free - stream.num_unanswered_places)
+
     def num_legs(self, worker_id: str) -> int:
         """Requests of this router on that worker."""
         stream = self._streams.find(worker_id)
@@ -91,12 +110,13 @@ class DecodeStreams:
         reserve: decode_pb2.ReserveDecode,
         deadline: Deadline,
         num_blocks: int = 0,
+        num_places: int = 1,
     ) -> DecodeLeg:
         """Send a reservation; see `DecodeStream.open`. Raises: Unavailable."""
         stream = self._streams.find(worker_id)
         if stream is None:
             raise Unavailable(f"decode worker {worker_id} is gone")
-        return await stream.open(reserve, deadline, num_blocks)
+        return await stream.open(reserve, deadline, num_blocks, num_places)
 
     async def wait_for_progress(self, timeout_s: float) -> None:
         """Until some leg ended somewhere, so that there may be room; at most `timeout_s`."""

@@ -78,7 +78,9 @@ class RequestFlow:
         times: StageTimes,
         deadline: Deadline,
         send: Send,
+        on_reserved: Callable[[], None] = lambda: None,
     ) -> None:
+        """on_reserved: called when a decode worker has taken the request on."""
         self.state = State.LOOKING_UP
         self.choice: Choice | None = None
         """The workers chosen last; None: none yet."""
@@ -95,6 +97,7 @@ class RequestFlow:
         )
         self._asking: Asking | None = None
         self._leg: DecodeLeg | None = None
+        self._on_reserved = on_reserved
         # Ours until a decode worker is told of it.
         self._handle: SealedHandle | None = None
         self._fingerprint = ""
@@ -235,6 +238,8 @@ class RequestFlow:
             raise self._failover.explained(error) from error
         finally:
             self._leg = reserving.leg
+            if self._leg is not None:
+                self._on_reserved()
             self._fingerprint = reserving.fingerprint or self._fingerprint
 
     def _on_choice(self, choice: Choice) -> None:

@@ -156,7 +156,12 @@ class FrontDesk:
         digest = identity.body_digest(request)
         with self.traffic.follow(model.name) as traffic:
             async with self.in_flight.admit(tenant, request_id, digest, deadline) as attempt:
-                asked = asked_of(request, tenant, default_max_tokens=self.limits.default_max_tokens)
+                asked = asked_of(
+                    request,
+                    tenant,
+                    model.name,
+                    default_max_tokens=self.limits.default_max_tokens,
+                )
                 with self.log.follow(request_id, tenant, model.name, times) as record:
                     async with self._admitted(
                         asked, deadline, record, times, model=model, traffic=traffic
@@ -321,7 +326,13 @@ class FrontDesk:
                 await asyncio.sleep(0)
                 job, answers = await model.preparer.prepare(request, attempt, times)
                 flow = RequestFlow(
-                    model.cluster, job, answers, times=times, deadline=deadline, send=send_counted
+                    model.cluster,
+                    job,
+                    answers,
+                    times=times,
+                    deadline=deadline,
+                    send=send_counted,
+                    on_reserved=ticket.on_reserved,
                 )
                 record.flow, record.num_prompt_tokens = flow, len(job.prompt_token_ids)
                 trace.on_job(job)

@@ -56,6 +56,8 @@ class WorkerLoad:
     incarnation: str = ""
     context_window: int = 0
     """Tokens of one request that it can hold; 0: as many as it is asked for."""
+    num_free_places: int | None = None
+    """Of a decode worker: places for samples of further requests; None: it does not say."""
 
     @cached_property
     def layout(self) -> Layout:

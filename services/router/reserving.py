@@ -130,7 +130,9 @@ class Reserving:
         request.traceparent = span.traceparent
         num_blocks = blocks_needed(ask.num_prompt_tokens, ask.max_tokens, worker.block_size)
         try:
-            leg = await self._cluster.streams.open(worker.worker_id, request, bound, num_blocks)
+            leg = await self._cluster.streams.open(
+                worker.worker_id, request, bound, num_blocks, self._job.num_sequences
+            )
         except BaseException as error:
             span.end(error)
             raise

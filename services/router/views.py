@@ -55,6 +55,8 @@ class WorkerView:
     """Prompt tokens that it was sent, by all routers, and has yet to compute."""
     step_age_s: float = 0.0
     """How long its engine had been inside one step or job; 0: in none."""
+    num_free_places: int | None = None
+    """Of a decode worker: places for samples of further requests; None: it does not say."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,7 @@ def worker_view(status: common_pb2.WorkerStatus, before: WorkerView | None = Non
         links=links,
         num_queued_tokens=min(_MAX_QUEUED_TOKENS, status.num_queued_tokens),
         step_age_s=status.step_age_s,
+        num_free_places=status.num_free_places if status.HasField("num_free_places") else None,
     )
 
 

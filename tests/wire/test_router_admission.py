@@ -1,8 +1,12 @@
-"""Keys, rates and the fair queue at a real router over real gRPC, with fake workers behind it."""
+"""Keys, rates, the fair queue and decode workers' places at a real router over real gRPC, with fake
+workers behind it, and with real ones where the two must agree."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +17,27 @@ import pytest
 from baton import key_files
 from process import api_keys, serving
 from process.errors import NoCapacity
-from protos import inference_pb2
+from protos import inference_pb2, inference_pb2_grpc
+from services.decode.role import DecodeRole
+from services.prefill.role import PrefillRole
 from services.router.admission_settings import AdmissionSettings
-from tests.unit.router.bench import BOUND_S, Bench, fake_model, request, rest_of, running, until
+from services.router.app import Router
+from services.router.views import ServedModel
+from services.worker.config import WorkerSettings
+from services.worker.worker import Worker, start
+from tests.unit.router.bench import (
+    BOUND_S,
+    Bench,
+    RedisServer,
+    fake_model,
+    model_for_router,
+    request,
+    rest_of,
+    running,
+    settings_for,
+    until,
+)
+from tests.unit.worker.builders import fake_engine, prompt_of
 
 
 def bearer(key: str) -> tuple[tuple[str, str], ...]:
@@ -154,3 +176,118 @@ async def test_rates_hold_over_routers_and_go_on_without_redis() -> None:
             inference_pb2.GetClusterStatusRequest(), timeout=BOUND_S
         )
         assert any("rate limits are kept by each router alone" in said for said in status.problems)
+
+
+@dataclass
+class Site:
+    """A router before a real prefill and a real decode worker, which runs 8 samples at once."""
+
+    router: Router
+    stub: Any
+    decode: Worker
+
+    @property
+    def role(self) -> DecodeRole:
+        assert isinstance(self.decode.role, DecodeRole)
+        return self.decode.role
+
+
+@asynccontextmanager
+async def site() -> AsyncIterator[Site]:
+    redis = RedisServer()
+    async with AsyncExitStack() as stack:
+        stack.callback(redis.remove)
+        await redis.start()
+        model = model_for_router(fake_model())
+        model.served = ServedModel(("fake",), "")
+        router = Router(settings_for(redis, times={"reserve_answer_s": BOUND_S}), model)
+        await router.start()
+        stack.push_async_callback(router.stop)
+        workers = []
+        for role, make_role in (("prefill", PrefillRole), ("decode", DecodeRole)):
+            engine = fake_engine(num_blocks=4096)
+            settings = WorkerSettings(redis_url=redis.url, worker_id=role, engine=engine.config)
+            workers.append(await start(engine, settings, role, make_role))
+            stack.push_async_callback(workers[-1].stop)
+        await until(lambda: router._prefills.is_up("prefill") and router._streams.is_up("decode"))
+        channel = await stack.enter_async_context(serving.channel(router.address))
+        yield Site(router, inference_pb2_grpc.InferenceStub(channel), workers[1])
+
+
+@pytest.mark.parametrize(
+    ("sampling", "most"),
+    [({}, 9), ({"n": 3}, 3), ({"beam": {"num_beams": 3}}, 3)],
+    ids=["one sample", "three samples", "three beams"],
+)
+async def test_requests_wait_in_the_queue_instead_of_the_decode_engine(
+    sampling: dict[str, Any], most: int
+) -> None:
+    """most: requests that may be in the engine: 8 samples run at once, and one place is there for
+    the next step; the last one that is let in needs no more than one free place."""
+    async with site() as here:
+        admission, worker = here.router.desk.admission, here.role.worker
+        order: list[int] = []
+
+        async def ask(number: int) -> int:
+            message = request(
+                token_ids={"ids": prompt_of(20, start=number)},
+                sampling={"max_tokens": 60, "ignore_eos": True, **sampling},
+            )
+            call, num_tokens = here.stub.Generate(message, timeout=BOUND_S), 0
+            while (answer := await call.read()) is not grpc.aio.EOF:
+                if not num_tokens:
+                    order.append(number)
+                    stats = here.decode.core.thread.stats
+                    assert stats.num_reserved + stats.num_waiting + stats.num_running <= most
+                num_tokens += len(answer.token_ids)
+            return num_tokens
+
+        tasks, counts = [], admission.counts
+        for number in range(40):
+            tasks.append(asyncio.create_task(ask(number)))
+            await until(lambda: counts.num_admitted + admission.num_waiting >= len(tasks))
+        done = await asyncio.gather(*tasks)
+        # None is lost, and none overtakes more than those that were under way with it.
+        assert all(num_tokens >= 60 for num_tokens in done)
+        assert all(number <= place + 9 for place, number in enumerate(order))
+        assert admission.counts.num_waited
+        await until(lambda: worker.num_free_places == 9 and not admission.num_active)
+        here.router.check_integrity(is_idle=True)
+
+
+async def test_a_full_model_holds_up_neither_others_nor_what_runs() -> None:
+    async with running(num_decode=2, others=[fake_model(name="other")]) as bench:
+        admission, (first, second) = bench.router.desk.admission, bench.decodes
+        first.pause_at = second.pause_at = 2
+        running_call = bench.stub.Generate(request(model="fake"), timeout=BOUND_S)
+        await until(lambda: first.num_generating + second.num_generating == 1)
+        home, twin = (first, second) if first.num_generating else (second, first)
+        first.num_free_places = second.num_free_places = 0
+        for worker in bench.decodes:
+            await bench.publish(worker)
+        home.pause_at = 3
+        home.token_gate.open()  # its next token says so on the stream, too
+        await until(
+            lambda: not bench.router.desk.models.find("fake").candidates.has_decode_place(0)
+        )
+        held = bench.stub.Generate(request(model="fake"), timeout=BOUND_S)
+        await until(lambda: admission.num_waiting == 1)
+        # A request of one token needs no decode worker; another model has none that is full.
+        assert await bench.generate(request(model="fake", sampling={"max_tokens": 1}))
+        assert (
+            await code_of(bench.stub.Generate(request(model="other"), timeout=BOUND_S))
+            is grpc.StatusCode.UNAVAILABLE
+        )
+        # What runs is moved to a worker that is full: it has begun.
+        home.move_all()
+        await bench.publish(home)
+        await until(lambda: twin.num_generating == 1)
+        assert admission.num_waiting == 1
+        twin.pause_at = None
+        twin.token_gate.open()
+        assert await rest_of(running_call)
+        assert admission.num_waiting == 1
+        # The worker says that there is a place.
+        twin.num_free_places = 1
+        await bench.publish(twin)
+        assert await rest_of(held)

@@ -58,6 +58,8 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         """Answers reservations instead of blocks."""
         self.num_tokens_local = 0
         """Prompt tokens that it says to have, of each request."""
+        self.num_free_places: int | None = None
+        """That it says to have; None: it does not say."""
         self.most_taken = 0
         """Blocks that were reserved at once."""
         self.generated: list[decode_pb2.GenerateFromHandle] = []
@@ -144,12 +146,19 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
                     events=[event],
                     num_free_blocks=self.num_free_blocks,
                     num_running=self.num_generating,
+                    num_free_places=self.num_free_places,
                 )
         finally:
             self.num_streams -= 1
             reader.cancel()
             for key in list(legs):
                 self._end(legs, key)
+
+    def status(self) -> common_pb2.WorkerStatus:
+        status = super().status()
+        if self.num_free_places is not None:
+            status.num_free_places = self.num_free_places
+        return status
 
     async def GetWorkerStatus(
         self, request: common_pb2.GetWorkerStatusRequest, context: Context

@@ -1,4 +1,5 @@
-"""What makes a worker the last choice, whatever the policy: suspicion, no room, too small a window.
+"""What makes a worker the last choice, whatever the policy: suspicion, no room (blocks, or a place
+in its steps), too small a window.
 
 Costs are whole billionths of a policy's unit, so that sums are exact and equal workers tie exactly.
 Pure.
@@ -45,7 +46,9 @@ def of_decode(d: WorkerLoad, ask: Ask) -> dict[str, int]:
     """By name; 0 where nothing is wrong."""
     needed = blocks_needed(ask.num_prompt_tokens, ask.max_tokens, d.block_size)
     return {
-        "decode_full": _LAST_CHOICE // 2 if needed > d.num_free_blocks else 0,
+        "decode_full": _LAST_CHOICE // 2
+        if needed > d.num_free_blocks or d.num_free_places == 0
+        else 0,
         "decode_suspect": _LAST_CHOICE if d.is_suspect else 0,
     }
 
@@ -61,7 +64,8 @@ def prefill_sum(p: WorkerLoad, ask: Ask) -> int:
 def decode_sum(d: WorkerLoad, ask: Ask) -> int:
     """All of `of_decode`, without a mapping."""
     cost = _LAST_CHOICE if d.is_suspect else 0
-    if ask.num_prompt_tokens + ask.max_tokens - 1 > d.num_free_blocks * d.block_size:
+    needed = ask.num_prompt_tokens + ask.max_tokens - 1
+    if needed > d.num_free_blocks * d.block_size or d.num_free_places == 0:
         cost += _LAST_CHOICE // 2
     return cost
 

@@ -50,10 +50,15 @@ class World:
     def __init__(self, limits: dict[str, TenantLimits] | None = None, **settings: int) -> None:
         self.rates, self.clock = Rates(), Clock()
         rates: Any = self.rates
+        self.num_free_places: dict[str, int] = {}
+        """By model; of others many."""
         self.admission = Admission(
             AdmissionSettings(**settings),
             rates,
             limits_of=(limits or {}).get,
+            has_decode_place=lambda model, num_ahead: (
+                num_ahead < self.num_free_places.get(model, 1_000)
+            ),
             clock=self.clock,
         )
         self.order: list[str] = []
@@ -68,10 +73,12 @@ class World:
         prompt: int = 10,
         output: int = 10,
         priority: int = 0,
+        model: str = "",
+        places: int = 0,
         deadline: Deadline | None = None,
     ) -> asyncio.Task[None]:
         self.ends[name] = asyncio.Event()
-        asked = Asked(tenant, priority, prompt, output)
+        asked = Asked(tenant, priority, prompt, output, model, places)
 
         async def serve() -> None:
             async with self.admission.admit(asked, deadline or Deadline.after(WAIT_S)) as ticket:
@@ -82,6 +89,21 @@ class World:
         task = asyncio.create_task(serve())
         await self.settle()
         return task
+
+    async def reserve(self, name: str) -> None:
+        """A decode worker takes the request on."""
+        asked = self.tickets[name].asked
+        if self.tickets[name].places_ahead:
+            left = self.num_free_places.get(asked.model, 1_000) - asked.num_places
+            self.num_free_places[asked.model] = max(0, left)
+        self.tickets[name].on_reserved()
+        await self.settle()
+
+    async def have_places(self, model: str, num: int) -> None:
+        """The model's decode workers say how many are left."""
+        self.num_free_places[model] = num
+        self.admission.look()
+        await self.settle()
 
     async def end(self, name: str) -> None:
         self.ends[name].set()
@@ -264,6 +286,7 @@ async def test_the_laws_hold_under_any_order_of_events(
             max_queued_per_tenant=rng.choice([1, 15]),
             num_steps_ahead=rng.choice([1, 5]),
         )
+        world.num_free_places = {"m": 1, "n": 1}
         tasks: dict[str, asyncio.Task[None]] = {}
         for number in range(60):
             what = rng.random()
@@ -274,19 +297,28 @@ async def test_the_laws_hold_under_any_order_of_events(
                     f"t{rng.randrange(3)}",
                     prompt=rng.choice([1, 50, 700]),
                     priority=rng.choice([0, 0, 1]),
+                    model=rng.choice("mn"),
+                    places=rng.choice([0, 1, 1, 3]),
                 )
             elif what < 0.7 and tasks:
                 tasks[rng.choice(list(tasks))].cancel()
             elif what < 0.8 and world.tickets:
                 name = rng.choice(list(world.tickets))
                 if not tasks[name].done():
-                    world.tickets[name].on_tokens(1)
+                    if rng.random() < 0.5:
+                        await world.reserve(name)
+                    else:
+                        world.tickets[name].on_tokens(1)
+            elif what < 0.9:
+                await world.have_places(rng.choice("mn"), rng.choice([0, 1, 2]))
             elif tasks:
                 world.ends[rng.choice(list(tasks))].set()
             if rng.random() < 0.7:
                 await world.settle()
         for end in world.ends.values():
             end.set()
+        for model in "mn":
+            await world.have_places(model, 1_000)
         results = await asyncio.gather(*tasks.values(), return_exceptions=True)
         assert all(
             result is None or isinstance(result, NoCapacity | asyncio.CancelledError)
@@ -353,3 +385,44 @@ async def test_who_leaves_before_the_first_token_has_had_its_prompt_computed() -
     await world.settle()
     await world.admission.close()
     assert world.rates.charged == {"a": 100}
+
+
+async def test_requests_wait_for_places_of_their_own_model_alone() -> None:
+    world = World()
+    world.num_free_places = {"m": 2, "n": 1}
+    for number in range(3):
+        await world.ask(f"m{number}", model="m", places=1)
+    assert world.order == ["m0", "m1"]  # two are on their way to the two places
+    await world.ask("n0", model="n", places=3)  # one place lets a request with several samples in
+    await world.ask("no decode", model="m")
+    assert world.order == ["m0", "m1", "n0", "no decode"]
+    await world.reserve("m0")
+    await world.reserve("m1")
+    assert world.admission.num_waiting == 1
+    await world.have_places("n", 5)
+    assert world.admission.num_waiting == 1
+    await world.have_places("m", 1)
+    assert world.order[-1] == "m2"
+    for name in world.ends:
+        await world.end(name)
+
+
+async def test_another_models_queue_makes_no_wait_look_longer() -> None:
+    world = World()
+    world.num_free_places = {"m": 0, "n": 0}
+    for number in range(20):
+        await world.ask(f"m{number}", model="m", places=1, output=990)
+    for number in range(3):
+        await world.ask(f"n{number}", model="n", places=1, output=90)
+    for number in range(3):
+        world.clock.now_s += 2.0
+        await world.have_places("n", 1)
+        await world.reserve(f"n{number}")
+    # One of n in two seconds, and none waits for it; of m none has begun.
+    late = Deadline(world.clock.now_s + 5.0, world.clock)
+    task = await world.ask("n3", model="n", places=1, output=90, deadline=late)
+    assert not task.done() and not world.admission.counts.refused
+    for model in "mn":
+        await world.have_places(model, 1_000)
+    for name in world.ends:
+        await world.end(name)

@@ -141,3 +141,22 @@ def test_the_laws_hold_whatever_is_done(
                 assert queue.newest_of(longest) in held
             else:
                 assert longest is None
+
+
+def test_a_full_pool_is_passed_and_its_requests_keep_their_order(seed: int) -> None:
+    rng = random.Random(seed)
+    queue, held = FairQueue(), list[Waiting]()
+    for _ in range(60):
+        waiting = Waiting(f"t{rng.randrange(3)}", 0, rng.choice([1, 900]), pool=rng.choice("xy"))
+        queue.push(waiting)
+        held.append(waiting)
+    for full in ({"x"}, set[str]()):
+        while (popped := queue.pop(full=full)) is not None:
+            queue.check_integrity()
+            assert popped.pool not in full
+            same = (popped.tenant, popped.pool)
+            assert popped is next(one for one in held if (one.tenant, one.pool) == same)
+            held.remove(popped)
+        assert all(one.pool in full for one in held)
+        assert queue.num_for == Counter(one.pool for one in held)
+    assert not held
