@@ -6,13 +6,15 @@ worker has its KV and is sent what is new alone; a long text that is new there a
 several steps (draft_port.MAX_NEW_TOKENS). A sequence that its worker does not know or has no room
 for is sent again after a while that doubles. The engine's thread waits for answers `deadline_s` at
 most, once a step; what comes later is dropped, and who has not answered is not asked meanwhile.
-A worker that fails, is late several times in a row, or answers with what is no tree, is left out:
-its sessions go to others, and it is met again after a while that doubles. Guesses are all that is
-lost: whatever arrives, the verifier draws its own tokens.
+A worker that fails, or answers with what is no tree, is left out: its sessions go to others, and it
+is met again after a while that doubles. One that is late several times in a row, but answers, keeps
+its sessions and is not asked for a while that doubles to a few seconds: it may be new to its texts.
+Guesses are all that is lost: whatever arrives, the verifier draws its own tokens.
 
     AWAY -> (its time has come) MEETING -> (it says who it is, and fits) READY
     READY -> (no answer in time) LATE -> (it came after all) READY
-    any -> (an error, an answer that is none, too often late) AWAY
+    LATE -> (it came after all, several times in a row) RESTING -> (its time has come) READY
+    any -> (an error, an answer that is none, or none at all) AWAY
 
 Engine thread only, but for `DraftCounts`.
 """
@@ -57,7 +59,9 @@ MEET_S = 2.0
 GIVE_UP_S = 2.0
 """From a deadline until who is late is not waited for any more: the worker has failed."""
 MAX_LATE = 3
-"""Late answers in a row after which a worker is left out; guessed."""
+"""Late answers in a row from which on a worker rests after each; guessed."""
+MAX_LATE_REST_S = 4.0
+"""A step that waits the usual 0.05 s for nothing, once in so long, costs about 1 %."""
 
 NOTHING = Draft(EMPTY, {})
 
@@ -298,6 +302,8 @@ class RemoteDrafter:
                 self._begin_meeting(worker)
         elif worker.state is State.LATE:
             self._look_at_late(worker, is_due)
+        elif worker.state is State.RESTING and is_due:
+            worker.state = State.READY
         if worker.state is State.MEETING:
             self._look_at_meeting(worker, is_due)
 
@@ -305,13 +311,29 @@ class RemoteDrafter:
         late = worker.late
         if late is not None and late.done():
             error = None if late.cancelled() else late.exception()
-            if error is not None or worker.num_late >= MAX_LATE:
-                self._leave_out(worker, error or f"late {worker.num_late} times in a row")
-            else:
-                worker.late = None
+            worker.late = None
+            if error is not None:
+                self._leave_out(worker, error)
+            elif worker.num_late < MAX_LATE:
                 worker.state = State.READY
+            else:
+                self._rest(worker)
         elif is_due:
             self._leave_out(worker, "no answer")
+
+    def _rest(self, worker: Worker) -> None:
+        seconds = min(worker.backoff_s, MAX_LATE_REST_S)
+        logger.info(
+            "draft worker %s answers, but later than draft_deadline_s (%g s), %d times in a row: "
+            "it is not asked for %.1f s",
+            worker.channel.address,
+            self._deadline_s,
+            worker.num_late,
+            seconds,
+        )
+        worker.state = State.RESTING
+        worker.due_s = self._clock() + seconds
+        worker.backoff_s = min(2 * worker.backoff_s, MAX_LATE_REST_S)
 
     def _look_at_meeting(self, worker: Worker, is_due: bool) -> None:
         meeting = worker.meeting
@@ -356,7 +378,7 @@ class RemoteDrafter:
 
     def _leave_out(self, worker: Worker, why: object) -> None:
         """Until its back-off is over; its sessions go elsewhere."""
-        if worker.state in (State.READY, State.LATE):
+        if worker.state in (State.READY, State.LATE, State.RESTING):
             logger.warning(
                 "draft worker %s is left out for %.1f s: %s",
                 worker.channel.address,

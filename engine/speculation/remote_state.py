@@ -31,6 +31,7 @@ class State(Enum):
     MEETING = "meeting"
     READY = "ready"
     LATE = "late"
+    RESTING = "resting"
 
 
 class Worker:

@@ -183,7 +183,7 @@ class DraftPeers(Collector):
         labels = {"worker_id": identity.worker_id, "role": identity.role}
         yield gauges(
             "baton_draft_worker_ready",
-            "1 while the draft worker is asked.",
+            "1 while the draft worker is asked, or rests because its answers come late.",
             labels,
             "peer",
             [(one.channel.address, one.counts.is_ready) for one in self.peers],

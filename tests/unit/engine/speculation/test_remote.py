@@ -5,6 +5,7 @@ it may wait."""
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,7 +26,12 @@ from engine.speculation.draft_sessions import SESSION_BYTES, SessionLimits
 from engine.speculation.draft_traces import DraftTraces
 from engine.speculation.drafter import Task
 from engine.speculation.load import load_drafters
-from engine.speculation.remote import GIVE_UP_S, MAX_LATE, RemoteDrafter
+from engine.speculation.remote import (
+    GIVE_UP_S,
+    MAX_LATE,
+    MAX_LATE_REST_S,
+    RemoteDrafter,
+)
 from engine.speculation.remote_state import FIRST_BACKOFF_S
 from process.settings import SettingsError
 from tests import draft_workers as bench
@@ -182,7 +188,12 @@ def test_a_tree_that_is_none_is_not_used_and_its_worker_left_out(answer: Answer)
     drafter.check_integrity()
 
 
-def test_who_is_late_is_not_asked_meanwhile_and_left_out_when_it_goes_on() -> None:
+def test_a_worker_that_is_late_is_not_asked_meanwhile_and_rests_when_it_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It keeps its sessions, and is never away for more than some seconds: its first calls are slow
+    where texts are new to it."""
+    caplog.set_level(logging.INFO)
     channel = fake("a:1")
     peers, clock = _peers(channel), Clock()
     drafter = bench.remote(peers, clock)
@@ -193,11 +204,19 @@ def test_who_is_late_is_not_asked_meanwhile_and_left_out_when_it_goes_on() -> No
         drafter.propose([_task("r", [1, 2])])
         assert channel.num_calls == peers[0].counts.num_late == num
         channel.let_go()
+    for num in range(MAX_LATE, 20):  # late each time: rests after each, for longer
+        (draft,) = drafter.propose([_task("r", [1, 2])])
+        assert not len(draft.tree) and channel.num_calls == num and peers[0].counts.is_ready
+        drafter.check_integrity()
+        clock.now_s += min(FIRST_BACKOFF_S * 2 ** (num - MAX_LATE), MAX_LATE_REST_S)
+        drafter.propose([_task("r", [1, 2])])
+        assert channel.num_calls == num + 1
+        channel.let_go()
+    assert "answers, but later than draft_deadline_s" in caplog.text
+    assert "left out" not in caplog.text
+    drafter.propose([_task("r", [1, 2])])  # the last late answer is seen, and the rest begins
     channel.withholds = False
-    (draft,) = drafter.propose([_task("r", [1, 2])])
-    assert not len(draft.tree) and not peers[0].counts.is_ready
-    drafter.check_integrity()
-    clock.now_s += FIRST_BACKOFF_S
+    clock.now_s += MAX_LATE_REST_S
     (draft,) = drafter.propose([_task("r", [1, 2])])
     assert len(draft.tree) and peers[0].counts.num_answered == 1
 
