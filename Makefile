@@ -86,7 +86,7 @@ kind: $(READY)
 	BATON_KIND=1 TORCH_INDEX_URL=$(TORCH_INDEX_URL) $(TEST_ENVIRONMENT) $(BIN)/pytest -v tests/kind
 
 bench: $(READY)
-	for benchmark in serve engine_cpu engine_step joining radix logits grammar lora kv_quantization bfloat16_drift \
+	for benchmark in serve engine_cpu engine_step joining radix logits structured_output lora kv_quantization bfloat16_drift \
 			kv_transfer prefix_index prefix_hit handover; do \
 		$(BIN)/python -m "benchmarks.$$benchmark"; done
 

@@ -28,6 +28,8 @@ from typing import Any
 import numpy as np
 import torch
 import xgrammar
+from engine.grammar.jump import Cutter
+from engine.grammar.workers import Workers
 from rich.console import Console
 from rich.table import Table
 
@@ -35,11 +37,9 @@ from benchmarks.context import context, publish
 from engine.grammar.compile_server import compile_grammar, tokenizer_info
 from engine.grammar.config import GrammarLimits
 from engine.grammar.fill import Fill
-from engine.grammar.jump import Cutter
 from engine.grammar.source import source
 from engine.grammar.state import GrammarState, Surroundings, new_state
 from engine.grammar.vocabulary import Vocabulary
-from engine.grammar.workers import Workers
 from engine.request import GrammarKind, GrammarSpec, Sampling
 from engine.sampling.pipeline import draw
 from engine.sampling.row import Draw

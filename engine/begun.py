@@ -10,18 +10,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine.constraints import masked
 from engine.in_flight import StepRow
 from engine.sampling import pipeline
 from engine.sampling.copies import Mark
-from engine.sampling.row import Drawn
+from engine.sampling.row import LATE, Draw, Drawn
 from engine.schedule.order import Key
 from engine.sequence import Sequence
 from engine.speculation.drafter import Guess
 from engine.step_builder import Step
 
 if TYPE_CHECKING:
-    from engine.grammar.fill import Fill
+    from engine.constraints import Masks
 
 
 class BegunStep:
@@ -42,14 +41,14 @@ class BegunStep:
         guesses: Mapping[Key, Guess],
         step: Step,
         logits: torch.Tensor,
-        fill: Fill | None,
+        masks: Masks | None,
         copied: Mark | None,
     ) -> None:
         self.planned = planned
         self.guesses = guesses
         self.step = step
         self.logits = logits
-        self._fill = fill
+        self._masks = masks
         self._copied = copied
         self._drawing: Callable[[], list[Drawn]] | None = None
 
@@ -73,9 +72,14 @@ class BegunStep:
         if not draws:
             self._drawing = list
             return
-        if self._fill is not None:
-            draws = masked(draws, step.rows, step.grammars, self._fill)
-        self._drawing = pipeline.begin(self.logits, draws, None if step.is_plain else step.rows)
+        if self._masks is None:
+            rows = None if step.is_plain else step.rows
+            self._drawing = pipeline.begin(self.logits, draws, rows)
+            return
+        masked = self._masks.masked(draws, step.rows)
+        ready = [(one, row) for one, row in zip(masked, step.rows, strict=True) if one is not None]
+        drawing = pipeline.begin(self.logits, [one for one, _ in ready], [row for _, row in ready])
+        self._drawing = lambda: _with_late(drawing(), masked)
 
     def draws(self) -> list[Drawn]:
         """See in_flight.Begun: what was drawn from the logits of all rows that are not beams'."""
@@ -105,6 +109,12 @@ class BegunStep:
             first = end
         guesses = {key: guess for key, guess in self.guesses.items() if key in live}
         return planned, own, guesses
+
+
+def _with_late(drawn: list[Drawn], masked: list[Draw | None]) -> list[Drawn]:
+    """Those that were drawn, and LATE where a mask was."""
+    found = iter(drawn)
+    return [LATE if one is None else next(found) for one in masked]
 
 
 def may_be_early(sequences: Iterable[Sequence]) -> bool:

@@ -20,7 +20,7 @@ from engine.lora.registry import Adapters
 from engine.metrics import EngineMetrics
 from engine.preemptor import Preemptor
 from engine.request import FinishReason, State, StopPolicy
-from engine.sampling.row import Drawn
+from engine.sampling.row import LATE, Drawn
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence, should_hold
 from engine.speculation.tree import ROOT, TokenTree
@@ -79,6 +79,8 @@ class Booking:
             self._metrics.on_first_scheduled(sequence.request.request_id)
         if drawn and sequence.group.is_forked:
             return [self.decode(sequence, num_tokens, drawn[0], now)]
+        if drawn and drawn[0] is LATE:  # samples that part here share one mask
+            return [self._draw_later(sequence, num_tokens)]
         error: EngineError | None = None
         for one in drawn:
             error = error or one.error
@@ -108,6 +110,8 @@ class Booking:
 
     def decode(self, sequence: Sequence, num_tokens: int, drawn: Drawn, now: float) -> RequestEvent:
         """`advance` for one sample of its own with one draw: most rows of most steps."""
+        if drawn is LATE:
+            return self._draw_later(sequence, num_tokens)
         error = drawn.error
         if sequence.grammar is not None:
             error = sequence.grammar.error or error  # the cause of an empty mask
@@ -115,6 +119,11 @@ class Booking:
             return self.fail(sequence, error)
         sequence.num_computed_tokens += num_tokens
         return self._take(sequence, drawn, self._holdings.cache_full_blocks(sequence), now)
+
+    def _draw_later(self, sequence: Sequence, num_tokens: int) -> RequestEvent:
+        """The mask of its draw was late: the next step computes its last token again."""
+        sequence.num_computed_tokens += num_tokens - 1
+        return event_without_tokens(sequence, filled=self._holdings.cache_full_blocks(sequence))
 
     def decode_tree(
         self,
@@ -138,6 +147,8 @@ class Booking:
             sequence.takes_guesses = False
             self._holdings.forget_guesses(sequence)
             return [event_without_tokens(sequence)], 0
+        if drawn[0] is LATE:
+            return [self._draw_later(sequence, num_tokens)], 0
         num_before = len(sequence.token_ids)
         taken: list[tuple[Drawn, int]] = []  # and how many tokens there are with it
         path: list[int] = []
@@ -147,6 +158,8 @@ class Booking:
         children = tree.children
         while node is not None:
             one = drawn[1 + node]
+            if one is LATE:
+                break  # the last token taken is computed by the next step
             error = one.error
             if sequence.grammar is not None:
                 error = sequence.grammar.error or error

@@ -20,6 +20,7 @@ PREEMPTIONS = ("never", "recompute", "swap")
 MAX_RANK_TIMEOUT_S = 3600.0
 POLICIES = ("fcfs", "priority", "cache_aware")
 WEIGHT_DTYPES = ("auto", "fp8_e4m3")
+JUMP_FORWARD = ("tokens", "retokenize", "off")
 DECODERS = ("auto", "own", "transformers")
 
 
@@ -125,9 +126,13 @@ class EngineConfig:
     """With `overlap`, where nobody guesses and no ranks share the model: launch steps with prompts,
     too. A request that comes meanwhile waits for both steps."""
 
-    jump_forward: bool = True
-    """Take text that a grammar forces without running the model for it. Not done for requests with
-    log probabilities or hard masks of their own."""
+    jump_forward: str = "tokens"
+    """What is done where a grammar forces the text that follows. tokens: it is taken in the tokens
+    that the model would be made to draw one by one, without running the model for them; the answer
+    is the same. retokenize: the token that was just drawn and the forced text are cut into tokens
+    anew, together: nearer to text that the model was trained on, and another answer. off: every
+    token is drawn. Tokens are drawn one by one for requests with log probabilities or hard masks of
+    their own."""
 
     grammar: GrammarLimits = GrammarLimits()  # noqa: RUF009  (a frozen value)
     """What one grammar may cost."""
@@ -166,6 +171,7 @@ class EngineConfig:
             ("kv_dtype", KV_DTYPES),
             ("kv_scale", KV_SCALES),
             ("decoder", DECODERS),
+            ("jump_forward", JUMP_FORWARD),
             ("weight_dtype", WEIGHT_DTYPES),
         ):
             if getattr(self, name) not in known:

@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
 from engine.errors import EngineError, InvalidRequest
 from engine.group import Group
 from engine.request import Request, Sampling
@@ -20,9 +22,7 @@ from engine.sampling.row import Draw
 from engine.sequence import Sequence as Sample
 
 if TYPE_CHECKING:
-    from engine.grammar.compilation import Compilation
-    from engine.grammar.fill import Fill
-    from engine.grammar.service import GrammarService
+    from engine.grammar.service import Compilation, GrammarService
     from engine.grammar.state import GrammarState
 
 MakeService = Callable[[], "GrammarService"]
@@ -34,6 +34,7 @@ class Constraints:
     Args:
         make_service: must not block. None: this engine's model has no tokenizer to constrain, and
             every grammar is refused by name.
+        jump_forward: as in EngineConfig.
     """
 
     def __init__(
@@ -41,12 +42,12 @@ class Constraints:
         make_service: MakeService | None,
         *,
         eos_token_ids: frozenset[int],
-        jumps_forward: bool,
+        jump_forward: str,
     ) -> None:
         self._make_service = make_service
         self._service: GrammarService | None = None
         self._eos_token_ids = eos_token_ids
-        self._jumps_forward = jumps_forward
+        self._jump_forward = jump_forward
         self._waiting: dict[str, Group] = {}
 
     @property
@@ -90,14 +91,17 @@ class Constraints:
         self._waiting[group.request.request_id] = group
 
     def forget(self, group: Group) -> None:
-        """It ended while it waited."""
+        """It ended. A compilation that no other request waits for ends with it."""
         self._waiting.pop(group.request.request_id, None)
+        if group.compilation is not None and self._service is not None:
+            self._service.release(group.compilation)
+            group.compilation = None
 
     def poll(self) -> list[Group]:
         """Those whose wait is over, in the order in which it began."""
         ready = [group for group in self._waiting.values() if self.is_ready(group)]
         for group in ready:
-            self.forget(group)
+            del self._waiting[group.request.request_id]
         return ready
 
     def wait(self, timeout_s: float) -> None:
@@ -132,23 +136,32 @@ class Constraints:
 
     # -- the step
 
-    def begin_fill(self, rows: Sequence[GrammarState | None]) -> Fill | None:
-        """Begin to fill the masks of these rows of logits; None for a row without grammar. Returns:
+    def begin_masks(self, rows: Sequence[GrammarState | None]) -> Masks | None:
+        """Begin to make the masks of these rows of logits; None for a row without grammar. Returns:
         None if no row needs one."""
         if self._service is None or not any(row is not None for row in rows):
             return None
-        return self._service.begin_fill(rows)
+        return Masks(self._service, rows)
 
-    def tokens_for(self, sample: Sample, token_id: int) -> tuple[int, ...]:
-        """What a drawn token becomes: itself, or more where the grammar forces text after it.
+    def forced(self, sample: Sample) -> tuple[int, ...]:
+        """The tokens that the sample's grammar makes of what follows; empty where the model is
+        asked all the same. Taking them changes nothing but time: each is the only one that its
+        mask allows. Where other processors have a say in each token (hard masks), or the model must
+        be asked for its log probability, tokens are drawn one by one."""
+        if sample.grammar is None or self._jump_forward != "tokens":
+            return ()
+        return sample.grammar.forced() if _may_jump(sample.request.sampling) else ()
 
-        Nothing is forced where other processors have a say in each token (hard masks), or the model
-        must be asked for its log probability.
-        """
-        one = sample.request.sampling
-        if sample.grammar is None or not self._jumps_forward or not _may_jump(one):
+    def retokenized(self, sample: Sample, token_id: int) -> tuple[int, ...]:
+        """What a drawn token becomes where forced text is cut into tokens anew, together with it
+        (`jump_forward=retokenize`); else itself."""
+        if (
+            sample.grammar is None
+            or self._jump_forward != "retokenize"
+            or not _may_jump(sample.request.sampling)
+        ):
             return (token_id,)
-        return sample.grammar.forced_after(token_id) or (token_id,)
+        return sample.grammar.retokenized(token_id) or (token_id,)
 
     def close(self) -> None:
         """End the service's threads and process. Those who wait get its error."""
@@ -178,13 +191,35 @@ def end_token_ids(sampling: Sampling, eos_token_ids: frozenset[int]) -> frozense
     return ends | eos_token_ids if ends else eos_token_ids
 
 
-def masked(
-    draws: Sequence[Draw], rows: Sequence[int], states: Sequence[GrammarState | None], fill: Fill
-) -> list[Draw]:
-    """The draws with their rows' masks; those without a grammar as they were, so that their traces
-    name none. Waits for the fill, which has a deadline of its own."""
-    masks = fill.result()
-    return [
-        one if states[row] is None else one._replace(bitmask=masks[row])
-        for one, row in zip(draws, rows, strict=True)
-    ]
+class Masks:
+    """The masks of one step's rows on their way. Made before the model runs."""
+
+    def __init__(self, service: GrammarService, rows: Sequence[GrammarState | None]) -> None:
+        self._service = service
+        self._rows = rows
+        service.filler.submit([row for row in rows if row is not None])
+
+    def wait(self) -> None:
+        """Until their states may be touched again."""
+        self._service.filler.wait([row for row in self._rows if row is not None], None)
+
+    def masked(self, draws: Sequence[Draw], rows: Sequence[int]) -> list[Draw | None]:
+        """The draws with their rows' masks; those without a grammar as they were, so that their
+        traces name none. None: the mask is late, and the row draws in a later step. At least one
+        draw is there: the step waits a moment for all masks, and if it has no other draw, until it
+        has.
+
+        Args:
+            rows: the row of each draw.
+        """
+        filler = self._service.filler
+        states = [(place, self._rows[row]) for place, row in enumerate(rows)]
+        own = [(place, state) for place, state in states if state is not None]
+        late = filler.wait([state for _, state in own], self._service.limits.mask_wait_s)
+        if len(late) == len(draws):
+            late = filler.wait([state for _, state in own], None)
+        found: list[Draw | None] = list(draws)
+        for index, (place, state) in enumerate(own):
+            mask = None if index in late else torch.from_numpy(state.mask())
+            found[place] = None if mask is None else draws[place]._replace(bitmask=mask)
+        return found

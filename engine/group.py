@@ -21,7 +21,7 @@ from engine.sampling.history import needs_history
 from engine.sequence import Sequence
 
 if TYPE_CHECKING:
-    from engine.grammar.compilation import Compilation
+    from engine.grammar.service import Compilation
 
 _BY_PROGRESS = (
     State.RESERVED,

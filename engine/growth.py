@@ -27,10 +27,12 @@ class Growth:
 
     def accept(self, sequence: Sequence, drawn: Drawn) -> FinishReason | None:
         """Raises: EngineError from its grammar or the stop policy."""
-        wanted: tuple[int, ...] = (drawn.token_id,)
-        if sequence.grammar is not None and self._stop_policy is None:  # it sees every token
-            wanted = self._constraints.tokens_for(sequence, drawn.token_id)
-        reason = self.add(sequence, wanted)
+        if sequence.grammar is None or self._stop_policy is not None:  # it sees every token
+            reason = self.add(sequence, (drawn.token_id,))
+        else:
+            reason = self.add(sequence, self._constraints.retokenized(sequence, drawn.token_id))
+            if reason is None:
+                reason = self.add(sequence, self._constraints.forced(sequence))
         if reason is None and self._stop_policy is not None:
             reason = _ask_policy(sequence, self._stop_policy)
         return reason

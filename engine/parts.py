@@ -92,7 +92,7 @@ class Parts:
         self.constraints = Constraints(
             make_grammars,
             eos_token_ids=eos_token_ids,
-            jumps_forward=config.jump_forward,
+            jump_forward=config.jump_forward,
         )
         self.booking = Booking(
             self.groups,

@@ -97,11 +97,11 @@ class PlainSteps:
         self, planned: list[tuple[Sequence, int]], guesses: Mapping[Key, Guess], step: Step
     ) -> BegunStep:
         copied = Mark(self._kv.device) if self._in_flight.has_copied else None
-        fill = self._constraints.begin_fill(step.grammars) if step.has_grammars else None
+        masks = self._constraints.begin_masks(step.grammars) if step.has_grammars else None
         try:
             logits = self._model.forward(step.batch)
         except BaseException:
-            if fill is not None:
-                fill.result()  # it works on states that the next step will touch
+            if masks is not None:
+                masks.wait()  # they are made of states that the next step will touch
             raise
-        return BegunStep(planned, guesses, step, logits, fill, copied)
+        return BegunStep(planned, guesses, step, logits, masks, copied)

@@ -62,8 +62,7 @@ class Lock:
 
 LOCKS = (
     Lock("control", "The control image: router, store, autoscaler, commands.", ("kubernetes",)),
-    # xgrammar asks for triton on every Linux, and uses it on GPUs only.
-    Lock("worker-cpu", "The worker image without CUDA.", ("worker", "nixl"), True, ("triton",)),
+    Lock("worker-cpu", "The worker image without CUDA.", ("worker", "nixl"), True),
     Lock("worker-cuda", "The worker image for CUDA.", ("worker", "nixl")),
 )
 
@@ -120,7 +119,8 @@ def _compile(lock: Lock, platform: str, scratch: Path, torch_links: str) -> str:
     out = scratch / f"{lock.name}.{PLATFORMS[platform]}.txt"
     command = ["uv", "pip", "compile", "--quiet", "--no-config", "--no-header", "--no-annotate"]
     command += ["--generate-hashes", "--only-binary", ":all:", "--python-version", PYTHON_VERSION]
-    command += ["--python-platform", f"{PLATFORMS[platform]}-manylinux_2_28"]
+    # As new as llguidance's wheels ask for; Debian 12 has glibc 2.36.
+    command += ["--python-platform", f"{PLATFORMS[platform]}-manylinux_2_31"]
     command += ["--constraints", str(pins), "--overrides", str(overrides)]
     command += ["--output-file", str(out)]
     command += [word for extra in lock.extras for word in ("--extra", extra)]

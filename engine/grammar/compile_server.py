@@ -1,28 +1,27 @@
 """The process that compiles grammars: `python -m engine.grammar.compile_server FD SIZE FOLDER`.
 
-Why a process: compiling cannot be interrupted. A harmless pattern (`.{1,200}` with 152,000 tokens)
-takes seconds, one of 64 KiB can take minutes and GB, and a thread cannot be killed. So this process
-reads the vocabulary once, keeps a single thread, and forks a child for every compilation: the child
-has a timer, a memory bound and lower priority, and ends with its own result or by its own limits.
-Forking costs milliseconds; the vocabulary is shared with the parent's pages.
+Why a process: compiling cannot be interrupted, and what one client wrote may take all memory or end
+its process. So this one reads the vocabulary once, keeps a single thread, and forks a child for
+every compilation: the child has a timer, a memory bound and lower priority, and ends with its own
+result, by its own limits, or when the engine closes its end of the stream (the last request left).
 
-What comes back: a grammar that compiled in under `cheap_s` of CPU is only reported; the engine
-compiles it again itself, in about as long. The serialised form would be far larger (55 MB and 7 s
-for 300 optional keys that compile in 0.1 s; measured). A dear one comes back serialised: for
-`.{1,200}` 12 s to compile, 0.4 s to take over.
+What comes back is the grammar as llguidance's text. The library has no form of a compiled grammar
+that can be sent, so the engine compiles the text again; the child has shown that this is quick and
+small, and compiling lets go of Python's lock.
 
 Wire: over the socket FD comes one byte with a descriptor (a stream of its own) per compilation; on
-that stream a JSON line asks (form, text, timeout_s, cheap_s, bytes, compiled_bytes) and a JSON line
-answers (ok, problem, costly, num_bytes), with num_bytes of serialised grammar after it. End of file
-instead of an answer: the child hit a limit. The server ends when FD is closed. The functions that
-compile are used by the engine, too.
+that stream a JSON line asks (kind, text, choices, limits) and a JSON line answers (ok, problem,
+costly, grammar, num_bytes). End of file instead of an answer: the child hit a limit. The server
+answers "R" on FD when it has compiled once itself, and ends when FD is closed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
+import random
 import resource
 import signal
 import socket
@@ -31,68 +30,88 @@ import time
 from pathlib import Path
 from typing import Any
 
-import xgrammar
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
 from engine.errors import InvalidRequest
-from engine.grammar.classes import rewrite
-from engine.grammar.emptiness import has_text
-from engine.grammar.source import EBNF, REGEX
-from engine.grammar.vocabulary import Vocabulary
+from engine.grammar import json_schema
+from engine.grammar.config import GrammarLimits
+from engine.grammar.errors import GrammarTooCostly, refuse
+from engine.grammar.source import of_schema, source
+from engine.grammar.vocabulary import GrammarTokenizer
+from engine.request import GrammarKind, GrammarSpec
 
 NICENESS = 10
-"""The process is given it by who starts it, and its children have it from it."""
-MAX_NUM_THREADS = 8
-_SIGNS_OF_A_LIMIT = ("bad_alloc", "Resource temporarily unavailable")
-"""In messages of the compiler's: no memory, or none for the stack of one more thread."""
+"""The process is given it by the engine that starts it, and its children have it from it."""
+_NUM_TRIED = 16
+"""Tokens for which a grammar is followed before it is taken."""
+_LOCATE_S = 1.0
+"""How long a child looks for the part of a schema that the library refuses."""
+_SIGNS_OF_A_LIMIT = (
+    "fuel",
+    "limit",
+    "max is",
+    "too big",
+    "too complex",
+    "too large",
+    "too many",
+)
+"""In messages of llguidance's: one of LLParserLimits was reached."""
+_FIRST = GrammarSpec(GrammarKind.JSON_SCHEMA, '{"type": "object", "properties": {"a": {}}}')
 
 
-def tokenizer_info(vocabulary: Vocabulary) -> Any:
-    """The vocabulary as the compiler takes it. One more id than the model has, without bytes, is
-    the stop token where a request has no other; ids without bytes are special to the compiler, so
-    never inside text."""
-    return xgrammar.TokenizerInfo(
-        [*vocabulary.token_bytes, b""],
-        xgrammar.VocabType.RAW,
-        vocab_size=vocabulary.size + 1,
-        stop_token_ids=[vocabulary.size],
+def parser_limits(limits: GrammarLimits) -> LLParserLimits:
+    """The library's own bounds, the same wherever a grammar is compiled."""
+    return LLParserLimits(
+        initial_lexer_fuel=limits.compile_fuel,
+        step_lexer_fuel=limits.token_fuel,
+        step_max_items=limits.token_items,
+        max_lexer_states=limits.max_num_lexer_states,
+        max_grammar_size=limits.max_grammar_size,
+        precompute_large_lexemes=False,
+        verbose_errors=False,
     )
 
 
-def parse(form: str, text: str) -> Any:
-    """A Source as the compiler's grammar. Raises: RuntimeError of the compiler.
-
-    JSON is on one line with json.dumps' separators: without free white space no model can spin in
-    it, and more of the text is forced.
-    """
-    if form == REGEX:
-        return xgrammar.Grammar.from_regex(text)
-    if form == EBNF:
-        grammar = xgrammar.Grammar.from_ebnf(text)
-    else:
-        grammar = xgrammar.Grammar.from_json_schema(text, any_whitespace=False, strict_mode=True)
-    return xgrammar.Grammar.from_ebnf(rewrite(str(grammar)))
+def compile_grammar(tokenizer: GrammarTokenizer, grammar: str, limits: GrammarLimits) -> LLMatcher:
+    """A matcher at the beginning. Raises: GrammarError with the library's message."""
+    matcher = LLMatcher(tokenizer.library, grammar, log_level=0, limits=parser_limits(limits))
+    if matcher.is_error():
+        raise GrammarError(first_line(matcher.get_error()))
+    return matcher
 
 
-def compile_grammar(info: Any, form: str, text: str, *, num_threads: int = 1) -> Any:
-    """Raises: RuntimeError of the compiler."""
-    compiler = xgrammar.GrammarCompiler(info, max_threads=num_threads, cache_enabled=False)
-    return compiler.compile_grammar(parse(form, text))
+class GrammarError(Exception):
+    """llguidance refused a grammar."""
+
+    @property
+    def is_limit(self) -> bool:
+        """For what it costs, not for what it says."""
+        return is_limit(str(self))
 
 
-def first_line(error: Exception) -> str:
-    """The compiler's message without its own place in its own source."""
-    lines = str(error).strip().splitlines()
-    text = lines[0] if lines else repr(error)
-    if text.startswith("[") and ".cc:" in text:
-        text = text.partition(".cc:")[2].partition(":")[2]
-    return text.strip() or repr(error)
+def is_limit(message: str) -> bool:
+    """The library says that one of its limits was reached."""
+    return any(sign in message.lower() for sign in _SIGNS_OF_A_LIMIT)
+
+
+def first_line(message: str) -> str:
+    """The library's message without the excerpt of the grammar that it appends."""
+    if "oneOf constraints" in message:
+        return "two schemas of oneOf may share a value; use anyOf, or a constant tag in each"
+    lines = [line.strip() for line in message.strip().splitlines() if line.strip()]
+    if "regex parse error" in message:
+        lines = [line for line in lines if line.startswith("error: ")] or lines
+    return lines[0][:300] if lines else "refused"
 
 
 def main() -> None:
     """Serve until the socket ends."""
     asked = socket.socket(fileno=int(sys.argv[1]))
-    vocabulary = Vocabulary.load(Path(sys.argv[3]), int(sys.argv[2]))
-    info = tokenizer_info(vocabulary)
+    tokenizer = GrammarTokenizer.load(Path(sys.argv[3]), int(sys.argv[2]))
+    limits = GrammarLimits()
+    try_out(tokenizer, compile_grammar(tokenizer, source(_FIRST, limits), limits), limits)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children leave no zombies
     with contextlib.suppress(OSError):  # the engine may be gone by now: the next read says so
         asked.sendall(b"R")
@@ -104,50 +123,31 @@ def main() -> None:
         if os.fork() == 0:
             asked.close()
             with contextlib.suppress(OSError):  # the engine gave up and closed its end
-                _child(info, vocabulary.usable_bytes, stream)
+                _child(tokenizer, stream)
             os._exit(0)
         os.close(stream)
 
 
-def _child(info: Any, usable_bytes: frozenset[int], stream: int) -> None:
+def _child(tokenizer: GrammarTokenizer, stream: int) -> None:
     with socket.socket(fileno=stream) as wire:
         request = json.loads(wire.makefile("r", encoding="utf-8").readline())
+        limits = GrammarLimits(**request["limits"])
+        spec = GrammarSpec(GrammarKind(request["kind"]), request["text"], tuple(request["choices"]))
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_REAL, request["timeout_s"])
-        _bound_memory(request["bytes"])
-        answer, body = _compile(info, usable_bytes, request)
-        wire.sendall(json.dumps(answer).encode() + b"\n" + body)
+        signal.setitimer(signal.ITIMER_REAL, limits.compile_timeout_s)
+        _end_with(stream)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the library's last words without memory
+        _bound_memory(limits.compile_bytes)
+        answer = json.dumps(_compile(tokenizer, spec, limits)).encode()
+        signal.signal(signal.SIGIO, signal.SIG_IGN)
+        wire.sendall(answer + b"\n")
 
 
-def _compile(
-    info: Any, usable_bytes: frozenset[int], request: dict[str, Any]
-) -> tuple[dict[str, Any], bytes]:
-    began = time.process_time()
-    try:
-        grammar = parse(request["form"], request["text"])
-        if not has_text(str(grammar.serialize_json()), usable_bytes):
-            raise InvalidRequest("grammar", "no text of this model's tokens satisfies it")
-        num_threads = min(MAX_NUM_THREADS, os.cpu_count() or 1)
-        compiled = compile_grammar(info, request["form"], request["text"], num_threads=num_threads)
-        matcher = xgrammar.GrammarMatcher(compiled)
-        mask = xgrammar.allocate_token_bitmask(1, info.vocab_size)
-        matcher.fill_next_token_bitmask(mask)
-        if not mask.any():
-            raise InvalidRequest("grammar", "no token can begin it")
-        seconds = time.process_time() - began
-        body = b"" if seconds <= request["cheap_s"] else compiled.serialize_json().encode()
-    except MemoryError:
-        return {"ok": False, "problem": "it takes too much memory", "costly": True}, b""
-    except InvalidRequest as error:
-        return {"ok": False, "problem": str(error).partition(": ")[2], "costly": False}, b""
-    except RuntimeError as error:
-        is_costly = any(sign in str(error) for sign in _SIGNS_OF_A_LIMIT)
-        problem = "it takes too much memory" if is_costly else first_line(error)
-        return {"ok": False, "problem": problem, "costly": is_costly}, b""
-    if len(body) > request["compiled_bytes"]:
-        problem = f"compiled it has {len(body)} bytes, more than {request['compiled_bytes']}"
-        return {"ok": False, "problem": problem, "costly": True}, b""
-    return {"ok": True, "problem": "", "costly": False, "num_bytes": len(body)}, body
+def _end_with(stream: int) -> None:
+    """End this process when the other end of the stream is closed: the kernel's SIGIO."""
+    signal.signal(signal.SIGIO, signal.SIG_DFL)
+    fcntl.fcntl(stream, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(stream, fcntl.F_SETFL, fcntl.fcntl(stream, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 def _bound_memory(num_bytes: int) -> None:
@@ -155,6 +155,110 @@ def _bound_memory(num_bytes: int) -> None:
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     most = pages * resource.getpagesize() + num_bytes
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def _compile(
+    tokenizer: GrammarTokenizer, spec: GrammarSpec, limits: GrammarLimits
+) -> dict[str, Any]:
+    # What is touched for the first time in this process is not the grammar's.
+    try_out(tokenizer, compile_grammar(tokenizer, source(_FIRST, limits), limits), limits)
+    before = _resident_bytes()
+    try:
+        grammar = source(spec, limits)
+        try:
+            try_out(tokenizer, compile_grammar(tokenizer, grammar, limits), limits)
+        except GrammarError as error:
+            if error.is_limit or spec.kind is not GrammarKind.JSON_SCHEMA:
+                raise
+            raise refuse(_located(tokenizer, spec.text, limits, str(error))) from error
+    except MemoryError:
+        return {"ok": False, "problem": "it takes too much memory", "costly": True}
+    except InvalidRequest as error:
+        is_costly = isinstance(error, GrammarTooCostly)
+        return {"ok": False, "problem": str(error).partition(": ")[2], "costly": is_costly}
+    except GrammarError as error:
+        problem = f"{error}; make it smaller" if error.is_limit else str(error)
+        return {"ok": False, "problem": problem, "costly": error.is_limit}
+    except RecursionError:
+        return {"ok": False, "problem": "nested too deep", "costly": False}
+    except Exception as error:  # of keywords whose values are not of the type that they must have
+        problem = f"malformed: {type(error).__name__}: {str(error)[:200]}"
+        return {"ok": False, "problem": problem, "costly": False}
+    num_bytes = max(0, _resident_bytes() - before) + len(grammar)
+    return {"ok": True, "problem": "", "costly": False, "grammar": grammar, "num_bytes": num_bytes}
+
+
+def try_out(tokenizer: GrammarTokenizer, matcher: LLMatcher, limits: GrammarLimits) -> None:
+    """Follow an output for some tokens: most grammars that cost too much show it there.
+
+    Raises: GrammarError where no token can begin an output, or a limit is reached.
+    """
+    mask = allocate_token_bitmask(1, tokenizer.library.vocab_size)
+    rng = random.Random(0)
+    for index in range(_NUM_TRIED):
+        began = time.thread_time()
+        fill_next_token_bitmask(matcher, mask)
+        filled = time.thread_time()
+        _check(matcher)
+        if index == 0 and (matcher.is_error() or not np.any(mask)):
+            raise GrammarError("no text of this model's tokens satisfies it")
+        allowed = np.nonzero(np.unpackbits(mask[0].view(np.uint8), bitorder="little"))[0]
+        if matcher.is_error() or matcher.is_stopped() or not len(allowed):
+            return
+        moved = time.thread_time()
+        matcher.consume_token(int(rng.choice(allowed)))
+        matcher.compute_ff_tokens()
+        _check(matcher)
+        cost = max(filled - began, time.thread_time() - moved)
+        if cost > limits.token_cpu_s:
+            raise GrammarError(f"a token takes {cost:.2f} s, the limit is {limits.token_cpu_s:g} s")
+
+
+def _check(matcher: LLMatcher) -> None:
+    """Raises: GrammarError where a limit was reached."""
+    message = first_line(matcher.get_error())
+    if matcher.is_error() and is_limit(message):
+        raise GrammarError(message)
+
+
+def _located(tokenizer: GrammarTokenizer, text: str, limits: GrammarLimits, problem: str) -> str:
+    """What the library says of a schema, with the path and keyword that it says it of: the deepest
+    part that it refuses by itself, and the keyword without which it does not."""
+    root = json_schema.read(text)
+    deadline = time.monotonic() + _LOCATE_S
+
+    def refusal(part: object, path: str) -> str | None:
+        try:
+            lowered = json_schema.Lowering(root, limits).schema_at(path, part)
+            try_out(tokenizer, compile_grammar(tokenizer, of_schema(lowered), limits), limits)
+        except GrammarError as error:
+            return None if error.is_limit else str(error)
+        except InvalidRequest:
+            return None
+        return None
+
+    schema, path = root, "$"
+    is_deeper = True
+    while is_deeper:
+        is_deeper = False
+        for inner, place in json_schema.children(schema, path):
+            if time.monotonic() > deadline:
+                break
+            message = refusal(inner, place)
+            if message is not None:
+                schema, path, problem, is_deeper = inner, place, message, True
+                break
+    for keyword in reversed(schema if isinstance(schema, dict) else {}):
+        rest = {key: value for key, value in schema.items() if key != keyword}  # type: ignore[attr-defined]
+        if time.monotonic() <= deadline and keyword != "type" and refusal(rest, path) is None:
+            path = f"{path}.{keyword}"
+            break
+    return f"schema at {path}: {problem}"
+
+
+def _resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * resource.getpagesize()
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""Our side of the compiling process: a Source in, a compiled grammar out, with a deadline.
+"""The engine's side of the compiling process: a GrammarSpec in, a CompiledGrammar out, with a
+deadline.
 
-The process (engine/grammar/compile_server.py) is started by `start`, or by the first compilation:
-it holds the vocabulary and the library, about 200 MB and seconds to import, which an engine without
-grammars need not pay for. If it is gone it is started anew. Calls block; they belong on a worker
-thread. Any thread.
+The process (engine/grammar/compile_server.py) is started by `start`, or by the first compilation.
+If it is gone it is started anew. Calls block; they belong on a worker thread. Any thread.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -19,21 +19,13 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import xgrammar
-
-from engine.grammar.compile_server import (
-    NICENESS,
-    compile_grammar,
-    first_line,
-    tokenizer_info,
-)
+from engine.grammar.compile_server import NICENESS, GrammarError, compile_grammar
 from engine.grammar.config import GrammarLimits
 from engine.grammar.errors import GrammarFailed, GrammarTooCostly, refuse
-from engine.grammar.source import Source
-from engine.grammar.vocabulary import Vocabulary
+from engine.grammar.state import CompiledGrammar
+from engine.grammar.vocabulary import GrammarTokenizer
+from engine.request import GrammarSpec
 
-CHEAP_S = 0.5
-"""CPU seconds up to which a compilation is repeated here instead of taken over."""
 _START_TIMEOUT_S = 120.0
 _GRACE_S = 5.0
 """Beyond a child's own timer, before it is taken for dead."""
@@ -65,8 +57,8 @@ class CompileProcess:
             return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Wait until the process is ready; start it if there is none. Who comes meanwhile waits for
-        the same start.
+        """Wait until the process is ready; start it if there is none. Callers that come meanwhile
+        wait for the same start.
 
         Raises: GrammarFailed.
         """
@@ -167,60 +159,60 @@ class Compiler:
     """See the module."""
 
     def __init__(
-        self, process: CompileProcess, vocabulary: Vocabulary, limits: GrammarLimits
+        self, process: CompileProcess, tokenizer: GrammarTokenizer, limits: GrammarLimits
     ) -> None:
         """`process` has the same vocabulary."""
         self._process = process
+        self._tokenizer = tokenizer
         self._limits = limits
-        self._info: Any = tokenizer_info(vocabulary)
 
-    def compile(self, source: Source) -> Any:
-        """An xgrammar.CompiledGrammar. Blocks for at most the time limit, and the first time for
-        the start of the process.
+    def compile(
+        self, spec: GrammarSpec, stream: tuple[socket.socket, socket.socket]
+    ) -> tuple[CompiledGrammar, int]:
+        """A compiled grammar, and about how many bytes it takes. Blocks for at most the time limit,
+        and the first time for the start of the process.
 
+        Args:
+            stream: a pair of connected sockets, which are closed here. To shut the first one down,
+                from any thread, ends the compilation.
         Raises: InvalidRequest, GrammarTooCostly, GrammarFailed.
         """
-        ours, theirs = socket.socketpair()
+        ours, theirs = stream
         with ours:
             with theirs:
                 self._process.hand_over(theirs)
-            answer, body = self._ask(ours, source)
+            answer = self._ask(ours, spec)
         if answer["costly"]:
             raise GrammarTooCostly("grammar", answer["problem"])
         if not answer["ok"]:
             raise refuse(answer["problem"])
         try:
-            if body:
-                return xgrammar.CompiledGrammar.deserialize_json(body.decode(), self._info)
-            return compile_grammar(self._info, source.form, source.text)
-        except RuntimeError as error:  # it worked in the child
-            raise GrammarFailed(f"a compiled grammar is refused: {first_line(error)}") from error
+            matcher = compile_grammar(self._tokenizer, answer["grammar"], self._limits)
+        except GrammarError as error:  # it worked in the child
+            raise GrammarFailed(f"a compiled grammar is refused: {error}") from error
+        return CompiledGrammar(matcher, self._tokenizer, self._limits), answer["num_bytes"]
 
-    def _ask(self, ours: socket.socket, source: Source) -> tuple[dict[str, Any], bytes]:
-        """The child's answer, and the serialised grammar if there is one."""
-        limits = self._limits
-        ours.settimeout(limits.compile_timeout_s + _GRACE_S)
+    def _ask(self, ours: socket.socket, spec: GrammarSpec) -> dict[str, Any]:
+        """The child's answer."""
+        ours.settimeout(self._limits.compile_timeout_s + _GRACE_S)
         request = {
-            "form": source.form,
-            "text": source.text,
-            "timeout_s": limits.compile_timeout_s,
-            "cheap_s": CHEAP_S,
-            "bytes": limits.compile_bytes,
-            "compiled_bytes": limits.compiled_bytes,
+            "kind": spec.kind.value,
+            "text": spec.text,
+            "choices": spec.choices,
+            "limits": dataclasses.asdict(self._limits),
         }
         try:
             ours.sendall(json.dumps(request).encode() + b"\n")
             with ours.makefile("rb") as stream:
                 line = stream.readline()
-                answer: dict[str, Any] = json.loads(line) if line.endswith(b"\n") else {}
-                body = stream.read(answer.get("num_bytes", 0))
         except TimeoutError as error:
             raise self._too_costly() from error
-        except (BrokenPipeError, ConnectionResetError) as error:
+        except OSError as error:
             raise self._died() from error
-        if not answer or len(body) < answer.get("num_bytes", 0):
+        if not line.endswith(b"\n"):
             raise self._died()
-        return answer, body
+        answer: dict[str, Any] = json.loads(line)
+        return answer
 
     def _died(self) -> GrammarTooCostly | GrammarFailed:
         """What an end of file instead of an answer means: the child's own limits, if its parent is

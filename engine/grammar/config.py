@@ -20,19 +20,22 @@ class GrammarLimits:
     """Choices of one spec, and values of one `enum`."""
 
     max_num_levels: int = 48
-    """Depth of groups in a pattern or grammar, and of sub-schemas and values in a schema."""
+    """Depth of sub-schemas in a schema."""
 
-    max_num_repeats: int = 10_000
-    """Largest bound of a repetition: {n} in a pattern, maxLength or maxItems in a schema."""
+    max_num_repeats: int = 100_000
+    """Largest count in a schema: maxLength, maxItems and the like."""
 
-    compile_timeout_s: float = 60.0
+    compile_timeout_s: float = 4.0
     """Wall time of one compilation, from when a compiling process takes it up."""
 
-    compile_bytes: int = 1 << 30
+    compile_bytes: int = 256 << 20
     """Memory that one compilation may take."""
 
-    compiled_bytes: int = 64 << 20
-    """Largest compiled grammar that is taken over from the compiling process."""
+    compile_fuel: int = 1_000_000
+    """Work on a grammar's terminals when it is compiled, in llguidance's units: 50,000 are 1 ms."""
+
+    max_grammar_size: int = 20_000
+    """Symbols in the rules of a compiled grammar."""
 
     max_num_compiling: int = 2
     """Compilations at one time; the others wait their turn."""
@@ -47,14 +50,28 @@ class GrammarLimits:
     """Compiled grammars, and refusals, that are kept."""
 
     cache_bytes: int = 256 << 20
-    """Memory of the compiled grammars that are kept."""
+    """Memory of the compiled grammars that are kept, as it was when they were compiled."""
 
-    token_cpu_s: float = 1.0
-    """CPU time that one token may cost one request: to move its parser, or to fill its mask. (The
-    dearest mask of an honest grammar measured: 0.3 s, a counted string with 152,000 tokens.)"""
+    max_num_uses: int = 2_000
+    """Outputs of one compiled grammar, which learns lexer states from each and keeps them, before
+    it is compiled anew."""
 
-    token_timeout_s: float = 5.0
-    """Wall time that a step waits for one request's parser before it gives up on that request."""
+    token_fuel: int = 100_000
+    """Work on terminals for one mask or one token: 14,000 are 1 ms."""
+
+    token_items: int = 3_000
+    """Work on rules for one mask or one token: 20,000 are 1 ms."""
+
+    token_cpu_s: float = 0.25
+    """CPU time of one mask or one token. Above it a grammar is refused when it is tried out, and an
+    output that follows it ends."""
+
+    max_num_lexer_states: int = 50_000
+    """Lexer states of one compiled grammar, 1 to 2 kB each."""
+
+    mask_wait_s: float = 0.002
+    """How long a step waits for masks when other rows have what they need. A row whose mask comes
+    later draws in a later step."""
 
     max_num_forced_tokens: int = 64
     """Most tokens of one jump over forced text."""

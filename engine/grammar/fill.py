@@ -1,128 +1,124 @@
-"""Fill: the bitmasks of one step's rows, filled on worker threads while the model runs.
+"""MaskFiller: masks of one step's rows, made on worker threads while the model runs.
 
-Rows are taken one by one from a common list. A row has `token_timeout_s` from when a thread began
-it: then it is given up on, its state breaks, its mask is empty, and another thread takes the place
-of the one that is stuck. Rows that nobody has begun are charged nothing. So a row that runs away
-costs its neighbours at most one wait, and rows that are merely many cost no one.
+A mask that is late delays its own row: the step waits for it for `mask_wait_s` at most while other
+rows have what they need; the thread goes on, and a later step finds the mask in its state. With a
+late row wait all rows of the same CompiledGrammar, since they share a lock with it. Work for one
+mask is bounded by the library, so a thread is never lost.
 
-Life: made by GrammarService.begin_fill, then `result` once. Engine thread.
+Life: `submit` the states of a step, run the model, then `wait`. Engine thread.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Sequence
 
-import torch
-
-from engine.grammar.state import GrammarState, Surroundings
-from engine.grammar.workers import Task
+from engine.errors import IntegrityError
+from engine.grammar.state import GrammarState
 
 logger = logging.getLogger(__name__)
 
-_ROWS_PER_THREAD = 16
-_STALL_S = 0.1
-"""Without an end after this long, one more thread helps with rows that nobody has begun."""
+_STEP_WAIT_S = 30.0
+"""Above all bounds of the library's: a mask that takes longer is a failure of ours."""
 
 
-class _Helper:
-    """One thread's work on a fill: the row that it is at, and since when."""
-
-    def __init__(self) -> None:
-        self.task: Task | None = None
-        """Set by the engine thread before it looks at the others' deadlines."""
-        self.index: int | None = None
-        self.began_s = 0.0
-
-
-class Fill:
+class MaskFiller:
     """See the module."""
 
-    def __init__(self, surroundings: Surroundings, rows: Sequence[GrammarState | None]) -> None:
-        self._surroundings = surroundings
-        self._rows = rows
-        size = (len(rows), surroundings.num_words)
-        self._masks = torch.full(size, -1, dtype=torch.int32)
-        self._open = deque(index for index, state in enumerate(rows) if state is not None)
-        self._unfinished = set(self._open)
-        self._late: list[int] = []
-        self._lock = threading.Lock()
-        self._done = threading.Event()
-        self._helpers: list[_Helper] = []
-        if not self._open:
-            self._done.set()
-        for _ in range(-(-len(self._open) // _ROWS_PER_THREAD)):
-            self._help()
+    def __init__(self, num_threads: int) -> None:
+        """Threads are started when there is work for them."""
+        self._num_threads = num_threads
+        self._work = threading.Condition()
+        self._queue: deque[GrammarState] = deque()
+        self._threads: list[threading.Thread] = []
+        self._num_idle = 0
+        self._is_closed = False
+        self.num_filled = 0
+        """Masks made."""
+        self.num_late = 0
+        """Rows that a step went on without."""
 
-    @property
-    def is_over(self) -> bool:
-        """Every row is filled, or given up on."""
-        return self._done.is_set()
+    def submit(self, states: Sequence[GrammarState]) -> None:
+        """Begin to make the masks that these states lack; they must not be touched until `wait`
+        says so."""
+        missing = [
+            state for state in dict.fromkeys(states) if not state.has_mask and not state.is_filling
+        ]
+        if not missing:
+            return
+        with self._work:
+            if self._is_closed:
+                raise RuntimeError("masks were asked for after close")
+            for state in missing:
+                state.is_filling = True
+                state.grammar.num_filling += 1
+            self._queue.extend(missing)
+            wanted = min(self._num_threads, len(self._threads) - self._num_idle + len(missing))
+            while len(self._threads) < wanted:
+                thread = threading.Thread(target=self._run, name="grammar-mask", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+            self._work.notify_all()
 
-    def result(self) -> torch.Tensor:
-        """[R, ceil(V / 32)] int32, bit i of word w set: token 32 * w + i may come next. All ones in
-        a row of None (beyond V, too); all zeros where nothing may come or the state is broken
-        (`GrammarState.error`). Waits for at most `token_timeout_s` per row."""
-        while not self._done.wait(_STALL_S):
-            self._give_up_late()
-            if self._open:
-                self._help()
-        # A thread that was given up on may still write into the first ones.
-        masks = self._masks.clone() if self._late else self._masks
-        for index in self._late:
-            masks[index].zero_()
-        return masks[:, : (self._surroundings.vocabulary.size + 31) // 32]
+    def wait(self, states: Sequence[GrammarState], timeout_s: float | None) -> set[int]:
+        """Until these states have their masks, but for so long; None: for all of them.
 
-    def _help(self) -> None:
-        helper = _Helper()
-        helper.task = self._surroundings.workers.submit(lambda: self._fill_rows(helper))
-        self._helpers.append(helper)
+        Returns: indices of those that must not be touched yet (`is_busy`): they, or others of their
+        grammar, have no mask.
+        Raises: IntegrityError after the longest time that a mask can take.
+        """
+        with self._work:
+            is_done = self._work.wait_for(
+                lambda: not any(state.is_busy for state in states),
+                _STEP_WAIT_S if timeout_s is None else timeout_s,
+            )
+            if is_done:
+                return set()
+            if timeout_s is None:
+                raise IntegrityError(f"masks took more than {_STEP_WAIT_S} s")
+            late = {index for index, state in enumerate(states) if state.is_busy}
+            self.num_late += len(late)
+            return late
 
-    def _give_up_late(self) -> None:
-        oldest_s = time.monotonic() - self._surroundings.limits.token_timeout_s
-        for helper in self._helpers:
-            with self._lock:
-                index = helper.index
-                if index is None or helper.began_s > oldest_s:
-                    continue
-                helper.index = None  # what it still does is nobody's
-                self._late.append(index)
-            state = self._rows[index]
-            if state is not None:
-                state.break_off()
-            if helper.task is not None:
-                self._surroundings.workers.give_up(helper.task)
-            self._finish(index)
+    def close(self) -> None:
+        """Threads end with the mask that they are at."""
+        with self._work:
+            self._is_closed = True
+            self._queue.clear()
+            self._work.notify_all()
 
-    def _fill_rows(self, helper: _Helper) -> None:
+    def check_integrity(self) -> None:
+        """Raises: IntegrityError."""
+        with self._work:
+            num_alive = sum(thread.is_alive() for thread in self._threads)
+            if num_alive != len(self._threads) or not 0 <= self._num_idle <= num_alive:
+                raise IntegrityError(
+                    f"{num_alive} of {len(self._threads)} mask threads live, {self._num_idle} idle"
+                )
+            if len(self._queue) != sum(state.is_filling for state in self._queue):
+                raise IntegrityError("a state is queued for its mask and not marked so")
+
+    def _run(self) -> None:
         while True:
-            with self._lock:
-                if not self._open:
+            with self._work:
+                self._num_idle += 1
+                while not self._queue and not self._is_closed:
+                    self._work.wait()
+                self._num_idle -= 1
+                if self._is_closed:
+                    self._threads.remove(threading.current_thread())
                     return
-                index = self._open.popleft()
-                helper.index, helper.began_s = index, time.monotonic()
-            state = self._rows[index]
-            if state is not None:
-                self._fill_row(state, index)
-            with self._lock:
-                if helper.index is None:
-                    return
-                helper.index = None
-            self._finish(index)
-
-    def _fill_row(self, state: GrammarState, index: int) -> None:
-        try:
-            state.fill(self._masks, index)
-        except Exception as error:
-            logger.exception("a mask could not be filled")
-            state.fail(error)
-            self._masks[index].zero_()
-
-    def _finish(self, index: int) -> None:
-        with self._lock:
-            self._unfinished.discard(index)
-            if not self._unfinished:
-                self._done.set()
+                state = self._queue.popleft()
+            try:
+                state.mask()
+            except Exception as error:
+                logger.exception("a mask could not be made")
+                state.fail(repr(error))
+                state.mask()
+            with self._work:
+                state.is_filling = False
+                state.grammar.num_filling -= 1
+                self.num_filled += 1
+                self._work.notify_all()

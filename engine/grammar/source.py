@@ -1,40 +1,51 @@
-"""A GrammarSpec checked and brought into a form that the compiler takes: what a client wrote never
-reaches it as it was. Pure functions over values; any thread.
+"""A GrammarSpec as a grammar of llguidance. Pure functions over values; any thread.
+
+    choice       one Lark terminal of literals
+    regex        a full match; \\d \\w \\s are ASCII
+    json_schema  engine/grammar/json_schema.py, one line with ", " and ": "
+    ebnf         Lark's dialect, or GBNF's (llama.cpp's, `root ::= ...`), which is translated
+
+A grammar in EBNF may not name special tokens, nor set options of its own: they would let tokens
+into an output that are no text, or take text back that a client has.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from engine.grammar import regex, schema
+from llguidance import LLMatcher, regex_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+from engine.grammar import costs, json_schema
 from engine.grammar.config import GrammarLimits
 from engine.grammar.errors import refuse
 from engine.request import GrammarKind, GrammarSpec
 
-EBNF, REGEX, SCHEMA = "ebnf", "regex", "schema"
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
 
-# Extensions of the compiler's EBNF dialect that are about tokens, not text: they could let special
-# tokens into an output.
-_TOKEN_MACROS = frozenset({"TagDispatch", "TokenTagDispatch", "Token", "ExcludeToken"})
-_EBNF_PIECES = re.compile(
-    r'"(?:[^"\\\n]|\\.)*"'  # a literal
-    r"|\[(?:[^\]\\\n]|\\.)*\]"  # a class
-    r"|#[^\n]*"  # a comment
-    r"|\{[^{}\n]*\}"  # a repetition
-    r"|\(\s*="  # a look-ahead
-    r"|[A-Za-z_][\w.-]*"
-    r"|[()\"\[{]"
+_JSON: JsonCompileOptions = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+}
+# llguidance 1.9.1 follows forced text without an end where a grammar has no other, as in
+# `start: "a" start` or /x+/ before "x". A schema's and a pattern's text always ends.
+_NO_FORCING = '%llguidance {"no_forcing": true}\n'
+_PIECES = re.compile(
+    r'"(?:[^"\\\n]|\\.)*"i?'  # a literal
+    r"|//[^\n]*|\#[^\n]*"  # a comment
+    r"|/(?![/*])(?:[^/\\\n]|\\.)+/[imslux]*"  # a pattern
+    r"|\[(?:[^\]\\\n]|\\.)*\]"  # a class of GBNF, an optional part or the options of Lark
+    r"|(?P<directive>%[a-z]+)"
+    r"|(?P<token><[^\n>]*>)"
 )
-
-
-@dataclass(frozen=True)
-class Source:
-    """What goes to the compiler."""
-
-    form: str
-    """EBNF, REGEX or SCHEMA."""
-    text: str
+_OPTIONS = re.compile(r"\[\s*(?:capture|lazy|max_tokens|temperature|stop|suffix|stop_capture)\b")
+_DIRECTIVES = frozenset({"%ignore", "%import"})
+_GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+_UNICODE = re.compile(r"\\u[0-9a-fA-F]{4}|\\U[0-9a-fA-F]{8}")
 
 
 def check_size(spec: GrammarSpec, limits: GrammarLimits) -> None:
@@ -45,81 +56,66 @@ def check_size(spec: GrammarSpec, limits: GrammarLimits) -> None:
         raise refuse(f"no Unicode text: {error}") from error
     if num_bytes > limits.max_spec_bytes:
         raise refuse(f"{num_bytes} bytes are more than {limits.max_spec_bytes}")
+    if spec.choices and spec.kind is not GrammarKind.CHOICE:
+        raise refuse(f"choices: they belong to kind choice, not {spec.kind.value}")
+    if spec.kind is GrammarKind.CHOICE:
+        if spec.text:
+            raise refuse("text: it belongs to other kinds than choice")
+        if not spec.choices:
+            raise refuse("choices: there is none")
+        if len(spec.choices) > limits.max_num_choices:
+            raise refuse(f"choices: {len(spec.choices)} are more than {limits.max_num_choices}")
 
 
-def source(spec: GrammarSpec, limits: GrammarLimits) -> Source:
-    """Check `spec` against the limits and write it for the compiler. Takes tenths of a second for
-    the largest ones: not for the engine's thread.
+def source(spec: GrammarSpec, limits: GrammarLimits) -> str:
+    """llguidance's text of the grammar. May take long, and much memory: for the compiling process.
 
     Raises: InvalidRequest, field "grammar".
     """
     check_size(spec, limits)
     if spec.kind is GrammarKind.CHOICE:
-        if spec.text:
-            raise refuse("text: it belongs to other kinds than choice")
-        return Source(EBNF, _choice(spec.choices, limits))
-    if spec.choices:
-        raise refuse(f"choices: they belong to kind choice, not {spec.kind.value}")
+        choices = " | ".join(
+            json.dumps(one, ensure_ascii=False) for one in dict.fromkeys(spec.choices)
+        )
+        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}\n")
     if spec.kind is GrammarKind.REGEX:
-        return Source(REGEX, _regex(spec.text, limits))
+        costs.check_pattern(spec.text)
+        return LLMatcher.grammar_from_regex(regex_to_lark(spec.text, "dws"))
     if spec.kind is GrammarKind.JSON_SCHEMA:
-        return Source(SCHEMA, schema.normalise(spec.text, limits))
-    return Source(EBNF, _ebnf(spec.text, limits))
+        return of_schema(json_schema.lower(spec.text, limits))
+    return LLMatcher.grammar_from_lark(_NO_FORCING + _lark(spec.text))
 
 
-def _choice(choices: tuple[str, ...], limits: GrammarLimits) -> str:
-    if not choices:
-        raise refuse("choices: there is none")
-    if len(choices) > limits.max_num_choices:
-        raise refuse(f"choices: {len(choices)} are more than {limits.max_num_choices}")
-    if any("\0" in choice for choice in choices):
-        raise refuse("choices: NUL is not supported")
-    return "root ::= " + " | ".join(f'"{_escape(choice)}"' for choice in dict.fromkeys(choices))
+def of_schema(lowered: json_schema.Schema) -> str:
+    """llguidance's text of a schema that was rewritten for it."""
+    return LLMatcher.grammar_from_json_schema(json.dumps(lowered), overrides=_JSON)
 
 
-def _escape(text: str) -> str:
-    named = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\r": "\\r", "\t": "\\t"}
-    return "".join(
-        named.get(c) or (f"\\u{ord(c):04x}" if ord(c) < 0x20 or ord(c) == 0x7F else c) for c in text
-    )
-
-
-def _regex(pattern: str, limits: GrammarLimits) -> str:
-    node = regex.parse(
-        pattern, max_num_levels=limits.max_num_levels, max_num_repeats=limits.max_num_repeats
-    )
-    if regex.is_empty(node):
-        raise refuse("pattern: it matches no text")
-    return regex.write(regex.prune(node))
-
-
-def _ebnf(text: str, limits: GrammarLimits) -> str:
-    """The grammar itself is read by the compiler; here is refused what it would overdo."""
-    if "\0" in text:
-        raise refuse("grammar text: NUL is not supported")
-    level = 0
-    for found in _EBNF_PIECES.finditer(text):
+def _lark(text: str) -> str:
+    is_gbnf = _GBNF.search(text) is not None
+    (costs.check_gbnf if is_gbnf else costs.check_lark)(text)
+    for found in _PIECES.finditer(text):
         piece = found.group()
-        level += (piece == "(") - (piece == ")")
-        problem = _ebnf_problem(piece, level, limits)
-        if problem:
-            line = text.count("\n", 0, found.start()) + 1
-            raise refuse(f"grammar text, line {line}: {problem}")
-    return text
+        line = f"grammar text, line {text.count(chr(10), 0, found.start()) + 1}"
+        if found["directive"] and piece not in _DIRECTIVES:
+            raise refuse(f"{line}: {piece} is not supported")
+        if found["token"] and not is_gbnf:
+            raise refuse(f"{line}: a special token ({piece[:40]}) is not supported")
+        if not is_gbnf and _OPTIONS.match(piece):
+            raise refuse(f"{line}: options of a rule are not supported")
+    if not is_gbnf:
+        return text
+    try:
+        return gbnf_to_lark(_UNICODE.sub(_character, text)).removeprefix("%llguidance {}")
+    except RecursionError:
+        raise refuse("grammar text: nested too deep") from None
+    except Exception as error:  # the translator raises whatever its parser meets
+        raise refuse(f"grammar text: {error}") from error
 
 
-def _ebnf_problem(piece: str, level: int, limits: GrammarLimits) -> str:
-    """What is wrong with one piece, with so many groups open; empty: nothing."""
-    if piece in _TOKEN_MACROS:
-        return f"{piece} is not supported"
-    if piece.startswith("(") and piece.endswith("="):
-        return "a look-ahead is not supported"
-    if piece in ('"', "[", "{"):
-        return f"an unmatched {piece}"
-    if piece.startswith("{"):
-        numbers = [number.strip() for number in piece[1:-1].split(",")]
-        if any(len(n) > 9 or int(n) > limits.max_num_repeats for n in numbers if n.isdigit()):
-            return f"a repetition beyond {limits.max_num_repeats}"
-    if level > limits.max_num_levels:
-        return f"groups nested deeper than {limits.max_num_levels} levels"
-    return ""
+def _character(found: re.Match[str]) -> str:
+    """What a \\u of GBNF stands for; the translator writes it wrongly."""
+    code = int(found.group()[2:], 16)
+    if code > 0x10FFFF or 0xD800 <= code < 0xE000:
+        return found.group()
+    return f"\\x{code:02x}" if code < 0x80 else chr(code)

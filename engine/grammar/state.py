@@ -2,15 +2,17 @@
 
 The state is a function of the ids accepted so far: replaying them on a fresh state gives the same
 masks, so a request can be resumed anywhere from its output ids alone. End tokens (EOS, stop ids)
-are allowed where the text so far is complete, and nowhere else, whatever text they stand for.
+are allowed where the text so far is complete, and nowhere else, whatever text they stand for. Where
+the grammar allows one text only, the mask allows one token: the one with which the tokenizer would
+go on; `forced` gives all of them at once.
 
-A parser can run away: `((a{0,100}){0,100}){0,100}` compiles in a millisecond and takes seconds per
-token after twenty. So every call is timed by its CPU; one that costs more than `token_cpu_s` breaks
-the state (`error`), which fails its own request and no other. Calls are made in place while they
-are cheap, and on a worker thread that is waited for with a deadline as soon as one was not: costs
-grow from token to token, they do not jump from nothing. A call that raises breaks the state, too.
+The library bounds the work of every call (GrammarLimits.token_fuel, token_items). One that reaches
+a bound breaks the state (`error`), which fails its own request and no other.
 
-Engine thread, and the fill's thread between `begin_fill` and `Fill.result`.
+States of one CompiledGrammar share what it has learned, under one lock, and the library holds
+Python's lock while it waits for that one. So while a mask of the grammar is being made, none of its
+states may be touched: engine/grammar/fill.py says which those are. Engine thread, and a fill thread
+from MaskFiller.submit until the state `has_mask`.
 """
 
 from __future__ import annotations
@@ -18,70 +20,75 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import xgrammar
+from llguidance import LLMatcher
 
 from engine.errors import EngineError
+from engine.grammar.compile_server import first_line, is_limit
 from engine.grammar.config import GrammarLimits
 from engine.grammar.errors import GrammarFailed, GrammarTooCostly
-from engine.grammar.jump import Cutter
-from engine.grammar.vocabulary import Vocabulary
-from engine.grammar.workers import Workers
+from engine.grammar.vocabulary import GrammarTokenizer
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_IN_PLACE_S = 0.001
-"""CPU of the last call up to which the next is made on the caller's thread."""
 _MOST_BYTES_PER_TOKEN = 16
 """How much forced text is cut for each token that a jump may have; four times a usual token's."""
 
 
-@dataclass(frozen=True)
-class Surroundings:
-    """What all states of one service share."""
+class CompiledGrammar:
+    """A grammar that is ready, and what all its states share."""
 
-    vocabulary: Vocabulary
-    limits: GrammarLimits
-    workers: Workers
-    cutter: Cutter | None
-    """None: no jumps."""
+    def __init__(
+        self, matcher: LLMatcher, tokenizer: GrammarTokenizer, limits: GrammarLimits
+    ) -> None:
+        """`matcher` stands at the beginning, and stays there."""
+        self._matcher = matcher
+        self.tokenizer = tokenizer
+        self.limits = limits
+        self.num_states = 0
+        """States that were made of it."""
+        self.num_filling = 0
+        """Masks that threads make of it now. Kept by MaskFiller."""
+        self.is_broken = False
+        """The library failed on it: it must be compiled anew."""
 
-    @property
-    def spare_id(self) -> int:
-        """The id beyond the model's that is the end token of a state that has no other."""
-        return self.vocabulary.size
-
-    @property
-    def num_words(self) -> int:
-        """int32 words of a mask, with the spare id."""
-        return self.vocabulary.size // 32 + 1
+    def state(self, end_token_ids: frozenset[int]) -> GrammarState:
+        """At the beginning. `end_token_ids` beyond the vocabulary are no tokens."""
+        self.num_states += 1
+        size = self.tokenizer.vocabulary.size
+        ends = frozenset(i for i in end_token_ids if 0 <= i < size)
+        return GrammarState(self, self._matcher.deep_copy(), ends)
 
 
 class GrammarState:
     """See the module."""
 
     def __init__(
-        self, matcher: Any, surroundings: Surroundings, end_token_ids: frozenset[int]
+        self, grammar: CompiledGrammar, matcher: LLMatcher, end_token_ids: frozenset[int]
     ) -> None:
-        """`matcher`: of the compiled grammar, with these end tokens (the spare id if none)."""
+        self.grammar = grammar
         self._matcher = matcher
-        self._surroundings = surroundings
+        self._tokens = grammar.tokenizer.vocabulary.token_bytes
         self._end_token_ids = end_token_ids
         self._token_ids: list[int] = []
         self._has_ended = False
-        self._cpu_s = 0.0
-        self._is_going_on: int | None = None
-        self._mask: torch.Tensor | None = None
+        self._mask: npt.NDArray[np.int32] | None = None
+        self.is_filling = False
+        """A thread makes its mask. Set and cleared by MaskFiller."""
         self.error: EngineError | None = None
-        """Set once this grammar cost too much, or the library failed on it: nothing is allowed any
+        """Set once this output cost too much, or the library failed on it: nothing is allowed any
         more, the request must end with it."""
+
+    @property
+    def is_busy(self) -> bool:
+        """A thread makes a mask of its grammar: it must not be touched."""
+        return self.grammar.num_filling > 0
 
     @property
     def token_ids(self) -> Sequence[int]:
@@ -91,18 +98,16 @@ class GrammarState:
     @property
     def is_complete(self) -> bool:
         """Nothing but an end may follow. False for a broken state."""
-        if self._has_ended:
-            return True
-        if not self._try(lambda: self._matcher.is_completed()):
+        if self._has_ended or self.error is not None:
+            return self._has_ended
+        if self._matcher.is_stopped():
+            return not self._matcher.is_error()
+        may_be = not self._token_ids or any(self._tokens[i] for i in self._end_token_ids)
+        if not may_be or not self._try(self._matcher.is_accepting):
             return False
-        # Most texts that are complete and may go on, may go on as they just did; looking is far
-        # cheaper than a mask.
-        for token_id in {self._is_going_on, *self._token_ids[-1:]} - {None}:
-            if token_id is not None and self._can_follow(token_id):
-                self._is_going_on = token_id
-                return False
-        mask = self._whole_mask()
-        return mask is not None and not self._has_text(mask)
+        mask = self.mask().copy()
+        _clear(mask, self._end_token_ids)
+        return self.error is None and not mask.any()
 
     def accept(self, token_id: int) -> bool:
         """Move on by one token. False: it is not allowed (or the state is broken); nothing
@@ -110,232 +115,165 @@ class GrammarState:
         if self.error is not None or self._has_ended:
             return False
         if token_id in self._end_token_ids:
-            if not self._try(lambda: self._matcher.is_completed()):
+            if not self._try(self._matcher.is_accepting):
                 return False
             self._has_ended = True
-        elif not self._move(token_id):
+        elif not self._move([token_id]):
             return False
         self._token_ids.append(token_id)
+        self._mask = None
         return True
 
-    def forced_after(self, token_id: int) -> tuple[int, ...]:
-        """What to publish instead of `token_id`, which was drawn and not accepted yet, because the
-        grammar forces text after it: more than one token, each to be accepted. Empty: nothing.
+    def forced(self) -> tuple[int, ...]:
+        """The tokens that must come next, each the only one that its mask would allow. Changes
+        nothing."""
+        if self.error is not None or self._has_ended:
+            return ()
+        token_ids = self._try(self._matcher.compute_ff_tokens) or []
+        for index, token_id in enumerate(token_ids):
+            if token_id in self._end_token_ids or not self._is_text(token_id):
+                token_ids = token_ids[:index]  # its mask is empty
+                break
+        return tuple(token_ids[: self.grammar.limits.max_num_forced_tokens])
 
-        The text of the returned tokens begins with the token's own and is in the language as far as
-        the token itself is. Changes nothing.
+    def retokenized(self, token_id: int) -> tuple[int, ...]:
+        """What to publish instead of `token_id`, which was drawn and not accepted yet, where the
+        grammar forces text after it: both texts as the tokenizer cuts them together, each token to
+        be accepted. Empty: nothing. Changes nothing.
+
+        The last token is left to the model, since the text after the forced one may belong into it.
         """
-        cutter = self._surroundings.cutter
-        if cutter is None or token_id in self._end_token_ids or not self._move(token_id):
+        if token_id in self._end_token_ids or self.error is not None:
             return ()
-        try:
-            forced: bytes = self._run(lambda: _forced_text(self._matcher)) or b""
-        finally:
-            self._back(1)
-        if not forced or self.error is not None:
+        if not self._is_text(token_id) or not self._try(
+            lambda: self._matcher.validate_tokens([token_id])
+        ):
             return ()
-        text = self._surroundings.vocabulary.token_bytes[token_id] + forced
-        most = self._surroundings.limits.max_num_forced_tokens
-        head = _head(text, len(text) - len(forced) + most * _MOST_BYTES_PER_TOKEN)
-        token_ids = cutter.cut(head)
-        is_cut_short = len(token_ids) > most
-        if len(head) < len(text) and not is_cut_short:
-            token_ids, is_cut_short = token_ids[:-1], True  # the cut may lie inside the last one
-        return self._checked(token_ids[:most], cutter, may_drop_last=not is_cut_short)
+        ahead = self._matcher.deep_copy()
+        ahead.consume_token(token_id)
+        forced = ahead.compute_ff_bytes()
+        most = self.grammar.limits.max_num_forced_tokens
+        own = self._tokens[token_id]
+        text = (own + forced)[: len(own) + most * _MOST_BYTES_PER_TOKEN].decode(errors="ignore")
+        if ahead.is_error() or not forced or not text.encode().startswith(own):
+            return ()
+        cut = self.grammar.tokenizer.text.cut(text)
+        token_ids = tuple(cut if ahead.is_stopped() else cut[:-1])[:most]
+        is_new = len(token_ids) > 1 and not self._end_token_ids.intersection(token_ids)
+        if is_new and self._try(lambda: self._matcher.validate_tokens(list(token_ids))) == len(
+            token_ids
+        ):
+            return token_ids
+        return ()
 
     def fork(self) -> GrammarState:
-        """An independent state at the same place: another sample of the same prompt."""
-        matcher = self._try(lambda: self._matcher.fork())
-        other = GrammarState(matcher, self._surroundings, self._end_token_ids)
+        """An independent state at the same place: another sample of the same prompt, or a guess."""
+        other = GrammarState(self.grammar, self._matcher.deep_copy(), self._end_token_ids)
         other._token_ids = list(self._token_ids)
         other._has_ended = self._has_ended
-        other._cpu_s = self._cpu_s
+        other._mask = self._mask
         other.error = self.error
         return other
 
-    def rollback(self, num_tokens: int) -> None:
-        """Take back the newest accepted tokens. Raises: ValueError for more than there are."""
-        if not 0 <= num_tokens <= len(self._token_ids):
-            raise ValueError(f"{num_tokens} of {len(self._token_ids)} tokens cannot be taken back")
-        if num_tokens == 0:
-            return
-        del self._token_ids[-num_tokens:]
-        self._back(num_tokens - self._has_ended)
-        self._has_ended = False
+    # -- masks
 
-    # -- for the fill
+    @property
+    def has_mask(self) -> bool:
+        """`mask` is there already."""
+        return self._mask is not None
 
-    def fill(self, rows: torch.Tensor, index: int) -> None:
-        """Write the mask of what may follow to rows[index], [num_words] int32; zero if the state is
-        broken. Times itself. Fill thread."""
-        row = rows[index]
-        if self.error is not None or self._has_ended:
-            row.zero_()
-            return
-        if self._mask is not None:
-            row.copy_(self._mask)
-            return
-        began = time.thread_time()
-        self._try(lambda: self._matcher.fill_next_token_bitmask(rows, index))
-        self._clear_spare(row)
-        if time.thread_time() - began > self._surroundings.limits.token_cpu_s:
-            self.break_off()
-        if self.error is not None:
-            row.zero_()
+    def mask(self) -> npt.NDArray[np.int32]:
+        """What may come next: [ceil(V / 32)] int32, bit i of word w set for token 32 * w + i; zero
+        if nothing may, or if the state is broken. Made once for each place. Any one thread."""
+        if self._mask is None:
+            self._mask = self._made_mask()
+        return self._mask
 
-    def break_off(self) -> None:
-        """Give up on it: the matcher may be in use by a thread that does not come back."""
-        limits = self._surroundings.limits
-        self.error = GrammarTooCostly(
-            "grammar",
-            f"token {len(self._token_ids)} of the output takes its parser more than "
-            f"{limits.token_cpu_s:g} s; make it less ambiguous, or its repetitions less nested",
-        )
-
-    def fail(self, failure: Exception) -> None:
-        """Give up on it: the library raised what nothing here expects."""
-        logger.error("the grammar library failed", exc_info=failure)
-        self.error = GrammarFailed(f"the grammar library failed: {failure!r}")
+    def _made_mask(self) -> npt.NDArray[np.int32]:
+        size = self.grammar.tokenizer.vocabulary.size
+        words = np.zeros(size // 32 + 1, dtype=np.int32)
+        if self.error is None and not self._has_ended:
+            self._try(
+                lambda: self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+            )
+            if self.error is not None or self._matcher.is_error():
+                words[:] = 0
+            may_end = bool(words[size // 32] & _bit(size))
+            words[size // 32] &= (1 << (size % 32)) - 1  # nothing beyond the model's ids
+            _clear(words, self._end_token_ids)
+            if may_end:
+                for token_id in self._end_token_ids:
+                    words[token_id // 32] |= _bit(token_id)
+        return words[: (size + 31) // 32]
 
     # -- the matcher
 
-    def _move(self, token_id: int) -> bool:
+    def _is_text(self, token_id: int) -> bool:
+        return 0 <= token_id < len(self._tokens) and bool(self._tokens[token_id])
+
+    def _move(self, token_ids: list[int]) -> bool:
         """Accept one token with text."""
-        vocabulary = self._surroundings.vocabulary
-        if not (0 <= token_id < vocabulary.size and vocabulary.token_bytes[token_id]):
+        if not all(map(self._is_text, token_ids)):
             return False
-        if not self._run(lambda: bool(self._matcher.accept_token(token_id))):
-            return False
-        self._mask = None
-        return True
-
-    def _back(self, num_tokens: int) -> None:
-        self._try(lambda: self._matcher.rollback(num_tokens))
-        self._mask = None
-
-    def _can_follow(self, token_id: int) -> bool:
-        mask = self._mask
-        if not self._move(token_id):
-            return False
-        self._back(1)
-        self._mask = mask
-        return self.error is None
-
-    def _whole_mask(self) -> torch.Tensor | None:
-        """[num_words] of the present place, kept for the next fill. None: broken."""
-        if self._mask is None:
-            rows = torch.empty(1, self._surroundings.num_words, dtype=torch.int32)
-            if self._run(lambda: self._matcher.fill_next_token_bitmask(rows) is not None):
-                self._clear_spare(rows[0])
-                self._mask = rows[0]
-        return self._mask
-
-    def _clear_spare(self, row: torch.Tensor) -> None:
-        """Nothing beyond the model's ids: the spare one, and bits that the library leaves set."""
-        num_ids = self._surroundings.vocabulary.size
-        row[num_ids // 32] &= (1 << (num_ids % 32)) - 1
-
-    def _has_text(self, mask: torch.Tensor) -> bool:
-        """Some token is allowed that is no end."""
-        words = mask.numpy().copy()
-        for token_id in self._end_token_ids:
-            words[token_id // 32] &= np.int32(~np.int64(1 << (token_id % 32)).astype(np.int32))
-        return bool(words.any())
-
-    def _checked(
-        self, token_ids: tuple[int, ...], cutter: Cutter, *, may_drop_last: bool
-    ) -> tuple[int, ...]:
-        """`token_ids` if the matcher takes all of them, without the last one where a longer token
-        may stand in its place; empty if that leaves one or none. Changes nothing."""
-        if len(token_ids) < 2 or self._end_token_ids.intersection(token_ids):
-            return ()
-        num_moved = 0
-        try:
-            for token_id in token_ids[:-1]:
-                if not self._move(token_id):
-                    return ()
-                num_moved += 1
-            last = token_ids[-1]
-            mask = self._whole_mask() if may_drop_last else None
-            if mask is not None and _any_set(mask, cutter.longer(last)):
-                token_ids = token_ids[:-1]
-            elif not self._can_follow(last):
-                return ()
-        finally:
-            self._back(num_moved)
-        return token_ids if len(token_ids) > 1 and self.error is None else ()
+        return self._try(lambda: self._matcher.try_consume_tokens(token_ids)) == len(token_ids)
 
     def _try(self, call: Callable[[], T]) -> T | None:
-        """Call the matcher for what is always cheap. None if the state is broken, or is now."""
+        """Call the matcher. None if the state is broken, or is now."""
         if self.error is not None:
             return None
+        began = time.thread_time()
         try:
-            return call()
+            found = call()
         except Exception as failure:
-            self.fail(failure)
+            self.fail(repr(failure))
             return None
-
-    def _run(self, call: Callable[[], T]) -> T | None:
-        """Call the matcher, in time. None if the state is broken, or is now."""
-        if self.error is not None:
+        cost = time.thread_time() - began
+        if cost > self.grammar.limits.token_cpu_s:
+            self._break(f"{cost:.2f} s, the limit is {self.grammar.limits.token_cpu_s:g} s")
             return None
-        found: list[T] = []
-        raised: list[Exception] = []
-
-        def timed() -> None:
-            began = time.thread_time()
-            try:
-                found.append(call())
-            except Exception as error:
-                raised.append(error)
-            self._cpu_s = time.thread_time() - began
-
-        if self._cpu_s <= _IN_PLACE_S:
-            timed()
-        else:
-            task = self._surroundings.workers.submit(timed)
-            if not task.wait(self._surroundings.limits.token_timeout_s):
-                self._surroundings.workers.give_up(task)
-                self.break_off()
-                return None
-        if raised:
-            self.fail(raised[0])
+        if self._matcher.is_error() and not self._is_dead_end():
+            message = first_line(self._matcher.get_error())
+            if is_limit(message):
+                self._break(message)
+            else:
+                self.fail(message)
             return None
-        if self._cpu_s > self._surroundings.limits.token_cpu_s:
-            self.break_off()
-            return None
-        return found[0]
+        return found
+
+    def _is_dead_end(self) -> bool:
+        """No token may come, and no end: the row's own draw says so."""
+        return bool(self._matcher.get_error().startswith("NoExtensionBias"))
+
+    def _break(self, problem: str) -> None:
+        """Give up on it: it costs too much. Limits of the lexer hold for all states of the grammar
+        from then on, so the next request compiles it anew."""
+        self.grammar.is_broken = True
+        self.error = GrammarTooCostly(
+            "grammar",
+            f"token {len(self._token_ids)} of the output costs its parser too much ({problem}); "
+            "make it less ambiguous, or its repetitions smaller",
+        )
+
+    def fail(self, problem: str) -> None:
+        """Give up on it: the library failed where nothing here expects it."""
+        logger.error("the grammar library failed: %s", problem)
+        self.grammar.is_broken = True
+        self.error = GrammarFailed(f"the grammar library failed: {problem}")
 
 
-def new_state(
-    compiled: Any, surroundings: Surroundings, end_token_ids: frozenset[int]
-) -> GrammarState:
-    """At the beginning of the grammar. `end_token_ids` beyond the vocabulary are no tokens."""
-    ends = frozenset(i for i in end_token_ids if 0 <= i < surroundings.vocabulary.size)
-    stops = sorted(ends) or [surroundings.spare_id]
-    matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=stops)
-    return GrammarState(matcher, surroundings, ends)
+def mask_matrix(rows: Sequence[GrammarState | None], size: int) -> torch.Tensor:
+    """[R, ceil(V / 32)] int32 of states that have their masks; all ones in a row of None."""
+    found = np.full((len(rows), (size + 31) // 32), -1, dtype=np.int32)
+    for index, state in enumerate(rows):
+        if state is not None:
+            found[index] = state.mask()
+    return torch.from_numpy(found)
 
 
-def _forced_text(matcher: Any) -> bytes:
-    """The text that must come; empty where it would begin or end inside a character."""
-    try:
-        text: str = matcher.find_jump_forward_string()
-    except UnicodeDecodeError:
-        return b""
-    return text.encode()
+def _bit(token_id: int) -> np.int32:
+    return np.uint32(1 << (token_id % 32)).view(np.int32)
 
 
-def _head(text: bytes, most: int) -> bytes:
-    """The first bytes, at most so many; a character is kept whole or left out."""
-    if len(text) <= most:
-        return text
-    while most > 0 and text[most] & 0xC0 == 0x80:
-        most -= 1
-    return text[:most]
-
-
-def _any_set(mask: torch.Tensor, token_ids: npt.NDArray[np.int64]) -> bool:
-    """Whether any of these bits is set in a mask of int32 words."""
-    words = mask.numpy()[token_ids // 32]
-    return bool(((words >> (token_ids % 32)) & 1).any())
+def _clear(words: npt.NDArray[np.int32], token_ids: frozenset[int]) -> None:
+    for token_id in token_ids:
+        words[token_id // 32] &= ~_bit(token_id)

@@ -1,5 +1,5 @@
-"""The bytes of each token id, read from the checkpoint's tokenizer.json: what grammar masks are
-made of.
+"""The bytes of each token id, read from the checkpoint's tokenizer.json, and the same vocabulary as
+llguidance takes it: what grammar masks are made of.
 
 Read from the file itself and not through transformers: the file says exactly how ids become text
 (model, added tokens, decoder), needs no model code, and is what engine, router and client decode
@@ -14,16 +14,29 @@ padding: the model's vocabulary may be larger than the tokenizer's. Immutable; a
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
+
+from llguidance import LLTokenizer
 
 from engine.grammar.errors import refuse
+from tokens.errors import TokenizerError
+from tokens.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import TokenizerWrapper
+
+logger = logging.getLogger(__name__)
 
 _SPACE_MARK = "\u2581"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+# A tokenizer of sentencepiece's kind puts a space before a text, but not after an anchor.
+_ANCHORS = ("", "\n", "a")
 
 
 @dataclass(frozen=True)
@@ -37,11 +50,6 @@ class Vocabulary:
         """Ids of the model."""
         return len(self.token_bytes)
 
-    @property
-    def usable_bytes(self) -> frozenset[int]:
-        """Bytes that some token has."""
-        return frozenset(b"".join(self.token_bytes))
-
     @classmethod
     def load(cls, folder: Path, vocab_size: int) -> Vocabulary:
         """From `folder/tokenizer.json`, for a model of `vocab_size` ids.
@@ -53,6 +61,99 @@ class Vocabulary:
             return cls(_token_bytes(parsed, vocab_size))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise refuse(f"the model's tokenizer.json cannot be read: {error!r}") from error
+
+
+class TextTokenizer:
+    """How text inside an output is cut into tokens: by the checkpoint's tokenizer, without what it
+    puts around a prompt. This class is also the wrapper that `LLTokenizer` takes.
+
+    Text that the tokenizer does not give back byte for byte (it normalises, or knows a special
+    token in it), or fails on, is cut greedily, longest token first. Any thread.
+    """
+
+    is_tokenizer_wrapper = True
+    eos_token_id = None
+    """LLTokenizer appends an id of its own: `Vocabulary.size`, the end of every grammar."""
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
+        self._tokenizer = tokenizer
+        self.tokens = vocabulary.token_bytes
+        self.special_token_ids = [i for i, data in enumerate(self.tokens) if not data]
+        self._id_of = {data: token_id for token_id, data in enumerate(self.tokens) if data}
+        self._max_num_bytes = max(map(len, self._id_of), default=1)
+        self._has_failed = False
+        self._anchors = [
+            (anchor, tokenizer.encode(anchor, add_special_tokens=False) if anchor else [])
+            for anchor in _ANCHORS
+        ]
+
+    def __call__(self, text: str) -> list[int]:
+        """Token ids of `text`. Called by llguidance; a byte that no token spells is left out, with
+        what follows it."""
+        return self.cut(text) or self._greedy(text.encode())
+
+    def cut(self, text: str) -> list[int]:
+        """Token ids of `text` as the tokenizer cuts it; empty where their bytes are not the text's,
+        or where the tokenizer fails (logged once)."""
+        data = text.encode()
+        try:
+            for anchor, before in self._anchors:
+                token_ids = self._tokenizer.encode(anchor + text, add_special_tokens=False)
+                if token_ids[: len(before)] == before:
+                    rest = token_ids[len(before) :]
+                    if self._bytes(rest) == data:
+                        return rest
+        except Exception:
+            if not self._has_failed:
+                logger.exception("the tokenizer failed on text that a grammar forces")
+            self._has_failed = True
+        return []
+
+    def _bytes(self, token_ids: Sequence[int]) -> bytes:
+        return b"".join(self.tokens[i] if i < len(self.tokens) else b"" for i in token_ids)
+
+    def _greedy(self, data: bytes) -> list[int]:
+        found: list[int] = []
+        start = 0
+        while start < len(data):
+            for end in range(min(len(data), start + self._max_num_bytes), start, -1):
+                token_id = self._id_of.get(data[start:end])
+                if token_id is not None:
+                    found.append(token_id)
+                    start = end
+                    break
+            else:
+                return found
+        return found
+
+
+@dataclass(frozen=True)
+class GrammarTokenizer:
+    """A vocabulary as llguidance takes it. Immutable; any thread."""
+
+    vocabulary: Vocabulary
+    text: TextTokenizer
+    library: LLTokenizer
+    """One id more than the model has, `vocabulary.size`: the end of every grammar."""
+
+    @classmethod
+    def load(cls, folder: Path, vocab_size: int) -> GrammarTokenizer:
+        """From `folder/tokenizer.json`, for a model of `vocab_size` ids. A second for 150,000.
+
+        Raises: InvalidRequest (a grammar cannot be served with this tokenizer), naming why.
+        """
+        vocabulary = Vocabulary.load(folder, vocab_size)
+        try:
+            return cls.of(vocabulary, Tokenizer.load(folder))
+        except TokenizerError as error:
+            raise refuse(str(error)) from error
+
+    @classmethod
+    def of(cls, vocabulary: Vocabulary, tokenizer: Tokenizer) -> GrammarTokenizer:
+        """Of a vocabulary and the tokenizer that cuts text into it."""
+        text = TextTokenizer(tokenizer, vocabulary)
+        return cls(vocabulary, text, LLTokenizer(cast("TokenizerWrapper", text)))
 
 
 def _token_bytes(parsed: Mapping[str, Any], vocab_size: int) -> tuple[bytes, ...]:

@@ -54,3 +54,8 @@ class Drawn(NamedTuple):
     logprobs: TokenLogprobs | None = None
     trace: StepTrace | None = None
     error: EngineError | None = None
+
+
+LATE = Drawn(-1)
+"""Of a row whose grammar's mask was not there: nothing was drawn, and its last token is computed
+again by the next step."""

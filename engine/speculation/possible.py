@@ -29,6 +29,7 @@ def takes_guesses(sample: Sample, num_tokens: int) -> bool:
         sample.state is State.RUNNING
         and num_tokens == sample.num_pending_tokens
         and sample.takes_guesses
+        and (sample.grammar is None or not sample.grammar.is_busy)
         and request.beam is None
         and request.hold_after is None
         and (sample.history is None or len(sample.token_ids) <= MAX_HISTORY)

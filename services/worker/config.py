@@ -176,15 +176,6 @@ class WorkerSettings:
     none. For finding out why a step was late.
     """
 
-    prepare_grammars: bool = False
-    """Read the vocabulary for grammars before the worker is ready, and start the process that
-    compiles them in the background, so that the first grammar waits for neither; that takes 180 MB
-    with 4,000 tokens and 330 MB with 150,000.
-
-    false: the first grammar waits for both, and who never gets one does without. The chart says
-    true.
-    """
-
     adapters: tuple[str, ...] = ()
     """LoRA adapters loaded at start, each as "name=folder". More may be loaded at run time."""
 

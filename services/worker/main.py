@@ -196,7 +196,7 @@ async def _load(
             engine = load_engine(
                 settings.engine,
                 progress=_Progress(health),
-                prepares_grammars=settings.prepare_grammars,
+                prepares_grammars=True,
                 draft_peers=peers,
             )
             outcome = (engine, None)

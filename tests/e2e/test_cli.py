@@ -45,7 +45,8 @@ class Up:
         line = self.process.stdout.readline()
         assert line.startswith("ready at "), self.process.communicate(timeout=STOP_TIMEOUT_S)
         self.children = psutil.Process(self.process.pid).children(recursive=True)
-        assert len(self.children) == NUM_PARTS, self.children
+        # Each worker has a process that compiles grammars.
+        assert len(self.children) == NUM_PARTS + 2, self.children
         for said in iter(self.process.stdout.readline, "Ctrl-C stops it.\n"):
             assert said, self.process.communicate(timeout=STOP_TIMEOUT_S)
             self.hints += said

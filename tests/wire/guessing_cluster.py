@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import random
-import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,10 +14,9 @@ from typing import Any
 import pytest
 
 from engine.config import EngineConfig
-from engine.grammar.compiler import CompileProcess
 from engine.grammar.config import GrammarLimits
 from engine.grammar.service import GrammarService
-from engine.grammar.vocabulary import Vocabulary
+from engine.grammar.vocabulary import GrammarTokenizer
 from engine.loop import Engine
 from engine.models.interface import LoadedModel
 from engine.speculation.config import SpeculationConfig
@@ -42,40 +39,15 @@ from services.worker import connector, main
 from services.worker import worker as worker_module
 from services.worker.config import WorkerLimits, WorkerSettings
 from services.worker.draft_channel import DraftPeers
+from tests.compile_process import SharedProcess
 from tests.unit.engine.workloads import WINDOW, maybe_ahead
 from tests.unit.router.bench import RedisServer
 from tests.wire.guessing_models import VOCAB, Maker
 from tests.wire.prefill_decode_pair import LEASE_TTL_S, Sample, until
-from tokens.tokenizer import Tokenizer
 
 WAIT_S = 60.0
 """No wait of a test may take longer; far above what any should take."""
 NUM_DRAFT_WORKERS = 2
-
-
-class CheapProcess(CompileProcess):
-    """Says of every grammar that it is cheap, and so to be compiled where it was asked for. One for
-    all engines of a test; no process."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder, VOCAB)
-        self._asked: list[socket.socket] = []
-
-    def start(self) -> None:
-        """Nothing to start."""
-
-    def hand_over(self, stream: socket.socket) -> None:
-        """See CompileProcess."""
-        answer = {"ok": True, "costly": False, "problem": "", "num_bytes": 0}
-        stream.sendall(json.dumps(answer).encode() + b"\n")
-        self._asked.append(stream.dup())  # the question is still to come
-
-    def close(self) -> None:
-        """It goes on for the others."""
-
-    def end(self) -> None:
-        for stream in self._asked:
-            stream.close()
 
 
 @dataclass
@@ -88,16 +60,16 @@ class Site:
     stub: Any
     store: Any
     key_file: Path
-    process: CheapProcess
+    process: SharedProcess
     num_clusters: int = 0
 
     def make_grammars(self) -> GrammarService:
         folder = self.maker.folder
 
-        def load() -> tuple[Vocabulary, Tokenizer]:
-            return Vocabulary.load(folder, VOCAB), Tokenizer.load(folder)
+        def load() -> GrammarTokenizer:
+            return GrammarTokenizer.load(folder, VOCAB)
 
-        return GrammarService(load, VOCAB, GrammarLimits(), process=self.process)
+        return GrammarService(load, GrammarLimits(), process=self.process)
 
     def reference(self, model: LoadedModel | None = None) -> Engine:
         """An engine with room for everything, that guesses nothing."""
@@ -158,7 +130,7 @@ async def site(
         patience.setattr(connector, "PING_BUDGET_S", WAIT_S)
         # The router's streams stay open, and every request is over.
         patience.setattr(worker_module, "STOP_GRACE_S", 0.01)
-        process = CheapProcess(maker.folder)
+        process = SharedProcess(maker.folder, VOCAB)
         stack.callback(process.end)
         store = await stack.enter_async_context(
             serve.running(

@@ -289,11 +289,12 @@ async def test_a_forced_call_is_a_grammar() -> None:
         assert answer.choices[0].finish_reason == "tool_calls"
         assert answer.choices[0].message.content is None
         schema = json.loads(bench.prefill.requests[0].sampling.json_schema)
-        assert schema["$defs"] == {"t0_q": {"type": "string"}} and schema["minItems"] == 1
+        assert schema["minItems"] == 1
         search, now = schema["items"]["anyOf"]
-        assert search["properties"]["arguments"]["properties"] == {
-            "query": {"$ref": "#/$defs/t0_q"}
-        }
+        assert search["properties"]["arguments"] == {"$ref": "#/$defs/tools[0]"}
+        parameters = schema["$defs"]["tools[0]"]
+        assert parameters["properties"] == {"query": {"$ref": "#/$defs/tools[0]/$defs/q"}}
+        assert parameters["$defs"] == {"q": {"type": "string"}}
         assert now["properties"]["name"] == {"const": "now"}
 
     async with http_bench(model=saying('{"query": "x"}')) as bench, client_of(bench) as client:

@@ -73,7 +73,6 @@ allow_anonymous: true
 listen: 0.0.0.0:8510
 metrics_listen: 0.0.0.0:9100
 handle_keys_file: /etc/baton/keys/handle-keys
-prepare_grammars: true
 limits:
   drain_s: {{ $worker.drainSeconds }}
 tls:

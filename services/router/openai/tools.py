@@ -23,8 +23,8 @@ from tokens.tool_call_text import (
     ToolCallReader,
 )
 
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _NO_ARGUMENTS = {"type": "object", "properties": {}}
-_REFERENCES = ("#/$defs/", "#/definitions/")
 
 
 @dataclass(frozen=True)
@@ -117,64 +117,47 @@ def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _schema_of_calls(tools: Sequence[Mapping[str, Any]], is_single: bool) -> dict[str, Any]:
-    """A list of calls. Each tool's definitions move to the top, where alone they may stand, under
-    names of their own.
+    """A list of calls. Each tool's parameters are a definition, within which their own references
+    lead.
     """
     definitions: dict[str, Any] = {}
     calls = []
     for index, function in enumerate(map(_function, tools)):
-        parameters = dict(function.get("parameters") or _NO_ARGUMENTS)
-        own = {**parameters.pop("definitions", {}), **parameters.pop("$defs", {})}
-        is_whole_named = _mentions_root(parameters) or any(map(_mentions_root, own.values()))
-        prefix = f"t{index}_"
-        for name, definition in own.items():
-            definitions[prefix + name] = _moved(definition, prefix)
-        arguments = _moved(parameters, prefix)
-        if is_whole_named:
-            definitions[prefix] = arguments
-            arguments = {"$ref": f"#/$defs/{prefix}"}
+        name = f"tools[{index}]"  # a refusal names it
+        definitions[name] = _moved(function.get("parameters") or _NO_ARGUMENTS, f"#/$defs/{name}")
         calls.append(
             {
                 "type": "object",
-                "properties": {"name": {"const": function["name"]}, "arguments": arguments},
+                "properties": {
+                    "name": {"const": function["name"]},
+                    "arguments": {"$ref": f"#/$defs/{name}"},
+                },
                 "required": ["name", "arguments"],
                 "additionalProperties": False,
             }
         )
-    schema: dict[str, Any] = {
+    return {
         "type": "array",
         "items": {"anyOf": calls},
         "minItems": 1,
         "maxItems": 1 if is_single else MAX_TOOLS,
+        "$defs": definitions,
     }
-    if definitions:
-        schema["$defs"] = definitions
-    return schema
 
 
-def _moved(schema: Any, prefix: str) -> Any:
-    """A schema with its references as they are behind `prefix`."""
+def _moved(schema: Any, root: str) -> Any:
+    """A schema with its references as they are where the document is `root`."""
     if isinstance(schema, list):
-        return [_moved(each, prefix) for each in schema]
+        return [_moved(each, root) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    moved = {
-        key: value if key in ("const", "enum") else _moved(value, prefix)
-        for key, value in schema.items()
-    }
-    ref = schema.get("$ref")
-    if isinstance(ref, str):
-        if ref == "#":
-            moved["$ref"] = f"#/$defs/{prefix}"
-        for start in _REFERENCES:
-            if ref.startswith(start):
-                moved["$ref"] = f"#/$defs/{prefix}{ref.removeprefix(start)}"
+    moved = {}
+    for key, value in schema.items():
+        if key in _NAMED and isinstance(value, dict):  # of schemas by names that are no keywords
+            moved[key] = {name: _moved(inner, root) for name, inner in value.items()}
+        else:
+            moved[key] = value if key in ("const", "enum") else _moved(value, root)
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
+        moved["$ref"] = root + reference[1:]
     return moved
-
-
-def _mentions_root(schema: Any) -> bool:
-    if isinstance(schema, list):
-        return any(map(_mentions_root, schema))
-    if not isinstance(schema, dict):
-        return False
-    return schema.get("$ref") == "#" or any(map(_mentions_root, schema.values()))

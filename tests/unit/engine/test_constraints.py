@@ -19,11 +19,10 @@ from engine import load as engine_load
 from engine.config import EngineConfig
 from engine.errors import InvalidRequest
 from engine.fake import FakeModel
-from engine.grammar import compilation
-from engine.grammar.compilation import Compilation
 from engine.grammar.config import GrammarLimits
 from engine.grammar.errors import GrammarFailed
-from engine.grammar.service import GrammarService
+from engine.grammar.service import Compilation, GrammarService
+from engine.grammar.state import CompiledGrammar
 from engine.grammar.vocabulary import Vocabulary
 from engine.loop import Engine, load_engine
 from engine.request import FinishReason, GrammarKind, GrammarSpec, Request, State
@@ -86,9 +85,9 @@ def _ask(make_request: Make, name: str, spec: GrammarSpec, **fields: Any) -> Req
     return request
 
 
-@pytest.mark.parametrize("jump_forward", [True, False])
+@pytest.mark.parametrize("jump_forward", ["tokens", "retokenize", "off"])
 def test_outputs_are_in_the_language(
-    jump_forward: bool, make: Make, make_request: Make, seed: int, scale: Callable[[int], int]
+    jump_forward: str, make: Make, make_request: Make, seed: int, scale: Callable[[int], int]
 ) -> None:
     engine = make(jump_forward=jump_forward)
     for index in range(scale(100)):
@@ -99,17 +98,17 @@ def test_outputs_are_in_the_language(
         for token_ids, reason, _, error in outcomes(events).values():
             assert not error and re.fullmatch(DATE.text, _text(token_ids)), _text(token_ids)
             assert reason in (FinishReason.GRAMMAR, FinishReason.EOS)
-        assert any(len(event.token_ids) > 1 for event in events) == jump_forward
+        assert any(len(event.token_ids) > 1 for event in events) == (jump_forward != "off")
 
 
 def test_jumps_save_steps(make: Make, make_request: Make) -> None:
     steps = {}
-    for jumps in (True, False):
+    for jumps in ("tokens", "off"):
         engine = make(jump_forward=jumps)
         engine.submit(_ask(make_request, "a", DATE))
         _finish(engine)
         steps[jumps] = engine._model.num_forwards
-    assert steps[True] < steps[False]
+    assert steps["tokens"] < steps["off"]
 
 
 def test_a_jump_is_traced_and_counted(make: Make, make_request: Make) -> None:
@@ -203,7 +202,7 @@ def test_a_failure_of_the_library_ends_its_own_request_alone(
     engine = make()
     engine.submit(make_request("b", PROMPT))
     with monkeypatch.context() as patch:
-        patch.setattr(compilation, "new_state", fail)
+        patch.setattr(CompiledGrammar, "state", fail)
         engine.submit(_ask(make_request, "a", DATE))
         events = _finish(engine)
     (event,) = events["a"]
@@ -274,10 +273,10 @@ def test_a_constrained_request_is_resumed_from_its_ids(
 ) -> None:
     request = _ask(make_request, "a", DATE, temperature=1.5, seed=5)
     request = dataclasses.replace(request, num_samples=num_samples)
-    engine = make(jump_forward=False)
+    engine = make(jump_forward="off")
     engine.submit(request)
     whole = {i: one[0] for i, one in outcomes(_finish(engine)["a"]).items()}
-    other = make(jump_forward=False)
+    other = make(jump_forward="off")
     other.reserve(request)
     other.start("a", outputs=[whole[i][:num_drawn] for i in range(num_samples)])
     rest = outcomes(_finish(other)["a"])

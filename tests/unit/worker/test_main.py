@@ -21,9 +21,8 @@ from services.worker.core import WorkerCore
 from tests.unit.worker.builders import fake_engine
 
 
-@pytest.mark.parametrize("settings", [WorkerSettings(), WorkerSettings(prepare_grammars=True)])
-async def test_it_prepares_for_grammars_as_its_settings_say(
-    settings: WorkerSettings, monkeypatch: pytest.MonkeyPatch
+async def test_it_is_loaded_with_all_that_a_first_grammar_needs(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     told: list[bool] = []
 
@@ -33,8 +32,8 @@ async def test_it_prepares_for_grammars_as_its_settings_say(
 
     monkeypatch.setattr("engine.loop.load_engine", load)
     with pytest.raises(LoadError, match="no model here"):
-        await main._load(settings, asyncio.Event(), Health("loading"), ())
-    assert told == [settings.prepare_grammars]
+        await main._load(WorkerSettings(), asyncio.Event(), Health("loading"), ())
+    assert told == [True]
 
 
 async def test_requests_watch_the_traces_that_draft_workers_calls_are_noted_in(

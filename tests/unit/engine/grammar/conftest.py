@@ -8,15 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.grammar.compile_server import compile_grammar, tokenizer_info
 from engine.grammar.config import GrammarLimits
-from engine.grammar.jump import Cutter
-from engine.grammar.source import source
-from engine.grammar.state import GrammarState, Surroundings, new_state
-from engine.grammar.vocabulary import Vocabulary
-from engine.grammar.workers import Workers
-from engine.request import GrammarSpec
-from tests.unit.engine.grammar.driver import BUNDLED, END, VOCAB_SIZE, Grammars
+from engine.grammar.vocabulary import GrammarTokenizer, Vocabulary
+from tests.unit.engine.grammar.driver import BUNDLED, VOCAB_SIZE, Grammars, write_bytes_only
 from tokens.tokenizer import Tokenizer
 
 
@@ -33,48 +27,31 @@ def vocabulary() -> Vocabulary:
 @pytest.fixture(scope="package")
 def grammars(tokenizer: Tokenizer, vocabulary: Vocabulary) -> Iterator[Grammars]:
     """States of specs, on the bundled tokenizer."""
-    made = grammars_of(vocabulary, tokenizer, GrammarLimits())
+    made = Grammars(GrammarTokenizer.of(vocabulary, tokenizer), GrammarLimits())
     yield made
-    made.surroundings.workers.check_integrity()
-    made.surroundings.workers.close()
-
-
-def grammars_of(
-    vocabulary: Vocabulary, tokenizer: Tokenizer | None, limits: GrammarLimits
-) -> Grammars:
-    cutter = None if tokenizer is None else Cutter(tokenizer, vocabulary)
-    surroundings = Surroundings(vocabulary, limits, Workers("test", 4), cutter)
-    info = tokenizer_info(vocabulary)
-
-    def state(spec: GrammarSpec, ends: frozenset[int] = frozenset({END})) -> GrammarState:
-        checked = source(spec, limits)
-        return new_state(compile_grammar(info, checked.form, checked.text), surroundings, ends)
-
-    return Grammars(surroundings, state)
+    made.filler.check_integrity()
+    made.filler.close()
 
 
 @pytest.fixture(scope="package")
-def make_grammars() -> Iterator[Callable[..., Grammars]]:
-    """`make_grammars(vocabulary, tokenizer, limits)`."""
+def make_grammars(tokenizer: Tokenizer) -> Iterator[Callable[..., Grammars]]:
+    """`make_grammars(vocabulary, tokenizer, <limits>)`."""
     made: list[Grammars] = []
 
-    def make(
-        vocabulary: Vocabulary, tokenizer: Tokenizer | None = None, **limits: float
-    ) -> Grammars:
-        made.append(grammars_of(vocabulary, tokenizer, GrammarLimits(**limits)))  # type: ignore[arg-type]
+    def make(vocabulary: Vocabulary, own: Tokenizer | None = None, **limits: float) -> Grammars:
+        checked = GrammarLimits(**limits)  # type: ignore[arg-type]
+        made.append(Grammars(GrammarTokenizer.of(vocabulary, own or tokenizer), checked))
         return made[-1]
 
     yield make
     for one in made:
-        one.surroundings.workers.close()
+        one.filler.close()
 
 
 @pytest.fixture(scope="package")
 def bytes_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a byte-level tokenizer.json without merges: ids 0 to 255 are the bytes, 256 is
     the end."""
-    from tests.unit.engine.grammar.driver import write_bytes_only
-
     folder = tmp_path_factory.mktemp("bytes_only")
     write_bytes_only(folder)
     return folder

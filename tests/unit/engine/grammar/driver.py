@@ -7,8 +7,7 @@ import json
 import math
 import random
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,12 @@ import numpy as np
 import tokenizers
 import torch
 
-from engine.grammar.fill import Fill
-from engine.grammar.state import GrammarState, Surroundings
+from engine.grammar.compile_server import compile_grammar
+from engine.grammar.config import GrammarLimits
+from engine.grammar.fill import MaskFiller
+from engine.grammar.source import source
+from engine.grammar.state import CompiledGrammar, GrammarState
+from engine.grammar.vocabulary import GrammarTokenizer
 from engine.request import GrammarKind, GrammarSpec
 
 BUNDLED = Path(__file__).resolve().parents[4] / "checkpoints" / "bundled" / "baton-5m"
@@ -25,23 +28,37 @@ VOCAB_SIZE = 2048
 END = 1
 
 
-@dataclass
 class Grammars:
-    """`state(spec, end_token_ids)` on one tokenizer."""
+    """States of specs on one tokenizer, compiled in this process."""
 
-    surroundings: Surroundings
-    state: Callable[..., GrammarState]
+    def __init__(self, tokenizer: GrammarTokenizer, limits: GrammarLimits) -> None:
+        self.tokenizer = tokenizer
+        self.limits = limits
+        self.filler = MaskFiller(2)
 
-    def masks(self, states: Sequence[GrammarState | None]) -> torch.Tensor:
-        return Fill(self.surroundings, states).result()
+    @property
+    def token_bytes(self) -> tuple[bytes, ...]:
+        return self.tokenizer.vocabulary.token_bytes
+
+    def compiled(self, spec: GrammarSpec) -> CompiledGrammar:
+        matcher = compile_grammar(self.tokenizer, source(spec, self.limits), self.limits)
+        return CompiledGrammar(matcher, self.tokenizer, self.limits)
+
+    def state(self, spec: GrammarSpec, ends: frozenset[int] = frozenset({END})) -> GrammarState:
+        return self.compiled(spec).state(ends)
+
+    def masks(self, states: Sequence[GrammarState]) -> torch.Tensor:
+        """[number of states, ceil(V / 32)], by way of the filler."""
+        self.filler.submit(states)
+        assert not self.filler.wait(states, None)
+        return torch.from_numpy(np.stack([state.mask() for state in states]))
 
     def allowed(self, state: GrammarState) -> list[int]:
         """Ids that may come next."""
         return ids_of(self.masks([state])[0])
 
     def text(self, token_ids: Sequence[int]) -> str:
-        token_bytes = self.surroundings.vocabulary.token_bytes
-        return b"".join(token_bytes[token_id] for token_id in token_ids).decode()
+        return b"".join(self.token_bytes[token_id] for token_id in token_ids).decode()
 
 
 def ids_of(row: torch.Tensor) -> list[int]:
@@ -70,7 +87,7 @@ def run(
 ) -> Output:
     """Draw by random logits until the end. After `num_free` tokens they favour what closes."""
     noise = np.random.default_rng(rng.randrange(1 << 32))
-    token_bytes = grammars.surroundings.vocabulary.token_bytes
+    token_bytes = grammars.token_bytes
     closing = np.array([_closing(data) for data in token_bytes])
     single = np.array([20.0 if len(data) == 1 else 0.0 for data in token_bytes])
     output: list[int] = []
@@ -88,11 +105,12 @@ def run(
         if not token_bytes[token_id]:
             assert state.accept(token_id)
             break
-        forced = state.forced_after(token_id) if jump else ()
-        num_forced += len(forced)
-        for taken in forced or (token_id,):
-            assert state.accept(taken)
-            output.append(taken)
+        assert state.accept(token_id)
+        output.append(token_id)
+        for forced in state.forced() if jump else ():
+            assert state.accept(forced)
+            output.append(forced)
+            num_forced += 1
     return Output(output, True, num_forced)
 
 
@@ -120,10 +138,7 @@ def write_bytes_only(folder: Path) -> None:
 # -- random grammars
 
 
-_ESCAPED = ("\\\\", '"', "\\n")
-
-
-def random_regex(rng: random.Random, level: int = 0, *, in_json: bool = False) -> str:
+def random_regex(rng: random.Random, level: int = 0) -> str:
     """A pattern of the subset that is taken, short enough to come to an end."""
     kind = rng.choice(("literal", "class", "sequence", "sequence", "choice", "repeat", "group"))
     if level > 3 or kind == "literal":
@@ -143,30 +158,21 @@ def random_regex(rng: random.Random, level: int = 0, *, in_json: bool = False) -
             "\\$",
             "/",
         )
-        # A pattern in a schema may not ask for what JSON must escape.
-        return rng.choice([one for one in literals if not (in_json and one in _ESCAPED)])
+        return rng.choice(literals)
     if kind == "class":
         classes = ("[a-z]", "[^a-z]", "\\d", "\\w", "\\s", ".", "[0-9a-fA-F]", "[^\\d\\s]", "\\D")
         return rng.choice((*classes, "[é-ü]", "[\\]\\[^-]", "[-+*/]", "[\\W]", "\\x41", "\\u0061"))
     if kind == "sequence":
-        return "".join(
-            random_regex(rng, level + 1, in_json=in_json) for _ in range(rng.randint(2, 4))
-        )
+        return "".join(random_regex(rng, level + 1) for _ in range(rng.randint(2, 4)))
     if kind == "choice":
-        return (
-            "("
-            + "|".join(
-                random_regex(rng, level + 1, in_json=in_json) for _ in range(rng.randint(2, 3))
-            )
-            + ")"
-        )
+        return "(" + "|".join(random_regex(rng, level + 1) for _ in range(rng.randint(2, 3))) + ")"
     if kind == "group":
-        return "(?:" + random_regex(rng, level + 1, in_json=in_json) + ")"
+        return "(?:" + random_regex(rng, level + 1) + ")"
     if rng.random() < 0.4:
         # Without a bound only of few characters: random draws must find the way out.
         return rng.choice(("[a-f]", "\\d", "(ab|c)", "foo")) + rng.choice(("*", "+", "{2,}", "*?"))
     bounds = rng.choice(("?", "{2}", "{0,3}", "{1,4}"))
-    return f"({random_regex(rng, level + 1, in_json=in_json)}){bounds}"
+    return f"({random_regex(rng, level + 1)}){bounds}"
 
 
 def random_schema(rng: random.Random, level: int = 0) -> dict[str, Any]:
@@ -198,7 +204,7 @@ def random_schema(rng: random.Random, level: int = 0) -> dict[str, Any]:
             )
         )
     if kind == "pattern":
-        return {"type": "string", "pattern": f"^{random_regex(rng, 2, in_json=True)}$"}
+        return {"type": "string", "pattern": f"^{random_regex(rng, 2)}$"}
     if kind == "format":
         return {"type": "string", "format": rng.choice(("date", "uuid", "ipv4", "time", "uri"))}
     if kind == "integer":
@@ -325,9 +331,14 @@ def _valid_string(schema: Any, value: str) -> bool:
     pattern = schema.get("pattern")
     return (
         schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", math.inf)
-        and (pattern is None or re.search(pattern, value, re.ASCII) is not None)
+        and (pattern is None or _finds(pattern, value))
         and ("format" not in schema or re.fullmatch(formats[schema["format"]], value) is not None)
     )
+
+
+def _finds(pattern: str, value: str) -> bool:
+    """As ECMA 262 has it: \\d and \\w are ASCII, \\s is not."""
+    return any(re.search(pattern, value, flags) for flags in (re.ASCII, re.UNICODE))
 
 
 def _valid_number(schema: Any, value: float) -> bool:

@@ -1,24 +1,19 @@
-"""Jumps over forced text: same text, same language, tokens cut as the tokenizer cuts them."""
+"""Jumps over forced text: by default they change nothing but time; cut anew, they are the
+tokenizer's own cut."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import random
-import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.grammar.config import GrammarLimits
-from engine.grammar.jump import Cutter
-from engine.grammar.state import GrammarState
-from engine.grammar.vocabulary import Vocabulary
+from engine.grammar.vocabulary import GrammarTokenizer, TextTokenizer, Vocabulary
 from tests.unit.engine.grammar.driver import (
     END,
     Grammars,
@@ -32,7 +27,6 @@ from tests.unit.engine.grammar.driver import (
 )
 from tokens.tokenizer import Tokenizer
 
-WORD = "abcdefghijklmnopqrstuvwxyzABCD"
 OBJECT = schema_spec(
     {
         "type": "object",
@@ -42,159 +36,21 @@ OBJECT = schema_spec(
 )
 
 
-def pieces(grammars: Grammars, token_ids: tuple[int, ...]) -> list[str]:
-    return [grammars.surroundings.vocabulary.token_bytes[i].decode() for i in token_ids]
-
-
 def token(grammars: Grammars, text: str) -> int:
-    return grammars.surroundings.vocabulary.token_bytes.index(text.encode())
+    return grammars.token_bytes.index(text.encode())
 
 
-def test_the_seam_is_cut_as_the_tokenizer_cuts_it(grammars: Grammars, tokenizer: Tokenizer) -> None:
-    """`{` alone was drawn; with what must follow it belongs into one token with the quote."""
-    state = grammars.state(OBJECT)
-    forced = state.forced_after(token(grammars, "{"))
-    whole = tokenizer.encode('{"name": "', add_special_tokens=False)
-    assert forced[0] != token(grammars, "{")
-    assert list(forced) == whole[: len(forced)]
-    assert len(forced) >= len(whole) - 1
-    assert all(state.accept(token_id) for token_id in forced)
-
-
-def test_the_last_token_is_left_where_a_longer_one_could_come(grammars: Grammars) -> None:
-    """After `xyz re` the text goes on with letters: "re" could be the beginning of a longer
-    token."""
-    state = grammars.state(regex_spec("xyz re[a-z]+"))
-    assert "".join(pieces(grammars, state.forced_after(token(grammars, "x")))) == "xyz"
-    ends = grammars.state(regex_spec("xyz re"))
-    assert "".join(pieces(grammars, ends.forced_after(token(grammars, "x")))) == "xyz re"
-
-
-def test_nothing_is_forced_where_there_is_a_choice(grammars: Grammars) -> None:
-    state = grammars.state(choice_spec("ab", "ac"))
-    assert state.forced_after(token(grammars, "a")) == ()
-    assert state.forced_after(END) == ()
-    assert state.forced_after(token(grammars, "z")) == (), "not allowed at all"
-    assert state.accept(token(grammars, "a"))
-
-
-def test_a_token_inside_a_character_forces_nothing(grammars: Grammars) -> None:
-    state = grammars.state(choice_spec("日本語"))
-    first = grammars.surroundings.vocabulary.token_bytes.index("日".encode()[:1])
-    assert state.forced_after(first) == ()
-
-
-def test_a_jump_is_bounded(
-    make_grammars: Callable[..., Grammars], vocabulary: Vocabulary, tokenizer: Tokenizer
-) -> None:
-    grammars = make_grammars(vocabulary, tokenizer, max_num_forced_tokens=7)
-    state = grammars.state(regex_spec("x(ya){900}"))
-    forced = state.forced_after(token(grammars, "x"))
-    assert len(forced) == 7
-    assert (
-        "".join(pieces(grammars, forced))
-        == ("x" + "ya" * 900)[: len("".join(pieces(grammars, forced)))]
-    )
-
-
-@pytest.mark.parametrize("character", ["b", "é", "日"])
-def test_only_the_head_of_a_long_forced_text_is_cut(
-    character: str,
-    make_grammars: Callable[..., Grammars],
-    vocabulary: Vocabulary,
-    tokenizer: Tokenizer,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    grammars = make_grammars(vocabulary, tokenizer, max_num_forced_tokens=5)
-    text = "x" + character * 9000
-    state = grammars.state(choice_spec(text))
-    lengths = []
-    cut = Cutter.cut
-
-    def counted(self: Cutter, data: bytes) -> tuple[int, ...]:
-        lengths.append(len(data))
-        return cut(self, data)
-
-    monkeypatch.setattr(Cutter, "cut", counted)
-    forced = state.forced_after(token(grammars, "x"))
-    assert 75 < max(lengths) <= 81, "16 bytes for each token, and the one that was drawn"
-    assert len(forced) == 5
-    token_bytes = grammars.surroundings.vocabulary.token_bytes
-    assert text.encode().startswith(b"".join(token_bytes[i] for i in forced))
-
-
-def test_where_the_cut_may_lie_inside_a_token_that_token_is_dropped(
-    make_grammars: Callable[..., Grammars],
-) -> None:
-    """64 bytes of forced text hold two words of 30 bytes and the beginning of a third."""
-    spelled = (*(bytes([byte]) for byte in range(256)), WORD.encode(), WORD[:4].encode(), b"")
-    wide = make_grammars(Vocabulary(spelled))
-    surroundings = dataclasses.replace(
-        wide.surroundings,
-        limits=GrammarLimits(max_num_forced_tokens=4),
-        cutter=Cutter(cast("Tokenizer", Words()), wide.surroundings.vocabulary),
-    )
-    plain = wide.state(choice_spec("x" + WORD * 9), frozenset({258}))
-    state = GrammarState(plain._matcher, surroundings, frozenset({258}))
-    assert state.forced_after(ord("x")) == (ord("x"), 256, 256)
-
-
-class Words:
-    """A tokenizer of letters, WORD (256) and its beginning (257)."""
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        pieces = re.findall(f"{WORD}|{WORD[:4]}|(?s:.)", text)
-        return [{WORD: 256, WORD[:4]: 257}.get(piece) or ord(piece) for piece in pieces]
-
-
-def test_a_tokenizer_that_fails_costs_the_jump_only(
-    vocabulary: Vocabulary,
-    tokenizer: Tokenizer,
-    make_grammars: Callable[..., Grammars],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    grammars = make_grammars(vocabulary, tokenizer)
-    state = grammars.state(OBJECT)
-
-    def fail(self: Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        raise RuntimeError("odd text")
-
-    monkeypatch.setattr(Tokenizer, "encode", fail)
-    for _ in range(2):
-        assert state.forced_after(token(grammars, "{")) == ()
-    assert state.error is None and state.accept(token(grammars, "{"))
-    assert [record.message for record in caplog.records] == [
-        "the tokenizer failed on forced text: no jump"
-    ]
-
-
-def test_text_that_spells_a_special_token_is_not_cut_into_it(grammars: Grammars) -> None:
-    """The tokenizer would make `<|end|>` of it, which is no text: no jump."""
-    state = grammars.state(choice_spec("a<|end|>b"))
-    forced = state.forced_after(token(grammars, "a"))
-    assert END not in forced
-    assert "".join(pieces(grammars, forced)) in ("", "a<|end|>b")
-
-
-def test_an_end_token_is_never_forced(grammars: Grammars) -> None:
-    quote = token(grammars, '"')
-    state = grammars.state(choice_spec('x"'), frozenset({END, quote}))
-    assert quote not in state.forced_after(token(grammars, "x"))
+# -- tokens that the model would be made to draw
 
 
 @pytest.mark.parametrize("kind", ["schema", "pattern"])
-def test_every_jump_is_the_forced_text_and_changes_nothing(
+def test_forced_tokens_are_those_that_masks_allow_one_by_one(
     grammars: Grammars, seed: int, scale: Callable[[int], int], kind: str
 ) -> None:
-    """For every token that may be drawn anywhere on a random walk: the jump's text begins with the
-    token's, what follows it is what must follow, and the state afterwards is that of the text."""
-    rng = random.Random(f"{seed} jumps {kind}")
-    token_bytes = grammars.surroundings.vocabulary.token_bytes
-    num_jumps = 0
-    # One that forces text whatever is drawn, since few random patterns do; then random ones.
+    rng = random.Random(f"{seed} forced {kind}")
+    num_forced = 0
     specs = {
-        "schema": schema_spec({"type": "object", "properties": {"a": {"enum": ["cat", "dog"]}}}),
+        "schema": OBJECT,  # one that forces text whatever is drawn, since few random patterns do
         "pattern": regex_spec("(cat|dog) and then some more of the same"),
     }
     for index in range(scale(200)):
@@ -206,59 +62,149 @@ def test_every_jump_is_the_forced_text_and_changes_nothing(
             spec = regex_spec(random_regex(rng))
         state = grammars.state(spec)
         for _ in range(12):
+            before = grammars.masks([state])
+            forced = state.forced()
+            assert torch.equal(grammars.masks([state.fork()]), before), "it changes nothing"
+            plain = state.fork()
+            for token_id in forced:
+                assert grammars.allowed(plain) == [token_id]
+                assert plain.accept(token_id)
+            num_forced += len(forced)
             allowed = [token_id for token_id in grammars.allowed(state) if token_id != END]
             if not allowed:
                 break
-            before = grammars.masks([state])
-            for token_id in rng.sample(allowed, min(5, len(allowed))):
-                forced = state.forced_after(token_id)
-                assert torch.equal(grammars.masks([state]), before), "it changes nothing"
-                if not forced:
-                    continue
-                num_jumps += 1
-                assert len(forced) > 1
-                plain = state.fork()
-                assert plain.accept(token_id)
-                must = plain._matcher.find_jump_forward_string().encode()
-                text = b"".join(token_bytes[i] for i in forced)
-                own = token_bytes[token_id]
-                assert (own + must).startswith(text)
-                # The same text byte by byte leads to the same place.
-                jumped, spelled = state.fork(), state.fork()
-                assert all(jumped.accept(i) for i in forced)
-                assert all(spelled.accept(token_bytes.index(bytes([byte]))) for byte in text)
-                masks = grammars.masks([jumped, spelled])
-                assert torch.equal(masks[0], masks[1])
-            state.accept(rng.choice(allowed))
-    assert num_jumps > 0
+            assert state.accept(rng.choice(allowed))
+    assert num_forced > 0
 
 
-def test_without_merges_a_jump_is_plain_decoding(
-    bytes_only: Path, make_grammars: Callable[..., Grammars], seed: int
+def test_with_jumps_an_output_is_that_of_drawing_each_token(
+    grammars: Grammars, seed: int, scale: Callable[[int], int]
 ) -> None:
-    """Where a text has one token sequence only, outputs with and without jumps are equal, token for
-    token, for the same draws where there is a choice."""
-    vocabulary = Vocabulary.load(bytes_only, 257)
-    grammars = make_grammars(vocabulary, Tokenizer.load(bytes_only))
-    rng = random.Random(f"{seed} bytes")
+    """For the same draws where there is a choice."""
+    rng = random.Random(f"{seed} same")
     num_forced = 0
-    for _ in range(20):
-        names = rng.sample(["name", "some key", "é", "x"], 3)
-        value = {name: rng.choice(["fixed text", 12, [1, None]]) for name in names}
-        spec = ebnf_spec(f"root ::= {json.dumps(json.dumps(value, ensure_ascii=False))} [ab]")
+    for _ in range(scale(100)):
+        spec = schema_spec(random_schema(rng))
         outputs = []
         for jump in (False, True):
-            state = grammars.state(spec, frozenset({256}))
-            output: list[int] = []
-            while not state.is_complete:
-                token_id = min(grammars.allowed(state))
-                taken = (state.forced_after(token_id) if jump else ()) or (token_id,)
-                num_forced += len(taken) - 1
-                assert all(state.accept(i) for i in taken)
-                output += taken
-            outputs.append(output)
+            state, output = grammars.state(spec), []
+            while not state.is_complete and len(output) < 60:
+                token_id = max(grammars.allowed(state), key=lambda one: hash((one, len(output))))
+                for taken in (token_id, *((None,) if jump else ())):
+                    if taken is None:
+                        break
+                    assert state.accept(taken)
+                    output.append(taken)
+                for forced in state.forced() if jump else ():
+                    assert state.accept(forced)
+                    output.append(forced)
+                    num_forced += 1
+            outputs.append(output[:60])
         assert outputs[0] == outputs[1]
-    assert num_forced > 100
+    assert num_forced > 0
+
+
+def test_forced_tokens_are_bounded(
+    make_grammars: Callable[..., Grammars], vocabulary: Vocabulary
+) -> None:
+    grammars = make_grammars(vocabulary, max_num_forced_tokens=7)
+    state = grammars.state(regex_spec("x(ya){900}"))
+    assert len(state.forced()) == 7
+
+
+def test_an_end_token_is_never_forced(grammars: Grammars) -> None:
+    quote = token(grammars, '"')
+    state = grammars.state(choice_spec('x"'), frozenset({END, quote}))
+    assert state.accept(token(grammars, "x"))
+    assert state.forced() == ()
+
+
+def test_text_that_spells_a_special_token_is_cut_into_others(grammars: Grammars) -> None:
+    """The tokenizer would make `<|end|>` of it, which is no text."""
+    state = grammars.state(choice_spec("a<|end|>b"))
+    output: list[int] = []
+    while not state.is_complete:
+        (token_id,) = grammars.allowed(state)
+        assert state.accept(token_id)
+        output.append(token_id)
+    assert END not in output and grammars.text(output) == "a<|end|>b"
+
+
+def test_grammars_of_clients_force_nothing(grammars: Grammars) -> None:
+    """llguidance 1.9.1 follows text that goes on for ever."""
+    for text in ('start: "a" start', 'root ::= "a" root', 'start: /x+/ "x"'):
+        state = grammars.state(ebnf_spec(text))
+        for _ in range(3):
+            assert state.forced() == ()
+            assert state.accept(grammars.allowed(state)[0])
+
+
+# -- cut anew
+
+
+def test_the_seam_is_cut_as_the_tokenizer_cuts_it(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    """`{` alone was drawn; with what must follow it belongs into one token with the quote."""
+    state = grammars.state(OBJECT)
+    cut = state.retokenized(token(grammars, "{"))
+    whole = tokenizer.encode('{"name": "', add_special_tokens=False)
+    assert cut[0] != token(grammars, "{")
+    assert list(cut) == whole[: len(cut)]
+    assert len(cut) >= len(whole) - 1
+    assert all(state.accept(token_id) for token_id in cut)
+
+
+def test_nothing_is_cut_anew_where_there_is_a_choice(grammars: Grammars) -> None:
+    state = grammars.state(choice_spec("ab", "ac"))
+    assert state.retokenized(token(grammars, "a")) == ()
+    assert state.retokenized(END) == ()
+    assert state.retokenized(token(grammars, "z")) == (), "not allowed at all"
+    assert state.accept(token(grammars, "a"))
+
+
+@pytest.mark.parametrize("character", ["b", "é", "日"])
+def test_a_long_cut_is_bounded(
+    character: str, make_grammars: Callable[..., Grammars], vocabulary: Vocabulary
+) -> None:
+    grammars = make_grammars(vocabulary, max_num_forced_tokens=5)
+    text = "x" + character * 9000
+    cut = grammars.state(choice_spec(text)).retokenized(token(grammars, "x"))
+    assert len(cut) == 5
+    assert text.encode().startswith(b"".join(grammars.token_bytes[i] for i in cut))
+
+
+def test_what_is_cut_anew_is_the_forced_text_and_changes_nothing(
+    grammars: Grammars, seed: int, scale: Callable[[int], int]
+) -> None:
+    rng = random.Random(f"{seed} anew")
+    num_cut = 0
+    for index in range(scale(200)):
+        state = grammars.state(OBJECT if index == 0 else schema_spec(random_schema(rng)))
+        for _ in range(12):
+            allowed = [token_id for token_id in grammars.allowed(state) if token_id != END]
+            if not allowed:
+                break
+            before = grammars.masks([state.fork()])
+            for token_id in rng.sample(allowed, min(5, len(allowed))):
+                cut = state.retokenized(token_id)
+                assert torch.equal(grammars.masks([state.fork()]), before), "it changes nothing"
+                if not cut:
+                    continue
+                num_cut += 1
+                text = b"".join(grammars.token_bytes[i] for i in cut)
+                own = grammars.token_bytes[token_id]
+                ahead = state.fork()
+                assert ahead.accept(token_id)
+                must = bytes(ahead._matcher.compute_ff_bytes())
+                assert len(cut) > 1 and (own + must).startswith(text)
+                jumped, spelled = state.fork(), state.fork()
+                assert all(jumped.accept(i) for i in cut)
+                ids = grammars.token_bytes.index
+                assert all(spelled.accept(ids(bytes([byte]))) for byte in text)
+                masks = grammars.masks([jumped, spelled])
+                if not (jumped.forced() or spelled.forced()):
+                    assert torch.equal(masks[0], masks[1]), "the same place"
+            assert state.accept(rng.choice(allowed))
+    assert num_cut > 0
 
 
 def test_with_and_without_jumps_outputs_are_in_the_language(grammars: Grammars, seed: int) -> None:
@@ -273,27 +219,46 @@ def test_with_and_without_jumps_outputs_are_in_the_language(grammars: Grammars, 
             assert bool(output.num_forced) == jump
 
 
+# -- the tokenizer
+
+
 @settings(max_examples=50)
 @given(st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=20))
 def test_cutting_gives_the_text_back(
     vocabulary: Vocabulary, tokenizer: Tokenizer, text: str
 ) -> None:
-    cut = Cutter(tokenizer, vocabulary).cut(text.encode())
-    assert b"".join(vocabulary.token_bytes[i] for i in cut) == (text.encode() if cut else b"")
-    if "<|" not in text:
-        assert bool(cut) == bool(text)
+    cutter = TextTokenizer(tokenizer, vocabulary)
+    for cut in (cutter(text), cutter.cut(text) or cutter(text)):
+        assert b"".join(vocabulary.token_bytes[i] for i in cut) == text.encode()
 
 
-def test_longer_tokens_are_those_that_begin_with_it(
-    vocabulary: Vocabulary, tokenizer: Tokenizer, seed: int
+def test_a_tokenizer_that_fails_costs_its_cut_only(
+    vocabulary: Vocabulary,
+    tokenizer: Tokenizer,
+    make_grammars: Callable[..., Grammars],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    cutter = Cutter(tokenizer, vocabulary)
-    rng = random.Random(f"{seed} longer")
-    for token_id in rng.sample(range(5, vocabulary.size), 50):
-        own = vocabulary.token_bytes[token_id]
-        expected = {
-            i
-            for i, data in enumerate(vocabulary.token_bytes)
-            if data.startswith(own) and len(data) > len(own)
-        }
-        assert set(cutter.longer(token_id).tolist()) == expected
+    grammars = make_grammars(vocabulary)
+    state = grammars.state(OBJECT)
+
+    def fail(self: Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        raise RuntimeError("odd text")
+
+    monkeypatch.setattr(Tokenizer, "encode", fail)
+    for _ in range(2):
+        assert state.retokenized(token(grammars, "{")) == ()
+    assert state.error is None
+    assert state.accept(grammars.allowed(state)[0])
+    assert [record.message for record in caplog.records] == [
+        "the tokenizer failed on text that a grammar forces"
+    ]
+
+
+def test_a_text_that_only_bytes_spell(
+    bytes_only: Path, make_grammars: Callable[..., Grammars]
+) -> None:
+    loaded = GrammarTokenizer.load(bytes_only, 257)
+    grammars = make_grammars(loaded.vocabulary, Tokenizer.load(bytes_only))
+    state = grammars.state(choice_spec("日本"), frozenset({256}))
+    assert bytes(state.forced()) == "日本".encode()

@@ -1,4 +1,4 @@
-"""States: ends, completion, resumption, fork, rollback, and parsers that run away."""
+"""States: ends, completion, resumption, fork, masks that are late, and what costs too much."""
 
 from __future__ import annotations
 
@@ -8,15 +8,20 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.constraints import Masks
 from engine.grammar.errors import GrammarFailed, GrammarTooCostly
-from engine.grammar.fill import Fill
-from engine.grammar.state import GrammarState
+from engine.grammar.fill import MaskFiller
+from engine.grammar.state import CompiledGrammar, GrammarState
 from engine.grammar.vocabulary import Vocabulary
+from engine.request import Sampling
+from engine.sampling.row import Draw
 from tests.unit.engine.grammar.driver import (
     END,
     VOCAB_SIZE,
@@ -32,12 +37,12 @@ from tests.unit.engine.grammar.driver import (
 )
 from tokens.tokenizer import Tokenizer, TokenKind
 
-RUNAWAY = regex_spec("((a{0,100}){0,100}){0,100}")
-"""Compiles in a millisecond; each token costs about twice the one before it."""
+DEAR = regex_spec("([ab]{0,60}[bc]{0,60}){0,40}d")
+"""Compiles in a moment; a mask of it takes more work than a little."""
 
 
 def token(grammars: Grammars, text: str) -> int:
-    return grammars.surroundings.vocabulary.token_bytes.index(text.encode())
+    return grammars.token_bytes.index(text.encode())
 
 
 def test_an_end_is_allowed_where_the_text_is_complete_and_nowhere_else(grammars: Grammars) -> None:
@@ -76,16 +81,15 @@ def test_specials_and_padding_are_never_inside_text(
     make_grammars: Callable[..., Grammars], vocabulary: Vocabulary, tokenizer: Tokenizer
 ) -> None:
     padded = Vocabulary((*vocabulary.token_bytes, *[b""] * 75))
-    wide = make_grammars(padded, tokenizer)
+    wide = make_grammars(padded)
     state = wide.state(regex_spec("[\\s\\S]*"))
-    mask = wide.masks([state, None])
-    assert mask.shape == (2, -(-padded.size // 32))
+    mask = wide.masks([state])
+    assert mask.shape == (1, -(-padded.size // 32))
     assert mask.dtype == torch.int32
     text = {i for i in range(VOCAB_SIZE) if tokenizer.kind(i) == TokenKind.TEXT}
-    # A text begins with a character, so not with a byte from inside one; NUL is not supported.
+    # A text begins with a character, so not with a byte from inside one.
     first = {i for i in text if _may_begin(vocabulary.token_bytes[i])}
     assert set(ids_of(mask[0])) == first | {END}
-    assert bool((mask[1] == -1).all())
     for token_id in (0, 2, VOCAB_SIZE, padded.size - 1, padded.size, padded.size + 1, -1):
         assert not state.accept(token_id)
 
@@ -95,7 +99,7 @@ def _may_begin(data: bytes) -> bool:
         codecs.getincrementaldecoder("utf-8")().decode(data)
     except UnicodeDecodeError:
         return False
-    return b"\0" not in data
+    return True
 
 
 def test_a_width_that_is_a_multiple_of_32(grammars: Grammars) -> None:
@@ -140,7 +144,7 @@ def test_a_state_resumes_from_any_prefix_with_the_same_masks(
 
 @settings(max_examples=30)
 @given(st.data())
-def test_fork_and_rollback_are_replays(grammars: Grammars, data: st.DataObject) -> None:
+def test_forks_are_replays(grammars: Grammars, data: st.DataObject) -> None:
     """Random steps on several states; each is at any time what a fresh one is after its ids."""
     spec = schema_spec(random_schema(random.Random(data.draw(st.integers(0, 1 << 30)))))
     states = [grammars.state(spec)]
@@ -148,7 +152,7 @@ def test_fork_and_rollback_are_replays(grammars: Grammars, data: st.DataObject) 
     for _ in range(data.draw(st.integers(1, 15))):
         index = data.draw(st.integers(0, len(states) - 1))
         state = states[index]
-        action = data.draw(st.sampled_from(["accept", "accept", "fork", "rollback", "look"]))
+        action = data.draw(st.sampled_from(["accept", "accept", "fork", "look"]))
         if action == "accept":
             allowed = grammars.allowed(state)
             if allowed:
@@ -157,15 +161,12 @@ def test_fork_and_rollback_are_replays(grammars: Grammars, data: st.DataObject) 
         elif action == "fork":
             states.append(state.fork())
             lengths.append(lengths[index])
-        elif action == "rollback":
-            num_tokens = data.draw(st.integers(0, lengths[index]))
-            state.rollback(num_tokens)
-            lengths[index] -= num_tokens
         else:
             assert state.is_complete in (True, False)
             allowed = [i for i in grammars.allowed(state) if i != END]
             if allowed:
-                state.forced_after(allowed[0])
+                state.retokenized(allowed[0])
+            state.forced()
     for state, length in zip(states, lengths, strict=True):
         assert len(state.token_ids) == length
         fresh = grammars.state(spec)
@@ -174,37 +175,24 @@ def test_fork_and_rollback_are_replays(grammars: Grammars, data: st.DataObject) 
         assert torch.equal(masks[0], masks[1])
 
 
-def test_more_than_there_is_cannot_be_taken_back(grammars: Grammars) -> None:
-    state = grammars.state(regex_spec("a*"))
-    assert state.accept(token(grammars, "a"))
-    with pytest.raises(ValueError, match="2 of 1"):
-        state.rollback(2)
-
-
-def test_a_parser_that_runs_away_breaks_its_own_state_only(
-    make_grammars: Callable[..., Grammars], vocabulary: Vocabulary, tokenizer: Tokenizer
+def test_what_costs_too_much_breaks_its_own_state_only(
+    make_grammars: Callable[..., Grammars], vocabulary: Vocabulary
 ) -> None:
-    grammars = make_grammars(vocabulary, tokenizer, token_cpu_s=0.02)
-    bomb = grammars.state(RUNAWAY)
-    neighbour = grammars.state(regex_spec("[ab]{5,}"))
+    grammars = make_grammars(vocabulary, token_fuel=50)
+    bomb = grammars.state(DEAR)
+    neighbour = grammars.state(choice_spec("aa"))
     a = token(grammars, "a")
-    for _ in range(60):
-        masks = grammars.masks([bomb, neighbour])
-        assert a in ids_of(masks[1])
-        if bomb.error is not None:
-            break
-        neighbour.accept(a)
-        if not bomb.accept(a):
-            break
+    masks = grammars.masks([bomb, neighbour])
+    assert ids_of(masks[0]) == []
     assert isinstance(bomb.error, GrammarTooCostly)
-    assert "of the output takes its parser more than 0.02 s" in str(bomb.error)
-    assert neighbour.error is None
+    assert "token 0 of the output costs its parser too much" in str(bomb.error)
+    assert ids_of(masks[1]) != [] and neighbour.error is None
     assert not bomb.accept(a)
     assert not bomb.is_complete
-    assert bomb.forced_after(a) == ()
-    assert ids_of(grammars.masks([bomb])[0]) == []
+    assert bomb.retokenized(a) == () and bomb.forced() == ()
     assert bomb.fork().error is bomb.error
-    grammars.surroundings.workers.check_integrity()
+    assert bomb.grammar.is_broken, "the library's lexer stays at its limit for all states of it"
+    grammars.filler.check_integrity()
 
 
 class Hanging(GrammarState):
@@ -213,89 +201,74 @@ class Hanging(GrammarState):
     let_go: threading.Event
     is_in: threading.Event
 
-    def fill(self, rows: torch.Tensor, index: int) -> None:
-        self.is_in.set()
-        self.let_go.wait(30)
-        rows[index].fill_(-1)
+    def mask(self) -> npt.NDArray[np.int32]:
+        if threading.current_thread().name == "grammar-mask":
+            self.is_in.set()
+            assert self.let_go.wait(30)
+        return super().mask()
 
 
-def test_a_mask_that_does_not_come_costs_its_row_only(
+def hanging(compiled: CompiledGrammar) -> Hanging:
+    plain = compiled.state(frozenset({END}))
+    made = Hanging(compiled, plain._matcher, frozenset({END}))
+    made.let_go, made.is_in = threading.Event(), threading.Event()
+    return made
+
+
+class Service:
+    """What Masks takes of a service."""
+
+    def __init__(self, grammars: Grammars) -> None:
+        self.filler = MaskFiller(2)
+        self.limits = grammars.limits
+
+
+def test_a_mask_that_is_late_delays_its_own_grammars_rows_only(
     make_grammars: Callable[..., Grammars], vocabulary: Vocabulary
 ) -> None:
-    grammars = make_grammars(vocabulary, token_timeout_s=0.5)
-    good = [grammars.state(choice_spec("a")) for _ in range(3)]
-    stuck = grammars.state(choice_spec("a"))
-    hanging = Hanging(stuck._matcher, grammars.surroundings, frozenset({END}))
-    hanging.let_go, hanging.is_in = threading.Event(), threading.Event()
-    fill = Fill(grammars.surroundings, [good[0], hanging, good[1], None, good[2]])
-    assert hanging.is_in.wait(30)
-    masks = fill.result()
-    a = token(grammars, "a")
-    assert [ids_of(masks[row]) for row in (0, 2, 4)] == [[a], [a], [a]]
-    assert bool((masks[3] == -1).all())
-    assert ids_of(masks[1]) == []
-    assert isinstance(hanging.error, GrammarTooCostly)
-    assert all(state.error is None for state in good)
-    workers = grammars.surroundings.workers
-    assert workers.num_stuck == 1
-    # Those who come later find a thread that works.
-    assert ids_of(grammars.masks([good[0]])[0]) == [a]
-    hanging.let_go.set()
-    for helper in fill._helpers:
-        assert helper.task is not None and helper.task.wait(30)
-    assert workers.num_stuck == 0
-    assert ids_of(masks[1]) == [], "what came late is not seen"
-    workers.check_integrity()
+    grammars = make_grammars(vocabulary, mask_wait_s=0.01)
+    service: Any = Service(grammars)
+    a, other = token(grammars, "a"), grammars.compiled(choice_spec("ab", "b"))
+    stuck = hanging(other)
+    sibling, good = other.state(frozenset({END})), grammars.state(choice_spec("a"))
+    rows = [good, stuck, None, sibling]
+    masks = Masks(service, rows)
+    assert stuck.is_in.wait(30)
+    assert not service.filler.wait([good], None), "another grammar's mask is there"
+    draws = [Draw(Sampling(max_tokens=1), position=5)] * 4
+    masked = masks.masked(draws, [0, 1, 2, 3])
+    assert [one is None for one in masked] == [False, True, False, True]
+    assert masked[0] is not None and masked[0].bitmask is not None
+    assert ids_of(masked[0].bitmask) == [a]
+    assert masked[2] is not None and masked[2].bitmask is None
+    assert service.filler.num_late == 2 and stuck.is_busy and sibling.is_busy
+    # The next step asks for the mask that is on its way, and finds it when it has come.
+    again = Masks(service, [None, stuck])
+    stuck.let_go.set()
+    again.wait()
+    found = again.masked(draws[:2], [0, 1])
+    assert found[1] is not None and found[1].bitmask is not None
+    assert ids_of(found[1].bitmask) == sorted(
+        {a, token(grammars, "b")} | set(ids_of(found[1].bitmask))
+    )
+    assert not stuck.is_busy and not sibling.is_busy
+    service.filler.check_integrity()
+    service.filler.close()
 
 
-def test_rows_that_nobody_began_are_not_charged_for_those_that_hang(
+def test_a_step_without_any_other_draw_waits_for_its_masks(
     make_grammars: Callable[..., Grammars], vocabulary: Vocabulary
 ) -> None:
-    """More rows hang than there are threads, and all of them come before the others."""
-    grammars = make_grammars(vocabulary, token_timeout_s=0.5)
-    let_go = threading.Event()
-    hanging = []
-    for _ in range(6):
-        stuck = grammars.state(choice_spec("a"))
-        hanging.append(Hanging(stuck._matcher, grammars.surroundings, frozenset({END})))
-        hanging[-1].let_go, hanging[-1].is_in = let_go, threading.Event()
-    good = [grammars.state(choice_spec("a")) for _ in range(3)]
-    fill = Fill(grammars.surroundings, [*hanging, *good])
-    masks = fill.result()
-    assert fill.is_over
-    a = token(grammars, "a")
-    assert [ids_of(masks[row]) for row in range(9)] == [[]] * 6 + [[a]] * 3
-    assert all(isinstance(state.error, GrammarTooCostly) for state in hanging)
-    assert all(state.error is None for state in good)
-    workers = grammars.surroundings.workers
-    assert workers.num_stuck == 6
-    let_go.set()
-    for helper in fill._helpers:
-        assert helper.task is not None and helper.task.wait(30)
-    assert workers.num_stuck == 0
-    workers.check_integrity()
-
-
-class Slow(GrammarState):
-    """Its mask takes a while."""
-
-    def fill(self, rows: torch.Tensor, index: int) -> None:
-        threading.Event().wait(0.1)
-        super().fill(rows, index)
-
-
-def test_many_rows_may_take_longer_together_than_one_may(
-    make_grammars: Callable[..., Grammars], vocabulary: Vocabulary
-) -> None:
-    grammars = make_grammars(vocabulary, token_timeout_s=1.0)
-    rows = []
-    for _ in range(60):  # 1.5 s for four threads
-        state = grammars.state(choice_spec("a"))
-        rows.append(Slow(state._matcher, grammars.surroundings, frozenset({END})))
-    masks = grammars.masks(rows)
-    a = token(grammars, "a")
-    assert [ids_of(row) for row in masks] == [[a]] * 60
-    assert [state.error for state in rows] == [None] * 60
+    grammars = make_grammars(vocabulary, mask_wait_s=0.001)
+    service: Any = Service(grammars)
+    stuck = hanging(grammars.compiled(choice_spec("a")))
+    masks = Masks(service, [stuck])
+    assert stuck.is_in.wait(30)
+    threading.Timer(0.05, stuck.let_go.set).start()
+    (found,) = masks.masked([Draw(Sampling(max_tokens=1), position=5)], [0])
+    assert found is not None and found.bitmask is not None
+    assert ids_of(found.bitmask) == [token(grammars, "a")]
+    service.filler.close()
 
 
 class Broken:
@@ -318,13 +291,12 @@ class Broken:
 @pytest.mark.parametrize(
     ("call", "use"),
     [
-        ("accept_token", lambda state, a: state.accept(a)),
-        ("is_completed", lambda state, a: state.accept(END)),
-        ("is_completed", lambda state, a: state.is_complete),
-        ("find_jump_forward_string", lambda state, a: state.forced_after(a)),
-        ("rollback", lambda state, a: state.forced_after(a)),
-        ("rollback", lambda state, a: state.accept(a) and state.rollback(1)),
-        ("fork", lambda state, a: state.fork().accept(a)),
+        ("try_consume_tokens", lambda state, a: state.accept(a)),
+        ("is_accepting", lambda state, a: state.accept(END)),
+        ("is_accepting", lambda state, a: state.is_complete),
+        ("compute_ff_tokens", lambda state, a: state.forced()),
+        ("validate_tokens", lambda state, a: state.retokenized(a)),
+        ("unsafe_compute_mask_ptr", lambda state, a: state.mask().any()),
     ],
 )
 def test_a_failure_of_the_library_is_the_states_own_error(
@@ -332,53 +304,47 @@ def test_a_failure_of_the_library_is_the_states_own_error(
 ) -> None:
     a = token(grammars, "a")
     state = grammars.state(choice_spec("abc", "abd"))
-    state._matcher = Broken(state._matcher, call)
+    matcher: Any = Broken(state._matcher, call)
+    state._matcher = matcher
     neighbour = grammars.state(choice_spec("a"))
     assert not use(state, a)
     assert isinstance(state.error, GrammarFailed)
     assert "the grammar library failed: RuntimeError('an odd grammar')" in str(state.error)
+    assert state.grammar.is_broken, "the next request compiles it anew"
     masks = grammars.masks([state, neighbour])
     assert [ids_of(row) for row in masks] == [[], [a]]
-    assert not state.accept(a) and not state.is_complete and state.forced_after(a) == ()
+    assert not state.accept(a) and not state.is_complete and state.forced() == ()
     assert isinstance(state.fork().error, GrammarFailed)
 
 
-def test_a_mask_that_fails_is_its_rows_own_error(grammars: Grammars) -> None:
-    a = token(grammars, "a")
-    states = [grammars.state(choice_spec("a")) for _ in range(3)]
-    states[1]._matcher = Broken(states[1]._matcher, "fill_next_token_bitmask")
-    masks = grammars.masks(states)
-    assert [ids_of(row) for row in masks] == [[a], [], [a]]
-    assert isinstance(states[1].error, GrammarFailed)
-    grammars.surroundings.workers.check_integrity()
-
-
-def test_a_fill_that_fails_is_its_rows_own_error(
+def test_a_mask_that_fails_on_its_thread_is_its_rows_own_error(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As with a mistake of ours, outside the library."""
     a = token(grammars, "a")
     states = [grammars.state(choice_spec("a")) for _ in range(3)]
+    made = states[1]._made_mask
 
-    def fail(row: torch.Tensor) -> None:
-        row.fill_(-1)
-        raise ValueError("odd")
+    def fail() -> npt.NDArray[np.int32]:
+        if states[1].error is None:
+            raise ValueError("odd")
+        return made()
 
-    monkeypatch.setattr(states[1], "_clear_spare", fail)
+    monkeypatch.setattr(states[1], "_made_mask", fail)
     masks = grammars.masks(states)
     assert [ids_of(row) for row in masks] == [[a], [], [a]]
     assert isinstance(states[1].error, GrammarFailed)
-    grammars.surroundings.workers.check_integrity()
+    grammars.filler.check_integrity()
 
 
 def test_a_dead_end_is_an_empty_mask(make_grammars: Callable[..., Grammars]) -> None:
     """The vocabulary has "ab" and "c" only: after "ab" nothing can spell "d"."""
     grammars = make_grammars(Vocabulary((b"ab", b"", b"c", b"d" * 2)))
-    state = grammars.state(ebnf_spec('root ::= "abc" | "abd"'))
+    state = grammars.state(ebnf_spec('start: "abc" | "abd"'))
     assert grammars.allowed(state) == [0]
     assert state.accept(0)
     assert grammars.allowed(state) == [2]
-    stuck = grammars.state(ebnf_spec('root ::= "abd"'))
+    stuck = grammars.state(ebnf_spec('start: "abd"'))
     assert stuck.accept(0)
     assert grammars.allowed(stuck) == []
     assert not stuck.is_complete

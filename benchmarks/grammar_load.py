@@ -1,0 +1,163 @@
+"""What grammars cost the requests beside them, through a local cluster.
+
+First: the time to the first token of a fresh cluster's first constrained request, beside that of
+its tenth; another schema each, so that each is compiled. Then: the gaps between tokens of streams
+without a grammar, alone and while hostile grammars (those of the tests) are sent one after the
+other, each followed for 60 tokens where it is accepted; and the memory of the workers before and
+after. The last line printed is one JSON object.
+
+    python -m benchmarks.grammar_load --starts 5 --hostile 500
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.console import Console
+
+from baton.client import Client
+from baton.errors import BatonError
+from baton.local_cluster import ClusterConfig, LocalCluster
+from benchmarks.context import context, publish
+from tests.unit.engine.grammar.hostile_grammars import hostile_grammars
+
+PROMPT = "Once upon a time"
+NUM_STREAMS = 4
+NUM_TOKENS = 400
+SEED = 1
+
+
+def schema(index: int) -> dict[str, Any]:
+    """One that no other index has."""
+    return {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 12}, f"k{index}": {"enum": [1, 2]}},
+        "required": ["name", f"k{index}"],
+    }
+
+
+async def first_token_s(client: Client, **options: Any) -> float:
+    """Seconds to the first chunk with a token."""
+    began = time.perf_counter()
+    async for chunk in client.generate(PROMPT, max_tokens=8, temperature=0, **options):
+        if chunk.token_ids:
+            return time.perf_counter() - began
+    raise SystemExit("an answer without a token")
+
+
+async def starts(num_starts: int) -> dict[str, Any]:
+    """First and tenth constrained request of fresh clusters."""
+    first: list[float] = []
+    tenth: list[float] = []
+    for _ in range(num_starts):
+        with LocalCluster(ClusterConfig(port=0)) as cluster:
+            async with Client(cluster.address) as client:
+                await first_token_s(client)  # what any first request costs is not a grammar's
+                times = [await first_token_s(client, json_schema=schema(i)) for i in range(10)]
+        first.append(times[0])
+        tenth.append(times[9])
+    return {
+        "first_ms": [round(one * 1e3, 1) for one in first],
+        "tenth_ms": [round(one * 1e3, 1) for one in tenth],
+        "ratio_of_medians": round(statistics.median(first) / statistics.median(tenth), 3),
+    }
+
+
+async def stream_gaps(client: Client, seed: int) -> list[float]:
+    """Seconds between the tokens of one stream without a grammar."""
+    times: list[float] = []
+    async for chunk in client.generate(
+        PROMPT, max_tokens=NUM_TOKENS, ignore_eos=True, temperature=1.0, seed=seed
+    ):
+        times += [time.perf_counter()] * bool(chunk.token_ids)
+    return [after - before for before, after in itertools.pairwise(times)]
+
+
+async def hostile(client: Client, grammars: Sequence[tuple[str, str, str]]) -> dict[str, int]:
+    """Send them one after the other."""
+    counts = {"answered": 0, "refused": 0}
+    names = {"regex": "regex", "json_schema": "json_schema", "lark": "ebnf", "gbnf": "ebnf"}
+    for _, kind, text in grammars:
+        try:
+            await client.complete(PROMPT, max_tokens=60, budget_ms=30_000, **{names[kind]: text})
+            counts["answered"] += 1
+        except BatonError:
+            counts["refused"] += 1
+    return counts
+
+
+def memory_mb() -> float:
+    """Resident memory of the cluster's processes."""
+    children = psutil.Process().children(recursive=True)
+    return round(sum(one.memory_info().rss for one in children) / 1e6, 1)
+
+
+def quantiles(gaps: Sequence[float]) -> dict[str, float]:
+    """Milliseconds."""
+    cuts = statistics.quantiles(gaps, n=1000)
+    return {
+        "p50_ms": round(cuts[499] * 1e3, 3),
+        "p99_ms": round(cuts[989] * 1e3, 3),
+        "max_ms": round(max(gaps) * 1e3, 1),
+    }
+
+
+async def beside(num_hostile: int) -> dict[str, Any]:
+    """Streams alone, beside the hostile grammars, and alone again."""
+    every = [one for one in hostile_grammars() if one[1] != "choice" and len(one[2]) < 60_000]
+    chosen = random.Random(SEED).sample(every, min(num_hostile, len(every)))
+    result: dict[str, Any] = {"num_hostile": len(chosen)}
+    with LocalCluster(ClusterConfig(port=0)) as cluster:
+        async with Client(cluster.address) as client:
+            await asyncio.gather(*(stream_gaps(client, seed) for seed in range(NUM_STREAMS)))
+            result["memory_before_mb"] = memory_mb()
+
+            async def streams(rounds: int | asyncio.Task[Any]) -> list[float]:
+                found: list[float] = []
+                for index in itertools.count():
+                    over = rounds.done() if isinstance(rounds, asyncio.Task) else index >= rounds
+                    if over:
+                        return found
+                    seeds = range(NUM_STREAMS * index, NUM_STREAMS * (index + 1))
+                    for gaps in await asyncio.gather(*(stream_gaps(client, s) for s in seeds)):
+                        found += gaps
+                raise AssertionError
+
+            result["alone"] = quantiles(await streams(8))
+            sending = asyncio.create_task(hostile(client, chosen))
+            result["beside"] = quantiles(await streams(sending))
+            result["counts"] = await sending
+            result["alone_again"] = quantiles(await streams(8))
+            result["memory_after_mb"] = memory_mb()
+    result["ratio_p99"] = round(result["beside"]["p99_ms"] / result["alone"]["p99_ms"], 3)
+    return result
+
+
+def main() -> None:
+    """Parse, measure, print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--starts", type=int, default=5, help="fresh clusters; 0: none")
+    parser.add_argument("--hostile", type=int, default=500, help="hostile grammars; 0: none")
+    parser.add_argument("--out", type=Path, help="write the JSON object here, too")
+    arguments = parser.parse_args()
+    result: dict[str, Any] = {"benchmark": "grammar_load", **context()}
+    if arguments.starts:
+        result["first_request"] = asyncio.run(starts(arguments.starts))
+    if arguments.hostile:
+        result["hostile"] = asyncio.run(beside(arguments.hostile))
+    Console(stderr=True).print(json.dumps(result, indent=2))
+    publish(result, arguments.out)
+
+
+if __name__ == "__main__":
+    main()
