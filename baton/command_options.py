@@ -190,7 +190,11 @@ def add_shaping(parser: argparse.ArgumentParser) -> None:
     grammar = parser.add_mutually_exclusive_group()
     grammar.add_argument("--json-schema", metavar="JSON", help="the output is such JSON")
     grammar.add_argument("--regex", metavar="PATTERN", help="the output matches it")
-    grammar.add_argument("--ebnf", metavar="GRAMMAR", help="the output is of this grammar: Lark (start: ...) or GBNF (root ::= ...)")
+    grammar.add_argument(
+        "--ebnf",
+        metavar="GRAMMAR",
+        help="the output is of this grammar: Lark (start: ...) or GBNF (root ::= ...)",
+    )
     grammar.add_argument(
         "--choice", action="append", metavar="TEXT", help="one of these outputs; repeatable"
     )

@@ -58,7 +58,7 @@ _SIGNS_OF_A_LIMIT = (
     "too many",
 )
 """In messages of llguidance's: one of LLParserLimits was reached."""
-_FIRST = GrammarSpec(GrammarKind.JSON_SCHEMA, '{"type": "object", "properties": {"a": {}}}')
+FIRST = GrammarSpec(GrammarKind.JSON_SCHEMA, '{"type": "object", "properties": {"a": {}}}')
 
 
 def parser_limits(limits: GrammarLimits) -> LLParserLimits:
@@ -111,7 +111,7 @@ def main() -> None:
     asked = socket.socket(fileno=int(sys.argv[1]))
     tokenizer = GrammarTokenizer.load(Path(sys.argv[3]), int(sys.argv[2]))
     limits = GrammarLimits()
-    try_out(tokenizer, compile_grammar(tokenizer, source(_FIRST, limits), limits), limits)
+    try_out(tokenizer, compile_grammar(tokenizer, source(FIRST, limits), limits), limits)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children leave no zombies
     with contextlib.suppress(OSError):  # the engine may be gone by now: the next read says so
         asked.sendall(b"R")
@@ -161,7 +161,7 @@ def _compile(
     tokenizer: GrammarTokenizer, spec: GrammarSpec, limits: GrammarLimits
 ) -> dict[str, Any]:
     # What is touched for the first time in this process is not the grammar's.
-    try_out(tokenizer, compile_grammar(tokenizer, source(_FIRST, limits), limits), limits)
+    try_out(tokenizer, compile_grammar(tokenizer, source(FIRST, limits), limits), limits)
     before = _resident_bytes()
     try:
         grammar = source(spec, limits)

@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine.errors import EngineError, IntegrityError, InvalidRequest, fresh
-from engine.grammar.compile_server import NICENESS
+from engine.grammar.compile_server import FIRST, NICENESS
 from engine.grammar.compiler import CompileProcess, Compiler
 from engine.grammar.config import GrammarLimits
 from engine.grammar.errors import GrammarBusy, GrammarFailed
@@ -173,14 +173,17 @@ class GrammarService:
         )
 
     def prepare(self) -> None:
-        """Have ready what the first grammar would wait for: the vocabulary, and the compiling
-        process, which has compiled once. Before the first request: reading a large vocabulary holds
-        Python's lock for a second, which would hold running streams up. A model that grammars
-        cannot be served with gets neither.
-        """
+        """Have ready what the first grammar would wait for: the vocabulary and the compiling
+        process; a grammar has been compiled, and a mask made. Before the first request: reading a
+        large vocabulary holds Python's lock for a second, which would hold running streams up. A
+        model that grammars cannot be served with gets neither."""
         try:
             self._loaded()
             self._process.start()
+            grammar, _ = self._loaded().compile(FIRST, socket.socketpair())
+            state = grammar.state(frozenset())
+            self.filler.submit([state])
+            self.filler.wait([state], None)
         except InvalidRequest as refusal:
             logger.info("no grammar can be served: %s", refusal)
         except Exception as failure:

@@ -45,8 +45,16 @@ BATON = Record(
     (
         *_OWN,
         Field("token_ids", Flag(), "Have each choice carry its token ids."),
-        Field("regex", Text(1), "The answer matches it as a whole. \\d, \\w and \\s are ASCII; no look-around."),
-        Field("ebnf", Text(1), "The answer follows this grammar, in Lark's dialect (start: ...) or GBNF (root ::= ...)."),
+        Field(
+            "regex",
+            Text(1),
+            "The answer matches it as a whole. \\d, \\w and \\s are ASCII; no look-around.",
+        ),
+        Field(
+            "ebnf",
+            Text(1),
+            "The answer follows this grammar: Lark's dialect (start: ...) or GBNF (root ::= ...).",
+        ),
         Field("choice", ListOf(Text(1), least=1, most=1024), "The answer is one of these."),
         Field("no_repeat_ngram", Integer(0, 64), "No n-gram of so many tokens comes twice."),
     ),

@@ -151,7 +151,7 @@ def _moved(schema: Any, root: str) -> Any:
         return [_moved(each, root) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    moved = {}
+    moved: dict[str, Any] = {}
     for key, value in schema.items():
         if key in _NAMED and isinstance(value, dict):  # of schemas by names that are no keywords
             moved[key] = {name: _moved(inner, root) for name, inner in value.items()}
