@@ -39,6 +39,11 @@ from typing import Any
 import jsonschema  # type: ignore[import-untyped]
 import numpy as np
 import numpy.typing as npt
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from benchmarks.context import context, publish
 from benchmarks.structured_output_engines import (
     END,
     ENGINES,
@@ -50,11 +55,6 @@ from benchmarks.structured_output_engines import (
     Rows,
     train,
 )
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
-
-from benchmarks.context import context, publish
 from engine.grammar.config import GrammarLimits
 
 ROOT = Path(__file__).resolve().parents[1]
