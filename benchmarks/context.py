@@ -21,7 +21,12 @@ describe --always --dirty` says it where the history is."""
 def context() -> dict[str, str]:
     """Fields for a result's JSON object. Holds no path of this machine."""
     arguments = list(sys.argv[1:])
-    for option in ("--out", "--plot", "--resume"):  # where a result lies says nothing of it
+    for option in (
+        "--out",
+        "--plot",
+        "--resume",
+        "--cache",
+    ):  # where a result lies says nothing of it
         if option in arguments:
             at = arguments.index(option)
             del arguments[at : at + 2]

@@ -56,7 +56,7 @@ class GrammarLimits:
     """Outputs of one compiled grammar, which learns lexer states from each and keeps them, before
     it is compiled anew."""
 
-    token_fuel: int = 100_000
+    token_fuel: int = 1_000_000
     """Work on terminals for one mask or one token: 14,000 are 1 ms."""
 
     token_items: int = 3_000

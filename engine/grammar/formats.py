@@ -22,12 +22,15 @@ _CLOCK = "T(?:[0-9]{1,6}H(?:[0-9]{1,6}M(?:[0-9]{1,6}S)?)?|[0-9]{1,6}M(?:[0-9]{1,
 _DAYS = "[0-9]{1,4}Y(?:[0-9]{1,4}M(?:[0-9]{1,6}D)?)?|[0-9]{1,4}M(?:[0-9]{1,6}D)?|[0-9]{1,6}D"
 _DURATION = f"P(?:(?:{_DAYS})(?:{_CLOCK})?|{_CLOCK}|[0-9]{{1,5}}W)"
 
-# No label has two hyphens in a row: the ones that do stand for other alphabets ("xn--").
-_LABEL = "[a-zA-Z0-9]{1,32}(?:-[a-zA-Z0-9]{1,24})?"
-_DOMAIN = rf"(?:{_LABEL}\.){{1,3}}[a-zA-Z]{{2,24}}"
-_HOSTNAME = rf"{_LABEL}(?:\.{_LABEL}){{0,3}}"
-_ATOM = "[a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]{1,20}"
-_EMAIL = rf"{_ATOM}(?:\.{_ATOM}){{0,2}}@{_DOMAIN}"
+# No label has two hyphens in a row: the ones that do stand for other alphabets ("xn--"). Names are
+# not counted in emails and addresses: with a count a mask of 128,000 tokens takes 1.5 ms, without
+# 0.1 ms, since all tokens of letters and digits can be told at once.
+_SHORT_LABEL = "[a-zA-Z0-9]{1,32}(?:-[a-zA-Z0-9]{1,24})?"
+_HOSTNAME = rf"{_SHORT_LABEL}(?:\.{_SHORT_LABEL}){{0,3}}"
+_LABEL = "[a-zA-Z0-9]+(?:-[a-zA-Z0-9]+)*"
+_NAME = rf"{_LABEL}(?:\.{_LABEL})*"
+_ATOM = "[a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]+"
+_EMAIL = rf"{_ATOM}(?:\.{_ATOM})*@(?:{_LABEL}\.)+[a-zA-Z][a-zA-Z]+"
 
 _OCTET = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _IPV4 = rf"{_OCTET}(?:\.{_OCTET}){{3}}"
@@ -44,7 +47,7 @@ _IPV6 = "|".join(
 _UUID = "[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}"
 
 _PATH_CHARACTER = "(?:[a-zA-Z0-9._~!$&'()*+,;=:@-]|%[0-9a-fA-F]{2})"
-_AUTHORITY = rf"//(?:{_HOSTNAME}|{_IPV4})(?::[1-9][0-9]{{0,3}})?"
+_AUTHORITY = rf"//(?:{_NAME}|{_IPV4})(?::[1-9][0-9]{{0,3}})?"
 _TAIL = rf"(?:\?(?:{_PATH_CHARACTER}|[/?])*)?(?:#(?:{_PATH_CHARACTER}|[/?])*)?"
 _PATH = f"(?:/{_PATH_CHARACTER}*)*"
 _ROOTLESS = f"{_PATH_CHARACTER}+{_PATH}"

@@ -35,6 +35,10 @@ logger = logging.getLogger(__name__)
 _SPACE_MARK = "\u2581"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
+# Tokens whose masks are known at once where a grammar allows all texts of such characters, beside
+# the library's own: names in emails and addresses.
+_SLICES = ("[a-zA-Z0-9]{1,10}", "[a-zA-Z0-9]{1,30}")
+
 # A tokenizer of sentencepiece's kind puts a space before a text, but not after an anchor.
 _ANCHORS = ("", "\n", "a")
 
@@ -153,7 +157,10 @@ class GrammarTokenizer:
     def of(cls, vocabulary: Vocabulary, tokenizer: Tokenizer) -> GrammarTokenizer:
         """Of a vocabulary and the tokenizer that cuts text into it."""
         text = TextTokenizer(tokenizer, vocabulary)
-        return cls(vocabulary, text, LLTokenizer(cast("TokenizerWrapper", text)))
+        first, *others = LLTokenizer.general_slices()
+        slices = [first, *_SLICES, *others]
+        library = LLTokenizer(cast("TokenizerWrapper", text), slices=slices)
+        return cls(vocabulary, text, library)
 
 
 def _token_bytes(parsed: Mapping[str, Any], vocab_size: int) -> tuple[bytes, ...]:

@@ -27,9 +27,9 @@ def _label_check(value: str) -> None:
 
 def _email(value: str) -> None:
     local, _, domain = value.rpartition("@")
-    assert 1 <= len(local) <= 64 and not local.startswith(".") and ".." not in local
-    assert "." in domain
-    _label_check(domain)
+    assert local and not local.startswith(".") and ".." not in local
+    assert "." in domain and "--" not in domain
+    assert all(re.fullmatch("(?!-)[a-zA-Z0-9-]+(?<!-)", label) for label in domain.split("."))
 
 
 def _uri(value: str) -> None:
