@@ -89,7 +89,7 @@ async def hostile(client: Client, grammars: Sequence[tuple[str, str, str]]) -> d
     names = {"regex": "regex", "json_schema": "json_schema", "lark": "ebnf", "gbnf": "ebnf"}
     for _, kind, text in grammars:
         try:
-            await client.complete(PROMPT, max_tokens=60, budget_ms=30_000, **{names[kind]: text})
+            await client.complete(PROMPT, max_tokens=60, timeout_s=30, **{names[kind]: text})
             counts["answered"] += 1
         except BatonError:
             counts["refused"] += 1

@@ -44,7 +44,7 @@ from engine.request import GrammarKind, GrammarSpec
 
 NICENESS = 10
 """The process is given it by the engine that starts it, and its children have it from it."""
-_NUM_TRIED = 16
+_NUM_TRIED = 32
 """Tokens for which a grammar is followed before it is taken."""
 _LOCATE_S = 1.0
 """How long a child looks for the part of a schema that the library refuses."""
@@ -75,10 +75,14 @@ def parser_limits(limits: GrammarLimits) -> LLParserLimits:
 
 
 def compile_grammar(tokenizer: GrammarTokenizer, grammar: str, limits: GrammarLimits) -> LLMatcher:
-    """A matcher at the beginning. Raises: GrammarError with the library's message."""
+    """A matcher at the beginning, tried out: what its first outputs need most is known.
+
+    Raises: GrammarError with the library's message.
+    """
     matcher = LLMatcher(tokenizer.library, grammar, log_level=0, limits=parser_limits(limits))
     if matcher.is_error():
         raise GrammarError(first_line(matcher.get_error()))
+    _try_out(tokenizer, matcher.deep_copy(), limits)
     return matcher
 
 
@@ -111,7 +115,7 @@ def main() -> None:
     asked = socket.socket(fileno=int(sys.argv[1]))
     tokenizer = GrammarTokenizer.load(Path(sys.argv[3]), int(sys.argv[2]))
     limits = GrammarLimits()
-    try_out(tokenizer, compile_grammar(tokenizer, source(FIRST, limits), limits), limits)
+    compile_grammar(tokenizer, source(FIRST, limits), limits)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children leave no zombies
     with contextlib.suppress(OSError):  # the engine may be gone by now: the next read says so
         asked.sendall(b"R")
@@ -161,12 +165,12 @@ def _compile(
     tokenizer: GrammarTokenizer, spec: GrammarSpec, limits: GrammarLimits
 ) -> dict[str, Any]:
     # What is touched for the first time in this process is not the grammar's.
-    try_out(tokenizer, compile_grammar(tokenizer, source(FIRST, limits), limits), limits)
+    compile_grammar(tokenizer, source(FIRST, limits), limits)
     before = _resident_bytes()
     try:
         grammar = source(spec, limits)
         try:
-            try_out(tokenizer, compile_grammar(tokenizer, grammar, limits), limits)
+            compile_grammar(tokenizer, grammar, limits)
         except GrammarError as error:
             if error.is_limit or spec.kind is not GrammarKind.JSON_SCHEMA:
                 raise
@@ -188,7 +192,7 @@ def _compile(
     return {"ok": True, "problem": "", "costly": False, "grammar": grammar, "num_bytes": num_bytes}
 
 
-def try_out(tokenizer: GrammarTokenizer, matcher: LLMatcher, limits: GrammarLimits) -> None:
+def _try_out(tokenizer: GrammarTokenizer, matcher: LLMatcher, limits: GrammarLimits) -> None:
     """Follow an output for some tokens: most grammars that cost too much show it there.
 
     Raises: GrammarError where no token can begin an output, or a limit is reached.
@@ -230,7 +234,7 @@ def _located(tokenizer: GrammarTokenizer, text: str, limits: GrammarLimits, prob
     def refusal(part: object, path: str) -> str | None:
         try:
             lowered = json_schema.Lowering(root, limits).schema_at(path, part)
-            try_out(tokenizer, compile_grammar(tokenizer, of_schema(lowered), limits), limits)
+            compile_grammar(tokenizer, of_schema(lowered), limits)
         except GrammarError as error:
             return None if error.is_limit else str(error)
         except InvalidRequest:

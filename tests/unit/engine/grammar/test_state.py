@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.constraints import Masks
+from engine.grammar.config import GrammarLimits
 from engine.grammar.errors import GrammarFailed, GrammarTooCostly
 from engine.grammar.fill import MaskFiller
 from engine.grammar.state import CompiledGrammar, GrammarState
@@ -36,9 +37,6 @@ from tests.unit.engine.grammar.driver import (
     schema_spec,
 )
 from tokens.tokenizer import Tokenizer, TokenKind
-
-DEAR = regex_spec("([ab]{0,60}[bc]{0,60}){0,40}d")
-"""Compiles in a moment; a mask of it takes more work than a little."""
 
 
 def token(grammars: Grammars, text: str) -> int:
@@ -178,8 +176,10 @@ def test_forks_are_replays(grammars: Grammars, data: st.DataObject) -> None:
 def test_what_costs_too_much_breaks_its_own_state_only(
     make_grammars: Callable[..., Grammars], vocabulary: Vocabulary
 ) -> None:
-    grammars = make_grammars(vocabulary, token_fuel=50)
-    bomb = grammars.state(DEAR)
+    grammars = make_grammars(vocabulary)
+    compiled = grammars.compiled(regex_spec("a*"))
+    compiled.limits = GrammarLimits(token_cpu_s=1e-9)
+    bomb = compiled.state(frozenset({END}))
     neighbour = grammars.state(choice_spec("aa"))
     a = token(grammars, "a")
     masks = grammars.masks([bomb, neighbour])
