@@ -46,7 +46,7 @@ class GrammarLimits:
     max_num_waiting_per_sender: int = 64
     """Compilations of one sender that may wait for their turn; one more is refused for now."""
 
-    max_num_cached: int = 256
+    max_num_cached: int = 128
     """Compiled grammars, and refusals, that are kept."""
 
     cache_bytes: int = 256 << 20
@@ -66,7 +66,7 @@ class GrammarLimits:
     """CPU time of one mask or one token. Above it a grammar is refused when it is tried out, and an
     output that follows it ends."""
 
-    max_num_lexer_states: int = 50_000
+    max_num_lexer_states: int = 20_000
     """Lexer states of one compiled grammar, 1 to 2 kB each."""
 
     mask_wait_s: float = 0.002

@@ -20,6 +20,7 @@ failed; pending and kept and dropped compilations are all there were.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import socket
@@ -136,6 +137,13 @@ def _run_nicely() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
+def _trim() -> None:
+    """Give memory of grammars that were dropped back to the system, where libc can."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 class GrammarService:
     """See the module. Build it with `from_checkpoint`."""
 
@@ -152,6 +160,7 @@ class GrammarService:
         self._stats = GrammarStats()
         self._cache: OrderedDict[_Key, Compilation] = OrderedDict()
         self._turns: OrderedDict[bytes, deque[Compilation]] = OrderedDict()
+        self._has_dropped = False
         self._threads = ThreadPoolExecutor(
             limits.max_num_compiling, "grammar-compile", initializer=_run_nicely
         )
@@ -334,6 +343,9 @@ class GrammarService:
         with self._lock:
             compilation.stream = None
             self._finish(compilation, grammar, num_bytes, error)
+            has_dropped, self._has_dropped = self._has_dropped, False
+        if has_dropped:
+            _trim()
 
     def _loaded(self) -> Compiler:
         """The vocabulary is loaded by the first caller; the others wait for it. On a compile
@@ -388,6 +400,7 @@ class GrammarService:
 
     def _drop(self, key: _Key) -> None:
         dropped = self._cache.pop(key)
+        self._has_dropped = True
         self._count(num_cached=-1, num_dropped=1, cached_bytes=-dropped.num_bytes)
 
     def _count(self, **changes: int) -> None:
