@@ -6,9 +6,10 @@ exist is each component's own business; a wrong one is refused by the component,
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from baton.secured import OPEN, Secured
 from process.access import Role
 
 DRAIN_S = 3
-"""How long a stopping part lets requests finish: less than the supervisor waits for it."""
+"""How long a stopping part lets requests finish, unless `--set` says otherwise."""
 STORE_DRAIN_S = 1
 """How long a stopping store serves its leases. A cluster's end comes to it last, when nobody reads
 any more, but leases of those that were killed may be left."""
@@ -32,6 +33,9 @@ _DRAFT_PART = 0.25
 Guessed: far above a small model and its KV (`draft_kv_bytes`), which are not known here."""
 
 
+_DRAIN_KEYS = ("drain_s", "limits.drain_s", "times.drain_s")
+"""Of a store, a worker and a router."""
+
 Setting = str | float | bool | tuple[str, ...]
 """A value on a part's command line."""
 
@@ -44,6 +48,8 @@ class ProcessSpec:
     kind: str
     """redis, store, draft, prefill, decode, router or autoscaler."""
     argv: tuple[str, ...]
+    drain_s: float = 0.0
+    """How long it lets requests finish when it is told to end."""
 
 
 def redis(server: Path, socket: Path) -> ProcessSpec:
@@ -327,9 +333,21 @@ def _python(
     argv = [sys.executable, "-P", "-m", module]  # never import from the current folder
     # The user's own come last and win.
     ours = (f"{key}={quoted(value)}" for key, value in settings.items())
-    for override in (*ours, *config.overrides_of(kind)):
+    given = (*ours, *config.overrides_of(kind))
+    for override in given:
         argv += ["--set", override]
-    return ProcessSpec(name, kind, tuple(argv))
+    return ProcessSpec(name, kind, tuple(argv), _drain_s(given))
+
+
+def _drain_s(overrides: Sequence[str]) -> float:
+    """The last that these say; the part itself refuses one that is no number."""
+    drain_s = 0.0
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key.strip() in _DRAIN_KEYS:
+            with contextlib.suppress(ValueError):
+                drain_s = float(value)
+    return drain_s
 
 
 def quoted(value: Setting) -> str:

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 STOP_TIMEOUT_S = 5.0
-"""From SIGTERM to SIGKILL."""
+"""From SIGTERM to SIGKILL, beside the time that a part gives its requests (`drain_s`)."""
 _FAILURE_LOOK_S = 0.1
 _COMMAND_TIMEOUT_S = 30.0
 _MAX_BACKOFF_S = 5.0
@@ -148,7 +148,7 @@ class Supervisor:
         def again() -> None:
             self._again(self._end(name, signal.SIGTERM))
 
-        self._do(again)
+        self._do(again, _COMMAND_TIMEOUT_S + self._part(name).spec.drain_s)
 
     def retire(self, names: Sequence[str], within_s: float) -> None:
         """Tell parts to end (SIGTERM) and forget each when it has, after `within_s` by SIGKILL;
@@ -167,7 +167,8 @@ class Supervisor:
             self._end_orphans()
             return
         self._stopping = True
-        bound_s = 2 * STOP_TIMEOUT_S * (len(order) + 1)
+        drains_s = sum(part.spec.drain_s for part in list(self._parts.values()))
+        bound_s = 2 * STOP_TIMEOUT_S * (len(order) + 1) + drains_s
         with contextlib.suppress(ClusterError):
             self._do(lambda: self._stop_all(order), timeout_s=bound_s)
         self.kill_all()
@@ -352,13 +353,14 @@ class Supervisor:
     def _end(self, name: str, number: signal.Signals) -> Part:
         part = self._part(name)
         if part.state in _ALIVE:
-            self._end_child(part, number, time.monotonic() + STOP_TIMEOUT_S)
+            part.child.signal(number)
+            self._await_end(part, time.monotonic() + part.spec.drain_s + STOP_TIMEOUT_S)
             self._show(part, "stopped", f"by {number.name}, on purpose")
         part.state = State.HELD
         return part
 
-    def _end_child(self, part: Part, number: signal.Signals, deadline_s: float) -> None:
-        part.child.signal(number)
+    def _await_end(self, part: Part, deadline_s: float) -> None:
+        """Of one that was told to end. (A second SIGTERM would have it end at once.)"""
         if not part.child.wait(max(0.0, deadline_s - time.monotonic())):
             part.child.signal(signal.SIGKILL)
             part.child.wait(STOP_TIMEOUT_S)
@@ -367,10 +369,11 @@ class Supervisor:
         for kinds in order:
             group = [part for part in self._parts.values() if part.spec.kind in kinds]
             for part in group:
-                part.child.signal(signal.SIGTERM)
-            deadline_s = time.monotonic() + STOP_TIMEOUT_S
+                if part.state is not State.RETIRING:  # it was told already
+                    part.child.signal(signal.SIGTERM)
+            now_s = time.monotonic()
             for part in group:
-                self._end_child(part, signal.SIGTERM, deadline_s)
+                self._await_end(part, now_s + part.spec.drain_s + STOP_TIMEOUT_S)
                 part.state = State.STOPPED
                 self._show(part, "stopped")
 

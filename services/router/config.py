@@ -185,7 +185,9 @@ class RouterTimes:
     """
 
     drain_s: float = 10.0
-    """How long a stopping router lets requests finish."""
+    """How long a stopping router lets requests finish. Those that are left then end with an error,
+    in a stream as its last event; a second signal ends the router at once.
+    """
 
     def __post_init__(self) -> None:
         _check_positive(self)

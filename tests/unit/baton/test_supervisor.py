@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -221,6 +222,28 @@ def test_one_that_ignores_sigterm_is_killed_within_the_bound(
     pid = supervisor.processes()["a"].pid
     supervisor.stop((("store",),))
     assert not psutil.pid_exists(pid)
+
+
+DRAINS = """
+import json, signal, sys
+print(json.dumps({"event": "ready", "address": ""}), flush=True)
+signal.sigwait([signal.SIGTERM])
+print("told", flush=True)
+if signal.sigtimedwait([signal.SIGTERM], 1.0):
+    sys.exit("told twice")
+print("drained", flush=True)
+"""
+
+
+def test_a_part_gets_its_time_to_drain_and_is_told_once(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("baton.supervisor.STOP_TIMEOUT_S", 0.2)
+    supervisor.launch([dataclasses.replace(_spec("a", DRAINS), drain_s=30.0)])
+    supervisor.wait_ready(["a"], _soon())
+    supervisor.stop((("store",),))
+    said = supervisor.processes()["a"].log_path.read_text().splitlines()
+    assert said[-2:] == ["told", "drained"]
 
 
 def test_unknown_parts_are_named(supervisor: Supervisor) -> None:
