@@ -480,3 +480,21 @@ async def test_a_handle_that_nobody_takes_over_is_given_back() -> None:
         assert not store.released
     finally:
         await server.stop(None)
+
+
+async def test_a_request_whose_prefill_worker_went_silent_says_what_it_waits_for() -> None:
+    times = {"lapse_grace_s": 0.1, "failover_wait_s": BOUND_S}
+    async with running(times=times) as bench:
+        bench.prefill.gate.close()
+        call = bench.stub.Generate(request(sampling=SHORT), timeout=BOUND_S)
+        await bench.prefill.gate.reached.wait()
+        await bench.lapse(bench.prefill)
+
+        async def says_so() -> bool:
+            asked = inference_pb2.GetClusterStatusRequest(num_requests=1, as_heard=True)
+            (record,) = (await bench.stub.GetClusterStatus(asked)).requests
+            return bool(record.state == "waiting for a prefill worker")
+
+        await until(says_so)
+        call.cancel()
+        bench.prefill.gate.open()
