@@ -22,6 +22,9 @@ DRAIN_S = 3
 STORE_DRAIN_S = 1
 """How long a stopping store serves its leases. A cluster's end comes to it last, when nobody reads
 any more, but leases of those that were killed may be left."""
+MAX_STEP_S = 30.0
+"""For so long a part may be silent, as long as the router lets a step of an engine take
+(`times.max_step_s`), unless `--set` says otherwise."""
 HOLD_S = 120.0
 """How long the router of an autoscaled cluster keeps requests until the first workers serve."""
 AUTOSCALE_INTERVAL_S = 2.0
@@ -50,6 +53,8 @@ class ProcessSpec:
     argv: tuple[str, ...]
     drain_s: float = 0.0
     """How long it lets requests finish when it is told to end."""
+    socket: str = ""
+    """Redis' socket file."""
 
 
 def redis(server: Path, socket: Path) -> ProcessSpec:
@@ -67,7 +72,7 @@ def redis(server: Path, socket: Path) -> ProcessSpec:
     argv = [sys.executable, "-P", "-m", "baton.with_parent", str(server)]
     for key, value in options.items():
         argv += [f"--{key}", value]
-    return ProcessSpec("redis", "redis", tuple(argv))
+    return ProcessSpec("redis", "redis", tuple(argv), socket=str(socket))
 
 
 def socket_address(folder: Path, name: str) -> str:
@@ -285,6 +290,7 @@ def router(
             **({"hold_without_workers_s": HOLD_S} if config.autoscale else {}),
             "handover": config.handover,
             "times.drain_s": str(DRAIN_S),
+            "times.max_step_s": MAX_STEP_S,
             **secured.settings_of(Role.ROUTER),
             **_metrics(config),
             **_tracing(config),
@@ -336,18 +342,23 @@ def _python(
     given = (*ours, *config.overrides_of(kind))
     for override in given:
         argv += ["--set", override]
-    return ProcessSpec(name, kind, tuple(argv), _drain_s(given))
+    return ProcessSpec(name, kind, tuple(argv), _seconds(given, _DRAIN_KEYS, 0.0))
 
 
-def _drain_s(overrides: Sequence[str]) -> float:
-    """The last that these say; the part itself refuses one that is no number."""
-    drain_s = 0.0
+def max_silence_s(config: ClusterConfig) -> float:
+    """A part whose loop has not turned for so long is started again."""
+    return _seconds(config.overrides_of("router"), ("times.max_step_s",), MAX_STEP_S)
+
+
+def _seconds(overrides: Sequence[str], keys: Sequence[str], otherwise: float) -> float:
+    """The last that these say; the part itself refuses what is no number."""
+    found = otherwise
     for override in overrides:
         key, _, value = override.partition("=")
-        if key.strip() in _DRAIN_KEYS:
+        if key.strip() in keys:
             with contextlib.suppress(ValueError):
-                drain_s = float(value)
-    return drain_s
+                found = float(value)
+    return found
 
 
 def quoted(value: Setting) -> str:

@@ -117,7 +117,9 @@ class LocalCluster:
         try:
             self._folder = _make_run_folder()
             log_dir = _make_log_dir(self.config, self._folder)
-            self._supervisor = Supervisor(log_dir, self._on_part_event)
+            self._supervisor = Supervisor(
+                log_dir, self._on_part_event, cluster_plan.max_silence_s(self.config)
+            )
             self._start_parts(self._folder, deadline_s)
             self._wait_registered(deadline_s)
             self._supervisor.keep_up()

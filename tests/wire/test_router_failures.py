@@ -498,3 +498,16 @@ async def test_a_request_whose_prefill_worker_went_silent_says_what_it_waits_for
         await until(says_so)
         call.cancel()
         bench.prefill.gate.open()
+
+
+async def test_a_worker_or_store_without_heartbeat_is_a_problem() -> None:
+    async with running(num_decode=2) as bench:
+        await bench.add_store("store-0")
+        assert not any("heartbeat" in each for each in (await _status(bench)).problems)
+        await bench.lapse(bench.decodes[1])
+        client = bench.redis.client()
+        await client.delete("baton:store:store-0:beat")
+        await client.aclose()
+        problems = (await _status(bench)).problems
+        for name in ("decode worker d1", "store store-0"):
+            assert f"{name} has no heartbeat: its process hangs, or was killed" in problems
