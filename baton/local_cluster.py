@@ -104,7 +104,7 @@ class LocalCluster:
         self.stop()
 
     def start(self, timeout_s: float = START_TIMEOUT_S, *, settings_checked: bool = False) -> None:
-        """Start all parts and wait until the router sees every worker and store.
+        """Start all parts and wait until the router sees every worker and store, and is ready.
 
         Args: settings_checked: `settings_check.check` has passed already.
         Raises: ClusterError, one line in the words of the part that failed; nothing is left.
@@ -305,7 +305,8 @@ class LocalCluster:
         return address
 
     def _wait_registered(self, deadline_s: float) -> None:
-        """Until the router reports every worker of ours, in this life, and every store."""
+        """Until the router reports every worker of ours, in this life, and every store, and says
+        that it is ready."""
         with self.connect() as client:
             while missing := _not_seen(client, self._lives(), self.store_addresses):
                 self._parts().check_failure()
@@ -387,5 +388,8 @@ def _not_seen(
         seen = {worker.worker_id: worker.incarnation for worker in status.workers}
         missing = [name for name, life in wanted.items() if seen.get(name) != life]
         reachable = {store.address for store in status.stores if store.reachable}
-        return missing + [name for name, address in stores.items() if address not in reachable]
+        missing += [name for name, address in stores.items() if address not in reachable]
+        if not missing and not client.is_ready(timeout_s=1.0):
+            return ["a worker of each role that serves"]
+        return missing
     return ["anything; it does not answer"]

@@ -304,7 +304,6 @@ async def test_a_new_request_waits_for_the_only_worker_to_be_back(
         await bench.lapse(old)
         late = asyncio.create_task(bench.generate(request(sampling=SHORT)))
         await looks.more(10)
-        bench.router.desk.ready()
         assert not early.done() and not late.done()
         await bench.add(type(old)(old.worker_id, bench.model))
         for messages in await asyncio.gather(early, late):

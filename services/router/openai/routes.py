@@ -119,7 +119,7 @@ class OpenAiRoutes:
         return web.json_response({"status": "ok"})
 
     async def ready(self, request: web.Request) -> web.Response:
-        """/ready: a request would find workers."""
+        """/ready: each model that is not scaled to zero has a worker of each role."""
         self._desk.ready()
         return web.json_response({"status": "ready"})
 
