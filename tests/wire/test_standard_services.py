@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import grpc.aio
 import pytest
 from google.protobuf import descriptor_pb2
