@@ -48,7 +48,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--address",
         metavar="HOST:PORT",
-        help="the autoscaler's; default: of the cluster that `baton up` started last",
+        help="the router's, of a cluster that you started here; elsewhere the autoscaler's own, as "
+        "a port-forward has it; default: the cluster that `baton up` started last",
     )
     command_options.add_credentials(parser)
     parser.set_defaults(run=run)
@@ -98,9 +99,10 @@ def decisions_view(
 
 
 def _address(parsed: argparse.Namespace) -> str:
-    if parsed.address:
+    """Where the autoscaler answers. Raises: Unavailable."""
+    state = cluster_state.find(parsed.address or "")
+    if state is None and parsed.address:
         return str(parsed.address)
-    state = cluster_state.find()
     if state is None:
         raise Unavailable(
             "no cluster of yours runs here; start one with `baton up --autoscale`, or give "

@@ -13,9 +13,10 @@ from baton.cert_set import CertSet
 from baton.client import SyncClient
 from baton.cluster_config import ClusterConfig
 from baton.credentials import Credentials
-from baton.errors import InvalidArgument, Unavailable
+from baton.errors import ClusterError, InvalidArgument, Unavailable
 from process import secret_file
 from process.access import Role
+from process.redis_client import RedisAccess
 from process.serving import Dialer
 from process.tls import TlsSettings
 
@@ -120,7 +121,27 @@ def add_redis(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--redis", default="", metavar="URL", help="the Redis of a cluster that runs elsewhere"
     )
+    group = parser.add_argument_group("trust of that Redis, as the settings redis.* of its parts")
+    for name, meaning in (
+        ("ca-file", "over TLS (rediss://), trusting these CAs"),
+        ("cert-file", "your certificate, for a Redis that asks for one"),
+        ("key-file", "its private key"),
+        ("password-file", "holds the password"),
+    ):
+        group.add_argument(f"--redis-{name}", default="", metavar="FILE", help=meaning)
+    group.add_argument("--redis-user", default="", metavar="NAME", help="default: Redis' own")
     add_credentials(parser)
+
+
+def redis_access_of(parsed: argparse.Namespace) -> RedisAccess:
+    """How that Redis is known, and knows its user. Raises: SettingsError."""
+    return RedisAccess(
+        ca_file=parsed.redis_ca_file,
+        cert_file=parsed.redis_cert_file,
+        key_file=parsed.redis_key_file,
+        user=parsed.redis_user,
+        password_file=parsed.redis_password_file,
+    )
 
 
 def redis_url_of(parsed: argparse.Namespace) -> str:
@@ -350,7 +371,6 @@ def add_cluster(parser: argparse.ArgumentParser, *, default_port: int) -> None:
         parser.add_argument(
             f"--min-{role}",
             type=int,
-            default=least,
             metavar="N",
             help=f"with --autoscale, fewest {role} workers; 0 for both roles: none when nobody "
             f"asks; default: {least}",
@@ -358,7 +378,6 @@ def add_cluster(parser: argparse.ArgumentParser, *, default_port: int) -> None:
         parser.add_argument(
             f"--max-{role}",
             type=int,
-            default=most,
             metavar="N",
             help=f"with --autoscale, most {role} workers; default: {most}",
         )
@@ -369,6 +388,7 @@ def add_cluster(parser: argparse.ArgumentParser, *, default_port: int) -> None:
 
 def cluster_of(parsed: argparse.Namespace) -> ClusterConfig:
     """Those options as a value. Raises: ClusterError naming the wrong one."""
+    bounds = _bounds_of(parsed)
     return ClusterConfig(
         model=parsed.model,
         more_models=parsed.more_models,
@@ -389,14 +409,31 @@ def cluster_of(parsed: argparse.Namespace) -> ClusterConfig:
         trace_to=parsed.trace_to,
         trace_ratio=parsed.trace_ratio,
         autoscale=parsed.autoscale,
-        num_prefill_min=parsed.min_prefill,
-        num_prefill_max=parsed.max_prefill,
-        num_decode_min=parsed.min_decode,
-        num_decode_max=parsed.max_decode,
+        **bounds,
         tls=parsed.tls,
         api_keys=parsed.api_keys,
         log_dir=parsed.log_dir,
     )
+
+
+def _bounds_of(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Of the workers, with --autoscale, as far as they are given. Raises: ClusterError."""
+    given = {
+        (bound, role): getattr(parsed, f"{bound}_{role}")
+        for bound in ("min", "max")
+        for role in ("prefill", "decode")
+    }
+    bounds = {}
+    for (bound, role), value in given.items():
+        if value is None:
+            continue
+        if not parsed.autoscale:
+            raise ClusterError(
+                f"--{bound}-{role} {value}: goes with --autoscale; without it there are as many as "
+                f"--{role} says"
+            )
+        bounds[f"num_{role}_{bound}"] = value
+    return bounds
 
 
 class _Models(argparse.Action):
