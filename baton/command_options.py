@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from baton import cluster_config, cluster_state
 from baton.cert_set import CertSet
 from baton.client import SyncClient
 from baton.cluster_config import ClusterConfig
+from baton.cluster_state import ClusterState
 from baton.credentials import Credentials
 from baton.errors import ClusterError, InvalidArgument, Unavailable
 from process import secret_file
@@ -24,13 +26,52 @@ _MAX_KEY_BYTES = 4096
 
 
 def add_address(parser: argparse.ArgumentParser) -> None:
-    """`--address`."""
-    parser.add_argument(
+    """`--address`, `--cluster`."""
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
         "--address",
         metavar="HOST:PORT",
         help="the router's; default: the cluster that `baton up` started last",
     )
+    add_cluster_name(where)
     add_credentials(parser)
+
+
+def add_cluster_name(where: argparse._ActionsContainer) -> None:
+    """`--cluster`."""
+    where.add_argument(
+        "--cluster",
+        default="",
+        metavar="NAME",
+        help="of several that you started here: as `baton up --cluster` named it, or its router's "
+        "port",
+    )
+
+
+def state_of(parsed: argparse.Namespace) -> ClusterState | None:
+    """The cluster of this user that is meant; None: there is none, or the address is another's.
+    Where several run and none is named, says once which one is taken.
+
+    Raises: Unavailable for a name that none has.
+    """
+    address = getattr(parsed, "address", None) or ""
+    if address:
+        return cluster_state.find(address)
+    running = cluster_state.running()
+    if parsed.cluster:
+        for state in reversed(running):
+            if state.name == parsed.cluster:
+                return state
+        names = ", ".join(state.name for state in running) or "none"
+        raise Unavailable(f"--cluster {parsed.cluster}: of your clusters here run: {names}")
+    if len(running) > 1 and not getattr(parsed, "has_told_cluster", False):
+        parsed.has_told_cluster = True
+        *others, taken = (state.name for state in running)
+        sys.stderr.write(
+            f"cluster {taken} is taken, which was started last; --cluster NAME chooses another: "
+            f"{', '.join(others)}\n"
+        )
+    return running[-1] if running else None
 
 
 def add_credentials(parser: argparse.ArgumentParser, *, has_tls: bool = False) -> None:
@@ -58,7 +99,7 @@ def address_of(parsed: argparse.Namespace) -> str:
     Raises: Unavailable when none is named and none runs; InvalidArgument for the HTTP port of a
     cluster of this user.
     """
-    state = cluster_state.find(parsed.address or "")
+    state = state_of(parsed)
     if parsed.address:
         address = str(parsed.address)
         if state is not None and _port(address) == _port(state.http_address):
@@ -80,7 +121,7 @@ def credentials_of(parsed: argparse.Namespace) -> Credentials:
     Raises: SettingsError, InvalidArgument for files that do not do.
     """
     is_elsewhere = not parsed.address and bool(getattr(parsed, "redis", ""))
-    state = None if is_elsewhere else cluster_state.find(parsed.address or "")
+    state = None if is_elsewhere else state_of(parsed)
     api_key = os.environ.get("BATON_API_KEY", "") or (state.api_key if state else "")
     if parsed.api_key_file is not None:
         content = secret_file.read(
@@ -118,6 +159,7 @@ def add_redis(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help="the router's, of a cluster that you started here; default: the one started last",
     )
+    add_cluster_name(where)
     where.add_argument(
         "--redis", default="", metavar="URL", help="the Redis of a cluster that runs elsewhere"
     )
@@ -146,7 +188,16 @@ def redis_access_of(parsed: argparse.Namespace) -> RedisAccess:
 
 def redis_url_of(parsed: argparse.Namespace) -> str:
     """Raises: Unavailable when there is no cluster of this user to say it."""
-    return parsed.redis or cluster_state.local_redis_url(parsed.address or "")
+    if parsed.redis:
+        return str(parsed.redis)
+    state = state_of(parsed)
+    if state is not None and state.redis_url:
+        return state.redis_url
+    if parsed.address:
+        raise Unavailable(f"no cluster of yours runs at {parsed.address}; give --redis URL instead")
+    raise Unavailable(
+        "no cluster of yours runs here; start one with `baton up`, or give --redis URL"
+    )
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:

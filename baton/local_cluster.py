@@ -115,7 +115,7 @@ class LocalCluster:
         if not settings_checked:
             settings_check.check(self.config)
         try:
-            self._folder = _make_run_folder()
+            self._folder = _make_run_folder(self.config.file_tier_dir)
             log_dir = _make_log_dir(self.config, self._folder)
             self._supervisor = Supervisor(
                 log_dir, self._on_part_event, cluster_plan.max_silence_s(self.config)
@@ -220,8 +220,12 @@ class LocalCluster:
             self.redis_url = f"unix://{socket}"
             self._launch([cluster_plan.redis(redis_server.find(), socket)], deadline_s)
         redis_url = self._secure(folder.path)
+        config = self.config
+        if folder.disk is not None:
+            tier = f"store.file_tier_dir={cluster_plan.quoted(str(folder.disk))}"
+            config = dataclasses.replace(config, overrides=(*config.overrides, tier))
         stores = cluster_plan.stores(
-            self.config,
+            config,
             redis_url=redis_url,
             sockets=folder.path,
             slab_dir=str(folder.memory),
@@ -344,9 +348,13 @@ def _is_wanted(info: ProcessInfo) -> bool:
     return info.state is not State.RETIRING
 
 
-def _make_run_folder() -> RunFolder:
+def _make_run_folder(file_tier_dir: str) -> RunFolder:
+    if file_tier_dir and not os.access(file_tier_dir, os.W_OK | os.X_OK):
+        raise ClusterError(
+            f"--set store.file_tier_dir={file_tier_dir}: is not a folder that you may write into"
+        )
     try:
-        return RunFolder.make()
+        return RunFolder.make(file_tier_dir)
     except OSError as error:
         raise ClusterError(f"no temporary folder: {error}; TMPDIR names another place") from error
 

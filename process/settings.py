@@ -175,6 +175,15 @@ def _masked(value: Any) -> Any:
     return value
 
 
+def text_of(value: str) -> str:
+    """What the value of an override means where a string is wanted."""
+    try:
+        found = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return value
+    return found if isinstance(found, str) else value.strip()
+
+
 def _set(values: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
