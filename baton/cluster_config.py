@@ -228,6 +228,14 @@ class ClusterConfig:
         return found
 
     @property
+    def uses_nixl(self) -> bool:
+        """Whether some part opens NIXL's sockets."""
+        told = (override.partition("=") for override in self.overrides)
+        return "nixl" in (self.transport, self.direct_transport) or any(
+            key.strip().endswith("transport") and text_of(value) == "nixl" for key, _, value in told
+        )
+
+    @property
     def devices(self) -> tuple[str, ...]:
         """The names in `device`."""
         return tuple(name.strip() for name in self.device.split(","))

@@ -142,7 +142,15 @@ def _access_lines(config: ClusterConfig) -> str:
         else "Any user of this machine may use the router's ports (--api-keys: only with a key)"
     )
     metrics = "Any user of this machine can read /metrics, over plain HTTP\n" * config.metrics
-    return f"{clients}; only you can connect to the other parts\n{metrics}"
+    nixl = (
+        "; but NIXL opens loopback ports and abstract sockets, which take connections of any user\n"
+        "of this machine and are protected by nothing but metadata that only our parts are told: "
+        "a user\nwho guesses it can read and write KV. Where others use this machine take "
+        "--transport shm or grpc"
+        if config.uses_nixl
+        else ""
+    )
+    return f"{clients}; only you can connect to the other parts{nixl}\n{metrics}"
 
 
 def _ready_lines(cluster: LocalCluster) -> str:

@@ -389,3 +389,19 @@ def test_of_two_clusters_the_one_that_is_taken_is_said_and_may_be_chosen(
     assert "another cluster of yours has this name" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         cli.main(["status", "--cluster", "mine", "--address", "x:1"])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"transport": "nixl"},
+        {"direct_transport": "nixl"},
+        {"overrides": ("worker.remote_transport=nixl",)},
+        {"overrides": ('prefill.transport="nixl"',)},
+    ],
+)
+def test_what_nixl_opens_to_every_user_is_said(options: dict[str, Any]) -> None:
+    told = command_up._access_lines(ClusterConfig(**options))
+    assert "take connections of any user" in told and "--transport shm" in told
+    plain = command_up._access_lines(ClusterConfig())
+    assert plain.endswith("; only you can connect to the other parts\n")
