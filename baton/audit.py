@@ -25,6 +25,7 @@ from kvstore.block_hash import CHAIN_HASH_BYTES
 from process import redis_client, serving
 from process.access import Role
 from process.deadline import Deadline
+from process.redis_client import RedisAccess
 from process.serving import Dialer
 from protos import inference_pb2, kvstore_pb2, kvstore_pb2_grpc
 
@@ -131,7 +132,12 @@ def compare(
 
 
 async def audit(
-    redis_url: str, *, settle_s: float, timeout_s: float, dial: Dialer = serving.PLAIN
+    redis_url: str,
+    *,
+    settle_s: float,
+    timeout_s: float,
+    dial: Dialer = serving.PLAIN,
+    access: RedisAccess = redis_client.NO_ACCESS,
 ) -> list[StoreAudit]:
     """Audit every store that is registered in this Redis, one after the other, by node id.
 
@@ -139,7 +145,7 @@ async def audit(
         store and its index once.
     Raises: Unavailable when Redis does not answer.
     """
-    client = redis_client.connect(redis_url, REDIS_TIMEOUT_S)
+    client = redis_client.connect(redis_url, REDIS_TIMEOUT_S, access)
     try:
         stores = await index.PrefixIndex(client, REDIS_TIMEOUT_S).stores()
         ordered = sorted(stores, key=lambda store: store.node_id)

@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from baton.cluster_plan import ProcessSpec
+from baton.pulse import PipePulse, Pulse, RedisPulse
+from process import pulse
 
 _REDIS_READY = "eady to accept connections"
 """Versions differ in what stands before it."""
@@ -69,6 +71,7 @@ class Child:
         default_factory=lambda: collections.deque(maxlen=_NUM_LAST_LINES)
     )
     _process: subprocess.Popen[str] | None = None
+    _pulse: Pulse | None = None
 
     @property
     def pid(self) -> int:
@@ -85,18 +88,39 @@ class Child:
 
         Raises: OSError when the program cannot be started.
         """
-        environment = os.environ | {"BATON_PARENT_PID": str(os.getpid()), "PYTHONUNBUFFERED": "1"}
-        self._process = subprocess.Popen(
-            self.spec.argv,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            env=environment,
-            start_new_session=True,
-        )
+        pipe = PipePulse()
+        self._pulse = RedisPulse(self.spec.socket) if self.spec.kind == "redis" else pipe
+        try:
+            self._process = subprocess.Popen(
+                self.spec.argv,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                env=os.environ
+                | {
+                    "BATON_PARENT_PID": str(os.getpid()),
+                    pulse.ENVIRONMENT: str(pipe.write_fd),
+                    "PYTHONUNBUFFERED": "1",
+                },
+                pass_fds=(pipe.write_fd,),
+                start_new_session=True,
+            )
+        finally:
+            pipe.started()
+            if self._pulse is not pipe:
+                pipe.close()
         threading.Thread(target=self._read, name=f"log-{self.spec.name}", daemon=True).start()
+
+    def has_beaten(self) -> bool:
+        """Whether it was heard of since this was asked last: see baton/pulse.py."""
+        return self._pulse is not None and self._pulse.has_beaten()
+
+    def close(self) -> None:
+        """It has ended: what was kept for its pulse is given back. Idempotent."""
+        if self._pulse is not None:
+            self._pulse.close()
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal; nothing if it has ended."""

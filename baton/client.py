@@ -25,6 +25,7 @@ from typing import Any, Self, TypeVar
 
 import grpc
 import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 
 from baton import errors
 from baton.credentials import NO_CREDENTIALS, Credentials
@@ -43,6 +44,8 @@ from protos import inference_pb2, inference_pb2_grpc
 Result = TypeVar("Result")
 
 _STATUS_TIMEOUT_S = 10.0
+
+_SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 
 _ANSWER = "a whole answer"
 
@@ -72,6 +75,7 @@ class Client:
         self._metadata = credentials.metadata
         self._channel = serving.channel(address, identity=credentials.identity())
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)
+        self._health: Any = health_pb2_grpc.HealthStub(self._channel)
 
     async def __aenter__(self) -> Self:
         return self
@@ -179,6 +183,16 @@ class Client:
         except grpc.aio.AioRpcError as error:
             raise self._error(error, "its status", timeout_s) from None
         return reply
+
+    async def is_ready(self, timeout_s: float = _STATUS_TIMEOUT_S) -> bool:
+        """Whether each model that is not scaled to zero has a worker of each role: what `/ready`
+        says, too."""
+        request = health_pb2.HealthCheckRequest(service=_SERVICE)
+        try:
+            reply = await self._health.Check(request, timeout=timeout_s, metadata=self._metadata)
+        except grpc.aio.AioRpcError as error:
+            raise self._error(error, "whether it is ready", timeout_s) from None
+        return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def explain(self, request_id: str = "", tenant: str = "") -> inference_pb2.ExplainReply:
         """Why a request (empty: the latest one) went to the workers that it went to.
@@ -322,6 +336,10 @@ class SyncClient:
     ) -> inference_pb2.GetClusterStatusReply:
         """As `Client.status`."""
         return self._run(self._client.status(timeout_s, request))
+
+    def is_ready(self, timeout_s: float = _STATUS_TIMEOUT_S) -> bool:
+        """As `Client.is_ready`."""
+        return self._run(self._client.is_ready(timeout_s))
 
     def explain(self, request_id: str = "", tenant: str = "") -> inference_pb2.ExplainReply:
         """As `Client.explain`."""

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 
 from baton.errors import ClusterError
-from process.settings import SettingsError
+from process.settings import SettingsError, text_of
 from process.tracing import TracingSettings
 
 DEFAULT_PORT = 8500
@@ -216,6 +216,24 @@ class ClusterConfig:
         each."""
         parts = (override.partition(".") for override in self.overrides)
         return tuple(rest for group, _, rest in parts if kind in _GROUPS[group])
+
+    @property
+    def file_tier_dir(self) -> str:
+        """Where the stores' file tiers shall lie; empty: they have none."""
+        found = ""
+        for override in self.overrides_of("store"):
+            key, _, value = override.partition("=")
+            if key.strip() == "file_tier_dir":
+                found = text_of(value)
+        return found
+
+    @property
+    def uses_nixl(self) -> bool:
+        """Whether some part opens NIXL's sockets."""
+        told = (override.partition("=") for override in self.overrides)
+        return "nixl" in (self.transport, self.direct_transport) or any(
+            key.strip().endswith("transport") and text_of(value) == "nixl" for key, _, value in told
+        )
 
     @property
     def devices(self) -> tuple[str, ...]:

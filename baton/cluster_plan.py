@@ -6,9 +6,10 @@ exist is each component's own business; a wrong one is refused by the component,
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,10 +18,13 @@ from baton.secured import OPEN, Secured
 from process.access import Role
 
 DRAIN_S = 3
-"""How long a stopping part lets requests finish: less than the supervisor waits for it."""
+"""How long a stopping part lets requests finish, unless `--set` says otherwise."""
 STORE_DRAIN_S = 1
 """How long a stopping store serves its leases. A cluster's end comes to it last, when nobody reads
 any more, but leases of those that were killed may be left."""
+MAX_STEP_S = 30.0
+"""For so long a part may be silent, as long as the router lets a step of an engine take
+(`times.max_step_s`), unless `--set` says otherwise."""
 HOLD_S = 120.0
 """How long the router of an autoscaled cluster keeps requests until the first workers serve."""
 AUTOSCALE_INTERVAL_S = 2.0
@@ -31,6 +35,9 @@ _DRAFT_PART = 0.25
 """What is left for a draft worker on a GPU, in shares of the others there: it loads before them.
 Guessed: far above a small model and its KV (`draft_kv_bytes`), which are not known here."""
 
+
+_DRAIN_KEYS = ("drain_s", "limits.drain_s", "times.drain_s")
+"""Of a store, a worker and a router."""
 
 Setting = str | float | bool | tuple[str, ...]
 """A value on a part's command line."""
@@ -44,6 +51,10 @@ class ProcessSpec:
     kind: str
     """redis, store, draft, prefill, decode, router or autoscaler."""
     argv: tuple[str, ...]
+    drain_s: float = 0.0
+    """How long it lets requests finish when it is told to end."""
+    socket: str = ""
+    """Redis' socket file."""
 
 
 def redis(server: Path, socket: Path) -> ProcessSpec:
@@ -61,7 +72,7 @@ def redis(server: Path, socket: Path) -> ProcessSpec:
     argv = [sys.executable, "-P", "-m", "baton.with_parent", str(server)]
     for key, value in options.items():
         argv += [f"--{key}", value]
-    return ProcessSpec("redis", "redis", tuple(argv))
+    return ProcessSpec("redis", "redis", tuple(argv), socket=str(socket))
 
 
 def socket_address(folder: Path, name: str) -> str:
@@ -279,6 +290,7 @@ def router(
             **({"hold_without_workers_s": HOLD_S} if config.autoscale else {}),
             "handover": config.handover,
             "times.drain_s": str(DRAIN_S),
+            "times.max_step_s": MAX_STEP_S,
             **secured.settings_of(Role.ROUTER),
             **_metrics(config),
             **_tracing(config),
@@ -327,9 +339,26 @@ def _python(
     argv = [sys.executable, "-P", "-m", module]  # never import from the current folder
     # The user's own come last and win.
     ours = (f"{key}={quoted(value)}" for key, value in settings.items())
-    for override in (*ours, *config.overrides_of(kind)):
+    given = (*ours, *config.overrides_of(kind))
+    for override in given:
         argv += ["--set", override]
-    return ProcessSpec(name, kind, tuple(argv))
+    return ProcessSpec(name, kind, tuple(argv), _seconds(given, _DRAIN_KEYS, 0.0))
+
+
+def max_silence_s(config: ClusterConfig) -> float:
+    """A part whose loop has not turned for so long is started again."""
+    return _seconds(config.overrides_of("router"), ("times.max_step_s",), MAX_STEP_S)
+
+
+def _seconds(overrides: Sequence[str], keys: Sequence[str], otherwise: float) -> float:
+    """The last that these say; the part itself refuses what is no number."""
+    found = otherwise
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key.strip() in keys:
+            with contextlib.suppress(ValueError):
+                found = float(value)
+    return found
 
 
 def quoted(value: Setting) -> str:

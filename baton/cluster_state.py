@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from baton.errors import ClusterError, Unavailable
+from baton.errors import ClusterError
 from baton.run_folder import is_alive, owner_of
 
 
@@ -43,6 +43,13 @@ class ClusterState:
     """Where its autoscaler answers; empty: it has none."""
     http_address: str = ""
     """Of the router's HTTP API; empty: it has none."""
+    chosen_name: str = ""
+    """By its owner; empty: none was."""
+
+    @property
+    def name(self) -> str:
+        """By which commands choose it: its own, or the router's port."""
+        return self.chosen_name or self.address.rpartition(":")[2]
 
 
 def announce(
@@ -55,6 +62,7 @@ def announce(
     api_keys_file: str = "",
     autoscaler_address: str = "",
     http_address: str = "",
+    name: str = "",
 ) -> Path:
     """Write this process's cluster down. Returns: the file, to be removed at the end.
 
@@ -71,6 +79,7 @@ def announce(
         api_keys_file=api_keys_file,
         autoscaler_address=autoscaler_address,
         http_address=http_address,
+        chosen_name=name,
     )
     home = _folder()
     if home is not None:
@@ -101,11 +110,22 @@ def _write(folder: Path, state: ClusterState) -> Path:
     return path
 
 
-def find(address: str = "") -> ClusterState | None:
+def find(address: str = "", name: str = "") -> ClusterState | None:
     """The youngest running cluster of this user, if any.
 
     Args: address: host:port that one of its parts for clients listens on; empty: of any cluster.
+        name: its own; empty: any.
     """
+    found = [
+        state
+        for state in running()
+        if (not address or _listens_on(state, address)) and (not name or state.name == name)
+    ]
+    return found[-1] if found else None
+
+
+def running() -> list[ClusterState]:
+    """All running clusters of this user, the youngest last."""
     alive = []
     for path in _announcements():
         try:
@@ -113,27 +133,11 @@ def find(address: str = "") -> ClusterState | None:
         except (OSError, ValueError, TypeError):
             continue
         if is_alive(state.owner):
-            if not address or _listens_on(state, address):
-                alive.append(state)
+            alive.append(state)
         else:
             with contextlib.suppress(OSError):  # it stays ignored
                 path.unlink(missing_ok=True)
-    return max(alive, key=lambda state: state.started_s, default=None)
-
-
-def local_redis_url(address: str = "") -> str:
-    """Of the cluster of this user at that address; empty: of the one that was started last.
-
-    Raises: Unavailable when there is none.
-    """
-    state = find(address)
-    if state is None or not state.redis_url:
-        if address:
-            raise Unavailable(f"no cluster of yours runs at {address}; give --redis URL instead")
-        raise Unavailable(
-            "no cluster of yours runs here; start one with `baton up`, or give --redis URL"
-        )
-    return state.redis_url
+    return sorted(alive, key=lambda state: state.started_s)
 
 
 def _listens_on(state: ClusterState, address: str) -> bool:

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from baton import cluster_state, key_files
+from baton import command_options, key_files
 from baton.errors import InvalidArgument
 from baton.key_files import KeyFileError
 from process import api_keys
@@ -39,7 +39,9 @@ def add_parser(commands: Any) -> None:
     remove.add_argument("key_id", metavar="KEY_ID")
     remove.set_defaults(run=run_remove)
     for action in (add, show, remove):
-        action.add_argument(
+        where = action.add_mutually_exclusive_group()
+        command_options.add_cluster_name(where)
+        where.add_argument(
             "--file",
             type=Path,
             metavar="FILE",
@@ -89,7 +91,7 @@ def run_remove(parsed: argparse.Namespace) -> int:
 def _file(parsed: argparse.Namespace) -> Path:
     if parsed.file is not None:
         return Path(parsed.file)
-    state = cluster_state.find()
+    state = command_options.state_of(parsed)
     if state is None or not state.api_keys_file:
         raise KeyFileError("--file: needed; no cluster of yours runs that asks for API keys")
     return Path(state.api_keys_file)

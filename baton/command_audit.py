@@ -54,7 +54,13 @@ def run(parsed: argparse.Namespace) -> int:
     url = command_options.redis_url_of(parsed)
     dial = command_options.dialer_of(parsed)
     audits = asyncio.run(
-        audit.audit(url, settle_s=parsed.settle, timeout_s=parsed.timeout, dial=dial)
+        audit.audit(
+            url,
+            settle_s=parsed.settle,
+            timeout_s=parsed.timeout,
+            dial=dial,
+            access=command_options.redis_access_of(parsed),
+        )
     )
     if parsed.json:
         sys.stdout.write(json.dumps(to_plain(audits)) + "\n")

@@ -17,7 +17,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from baton import cluster_state, command_options, provenance_view
+from baton import command_options, provenance_view
 from baton.errors import InvalidArgument, Unavailable
 from baton.tables import table
 from process import serving
@@ -45,11 +45,14 @@ def add_parser(commands: Any) -> None:
         "--why", action="store_true", help="with the figures that each decision was made from"
     )
     parser.add_argument("--json", action="store_true", help="the whole record as one JSON object")
-    parser.add_argument(
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
         "--address",
         metavar="HOST:PORT",
-        help="the autoscaler's; default: of the cluster that `baton up` started last",
+        help="the router's, of a cluster that you started here; elsewhere the autoscaler's own, as "
+        "a port-forward has it; default: the cluster that `baton up` started last",
     )
+    command_options.add_cluster_name(where)
     command_options.add_credentials(parser)
     parser.set_defaults(run=run)
 
@@ -98,9 +101,10 @@ def decisions_view(
 
 
 def _address(parsed: argparse.Namespace) -> str:
-    if parsed.address:
+    """Where the autoscaler answers. Raises: Unavailable."""
+    state = command_options.state_of(parsed)
+    if state is None and parsed.address:
         return str(parsed.address)
-    state = cluster_state.find()
     if state is None:
         raise Unavailable(
             "no cluster of yours runs here; start one with `baton up --autoscale`, or give "

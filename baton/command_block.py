@@ -61,6 +61,7 @@ def run(parsed: argparse.Namespace) -> int:
             max_blocks=max(1, parsed.num),
             timeout_s=parsed.timeout,
             dial=command_options.dialer_of(parsed),
+            access=command_options.redis_access_of(parsed),
         )
     )
     if told and all(each.problem for each in told):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ from baton import cluster_config, cluster_state
 from baton.cert_set import CertSet
 from baton.client import SyncClient
 from baton.cluster_config import ClusterConfig
+from baton.cluster_state import ClusterState
 from baton.credentials import Credentials
-from baton.errors import InvalidArgument, Unavailable
+from baton.errors import ClusterError, InvalidArgument, Unavailable
 from process import secret_file
 from process.access import Role
+from process.redis_client import RedisAccess
 from process.serving import Dialer
 from process.tls import TlsSettings
 
@@ -23,13 +26,52 @@ _MAX_KEY_BYTES = 4096
 
 
 def add_address(parser: argparse.ArgumentParser) -> None:
-    """`--address`."""
-    parser.add_argument(
+    """`--address`, `--cluster`."""
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
         "--address",
         metavar="HOST:PORT",
         help="the router's; default: the cluster that `baton up` started last",
     )
+    add_cluster_name(where)
     add_credentials(parser)
+
+
+def add_cluster_name(where: argparse._ActionsContainer) -> None:
+    """`--cluster`."""
+    where.add_argument(
+        "--cluster",
+        default="",
+        metavar="NAME",
+        help="of several that you started here: as `baton up --cluster` named it, or its router's "
+        "port",
+    )
+
+
+def state_of(parsed: argparse.Namespace) -> ClusterState | None:
+    """The cluster of this user that is meant; None: there is none, or the address is another's.
+    Where several run and none is named, says once which one is taken.
+
+    Raises: Unavailable for a name that none has.
+    """
+    address = getattr(parsed, "address", None) or ""
+    if address:
+        return cluster_state.find(address)
+    running = cluster_state.running()
+    if parsed.cluster:
+        for state in reversed(running):
+            if state.name == parsed.cluster:
+                return state
+        names = ", ".join(state.name for state in running) or "none"
+        raise Unavailable(f"--cluster {parsed.cluster}: of your clusters here run: {names}")
+    if len(running) > 1 and not getattr(parsed, "has_told_cluster", False):
+        parsed.has_told_cluster = True
+        *others, taken = (state.name for state in running)
+        sys.stderr.write(
+            f"cluster {taken} is taken, which was started last; --cluster NAME chooses another: "
+            f"{', '.join(others)}\n"
+        )
+    return running[-1] if running else None
 
 
 def add_credentials(parser: argparse.ArgumentParser, *, has_tls: bool = False) -> None:
@@ -57,7 +99,7 @@ def address_of(parsed: argparse.Namespace) -> str:
     Raises: Unavailable when none is named and none runs; InvalidArgument for the HTTP port of a
     cluster of this user.
     """
-    state = cluster_state.find(parsed.address or "")
+    state = state_of(parsed)
     if parsed.address:
         address = str(parsed.address)
         if state is not None and _port(address) == _port(state.http_address):
@@ -79,7 +121,7 @@ def credentials_of(parsed: argparse.Namespace) -> Credentials:
     Raises: SettingsError, InvalidArgument for files that do not do.
     """
     is_elsewhere = not parsed.address and bool(getattr(parsed, "redis", ""))
-    state = None if is_elsewhere else cluster_state.find(parsed.address or "")
+    state = None if is_elsewhere else state_of(parsed)
     api_key = os.environ.get("BATON_API_KEY", "") or (state.api_key if state else "")
     if parsed.api_key_file is not None:
         content = secret_file.read(
@@ -117,15 +159,45 @@ def add_redis(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help="the router's, of a cluster that you started here; default: the one started last",
     )
+    add_cluster_name(where)
     where.add_argument(
         "--redis", default="", metavar="URL", help="the Redis of a cluster that runs elsewhere"
     )
+    group = parser.add_argument_group("trust of that Redis, as the settings redis.* of its parts")
+    for name, meaning in (
+        ("ca-file", "over TLS (rediss://), trusting these CAs"),
+        ("cert-file", "your certificate, for a Redis that asks for one"),
+        ("key-file", "its private key"),
+        ("password-file", "holds the password"),
+    ):
+        group.add_argument(f"--redis-{name}", default="", metavar="FILE", help=meaning)
+    group.add_argument("--redis-user", default="", metavar="NAME", help="default: Redis' own")
     add_credentials(parser)
+
+
+def redis_access_of(parsed: argparse.Namespace) -> RedisAccess:
+    """How that Redis is known, and knows its user. Raises: SettingsError."""
+    return RedisAccess(
+        ca_file=parsed.redis_ca_file,
+        cert_file=parsed.redis_cert_file,
+        key_file=parsed.redis_key_file,
+        user=parsed.redis_user,
+        password_file=parsed.redis_password_file,
+    )
 
 
 def redis_url_of(parsed: argparse.Namespace) -> str:
     """Raises: Unavailable when there is no cluster of this user to say it."""
-    return parsed.redis or cluster_state.local_redis_url(parsed.address or "")
+    if parsed.redis:
+        return str(parsed.redis)
+    state = state_of(parsed)
+    if state is not None and state.redis_url:
+        return state.redis_url
+    if parsed.address:
+        raise Unavailable(f"no cluster of yours runs at {parsed.address}; give --redis URL instead")
+    raise Unavailable(
+        "no cluster of yours runs here; start one with `baton up`, or give --redis URL"
+    )
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
@@ -350,7 +422,6 @@ def add_cluster(parser: argparse.ArgumentParser, *, default_port: int) -> None:
         parser.add_argument(
             f"--min-{role}",
             type=int,
-            default=least,
             metavar="N",
             help=f"with --autoscale, fewest {role} workers; 0 for both roles: none when nobody "
             f"asks; default: {least}",
@@ -358,7 +429,6 @@ def add_cluster(parser: argparse.ArgumentParser, *, default_port: int) -> None:
         parser.add_argument(
             f"--max-{role}",
             type=int,
-            default=most,
             metavar="N",
             help=f"with --autoscale, most {role} workers; default: {most}",
         )
@@ -369,6 +439,7 @@ def add_cluster(parser: argparse.ArgumentParser, *, default_port: int) -> None:
 
 def cluster_of(parsed: argparse.Namespace) -> ClusterConfig:
     """Those options as a value. Raises: ClusterError naming the wrong one."""
+    bounds = _bounds_of(parsed)
     return ClusterConfig(
         model=parsed.model,
         more_models=parsed.more_models,
@@ -389,14 +460,31 @@ def cluster_of(parsed: argparse.Namespace) -> ClusterConfig:
         trace_to=parsed.trace_to,
         trace_ratio=parsed.trace_ratio,
         autoscale=parsed.autoscale,
-        num_prefill_min=parsed.min_prefill,
-        num_prefill_max=parsed.max_prefill,
-        num_decode_min=parsed.min_decode,
-        num_decode_max=parsed.max_decode,
+        **bounds,
         tls=parsed.tls,
         api_keys=parsed.api_keys,
         log_dir=parsed.log_dir,
     )
+
+
+def _bounds_of(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Of the workers, with --autoscale, as far as they are given. Raises: ClusterError."""
+    given = {
+        (bound, role): getattr(parsed, f"{bound}_{role}")
+        for bound in ("min", "max")
+        for role in ("prefill", "decode")
+    }
+    bounds = {}
+    for (bound, role), value in given.items():
+        if value is None:
+            continue
+        if not parsed.autoscale:
+            raise ClusterError(
+                f"--{bound}-{role} {value}: goes with --autoscale; without it there are as many as "
+                f"--{role} says"
+            )
+        bounds[f"num_{role}_{bound}"] = value
+    return bounds
 
 
 class _Models(argparse.Action):

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from baton import cluster_state, command_options, command_up, record
+from baton import command_options, command_up, record
 from baton.client import SyncClient
 from baton.errors import FailedPrecondition, Unavailable
 from baton.messages import Completion, completions_from
@@ -36,6 +36,7 @@ def add_parser(commands: Any) -> None:
         metavar="HOST:PORT",
         help="the router's; default: the cluster that `baton up` started last",
     )
+    command_options.add_cluster_name(where)
     where.add_argument(
         "--start",
         action="store_true",
@@ -61,7 +62,7 @@ def run(parsed: argparse.Namespace) -> int:
 @contextlib.contextmanager
 def _router(parsed: argparse.Namespace, recorded: Record) -> Iterator[SyncClient]:
     if not parsed.start:
-        if not parsed.address and cluster_state.find() is None:
+        if not parsed.address and command_options.state_of(parsed) is None:
             raise Unavailable(
                 "no cluster of yours runs here; --start starts one for it, --address names another"
             )

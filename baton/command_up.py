@@ -16,7 +16,7 @@ from rich.console import Console
 import checkpoints
 from baton import cluster_state, command_options, settings_check
 from baton.cluster_config import DEFAULT_PORT, ClusterConfig
-from baton.errors import ModelError
+from baton.errors import ClusterError, ModelError
 from baton.local_cluster import LocalCluster
 from baton.start_view import StartView
 
@@ -25,13 +25,22 @@ def add_parser(commands: Any) -> None:
     """`baton up` and its options."""
     parser = commands.add_parser("up", help="start a cluster on this machine", description=__doc__)
     command_options.add_cluster(parser, default_port=DEFAULT_PORT)
+    parser.add_argument(
+        "--cluster",
+        default="",
+        metavar="NAME",
+        help="by which your other commands choose this cluster, where you run several; default: "
+        "the router's port",
+    )
     parser.set_defaults(run=run)
 
 
 def run(parsed: argparse.Namespace) -> int:
     """Returns: 0 after a clean stop. Raises: ClusterError, ModelError."""
     config = command_options.cluster_of(parsed)
-    with running(config) as cluster, contextlib.suppress(KeyboardInterrupt):
+    if any(parsed.cluster == state.name for state in cluster_state.running()):
+        raise ClusterError(f"--cluster {parsed.cluster}: another cluster of yours has this name")
+    with running(config, parsed.cluster) as cluster, contextlib.suppress(KeyboardInterrupt):
         sys.stdout.write(_ready_lines(cluster))
         sys.stdout.flush()
         cluster.wait_failure()
@@ -39,7 +48,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def running(config: ClusterConfig) -> Iterator[LocalCluster]:
+def running(config: ClusterConfig, name: str = "") -> Iterator[LocalCluster]:
     """A cluster that is announced to this user's other commands, and stopped at the end whatever
     happens; from the main thread only, for it takes the signals."""
     view = StartView(Console(stderr=True))
@@ -63,6 +72,7 @@ def running(config: ClusterConfig) -> Iterator[LocalCluster]:
                 api_keys_file=cluster.secured.api_keys_file,
                 autoscaler_address=cluster.autoscaler_address,
                 http_address=cluster.http_address,
+                name=name,
             )
             yield cluster
         finally:
@@ -132,7 +142,15 @@ def _access_lines(config: ClusterConfig) -> str:
         else "Any user of this machine may use the router's ports (--api-keys: only with a key)"
     )
     metrics = "Any user of this machine can read /metrics, over plain HTTP\n" * config.metrics
-    return f"{clients}; only you can connect to the other parts\n{metrics}"
+    nixl = (
+        "; but NIXL opens loopback ports and abstract sockets, which take connections of any user\n"
+        "of this machine and are protected by nothing but metadata that only our parts are told: "
+        "a user\nwho guesses it can read and write KV. Where others use this machine take "
+        "--transport shm or grpc"
+        if config.uses_nixl
+        else ""
+    )
+    return f"{clients}; only you can connect to the other parts{nixl}\n{metrics}"
 
 
 def _ready_lines(cluster: LocalCluster) -> str:

@@ -104,7 +104,7 @@ class LocalCluster:
         self.stop()
 
     def start(self, timeout_s: float = START_TIMEOUT_S, *, settings_checked: bool = False) -> None:
-        """Start all parts and wait until the router sees every worker and store.
+        """Start all parts and wait until the router sees every worker and store, and is ready.
 
         Args: settings_checked: `settings_check.check` has passed already.
         Raises: ClusterError, one line in the words of the part that failed; nothing is left.
@@ -115,9 +115,11 @@ class LocalCluster:
         if not settings_checked:
             settings_check.check(self.config)
         try:
-            self._folder = _make_run_folder()
+            self._folder = _make_run_folder(self.config.file_tier_dir)
             log_dir = _make_log_dir(self.config, self._folder)
-            self._supervisor = Supervisor(log_dir, self._on_part_event)
+            self._supervisor = Supervisor(
+                log_dir, self._on_part_event, cluster_plan.max_silence_s(self.config)
+            )
             self._start_parts(self._folder, deadline_s)
             self._wait_registered(deadline_s)
             self._supervisor.keep_up()
@@ -218,8 +220,12 @@ class LocalCluster:
             self.redis_url = f"unix://{socket}"
             self._launch([cluster_plan.redis(redis_server.find(), socket)], deadline_s)
         redis_url = self._secure(folder.path)
+        config = self.config
+        if folder.disk is not None:
+            tier = f"store.file_tier_dir={cluster_plan.quoted(str(folder.disk))}"
+            config = dataclasses.replace(config, overrides=(*config.overrides, tier))
         stores = cluster_plan.stores(
-            self.config,
+            config,
             redis_url=redis_url,
             sockets=folder.path,
             slab_dir=str(folder.memory),
@@ -303,7 +309,8 @@ class LocalCluster:
         return address
 
     def _wait_registered(self, deadline_s: float) -> None:
-        """Until the router reports every worker of ours, in this life, and every store."""
+        """Until the router reports every worker of ours, in this life, and every store, and says
+        that it is ready."""
         with self.connect() as client:
             while missing := _not_seen(client, self._lives(), self.store_addresses):
                 self._parts().check_failure()
@@ -341,9 +348,13 @@ def _is_wanted(info: ProcessInfo) -> bool:
     return info.state is not State.RETIRING
 
 
-def _make_run_folder() -> RunFolder:
+def _make_run_folder(file_tier_dir: str) -> RunFolder:
+    if file_tier_dir and not os.access(file_tier_dir, os.W_OK | os.X_OK):
+        raise ClusterError(
+            f"--set store.file_tier_dir={file_tier_dir}: is not a folder that you may write into"
+        )
     try:
-        return RunFolder.make()
+        return RunFolder.make(file_tier_dir)
     except OSError as error:
         raise ClusterError(f"no temporary folder: {error}; TMPDIR names another place") from error
 
@@ -385,5 +396,8 @@ def _not_seen(
         seen = {worker.worker_id: worker.incarnation for worker in status.workers}
         missing = [name for name, life in wanted.items() if seen.get(name) != life]
         reachable = {store.address for store in status.stores if store.reachable}
-        return missing + [name for name, address in stores.items() if address not in reachable]
+        missing += [name for name, address in stores.items() if address not in reachable]
+        if not missing and not client.is_ready(timeout_s=1.0):
+            return ["a worker of each role that serves"]
+        return missing
     return ["anything; it does not answer"]

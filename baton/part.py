@@ -12,8 +12,6 @@ from pathlib import Path
 from baton.child import Child
 from baton.cluster_plan import ProcessSpec
 
-FIRST_BACKOFF_S = 0.2
-
 
 class State(enum.Enum):
     """See baton/supervisor.py."""
@@ -47,7 +45,8 @@ class ProcessInfo:
 
 @dataclass(frozen=True)
 class ClusterEvent:
-    """Something to show: `what` is starting, loading, ready, died, restarting or stopped."""
+    """Something to show: `what` is starting, loading, ready, silent, died, restarting or
+    stopped."""
 
     name: str
     what: str
@@ -67,9 +66,12 @@ class Part:
     child: Child
     state: State = State.STARTING
     started_s: float = 0.0
-    backoff_s: float = FIRST_BACKOFF_S
+    backoff_s: float = 0.0
+    """The pause before its next life: the first is none."""
     due_s: float = 0.0
     num_restarts: int = 0
+    silent_s: float = 0.0
+    """For how long it has not been heard of while it should be."""
 
     @property
     def info(self) -> ProcessInfo:

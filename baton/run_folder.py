@@ -1,6 +1,7 @@
 """The temporary folders of one local cluster, and the cleaning up after one that was killed.
 
-A cluster owns a folder for its socket and logs, and one in memory for its store's slab. Both carry
+A cluster owns a folder for its socket and logs, one in memory for its store's slab, and, where its
+stores have a file tier, one on disk for that. Each carries
 the owner's process id and start time in a file; a folder whose owner is gone is removed by the next
 cluster that starts. Blocking; any thread.
 """
@@ -27,22 +28,34 @@ class RunFolder:
 
     path: Path
     memory: Path
+    disk: Path | None = None
+    """In the folder that the user chose; None: nothing lies on disk."""
 
     @classmethod
-    def make(cls) -> RunFolder:
-        """New, empty folders; those of dead owners go first."""
+    def make(cls, disk_base: str = "") -> RunFolder:
+        """New, empty folders; those of dead owners go first.
+
+        Args: disk_base: where `disk` is made; empty: there is none.
+        """
         base = Path(tempfile.gettempdir())
         if len(os.fsencode(base)) > _MAX_FOLDER_BYTES - 40:
             base = Path("/tmp")
         memory_base = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else base
-        for folder in {base, memory_base}:
+        disk = Path(disk_base).resolve() if disk_base else None
+        for folder in {base, memory_base, disk or base}:
             _remove_dead(folder)
-        return cls(_new(base), _new(memory_base))
+        made = cls(_new(base), _new(memory_base))
+        try:
+            return cls(made.path, made.memory, None if disk is None else _new(disk))
+        except OSError:
+            made.remove()
+            raise
 
     def remove(self) -> None:
-        """Both folders and all in them. Idempotent."""
-        for folder in (self.path, self.memory):
-            shutil.rmtree(folder, ignore_errors=True)
+        """All folders and what is in them. Idempotent."""
+        for folder in (self.path, self.memory, self.disk):
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def owner_of(pid: int) -> str:

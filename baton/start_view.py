@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from baton.part import ClusterEvent
 
 # What is worth a line once the cluster is up.
-_NOTEWORTHY = ("died", "restarting", "ready", "stopped")
+_NOTEWORTHY = ("silent", "died", "restarting", "ready", "stopped")
 
 
 class StartView:

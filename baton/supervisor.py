@@ -2,11 +2,12 @@
 
 Life of a part (`State`):
     STARTING -> READY
-    STARTING | READY -> BACKOFF (it died; a new life comes after a pause) -> STARTING
+    STARTING | READY -> BACKOFF (it died; a new life comes, the first time at once) -> STARTING
     STARTING | READY -> HELD (not wanted back until `restart`) -> STARTING
     any -> RETIRING (told to end, for good; killed when its time is up) -> gone
     any -> STOPPED
-Until `keep_up` a death is a failure that `wait_ready` raises; from then on it is repaired. Should
+Until `keep_up` a death is a failure that `wait_ready` raises; from then on it is repaired, and a
+READY part whose event loop has not turned for `max_silence_s` is killed, which is a death. Should
 the supervisor's thread itself end, that is a failure that every waiting caller gets at once.
 
 One thread starts, signals and replaces all children, because the kernel ties a child's life to the
@@ -32,18 +33,23 @@ from typing import Any, TypeVar
 from baton.child import Child, Exited, Said, complaint
 from baton.cluster_plan import ProcessSpec
 from baton.errors import ClusterError
-from baton.part import FIRST_BACKOFF_S, ClusterEvent, OnEvent, Part, ProcessInfo, State
+from baton.part import ClusterEvent, OnEvent, Part, ProcessInfo, State
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 STOP_TIMEOUT_S = 5.0
-"""From SIGTERM to SIGKILL."""
+"""From SIGTERM to SIGKILL, beside the time that a part gives its requests (`drain_s`)."""
 _FAILURE_LOOK_S = 0.1
 _COMMAND_TIMEOUT_S = 30.0
-_MAX_BACKOFF_S = 5.0
+_FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.2, 5.0
+"""From the second restart on."""
 _HEALTHY_AFTER_S = 30.0
-"""A life as long as this makes the next pause the first again."""
+"""A life as long as this makes the next restart the first again."""
+_LISTEN_S = 1.0
+"""Between two looks at who was heard of."""
+_SAY_SILENT_S = 3.0
+"""A part that was not heard of for so long is worth a line."""
 
 
 _ALIVE = (State.STARTING, State.READY)
@@ -59,12 +65,14 @@ class _Command:
 class Supervisor:
     """The children of one cluster and the thread that owns them."""
 
-    def __init__(self, log_dir: Path, on_event: OnEvent) -> None:
+    def __init__(self, log_dir: Path, on_event: OnEvent, max_silence_s: float = math.inf) -> None:
         """`on_event` is called from the supervisor's thread and must not block; what it raises is
         logged the first time, and the children are looked after all the same."""
         self._log_dir = log_dir
         self._on_event = on_event
         self._on_event_failed = False
+        self._max_silence_s = max_silence_s
+        self._listened_s = time.monotonic()
         self._inbox: queue.Queue[Said | Exited | _Command | None] = queue.Queue()
         self._parts: dict[str, Part] = {}
         self._changed = threading.Condition()
@@ -148,7 +156,7 @@ class Supervisor:
         def again() -> None:
             self._again(self._end(name, signal.SIGTERM))
 
-        self._do(again)
+        self._do(again, _COMMAND_TIMEOUT_S + self._part(name).spec.drain_s)
 
     def retire(self, names: Sequence[str], within_s: float) -> None:
         """Tell parts to end (SIGTERM) and forget each when it has, after `within_s` by SIGKILL;
@@ -167,7 +175,8 @@ class Supervisor:
             self._end_orphans()
             return
         self._stopping = True
-        bound_s = 2 * STOP_TIMEOUT_S * (len(order) + 1)
+        drains_s = sum(part.spec.drain_s for part in list(self._parts.values()))
+        bound_s = 2 * STOP_TIMEOUT_S * (len(order) + 1) + drains_s
         with contextlib.suppress(ClusterError):
             self._do(lambda: self._stop_all(order), timeout_s=bound_s)
         self.kill_all()
@@ -225,6 +234,7 @@ class Supervisor:
 
     def _serve(self) -> None:
         while True:
+            self._listen()
             try:
                 item = self._inbox.get(timeout=self._next_due_s())
             except queue.Empty:
@@ -241,8 +251,36 @@ class Supervisor:
 
     def _next_due_s(self) -> float | None:
         due = [part.due_s for part in self._parts.values() if part.state in _TIMED]
+        if self._keep_up and self._max_silence_s < math.inf:
+            due.append(self._listened_s + _LISTEN_S)
         due = [due_s for due_s in due if due_s < math.inf]
         return max(0.0, min(due) - time.monotonic()) if due else None
+
+    def _listen(self) -> None:
+        """Note who was heard of. Silence counts only as far as it was listened to: one who was
+        frozen together with this process has its time still."""
+        now_s = time.monotonic()
+        passed_s = now_s - self._listened_s
+        if passed_s < _LISTEN_S:
+            return
+        self._listened_s = now_s
+        with self._changed:
+            for part in self._parts.values():
+                has_beaten = part.child.has_beaten()
+                if has_beaten or part.state is not State.READY or not self._keep_up:
+                    part.silent_s = 0.0
+                else:
+                    self._note_silence(part, min(passed_s, 2 * _LISTEN_S))
+
+    def _note_silence(self, part: Part, more_s: float) -> None:
+        before_s, part.silent_s = part.silent_s, part.silent_s + more_s
+        most_s = self._max_silence_s
+        if before_s < _SAY_SILENT_S <= part.silent_s:
+            self._show(
+                part, "silent", f"it does not answer; started again after {most_s:g} s of it"
+            )
+        if before_s < most_s <= part.silent_s:
+            part.child.signal(signal.SIGKILL)  # its end comes as a message
 
     def _take(self, item: Said | Exited) -> None:
         part = self._parts.get(item.child.spec.name)
@@ -291,10 +329,10 @@ class Supervisor:
 
     def _back_off(self, part: Part) -> None:
         if time.monotonic() - part.started_s > _HEALTHY_AFTER_S:
-            part.backoff_s = FIRST_BACKOFF_S
+            part.backoff_s = 0.0
         part.state = State.BACKOFF
         part.due_s = time.monotonic() + part.backoff_s
-        part.backoff_s = min(_MAX_BACKOFF_S, part.backoff_s * 2)
+        part.backoff_s = min(_MAX_BACKOFF_S, part.backoff_s * 2 or _FIRST_BACKOFF_S)
 
     def _restart_due(self) -> None:
         with self._changed:
@@ -319,6 +357,7 @@ class Supervisor:
         part.child.signal(signal.SIGTERM)
 
     def _retired(self, part: Part) -> None:
+        part.child.close()
         del self._parts[part.spec.name]
         self._show(part, "stopped", "for good")
 
@@ -329,6 +368,8 @@ class Supervisor:
         self._show(part, "starting")
 
     def _again(self, part: Part) -> None:
+        part.child.close()
+        part.silent_s = 0.0
         part.child = self._child(part.spec)
         part.state = State.STARTING
         part.num_restarts += 1
@@ -352,13 +393,14 @@ class Supervisor:
     def _end(self, name: str, number: signal.Signals) -> Part:
         part = self._part(name)
         if part.state in _ALIVE:
-            self._end_child(part, number, time.monotonic() + STOP_TIMEOUT_S)
+            part.child.signal(number)
+            self._await_end(part, time.monotonic() + part.spec.drain_s + STOP_TIMEOUT_S)
             self._show(part, "stopped", f"by {number.name}, on purpose")
         part.state = State.HELD
         return part
 
-    def _end_child(self, part: Part, number: signal.Signals, deadline_s: float) -> None:
-        part.child.signal(number)
+    def _await_end(self, part: Part, deadline_s: float) -> None:
+        """Of one that was told to end. (A second SIGTERM would have it end at once.)"""
         if not part.child.wait(max(0.0, deadline_s - time.monotonic())):
             part.child.signal(signal.SIGKILL)
             part.child.wait(STOP_TIMEOUT_S)
@@ -367,11 +409,13 @@ class Supervisor:
         for kinds in order:
             group = [part for part in self._parts.values() if part.spec.kind in kinds]
             for part in group:
-                part.child.signal(signal.SIGTERM)
-            deadline_s = time.monotonic() + STOP_TIMEOUT_S
+                if part.state is not State.RETIRING:  # it was told already
+                    part.child.signal(signal.SIGTERM)
+            now_s = time.monotonic()
             for part in group:
-                self._end_child(part, signal.SIGTERM, deadline_s)
+                self._await_end(part, now_s + part.spec.drain_s + STOP_TIMEOUT_S)
                 part.state = State.STOPPED
+                part.child.close()
                 self._show(part, "stopped")
 
     def _part(self, name: str) -> Part:

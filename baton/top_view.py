@@ -29,7 +29,15 @@ _USED, _KEPT, _OUT, _FREE = "dodger_blue2", "steel_blue", "red3", "grey35"
 _PINNED, _WRITING = "medium_purple3", "dark_orange3"
 _ROUTER, _WAIT, _PREFILL = "grey62", "grey42", "dark_orange3"
 _HANDOVER, _DECODE, _STREAM = "medium_purple3", "dodger_blue2", "cadet_blue"
-_WAITING = ("queue", "admission", "prefill_queue", "decode_queue", "waiting for decode blocks")
+_WAITING = (
+    "queue",
+    "admission",
+    "prefill_queue",
+    "decode_queue",
+    "waiting for decode blocks",
+    "waiting for a prefill worker",
+    "waiting for a decode worker",
+)
 _MOVING = ("handover", "decode_fetch")
 
 

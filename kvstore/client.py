@@ -28,7 +28,7 @@ from typing import Literal
 from kvstore import answer_checks, attaching, traced, wire
 from kvstore.attaching import Introduction
 from kvstore.block import Block
-from kvstore.errors import reason_of
+from kvstore.errors import MISSING, reason_of
 from kvstore.finishing import Background
 from kvstore.getting import Getter
 from kvstore.lease_calls import LeaseCalls
@@ -256,6 +256,7 @@ class StoreClient:
         *,
         num_tokens: int,
         tenant: str = "",
+        puts_again: bool = False,
     ) -> PutResult:
         """Store consecutive blocks of one prompt, and perhaps its tail, under one lease.
 
@@ -266,11 +267,14 @@ class StoreClient:
             tail: (name, block id, filled slots) of the unfilled last block; None: there is none.
             num_tokens: slots of a full block.
             tenant: whose share of the store the blocks are charged to.
+            puts_again: when the parent is not there, the caller puts the blocks again with it: that
+                is not counted as a failure.
         Raises: LeaseLapsed; FailedPrecondition when the parent is not there; Unavailable;
             DeadlineExceeded; TransferFailed. Nothing of this call stays reserved then.
         """
         num_blocks = len(blocks) + (tail is not None)
         with self._moving(), self._watched("write", num_blocks) as seen:
+            seen.puts_again = puts_again
             result = await self._putter.put(
                 lease_id,
                 parent,
@@ -362,11 +366,22 @@ class StoreClient:
             try:
                 yield seen
             except BaseException as error:
-                seen.failed = Counter({reason_of(error): num_blocks})
+                reason = reason_of(error)
+                if seen.puts_again and reason == MISSING:
+                    seen.num_put_again = num_blocks
+                else:
+                    seen.failed = Counter({reason: num_blocks})
                 raise
             finally:
                 seconds = time.perf_counter() - began_s
-                moved = Moved(direction, self.transport_name, seen.num_bytes, seconds, +seen.failed)
+                moved = Moved(
+                    direction,
+                    self.transport_name,
+                    seen.num_bytes,
+                    seconds,
+                    +seen.failed,
+                    seen.num_put_again,
+                )
                 self.on_moved(moved)
                 if span.is_recording:
                     if is_call:
@@ -392,6 +407,8 @@ class _Seen:
 
     num_bytes: int = 0
     failed: Counter[str] = field(default_factory=Counter)
+    puts_again: bool = False
+    num_put_again: int = 0
 
 
 def _unwatched(moved: Moved) -> None:

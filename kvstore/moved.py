@@ -21,3 +21,6 @@ class Moved:
     seconds: float
     failed: Mapping[str, int] = field(default_factory=dict)
     """Blocks by reason."""
+    num_put_again: int = 0
+    """Blocks of a write that the store refused for want of what they follow, and whose caller puts
+    them again with that: no failure."""

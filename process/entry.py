@@ -27,7 +27,7 @@ from typing import NoReturn, TypeVar
 
 import uvloop
 
-from process import errors, grpc_io, interpreter, logs, settings
+from process import errors, grpc_io, interpreter, logs, pulse, settings
 
 Settings = TypeVar("Settings")
 
@@ -43,9 +43,10 @@ def run(
     imports: Sequence[str] = (),
 ) -> int:
     """Load the settings and run `main(settings, stop)` until it returns; SIGTERM and SIGINT set
-    `stop`.
+    `stop`; a second one ends the process at once, with 128 + its number.
 
-    A process started with BATON_PARENT_PID in its environment dies with that parent.
+    A process started with BATON_PARENT_PID in its environment dies with that parent; one with
+    BATON_PULSE_FD tells it that its loop turns (process/pulse.py).
 
     Args:
         imports: modules that `main` needs and that take seconds to import. Wrong settings are told
@@ -103,8 +104,15 @@ async def _supervise(
 ) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+
+    def on_signal(number: int) -> None:
+        if stop.is_set():
+            os._exit(128 + number)
+        stop.set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, on_signal, number)
+    pulse.start()
     await main(loaded, stop)
 
 

@@ -57,7 +57,8 @@ def load(
     cls: type[Settings], *, files: Sequence[Path] = (), overrides: Sequence[str] = ()
 ) -> Settings:
     """Build `cls` from its defaults, then TOML `files` (later ones win, key by key, so that secrets
-    may lie in one of their own), then `a.b=value` overrides.
+    may lie in one of their own), then `a.b=value` overrides: values as in TOML, but that a bare
+    word is a string.
 
     Raises: SettingsError naming the file and key, and the nearest known key when the key is
     unknown.
@@ -174,14 +175,26 @@ def _masked(value: Any) -> Any:
     return value
 
 
+def text_of(value: str) -> str:
+    """What the value of an override means where a string is wanted."""
+    try:
+        found = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return value
+    return found if isinstance(found, str) else value.strip()
+
+
 def _set(values: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise SettingsError(f"--set {override}: write it as key=value")
+    value: Any
     try:
-        value: Any = tomllib.loads(f"value = {text}")["value"]
+        value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text  # a bare word is a string
+    if not isinstance(value, str | list | dict):
+        value = _Bare(text.strip(), value)
     node = values
     *path, last = key.split(".")
     for part in path:
@@ -191,8 +204,19 @@ def _set(values: dict[str, Any], override: str) -> None:
     node[last] = value
 
 
+@dataclasses.dataclass(frozen=True)
+class _Bare:
+    """A word of the command line without quotes, which is a number, a truth value or a date, too:
+    what it is depends on the setting."""
+
+    text: str
+    value: Any
+
+
 def _convert(hint: Any, value: Any, where: str) -> Any:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if isinstance(value, _Bare) and origin not in (types.UnionType, typing.Union):
+        value = value.text if hint is str or origin is typing.Literal else value.value
     if origin in (types.UnionType, typing.Union):
         if value is None and type(None) in arguments:
             return None

@@ -301,7 +301,10 @@ class PrefillWorker:
         if job.first.done() and not job.first.cancelled():
             job.first.exception()  # seen, even if nobody waited any more
         with contextlib.ExitStack() as ends:  # the last first, each whatever the others raise
-            ends.callback(self._core.drop, job.engine_id)
+            if job.state is PrefillState.DONE:
+                ends.callback(self._core.finish, job.engine_id)
+            else:
+                ends.callback(self._core.drop, job.engine_id)
             ends.callback(job.pins.hand_over, handed_over)
             if lent is not None and writer is not None and is_lent:
                 ends.callback(self.behind.follow, writer, lent, job.last_filled)

@@ -68,6 +68,9 @@ from services.router.views import Snapshot, hung_workers
 
 logger = logging.getLogger(__name__)
 
+_LAST_WORDS_S = 2.0
+"""For the errors of requests that were ended with the router to go out."""
+
 
 class Router:
     """See the module."""
@@ -171,7 +174,7 @@ class Router:
                 self._live_page().add_to,
             ],
             max_body_bytes=settings.limits.max_request_bytes,
-            drain_s=times.drain_s,
+            drain_s=times.drain_s + _LAST_WORDS_S,
             max_connections=settings.limits.max_connections,
             stall_s=times.stall_s,
             idle_s=times.idle_s,
@@ -222,12 +225,15 @@ class Router:
         return self._http.address
 
     async def stop(self) -> None:
-        """Take no new request, let those under way finish for a while, then end them."""
+        """Take no new request, let those under way finish for `times.drain_s`, then end them with
+        an error that their clients see."""
         self._health.end()
+        drain_s = self._settings.times.drain_s
         async with asyncio.TaskGroup() as group:
+            group.create_task(self._in_flight.drain(drain_s, _LAST_WORDS_S))
             group.create_task(self._http.stop())
             if self._server is not None:
-                group.create_task(self._server.stop(self._settings.times.drain_s))
+                group.create_task(self._server.stop(drain_s + _LAST_WORDS_S))
         await self._beat.stop()
         await self.desk.pace.stop()
         await asyncio.to_thread(self._metrics_server.stop)

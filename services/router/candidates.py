@@ -136,6 +136,16 @@ class Candidates:
         here = self._serving(role)
         return is_expected(self._last_s[role], here, self._clock(), self._return_wait_s)
 
+    def is_at_zero(self) -> bool:
+        """Whether no worker is there, and none starts."""
+        return not any(self.usable(role) or self._starting(role) for role in (PREFILL, DECODE))
+
+    def check_serving(self) -> None:
+        """Raises: Unavailable naming the role of which no worker serves now."""
+        for role in (PREFILL, DECODE):
+            if not self._serving(role):
+                raise Unavailable(f"no {role} worker serves", retry_after_s=1.0)
+
     def are_expected(self) -> bool:
         """Whether a worker that is away may soon serve, and then both roles have one."""
         expected = [self.expects(role) for role in (PREFILL, DECODE)]

@@ -163,7 +163,8 @@ class RouterTimes:
     max_step_s: float = 30.0
     """A worker whose engine has been inside one step for longer is taken to hang, while another one
     of its role can take over: its requests go on there, and it gets no new ones until the step
-    ends. Well above a long step, kernels compiled in it included."""
+    ends. Well above a long step, kernels compiled in it included. `baton up` starts a part again
+    whose process is silent for as long."""
 
     lapse_grace_s: float = 10.0
     """How long the streams and calls of a worker without heartbeat are kept before they fail."""
@@ -185,7 +186,9 @@ class RouterTimes:
     """
 
     drain_s: float = 10.0
-    """How long a stopping router lets requests finish."""
+    """How long a stopping router lets requests finish. Those that are left then end with an error,
+    in a stream as its last event; a second signal ends the router at once.
+    """
 
     def __post_init__(self) -> None:
         _check_positive(self)

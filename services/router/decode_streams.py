@@ -19,6 +19,7 @@ from protos import decode_pb2
 from services.router.config import RouterTimes
 from services.router.decode_leg import DecodeLeg
 from services.router.decode_stream import DecodeStream
+from services.router.others_load import OthersLoad
 from services.router.views import WorkerView
 from services.router.worker_streams import WorkerStreams
 
@@ -37,6 +38,7 @@ class DecodeStreams:
     def __init__(self, times: RouterTimes, clock: Clock, dial: Dialer = serving.PLAIN) -> None:
         self._times = times
         self._dial = dial
+        self._others = OthersLoad(clock)
         self._progress = asyncio.Event()
         self._streams = WorkerStreams(
             Role.DECODE, lapse_grace_s=times.lapse_grace_s, clock=clock, make=self._make
@@ -48,18 +50,24 @@ class DecodeStreams:
         return self._streams.on_change
 
     def reconcile(self, workers: Iterable[WorkerView]) -> None:
-        """See `WorkerStreams.reconcile`."""
+        """`workers` are those known now; see `WorkerStreams.reconcile`."""
+        workers = list(workers)
+        changed = self._others.reckon(workers, lambda worker: worker.num_requests, self.num_legs)
+        for worker_id in changed:
+            self._streams.tell(worker_id)
         self._streams.reconcile(workers)
 
-    def load(self, worker: WorkerView) -> DecodeLoad | None:
-        """The worker's load by its last news and what we have sent since; None: its heartbeat knows
-        better. (Who serves none of ours sends no news, and the last may be from before a cancel
+    def load(self, worker: WorkerView) -> DecodeLoad:
+        """The worker's load by its last news and what we have sent since; while it serves none of
+        ours, by its heartbeat. (It sends no news then, and the last may be from before a cancel
         took effect.)
         """
+        num_others = self._others.of(worker.worker_id)
+        num_others = worker.num_requests if num_others is None else num_others
         stream = self._streams.find(worker.worker_id)
         if stream is None or not stream.num_legs:
-            return None
-        num_free, num_others = worker.num_free_blocks, worker.num_requests
+            return DecodeLoad(worker.num_free_blocks, num_others)
+        num_free = worker.num_free_blocks
         if stream.load is not None:
             num_free, num_others = stream.load.num_free_blocks, stream.load.num_others
         return DecodeLoad(
@@ -116,7 +124,9 @@ class DecodeStreams:
         stream = self._streams.find(worker_id)
         if stream is None:
             raise Unavailable(f"decode worker {worker_id} is gone")
-        return await stream.open(reserve, deadline, num_blocks, num_places)
+        leg = await stream.open(reserve, deadline, num_blocks, num_places)
+        self._others.note(worker_id, stream.num_legs)
+        return leg
 
     async def wait_for_progress(self, timeout_s: float) -> None:
         """Until some leg ended somewhere, so that there may be room; at most `timeout_s`."""

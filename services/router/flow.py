@@ -2,6 +2,7 @@
 
     LOOKING_UP   which stores hold its prefix
     RESERVING    choose the pair; the decode worker sets blocks aside (not for a single token)
+    LACKING_PREFILL, LACKING_DECODE  no worker of that role is there now, and one is waited for
     PREFILLING   the prefill worker computes the prompt, draws the first token of each sample (shown
                  at once), stores the KV; decode fetches what is stored already. Passed over where
                  the decode worker computes a short rest itself
@@ -60,6 +61,8 @@ class State(Enum):
 
     LOOKING_UP = "looking up its prefix"
     RESERVING = "waiting for decode blocks"
+    LACKING_PREFILL = "waiting for a prefill worker"
+    LACKING_DECODE = "waiting for a decode worker"
     PREFILLING = "prefilling"
     DECODING = "decoding"
     MOVING = "being moved to another decode worker"
@@ -153,7 +156,7 @@ class RequestFlow:
                     raise
                 if self._leg is not None:
                     self._leg.cancel()
-                self.state = State.MOVING if is_again else State.RESERVING
+                self.state = State.MOVING if is_again else State.LACKING_PREFILL
                 # Progress of decode workers is no news of prefill's: our own cancelled leg is some.
                 await asyncio.sleep(min(_RETRY_S, self._deadline.left_s()))
                 self._failover.mark("wait_room", None)
@@ -220,14 +223,13 @@ class RequestFlow:
 
     async def _reserve(self, asking: Asking) -> tuple[Choice, Asking]:
         """Choose a pair whose decode worker has set blocks aside."""
-        if not self._failover.is_on:
-            self.state = State.RESERVING
         reserving = Reserving(
             self._cluster,
             self._job,
             mark=self._failover.mark,
             deadline=self._deadline,
             on_choice=self._on_choice,
+            on_lack=self._on_lack,
             is_again=self._failover.is_on,
         )
         try:
@@ -244,6 +246,12 @@ class RequestFlow:
 
     def _on_choice(self, choice: Choice) -> None:
         self.choice = choice
+        if not self._failover.is_on:
+            self.state = State.RESERVING
+
+    def _on_lack(self, role: str) -> None:
+        if not self._failover.is_on:
+            self.state = State.LACKING_PREFILL if role == PREFILL else State.LACKING_DECODE
 
     # ---- the prefill worker
 

@@ -254,13 +254,12 @@ class FrontDesk:
         self.holding.look()
 
     def ready(self) -> None:
-        """Raises: Unavailable when a request for some model would find no workers, and would not
-        wait for them."""
-        if self.holding.is_on:
-            return
+        """Raises: Unavailable when a model lacks a worker of some role that serves. One that has
+        none at all, with none starting, is ready where its requests are held: it is scaled to zero,
+        and only a request brings workers back."""
         for model in self.models:
-            if not model.candidates.are_expected():
-                model.candidates.bounds()
+            if not (self.holding.is_on and model.candidates.is_at_zero()):
+                model.candidates.check_serving()
 
     def explain(self, request: inference_pb2.ExplainRequest) -> inference_pb2.ExplainReply:
         """Why a request went where it did. Raises: NotFound."""

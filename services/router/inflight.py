@@ -1,8 +1,8 @@
 """Attempts under way, by (tenant, request id): at most one runs, the newest.
 
 The same id with the same body: the older attempt is cancelled, and the new one starts when it is
-over. With another body: refused. Life of an attempt: waiting -> running -> over; superseded
-(cancelled) from waiting and running alike.
+over. With another body: refused. Life of an attempt: waiting -> running -> over; ended early, by a
+newer attempt or with the router, from waiting and running alike.
 
 Law: an attempt is in the table from `admit` until its context is left; attempts of one id share one
 body. One loop.
@@ -16,9 +16,18 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from process.deadline import Deadline
-from process.errors import AlreadyExists, Cancelled, Internal, NoCapacity, Unavailable
+from process.errors import (
+    AlreadyExists,
+    BatonError,
+    Cancelled,
+    Internal,
+    NoCapacity,
+    Unavailable,
+)
 
 Key = tuple[str, str]
+_RETRY_S = 1.0
+"""After the end of a router; another one, or its next life, serves then."""
 
 
 @dataclass(eq=False)
@@ -30,16 +39,17 @@ class Attempt:
     digest: bytes
     task: asyncio.Task[object]
     turn: asyncio.Event = field(default_factory=asyncio.Event)
-    is_superseded: bool = False
+    ended_by: BatonError | None = None
+    """What an attempt that was ended early ends with."""
 
     @property
     def key(self) -> Key:
         return self.tenant, self.request_id
 
-    def supersede(self) -> None:
-        """A newer attempt asks for the end of this one."""
-        if not self.is_superseded:
-            self.is_superseded = True
+    def end(self, error: BatonError) -> None:
+        """End it early, with `error`; one that was ended already keeps its own."""
+        if self.ended_by is None:
+            self.ended_by = error
             self.task.cancel()
 
 
@@ -52,6 +62,9 @@ class InFlight:
         # Oldest first; the first one runs, the others wait for it to be over.
         self._attempts: dict[Key, list[Attempt]] = {}
         self._num_attempts = 0
+        self._none_left = asyncio.Event()
+        self._none_left.set()
+        self._is_closed = False
 
     @property
     def num_attempts(self) -> int:
@@ -66,8 +79,8 @@ class InFlight:
 
         Raises: AlreadyExists when the id runs with another body; NoCapacity when too many requests
             are in flight;
-            Unavailable when the old attempt did not end in time; Cancelled when a newer attempt
-            came.
+            Unavailable when the old attempt did not end in time, or the router ends; Cancelled when
+            a newer attempt came.
         """
         attempt = self._enter(tenant, request_id, digest)
         try:
@@ -75,13 +88,23 @@ class InFlight:
             yield attempt
         except asyncio.CancelledError:
             # Our own cancel, as asyncio.timeout does it; one from outside as well must go on.
-            if attempt.is_superseded and attempt.task.uncancel() == 0:
-                raise Cancelled(
-                    f"request_id {request_id}: a newer attempt with the same body took over"
-                ) from None
+            if attempt.ended_by is not None and attempt.task.uncancel() == 0:
+                raise attempt.ended_by from None
             raise
         finally:
             self._leave(attempt)
+
+    async def drain(self, for_s: float, last_words_s: float) -> None:
+        """Let attempts finish for `for_s`. Those that are left then, and all that come later, end
+        with Unavailable; returns when none is left, or `last_words_s` later.
+        """
+        if await self._is_empty_within(for_s):
+            self._is_closed = True
+            return
+        self._is_closed = True
+        for attempt in [each for attempts in self._attempts.values() for each in attempts]:
+            attempt.end(_stopping())
+        await self._is_empty_within(last_words_s)
 
     def check_integrity(self) -> None:
         """Raises: Internal when the table breaks its law."""
@@ -90,12 +113,14 @@ class InFlight:
         for key, attempts in self._attempts.items():
             if not attempts or len({attempt.digest for attempt in attempts}) != 1:
                 raise Internal(f"in-flight entry {key} is empty or of several bodies")
-            if any(not attempt.is_superseded for attempt in attempts[:-1]):
+            if any(attempt.ended_by is None for attempt in attempts[:-1]):
                 raise Internal(f"in-flight entry {key} has two attempts that both go on")
 
     def _enter(self, tenant: str, request_id: str, digest: bytes) -> Attempt:
         task = asyncio.current_task()
         assert task is not None, "admit is called inside a task"
+        if self._is_closed:
+            raise _stopping()
         attempt = Attempt(tenant, request_id, digest, task)
         earlier = self._attempts.get(attempt.key, [])
         if earlier and earlier[-1].digest != digest:
@@ -103,9 +128,12 @@ class InFlight:
         if self._num_attempts - len(earlier) >= self._max_requests:
             raise NoCapacity(f"{self._max_requests} requests are in flight")
         for older in earlier:
-            older.supersede()
+            older.end(
+                Cancelled(f"request_id {request_id}: a newer attempt with the same body took over")
+            )
         self._attempts.setdefault(attempt.key, []).append(attempt)
         self._num_attempts += 1
+        self._none_left.clear()
         if not earlier:
             attempt.turn.set()
         return attempt
@@ -123,11 +151,25 @@ class InFlight:
                 retry_after_s=1.0,
             ) from error
 
+    async def _is_empty_within(self, seconds: float) -> bool:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._none_left.wait()
+        except TimeoutError:
+            return False
+        return True
+
     def _leave(self, attempt: Attempt) -> None:
         attempts = self._attempts[attempt.key]
         attempts.remove(attempt)
         self._num_attempts -= 1
+        if not self._num_attempts:
+            self._none_left.set()
         if attempts:
             attempts[0].turn.set()
         else:
             del self._attempts[attempt.key]
+
+
+def _stopping() -> Unavailable:
+    return Unavailable("this router stops: send the request again", retry_after_s=_RETRY_S)

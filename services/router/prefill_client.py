@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Protocol
 
@@ -20,6 +20,7 @@ from process.errors import Internal, Unavailable
 from process.serving import Dialer
 from protos import common_pb2, prefill_pb2
 from services.router.config import RouterTimes
+from services.router.others_load import OthersLoad
 from services.router.prefill_call import GiveBack, PrefillCall
 from services.router.prefill_stream import PrefillStream
 from services.router.sealed_handle import PrefillNews, SealedHandle
@@ -62,7 +63,7 @@ class PrefillClient:
             Role.PREFILL, lapse_grace_s=times.lapse_grace_s, clock=clock, make=self._make
         )
         self._queued_tokens: Counter[str] = Counter()
-        self._others: dict[str, tuple[WorkerView, int]] = {}
+        self._others = OthersLoad(clock)
         self._num_under_way = 0
 
     @property
@@ -73,7 +74,13 @@ class PrefillClient:
     def reconcile(self, workers: Iterable[WorkerView]) -> None:
         """`workers` are those known now; see `WorkerStreams.reconcile`."""
         workers = list(workers)
-        self._reckon(workers)
+        changed = self._others.reckon(
+            workers,
+            lambda worker: worker.num_queued_tokens,
+            lambda worker_id: self._queued_tokens[worker_id],
+        )
+        for worker_id in changed:
+            self._streams.tell(worker_id)
         self._streams.reconcile(workers)
 
     def drop(self, worker_id: str, why: str) -> bool:
@@ -88,8 +95,7 @@ class PrefillClient:
     def num_queued_tokens(self, worker_id: str) -> int:
         """Prompt tokens to be computed, sent there and not answered yet: ours as of now, other
         routers' as of the worker's last heartbeat."""
-        _, num_others = self._others.get(worker_id, (None, 0))
-        return self._queued_tokens[worker_id] + num_others
+        return self._queued_tokens[worker_id] + (self._others.of(worker_id) or 0)
 
     @property
     def num_calls(self) -> int:
@@ -146,22 +152,8 @@ class PrefillClient:
 
     def _count(self, worker_id: str, num_tokens: int) -> None:
         self._queued_tokens[worker_id] += num_tokens
+        self._others.note(worker_id, self._queued_tokens[worker_id])
         self._streams.tell(worker_id)
-
-    def _reckon(self, workers: Sequence[WorkerView]) -> None:
-        """Heartbeats came: what a worker has beyond what is ours is other routers'."""
-        others = {}
-        for worker in workers:
-            name = worker.worker_id
-            before = self._others.get(name)
-            if before is not None and before[0] is worker:
-                others[name] = before  # no news
-                continue
-            num_others = max(0, worker.num_queued_tokens - self._queued_tokens[name])
-            others[name] = (worker, num_others)
-            if before is None or before[1] != num_others:
-                self._streams.tell(name)
-        self._others = others
 
     def check_integrity(self) -> None:
         """Raises: Internal when a stream breaks its law, a count is below none, tokens are queued

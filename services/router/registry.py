@@ -52,6 +52,9 @@ KEEP_S = BEAT_TTL_MS / 1000
 """As long as a beat counts: each process tries to beat several times meanwhile."""
 LAPSE_S = KEEP_S - BEAT_EVERY_S
 """A beat that was there so long ago may have lapsed since, although its process lives."""
+SAY_SILENT_S = 600.0
+"""For so long a worker or store that fell silent is named. One that was killed for good, and whose
+name does not come back, leaves its entry behind."""
 _INCARNATION_BYTES = 16
 _SLICE = 16
 """Entries parsed at a time: about 2 ms."""
@@ -88,6 +91,8 @@ class Registry:
         self._remembered_stores = Remembered[_Store](KEEP_S)
         self._task: asyncio.Task[None] | None = None
         self._read_last: dict[bytes, _Entry] = {}
+        self._heard_s: dict[str, float] = {}
+        """When each worker and store last had a heartbeat, by name."""
         self.snapshot = Snapshot()
 
     async def start(self) -> None:
@@ -189,7 +194,19 @@ class Registry:
             )
             if beat is not None and (worker := _parse_starting(starting_entries[name], problems))
         )
-        return partial(self._found, mark, began_s, workers, stores, starting, tuple(problems))
+        here = {worker.worker_id for worker in starting}
+        silent = [
+            _name_of(view)
+            for worker_id, beat in zip(worker_ids, beats, strict=False)
+            if beat is None and (view := entries[worker_id].view) and view.worker_id not in here
+        ]
+        silent += [
+            _store_name(node_id.decode(errors="replace"))
+            for node_id, beat in zip(node_ids, beats[len(worker_ids) :], strict=False)
+            if beat is None
+        ]
+        rest = Snapshot(problems=tuple(problems), starting=starting, silent=tuple(silent))
+        return partial(self._found, mark, began_s, workers, stores, rest)
 
     def _found(
         self,
@@ -197,19 +214,30 @@ class Registry:
         began_s: float,
         workers: dict[str, _Worker],
         stores: dict[str, _Store],
-        starting: tuple[StartingWorker, ...],
-        problems: tuple[str, ...],
+        rest: Snapshot,
     ) -> Snapshot:
+        """`rest`: with all but workers and stores, which may be remembered ones."""
         self._remember(mark, began_s, workers, stores)
         if not self.snapshot.is_redis_reachable:
             logs.event(logger, "redis_reached", num_workers=len(self._workers))
-        return Snapshot(
-            tuple(worker.view for worker in self._workers.values()),
-            tuple(store.view for store in self._stores.values()),
-            True,
-            problems,
-            starting,
+        return replace(
+            rest,
+            silent=self._newly_silent(workers, stores, rest.silent),
+            workers=tuple(worker.view for worker in self._workers.values()),
+            stores=tuple(store.view for store in self._stores.values()),
+            is_redis_reachable=True,
         )
+
+    def _newly_silent(
+        self, workers: Mapping[str, _Worker], stores: Mapping[str, _Store], silent: Sequence[str]
+    ) -> tuple[str, ...]:
+        """Those of `silent` that were heard of not long ago."""
+        now_s = self._clock()
+        names = [_name_of(worker.view) for worker in workers.values()]
+        names += map(_store_name, stores)
+        known = {**self._heard_s, **dict.fromkeys(names, now_s)}
+        self._heard_s = {name: at_s for name, at_s in known.items() if now_s - at_s < SAY_SILENT_S}
+        return tuple(name for name in silent if name in self._heard_s)
 
     def _remember(
         self,
@@ -271,6 +299,14 @@ class _Entry:
     view: WorkerView | None = None
     """None: it cannot be read."""
     problem: str = ""
+
+
+def _name_of(worker: WorkerView) -> str:
+    return f"{worker.role} worker {worker.worker_id}"
+
+
+def _store_name(node_id: str) -> str:
+    return f"store {node_id}"
 
 
 def _parse_worker(worker_id: bytes, entry: bytes, before: WorkerView | None) -> _Entry:

@@ -21,7 +21,7 @@ from protos import decode_pb2
 from services.router.decisions import FIRST
 from services.router.decode_leg import DecodeLeg
 from services.router.job import Cluster, Job
-from services.router.policy import DECODE, Ask, Choice, blocks_needed
+from services.router.policy import DECODE, PREFILL, Ask, Choice, blocks_needed
 from services.router.prefill_leg import TRY_ANOTHER
 from services.router.routing import DECODE_LEFT, REFUSED, Asking
 from services.router.times import Details
@@ -43,10 +43,12 @@ class Reserving:
         mark: Callable[[str, Details | None], None],
         deadline: Deadline,
         on_choice: Callable[[Choice], None],
+        on_lack: Callable[[str], None],
         is_again: bool = False,
     ) -> None:
-        """`mark`: told each stage as it ends; `on_choice`: each choice as it is made. `is_again`:
-        the answer has begun, and its decode worker is gone."""
+        """`mark`: told each stage as it ends; `on_choice`: each choice as it is made; `on_lack`:
+        the role of which a worker is waited for. `is_again`: the answer has begun, and its decode
+        worker is gone."""
         self.leg: DecodeLeg | None = None
         """None: no decode worker is needed, or none was found."""
         self.fingerprint = ""
@@ -56,6 +58,7 @@ class Reserving:
         self._mark = mark
         self._deadline = deadline
         self._on_choice = on_choice
+        self._on_lack = on_lack
         self._is_again = is_again
 
     async def run(self, asking: Asking) -> tuple[Choice, Asking]:
@@ -84,6 +87,8 @@ class Reserving:
                 may_wait = self._is_again and not bound.expired
                 if not (may_wait or routing.candidates.are_expected()):
                     raise
+                has_decode = bool(routing.pools(asking, refused).decode)
+                self._on_lack(PREFILL if has_decode else DECODE)
                 await self._wait()
                 continue
             occasion = REFUSED

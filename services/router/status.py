@@ -89,6 +89,9 @@ class ClusterStatus:
         problems = [*snapshot.problems]
         if not snapshot.is_redis_reachable:
             problems.append("Redis is not reachable: workers and stores are shown as last known")
+        problems += [
+            f"{name} has no heartbeat: its process hangs, or was killed" for name in snapshot.silent
+        ]
         if self._lookup.problem is not None:
             problems.append(self._lookup.problem)
         problems += [

@@ -88,6 +88,8 @@ class Snapshot:
     problems: tuple[str, ...] = ()
     """Entries that could not be read."""
     starting: tuple[StartingWorker, ...] = ()
+    silent: tuple[str, ...] = ()
+    """Names of workers and stores whose entry is there and whose heartbeat is not any more."""
 
 
 @dataclass(frozen=True)

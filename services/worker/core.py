@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from engine.errors import UnknownRequest, WrongState
 from engine.metrics import MetricsSnapshot
 from engine.request import EngineStats
 from engine.speculation.draft_traces import DraftTraces
@@ -261,6 +262,10 @@ class WorkerCore:
         """Give back all that the engine holds for a request, in whatever state it is."""
         self.thread.post(lambda engine: engine.abort(engine_id), lambda: self.on_room())
 
+    def finish(self, engine_id: str) -> None:
+        """As `drop`, for a request that has drawn all it was to draw: it counts as finished."""
+        self.thread.post(lambda engine: _finish(engine, engine_id), lambda: self.on_room())
+
     def leg_to_proto(self, leg: Leg) -> common_pb2.KvLeg:
         """A leg of this worker on the wire."""
         return status.leg_to_proto(
@@ -401,3 +406,12 @@ class WorkerCore:
         if problem and not reply.integrity_error:
             reply.integrity_error = problem
         return reply
+
+
+def _finish(engine: WorkerEngine, engine_id: str) -> None:
+    try:
+        engine.release(engine_id)
+    except UnknownRequest:
+        return  # it has nothing any more
+    except WrongState:
+        engine.abort(engine_id)

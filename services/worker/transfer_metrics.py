@@ -1,5 +1,5 @@
 """How long this worker's transfers take and how much they move: histograms by direction, transport
-and place, and the blocks that failed, by reason.
+and place, the blocks that failed, by reason, and those that are put again.
 
 `watch` is told of every client of a store or lender that the worker attaches to. Transfers that
 measure a link are none of these. Loop's thread; read from the metrics server's thread at any time
@@ -58,12 +58,22 @@ class TransferMetrics:
             registry=registry,
         )
 
+        self._put_again = Counter(
+            "baton_transfer_put_again_blocks",
+            "Blocks that the store did not take because it lacks what they follow; the worker puts "
+            "them again with that, which is no failure.",
+            ("worker_id", "role", "transport", "place"),
+            registry=registry,
+        )
+
     def watch(self, client: StoreClient, *, is_home: bool) -> None:
         """Count what this client moves. is_home: of the worker's own store."""
         place = HOME if is_home else LENDER if is_lender(client.node_id) else ELSEWHERE
 
         for reason in REASONS:  # from 0 on: the first failure is an increase, too
             self._failed.labels(*self._who, "read", client.transport_name, place, reason)
+
+        self._put_again.labels(*self._who, client.transport_name, place)
 
         def on_moved(moved: Moved) -> None:
             labels = (*self._who, moved.direction, moved.transport, place)
@@ -72,6 +82,9 @@ class TransferMetrics:
                 self._bytes.labels(*labels).observe(moved.num_bytes)
             for reason, num_blocks in moved.failed.items():
                 self._failed.labels(*labels, reason).inc(num_blocks)
+            if moved.num_put_again:
+                again = self._put_again.labels(*self._who, moved.transport, place)
+                again.inc(moved.num_put_again)
 
         client.on_moved = on_moved
 

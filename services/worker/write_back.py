@@ -240,6 +240,7 @@ class WriteBack:
         held: list[int],
     ) -> PutResult | None:
         """Returns: None when it came to nothing; the chain begins anew or has a problem."""
+        puts_again = first > 0 and chain.num_restarts < MAX_RESTARTS
         try:
             with chain.span.child("write_back"):
                 return await client.put_blocks(
@@ -251,9 +252,10 @@ class WriteBack:
                     Deadline.after(self._limits.put_budget_s),
                     num_tokens=self._block_size,
                     tenant=chain.tenant,
+                    puts_again=puts_again,
                 )
         except FailedPrecondition:  # what it follows is not there (any more)
-            if first == 0 or chain.num_restarts == MAX_RESTARTS:
+            if not puts_again:
                 self._give_up(chain, MISSING)
             chain.num_restarts += 1
             chain.num_stored = 0

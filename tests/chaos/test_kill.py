@@ -209,6 +209,31 @@ async def test_a_stream_leaves_a_decode_worker_that_is_stopped(
     await asyncio.to_thread(assert_idle, pairs)
 
 
+async def test_a_frozen_decode_worker_is_named_and_started_again(seed: int) -> None:
+    """The only one. Its stream goes on in the next life, token for token."""
+    config = ClusterConfig(port=0, overrides=("router.times.max_step_s=6",))
+    (ask,) = asks(MODEL, seed, 1, LONG_TOKENS)
+    options = {**ask.options, "timeout_s": KILL_BUDGET_S}
+    tokens: list[int] = []
+    with LocalCluster(config) as cluster:
+        async with Client(cluster.address) as client:
+            stream = client.generate(list(ask.prompt), **options)
+            while len(tokens) < 2:  # the first may be the prefill worker's
+                tokens += (await anext(stream)).token_ids
+            frozen = cluster.processes["decode-0"]
+            os.kill(frozen.pid, signal.SIGSTOP)
+            named = "decode worker decode-0 has no heartbeat"
+            while not any(named in each for each in (await client.status()).problems):
+                assert cluster.processes["decode-0"].num_restarts == 0
+                await asyncio.sleep(0.1)
+            async for chunk in stream:
+                tokens += chunk.token_ids
+            assert tokens == list(ask.right)
+            assert cluster.processes["decode-0"].num_restarts == 1
+            assert not (await client.status()).problems
+        await asyncio.to_thread(assert_idle, cluster)
+
+
 @pytest.mark.parametrize(("pairs", "victim"), KILLS, indirect=["pairs"])
 async def test_killing_a_part_leaves_every_stream_exact(
     pairs: LocalCluster, reference: Oracle, seed: int, victim: str

@@ -218,9 +218,13 @@ def test_a_part_that_dies_comes_back_and_serves(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_clean_stop_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
-    up = Up(tmp_path)
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    tier = ("--set", f"store.file_tier_dir={disk}", "--set", "store.file_tier_bytes=100_000_000")
+    up = Up(tmp_path, *tier)
     try:
         up.wait_ready()
+        assert len(list(disk.glob("baton-cluster-*/store.baton-pages"))) == 1
         up.process.send_signal(number)
         out, err = up.process.communicate(timeout=STOP_TIMEOUT_S)
         assert up.process.returncode == 0, err
@@ -228,7 +232,7 @@ def test_a_clean_stop_leaves_nothing(tmp_path: Path, number: signal.Signals) -> 
         assert "only you can connect to the other parts" in up.hints
         assert "Traceback" not in out + err
         up.wait_for_nobody()
-        assert not list(tmp_path.glob("baton-cluster-*"))
+        assert not list(tmp_path.glob("baton-cluster-*")) and not list(disk.iterdir())
         assert up.baton("status").returncode == 1
     finally:
         up.end()

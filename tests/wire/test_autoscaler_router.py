@@ -6,16 +6,19 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import aiohttp
 import grpc.aio
 import pytest
 from google.protobuf import json_format
 
+from baton.client import Client
 from process import registry_beat, serving
 from process.errors import Unavailable
 from protos import inference_pb2, router_status_pb2
 from services.router.fakes.decode import FakeDecode
 from services.router.fakes.prefill import FakePrefill
 from tests.unit.router.bench import BOUND_S, Bench, request, running, until
+from tests.wire.http_bench import http_bench
 
 
 async def entry(bench: Bench) -> router_status_pb2.RouterStatus:
@@ -159,3 +162,43 @@ async def test_without_holding_it_is_refused_at_once() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await bench.generate(inference_pb2.GenerateRequest(text="hello"))
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_router_is_ready_when_each_role_has_a_worker() -> None:
+    """Though requests are held for the first workers, and one of them has said that it starts."""
+    async with running(num_prefill=0, num_decode=0, hold_without_workers_s=BOUND_S) as bench:
+        starting = registry_beat.RegistryBeat(
+            bench.redis.url,
+            registry_beat.STARTING,
+            entry_id="d0",
+            incarnation="11" * 16,
+            entry=lambda: '{"worker_id": "d0", "role": "decode", "model": "fake"}',
+        )
+        starting.start()
+        await until(lambda: bench.router._registry.snapshot.starting)
+        with pytest.raises(Unavailable, match="no prefill worker serves"):
+            bench.router.desk.ready()
+        await bench.add(FakePrefill("p0", bench.model))
+        await until(lambda: bench.router._prefills.is_up("p0"))
+        with pytest.raises(Unavailable, match="no decode worker serves"):
+            bench.router.desk.ready()
+        await bench.add(FakeDecode("d0", bench.model))
+        await starting.stop()
+        async with Client(bench.router.address) as client:
+            await until(client.is_ready)
+
+
+async def test_a_router_that_only_expects_a_worker_is_not_ready() -> None:
+    async with http_bench(num_decode=0) as bench, aiohttp.ClientSession() as session:
+        starting = registry_beat.RegistryBeat(
+            bench.redis.url,
+            registry_beat.STARTING,
+            entry_id="d0",
+            incarnation="11" * 16,
+            entry=lambda: '{"worker_id": "d0", "role": "decode", "model": "fake"}',
+        )
+        starting.start()
+        await until(lambda: bench.router._registry.snapshot.starting)
+        async with session.get(f"{bench.url}/ready") as response:
+            assert response.status == 503 and "decode" in await response.text()
+        await starting.stop()

@@ -20,7 +20,8 @@ from services.worker.main import Worker
 from services.worker.metrics import WorkerCollector
 from tests.unit.router.bench import BOUND_S, request, running
 from tests.unit.worker.builders import BLOCK_SIZE, prompt_of
-from tests.wire.prefill_decode_pair import pair, until
+from tests.wire.direct_pair import direct
+from tests.wire.prefill_decode_pair import Gate, pair, until
 
 STORE, DIRECT = common_pb2.HANDOVER_PATH_STORE, common_pb2.HANDOVER_PATH_DIRECT
 
@@ -67,6 +68,8 @@ async def test_workers_say_what_they_did(tmp_path: Path) -> None:
     assert prefill["baton_prompt_tokens_cached_total"] == n - 1
     assert prefill["baton_prefix_hit_ratio"] == (n - 1) / (2 * n)
     assert prefill["baton_output_tokens_total"] == 2
+    assert prefill["baton_requests_ended_total,outcome=finished"] == 2
+    assert "baton_requests_ended_total,outcome=aborted" not in prefill
     assert prefill["baton_time_to_first_token_seconds_count"] == 2
     assert prefill["baton_kv_source_tokens_total,source=computed"] == n + 1
     assert decode["baton_output_tokens_total"] == 8
@@ -179,3 +182,23 @@ async def test_a_router_says_what_it_did() -> None:
 async def test_nobody_listens_unless_told_to() -> None:
     async with running() as bench:
         assert bench.router.metrics_address == ""
+
+
+async def test_a_put_that_write_back_tries_again_is_no_failed_transfer(tmp_path: Path) -> None:
+    """The prompt's blocks, which the answer's follow, are not in the store yet: the answer's are
+    refused at first, then put behind them."""
+    async with direct(tmp_path) as p, p.stream() as stream, _scraping(p.decode) as decode:
+        gate = Gate(p.prefill.core.connector.client, "put_blocks")
+        prompt = prompt_of(4 * BLOCK_SIZE + 1)
+        key = await stream.reserve(p.reserve(prompt, max_tokens=20))
+        await stream.next(key)
+        reply = await p.run_prefill(prompt, max_tokens=20, handover=DIRECT)
+        await stream.generate(key, reply)
+        await stream.collect(key)
+        await p.decode.core.connector.settle()
+        gate.open()
+        found = await decode()
+    put_again = "baton_transfer_put_again_blocks_total,place=home,transport=shm"
+    assert found[put_again] > 0 and found["baton_kv_written_back_blocks_total"] > 0
+    failed = {k: v for k, v in found.items() if k.startswith("baton_transfer_failed") and v}
+    assert failed == {}

@@ -13,8 +13,10 @@ import openai
 import pytest
 
 from process.errors import NoCapacity, Unavailable
+from services.router.model import Model
+from services.router.views import ServedModel
 from tests.deadlines import Deadlines
-from tests.unit.router.bench import BOUND_S, TOKENIZER, request, until
+from tests.unit.router.bench import BOUND_S, TOKENIZER, request, running, until
 from tests.wire.http_bench import HttpBench, http_bench, saying
 
 TOOLS: Any = [
@@ -586,3 +588,23 @@ async def test_embeddings_come_as_numbers_in_the_order_of_the_inputs() -> None:
         with pytest.raises(openai.BadRequestError) as refused:
             await client.embeddings.create(model="fake", input=["x", "y" * 4000])
         assert refused.value.param == "input[1]" and "window" in refused.value.message
+
+
+class _OfAFolder(HttpBench):
+    @property
+    def model_for_router(self) -> Model:
+        model = super().model_for_router
+        model.served = ServedModel((model.name, "./fake"), model.served.tokenizer_digest)
+        return model
+
+
+async def test_a_model_that_is_served_from_a_folder_is_listed_once() -> None:
+    """It answers to the folder's path, too."""
+    async with running(http_listen="127.0.0.1:0", make=_OfAFolder) as bench:
+        assert isinstance(bench, HttpBench)
+        async with client_of(bench) as client:
+            assert [model.id async for model in client.models.list()] == ["fake"]
+            for name in ("fake", "./fake"):
+                assert (await client.models.retrieve(name)).id == "fake"
+                answer = await client.completions.create(model=name, prompt="x", max_tokens=2)
+                assert answer.choices[0].finish_reason

@@ -304,7 +304,6 @@ async def test_a_new_request_waits_for_the_only_worker_to_be_back(
         await bench.lapse(old)
         late = asyncio.create_task(bench.generate(request(sampling=SHORT)))
         await looks.more(10)
-        bench.router.desk.ready()
         assert not early.done() and not late.done()
         await bench.add(type(old)(old.worker_id, bench.model))
         for messages in await asyncio.gather(early, late):
@@ -480,3 +479,34 @@ async def test_a_handle_that_nobody_takes_over_is_given_back() -> None:
         assert not store.released
     finally:
         await server.stop(None)
+
+
+async def test_a_request_whose_prefill_worker_went_silent_says_what_it_waits_for() -> None:
+    times = {"lapse_grace_s": 0.1, "failover_wait_s": BOUND_S}
+    async with running(times=times) as bench:
+        bench.prefill.gate.close()
+        call = bench.stub.Generate(request(sampling=SHORT), timeout=BOUND_S)
+        await bench.prefill.gate.reached.wait()
+        await bench.lapse(bench.prefill)
+
+        async def says_so() -> bool:
+            asked = inference_pb2.GetClusterStatusRequest(num_requests=1, as_heard=True)
+            (record,) = (await bench.stub.GetClusterStatus(asked)).requests
+            return bool(record.state == "waiting for a prefill worker")
+
+        await until(says_so)
+        call.cancel()
+        bench.prefill.gate.open()
+
+
+async def test_a_worker_or_store_without_heartbeat_is_a_problem() -> None:
+    async with running(num_decode=2) as bench:
+        await bench.add_store("store-0")
+        assert not any("heartbeat" in each for each in (await _status(bench)).problems)
+        await bench.lapse(bench.decodes[1])
+        client = bench.redis.client()
+        await client.delete("baton:store:store-0:beat")
+        await client.aclose()
+        problems = (await _status(bench)).problems
+        for name in ("decode worker d1", "store store-0"):
+            assert f"{name} has no heartbeat: its process hangs, or was killed" in problems

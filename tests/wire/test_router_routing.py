@@ -14,6 +14,7 @@ import pytest
 
 from process.errors import NoCapacity
 from protos import inference_pb2
+from services.router import others_load
 from services.router.fakes.decode import FakeDecode
 from services.router.fakes.prefill import FakePrefill
 from services.router.routing import Routing
@@ -262,6 +263,26 @@ async def test_the_next_turn_goes_where_the_last_one_was() -> None:
             assert {role: leg.worker_id for role, leg in _legs(messages).items()} == met
             (decision,) = (await _explain(bench)).decisions
             assert decision.num_computed == len(turn) - 96
+
+
+async def test_a_growing_conversation_on_an_idle_cluster_stays_where_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The heartbeats that come after each turn were written while it ran, and say so."""
+    monkeypatch.setattr(others_load, "BEAT_AGE_S", 1e9)
+    async with running(num_prefill=2, num_decode=2) as bench:
+        await bench.add_store("n0")
+        turn, met = [5] * 100, []
+        for _ in range(4):
+            messages = await bench.generate(_ask(turn))
+            places = {role: leg.worker_id for role, leg in _legs(messages).items()}
+            met.append(places)
+            turn = [*turn, *_ids(messages)[:3], *range(30, 60)]
+            for worker in (*bench.prefills, *bench.decodes):
+                is_there = worker.worker_id in places.values()
+                worker.num_running = worker.num_queued_tokens = int(is_there)
+                await bench.publish(worker)
+        assert met == met[:1] * 4
 
 
 async def test_what_is_noted_is_prompt_and_answer_but_for_the_last_token(

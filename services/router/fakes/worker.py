@@ -31,6 +31,8 @@ class FakeWorker:
         self.num_blocks_taken = 0
         self.num_queued_tokens = 0
         """Prompt tokens that it says to have yet to compute."""
+        self.num_running = 0
+        """Requests that its heartbeat says to run."""
         self.step_age_s = 0.0
         """How long it says that its engine is inside one step."""
         self.store_node_id = ""
@@ -72,6 +74,7 @@ class FakeWorker:
             num_blocks=self.num_blocks,
             num_free_blocks=self.num_free_blocks,
             num_queued_tokens=self.num_queued_tokens,
+            num_running=self.num_running,
             context_window=model.context_window,
             vocab_size=model.vocab_size,
             num_step_tokens=512,

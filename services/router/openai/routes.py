@@ -109,8 +109,11 @@ class OpenAiRoutes:
         """/v1/models/{model}."""
         self._caller(request)
         name = request.match_info["model"]
+        by_other_name = {
+            other: model.name for model in self._desk.models for other in model.served.names
+        }
         for entry in self._models():
-            if entry["id"] == name:
+            if entry["id"] == by_other_name.get(name, name):
                 return web.json_response(entry)
         raise ModelNotFound(f"'{name[:128]}' is not served here")
 
@@ -119,7 +122,7 @@ class OpenAiRoutes:
         return web.json_response({"status": "ok"})
 
     async def ready(self, request: web.Request) -> web.Response:
-        """/ready: a request would find workers."""
+        """/ready: each model that is not scaled to zero has a worker of each role."""
         self._desk.ready()
         return web.json_response({"status": "ready"})
 
@@ -187,7 +190,7 @@ class OpenAiRoutes:
         for model in self._desk.models:
             windows = [info.context_window for info in self._desk.infos(model)]
             more: dict[str, Any] = {"max_model_len": min(windows)} if windows else {}
-            listed += [self._entry(name, more) for name in dict.fromkeys(model.served.names)]
+            listed.append(self._entry(model.name, more))
             for adapter in sorted(adapters_of(model)):
                 listed.append(self._entry(adapter, {**more, "parent": model.name}))
         return listed

@@ -3,9 +3,11 @@ made up entries."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -195,3 +197,29 @@ def test_the_command_finds_the_local_cluster_and_says_what_it_found(
 def test_a_redis_that_is_away_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["audit", "--redis", "unix:///nowhere/redis.sock"]) == 1
     assert "registry" in capsys.readouterr().err
+
+
+async def test_a_redis_that_asks_for_a_password_is_audited_with_its_file(
+    redis_server: RedisServer,
+    client: redis.asyncio.Redis,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    await client.config_set("requirepass", "hunter2")
+    try:
+        password = tmp_path / "password"
+        password.write_text("hunter2")
+        password.chmod(0o600)
+        for command, code, said in (("audit", 0, "no store is registered"), ("block", 1, "")):
+            arguments = [command, "--redis", redis_server.url]
+            assert await asyncio.to_thread(cli.main, arguments) == 1
+            assert "uthentication" in capsys.readouterr().err
+            given = [*arguments, "--redis-password-file", str(password)]
+            assert await asyncio.to_thread(cli.main, given) == code
+            out, err = capsys.readouterr()
+            assert said in out and "uthentication" not in err
+            given = [*arguments, "--redis-ca-file", str(password)]
+            assert await asyncio.to_thread(cli.main, given) == 1
+            assert "redis.ca_file: is for TLS" in capsys.readouterr().err
+    finally:
+        await client.config_set("requirepass", "")

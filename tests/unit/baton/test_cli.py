@@ -18,6 +18,7 @@ import pytest
 from baton import cli, cluster_state, command_up
 from baton.cert_set import CertSet
 from baton.cluster_config import ClusterConfig
+from baton.cluster_state import ClusterState
 from baton.command_options import credentials_of
 from baton.credentials import Credentials
 from baton.errors import InvalidArgument, NoCapacity
@@ -279,10 +280,10 @@ def test_mistakes_are_one_line_and_exit_code_1(
 def test_a_file_that_cannot_be_used_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refused(address: str) -> None:
+    def refused() -> None:
         raise PermissionError(13, "Permission denied", "/home/x")
 
-    monkeypatch.setattr(cluster_state, "find", refused)
+    monkeypatch.setattr(cluster_state, "running", refused)
     assert cli.main(["status"]) == 1
     assert capsys.readouterr().err == "baton: [Errno 13] Permission denied: '/home/x'\n"
 
@@ -369,3 +370,38 @@ def test_up_says_what_clients_of_a_secured_cluster_need(tmp_path: Path) -> None:
     cluster.secured = Secured()
     lines = command_up._ready_lines(cluster)
     assert "api-key" not in lines and " CA " not in lines
+
+
+def test_of_two_clusters_the_one_that_is_taken_is_said_and_may_be_chosen(
+    router: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = ClusterState(router.address, "tiny", "1 1", 1.0, chosen_name="mine")
+    second = ClusterState("127.0.0.1:1", "tiny", "1 1", 2.0)
+    monkeypatch.setattr(cluster_state, "running", lambda: [first, second])
+    assert cli.main(["generate", "hi", "--cluster", "mine"]) == 0
+    assert capsys.readouterr().err == ""
+    assert cli.main(["status"]) == 1
+    told = "cluster 1 is taken, which was started last; --cluster NAME chooses another: mine\n"
+    assert capsys.readouterr().err.startswith(told)
+    assert cli.main(["status", "--cluster", "other"]) == 1
+    assert "--cluster other: of your clusters here run: mine, 1" in capsys.readouterr().err
+    assert cli.main(["up", "--cluster", "mine"]) == 1
+    assert "another cluster of yours has this name" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["status", "--cluster", "mine", "--address", "x:1"])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"transport": "nixl"},
+        {"direct_transport": "nixl"},
+        {"overrides": ("worker.remote_transport=nixl",)},
+        {"overrides": ('prefill.transport="nixl"',)},
+    ],
+)
+def test_what_nixl_opens_to_every_user_is_said(options: dict[str, Any]) -> None:
+    told = command_up._access_lines(ClusterConfig(**options))
+    assert "take connections of any user" in told and "--transport shm" in told
+    plain = command_up._access_lines(ClusterConfig())
+    assert plain.endswith("; only you can connect to the other parts\n")

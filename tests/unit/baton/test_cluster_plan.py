@@ -418,3 +418,13 @@ def test_a_worker_s_place_depends_on_its_number_alone() -> None:
 def test_bounds_that_contradict_are_named(changes: dict[str, object], says: str) -> None:
     with pytest.raises(ClusterError, match=says):
         ClusterConfig(autoscale=True, **changes)  # type: ignore[arg-type]
+
+
+def test_a_part_is_waited_for_as_long_as_its_settings_let_it_drain() -> None:
+    config = ClusterConfig(overrides=("router.times.drain_s=40", "worker.limits.drain_s = 7"))
+    router = cluster_plan.router(config, redis_url="unix:///r", listen="127.0.0.1:0")
+    assert router.drain_s == 40.0
+    parts = cluster_plan.WorkerSpec("unix:///r", ("unix:///s",), "keys", Path("/run"))
+    assert {worker.drain_s for worker in cluster_plan.workers(config, parts)} == {7.0}
+    plain = cluster_plan.router(ClusterConfig(), redis_url="unix:///r", listen="127.0.0.1:0")
+    assert plain.drain_s == cluster_plan.DRAIN_S

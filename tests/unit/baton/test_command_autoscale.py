@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from baton import cli, command_autoscale
+from baton import cli, cluster_state, command_autoscale
 from protos import autoscaler_pb2
 
 REPLY = autoscaler_pb2.GetDecisionsReply(
@@ -92,3 +92,32 @@ def test_its_options_are_parsed() -> None:
     parsed = cli.build_parser().parse_args(["autoscale", "-n", "3", "--all", "--why"])
     assert isinstance(parsed, argparse.Namespace)
     assert (parsed.n, parsed.all, parsed.why) == (3, True, True)
+
+
+@pytest.mark.parametrize("option", ["--min-decode", "--max-prefill"])
+def test_bounds_of_workers_go_with_autoscale(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["up", option, "1"]) == 1
+    assert f"{option} 1: goes with --autoscale" in capsys.readouterr().err
+
+
+def test_the_routers_address_leads_to_its_autoscaler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    asked = []
+
+    async def ask(dial: object, address: str, request: object) -> object:
+        asked.append(address)
+        return REPLY
+
+    monkeypatch.setattr(command_autoscale, "_ask", ask)
+    scaled = cluster_state.announce("127.0.0.1:1", "m", autoscaler_address="unix:/x.sock")
+    assert cli.main(["autoscale", "--address", "127.0.0.1:1"]) == 0
+    assert cli.main(["autoscale", "--address", "localhost:8530"]) == 0  # a port-forward's
+    assert asked == ["unix:/x.sock", "localhost:8530"]
+    scaled.unlink()
+    cluster_state.announce("127.0.0.1:1", "m")
+    assert cli.main(["autoscale", "--address", "127.0.0.1:1"]) == 1
+    assert "has no autoscaler" in capsys.readouterr().err

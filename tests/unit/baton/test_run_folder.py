@@ -147,3 +147,22 @@ def test_a_temporary_folder_that_may_be_somebody_elses_is_not_trusted(
     assert cluster_state.find() is None
     with pytest.raises(ClusterError, match="not a folder of yours alone"):
         cluster_state.announce("127.0.0.1:1", "m")
+
+
+def test_what_lies_on_disk_is_each_clusters_own_and_goes_with_it(
+    places: Path, tmp_path: Path
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    folders = [RunFolder.make(str(disk)) for _ in range(2)]
+    own = [folder.disk for folder in folders]
+    assert None not in own and len(set(own)) == 2
+    for path in own:
+        assert path is not None and path.parent == disk
+        (path / "store.baton-pages").touch()
+    folders[0].remove()
+    (folders[1].disk / "owner").write_text(_dead_owner())  # type: ignore[operator]
+    last = RunFolder.make(str(disk))  # after kill -9
+    assert list(disk.iterdir()) == [last.disk]
+    last.remove()
+    assert not list(disk.iterdir())

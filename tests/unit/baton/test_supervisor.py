@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from baton import cluster_plan, redis_server
 from baton.cluster_plan import ProcessSpec
 from baton.errors import ClusterError
 from baton.part import ClusterEvent, State
@@ -223,6 +225,28 @@ def test_one_that_ignores_sigterm_is_killed_within_the_bound(
     assert not psutil.pid_exists(pid)
 
 
+DRAINS = """
+import json, signal, sys
+print(json.dumps({"event": "ready", "address": ""}), flush=True)
+signal.sigwait([signal.SIGTERM])
+print("told", flush=True)
+if signal.sigtimedwait([signal.SIGTERM], 1.0):
+    sys.exit("told twice")
+print("drained", flush=True)
+"""
+
+
+def test_a_part_gets_its_time_to_drain_and_is_told_once(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("baton.supervisor.STOP_TIMEOUT_S", 0.2)
+    supervisor.launch([dataclasses.replace(_spec("a", DRAINS), drain_s=30.0)])
+    supervisor.wait_ready(["a"], _soon())
+    supervisor.stop((("store",),))
+    said = supervisor.processes()["a"].log_path.read_text().splitlines()
+    assert said[-2:] == ["told", "drained"]
+
+
 def test_unknown_parts_are_named(supervisor: Supervisor) -> None:
     with pytest.raises(ClusterError, match="no part 'x'"):
         supervisor.kill("x", restart=True)
@@ -230,6 +254,7 @@ def test_unknown_parts_are_named(supervisor: Supervisor) -> None:
 
 OWNER = """
 import pathlib, sys, threading, time
+from baton import cluster_plan, redis_server
 from baton.cluster_plan import ProcessSpec
 from baton.supervisor import Supervisor
 supervisor = Supervisor(pathlib.Path(sys.argv[1]), lambda event: None)
@@ -377,3 +402,60 @@ def test_who_is_not_there_cannot_retire_and_nobody_else_does(supervisor: Supervi
     with pytest.raises(ClusterError, match="no part 'x'"):
         supervisor.retire(["a", "x"], 1.0)
     assert supervisor.processes()["a"].state is State.READY
+
+
+PULSING = """
+import asyncio, json
+from process import pulse
+
+async def serve():
+    pulse.start()
+    print(json.dumps({"event": "ready", "address": ""}), flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(serve())
+"""
+
+
+def test_a_part_that_is_frozen_is_said_and_started_again(
+    tmp_path: Path, watcher: Watcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    supervisor = Supervisor(tmp_path, watcher, max_silence_s=4.0)
+    try:
+        supervisor.launch([_spec("a", PULSING), _spec("b", PULSING)])
+        supervisor.wait_ready(["a", "b"], _soon())
+        supervisor.keep_up()
+        os.kill(supervisor.processes()["a"].pid, signal.SIGSTOP)
+        watcher.wait(lambda events: watcher.count("a", "ready") == 2)
+    finally:
+        supervisor.stop((("store",),))
+    told = [event.what for event in watcher.events if event.name == "a"]
+    assert told[:7] == ["starting", "ready", "silent", "died", "restarting", "ready", "stopped"]
+    assert watcher.count("b", "silent") == 0
+
+
+def test_a_redis_that_is_frozen_is_started_again(tmp_path: Path, watcher: Watcher) -> None:
+    supervisor = Supervisor(tmp_path, watcher, max_silence_s=4.0)
+    try:
+        supervisor.launch([cluster_plan.redis(redis_server.find(), tmp_path / "redis.sock")])
+        supervisor.wait_ready(["redis"], _soon())
+        supervisor.keep_up()
+        os.kill(supervisor.processes()["redis"].pid, signal.SIGSTOP)
+        watcher.wait(lambda events: watcher.count("redis", "ready") == 2)
+    finally:
+        supervisor.stop((("redis",),))
+    assert watcher.count("redis", "silent") == 1
+
+
+def test_the_first_restart_of_a_part_waits_for_nothing(
+    supervisor: Supervisor, watcher: Watcher
+) -> None:
+    supervisor.launch([_spec("a", GOOD)])
+    supervisor.wait_ready(["a"], _soon())
+    supervisor.keep_up()
+    part = supervisor._part("a")
+    assert part.backoff_s == 0.0
+    os.kill(supervisor.processes()["a"].pid, signal.SIGKILL)
+    watcher.wait(lambda events: watcher.count("a", "ready") == 2)
+    assert part.backoff_s > 0.0

@@ -118,3 +118,33 @@ def test_a_process_that_is_told_to_end_while_it_imports_ends(tmp_path: Path) -> 
         check=False,
     )
     assert ended.returncode == 128 + signal.SIGTERM, ended.stderr
+
+
+TWICE = """
+import asyncio, os, signal
+from dataclasses import dataclass
+from process import entry
+
+@dataclass(frozen=True)
+class Settings:
+    pass
+
+async def main(settings, stop):
+    os.kill(os.getpid(), signal.SIGTERM)
+    await stop.wait()
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.sleep(50)  # an end that takes its time
+
+raise SystemExit(entry.run("part", Settings, main))
+"""
+
+
+def test_a_second_signal_ends_a_process_at_once() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", TWICE],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])},
+        capture_output=True,
+        timeout=40,
+        check=False,
+    )
+    assert ended.returncode == 128 + signal.SIGTERM, ended.stderr

@@ -122,3 +122,26 @@ def test_an_address_is_a_port_or_a_unix_socket(address: str) -> None:
 def test_what_is_no_address_is_refused_by_name(address: str) -> None:
     with pytest.raises(settings.SettingsError, match=r"^listen: "):
         settings.check_address("listen", address)
+
+
+@dataclass(frozen=True)
+class Words:
+    name: str = ""
+    mode: Literal["off", "2"] = "off"
+    maybe: str | None = None
+    flag: bool = False
+    num: int = 0
+
+
+@pytest.mark.parametrize(
+    "word", ["round_robin", "/var/tmp", "true", "1_000", "2026-01-31", "0x10", "a=b", "1.0", "a b"]
+)
+def test_a_bare_word_is_a_string_where_one_is_wanted(word: str) -> None:
+    for given in (word, f'"{word}"'):
+        found = settings.load(Words, overrides=[f"name={given}", f"maybe={given}"])
+        assert (found.name, found.maybe) == (word, word)
+
+
+def test_a_bare_word_is_what_the_setting_is() -> None:
+    found = settings.load(Words, overrides=["mode=2", "flag=true", "num=1_000"])
+    assert (found.mode, found.flag, found.num) == ("2", True, 1000)

@@ -47,6 +47,8 @@ class FakeStore:
         self.room = 1000
         self.stored: dict[bytes, bytes] = {}
         self.num_puts: list[int] = []
+        self.puts_again: list[bool] = []
+        """Whether a put whose parent is missing is tried again, of each call."""
         self.error: BatonError | None = None
         self.gate = asyncio.Event()
         self.gate.set()
@@ -63,11 +65,13 @@ class FakeStore:
         *,
         num_tokens: int,
         tenant: str,
+        puts_again: bool,
     ) -> PutResult:
         assert lease_id is None and tail is None and tenant == "t"
         self.entered.set()
         if self.error is not None:
             raise self.error
+        self.puts_again.append(puts_again)
         if parent and parent not in self.stored:
             raise FailedPrecondition("the parent is not there")
         await self.gate.wait()
@@ -343,6 +347,7 @@ async def test_a_store_that_forgets_all_the_time_is_given_up() -> None:
                 b.writes.add(chain, event.filled)
             await b.settle()
         assert chain.problem == "missing" and chain.num_restarts == write_back.MAX_RESTARTS + 1
+        assert b.store.puts_again[-1] is False and b.store.puts_again.count(True) >= 2
         assert b.counts.not_written_back["missing"] > 0
 
 
