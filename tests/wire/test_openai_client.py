@@ -12,7 +12,9 @@ import aiohttp
 import openai
 import pytest
 
+from kvstore import block_hash
 from process.errors import NoCapacity, Unavailable
+from services.router import identity
 from tests.deadlines import Deadlines
 from tests.unit.router.bench import BOUND_S, TOKENIZER, request, until
 from tests.wire.http_bench import HttpBench, http_bench, saying
@@ -512,8 +514,39 @@ async def test_running_usage_grows() -> None:
             stream=True,
             stream_options={"include_usage": True, "continuous_usage_stats": True},  # type: ignore[typeddict-unknown-key]
         )
-        counts = [chunk.usage.completion_tokens async for chunk in stream]
+        usages = [chunk.usage async for chunk in stream]
+        whole = await client.completions.create(model="fake", prompt="x", max_tokens=5)
+    counts = [usage.completion_tokens for usage in usages]
     assert counts == sorted(counts) and counts[-1] == 5 and counts[0] == 1
+    assert whole.usage is not None and whole.usage.prompt_tokens > 0
+    assert {usage.prompt_tokens for usage in usages} == {whole.usage.prompt_tokens}
+    assert all(u.total_tokens == u.prompt_tokens + u.completion_tokens for u in usages)
+
+
+async def test_running_usage_has_the_cached_tokens_from_the_first_chunk_on() -> None:
+    """What the router expects the prefill worker to find is told before its account is there."""
+    prompt = list(range(5, 105))
+    async with http_bench() as bench, client_of(bench) as client:
+        salt = identity.tenant_salt(identity.DEFAULT_TENANT, "")
+        root = block_hash.root_key(salt, bench.model.fingerprint)
+        held = block_hash.chain(root, prompt, bench.model.block_size)[:3]
+        bench.prefill.num_local = num_found = len(held) * bench.model.block_size
+        bench.prefill.store_node_id = "n0"
+        await bench.publish(bench.prefill)
+        await bench.hold("n0", await bench.add_store("n0"), held)
+        bench.prefill.account_gate.close()
+        stream: Any = await client.completions.create(
+            model="fake",
+            prompt=prompt,
+            max_tokens=5,
+            stream=True,
+            stream_options={"include_usage": True, "continuous_usage_stats": True},  # type: ignore[typeddict-unknown-key]
+        )
+        first = await anext(aiter(stream))
+        bench.prefill.account_gate.open()
+        usages = [first.usage, *[chunk.usage async for chunk in stream]]
+    cached = {usage.prompt_tokens_details.cached_tokens for usage in usages}
+    assert cached == {num_found}
 
 
 async def test_a_slow_reader_holds_nothing_but_its_own_request_up() -> None:
