@@ -9,7 +9,7 @@ What we did not expect is 500 and does not leak its text.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,20 +75,16 @@ _KINDS: tuple[tuple[type[errors.BatonError], int, str, str], ...] = (
 )
 
 
-def http_error_of(
-    error: BaseException, rename: Callable[[str], str] = lambda field: field
-) -> HttpError:
-    """`rename`: what the client calls a field of ours."""
+def http_error_of(error: BaseException) -> HttpError:
+    """A field is named as the error names it: see `InvalidArgument.renamed`."""
     if isinstance(error, errors.InvalidArgument):
-        problem = str(error).removeprefix(f"{error.field}: ")
-        field = rename(error.field)
         is_model = isinstance(error, ModelNotFound)
         return HttpError(
             404 if is_model else 400,
-            f"{field}: {problem}",
+            str(error),
             "invalid_request_error",
             "model_not_found" if is_model else "invalid_value",
-            param=field,
+            param=error.field,
         )
     for kind, status, name, code in _KINDS:
         if isinstance(error, kind):

@@ -90,6 +90,17 @@ STREAM_OPTIONS = Record(
     )
 )
 
+_ELSEWHERE = {
+    "guided_regex": "baton.regex",
+    "guided_grammar": "baton.ebnf",
+    "guided_choice": "baton.choice",
+    "guided_json": "response_format",
+    "no_repeat_ngram_size": "baton.no_repeat_ngram",
+    "num_return_sequences": "n",
+    "max_new_tokens": "max_tokens",
+}
+"""What other servers call it."""
+
 _SHARED = (
     Field("model", _LABEL, "A name of /v1/models. Absent: the only model."),
     Field("stream", Flag(), "Server-sent events instead of one object."),
@@ -117,7 +128,8 @@ COMPLETION = Record(
         Field("echo", Flag(), "The text begins with the prompt."),
         Field("best_of", Refused("not served; ask for n samples and choose among them")),
         Field("suffix", Refused("not served: no model here fills in the middle", ("",))),
-    )
+    ),
+    elsewhere=_ELSEWHERE,
 )
 
 _INPUTS = Either(
@@ -282,5 +294,6 @@ CHAT = Record(
         Field("prompt_cache_retention", Refused("the store decides what is kept")),
         Field("functions", Refused("deprecated; send tools", ([],))),
         Field("function_call", Refused("deprecated; send tool_choice", ("none",))),
-    )
+    ),
+    elsewhere=_ELSEWHERE,
 )

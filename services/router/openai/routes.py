@@ -64,12 +64,11 @@ class OpenAiRoutes:
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """/v1/completions."""
-        rename = partial(json_name, is_chat=False)
-        return await self._generate(request, COMPLETION, read_completion, rename)
+        return await self._generate(request, COMPLETION, read_completion)
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         """/v1/chat/completions."""
-        return await self._generate(request, CHAT, read_chat, partial(json_name, is_chat=True))
+        return await self._generate(request, CHAT, read_chat)
 
     async def embeddings(self, request: web.Request) -> web.StreamResponse:
         """/v1/embeddings."""
@@ -89,10 +88,11 @@ class OpenAiRoutes:
                     fields, model = with_model(given, self._desk.models)
                     requests = embeddings.requests_of(fields)
                 most = embeddings.MOST_AT_ONCE
-                each = self._each(call, caller, requests, headers, times, most)
+                rename = partial(json_name, body=given)
+                each = self._each(call, caller, requests, headers, times, most, rename)
                 await each.serve(take)
         except BatonError as error:
-            return _refused(error, _name_in_embeddings, headers)
+            return _refused(error, headers)
         messages = [found[prompt] for prompt in range(len(requests))]
         wants_accounts = fields.get("baton", {}).get("provenance", False)
         accounts = [account_of(message) for message in messages] if wants_accounts else []
@@ -128,11 +128,7 @@ class OpenAiRoutes:
         return web.json_response(openapi.document())
 
     async def _generate(
-        self,
-        request: web.Request,
-        record: Record,
-        read: Read,
-        rename: Callable[[str], str],
+        self, request: web.Request, record: Record, read: Read
     ) -> web.StreamResponse:
         times, headers = StageTimes(), dict[str, str]()
         try:
@@ -144,12 +140,14 @@ class OpenAiRoutes:
                     fields = await self._bodies.read(request, room, record)
                     asked = read(fields, headers[REQUEST_ID], self._desk.models)
                 call.is_streamed = asked.look.is_streamed
-                each = self._each(call, caller, asked.requests, headers, times, MAX_PROMPTS)
+                each = self._each(
+                    call, caller, asked.requests, headers, times, MAX_PROMPTS, asked.rename
+                )
                 if asked.look.is_streamed:
-                    return await stream(asked, each, EventStream(request, headers), rename)
+                    return await stream(asked, each, EventStream(request, headers))
                 return web.json_response(await collect(asked, each), headers=headers)
         except BatonError as error:
-            return _refused(error, rename, headers)
+            return _refused(error, headers)
 
     @contextmanager
     def _unread_traced(self, call: HttpCall, times: StageTimes) -> Iterator[None]:
@@ -167,9 +165,10 @@ class OpenAiRoutes:
         headers: Mapping[str, str],
         times: StageTimes,
         most_at_once: int,
+        rename: Callable[[str], str],
     ) -> EachPrompt:
         name_requests(requests, headers[REQUEST_ID])
-        return EachPrompt(self._desk, caller, requests, times, call, most_at_once)
+        return EachPrompt(self._desk, caller, requests, times, call, most_at_once, rename)
 
     async def _close(self, app: web.Application) -> None:
         self._bodies.close()
@@ -202,14 +201,7 @@ class OpenAiRoutes:
         }
 
 
-def _name_in_embeddings(field: str) -> str:
-    name = json_name(field, is_chat=False)
-    return name.replace("prompt", "input", 1) if name.partition("[")[0] == "prompt" else name
-
-
-def _refused(
-    error: BatonError, rename: Callable[[str], str], headers: Mapping[str, str]
-) -> web.Response:
-    response = error_response(http_error_of(error, rename))
+def _refused(error: BatonError, headers: Mapping[str, str]) -> web.Response:
+    response = error_response(http_error_of(error))
     response.headers.update(headers)
     return response
