@@ -373,6 +373,39 @@ async def test_errors_are_those_that_the_client_knows(monkeypatch: pytest.Monkey
         bench.prefill.gate.open()
 
 
+async def test_what_is_longer_than_the_window_is_refused_in_openais_words() -> None:
+    """litellm and langchain look for the code and for the first sentence."""
+    async with http_bench() as bench, client_of(bench) as client:
+        window, long = bench.model.context_window, "x" * 2000
+        asked: list[tuple[Any, str]] = [
+            (client.chat.completions.create(model="fake", messages=HELLO, max_tokens=10_000), ""),
+            (
+                client.chat.completions.create(
+                    model="fake", messages=HELLO, max_completion_tokens=10_000, stream=True
+                ),
+                "max_completion_tokens",
+            ),
+            (
+                client.chat.completions.create(
+                    model="fake", messages=[{"role": "user", "content": long}]
+                ),
+                "messages",
+            ),
+            (client.completions.create(model="fake", prompt=["x", long]), "prompt[1]"),
+            (client.embeddings.create(model="fake", input=["x", long]), "input[1]"),
+        ]
+        for call, param in asked:
+            with pytest.raises(openai.BadRequestError) as refused:
+                await call
+            error = refused.value
+            assert error.code == "context_length_exceeded" and error.status_code == 400
+            assert error.param == (param or "max_tokens")
+            words = (
+                f"This model's maximum context length is {window} tokens. However, you requested"
+            )
+            assert isinstance(error.body, dict) and error.body["message"].startswith(words)
+
+
 async def test_no_worker_is_a_503_that_says_when_to_come_again() -> None:
     async with (
         http_bench(num_prefill=0) as bench,
