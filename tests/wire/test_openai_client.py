@@ -280,6 +280,79 @@ async def test_a_tools_answer_goes_back_through_the_template() -> None:
     )
 
 
+async def test_what_was_answered_or_agents_keep_is_taken_as_history() -> None:
+    def call(arguments: Any) -> Any:
+        function = {"name": "search", "arguments": arguments}
+        return {"id": "call_1", "type": "function", "function": function}
+
+    histories: list[tuple[Any, str]] = [
+        ({"content": None, "tool_calls": [call('{"query": "x"}')]}, 'None[search {"query": "x"}]'),
+        (
+            {"content": "", "tool_calls": [call('{"query": "unfin')]},
+            '[search "{\\"query\\": \\"unfin"]',
+        ),
+        ({"content": None, "tool_calls": [call("")]}, "[search {}]"),
+        ({"content": None, "tool_calls": [call("null")]}, "[search {}]"),
+        ({"content": None, "tool_calls": [call(None)]}, "[search {}]"),
+        ({"content": None, "tool_calls": [call("[1]")]}, '[search "[1]"]'),
+        (
+            {"content": None, "tool_calls": [call('{"query": "\\ud83d"}')]},
+            '[search "{\\"query\\": \\"\\\\ud83d\\"}"]',
+        ),
+        ({"content": "Hi", "reasoning_content": "Hm."}, "(Hm.)Hi"),
+        ({"content": "Hi", "reasoning": "Hm."}, "(Hm.)Hi"),
+        ({"content": None, "reasoning_content": "Hm."}, "(Hm.)"),
+        ({"content": "Hi", "reasoning_content": "", "reasoning": None}, "Hi"),
+        ({"content": None, "refusal": "I will not."}, "I will not."),
+        ({"content": [{"type": "refusal", "refusal": "I will not."}]}, "I will not."),
+        ({"content": []}, ""),
+        ({"content": [{"type": "text", "text": ""}, {"type": "text", "text": "Hi"}]}, "\nHi"),
+        (
+            {
+                "content": "Hi",
+                "refusal": None,
+                "annotations": [{"type": "url_citation"}],
+                "audio": None,
+                "function_call": None,
+                "name": "ann",
+                "tool_calls": [],
+            },
+            "Hi",
+        ),
+    ]
+    async with http_bench(model=saying("ok")) as bench, client_of(bench) as client:
+        for said, shown in histories:
+            messages: Any = [
+                *HELLO,
+                {"role": "assistant", **said},
+                {"role": "tool", "tool_call_id": "call_1", "content": None},
+                {"role": "user", "content": [], "name": "bo"},
+            ]
+            await client.chat.completions.create(model="fake", messages=messages)
+            prompt = TOKENIZER.decode(bench.prefill.requests[-1].prompt_token_ids)
+            shown = shown.removeprefix("None")
+            assert f"\nassistant: {shown}\ntool:  re call_1\nuser: \n" in prompt, (said, prompt)
+
+
+async def test_an_answer_that_was_cut_goes_on_as_history() -> None:
+    """A call cut by max_tokens, appended as the client's own object."""
+    text = '[{"name": "search", "arguments": {"query": "x"}}]'
+    async with http_bench(model=saying(text)) as bench, client_of(bench) as client:
+        cut = await client.chat.completions.create(
+            model="fake", messages=HELLO, tools=TOOLS, tool_choice="required", max_tokens=36
+        )
+        message = cut.choices[0].message
+        (call,) = message.tool_calls or ()
+        assert call.type == "function" and cut.choices[0].finish_reason == "length"
+        with pytest.raises(ValueError):
+            json.loads(call.function.arguments)
+        reply: Any = {"role": "tool", "tool_call_id": call.id, "content": "not run"}
+        history: Any = [*HELLO, message, reply]
+        await client.chat.completions.create(model="fake", messages=history, tools=TOOLS)
+        prompt = TOKENIZER.decode(bench.prefill.requests[-1].prompt_token_ids)
+    assert f"[search {json.dumps(call.function.arguments)}]" in prompt
+
+
 async def test_a_forced_call_is_a_grammar() -> None:
     text = '[{"name": "search", "arguments": {"query": "x"}}, {"name": "now", "arguments": {}}]'
     async with http_bench(model=saying(text)) as bench, client_of(bench) as client:

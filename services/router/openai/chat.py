@@ -18,6 +18,8 @@ from tokens.tool_call_text import Content, Piece
 
 KIND = "chat.completion"
 CHUNK_KIND = "chat.completion.chunk"
+_SAID = {"content", "refusal", "reasoning_content", "reasoning"}
+"""What an assistant's message without calls holds, one of it at least."""
 
 
 def request_of(body: Mapping[str, Any], use: ToolUse) -> inference_pb2.GenerateRequest:
@@ -179,12 +181,13 @@ def _message(entry: Mapping[str, Any], path: str) -> inference_pb2.ChatMessage:
     message = inference_pb2.ChatMessage(
         # Templates know the older name of the role.
         role="system" if entry["role"] == "developer" else entry["role"],
-        content=_text_of(entry.get("content", "")),
+        content=_text_of(entry.get("content", "")) or entry.get("refusal", ""),
+        reasoning_content=entry.get("reasoning_content", "") or entry.get("reasoning", ""),
         name=entry.get("name", ""),
         tool_call_id=entry.get("tool_call_id", ""),
     )
     calls = entry.get("tool_calls", ())
-    if entry["role"] == "assistant" and not calls and "content" not in entry:
+    if entry["role"] == "assistant" and not calls and not _SAID & entry.keys():
         raise InvalidArgument(f"{path}.content", "is needed, for there are no tool_calls")
     for call in calls:
         message.tool_calls.add(id=call["id"], **call["function"])
@@ -194,4 +197,4 @@ def _message(entry: Mapping[str, Any], path: str) -> inference_pb2.ChatMessage:
 def _text_of(content: str | Sequence[Mapping[str, Any]]) -> str:
     if isinstance(content, str):
         return content
-    return "\n".join(part["text"] for part in content)
+    return "\n".join(part[part["type"]] for part in content)

@@ -208,6 +208,9 @@ RESPONSE_FORMAT = Tagged(
     },
 )
 
+_NO_PARTS = dict.fromkeys(
+    ("image_url", "input_audio", "file"), "only parts of type text are served"
+)
 _PART = Tagged(
     "type",
     {
@@ -215,14 +218,27 @@ _PART = Tagged(
             (
                 Field("type", OneOf(("text",)), is_needed=True),
                 Field("text", Text(), is_needed=True),
+                Field("cache_control", AnyObject(), "Of another API; means nothing here."),
             )
         )
     },
-    dict.fromkeys(
-        ("image_url", "input_audio", "file", "refusal"), "only parts of type text are served"
-    ),
+    _NO_PARTS,
 )
-_CONTENT = Field("content", Either((Text(), ListOf(_PART, least=1))), is_needed=True)
+_SAID_PART = Tagged(
+    "type",
+    {
+        **_PART.records,
+        "refusal": Record(
+            (
+                Field("type", OneOf(("refusal",)), is_needed=True),
+                Field("refusal", Text(), is_needed=True),
+            )
+        ),
+    },
+    _NO_PARTS,
+)
+"""Of an assistant's message."""
+_CONTENT = Field("content", Either((Text(), ListOf(_PART))), is_needed=True)
 _TOOL_CALL = Record(
     (
         Field("id", _NAME, is_needed=True),
@@ -232,7 +248,7 @@ _TOOL_CALL = Record(
             Record(
                 (
                     Field("name", _NAME, is_needed=True),
-                    Field("arguments", Text(), "A JSON object as text.", is_needed=True),
+                    Field("arguments", Text(), "As the model wrote them: JSON, if not cut."),
                 )
             ),
             is_needed=True,
@@ -254,14 +270,24 @@ MESSAGE = Tagged(
         "user": _message("user", _CONTENT),
         "assistant": _message(
             "assistant",
-            Field("content", _CONTENT.shape, "May be absent beside tool_calls."),
+            Field(
+                "content",
+                Either((Text(), ListOf(_SAID_PART))),
+                "May be absent beside tool_calls, a refusal, or reasoning_content.",
+            ),
             Field("tool_calls", ListOf(_TOOL_CALL, most=MAX_TOOLS)),
-            Field("refusal", Refused("not served; put it into content")),
+            Field("refusal", Text(), "Shown to the model where there is no content."),
+            Field("reasoning_content", Text(), "For chat templates that show it."),
+            Field("reasoning", Text(), "Another name of reasoning_content."),
+            Field("annotations", ListOf(AnyObject()), "Means nothing here."),
             Field("audio", Refused("only text is served")),
             Field("function_call", Refused("deprecated; send tool_calls")),
-            Field("annotations", Refused("not served", ([],))),
         ),
-        "tool": _message("tool", _CONTENT, Field("tool_call_id", _NAME, is_needed=True)),
+        "tool": _message(
+            "tool",
+            Field("content", _CONTENT.shape, "Absent: the call gave nothing."),
+            Field("tool_call_id", _NAME, is_needed=True),
+        ),
     },
     {"function": "deprecated; send role tool with a tool_call_id"},
 )
