@@ -18,6 +18,7 @@ from services.router import identity
 from tests.deadlines import Deadlines
 from tests.unit.router.bench import BOUND_S, TOKENIZER, request, until
 from tests.wire.http_bench import HttpBench, http_bench, saying
+from tokens.token_bytes import TokenBytes
 
 TOOLS: Any = [
     {
@@ -191,6 +192,45 @@ async def test_logprobs_name_their_tokens_by_bytes() -> None:
         assert found is not None and found.tokens is not None and found.text_offset is not None
         assert len(found.tokens) == len(choice.logprobs.content)
         assert found.text_offset[0] == 0 and found.text_offset == sorted(found.text_offset)
+
+
+async def test_a_completions_logprobs_name_every_token_and_where_it_begins() -> None:
+    text = "a\U0001f600 b\u00e9\u4f60?"
+    async with http_bench(model=saying(text)) as bench, client_of(bench) as client:
+        for num_top in (0, 1, 5):
+            answer = await client.completions.create(model="fake", prompt="x", logprobs=num_top)
+            stream = await client.completions.create(
+                model="fake", prompt="x", logprobs=num_top, stream=True
+            )
+            (whole,) = answer.choices
+            assert whole.text == text and whole.logprobs is not None
+            found: Any = whole.logprobs
+            ids = TOKENIZER.encode(text)
+            assert found.token_logprobs == [-float(token_id) for token_id in ids]
+            for name, logprob, top in zip(
+                found.tokens, found.token_logprobs, found.top_logprobs, strict=True
+            ):
+                # Chosen is the second most likely: one more where one was asked for.
+                assert len(top) == max(2, num_top) if num_top else len(top) == 1
+                assert top[name] == logprob
+                assert list(top.values()) == sorted(top.values(), reverse=True)
+            if num_top == 5:
+                names = {name for top in found.top_logprobs for name in top}
+                assert "bytes:\\x9f" in names and "bytes:\\xf1" in names
+            for name, offset in zip(found.tokens, found.text_offset, strict=True):
+                if "\ufffd" not in name:
+                    assert text[offset:].startswith(name)
+            spelled = [TokenBytes(TOKENIZER).of(token_id) for token_id in ids]
+            begins = [len(b"".join(spelled[:i])) for i in range(len(ids))]
+            assert found.text_offset == [
+                max(n for n in range(len(text)) if len(text[:n].encode()) <= begin)
+                for begin in begins
+            ]
+            pieces: dict[str, list[Any]] = {}
+            async for chunk in stream:
+                for key, values in chunk.choices[0].logprobs or ():
+                    pieces[key] = pieces.get(key, []) + (values or [])
+            assert pieces == dict(found)
 
 
 async def test_stop_strings_end_the_text() -> None:
