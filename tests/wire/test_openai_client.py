@@ -427,6 +427,58 @@ async def test_a_forced_call_is_a_grammar() -> None:
         assert schema == TOOLS[0]["function"]["parameters"]
 
 
+@pytest.mark.parametrize("choice", ["required", "auto"])
+@pytest.mark.parametrize(
+    ("stop", "max_tokens", "arguments", "reason"),
+    [
+        ('"x"', 200, '{"query": ', "stop"),
+        (None, 60, None, "length"),
+        ("earch", 200, "", "stop"),
+        (None, 10, "", "length"),
+        ("zzz", 200, '{"query": "x", "more": "yyyyyyyyyyyyyyyyyyyyyyyyy"}', "tool_calls"),
+    ],
+)
+async def test_a_call_that_was_cut_is_not_called_complete(
+    choice: Any, stop: str | None, max_tokens: int, arguments: str | None, reason: str
+) -> None:
+    """`arguments`: empty where the text ended before the call's name was known: it is content;
+    None: some."""
+    whole = '{"query": "x", "more": "yyyyyyyyyyyyyyyyyyyyyyyyy"}'
+    call = f'{{"name": "search", "arguments": {whole}}}'
+    text = f"[{call}]" if choice == "required" else f"<tool_call>{call}</tool_call>"
+    options: dict[str, Any] = {"model": "fake", "messages": HELLO, "tools": TOOLS}
+    options |= {"tool_choice": choice, "max_tokens": max_tokens, "stop": stop}
+    async with http_bench(model=saying(text)) as bench, client_of(bench) as client:
+        answer = await client.chat.completions.create(**options)
+        (found,) = answer.choices
+        stream = await client.chat.completions.create(stream=True, **options)
+        last = [chunk.choices[0] async for chunk in stream][-1]
+    assert found.finish_reason == last.finish_reason == reason
+    if arguments == "":
+        assert found.message.tool_calls is None
+        assert found.message.content and text.startswith(found.message.content)
+        return
+    (called,) = found.message.tool_calls or ()
+    assert called.type == "function" and called.function.name == "search"
+    assert found.message.content is None
+    if arguments is not None:
+        assert called.function.arguments == arguments
+
+
+@pytest.mark.parametrize("text", ["The tag <tool_call> is used so.", "So: <tool_call> {1}", "a <"])
+async def test_text_that_only_mentions_a_call_comes_whole(text: str) -> None:
+    async with http_bench(model=saying(text)) as bench, client_of(bench) as client:
+        answer = await client.chat.completions.create(
+            model="fake", messages=HELLO, tools=TOOLS, max_tokens=200
+        )
+        stream = await client.chat.completions.create(
+            model="fake", messages=HELLO, tools=TOOLS, max_tokens=200, stream=True
+        )
+        pieces = [chunk.choices[0].delta.content or "" async for chunk in stream]
+    assert answer.choices[0].message.content == "".join(pieces) == text
+    assert answer.choices[0].finish_reason == "stop"
+
+
 async def test_response_formats_are_grammars() -> None:
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
     async with http_bench(model=saying('{"n": 4}')) as bench, client_of(bench) as client:

@@ -153,10 +153,13 @@ class ChatSample:
 
     def _finish_reason(self, message: inference_pb2.GenerateResponse) -> str | None:
         reason = FINISH_REASONS.get(message.finish_reason)
-        if reason == "stop" and self._calls and self._use.mode != "named":
-            return "tool_calls"
-        # As OpenAI's: a call that was named beforehand is no decision of the model's.
-        return "stop" if reason == "tool_calls" and not self._calls else reason
+        if reason not in ("stop", "tool_calls"):
+            return reason
+        # As OpenAI's: a call that was named beforehand is no decision of the model's. And one that
+        # a stop string or token cut is none to be made.
+        is_cut = self._reader is not None and self._reader.is_cut
+        is_called = self._calls and not is_cut and self._use.mode != "named"
+        return "tool_calls" if is_called else "stop"
 
 
 def _constrain(
