@@ -260,25 +260,48 @@ def test_null_and_harmless_values_are_as_good_as_absent(router: Served) -> None:
     assert status == 200 and answer["usage"]["completion_tokens"] == 2
 
 
-def test_labels_that_mean_nothing_to_a_server_are_taken_and_bounded(router: Served) -> None:
+@pytest.mark.parametrize(
+    ("path", "defaults"),
+    [
+        (CHAT, {"top_logprobs": 0}),
+        (CHAT, {"top_logprobs": 0, "logprobs": False}),
+        (TEXT, {"best_of": 1}),
+        (TEXT, {"best_of": 1, "n": 1, "suffix": "", "echo": False, "store": False}),
+    ],
+)
+def test_what_is_written_out_and_is_the_default_passes(
+    router: Served, path: str, defaults: dict[str, Any]
+) -> None:
+    body = chat(max_tokens=2) if path == CHAT else {"prompt": "a", "max_tokens": 2}
+    status, answer = ask(router, path, {**body, **defaults})
+    assert status == 200, answer
+    assert answer["choices"][0]["logprobs"] is None
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_labels_that_mean_nothing_to_a_server_are_taken_and_bounded(
+    router: Served, path: str
+) -> None:
+    body = chat(max_tokens=2) if path == CHAT else {"prompt": "a", "max_tokens": 2}
     labels: dict[str, Any] = {
         "metadata": {"run": "7", "team": "blue"},
         "user": "ada",
         "safety_identifier": "0f3c",
-        "prompt_cache_key": "chat-1",
-        "service_tier": "default",
+        "store": False,
     }
-    status, answer = ask(router, CHAT, chat(max_tokens=2, **labels))
+    if path == CHAT:
+        labels |= {"prompt_cache_key": "chat-1", "service_tier": "default"}
+    status, answer = ask(router, path, {**body, **labels})
     assert status == 200, answer
     for metadata, part in (
         ({str(index): "" for index in range(17)}, "at most 16"),
         ({"a": 1}, "must be a string"),
         ({"a": "b" * 513}, "512"),
     ):
-        status, answer = ask(router, CHAT, chat(max_tokens=2, metadata=metadata))
+        status, answer = ask(router, path, {**body, "metadata": metadata})
         assert status == 400 and answer["error"]["param"].startswith("metadata")
         assert part in answer["error"]["message"]
-    status, answer = ask(router, CHAT, chat(max_tokens=2, store=True))
+    status, answer = ask(router, path, {**body, "store": True})
     assert status == 400 and answer["error"]["param"] == "store"
 
 

@@ -31,7 +31,7 @@ def request_of(body: Mapping[str, Any], use: ToolUse) -> inference_pb2.GenerateR
     request.sampling.CopyFrom(sampling_of(body, max_tokens))
     if body.get("logprobs"):
         request.sampling.logprobs = body.get("top_logprobs", 0)
-    elif "top_logprobs" in body:
+    elif body.get("top_logprobs"):
         raise InvalidArgument("top_logprobs", "needs logprobs: true")
     _constrain(request, body, use)
     for index, message in enumerate(body["messages"]):
