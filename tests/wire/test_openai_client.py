@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -638,8 +639,39 @@ async def test_a_client_that_goes_away_ends_both_legs(is_streamed: bool) -> None
         bench.decode.token_gate.open()
 
 
-async def test_a_request_sent_again_ends_the_first_and_is_the_same() -> None:
-    headers = {"x-request-id": "again-1"}
+async def test_a_trace_id_is_echoed_and_logged_and_may_be_shared(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A mesh copies x-request-id from one call to all that it causes."""
+    headers = {"x-request-id": "trace 1; a=b"}
+    caplog.set_level(logging.INFO)
+    async with http_bench() as bench, client_of(bench) as client:
+
+        async def ask(prompt: str, **options: Any) -> Any:
+            return await client.completions.create(
+                model="fake", prompt=prompt, max_tokens=12, extra_headers=headers, **options
+            )
+
+        bench.decode.token_gate.close()
+        asking = [asyncio.create_task(ask(prompt)) for prompt in ("x", "y", "x")]
+        await until(lambda: len(bench.prefill.requests) == 3)
+        bench.decode.token_gate.open()
+        answers = [*await asyncio.gather(*asking), await ask("x")]
+        assert {answer._request_id for answer in answers} == {"trace 1; a=b"}
+        assert len({answer.id for answer in answers}) == 4
+        assert len({bench_request.sampling.seed for bench_request in bench.prefill.requests}) == 4
+        with pytest.raises(openai.BadRequestError) as refused:
+            await ask("x", stop=[""])
+        assert refused.value.request_id == "trace 1; a=b"
+        embedded = await client.embeddings.create(model="fake", input="x", extra_headers=headers)
+        assert embedded._request_id == "trace 1; a=b"
+    told = [record.fields for record in caplog.records if record.message == "http_request"]  # type: ignore[attr-defined]
+    assert {fields["x_request_id"] for fields in told} == {"trace 1; a=b"}
+    assert {f"cmpl-{fields['request_id']}" for fields in told} >= {answer.id for answer in answers}
+
+
+async def test_a_request_sent_again_by_its_key_ends_the_first_and_is_the_same() -> None:
+    headers = {"Idempotency-Key": "again-1", "x-request-id": "trace-1"}
     async with http_bench() as bench, client_of(bench) as client:
 
         async def ask(prompt: str = "x") -> Any:
@@ -650,15 +682,18 @@ async def test_a_request_sent_again_ends_the_first_and_is_the_same() -> None:
         bench.decode.token_gate.close()
         first = asyncio.create_task(ask())
         await until(lambda: bench.decode.generated)
-        with pytest.raises(openai.ConflictError):
+        with pytest.raises(openai.ConflictError) as conflict:
             await ask("y")
+        assert conflict.value.message.startswith("Error code: 409")
+        assert "idempotency-key: again-1" in conflict.value.message
+        assert "another body" in conflict.value.message
         second = asyncio.create_task(ask())
         with pytest.raises(openai.APIStatusError) as superseded:
             await first
         assert superseded.value.status_code == 499
         bench.decode.token_gate.open()
         answer = await second
-        assert answer.id == "cmpl-again-1" and answer._request_id == "again-1"
+        assert answer.id == "cmpl-again-1" and answer._request_id == "trace-1"
         assert (await ask()).choices[0].text == answer.choices[0].text
 
 

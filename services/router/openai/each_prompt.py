@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from process.deadline import Deadline
-from process.errors import BatonError, InvalidArgument
+from process.errors import AlreadyExists, BatonError, InvalidArgument
 from protos import inference_pb2
 from services.router.caller import Caller
 from services.router.front_desk import FrontDesk
@@ -77,6 +77,11 @@ class EachPrompt:
         except InvalidArgument as error:
             field = error.field if len(self.requests) == 1 else _of_prompt(error.field, prompt)
             raise error.renamed(self.rename(field)) from None
+        except AlreadyExists:
+            raise AlreadyExists(
+                f"idempotency-key: {self.requests[prompt].request_id} is under way with another "
+                "body; send the same one, or another key"
+            ) from None
 
 
 def name_requests(requests: Sequence[inference_pb2.GenerateRequest], request_id: str) -> None:

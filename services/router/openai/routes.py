@@ -6,14 +6,16 @@ workers. Knows the front desk and how bodies are translated, not what they mean.
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from aiohttp import web
 
+from process import logs
 from process.errors import BatonError
 from process.intake import Room
 from protos import inference_pb2
@@ -29,6 +31,7 @@ from services.router.openai.bodies import (
     Bodies,
     authorization_of,
     request_id_of,
+    traced_id_of,
 )
 from services.router.openai.each_prompt import EachPrompt, name_requests
 from services.router.openai.event_stream import EventStream
@@ -39,6 +42,8 @@ from services.router.openai.model_names import adapters_of, with_model
 from services.router.openai.records import Record
 from services.router.openai.sampling import json_name
 from services.router.times import StageTimes
+
+logger = logging.getLogger(__name__)
 
 
 class OpenAiRoutes:
@@ -79,7 +84,7 @@ class OpenAiRoutes:
             found[prompt] = message
 
         try:
-            headers[REQUEST_ID] = request_id_of(request.headers)
+            request_id = self._name(request, headers)
             caller = self._caller(request)
             call = HttpCall(request)
             async with self._room(request, caller) as room:
@@ -89,7 +94,8 @@ class OpenAiRoutes:
                     requests = embeddings.requests_of(fields)
                 most = embeddings.MOST_AT_ONCE
                 rename = partial(json_name, body=given)
-                each = self._each(call, caller, requests, headers, times, most, rename)
+                name_requests(requests, request_id)
+                each = EachPrompt(self._desk, caller, requests, times, call, most, rename)
                 await each.serve(take)
         except BatonError as error:
             return _refused(error, headers)
@@ -132,16 +138,17 @@ class OpenAiRoutes:
     ) -> web.StreamResponse:
         times, headers = StageTimes(), dict[str, str]()
         try:
-            headers[REQUEST_ID] = request_id_of(request.headers)
+            request_id = self._name(request, headers)
             caller = self._caller(request)
             call = HttpCall(request)
             async with self._room(request, caller) as room:
                 with self._unread_traced(call, times):
                     fields = await self._bodies.read(request, room, record)
-                    asked = read(fields, headers[REQUEST_ID], self._desk.models)
+                    asked = read(fields, request_id, self._desk.models)
                 call.is_streamed = asked.look.is_streamed
-                each = self._each(
-                    call, caller, asked.requests, headers, times, MAX_PROMPTS, asked.rename
+                name_requests(asked.requests, request_id)
+                each = EachPrompt(
+                    self._desk, caller, asked.requests, times, call, MAX_PROMPTS, asked.rename
                 )
                 if asked.look.is_streamed:
                     return await stream(asked, each, EventStream(request, headers))
@@ -157,18 +164,20 @@ class OpenAiRoutes:
             self._desk.trace_unread(call, times, error)
             raise
 
-    def _each(
-        self,
-        call: HttpCall,
-        caller: Caller,
-        requests: Sequence[inference_pb2.GenerateRequest],
-        headers: Mapping[str, str],
-        times: StageTimes,
-        most_at_once: int,
-        rename: Callable[[str], str],
-    ) -> EachPrompt:
-        name_requests(requests, headers[REQUEST_ID])
-        return EachPrompt(self._desk, caller, requests, times, call, most_at_once, rename)
+    def _name(self, request: web.Request, headers: dict[str, str]) -> str:
+        """What the request is called here. Adds to `headers` what its answer says of that: a
+        client's own word for it comes back, and is told beside ours in the log.
+
+        Raises: InvalidArgument.
+        """
+        traced_id = traced_id_of(request.headers)
+        if traced_id:
+            headers[REQUEST_ID] = traced_id
+        request_id = request_id_of(request.headers)
+        if traced_id:
+            logs.event(logger, "http_request", request_id=request_id, x_request_id=traced_id)
+        headers.setdefault(REQUEST_ID, request_id)
+        return request_id
 
     async def _close(self, app: web.Application) -> None:
         self._bodies.close()

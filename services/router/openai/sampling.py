@@ -28,7 +28,7 @@ _JSON_NAMES = {
     "chat.messages": "messages",
     "chat.tools": "tools",
     "chat.template_arguments": "chat_template_kwargs",
-    "request_id": "x-request-id",
+    "request_id": "idempotency-key",
     "sampling.include_stop_text": "include_stop_str_in_output",
     "sampling.json_schema": "response_format",
     "sampling.choice.values": "baton.choice",
