@@ -182,6 +182,12 @@ class RouterTimes:
     cancelled.
     """
 
+    sse_keep_alive_s: float = 15.0
+    """After how long without an event a stream over HTTP gets a comment, so that no proxy takes it
+    for dead. It also begins an answer whose first token is not there: an error behind it is an
+    event and no status.
+    """
+
     idle_s: float = 75.0
     """A client's connection without a request is closed after so long. Longer than what proxies
     keep open, so that they do not meet one that just closed.

@@ -614,6 +614,54 @@ async def test_an_error_in_the_middle_of_a_stream_reaches_the_client(is_chat: bo
         bench.decodes.clear()
 
 
+async def test_a_stream_that_waits_gets_comments() -> None:
+    times = {"sse_keep_alive_s": 0.02, "reserve_wait_s": BOUND_S}
+    body = {"prompt": "x", "max_tokens": 6, "seed": 1, "stream": True}
+    async with (
+        http_bench(times=times) as bench,
+        client_of(bench) as client,
+        aiohttp.ClientSession() as session,
+    ):
+        bench.prefill.gate.close()
+        bench.decode.token_gate.close()
+        async with session.post(f"{bench.url}/v1/completions", json=body) as response:
+            lines = response.content
+            assert response.status == 200
+            for _ in range(3):  # before the first token
+                assert await lines.readline() == b": keep-alive\n"
+                assert await lines.readline() == b"\n"
+            bench.prefill.gate.open()
+            while not (line := await lines.readline()).startswith(b"data: "):
+                assert line in (b": keep-alive\n", b"\n")
+            first = json.loads(line[6:])["choices"][0]["text"]
+            assert await lines.readline() == b"\n"
+            assert await lines.readline() == b": keep-alive\n"  # behind it
+            bench.decode.token_gate.open()
+            rest = (await lines.read()).decode()
+        assert rest.endswith("data: [DONE]\n\n")
+        pieces = [json.loads(line[6:]) for line in rest.split("\n") if line.startswith("data: {")]
+        text = first + "".join(piece["choices"][0]["text"] for piece in pieces)
+
+        bench.prefill.gate.close()
+        stream = await client.completions.create(
+            model="fake", prompt="x", max_tokens=6, seed=1, stream=True
+        )  # returned, so the answer has begun
+        bench.prefill.gate.open()
+        assert "".join([chunk.choices[0].text async for chunk in stream]) == text
+
+
+async def test_an_error_behind_a_comment_is_the_last_event() -> None:
+    async with http_bench(times={"sse_keep_alive_s": 0.02}) as bench, client_of(bench) as client:
+        bench.prefill.gate.close()
+        stream = await client.chat.completions.create(model="fake", messages=HELLO, stream=True)
+        bench.prefill.error = NoCapacity("all is full", retry_after_s=2.5)
+        bench.prefill.gate.open()
+        with pytest.raises(openai.APIError) as caught:
+            async for _ in stream:
+                pass
+        assert caught.value.code == "no_capacity" and "all is full" in caught.value.message
+
+
 @pytest.mark.parametrize("is_streamed", [False, True])
 async def test_a_client_that_goes_away_ends_both_legs(is_streamed: bool) -> None:
     async with http_bench() as bench, client_of(bench) as client:

@@ -66,7 +66,11 @@ SAMPLING = (
     Field("top_p", Number(0, 1), "Above 0. Absent: as the model says."),
     Field("top_k", Integer(-1, _MAX_ID), "0 or -1: off."),
     Field("min_p", Number(0, 1), "Below 1."),
-    Field("seed", Integer(-(2**63), 2**64 - 1), "Absent: another one each time; the same for one idempotency key."),
+    Field(
+        "seed",
+        Integer(-(2**63), 2**64 - 1),
+        "Absent: another one each time; the same for one idempotency key.",
+    ),
     Field("n", Integer(1, 128), "Samples of each prompt."),
     Field("stop", Either((Text(), ListOf(Text(1), most=16))), "The answer ends before it."),
     Field("stop_token_ids", ListOf(Integer(0, _MAX_ID)), "The answer ends with one of them."),

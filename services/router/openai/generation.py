@@ -1,6 +1,6 @@
 """/v1/completions and /v1/chat/completions: one body asked, and its answer at once or as events.
 
-An error before the first event is a status with a body; after it, the last event of the stream,
+An error before the first byte is a status with a body; after it, the last event of the stream,
 which then ends without `[DONE]`: openai's client raises it, and others see that the end is missing.
 One body each; one asyncio loop.
 """
@@ -131,7 +131,7 @@ async def collect(asked: Asked, each: EachPrompt) -> dict[str, Any]:
 
 
 async def stream(asked: Asked, each: EachPrompt, events: EventStream) -> web.StreamResponse:
-    """The answer as events. Raises: before the first of them, never after it."""
+    """The answer as events. Raises: before the first byte, never after it."""
     envelope, samples = asked.envelope(), asked.samples()
 
     async def take(prompt: int, message: inference_pb2.GenerateResponse) -> None:
@@ -140,7 +140,8 @@ async def stream(asked: Asked, each: EachPrompt, events: EventStream) -> web.Str
         await events.send(envelope.chunk(choice, message))
 
     try:
-        await each.serve(take)
+        async with events.kept_alive():
+            await each.serve(take)
         await events.end(envelope.usage_chunk() if asked.look.has_usage else None)
     except ConnectionError:
         # All was said, to a client that has gone.

@@ -53,6 +53,7 @@ class OpenAiRoutes:
         self._desk = desk
         self._clients = clients
         self._bodies = Bodies(clients.read_s)
+        self._keep_alive_s = clients.keep_alive_s
         self._started_s = int(time.time())
 
     def add_to(self, app: web.Application) -> None:
@@ -151,7 +152,9 @@ class OpenAiRoutes:
                     self._desk, caller, asked.requests, times, call, MAX_PROMPTS, asked.rename
                 )
                 if asked.look.is_streamed:
-                    return await stream(asked, each, EventStream(request, headers))
+                    return await stream(
+                        asked, each, EventStream(request, headers, self._keep_alive_s)
+                    )
                 return web.json_response(await collect(asked, each), headers=headers)
         except BatonError as error:
             return _refused(error, headers)
