@@ -37,6 +37,14 @@ class InvalidArgument(BatonError):
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(f"{field}: {problem}")
         self.field = field
+        self.problem = problem
+
+    def renamed(self, field: str) -> InvalidArgument:
+        """The same problem, of what another border calls `field`."""
+        error = type(self).__new__(type(self))
+        error.__dict__.update(self.__dict__)
+        InvalidArgument.__init__(error, field, self.problem)
+        return error
 
 
 class Unauthenticated(BatonError):

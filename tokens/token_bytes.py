@@ -29,6 +29,21 @@ class TokenBytes:
         """`of` as text; U+FFFD for what is no whole character."""
         return self.of(token_id).decode("utf-8", errors="replace")
 
+    def name_of(self, token_id: int) -> str:
+        """A name that no token of other bytes has: its text, or for what is no whole character
+        what OpenAI's completions write, `bytes:\\xf0\\x9f`.
+        """
+        data = self.of(token_id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            shown = (chr(byte) if 0x20 <= byte < 0x7F else f"\\x{byte:02x}" for byte in data)
+            return "bytes:" + "".join(shown)
+
+    def is_control(self, token_id: int) -> bool:
+        """Whether text leaves it out unless control tokens are asked for."""
+        return self._tokenizer.kind(token_id) == TokenKind.SPECIAL
+
     def _bytes_of(self, token_id: int) -> bytes:
         tokenizer = self._tokenizer
         token = tokenizer.find_token(token_id)

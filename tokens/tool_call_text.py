@@ -81,6 +81,9 @@ Piece = Content | CallPart
 class ToolCallReader(Protocol):
     """See the module."""
 
+    is_cut: bool
+    """The text ended inside a call that was handed on."""
+
     def feed(self, text: str) -> Sequence[Piece]:
         """Take more text."""
 
@@ -90,6 +93,8 @@ class ToolCallReader(Protocol):
 
 class OneCall:
     """The whole text is the arguments of one function."""
+
+    is_cut = False  # its end is the text's, wherever that is
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -106,7 +111,9 @@ class CallsInText:
     """Content, and calls of one format."""
 
     def __init__(self, form: ToolCallFormat) -> None:
+        self.is_cut = False
         self._form = form
+        self._space = ""  # before a marker: content, unless a call comes
         self._held = ""  # neither content nor part of an object so far
         self._call: CallObject | None = None
         self._num_calls = 0
@@ -121,20 +128,24 @@ class CallsInText:
         return self._taken()
 
     def finish(self) -> Sequence[Piece]:
+        self.is_cut = self._call is not None and self._has_begun
         if self._call is not None and not self._has_begun:
-            self._add(self._held + self._call.raw)
+            self._add(self._space + self._held + self._call.raw)
         elif self._mode == self._between:
-            self._add(self._lead())
+            self._add(self._space + self._lead())
         elif self._call is None and self._mode != self._after:
             self._add(self._held)
-        self._held, self._call = "", None
+        self._space, self._held, self._call = "", "", None
         return self._taken()
 
     def _content(self, character: str) -> None:
         """Outside of calls; holds back what may become the marker, and space before it."""
         self._held += character
         if self._held.endswith(self._form.marker):
-            self._add(self._held.removesuffix(self._form.marker).rstrip(_SPACE))
+            before = self._held.removesuffix(self._form.marker)
+            content = before.rstrip(_SPACE)
+            self._add(content)
+            self._space = before[len(content) :]
             self._held, self._mode = self._form.marker, self._between
             return
         end = len(self._held) - _num_held_back(self._held, self._form.marker)
@@ -180,17 +191,20 @@ class CallsInText:
             self._held, self._mode = "", self._content
 
     def _give_up(self, text: str) -> None:
-        """What looked like a call is none."""
-        self._add(text)
-        self._held = ""
+        """What looked like a call is none; its last character may begin one."""
+        self._add(self._space + text[:-1])
+        self._space = self._held = ""
         self._mode = self._content if self._form.marker else self._only_content
+        self._mode(text[-1])
 
     def _only_content(self, character: str) -> None:
         self._add(character)
 
     def _lead(self) -> str:
         """What waits for an object, as content; what separates objects is none."""
-        return self._held.strip(_BETWEEN) if self._num_calls else self._held
+        if self._num_calls and not (self._form.marker and self._held.startswith(self._form.marker)):
+            return self._held.strip(_BETWEEN)
+        return self._held
 
     def _hand_on(self) -> None:
         """What is known of the present call."""
@@ -201,7 +215,7 @@ class CallsInText:
         arguments = call.take_arguments()
         if name or arguments:
             self._pieces.append(CallPart(self._num_calls, name, arguments))
-            self._has_begun = True
+            self._space, self._has_begun = "", True
 
     def _add(self, text: str) -> None:
         if not text:

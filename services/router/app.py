@@ -12,6 +12,7 @@ import logging
 import secrets
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import grpc.aio
@@ -37,6 +38,7 @@ from services.router.config import RouterSettings
 from services.router.decode_streams import DecodeStreams
 from services.router.front_desk import FrontDesk
 from services.router.holding import Holding
+from services.router.http_cors import Cors
 from services.router.http_metrics import HttpMetrics
 from services.router.http_server import HttpServer
 from services.router.inflight import InFlight
@@ -168,7 +170,12 @@ class Router:
                     if self._client_tls and self._client_tls.asks_clients
                     else []
                 ),
-                *([] if self._keys or settings.allow_anonymous else [http_origins.add_to]),
+                Cors(settings.cors_origins).add_to,
+                *(
+                    []
+                    if self._keys or settings.allow_anonymous
+                    else [partial(http_origins.add_to, others=settings.cors_origins)]
+                ),
                 http_metrics.add_to,
                 OpenAiRoutes(self.desk, self._clients).add_to,
                 self._live_page().add_to,

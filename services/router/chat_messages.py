@@ -1,7 +1,7 @@
 """A chat as chat templates take it: plain values out of the message, its JSON parts read.
 
-The form is the one that `transformers` gives to templates: arguments of calls as objects, tools as
-OpenAI writes them. Pure; any thread.
+The form is the one that `transformers` gives to templates: arguments of calls as objects where they
+are some, tools as OpenAI writes them. Pure; any thread.
 """
 
 from __future__ import annotations
@@ -29,15 +29,14 @@ class Chat:
 
 
 def read_chat(chat: inference_pb2.ChatMessages) -> Chat:
-    """Raises: InvalidArgument naming the part that is no JSON object, or not of the right form."""
+    """Raises: InvalidArgument naming the tool, or the template's arguments, that is no JSON object,
+    or not of the right form.
+    """
     tools = [_read_tool(text, f"chat.tools[{index}]") for index, text in enumerate(chat.tools)]
     arguments = {}
     if chat.template_arguments:
         arguments = read_object(chat.template_arguments, "chat.template_arguments")
-    messages = [
-        _read_message(message, f"chat.messages[{index}]")
-        for index, message in enumerate(chat.messages)
-    ]
+    messages = [_read_message(message) for message in chat.messages]
     return Chat(messages, tools, arguments)
 
 
@@ -52,7 +51,23 @@ def read_object(text: str, path: str) -> dict[str, Any]:
         raise InvalidArgument(path, "must be a JSON object")
     if _depth(value) > MAX_DEPTH:
         raise InvalidArgument(path, f"is nested deeper than {MAX_DEPTH} levels")
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise InvalidArgument(path, "holds half a surrogate pair, which is no character") from None
     return value
+
+
+def read_arguments(text: str) -> dict[str, Any] | str:
+    """Arguments of a call that a model wrote: as an object where they are one, else the text: what
+    was cut, or was never JSON, stands in a conversation all the same. Empty or null is {}.
+    """
+    if text.strip() in ("", "null"):
+        return {}
+    try:
+        return read_object(text, "arguments")
+    except InvalidArgument:
+        return text
 
 
 def _read_tool(text: str, path: str) -> dict[str, Any]:
@@ -66,7 +81,7 @@ def _read_tool(text: str, path: str) -> dict[str, Any]:
     return tool
 
 
-def _read_message(message: inference_pb2.ChatMessage, path: str) -> dict[str, Any]:
+def _read_message(message: inference_pb2.ChatMessage) -> dict[str, Any]:
     entry: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.name:
         entry["name"] = message.name
@@ -77,13 +92,13 @@ def _read_message(message: inference_pb2.ChatMessage, path: str) -> dict[str, An
                 "type": "function",
                 "function": {
                     "name": call.name,
-                    "arguments": read_object(
-                        call.arguments, f"{path}.tool_calls[{index}].arguments"
-                    ),
+                    "arguments": read_arguments(call.arguments),
                 },
             }
-            for index, call in enumerate(message.tool_calls)
+            for call in message.tool_calls
         ]
+    if message.reasoning_content:
+        entry["reasoning_content"] = message.reasoning_content
     if message.tool_call_id:
         entry["tool_call_id"] = message.tool_call_id
     return entry

@@ -29,6 +29,8 @@ class Clients:
         self.readers = StalledReaders(times.stall_s)
         self.read_s = times.read_s
         """For a message, or a body, to arrive."""
+        self.keep_alive_s = times.sse_keep_alive_s
+        """For which an event stream may be silent."""
         self.intake = Intake(limits.max_intake_bytes, wait_s=times.intake_wait_s)
         self._limits = limits
         self._times = times

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
@@ -22,6 +23,8 @@ HandoverMode = Literal["auto", "store", "direct"]
 
 RoutingPolicy = Literal["joint", "prefix_aware", "least_load", "round_robin"]
 """How workers are chosen; see `services/router/policies`."""
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+")
 
 MAX_SAMPLES = 128
 """Samples that a worker's engine takes of one prompt."""
@@ -180,6 +183,12 @@ class RouterTimes:
     cancelled.
     """
 
+    sse_keep_alive_s: float = 15.0
+    """After how long without an event a stream over HTTP gets a comment, so that no proxy takes it
+    for dead. It also begins an answer whose first token is not there: an error behind it is an
+    event and no status.
+    """
+
     idle_s: float = 75.0
     """A client's connection without a request is closed after so long. Longer than what proxies
     keep open, so that they do not meet one that just closed.
@@ -272,6 +281,12 @@ class RouterSettings:
     allow_anonymous: bool = False
     """Whether other machines may send requests without an API key."""
 
+    cors_origins: tuple[str, ...] = ()
+    """Origins of web pages that may use the HTTP API from a browser, each as
+    "https://app.example.com"; "*": any, where clients are asked for keys. Empty: pages of other
+    origins may not.
+    """
+
     tenant_secret: str = field(default="", repr=False)
     """Keys the salts that keep tenants' KV apart. Equal on every router; empty: salts from names
     alone.
@@ -342,6 +357,7 @@ class RouterSettings:
             raise SettingsError("redis_url: needed; workers are found there")
         check_listen("metrics_listen", self.metrics_listen)
         check_listen("http_listen", self.http_listen)
+        self._check_cors()
         self.tls.check_peers("tls")
         if self.client_tls.ca_file and not self.client_tls.is_on:
             raise SettingsError("client_tls.ca_file: needs client_tls.cert_file and key_file")
@@ -352,6 +368,21 @@ class RouterSettings:
         if len(self.tenant_secret.encode()) > 64:
             raise SettingsError("tenant_secret: at most 64 bytes")
         parse_scopes(self.tenant_scopes)
+
+    def _check_cors(self) -> None:
+        for origin in self.cors_origins:
+            if origin == "*" and (self.api_keys_file or self.allow_anonymous):
+                continue
+            if origin == "*":
+                raise SettingsError(
+                    "cors_origins: '*' lets every web page use this port without a key; name the "
+                    "origins, or set api_keys_file"
+                )
+            if not _ORIGIN.fullmatch(origin):
+                raise SettingsError(
+                    f"cors_origins: {origin!r} is no origin; write https://host or "
+                    "https://host:port, without a path"
+                )
 
     def check_clients_listen(self, name: str, listen: str) -> None:
         """Raises: SettingsError for an address where anybody on the network would be served, or

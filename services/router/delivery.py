@@ -34,8 +34,10 @@ class Delivery:
         """Of the prompt, once a worker gave it."""
 
     async def show(self, message: inference_pb2.GenerateResponse) -> None:
-        """Send what is not empty."""
+        """Send what is not empty, with the prompt's usage as it is known so far."""
         if shows_something(message):
+            message.usage.num_prompt_tokens = len(self._job.prompt_token_ids)
+            message.usage.num_cached_tokens = self._account.num_cached_tokens
             await self._send(message)
 
     async def end(self, answer: Answer, message: inference_pb2.GenerateResponse) -> None:

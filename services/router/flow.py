@@ -259,6 +259,8 @@ class RequestFlow:
         """The next token of each sample, and the handle on the KV before it if there is one."""
         self.state = State.PREFILLING
         self._samples.begin_prefill()
+        num_found = asking.ask.num_prompt_tokens - choice.num_computed
+        self._account.expect(min(num_found, len(self._job.prompt_token_ids) - 1))
         leg = PrefillLeg(
             self._cluster,
             self._job,
@@ -278,6 +280,7 @@ class RequestFlow:
             )
         account = prefilled.account
         if account is None:
+            self._account.expect(0)  # it was lost, and what was found with it
             self._account.recompute_for("")  # the decode worker says that it is missing
             self._times.mark("prefill_compute")
             return asking
@@ -311,7 +314,7 @@ class RequestFlow:
         """The decode worker computes the prompt itself, and draws all the rest."""
         leg = self._need_leg("nobody was chosen to compute the prompt")
         self._asking, self.state = asking, State.DECODING
-        self._account.expect_own(min(leg.num_tokens_local, len(self._job.prompt_token_ids) - 1))
+        self._account.expect(min(leg.num_tokens_local, len(self._job.prompt_token_ids) - 1))
         try:
             leg.generate(self._samples.handover(computes_prompt=True), None)
         except OTHERS_MAY as error:

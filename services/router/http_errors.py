@@ -9,11 +9,12 @@ What we did not expect is 500 and does not leak its text.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from process import errors
+from services.router.validation import ContextLengthExceeded
 
 CLIENT_CLOSED = 499
 """Nobody is there to read it; what proxies log for it."""
@@ -75,26 +76,41 @@ _KINDS: tuple[tuple[type[errors.BatonError], int, str, str], ...] = (
 )
 
 
-def http_error_of(
-    error: BaseException, rename: Callable[[str], str] = lambda field: field
-) -> HttpError:
-    """`rename`: what the client calls a field of ours."""
+def http_error_of(error: BaseException) -> HttpError:
+    """A field is named as the error names it: see `InvalidArgument.renamed`."""
     if isinstance(error, errors.InvalidArgument):
-        problem = str(error).removeprefix(f"{error.field}: ")
-        field = rename(error.field)
+        if isinstance(error, ContextLengthExceeded):
+            return _too_long(error)
         is_model = isinstance(error, ModelNotFound)
         return HttpError(
             404 if is_model else 400,
-            f"{field}: {problem}",
+            str(error),
             "invalid_request_error",
             "model_not_found" if is_model else "invalid_value",
-            param=field,
+            param=error.field,
         )
     for kind, status, name, code in _KINDS:
         if isinstance(error, kind):
             return HttpError(status, str(error), name, code, retry_after_s=error.retry_after_s)
     text = f"internal error ({type(error).__name__}); see the server's log"
     return HttpError(500, text, "server_error", "internal_error")
+
+
+def _too_long(error: ContextLengthExceeded) -> HttpError:
+    """In OpenAI's words and by its code: clients look for both, to send less or to ask a model
+    with a longer window."""
+    num_prompt, num_output = error.num_prompt_tokens, error.num_output_tokens
+    where = error.field if error.field.startswith(("messages", "input")) else "prompt"
+    return HttpError(
+        400,
+        f"This model's maximum context length is {error.context_window} tokens. However, you "
+        f"requested {num_prompt + num_output} tokens ({num_prompt} in the {where}, {num_output} "
+        f"in the completion). Please reduce the length of the {where} or completion. "
+        f"({error})",
+        "invalid_request_error",
+        "context_length_exceeded",
+        param=error.field,
+    )
 
 
 def http_error_of_status(status: int, message: str) -> HttpError:

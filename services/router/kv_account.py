@@ -39,17 +39,18 @@ class KvAccount:
     @property
     def num_cached_tokens(self) -> int:
         """Prompt tokens that who computed the prompt first did not have to compute: the prefill
-        worker, or the decode worker where no other was asked. 0 while nobody has told.
+        worker, or the decode worker where no other was asked; what was expected, while none has
+        told.
         """
         told = [leg for leg in self._legs if leg.num_tokens_computed or _num_found(leg)]
         expected = [self._expected] if self._expected is not None else []
         by_prefill = [leg for leg in told if leg.role == PREFILL]
         return next(map(_num_found, [*by_prefill, *told, *expected]), 0)
 
-    def expect_own(self, num_tokens_local: int) -> None:
-        """A decode worker computes the prompt; its account comes at the end, but samples that end
-        before it tell of the prompt, too."""
-        self._expected = common_pb2.KvLeg(role=DECODE, num_tokens_local=num_tokens_local)
+    def expect(self, num_tokens_found: int) -> None:
+        """Prompt tokens that who computes the prompt should find; its account comes later, but
+        messages that go out before it tell of the prompt, too."""
+        self._expected = common_pb2.KvLeg(num_tokens_local=num_tokens_found)
 
     def add(self, leg: common_pb2.KvLeg, block_size: int, ended_by: str = "") -> None:
         """A worker's own account. `block_size`: tokens of a block of its cache; `ended_by`: see the

@@ -60,7 +60,7 @@ class PromptEncoder:
         if kind == "token_ids":
             ids = request.token_ids.ids
             return EncodedPrompt(ids, ids)
-        num_chars = len(request.text) + sum(len(m.content) for m in request.chat.messages)
+        num_chars = len(request.text) + sum(map(_num_chars, request.chat.messages))
         num_chars += sum(map(len, request.chat.tools))
         encode = self._encode_chat if kind == "chat" else self._encode_text
         if num_chars <= _MAX_CHARS_ON_LOOP:
@@ -91,6 +91,11 @@ class PromptEncoder:
         return EncodedPrompt(
             _field_of(self.tokenizer.encode(text, add_special_tokens=False)), context_ids=()
         )
+
+
+def _num_chars(message: inference_pb2.ChatMessage) -> int:
+    num_chars = len(message.content) + len(message.reasoning_content)
+    return num_chars + sum(len(call.arguments) for call in message.tool_calls)
 
 
 def _field_of(token_ids: Sequence[int]) -> Sequence[int]:

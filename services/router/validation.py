@@ -25,6 +25,26 @@ _ROLE = re.compile(r"[A-Za-z_]{1,32}")
 _MAX_NAME_CHARS = 128
 
 
+class ContextLengthExceeded(InvalidArgument):
+    """Prompt and answer together are longer than the model's window. Counts of tokens."""
+
+    def __init__(
+        self,
+        field: str,
+        problem: str,
+        *,
+        num_prompt_tokens: int,
+        num_output_tokens: int,
+        context_window: int,
+    ) -> None:
+        """`num_output_tokens`: asked for; where none were, the one that there has to be room
+        for."""
+        super().__init__(field, problem)
+        self.num_prompt_tokens = num_prompt_tokens
+        self.num_output_tokens = num_output_tokens
+        self.context_window = context_window
+
+
 def check_request(
     request: inference_pb2.GenerateRequest, *, served: Sequence[str], limits: RouterLimits
 ) -> None:
@@ -67,27 +87,33 @@ def check_tokens(
     field = {"token_ids": "token_ids.ids", "chat": "chat"}.get(
         request.WhichOneof("prompt") or "", "text"
     )
+    sampling = request.sampling
     num_prompt_tokens = len(prompt_token_ids)
     if num_prompt_tokens == 0:
         raise InvalidArgument(field, "has no tokens")
     if num_prompt_tokens + 1 > bounds.context_window:
-        raise InvalidArgument(
+        raise ContextLengthExceeded(
             field,
             f"has {num_prompt_tokens} tokens; the model's window of {bounds.context_window} leaves "
             f"room for {bounds.context_window - 1}",
+            num_prompt_tokens=num_prompt_tokens,
+            num_output_tokens=sampling.max_tokens or 1,
+            context_window=bounds.context_window,
         )
     sampling_checks.check_vocabulary(field, prompt_token_ids, bounds)
-    sampling = request.sampling
     sampling_checks.check_ids(sampling, bounds)
     room = bounds.context_window - num_prompt_tokens
     max_tokens = min(limits.default_max_tokens, room)
     if sampling.HasField("max_tokens"):
         max_tokens = sampling.max_tokens
         if max_tokens > room:
-            raise InvalidArgument(
+            raise ContextLengthExceeded(
                 "sampling.max_tokens",
                 f"is {max_tokens}, but after {num_prompt_tokens} prompt tokens the window of "
                 f"{bounds.context_window} has room for {room}",
+                num_prompt_tokens=num_prompt_tokens,
+                num_output_tokens=max_tokens,
+                context_window=bounds.context_window,
             )
     if sampling.min_tokens > max_tokens:
         raise InvalidArgument(

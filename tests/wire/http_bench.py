@@ -25,7 +25,8 @@ from tokens.chat_template import ChatTemplate
 TOOL_TEMPLATE = (
     "{% if tools %}{% for t in tools %}{{ t | tojson }}{% endfor %}"
     'call as <tool_call>{"name": ..., "arguments": ...}</tool_call>{% endif %}'
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% for m in messages %}{{ m.role }}: "
+    "{{ '(' + m.reasoning_content + ')' if m.reasoning_content else '' }}{{ m.content }}"
     "{% for c in m.tool_calls or () %}[{{ c.function.name }} {{ c.function.arguments | tojson }}]"
     "{% endfor %}{{ ' re ' + m.tool_call_id if m.tool_call_id else '' }}\n{% endfor %}"
     "{{ mood or '' }}assistant:"

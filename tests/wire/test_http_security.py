@@ -69,6 +69,58 @@ async def test_a_key_is_asked_for_and_bounds_what_may_be_asked(tmp_path: Path) -
         assert {prefilled.tenant for prefilled in bench.prefill.requests} == {"acme"}
 
 
+PAGE, OTHER_PAGE = "https://app.example.com", "https://other.example.com"
+
+
+async def answer_to(
+    bench: Bench, origin: str, method: str = "POST", path: str = "/v1/completions", key: str = ""
+) -> tuple[int, str | None]:
+    """Status, and the origin that the answer allows, of what a browser sends for a page."""
+    url = f"http://{bench.router.http_address}{path}"
+    headers = {"origin": origin, **({"authorization": f"Bearer {key}"} if key else {})}
+    if method == "OPTIONS":
+        headers |= {
+            "access-control-request-method": "POST",
+            "access-control-request-headers": "authorization,content-type,x-stainless-os",
+        }
+    async with aiohttp.ClientSession(timeout=BOUND) as session:
+        body = BODY if method == "POST" else None
+        async with session.request(method, url, json=body, headers=headers) as answer:
+            if method == "OPTIONS" and answer.status == 204:
+                allowed = answer.headers["access-control-allow-headers"].split(",")
+                assert {"authorization", "content-type", "x-stainless-os"} <= set(allowed)
+                assert "POST" in answer.headers["access-control-allow-methods"]
+            return answer.status, answer.headers.get("access-control-allow-origin")
+
+
+async def test_pages_of_other_origins_may_not_ask_unless_they_are_named() -> None:
+    async with running(http_listen="127.0.0.1:0") as bench:
+        assert await answer_to(bench, PAGE, "OPTIONS") == (403, None)
+        assert await answer_to(bench, PAGE) == (403, None)
+        assert await answer_to(bench, "http://localhost:3000") == (200, None)
+    async with running(http_listen="127.0.0.1:0", cors_origins=(PAGE,)) as bench:
+        assert await answer_to(bench, PAGE, "OPTIONS") == (204, PAGE)
+        assert await answer_to(bench, PAGE) == (200, PAGE)
+        assert await answer_to(bench, PAGE, "GET", "/v1/models") == (200, PAGE)
+        assert await answer_to(bench, PAGE, "GET", "/live") == (200, None)
+        assert await answer_to(bench, OTHER_PAGE, "OPTIONS") == (403, None)
+        assert await answer_to(bench, OTHER_PAGE) == (403, None)
+
+
+async def test_a_page_that_is_allowed_needs_its_key_and_reads_refusals(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    user, user_id, user_entry = api_keys.new_key("acme")
+    key_files.add(path, user_id, user_entry)
+    settings = {"http_listen": "127.0.0.1:0", "api_keys_file": str(path)}
+    async with running(**settings, cors_origins=("*",)) as bench:
+        assert await answer_to(bench, PAGE, "OPTIONS") == (204, PAGE)
+        assert await answer_to(bench, PAGE) == (401, PAGE)
+        assert await answer_to(bench, PAGE, key=user) == (200, PAGE)
+    async with running(**settings) as bench:
+        assert await answer_to(bench, PAGE, "OPTIONS") == (405, None)
+        assert await answer_to(bench, PAGE, key=user) == (200, None)
+
+
 async def test_over_tls_nobody_is_answered_in_the_clear(made: CertSet) -> None:
     own = TlsSettings("", str(made.cert_file(Role.ROUTER)), str(made.key_file(Role.ROUTER)))
     async with running(http_listen="127.0.0.1:0", client_tls=own, expect_idle=False) as bench:

@@ -201,7 +201,7 @@ async def test_who_reads_nothing_at_the_end_is_let_go(monkeypatch: pytest.Monkey
 
     stalled: Any = Stalled()
     monkeypatch.setattr(event_stream, "_END_S", 0.02)
-    events = event_stream.EventStream(stalled, {})
+    events = event_stream.EventStream(stalled, {}, 60.0)
     monkeypatch.setattr(events, "_response", stalled)
     await events.end()
     assert stalled.is_aborted

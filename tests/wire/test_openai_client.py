@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,12 +13,15 @@ import aiohttp
 import openai
 import pytest
 
+from kvstore import block_hash
 from process.errors import NoCapacity, Unavailable
+from services.router import identity
 from services.router.model import Model
 from services.router.views import ServedModel
 from tests.deadlines import Deadlines
 from tests.unit.router.bench import BOUND_S, TOKENIZER, request, running, until
 from tests.wire.http_bench import HttpBench, http_bench, saying
+from tokens.token_bytes import TokenBytes
 
 TOOLS: Any = [
     {
@@ -193,6 +197,45 @@ async def test_logprobs_name_their_tokens_by_bytes() -> None:
         assert found.text_offset[0] == 0 and found.text_offset == sorted(found.text_offset)
 
 
+async def test_a_completions_logprobs_name_every_token_and_where_it_begins() -> None:
+    text = "a\U0001f600 b\u00e9\u4f60?"
+    async with http_bench(model=saying(text)) as bench, client_of(bench) as client:
+        for num_top in (0, 1, 5):
+            answer = await client.completions.create(model="fake", prompt="x", logprobs=num_top)
+            stream = await client.completions.create(
+                model="fake", prompt="x", logprobs=num_top, stream=True
+            )
+            (whole,) = answer.choices
+            assert whole.text == text and whole.logprobs is not None
+            found: Any = whole.logprobs
+            ids = TOKENIZER.encode(text)
+            assert found.token_logprobs == [-float(token_id) for token_id in ids]
+            for name, logprob, top in zip(
+                found.tokens, found.token_logprobs, found.top_logprobs, strict=True
+            ):
+                # Chosen is the second most likely: one more where one was asked for.
+                assert len(top) == max(2, num_top) if num_top else len(top) == 1
+                assert top[name] == logprob
+                assert list(top.values()) == sorted(top.values(), reverse=True)
+            if num_top == 5:
+                names = {name for top in found.top_logprobs for name in top}
+                assert "bytes:\\x9f" in names and "bytes:\\xf1" in names
+            for name, offset in zip(found.tokens, found.text_offset, strict=True):
+                if "\ufffd" not in name:
+                    assert text[offset:].startswith(name)
+            spelled = [TokenBytes(TOKENIZER).of(token_id) for token_id in ids]
+            begins = [len(b"".join(spelled[:i])) for i in range(len(ids))]
+            assert found.text_offset == [
+                max(n for n in range(len(text)) if len(text[:n].encode()) <= begin)
+                for begin in begins
+            ]
+            pieces: dict[str, list[Any]] = {}
+            async for chunk in stream:
+                for key, values in chunk.choices[0].logprobs or ():
+                    pieces[key] = pieces.get(key, []) + (values or [])
+            assert pieces == dict(found)
+
+
 async def test_stop_strings_end_the_text() -> None:
     async with http_bench(model=saying("one two three")) as bench, client_of(bench) as client:
         for stop in ("two", ["zzz", "two"]):
@@ -280,6 +323,79 @@ async def test_a_tools_answer_goes_back_through_the_template() -> None:
     )
 
 
+async def test_what_was_answered_or_agents_keep_is_taken_as_history() -> None:
+    def call(arguments: Any) -> Any:
+        function = {"name": "search", "arguments": arguments}
+        return {"id": "call_1", "type": "function", "function": function}
+
+    histories: list[tuple[Any, str]] = [
+        ({"content": None, "tool_calls": [call('{"query": "x"}')]}, 'None[search {"query": "x"}]'),
+        (
+            {"content": "", "tool_calls": [call('{"query": "unfin')]},
+            '[search "{\\"query\\": \\"unfin"]',
+        ),
+        ({"content": None, "tool_calls": [call("")]}, "[search {}]"),
+        ({"content": None, "tool_calls": [call("null")]}, "[search {}]"),
+        ({"content": None, "tool_calls": [call(None)]}, "[search {}]"),
+        ({"content": None, "tool_calls": [call("[1]")]}, '[search "[1]"]'),
+        (
+            {"content": None, "tool_calls": [call('{"query": "\\ud83d"}')]},
+            '[search "{\\"query\\": \\"\\\\ud83d\\"}"]',
+        ),
+        ({"content": "Hi", "reasoning_content": "Hm."}, "(Hm.)Hi"),
+        ({"content": "Hi", "reasoning": "Hm."}, "(Hm.)Hi"),
+        ({"content": None, "reasoning_content": "Hm."}, "(Hm.)"),
+        ({"content": "Hi", "reasoning_content": "", "reasoning": None}, "Hi"),
+        ({"content": None, "refusal": "I will not."}, "I will not."),
+        ({"content": [{"type": "refusal", "refusal": "I will not."}]}, "I will not."),
+        ({"content": []}, ""),
+        ({"content": [{"type": "text", "text": ""}, {"type": "text", "text": "Hi"}]}, "\nHi"),
+        (
+            {
+                "content": "Hi",
+                "refusal": None,
+                "annotations": [{"type": "url_citation"}],
+                "audio": None,
+                "function_call": None,
+                "name": "ann",
+                "tool_calls": [],
+            },
+            "Hi",
+        ),
+    ]
+    async with http_bench(model=saying("ok")) as bench, client_of(bench) as client:
+        for said, shown in histories:
+            messages: Any = [
+                *HELLO,
+                {"role": "assistant", **said},
+                {"role": "tool", "tool_call_id": "call_1", "content": None},
+                {"role": "user", "content": [], "name": "bo"},
+            ]
+            await client.chat.completions.create(model="fake", messages=messages)
+            prompt = TOKENIZER.decode(bench.prefill.requests[-1].prompt_token_ids)
+            shown = shown.removeprefix("None")
+            assert f"\nassistant: {shown}\ntool:  re call_1\nuser: \n" in prompt, (said, prompt)
+
+
+async def test_an_answer_that_was_cut_goes_on_as_history() -> None:
+    """A call cut by max_tokens, appended as the client's own object."""
+    text = '[{"name": "search", "arguments": {"query": "x"}}]'
+    async with http_bench(model=saying(text)) as bench, client_of(bench) as client:
+        cut = await client.chat.completions.create(
+            model="fake", messages=HELLO, tools=TOOLS, tool_choice="required", max_tokens=36
+        )
+        message = cut.choices[0].message
+        (call,) = message.tool_calls or ()
+        assert call.type == "function" and cut.choices[0].finish_reason == "length"
+        with pytest.raises(ValueError):
+            json.loads(call.function.arguments)
+        reply: Any = {"role": "tool", "tool_call_id": call.id, "content": "not run"}
+        history: Any = [*HELLO, message, reply]
+        await client.chat.completions.create(model="fake", messages=history, tools=TOOLS)
+        prompt = TOKENIZER.decode(bench.prefill.requests[-1].prompt_token_ids)
+    assert f"[search {json.dumps(call.function.arguments)}]" in prompt
+
+
 async def test_a_forced_call_is_a_grammar() -> None:
     text = '[{"name": "search", "arguments": {"query": "x"}}, {"name": "now", "arguments": {}}]'
     async with http_bench(model=saying(text)) as bench, client_of(bench) as client:
@@ -312,6 +428,58 @@ async def test_a_forced_call_is_a_grammar() -> None:
         assert answer.choices[0].finish_reason == "stop"
         schema = json.loads(bench.prefill.requests[0].sampling.json_schema)
         assert schema == TOOLS[0]["function"]["parameters"]
+
+
+@pytest.mark.parametrize("choice", ["required", "auto"])
+@pytest.mark.parametrize(
+    ("stop", "max_tokens", "arguments", "reason"),
+    [
+        ('"x"', 200, '{"query": ', "stop"),
+        (None, 60, None, "length"),
+        ("earch", 200, "", "stop"),
+        (None, 10, "", "length"),
+        ("zzz", 200, '{"query": "x", "more": "yyyyyyyyyyyyyyyyyyyyyyyyy"}', "tool_calls"),
+    ],
+)
+async def test_a_call_that_was_cut_is_not_called_complete(
+    choice: Any, stop: str | None, max_tokens: int, arguments: str | None, reason: str
+) -> None:
+    """`arguments`: empty where the text ended before the call's name was known: it is content;
+    None: some."""
+    whole = '{"query": "x", "more": "yyyyyyyyyyyyyyyyyyyyyyyyy"}'
+    call = f'{{"name": "search", "arguments": {whole}}}'
+    text = f"[{call}]" if choice == "required" else f"<tool_call>{call}</tool_call>"
+    options: dict[str, Any] = {"model": "fake", "messages": HELLO, "tools": TOOLS}
+    options |= {"tool_choice": choice, "max_tokens": max_tokens, "stop": stop}
+    async with http_bench(model=saying(text)) as bench, client_of(bench) as client:
+        answer = await client.chat.completions.create(**options)
+        (found,) = answer.choices
+        stream = await client.chat.completions.create(stream=True, **options)
+        last = [chunk.choices[0] async for chunk in stream][-1]
+    assert found.finish_reason == last.finish_reason == reason
+    if arguments == "":
+        assert found.message.tool_calls is None
+        assert found.message.content and text.startswith(found.message.content)
+        return
+    (called,) = found.message.tool_calls or ()
+    assert called.type == "function" and called.function.name == "search"
+    assert found.message.content is None
+    if arguments is not None:
+        assert called.function.arguments == arguments
+
+
+@pytest.mark.parametrize("text", ["The tag <tool_call> is used so.", "So: <tool_call> {1}", "a <"])
+async def test_text_that_only_mentions_a_call_comes_whole(text: str) -> None:
+    async with http_bench(model=saying(text)) as bench, client_of(bench) as client:
+        answer = await client.chat.completions.create(
+            model="fake", messages=HELLO, tools=TOOLS, max_tokens=200
+        )
+        stream = await client.chat.completions.create(
+            model="fake", messages=HELLO, tools=TOOLS, max_tokens=200, stream=True
+        )
+        pieces = [chunk.choices[0].delta.content or "" async for chunk in stream]
+    assert answer.choices[0].message.content == "".join(pieces) == text
+    assert answer.choices[0].finish_reason == "stop"
 
 
 async def test_response_formats_are_grammars() -> None:
@@ -373,6 +541,39 @@ async def test_errors_are_those_that_the_client_knows(monkeypatch: pytest.Monkey
         bench.prefill.gate.open()
 
 
+async def test_what_is_longer_than_the_window_is_refused_in_openais_words() -> None:
+    """litellm and langchain look for the code and for the first sentence."""
+    async with http_bench() as bench, client_of(bench) as client:
+        window, long = bench.model.context_window, "x" * 2000
+        asked: list[tuple[Any, str]] = [
+            (client.chat.completions.create(model="fake", messages=HELLO, max_tokens=10_000), ""),
+            (
+                client.chat.completions.create(
+                    model="fake", messages=HELLO, max_completion_tokens=10_000, stream=True
+                ),
+                "max_completion_tokens",
+            ),
+            (
+                client.chat.completions.create(
+                    model="fake", messages=[{"role": "user", "content": long}]
+                ),
+                "messages",
+            ),
+            (client.completions.create(model="fake", prompt=["x", long]), "prompt[1]"),
+            (client.embeddings.create(model="fake", input=["x", long]), "input[1]"),
+        ]
+        for call, param in asked:
+            with pytest.raises(openai.BadRequestError) as refused:
+                await call
+            error = refused.value
+            assert error.code == "context_length_exceeded" and error.status_code == 400
+            assert error.param == (param or "max_tokens")
+            words = (
+                f"This model's maximum context length is {window} tokens. However, you requested"
+            )
+            assert isinstance(error.body, dict) and error.body["message"].startswith(words)
+
+
 async def test_no_worker_is_a_503_that_says_when_to_come_again() -> None:
     async with (
         http_bench(num_prefill=0) as bench,
@@ -415,6 +616,54 @@ async def test_an_error_in_the_middle_of_a_stream_reaches_the_client(is_chat: bo
         bench.decodes.clear()
 
 
+async def test_a_stream_that_waits_gets_comments() -> None:
+    times = {"sse_keep_alive_s": 0.02, "reserve_wait_s": BOUND_S}
+    body = {"prompt": "x", "max_tokens": 6, "seed": 1, "stream": True}
+    async with (
+        http_bench(times=times) as bench,
+        client_of(bench) as client,
+        aiohttp.ClientSession() as session,
+    ):
+        bench.prefill.gate.close()
+        bench.decode.token_gate.close()
+        async with session.post(f"{bench.url}/v1/completions", json=body) as response:
+            lines = response.content
+            assert response.status == 200
+            for _ in range(3):  # before the first token
+                assert await lines.readline() == b": keep-alive\n"
+                assert await lines.readline() == b"\n"
+            bench.prefill.gate.open()
+            while not (line := await lines.readline()).startswith(b"data: "):
+                assert line in (b": keep-alive\n", b"\n")
+            first = json.loads(line[6:])["choices"][0]["text"]
+            assert await lines.readline() == b"\n"
+            assert await lines.readline() == b": keep-alive\n"  # behind it
+            bench.decode.token_gate.open()
+            rest = (await lines.read()).decode()
+        assert rest.endswith("data: [DONE]\n\n")
+        pieces = [json.loads(line[6:]) for line in rest.split("\n") if line.startswith("data: {")]
+        text = first + "".join(piece["choices"][0]["text"] for piece in pieces)
+
+        bench.prefill.gate.close()
+        stream = await client.completions.create(
+            model="fake", prompt="x", max_tokens=6, seed=1, stream=True
+        )  # returned, so the answer has begun
+        bench.prefill.gate.open()
+        assert "".join([chunk.choices[0].text async for chunk in stream]) == text
+
+
+async def test_an_error_behind_a_comment_is_the_last_event() -> None:
+    async with http_bench(times={"sse_keep_alive_s": 0.02}) as bench, client_of(bench) as client:
+        bench.prefill.gate.close()
+        stream = await client.chat.completions.create(model="fake", messages=HELLO, stream=True)
+        bench.prefill.error = NoCapacity("all is full", retry_after_s=2.5)
+        bench.prefill.gate.open()
+        with pytest.raises(openai.APIError) as caught:
+            async for _ in stream:
+                pass
+        assert caught.value.code == "no_capacity" and "all is full" in caught.value.message
+
+
 @pytest.mark.parametrize("is_streamed", [False, True])
 async def test_a_client_that_goes_away_ends_both_legs(is_streamed: bool) -> None:
     async with http_bench() as bench, client_of(bench) as client:
@@ -440,8 +689,39 @@ async def test_a_client_that_goes_away_ends_both_legs(is_streamed: bool) -> None
         bench.decode.token_gate.open()
 
 
-async def test_a_request_sent_again_ends_the_first_and_is_the_same() -> None:
-    headers = {"x-request-id": "again-1"}
+async def test_a_trace_id_is_echoed_and_logged_and_may_be_shared(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A mesh copies x-request-id from one call to all that it causes."""
+    headers = {"x-request-id": "trace 1; a=b"}
+    caplog.set_level(logging.INFO)
+    async with http_bench() as bench, client_of(bench) as client:
+
+        async def ask(prompt: str, **options: Any) -> Any:
+            return await client.completions.create(
+                model="fake", prompt=prompt, max_tokens=12, extra_headers=headers, **options
+            )
+
+        bench.decode.token_gate.close()
+        asking = [asyncio.create_task(ask(prompt)) for prompt in ("x", "y", "x")]
+        await until(lambda: len(bench.prefill.requests) == 3)
+        bench.decode.token_gate.open()
+        answers = [*await asyncio.gather(*asking), await ask("x")]
+        assert {answer._request_id for answer in answers} == {"trace 1; a=b"}
+        assert len({answer.id for answer in answers}) == 4
+        assert len({bench_request.sampling.seed for bench_request in bench.prefill.requests}) == 4
+        with pytest.raises(openai.BadRequestError) as refused:
+            await ask("x", stop=[""])
+        assert refused.value.request_id == "trace 1; a=b"
+        embedded = await client.embeddings.create(model="fake", input="x", extra_headers=headers)
+        assert embedded._request_id == "trace 1; a=b"
+    told = [record.fields for record in caplog.records if record.message == "http_request"]  # type: ignore[attr-defined]
+    assert {fields["x_request_id"] for fields in told} == {"trace 1; a=b"}
+    assert {f"cmpl-{fields['request_id']}" for fields in told} >= {answer.id for answer in answers}
+
+
+async def test_a_request_sent_again_by_its_key_ends_the_first_and_is_the_same() -> None:
+    headers = {"Idempotency-Key": "again-1", "x-request-id": "trace-1"}
     async with http_bench() as bench, client_of(bench) as client:
 
         async def ask(prompt: str = "x") -> Any:
@@ -452,15 +732,18 @@ async def test_a_request_sent_again_ends_the_first_and_is_the_same() -> None:
         bench.decode.token_gate.close()
         first = asyncio.create_task(ask())
         await until(lambda: bench.decode.generated)
-        with pytest.raises(openai.ConflictError):
+        with pytest.raises(openai.ConflictError) as conflict:
             await ask("y")
+        assert conflict.value.message.startswith("Error code: 409")
+        assert "idempotency-key: again-1" in conflict.value.message
+        assert "another body" in conflict.value.message
         second = asyncio.create_task(ask())
         with pytest.raises(openai.APIStatusError) as superseded:
             await first
         assert superseded.value.status_code == 499
         bench.decode.token_gate.open()
         answer = await second
-        assert answer.id == "cmpl-again-1" and answer._request_id == "again-1"
+        assert answer.id == "cmpl-again-1" and answer._request_id == "trace-1"
         assert (await ask()).choices[0].text == answer.choices[0].text
 
 
@@ -514,8 +797,39 @@ async def test_running_usage_grows() -> None:
             stream=True,
             stream_options={"include_usage": True, "continuous_usage_stats": True},  # type: ignore[typeddict-unknown-key]
         )
-        counts = [chunk.usage.completion_tokens async for chunk in stream]
+        usages = [chunk.usage async for chunk in stream]
+        whole = await client.completions.create(model="fake", prompt="x", max_tokens=5)
+    counts = [usage.completion_tokens for usage in usages]
     assert counts == sorted(counts) and counts[-1] == 5 and counts[0] == 1
+    assert whole.usage is not None and whole.usage.prompt_tokens > 0
+    assert {usage.prompt_tokens for usage in usages} == {whole.usage.prompt_tokens}
+    assert all(u.total_tokens == u.prompt_tokens + u.completion_tokens for u in usages)
+
+
+async def test_running_usage_has_the_cached_tokens_from_the_first_chunk_on() -> None:
+    """What the router expects the prefill worker to find is told before its account is there."""
+    prompt = list(range(5, 105))
+    async with http_bench() as bench, client_of(bench) as client:
+        salt = identity.tenant_salt(identity.DEFAULT_TENANT, "")
+        root = block_hash.root_key(salt, bench.model.fingerprint)
+        held = block_hash.chain(root, prompt, bench.model.block_size)[:3]
+        bench.prefill.num_local = num_found = len(held) * bench.model.block_size
+        bench.prefill.store_node_id = "n0"
+        await bench.publish(bench.prefill)
+        await bench.hold("n0", await bench.add_store("n0"), held)
+        bench.prefill.account_gate.close()
+        stream: Any = await client.completions.create(
+            model="fake",
+            prompt=prompt,
+            max_tokens=5,
+            stream=True,
+            stream_options={"include_usage": True, "continuous_usage_stats": True},  # type: ignore[typeddict-unknown-key]
+        )
+        first = await anext(aiter(stream))
+        bench.prefill.account_gate.open()
+        usages = [first.usage, *[chunk.usage async for chunk in stream]]
+    cached = {usage.prompt_tokens_details.cached_tokens for usage in usages}
+    assert cached == {num_found}
 
 
 async def test_a_slow_reader_holds_nothing_but_its_own_request_up() -> None:

@@ -65,12 +65,21 @@ class FakeModel:
 def logprobs(
     token_ids: Sequence[int], params: common_pb2.SamplingParams
 ) -> list[common_pb2.TokenLogprobs]:
-    """One for each token, if they are asked for."""
+    """One for each token, if they are asked for. A token is as likely as its id is low; those that
+    come with one are its predecessor and those from it on.
+    """
     if not params.HasField("logprobs"):
         return []
+
+    def of(token_id: int) -> common_pb2.TokenLogprob:
+        return common_pb2.TokenLogprob(token_id=token_id, logprob=-float(token_id))
+
     return [
-        common_pb2.TokenLogprobs(
-            chosen=common_pb2.TokenLogprob(token_id=token_id, logprob=-float(token_id))
-        )
+        common_pb2.TokenLogprobs(chosen=of(token_id), top=map(of, _near(token_id, params.logprobs)))
         for token_id in token_ids
     ]
+
+
+def _near(token_id: int, num: int) -> range:
+    first = max(0, token_id - 1)
+    return range(first, first + num)

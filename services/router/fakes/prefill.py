@@ -40,6 +40,8 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
         self.error: BatonError | None = None
         """Raised instead of an answer, or behind `error_after` first tokens of it."""
         self.error_after = 0
+        self.num_local = 0
+        """Prompt tokens that its accounts say to have been in its own cache."""
         self.store_address = ""
         """Store that its handles say to hold leases of."""
         self.requests: list[prefill_pb2.PrefillRequest] = []
@@ -166,7 +168,7 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
         self, request: prefill_pb2.PrefillRequest, *, is_over: bool
     ) -> prefill_pb2.PrefillReply:
         reply = prefill_pb2.PrefillReply(
-            leg=self.leg(len(request.prompt_token_ids), is_computed=True),
+            leg=self.leg(len(request.prompt_token_ids), is_computed=True, num_local=self.num_local),
             times=[common_pb2.StageTime(stage="prefill_compute", seconds=1e-6)],
         )
         if request.wants_handle and not is_over:

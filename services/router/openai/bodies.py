@@ -21,9 +21,11 @@ from services.router.openai.json_pieces import JsonPieces
 from services.router.openai.records import Record
 
 REQUEST_ID = "x-request-id"
+IDEMPOTENCY_KEY = "idempotency-key"
 BUDGET_MS = "x-baton-budget-ms"
 PROVENANCE = "x-baton-provenance"
 
+_MAX_TRACED_CHARS = 512
 _MAX_BYTES_ON_LOOP = 32 * 1024
 """About half a millisecond; a thread costs a tenth of that."""
 
@@ -89,11 +91,26 @@ def parse(data: bytes) -> Mapping[str, Any]:
 
 
 def request_id_of(headers: Mapping[str, str]) -> str:
-    """The client's, or a fresh one. Raises: InvalidArgument for one that no answer could carry."""
-    given = headers.get(REQUEST_ID, "")
-    if not (given.isascii() and given.isprintable()):
-        raise InvalidArgument(REQUEST_ID, "must be printable ASCII")
+    """What the request is called here: the client's key for sending it again, or a fresh id.
+
+    Raises: InvalidArgument for a key that no answer could carry.
+    """
+    given = headers.get(IDEMPOTENCY_KEY, "")
+    if not _is_plain(given):
+        raise InvalidArgument(IDEMPOTENCY_KEY, "must be printable ASCII")
     return given or identity.fresh_request_id()
+
+
+def traced_id_of(headers: Mapping[str, str]) -> str:
+    """What a client or a proxy before it calls the request in its own logs, maybe several requests
+    the same; empty: nothing that an answer could carry.
+    """
+    given = headers.get(REQUEST_ID, "")
+    return given if _is_plain(given) and len(given) <= _MAX_TRACED_CHARS else ""
+
+
+def _is_plain(text: str) -> bool:
+    return text.isascii() and text.isprintable()
 
 
 def authorization_of(headers: Mapping[str, str]) -> str:

@@ -18,6 +18,8 @@ from tokens.tool_call_text import Content, Piece
 
 KIND = "chat.completion"
 CHUNK_KIND = "chat.completion.chunk"
+_SAID = {"content", "refusal", "reasoning_content", "reasoning"}
+"""What an assistant's message without calls holds, one of it at least."""
 
 
 def request_of(body: Mapping[str, Any], use: ToolUse) -> inference_pb2.GenerateRequest:
@@ -29,7 +31,7 @@ def request_of(body: Mapping[str, Any], use: ToolUse) -> inference_pb2.GenerateR
     request.sampling.CopyFrom(sampling_of(body, max_tokens))
     if body.get("logprobs"):
         request.sampling.logprobs = body.get("top_logprobs", 0)
-    elif "top_logprobs" in body:
+    elif body.get("top_logprobs"):
         raise InvalidArgument("top_logprobs", "needs logprobs: true")
     _constrain(request, body, use)
     for index, message in enumerate(body["messages"]):
@@ -151,10 +153,13 @@ class ChatSample:
 
     def _finish_reason(self, message: inference_pb2.GenerateResponse) -> str | None:
         reason = FINISH_REASONS.get(message.finish_reason)
-        if reason == "stop" and self._calls and self._use.mode != "named":
-            return "tool_calls"
-        # As OpenAI's: a call that was named beforehand is no decision of the model's.
-        return "stop" if reason == "tool_calls" and not self._calls else reason
+        if reason not in ("stop", "tool_calls"):
+            return reason
+        # As OpenAI's: a call that was named beforehand is no decision of the model's. And one that
+        # a stop string or token cut is none to be made.
+        is_cut = self._reader is not None and self._reader.is_cut
+        is_called = self._calls and not is_cut and self._use.mode != "named"
+        return "tool_calls" if is_called else "stop"
 
 
 def _constrain(
@@ -179,12 +184,13 @@ def _message(entry: Mapping[str, Any], path: str) -> inference_pb2.ChatMessage:
     message = inference_pb2.ChatMessage(
         # Templates know the older name of the role.
         role="system" if entry["role"] == "developer" else entry["role"],
-        content=_text_of(entry.get("content", "")),
+        content=_text_of(entry.get("content", "")) or entry.get("refusal", ""),
+        reasoning_content=entry.get("reasoning_content", "") or entry.get("reasoning", ""),
         name=entry.get("name", ""),
         tool_call_id=entry.get("tool_call_id", ""),
     )
     calls = entry.get("tool_calls", ())
-    if entry["role"] == "assistant" and not calls and "content" not in entry:
+    if entry["role"] == "assistant" and not calls and not _SAID & entry.keys():
         raise InvalidArgument(f"{path}.content", "is needed, for there are no tool_calls")
     for call in calls:
         message.tool_calls.add(id=call["id"], **call["function"])
@@ -194,4 +200,4 @@ def _message(entry: Mapping[str, Any], path: str) -> inference_pb2.ChatMessage:
 def _text_of(content: str | Sequence[Mapping[str, Any]]) -> str:
     if isinstance(content, str):
         return content
-    return "\n".join(part["text"] for part in content)
+    return "\n".join(part[part["type"]] for part in content)

@@ -52,7 +52,9 @@ class CompletionSample:
         self._echo = prompt_text if body.get("echo") else None
         self._logprobs = None
         if request.sampling.HasField("logprobs"):
-            self._logprobs = CompletionLogprobs(names)  # `echo` does not go with them
+            self._logprobs = CompletionLogprobs(
+                names, shows_control=request.show_special_tokens
+            )  # `echo` does not go with them
         self._whole: dict[str, Any] = {
             "index": index,
             "text": "",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from process.deadline import Deadline
-from process.errors import BatonError, InvalidArgument
+from process.errors import AlreadyExists, BatonError, InvalidArgument
 from protos import inference_pb2
 from services.router.caller import Caller
 from services.router.front_desk import FrontDesk
@@ -33,12 +33,14 @@ class EachPrompt:
     """Began with the body; the first request's."""
     call: Call
     most_at_once: int
+    rename: Callable[[str], str]
+    """What the body calls a field of its requests."""
 
     async def serve(self, take: Take) -> None:
         """Serve all of them.
 
-        Raises: BatonError, or ConnectionError of `take`: the first one; the other requests have
-            been cancelled by then.
+        Raises: BatonError, which names fields as the body does, or ConnectionError of `take`: the
+            first one; the other requests have been cancelled by then.
         """
         # One for the whole body: those that wait for others' end do not get their time anew.
         deadline = self.desk.deadline(self.requests[0])
@@ -49,10 +51,7 @@ class EachPrompt:
 
         async def in_turn(prompt: int) -> None:
             async with room:
-                try:
-                    await self._one(prompt, take, deadline)
-                except InvalidArgument as error:
-                    raise _of_prompt(error, prompt) from None
+                await self._one(prompt, take, deadline)
 
         problem: BaseException | None = None
         try:
@@ -66,14 +65,23 @@ class EachPrompt:
             raise problem from None
 
     async def _one(self, prompt: int, take: Take, deadline: Deadline) -> None:
-        await self.desk.serve(
-            self.requests[prompt],
-            self.caller,
-            deadline=deadline,
-            send=partial(take, prompt),
-            times=self.times if prompt == 0 else StageTimes(),
-            call=self.call,
-        )
+        try:
+            await self.desk.serve(
+                self.requests[prompt],
+                self.caller,
+                deadline=deadline,
+                send=partial(take, prompt),
+                times=self.times if prompt == 0 else StageTimes(),
+                call=self.call,
+            )
+        except InvalidArgument as error:
+            field = error.field if len(self.requests) == 1 else _of_prompt(error.field, prompt)
+            raise error.renamed(self.rename(field)) from None
+        except AlreadyExists:
+            raise AlreadyExists(
+                f"idempotency-key: {self.requests[prompt].request_id} is under way with another "
+                "body; send the same one, or another key"
+            ) from None
 
 
 def name_requests(requests: Sequence[inference_pb2.GenerateRequest], request_id: str) -> None:
@@ -82,13 +90,10 @@ def name_requests(requests: Sequence[inference_pb2.GenerateRequest], request_id:
         request.request_id = request_id if len(requests) == 1 else f"{request_id}.{number}"
 
 
-def _of_prompt(error: InvalidArgument, prompt: int) -> InvalidArgument:
-    """`error` with the number of the prompt in its field's name, where it is the prompt's."""
-    field, bracket, rest = error.field.partition("[")
-    if field not in _PROMPT_FIELDS:
-        return error
-    problem = str(error).removeprefix(f"{error.field}: ")
-    return InvalidArgument(f"{field}[{prompt}]{bracket}{rest}", problem)
+def _of_prompt(name: str, prompt: int) -> str:
+    """A field's name with the number of the prompt in it, where it is the prompt's."""
+    field, bracket, rest = name.partition("[")
+    return f"{field}[{prompt}]{bracket}{rest}" if field in _PROMPT_FIELDS else name
 
 
 def _first(errors: BaseExceptionGroup[Exception]) -> BaseException:

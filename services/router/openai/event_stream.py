@@ -1,5 +1,6 @@
 """Server-sent events to one client: begun with the first event, so that what fails before it still
-has a status of its own.
+has a status of its own. While no event comes for a while, a comment does, which clients pass over:
+proxies close a connection that is silent for long, also before its first byte.
 
 A slow client holds its writer up, with at most the socket's buffer between them; what the request
 makes meanwhile is merged where it waits. One request; one asyncio loop.
@@ -8,16 +9,21 @@ makes meanwhile is merged where it waits. One request; one asyncio loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from aiohttp import web
+
+from process.tasks import end_tasks, start_task
 
 _LAST_WORD_S = 1.0
 """For the event of an error: a client that has stopped reading is not waited for."""
 _END_S = 60.0
 """For the end of an answer: guessed, far above what a slow line needs for what is buffered."""
+
+_COMMENT = b": keep-alive\n\n"
 
 _HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -30,8 +36,14 @@ _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=
 class EventStream:
     """See the module."""
 
-    def __init__(self, request: web.Request, headers: Mapping[str, str]) -> None:
+    def __init__(
+        self, request: web.Request, headers: Mapping[str, str], keep_alive_s: float
+    ) -> None:
+        """`keep_alive_s`: without an event, after which a comment is sent."""
         self._request = request
+        self._keep_alive_s = keep_alive_s
+        self._written_s = asyncio.get_running_loop().time()
+        self._writing = asyncio.Lock()
         self._response = web.StreamResponse(headers={**_HEADERS, **headers})
         self.has_begun = False
         """Whether the status went out."""
@@ -43,10 +55,19 @@ class EventStream:
 
     async def send(self, event: Mapping[str, Any]) -> None:
         """One event. Raises: ConnectionError when the client is gone."""
-        if not self.has_begun:
-            self.has_begun = True
-            await self._response.prepare(self._request)
-        await self._response.write(f"data: {_encode(event)}\n\n".encode())
+        async with self._writing:
+            await self._write(f"data: {_encode(event)}\n\n".encode())
+
+    @contextlib.asynccontextmanager
+    async def kept_alive(self) -> AsyncIterator[None]:
+        """Send comments where nothing is sent while the body runs. The first one begins the stream:
+        what fails behind it is an event.
+        """
+        commenting = start_task(self._comment(), "keep an event stream alive")
+        try:
+            yield
+        finally:
+            await end_tasks([commenting])
 
     async def end(self, last: Mapping[str, Any] | None = None) -> None:
         """All was said, `last` the last of it. A client that does not take it in time has its
@@ -71,6 +92,22 @@ class EventStream:
                 await self._response.write_eof()
         except (TimeoutError, ConnectionError):
             self._abort()
+
+    async def _comment(self) -> None:
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(ConnectionError):  # gone: whoever sends an event learns it, too
+            while True:
+                await asyncio.sleep(self._written_s + self._keep_alive_s - loop.time())
+                async with self._writing:
+                    if loop.time() >= self._written_s + self._keep_alive_s:
+                        await self._write(_COMMENT)
+
+    async def _write(self, data: bytes) -> None:
+        if not self.has_begun:
+            self.has_begun = True
+            await self._response.prepare(self._request)
+        await self._response.write(data)
+        self._written_s = asyncio.get_running_loop().time()
 
     def _abort(self) -> None:
         if self._request.transport is not None:

@@ -66,7 +66,11 @@ SAMPLING = (
     Field("top_p", Number(0, 1), "Above 0. Absent: as the model says."),
     Field("top_k", Integer(-1, _MAX_ID), "0 or -1: off."),
     Field("min_p", Number(0, 1), "Below 1."),
-    Field("seed", Integer(-(2**63), 2**64 - 1), "Absent: made from the request id."),
+    Field(
+        "seed",
+        Integer(-(2**63), 2**64 - 1),
+        "Absent: another one each time; the same for one idempotency key.",
+    ),
     Field("n", Integer(1, 128), "Samples of each prompt."),
     Field("stop", Either((Text(), ListOf(Text(1), most=16))), "The answer ends before it."),
     Field("stop_token_ids", ListOf(Integer(0, _MAX_ID)), "The answer ends with one of them."),
@@ -90,11 +94,25 @@ STREAM_OPTIONS = Record(
     )
 )
 
+_ELSEWHERE = {
+    "guided_regex": "baton.regex",
+    "guided_grammar": "baton.ebnf",
+    "guided_choice": "baton.choice",
+    "guided_json": "response_format",
+    "no_repeat_ngram_size": "baton.no_repeat_ngram",
+    "num_return_sequences": "n",
+    "max_new_tokens": "max_tokens",
+}
+"""What other servers call it."""
+
 _SHARED = (
     Field("model", _LABEL, "A name of /v1/models. Absent: the only model."),
     Field("stream", Flag(), "Server-sent events instead of one object."),
     Field("stream_options", STREAM_OPTIONS, "With `stream` only."),
     Field("user", _LABEL, "A label of yours; ignored."),
+    Field("safety_identifier", _LABEL, "A label of yours; ignored."),
+    Field("metadata", MapOf(Text(0, 512), most=16), "Labels of yours; ignored."),
+    Field("store", Refused("nothing is stored here; send false", (False,))),
     Field("baton", BATON, "What OpenAI's API has no word for."),
 )
 
@@ -115,9 +133,10 @@ COMPLETION = Record(
         *SAMPLING,
         Field("logprobs", Integer(0, 20), "Of each token, beside so many others."),
         Field("echo", Flag(), "The text begins with the prompt."),
-        Field("best_of", Refused("not served; ask for n samples and choose among them")),
+        Field("best_of", Refused("not served; ask for n samples and choose among them", (1,))),
         Field("suffix", Refused("not served: no model here fills in the middle", ("",))),
-    )
+    ),
+    elsewhere=_ELSEWHERE,
 )
 
 _INPUTS = Either(
@@ -196,6 +215,9 @@ RESPONSE_FORMAT = Tagged(
     },
 )
 
+_NO_PARTS = dict.fromkeys(
+    ("image_url", "input_audio", "file"), "only parts of type text are served"
+)
 _PART = Tagged(
     "type",
     {
@@ -203,14 +225,27 @@ _PART = Tagged(
             (
                 Field("type", OneOf(("text",)), is_needed=True),
                 Field("text", Text(), is_needed=True),
+                Field("cache_control", AnyObject(), "Of another API; means nothing here."),
             )
         )
     },
-    dict.fromkeys(
-        ("image_url", "input_audio", "file", "refusal"), "only parts of type text are served"
-    ),
+    _NO_PARTS,
 )
-_CONTENT = Field("content", Either((Text(), ListOf(_PART, least=1))), is_needed=True)
+_SAID_PART = Tagged(
+    "type",
+    {
+        **_PART.records,
+        "refusal": Record(
+            (
+                Field("type", OneOf(("refusal",)), is_needed=True),
+                Field("refusal", Text(), is_needed=True),
+            )
+        ),
+    },
+    _NO_PARTS,
+)
+"""Of an assistant's message."""
+_CONTENT = Field("content", Either((Text(), ListOf(_PART))), is_needed=True)
 _TOOL_CALL = Record(
     (
         Field("id", _NAME, is_needed=True),
@@ -220,7 +255,7 @@ _TOOL_CALL = Record(
             Record(
                 (
                     Field("name", _NAME, is_needed=True),
-                    Field("arguments", Text(), "A JSON object as text.", is_needed=True),
+                    Field("arguments", Text(), "As the model wrote them: JSON, if not cut."),
                 )
             ),
             is_needed=True,
@@ -242,14 +277,24 @@ MESSAGE = Tagged(
         "user": _message("user", _CONTENT),
         "assistant": _message(
             "assistant",
-            Field("content", _CONTENT.shape, "May be absent beside tool_calls."),
+            Field(
+                "content",
+                Either((Text(), ListOf(_SAID_PART))),
+                "May be absent beside tool_calls, a refusal, or reasoning_content.",
+            ),
             Field("tool_calls", ListOf(_TOOL_CALL, most=MAX_TOOLS)),
-            Field("refusal", Refused("not served; put it into content")),
+            Field("refusal", Text(), "Shown to the model where there is no content."),
+            Field("reasoning_content", Text(), "For chat templates that show it."),
+            Field("reasoning", Text(), "Another name of reasoning_content."),
+            Field("annotations", ListOf(AnyObject()), "Means nothing here."),
             Field("audio", Refused("only text is served")),
             Field("function_call", Refused("deprecated; send tool_calls")),
-            Field("annotations", Refused("not served", ([],))),
         ),
-        "tool": _message("tool", _CONTENT, Field("tool_call_id", _NAME, is_needed=True)),
+        "tool": _message(
+            "tool",
+            Field("content", _CONTENT.shape, "Absent: the call gave nothing."),
+            Field("tool_call_id", _NAME, is_needed=True),
+        ),
     },
     {"function": "deprecated; send role tool with a tool_call_id"},
 )
@@ -262,16 +307,13 @@ CHAT = Record(
         Field("max_tokens", Integer(1, _MAX_ID), "The older name of max_completion_tokens."),
         *SAMPLING,
         Field("logprobs", Flag(), "Of each token."),
-        Field("top_logprobs", Integer(0, 20), "With `logprobs`: of so many others, too."),
+        Field("top_logprobs", Integer(0, 20), "With `logprobs`: of so many others, too. 0: none."),
         Field("response_format", RESPONSE_FORMAT),
         Field("tools", ListOf(TOOL, most=MAX_TOOLS), "For models whose chat template takes them."),
         Field("tool_choice", TOOL_CHOICE, "Absent: auto if there are tools."),
         Field("parallel_tool_calls", Flag(), "False: at most one call in an answer."),
         Field("chat_template_kwargs", AnyObject(), "Variables of the chat template."),
         Field("prompt_cache_key", _LABEL, "Requests of one key meet the same workers."),
-        Field("safety_identifier", _LABEL, "A label of yours; ignored."),
-        Field("store", Refused("nothing is stored here; send false", (False,))),
-        Field("metadata", MapOf(Text(0, 512), most=16), "Labels of yours; ignored."),
         Field("service_tier", Refused("there is one tier", ("auto", "default"))),
         Field("modalities", Refused("only text is served", (["text"],))),
         Field("audio", Refused("only text is served")),
@@ -282,5 +324,6 @@ CHAT = Record(
         Field("prompt_cache_retention", Refused("the store decides what is kept")),
         Field("functions", Refused("deprecated; send tools", ([],))),
         Field("function_call", Refused("deprecated; send tool_choice", ("none",))),
-    )
+    ),
+    elsewhere=_ELSEWHERE,
 )

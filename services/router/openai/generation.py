@@ -1,6 +1,6 @@
 """/v1/completions and /v1/chat/completions: one body asked, and its answer at once or as events.
 
-An error before the first event is a status with a body; after it, the last event of the stream,
+An error before the first byte is a status with a body; after it, the last event of the stream,
 which then ends without `[DONE]`: openai's client raises it, and others see that the end is missing.
 One body each; one asyncio loop.
 """
@@ -25,6 +25,7 @@ from services.router.openai.asked import Look, look_of
 from services.router.openai.each_prompt import EachPrompt
 from services.router.openai.event_stream import EventStream
 from services.router.openai.model_names import with_model
+from services.router.openai.sampling import json_name
 from services.router.openai.tools import tool_use
 from services.router.served_models import ServedModels
 
@@ -43,6 +44,8 @@ class Asked:
     answer_id: str
     model: str
     """As the client named it."""
+    rename: Callable[[str], str]
+    """What the body calls a field of its requests."""
 
     def samples(self) -> dict[tuple[int, int], Sample]:
         """Every choice of the answer, in the order of their indices."""
@@ -90,6 +93,7 @@ def read_completion(given: Mapping[str, Any], request_id: str, models: ServedMod
         kind=completions.KIND,
         answer_id=f"cmpl-{request_id}",
         model=given.get("model") or model.name,
+        rename=functools.partial(json_name, body=given),
     )
 
 
@@ -110,6 +114,7 @@ def read_chat(given: Mapping[str, Any], request_id: str, models: ServedModels) -
         kind=chat.CHUNK_KIND if look.is_streamed else chat.KIND,
         answer_id=f"chatcmpl-{request_id}",
         model=given.get("model") or model.name,
+        rename=functools.partial(json_name, body=given),
     )
 
 
@@ -125,10 +130,8 @@ async def collect(asked: Asked, each: EachPrompt) -> dict[str, Any]:
     return envelope.whole([sample.whole() for sample in samples.values()])
 
 
-async def stream(
-    asked: Asked, each: EachPrompt, events: EventStream, rename: Callable[[str], str]
-) -> web.StreamResponse:
-    """The answer as events. Raises: before the first of them, never after it."""
+async def stream(asked: Asked, each: EachPrompt, events: EventStream) -> web.StreamResponse:
+    """The answer as events. Raises: before the first byte, never after it."""
     envelope, samples = asked.envelope(), asked.samples()
 
     async def take(prompt: int, message: inference_pb2.GenerateResponse) -> None:
@@ -137,7 +140,8 @@ async def stream(
         await events.send(envelope.chunk(choice, message))
 
     try:
-        await each.serve(take)
+        async with events.kept_alive():
+            await each.serve(take)
         await events.end(envelope.usage_chunk() if asked.look.has_usage else None)
     except ConnectionError:
         # All was said, to a client that has gone.
@@ -146,7 +150,7 @@ async def stream(
     except Exception as error:
         if not events.has_begun:
             raise
-        found = http_error_of(error, rename)
+        found = http_error_of(error)
         if found.status == 500:
             logs.event(logger, "stream_failed", level=logging.ERROR, exc_info=True)
         await events.fail(found.body())

@@ -10,6 +10,7 @@ from process import trace_context
 from process.errors import Cancelled
 from process.spans import Attributes
 from services.router.http_errors import http_error_of
+from services.router.openai.bodies import traced_id_of
 from services.router.request_trace import Call
 
 
@@ -33,6 +34,9 @@ class HttpCall(Call):
             "url.path": request.path,
             "url.scheme": request.scheme,
         }
+        traced_id = traced_id_of(request.headers)
+        if traced_id:
+            about["http.request.header.x-request-id"] = traced_id
         ours = request.get_extra_info("sockname")
         if ours:
             about |= {"server.address": ours[0], "server.port": ours[1]}

@@ -104,11 +104,11 @@ _REFUSALS = {
     "403": "The key does not allow this.",
     "404": "The model is not served.",
     "408": "The body did not arrive in time.",
-    "409": "The request id is in flight with another body.",
+    "409": "The idempotency key is under way with another body.",
     "413": "The body is too large.",
     "415": "The body is not application/json.",
     "429": "No room now; see retry-after.",
-    "499": "A newer attempt with the same id took over.",
+    "499": "A newer attempt with the same idempotency key took over.",
     "503": "No worker is there; see retry-after.",
     "504": "The request's time ran out.",
 }
@@ -171,9 +171,13 @@ def _embed() -> dict[str, Any]:
 
 def _generate(operation: str, body: str, answer: str) -> dict[str, Any]:
     headers: dict[str, tuple[str, dict[str, Any]]] = {
-        "x-request-id": (
-            "Names the request; sent again, it is the same one.",
+        "idempotency-key": (
+            "Names the request: sent again with the same body, it is the same one.",
             {"type": "string", "pattern": "^[A-Za-z0-9._:@/+=-]{0,128}$"},
+        ),
+        "x-request-id": (
+            "Comes back with the answer, and stands in the log.",
+            {"type": "string", "pattern": "^[ -~]{0,512}$"},
         ),
         "x-baton-budget-ms": (
             "Time the whole request may take; 0: the router's default.",

@@ -48,10 +48,16 @@ class Record:
 
     fields: Sequence[Field]
     what: str = "an object"
+    elsewhere: Mapping[str, str] = field(default_factory=dict)
+    """What stands here under another name: names that other servers have, and ours."""
     _by_name: Mapping[str, Field] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_by_name", {entry.name: entry for entry in self.fields})
+
+    def has(self, key: str) -> bool:
+        """Whether it is one of these keys."""
+        return key in self._by_name
 
     def takes(self, value: object) -> bool:
         return isinstance(value, dict)
@@ -91,9 +97,18 @@ class Record:
         }
 
     def _unknown(self, key: str) -> str:
+        near = self._near(key)
+        return "is unknown here" + (f"; did you mean {near}?" if near else "")
+
+    def _near(self, key: str) -> str:
+        """What a key that is none of these might have meant; empty: no guess."""
+        if key in self.elsewhere:
+            return self.elsewhere[key]
+        for entry in self.fields:
+            if isinstance(entry.shape, Record) and entry.shape.has(key):
+                return f"{entry.name}.{key}"
         # Of a long key only the beginning: what it costs grows with its length.
-        near = difflib.get_close_matches(key[:SHOWN_CHARS], self._by_name, n=1)
-        return "is unknown here" + (f"; did you mean {near[0]}?" if near else "")
+        return next(iter(difflib.get_close_matches(key[:SHOWN_CHARS], self._by_name, n=1)), "")
 
 
 @dataclass(frozen=True)

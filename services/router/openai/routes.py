@@ -6,14 +6,16 @@ workers. Knows the front desk and how bodies are translated, not what they mean.
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from aiohttp import web
 
+from process import logs
 from process.errors import BatonError
 from process.intake import Room
 from protos import inference_pb2
@@ -29,6 +31,7 @@ from services.router.openai.bodies import (
     Bodies,
     authorization_of,
     request_id_of,
+    traced_id_of,
 )
 from services.router.openai.each_prompt import EachPrompt, name_requests
 from services.router.openai.event_stream import EventStream
@@ -40,6 +43,8 @@ from services.router.openai.records import Record
 from services.router.openai.sampling import json_name
 from services.router.times import StageTimes
 
+logger = logging.getLogger(__name__)
+
 
 class OpenAiRoutes:
     """See the module."""
@@ -48,6 +53,7 @@ class OpenAiRoutes:
         self._desk = desk
         self._clients = clients
         self._bodies = Bodies(clients.read_s)
+        self._keep_alive_s = clients.keep_alive_s
         self._started_s = int(time.time())
 
     def add_to(self, app: web.Application) -> None:
@@ -64,12 +70,11 @@ class OpenAiRoutes:
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """/v1/completions."""
-        rename = partial(json_name, is_chat=False)
-        return await self._generate(request, COMPLETION, read_completion, rename)
+        return await self._generate(request, COMPLETION, read_completion)
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         """/v1/chat/completions."""
-        return await self._generate(request, CHAT, read_chat, partial(json_name, is_chat=True))
+        return await self._generate(request, CHAT, read_chat)
 
     async def embeddings(self, request: web.Request) -> web.StreamResponse:
         """/v1/embeddings."""
@@ -80,7 +85,7 @@ class OpenAiRoutes:
             found[prompt] = message
 
         try:
-            headers[REQUEST_ID] = request_id_of(request.headers)
+            request_id = self._name(request, headers)
             caller = self._caller(request)
             call = HttpCall(request)
             async with self._room(request, caller) as room:
@@ -89,10 +94,12 @@ class OpenAiRoutes:
                     fields, model = with_model(given, self._desk.models)
                     requests = embeddings.requests_of(fields)
                 most = embeddings.MOST_AT_ONCE
-                each = self._each(call, caller, requests, headers, times, most)
+                rename = partial(json_name, body=given)
+                name_requests(requests, request_id)
+                each = EachPrompt(self._desk, caller, requests, times, call, most, rename)
                 await each.serve(take)
         except BatonError as error:
-            return _refused(error, _name_in_embeddings, headers)
+            return _refused(error, headers)
         messages = [found[prompt] for prompt in range(len(requests))]
         wants_accounts = fields.get("baton", {}).get("provenance", False)
         accounts = [account_of(message) for message in messages] if wants_accounts else []
@@ -131,28 +138,29 @@ class OpenAiRoutes:
         return web.json_response(openapi.document())
 
     async def _generate(
-        self,
-        request: web.Request,
-        record: Record,
-        read: Read,
-        rename: Callable[[str], str],
+        self, request: web.Request, record: Record, read: Read
     ) -> web.StreamResponse:
         times, headers = StageTimes(), dict[str, str]()
         try:
-            headers[REQUEST_ID] = request_id_of(request.headers)
+            request_id = self._name(request, headers)
             caller = self._caller(request)
             call = HttpCall(request)
             async with self._room(request, caller) as room:
                 with self._unread_traced(call, times):
                     fields = await self._bodies.read(request, room, record)
-                    asked = read(fields, headers[REQUEST_ID], self._desk.models)
+                    asked = read(fields, request_id, self._desk.models)
                 call.is_streamed = asked.look.is_streamed
-                each = self._each(call, caller, asked.requests, headers, times, MAX_PROMPTS)
+                name_requests(asked.requests, request_id)
+                each = EachPrompt(
+                    self._desk, caller, asked.requests, times, call, MAX_PROMPTS, asked.rename
+                )
                 if asked.look.is_streamed:
-                    return await stream(asked, each, EventStream(request, headers), rename)
+                    return await stream(
+                        asked, each, EventStream(request, headers, self._keep_alive_s)
+                    )
                 return web.json_response(await collect(asked, each), headers=headers)
         except BatonError as error:
-            return _refused(error, rename, headers)
+            return _refused(error, headers)
 
     @contextmanager
     def _unread_traced(self, call: HttpCall, times: StageTimes) -> Iterator[None]:
@@ -162,17 +170,20 @@ class OpenAiRoutes:
             self._desk.trace_unread(call, times, error)
             raise
 
-    def _each(
-        self,
-        call: HttpCall,
-        caller: Caller,
-        requests: Sequence[inference_pb2.GenerateRequest],
-        headers: Mapping[str, str],
-        times: StageTimes,
-        most_at_once: int,
-    ) -> EachPrompt:
-        name_requests(requests, headers[REQUEST_ID])
-        return EachPrompt(self._desk, caller, requests, times, call, most_at_once)
+    def _name(self, request: web.Request, headers: dict[str, str]) -> str:
+        """What the request is called here. Adds to `headers` what its answer says of that: a
+        client's own word for it comes back, and is told beside ours in the log.
+
+        Raises: InvalidArgument.
+        """
+        traced_id = traced_id_of(request.headers)
+        if traced_id:
+            headers[REQUEST_ID] = traced_id
+        request_id = request_id_of(request.headers)
+        if traced_id:
+            logs.event(logger, "http_request", request_id=request_id, x_request_id=traced_id)
+        headers.setdefault(REQUEST_ID, request_id)
+        return request_id
 
     async def _close(self, app: web.Application) -> None:
         self._bodies.close()
@@ -205,14 +216,7 @@ class OpenAiRoutes:
         }
 
 
-def _name_in_embeddings(field: str) -> str:
-    name = json_name(field, is_chat=False)
-    return name.replace("prompt", "input", 1) if name.partition("[")[0] == "prompt" else name
-
-
-def _refused(
-    error: BatonError, rename: Callable[[str], str], headers: Mapping[str, str]
-) -> web.Response:
-    response = error_response(http_error_of(error, rename))
+def _refused(error: BatonError, headers: Mapping[str, str]) -> web.Response:
+    response = error_response(http_error_of(error))
     response.headers.update(headers)
     return response

@@ -21,14 +21,14 @@ _AS_THEY_ARE = (
 )
 _TOKEN_ID = re.compile(r"\d{1,10}")
 
+_PROMPT_NAMES = ("text", "token_ids.ids")
+_CALL = re.compile(r"chat\.(messages\[\d+\]\.tool_calls\[\d+\])\.(name|arguments)")
 _JSON_NAMES = {
-    "text": "prompt",
-    "token_ids.ids": "prompt",
     "chat": "messages",
     "chat.messages": "messages",
     "chat.tools": "tools",
     "chat.template_arguments": "chat_template_kwargs",
-    "request_id": "x-request-id",
+    "request_id": "idempotency-key",
     "sampling.include_stop_text": "include_stop_str_in_output",
     "sampling.json_schema": "response_format",
     "sampling.choice.values": "baton.choice",
@@ -79,11 +79,24 @@ def force(sampling: common_pb2.SamplingParams, kind: str, grammar: Any) -> None:
         setattr(sampling, kind, grammar)
 
 
-def json_name(field: str, *, is_chat: bool) -> str:
-    """What the body calls a field of GenerateRequest."""
-    if is_chat and field == "sampling.logprobs":
+def json_name(field: str, *, body: Mapping[str, Any]) -> str:
+    """What `body`, as it was sent, calls a field of GenerateRequest that was made of it."""
+    own = body.get("baton", {})
+    if field == "sampling.logprobs" and "messages" in body:
         return "top_logprobs"
+    if field == "sampling.max_tokens" and "max_completion_tokens" in body:
+        return "max_completion_tokens"
+    if field == "sampling.json_schema" and "response_format" not in body:
+        return "tools"  # a call that is forced
+    if field == "session" and "session" not in own:
+        return "prompt_cache_key"
+    if field == "adapter" and "adapter" not in own:
+        return "model"
     whole, bracket, rest = field.partition("[")
+    if whole in _PROMPT_NAMES:
+        return ("input" if "input" in body else "prompt") + bracket + rest
+    if call := _CALL.fullmatch(field):
+        return f"{call[1]}.function.{call[2]}"
     for known in (field, whole):
         if known in _JSON_NAMES:
             return _JSON_NAMES[known] + (bracket + rest if known == whole else "")

@@ -95,6 +95,24 @@ def test_who_listens_to_the_network_says_what_protects_it(
         settings.load(RouterSettings, overrides=whole)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (('cors_origins=["https://a.example", "http://localhost:3000"]',), ""),
+        (('cors_origins=["*"]', "api_keys_file=/f"), ""),
+        (('cors_origins=["*"]',), "set api_keys_file"),
+        (('cors_origins=["https://a.example/"]',), "is no origin"),
+        (('cors_origins=["a.example"]',), "is no origin"),
+    ],
+)
+def test_origins_of_pages_are_origins(overrides: tuple[str, ...], said: str) -> None:
+    if not said:
+        assert settings.load(RouterSettings, overrides=["model=m", *overrides]).cors_origins
+        return
+    with pytest.raises(settings.SettingsError, match=f"cors_origins: .*{said}"):
+        settings.load(RouterSettings, overrides=["model=m", *overrides])
+
+
 def test_loopback_needs_nothing() -> None:
     for host in ("127.0.0.1", "localhost", "[::1]"):
         assert settings.load(RouterSettings, overrides=["model=m", f"listen={host}:1"])

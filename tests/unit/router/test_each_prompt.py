@@ -33,7 +33,7 @@ class Desk:
 
 def each(desk: Any, num_prompts: int) -> EachPrompt:
     requests = [inference_pb2.GenerateRequest(text="a") for _ in range(num_prompts)]
-    return EachPrompt(desk, ANYBODY, requests, StageTimes(), Call(), 1)
+    return EachPrompt(desk, ANYBODY, requests, StageTimes(), Call(), 1, str)
 
 
 async def test_those_that_wait_for_others_do_not_get_their_time_anew() -> None:

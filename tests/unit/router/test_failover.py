@@ -153,7 +153,7 @@ def test_only_what_a_leg_had_is_computed_again() -> None:
 
 def test_without_a_prefill_worker_the_one_that_told_counts() -> None:
     account = KvAccount()
-    account.expect_own(7)
+    account.expect(7)
     assert account.num_cached_tokens == 7
     account.add_silent("d0", "life", LOST)
     assert account.num_cached_tokens == 7

@@ -67,6 +67,21 @@ CASES = [
     (TAGGED, '<tool_call>{"name": 3}', None),
     (TAGGED, '<tool_call>{"name": "a", ]', ("", [("a", "")])),
     (TAGGED, "a < b <tool_cal", ("a < b <tool_cal", [])),
+    (TAGGED, "The tag <tool_call> is used so.", None),
+    (TAGGED, "The tag \n <tool_call>", None),
+    (TAGGED, "The tag\t<tool_call> {", None),
+    (TAGGED, "Say <tool_call> {4} ", None),
+    (TAGGED, "Say <tool_call><tool_cal", None),
+    (
+        TAGGED,
+        'Say <tool_call><tool_call>{"name": "a"}</tool_call>',
+        ("Say <tool_call>", [("a", "{}")]),
+    ),
+    (
+        TAGGED,
+        '<tool_call>{"name": "a"}</tool_call> The <tool_call> tag.',
+        (" The <tool_call> tag.", [("a", "{}")]),
+    ),
     (TAGGED, "trailing space \n", ("trailing space \n", [])),
     (MISTRAL, f"[TOOL_CALLS] [{SEARCH}]", ("", [("search", ARGUMENTS)])),
     (
@@ -80,6 +95,12 @@ CASES = [
         ("Hm.", [("search", ARGUMENTS), ("b", '{"x": 1}')]),
     ),
     (MISTRAL, "[TOOL_CALLS] what?", ("[TOOL_CALLS] what?", [])),
+    (MISTRAL, "Hm. [TOOL_CALLS] what?", None),
+    (
+        MISTRAL,
+        '[TOOL_CALLS]a{"x": 1}[TOOL_CALLS] what?',
+        ("[TOOL_CALLS] what?", [("a", '{"x": 1}')]),
+    ),
     (MISTRAL, "only text", ("only text", [])),
     (BARE, '{"name": "a", "parameters": {"x": 1}}', ("", [("a", '{"x": 1}')])),
     (BARE, '<|python_tag|>{"name": "a", "parameters": {}}', ("", [("a", "{}")])),
@@ -129,6 +150,27 @@ def test_arguments_come_while_they_are_written() -> None:
     assert reader.feed('ents": {"x": 1') == [CallPart(0, "", '{"x": 1')]
     assert reader.feed("2}") == [CallPart(0, "", "2}")]
     assert reader.feed("}</tool_call>") == [] and reader.finish() == []
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "is_cut"),
+    [
+        (LISTED, '[{"name": "a", "arguments": {"x"', True),
+        (LISTED, '[{"name": "a", ', True),
+        (LISTED, '[{"na', False),
+        (LISTED, '[{"name": "a", "arguments": {}}, ', False),
+        (TAGGED, '<tool_call>{"name": "a", "arguments": {"x"', True),
+        (TAGGED, '<tool_call>{"name": "a"}</tool_', False),
+        (MISTRAL, "[TOOL_CALLS]a{", True),
+        (TAGGED, "no call", False),
+    ],
+)
+def test_a_call_that_the_text_ends_in_is_cut(form: ToolCallFormat, text: str, is_cut: bool) -> None:
+    reader = CallsInText(form)
+    reader.feed(text)
+    assert not reader.is_cut
+    reader.finish()
+    assert reader.is_cut == is_cut
 
 
 def test_content_is_held_back_no_longer_than_it_may_be_a_marker() -> None:
