@@ -24,6 +24,7 @@ from process import logs
 from process.errors import NoCapacity
 from process.tasks import end_tasks, start_task
 from services.router.http_errors import http_error_of
+from services.router.http_half_open import HalfOpen
 
 logger = logging.getLogger(__name__)
 
@@ -120,11 +121,14 @@ class HttpConnections:
 
     async def _begin(self, peer: socket.socket, protocol: asyncio.BaseProtocol) -> None:
         context = self._ssl_context
+        served = protocol
+        if context is None and isinstance(protocol, asyncio.Protocol):
+            served = HalfOpen(protocol)
         # A client that went away, or whose handshake failed or took too long: its connection is
         # closed, and there is no more to do.
         with contextlib.suppress(OSError):
             await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: protocol,
+                lambda: served,
                 peer,
                 ssl=context,
                 ssl_handshake_timeout=self._handshake_s if context is not None else None,

@@ -1,8 +1,8 @@
 """The router's HTTP port: connections, bounds, and errors in one form. Knows no route of its own.
 
-A client that goes away cancels its handler. Headers and bodies are bounded in bytes, connections in
-number, and one that does not finish a request's head in time, or does not take its answer, is
-closed. One asyncio loop.
+A client that goes away cancels its handler; one that only sends no more gets its answer. Headers
+and bodies are bounded in bytes, connections in number, and one that does not finish a request's
+head in time, or does not take its answer, is closed. One asyncio loop.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from process.families import Labels, counter
 from process.serving import HANDSHAKE_S
 from services.router.http_connections import HttpConnections
 from services.router.http_errors import HttpError, http_error_of, http_error_of_status
+from services.router.http_half_open import half_open_of
 
 logger = logging.getLogger(__name__)
 
@@ -161,6 +162,15 @@ async def _bound(host: str, port: int) -> list[socket.socket]:
 @web.middleware
 async def _guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Whatever goes wrong before an answer began is answered in one form."""
+    connection = half_open_of(request)
+    with connection.serving(request) if connection is not None else contextlib.nullcontext():
+        response = await _answer(request, handler)
+    if connection is not None and connection.is_half_closed:
+        response.force_close()
+    return response
+
+
+async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except web.HTTPException as error:
@@ -186,6 +196,9 @@ async def _sign(request: web.BaseRequest, response: web.StreamResponse) -> None:
     """Who answers; which versions of what we run is nobody's business. And that it has begun."""
     response.headers["server"] = "baton"
     request[_BEGUN] = True
+    connection = half_open_of(request)
+    if connection is not None:
+        connection.response = response
 
 
 def error_response(error: HttpError) -> web.Response:

@@ -19,10 +19,12 @@ import pytest
 
 from process.errors import NoCapacity
 from protos import common_pb2, inference_pb2
+from services.router import http_half_open
 from services.router.openai import bodies, completions, embeddings, event_stream
 from services.router.openai.answers import Envelope
 from services.router.page.snapshots import Snapshots
-from tests.wire.http_bench import Served, served
+from tests.unit.router.bench import until
+from tests.wire.http_bench import HttpBench, Served, http_bench, served
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 JSON = {"content-type": "application/json"}
@@ -231,3 +233,81 @@ async def test_embeddings_are_written_with_others_in_between() -> None:
     assert answer["usage"] == {"prompt_tokens": 15, "total_tokens": 15}
     assert (answer["model"], answer["baton"]["requests"]) == ("m", [{"request_id": "r"}])
     assert json.loads(await embeddings.answer({}, "m", [], []))["data"] == []
+
+
+async def _asked(bench: HttpBench, body: dict[str, Any], version: str = "1.1") -> Any:
+    """A connection that has sent a request and ended its own direction. Returns: reader, writer."""
+    host, _, port = bench.router.http_address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    data = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/{version}\r\nhost: x\r\ncontent-type: application/json\r\n"
+    writer.write(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
+    writer.write_eof()
+    return reader, writer
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+@pytest.mark.parametrize("grace_s", [0.0, 60.0])
+async def test_a_client_that_half_closes_gets_its_answer(
+    monkeypatch: pytest.MonkeyPatch, is_streamed: bool, version: str, grace_s: float
+) -> None:
+    monkeypatch.setattr(http_half_open, "_GRACE_S", grace_s)
+    body = {"prompt": "x", "max_tokens": 8, "stream": is_streamed}
+    async with http_bench() as bench:
+        bench.prefill.gate.close()
+        bench.decode.token_gate.close()
+        reader, writer = await _asked(bench, body, version)
+        await until(bench.prefill.gate.reached.is_set)
+        if version == "1.1" and not grace_s:
+            assert await reader.readline() == b"HTTP/1.1 100 Continue\r\n"
+            assert await reader.readline() == b"\r\n"
+        bench.prefill.gate.open()
+        await until(lambda: bench.decode.generated)
+        bench.decode.token_gate.open()
+        assert (await reader.readline()).split()[1] == b"200"
+        text = (await reader.read()).decode()  # to the end: the connection is closed then
+        writer.close()
+    assert "[DONE]" in text if is_streamed else '"finish_reason": "length"' in text
+    assert bench.decode.num_cancelled == 0
+
+
+async def test_a_client_that_half_closes_in_a_stream_gets_the_rest() -> None:
+    async with http_bench() as bench:
+        bench.decode.token_gate.close()
+        host, _, port = bench.router.http_address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        data = json.dumps({"prompt": "x", "max_tokens": 8, "stream": True}).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        writer.write(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
+        await reader.readuntil(b"data: ")
+        writer.write_eof()
+        await reader.readuntil(b"2\r\n:\n\r\n")
+        bench.decode.token_gate.open()
+        assert b"[DONE]" in await reader.read()
+        writer.close()
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_client_that_half_closes_and_goes_away_ends_its_request(is_streamed: bool) -> None:
+    async with http_bench() as bench:
+        bench.decode.token_gate.close()
+        body = {"prompt": "x", "max_tokens": 8, "stream": is_streamed}
+        _, writer = await _asked(bench, body)
+        await until(lambda: bench.decode.generated)
+        writer.transport.abort()
+        await until(lambda: bench.decode.num_cancelled == 1)
+        bench.decode.token_gate.open()
+        await until(bench.is_idle)
+
+
+@pytest.mark.parametrize("data", [b"", b"POST /v1/comp", b"POST /v1/completions HTTP/1.1\r\n\r\n"])
+async def test_a_client_that_ends_without_a_whole_request_is_let_go(data: bytes) -> None:
+    async with http_bench() as bench:
+        host, _, port = bench.router.http_address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(data)
+        writer.write_eof()
+        await reader.read()  # to the end
+        writer.close()
+        await until(lambda: bench.router._http.connections.num_open == 0)  # type: ignore[union-attr]

@@ -922,3 +922,12 @@ async def test_a_model_that_is_served_from_a_folder_is_listed_once() -> None:
                 assert (await client.models.retrieve(name)).id == "fake"
                 answer = await client.completions.create(model=name, prompt="x", max_tokens=2)
                 assert answer.choices[0].finish_reason
+
+
+async def test_a_conversation_that_ends_with_calls_is_refused_by_its_path() -> None:
+    call: Any = {"id": "c", "type": "function", "function": {"name": "now", "arguments": "x"}}
+    messages: Any = [*HELLO, {"role": "assistant", "tool_calls": [call]}]
+    async with http_bench() as bench, client_of(bench) as client:
+        with pytest.raises(openai.BadRequestError, match="send each call's result") as caught:
+            await client.chat.completions.create(model="fake", messages=messages)
+        assert caught.value.param == "messages[1].tool_calls"

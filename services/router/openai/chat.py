@@ -34,7 +34,13 @@ def request_of(body: Mapping[str, Any], use: ToolUse) -> inference_pb2.GenerateR
     elif body.get("top_logprobs"):
         raise InvalidArgument("top_logprobs", "needs logprobs: true")
     _constrain(request, body, use)
+    last = len(body["messages"]) - 1
     for index, message in enumerate(body["messages"]):
+        if index == last and message["role"] == "assistant" and message.get("tool_calls"):
+            raise InvalidArgument(
+                f"messages[{index}].tool_calls",
+                "the conversation ends with calls; send each call's result in a tool message",
+            )
         request.chat.messages.append(_message(message, f"messages[{index}]"))
     request.chat.tools.extend(map(tool_json, use.tools))
     if "chat_template_kwargs" in body:
