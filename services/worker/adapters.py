@@ -15,14 +15,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from engine.lora.config import LoraLimits
 from engine.lora.files import Adapter, read_adapter
 from engine.lora.registry import AdapterInfo
-from process.errors import FailedPrecondition, NoCapacity, Unavailable
+from process.errors import FailedPrecondition, InvalidArgument, NoCapacity, Unavailable
 from protos import common_pb2
 from services.worker.engine_port import WorkerEngine
 from services.worker.engine_thread import EngineThread
@@ -44,9 +44,12 @@ class WorkerAdapters:
         thread: EngineThread,
         infos: Sequence[AdapterInfo],
         *,
+        model_names: Collection[str] = (),
         read_timeout_s: float = READ_TIMEOUT_S,
     ) -> None:
+        """model_names: of the model that adapters are of: requests name both in one field."""
         self._thread = thread
+        self._model_names = frozenset(model_names)
         self._read_timeout_s = read_timeout_s
         self._readers: list[threading.Thread] = []
         self._infos = {info.name: info for info in infos}
@@ -66,10 +69,12 @@ class WorkerAdapters:
     async def load(self, name: str, folder: Path) -> AdapterInfo:
         """Read and load an adapter; the engine's steps wait only while it is put in place.
 
-        Raises: InvalidArgument naming what is wrong with its files; NoCapacity; FailedPrecondition
+        Raises: InvalidArgument naming what is wrong with its name or files; NoCapacity; FailedPrecondition
             when other content of this name is in use; Unavailable when the files cannot be read
             in time. Nothing changed then.
         """
+        if name in self._model_names:
+            raise InvalidArgument("adapter", f"{name!r} is the served model's name; choose another")
         limits = await self._thread.call(lambda engine: engine.adapter_limits())
         adapter = await self._read(folder, limits)
         return await self._change(lambda engine: engine.install_adapter(name, adapter))

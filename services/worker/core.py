@@ -159,7 +159,11 @@ class WorkerCore:
         self.lender = self._side_ways.lender
         self.parking = self._side_ways.parking
         self.draft_pages = self._side_ways.draft_pages
-        self.adapters = WorkerAdapters(self.thread, engine.adapters())
+        self.adapters = WorkerAdapters(
+            self.thread,
+            engine.adapters(),
+            model_names=(self.model.model, settings.engine.model),
+        )
         self.counts = WorkerCounts()
         self.laws: LawCheck = (
             LawCheck(self._check_laws)

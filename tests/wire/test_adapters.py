@@ -87,6 +87,16 @@ async def test_a_reload_under_the_same_name_never_meets_old_kv(tmp_path: Path, b
             await whole(PrefillCall(w.stubs[0], request, timeout_s=WAIT_S))
 
 
+async def test_the_models_own_name_is_refused(tmp_path: Path, base: Any) -> None:
+    folder = save_adapter(tmp_path / "a", base, 1)
+    async with workers(tmp_path) as w:
+        for stub in w.stubs:
+            request = common_pb2.LoadAdapterRequest(name=MODEL, folder=str(folder))
+            with pytest.raises(grpc.aio.AioRpcError, match=f"{MODEL}' is the served model"):
+                await stub.LoadAdapter(request, timeout=WAIT_S)
+        assert not w.prefill.core.status().adapters
+
+
 async def test_what_is_no_adapter_is_refused_by_its_file(tmp_path: Path) -> None:
     async with workers(tmp_path) as w:
         for stub in w.stubs:

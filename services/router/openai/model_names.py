@@ -26,7 +26,7 @@ def with_model(
     """
     name = fields.get("model", "")
     for model in models:
-        if name and name not in model.served.names and name in adapters_of(model):
+        if name in adapters_of(model) - models.all_names:
             own = fields.get("baton", {})
             if own.get("adapter", name) != name:
                 raise InvalidArgument("baton.adapter", "differs from the adapter that model names")
