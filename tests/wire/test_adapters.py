@@ -81,8 +81,10 @@ async def test_a_reload_under_the_same_name_never_meets_old_kv(tmp_path: Path, b
         (after, _) = await w.load("x", new)
         assert after != before
         assert await _generate(w, "x", after, name="two") == expected[new]
-        # A router that has not heard of it yet is told, and may try another worker.
-        request = prefill_pb2.PrefillRequest(**w.fields(PROMPT, "stale", "x", before))
+        # Requests that began with the old content end on it.
+        assert await _generate(w, "x", before, name="three") == expected[old]
+        # A router that knows another one is told, and may try another worker.
+        request = prefill_pb2.PrefillRequest(**w.fields(PROMPT, "stale", "x", "ab" * 32))
         with pytest.raises(FailedPrecondition):
             await whole(PrefillCall(w.stubs[0], request, timeout_s=WAIT_S))
 
