@@ -208,6 +208,34 @@ class Client:
             raise self._error(error, "why it chose its workers", _STATUS_TIMEOUT_S) from None
         return reply
 
+    async def load_adapter(
+        self, request: inference_pb2.LoadClusterAdapterRequest, *, timeout_s: float
+    ) -> inference_pb2.LoadClusterAdapterReply:
+        """On every worker of its model or on none; as an admin. Returns: when it can be asked for.
+
+        Raises: InvalidArgument, FailedPrecondition, Unavailable and others, saying what refused it.
+        """
+        try:
+            reply: inference_pb2.LoadClusterAdapterReply = await self._stub.LoadAdapter(
+                request, timeout=timeout_s, metadata=self._metadata
+            )
+        except grpc.aio.AioRpcError as error:
+            raise self._error(error, "an adapter to be loaded", timeout_s) from None
+        return reply
+
+    async def unload_adapter(
+        self, request: inference_pb2.UnloadClusterAdapterRequest, *, timeout_s: float
+    ) -> inference_pb2.UnloadClusterAdapterReply:
+        """Off every worker or off none; as an admin. Raises: NotFound, FailedPrecondition and
+        others, saying what refused it."""
+        try:
+            reply: inference_pb2.UnloadClusterAdapterReply = await self._stub.UnloadAdapter(
+                request, timeout=timeout_s, metadata=self._metadata
+            )
+        except grpc.aio.AioRpcError as error:
+            raise self._error(error, "an adapter to be unloaded", timeout_s) from None
+        return reply
+
     def _error(
         self, error: grpc.aio.AioRpcError, asked: str, timeout_s: float
     ) -> errors.BatonError:
@@ -344,6 +372,18 @@ class SyncClient:
     def explain(self, request_id: str = "", tenant: str = "") -> inference_pb2.ExplainReply:
         """As `Client.explain`."""
         return self._run(self._client.explain(request_id, tenant))
+
+    def load_adapter(
+        self, request: inference_pb2.LoadClusterAdapterRequest, *, timeout_s: float
+    ) -> inference_pb2.LoadClusterAdapterReply:
+        """As `Client.load_adapter`."""
+        return self._run(self._client.load_adapter(request, timeout_s=timeout_s))
+
+    def unload_adapter(
+        self, request: inference_pb2.UnloadClusterAdapterRequest, *, timeout_s: float
+    ) -> inference_pb2.UnloadClusterAdapterReply:
+        """As `Client.unload_adapter`."""
+        return self._run(self._client.unload_adapter(request, timeout_s=timeout_s))
 
     def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
         future: Future[Result] = asyncio.run_coroutine_threadsafe(work, self._loop)

@@ -1,104 +1,91 @@
-"""`baton adapter load|unload|list`: the LoRA adapters of a running cluster's workers.
+"""`baton adapter load|unload|list`: the LoRA adapters of a running cluster.
 
-An adapter is loaded on every worker, by a folder that each of them can read; routers hear of it
-with the workers' next heartbeat. Loaded again under the same name with other content it is another
-adapter: no KV of the old one is met again.
+An adapter is loaded on every worker of its model or on none, by a folder that each of them can
+read. When the command has ended well, every router serves it; workers that start later load it
+themselves. Loaded again under the same name with other content, it replaces the old one: requests
+that run end on what they began with, new ones get the new content.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import grpc.aio
-
 from baton import command_options
 from baton.errors import Unavailable
-from process.access import Role
-from process.serving import Dialer
-from protos import common_pb2, decode_pb2_grpc, prefill_pb2_grpc
+from protos import common_pb2, inference_pb2
 
-_TIMEOUT_S = 120.0
-"""For one worker: reading a large adapter from a slow disk."""
+_LOAD_S = 900.0
+"""For a load: the router bounds it, by times.adapter_s."""
+_WAIT_S = 3600.0
+"""For requests to end: as long as one may take."""
 
 
 def add_parser(commands: Any) -> None:
     """`baton adapter` and its actions."""
     parser = commands.add_parser("adapter", help="LoRA adapters", description=__doc__)
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    load = actions.add_parser("load", help="load one on every worker")
+    load = actions.add_parser("load", help="load one on every worker, or replace its content")
     load.add_argument("name")
     load.add_argument("folder", type=Path, help="as PEFT saves it, on the workers' machines")
-    unload = actions.add_parser("unload", help="take one off every worker")
+    load.add_argument("--model", default="", help="that it adapts, where several are served")
+    unload = actions.add_parser(
+        "unload", help="take one off every worker; refused while requests use it"
+    )
     unload.add_argument("name")
+    unload.add_argument(
+        "--wait",
+        nargs="?",
+        type=float,
+        const=_WAIT_S,
+        metavar="SECONDS",
+        help="refuse new requests for it at once, and wait for those that use it to end",
+    )
     for action, run in ((load, _load), (unload, _unload), (actions.add_parser("list"), _list)):
         command_options.add_address(action)
         action.set_defaults(run=run)
 
 
 def _load(parsed: argparse.Namespace) -> int:
-    request = common_pb2.LoadAdapterRequest(name=parsed.name, folder=str(parsed.folder.resolve()))
-    return _on_each(parsed, lambda stub: stub.LoadAdapter(request, timeout=_TIMEOUT_S), "loaded")
-
-
-def _unload(parsed: argparse.Namespace) -> int:
-    request = common_pb2.UnloadAdapterRequest(name=parsed.name)
-    return _on_each(
-        parsed, lambda stub: stub.UnloadAdapter(request, timeout=_TIMEOUT_S), "unloaded"
-    )
-
-
-def _list(parsed: argparse.Namespace) -> int:
-    for worker in _workers(parsed):
-        for adapter in worker.adapters:
-            sys.stdout.write(
-                f"{worker.worker_id}: {adapter.name}, content {adapter.digest[:16]}, rank "
-                f"{adapter.rank}\n"
-            )
+    with command_options.client_of(parsed) as client:
+        reply = client.load_adapter(
+            inference_pb2.LoadClusterAdapterRequest(
+                name=parsed.name, folder=str(parsed.folder.resolve()), model=parsed.model
+            ),
+            timeout_s=_LOAD_S,
+        )
+    for worker_id in reply.worker_ids:
+        sys.stdout.write(f"{worker_id}: loaded {parsed.name}\n")
     return 0
 
 
-def _workers(parsed: argparse.Namespace) -> Sequence[common_pb2.WorkerStatus]:
+def _unload(parsed: argparse.Namespace) -> int:
+    request = inference_pb2.UnloadClusterAdapterRequest(
+        name=parsed.name, wait=parsed.wait is not None
+    )
+    with command_options.client_of(parsed) as client:
+        reply = client.unload_adapter(request, timeout_s=parsed.wait or _LOAD_S)
+    for worker_id in reply.worker_ids:
+        sys.stdout.write(f"{worker_id}: unloaded {parsed.name}\n")
+    return 0
+
+
+def _list(parsed: argparse.Namespace) -> int:
+    for worker_id, adapter in _adapters(parsed):
+        sys.stdout.write(
+            f"{worker_id}: {adapter.name}, content {adapter.digest[:16]}, rank {adapter.rank}\n"
+        )
+    return 0
+
+
+def _adapters(parsed: argparse.Namespace) -> Iterator[tuple[str, common_pb2.AdapterStatus]]:
     with command_options.client_of(parsed) as client:
         workers = client.status().workers
     if not workers:
         raise Unavailable("the cluster has no workers")
-    return sorted(workers, key=lambda worker: worker.worker_id)
-
-
-def _on_each(
-    parsed: argparse.Namespace, call: Callable[[Any], Awaitable[object]], done: str
-) -> int:
-    """One call to every worker; who refuses is named, the others have done it.
-
-    Returns: 0 if all did, else 1.
-    """
-    dial, workers = command_options.dialer_of(parsed), _workers(parsed)
-    return asyncio.run(_call_each(dial, workers, call, f"{done} {parsed.name}"))
-
-
-async def _call_each(
-    dial: Dialer,
-    workers: Sequence[common_pb2.WorkerStatus],
-    call: Callable[[Any], Awaitable[object]],
-    done: str,
-) -> int:
-    code = 0
-    for worker in workers:
-        role = Role(worker.role)
-        make_stub: Callable[[grpc.aio.Channel], Any] = (
-            prefill_pb2_grpc.PrefillStub if role is Role.PREFILL else decode_pb2_grpc.DecodeStub
-        )
-        async with dial(worker.address, role) as channel:
-            try:
-                await call(make_stub(channel))
-                sys.stdout.write(f"{worker.worker_id}: {done}\n")
-            except grpc.aio.AioRpcError as error:
-                why = error.details() or error.code().name
-                sys.stderr.write(f"baton: {worker.worker_id}: {why}\n")
-                code = 1
-    return code
+    for worker in sorted(workers, key=lambda worker: worker.worker_id):
+        for adapter in worker.adapters:
+            yield worker.worker_id, adapter

@@ -73,7 +73,7 @@ RULES: Mapping[Role, Rules] = {
             {
                 "Stream": [Role.ROUTER],
                 "GetWorkerStatus": _LOOKING_ON,
-                "LoadAdapter UnloadAdapter": [Role.ADMIN],
+                "LoadAdapter UnloadAdapter": [Role.ROUTER, Role.ADMIN],
             },
         ),
         # As a lender of its own blocks, to who reads them.
@@ -96,7 +96,7 @@ RULES: Mapping[Role, Rules] = {
             {
                 "Stream": [Role.ROUTER],
                 "GetWorkerStatus": _LOOKING_ON,
-                "LoadAdapter UnloadAdapter": [Role.ADMIN],
+                "LoadAdapter UnloadAdapter": [Role.ROUTER, Role.ADMIN],
             },
         ),
         **_CONTROL,
@@ -135,7 +135,7 @@ RULES: Mapping[Role, Rules] = {
             "baton.v1.Inference",
             {
                 "Generate ListModels": [Role.CLIENT, Role.ADMIN],
-                "GetClusterStatus Explain": [Role.ADMIN],
+                "GetClusterStatus Explain LoadAdapter UnloadAdapter": [Role.ADMIN],
             },
         ),
         **_STANDARD,

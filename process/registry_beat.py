@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from process import logs, redis_client
 from process.redis_client import RedisAccess
@@ -84,14 +84,18 @@ class RegistryBeat:
         entry: Callable[[], str],
         every_s: float = BEAT_EVERY_S,
         access: RedisAccess = redis_client.NO_ACCESS,
+        follows: tuple[str, Callable[[Mapping[bytes, bytes]], None]] | None = None,
     ) -> None:
-        """`entry`: the JSON to write, asked for at each beat; it must not raise."""
+        """`entry`: the JSON to write, asked for at each beat; it must not raise. `follows`: a HASH
+        that is read with each beat, and who is told what is in it; that must not raise either.
+        """
         self._redis = redis_client.connect(redis_url, REDIS_TIMEOUT_S, access)
         self._kind = kind
         self._entry_id = entry_id
         self._incarnation = incarnation
         self._entry = entry
         self._every_s = every_s
+        self._follows = follows
         self._task: asyncio.Task[None] | None = None
         self._now = asyncio.Event()
         self.is_registered = False
@@ -164,4 +168,8 @@ class RegistryBeat:
             pipe.hset(entries_key(self._kind), self._entry_id, self._entry())
             key = beat_key(self._kind, self._entry_id)
             pipe.set(key, self._incarnation, px=BEAT_TTL_MS)
-            await pipe.execute()
+            if self._follows is not None:
+                pipe.hgetall(self._follows[0])
+            *_, last = await pipe.execute()
+        if self._follows is not None:
+            self._follows[1](last)

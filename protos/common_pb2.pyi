@@ -419,12 +419,16 @@ class AdapterStatus(_message.Message):
     def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., rank: _Optional[int] = ..., num_bytes: _Optional[int] = ...) -> None: ...
 
 class LoadAdapterRequest(_message.Message):
-    __slots__ = ("name", "folder")
+    __slots__ = ("name", "folder", "hold_ms", "version")
     NAME_FIELD_NUMBER: _ClassVar[int]
     FOLDER_FIELD_NUMBER: _ClassVar[int]
+    HOLD_MS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     name: str
     folder: str
-    def __init__(self, name: _Optional[str] = ..., folder: _Optional[str] = ...) -> None: ...
+    hold_ms: int
+    version: int
+    def __init__(self, name: _Optional[str] = ..., folder: _Optional[str] = ..., hold_ms: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
 
 class LoadAdapterReply(_message.Message):
     __slots__ = ("adapter",)
@@ -433,14 +437,40 @@ class LoadAdapterReply(_message.Message):
     def __init__(self, adapter: _Optional[_Union[AdapterStatus, _Mapping]] = ...) -> None: ...
 
 class UnloadAdapterRequest(_message.Message):
-    __slots__ = ("name",)
+    __slots__ = ("name", "digest")
     NAME_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
     name: str
-    def __init__(self, name: _Optional[str] = ...) -> None: ...
+    digest: str
+    def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class UnloadAdapterReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class AdapterVersion(_message.Message):
+    __slots__ = ("digest", "folder")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    FOLDER_FIELD_NUMBER: _ClassVar[int]
+    digest: str
+    folder: str
+    def __init__(self, digest: _Optional[str] = ..., folder: _Optional[str] = ...) -> None: ...
+
+class AdapterWish(_message.Message):
+    __slots__ = ("name", "model", "version", "current", "old", "changed_unix_ms")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    CURRENT_FIELD_NUMBER: _ClassVar[int]
+    OLD_FIELD_NUMBER: _ClassVar[int]
+    CHANGED_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    model: str
+    version: int
+    current: AdapterVersion
+    old: _containers.RepeatedCompositeFieldContainer[AdapterVersion]
+    changed_unix_ms: int
+    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., version: _Optional[int] = ..., current: _Optional[_Union[AdapterVersion, _Mapping]] = ..., old: _Optional[_Iterable[_Union[AdapterVersion, _Mapping]]] = ..., changed_unix_ms: _Optional[int] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
     __slots__ = ("worker_id", "role", "address", "incarnation", "model", "model_fingerprint", "tokenizer_digest", "dtype", "device", "block_size", "block_bytes", "num_blocks", "num_free_blocks", "num_cached_blocks", "num_quarantined_blocks", "num_waiting", "num_running", "num_holding", "context_window", "vocab_size", "transport", "store_node_id", "store_address", "num_prompt_tokens_computed", "num_prompt_tokens_local", "num_prompt_tokens_from_store", "num_output_tokens", "recomputed", "draining", "integrity_error", "adapters", "num_prefix_tokens_asked", "num_prefix_tokens_cached", "metrics_address", "links", "remote_transport", "lender_node_id", "num_lent_blocks", "num_queued_tokens", "num_step_tokens", "direct_transport", "num_steps", "step_s", "num_computed_tokens", "num_decode_tokens", "step_age_s", "num_free_places")

@@ -388,3 +388,35 @@ class GetClusterStatusReply(_message.Message):
     history_interval_ms: int
     num_requests_failed_by_code: _containers.ScalarMap[str, int]
     def __init__(self, workers: _Optional[_Iterable[_Union[_common_pb2.WorkerStatus, _Mapping]]] = ..., stores: _Optional[_Iterable[_Union[StoreStatus, _Mapping]]] = ..., redis_reachable: bool = ..., num_requests_in_flight: _Optional[int] = ..., num_requests_finished: _Optional[int] = ..., num_requests_failed: _Optional[int] = ..., router_id: _Optional[str] = ..., problems: _Optional[_Iterable[str]] = ..., requests: _Optional[_Iterable[_Union[RequestInfo, _Mapping]]] = ..., history: _Optional[_Iterable[_Union[UsagePoint, _Mapping]]] = ..., history_interval_ms: _Optional[int] = ..., num_requests_failed_by_code: _Optional[_Mapping[str, int]] = ...) -> None: ...
+
+class LoadClusterAdapterRequest(_message.Message):
+    __slots__ = ("name", "folder", "model")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    FOLDER_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    folder: str
+    model: str
+    def __init__(self, name: _Optional[str] = ..., folder: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
+
+class LoadClusterAdapterReply(_message.Message):
+    __slots__ = ("digest", "worker_ids")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    WORKER_IDS_FIELD_NUMBER: _ClassVar[int]
+    digest: str
+    worker_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, digest: _Optional[str] = ..., worker_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class UnloadClusterAdapterRequest(_message.Message):
+    __slots__ = ("name", "wait")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    WAIT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    wait: bool
+    def __init__(self, name: _Optional[str] = ..., wait: bool = ...) -> None: ...
+
+class UnloadClusterAdapterReply(_message.Message):
+    __slots__ = ("worker_ids",)
+    WORKER_IDS_FIELD_NUMBER: _ClassVar[int]
+    worker_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, worker_ids: _Optional[_Iterable[str]] = ...) -> None: ...

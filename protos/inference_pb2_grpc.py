@@ -54,6 +54,16 @@ class InferenceStub(object):
                 request_serializer=protos_dot_inference__pb2.ExplainRequest.SerializeToString,
                 response_deserializer=protos_dot_inference__pb2.ExplainReply.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/baton.v1.Inference/LoadAdapter',
+                request_serializer=protos_dot_inference__pb2.LoadClusterAdapterRequest.SerializeToString,
+                response_deserializer=protos_dot_inference__pb2.LoadClusterAdapterReply.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/baton.v1.Inference/UnloadAdapter',
+                request_serializer=protos_dot_inference__pb2.UnloadClusterAdapterRequest.SerializeToString,
+                response_deserializer=protos_dot_inference__pb2.UnloadClusterAdapterReply.FromString,
+                _registered_method=True)
 
 
 class InferenceServicer(object):
@@ -85,6 +95,20 @@ class InferenceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """On every worker of the model or on none; answers when every router serves it. For admins.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Everywhere or nowhere: refused while requests use it, unless the caller waits for them. For admins.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -107,6 +131,16 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Explain,
                     request_deserializer=protos_dot_inference__pb2.ExplainRequest.FromString,
                     response_serializer=protos_dot_inference__pb2.ExplainReply.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=protos_dot_inference__pb2.LoadClusterAdapterRequest.FromString,
+                    response_serializer=protos_dot_inference__pb2.LoadClusterAdapterReply.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=protos_dot_inference__pb2.UnloadClusterAdapterRequest.FromString,
+                    response_serializer=protos_dot_inference__pb2.UnloadClusterAdapterReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -217,6 +251,60 @@ class Inference(object):
             '/baton.v1.Inference/Explain',
             protos_dot_inference__pb2.ExplainRequest.SerializeToString,
             protos_dot_inference__pb2.ExplainReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Inference/LoadAdapter',
+            protos_dot_inference__pb2.LoadClusterAdapterRequest.SerializeToString,
+            protos_dot_inference__pb2.LoadClusterAdapterReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Inference/UnloadAdapter',
+            protos_dot_inference__pb2.UnloadClusterAdapterRequest.SerializeToString,
+            protos_dot_inference__pb2.UnloadClusterAdapterReply.FromString,
             options,
             channel_credentials,
             insecure,

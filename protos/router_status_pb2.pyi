@@ -55,16 +55,37 @@ class ModelTraffic(_message.Message):
     num_running: int
     def __init__(self, model: _Optional[str] = ..., num_arrived: _Optional[int] = ..., num_finished: _Optional[int] = ..., num_refused: _Optional[int] = ..., num_failed: _Optional[int] = ..., num_cancelled: _Optional[int] = ..., num_rejected: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., first_token: _Optional[_Union[Durations, _Mapping]] = ..., per_token: _Optional[_Union[Durations, _Mapping]] = ..., queue: _Optional[_Union[Durations, _Mapping]] = ..., prefill_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., num_held: _Optional[int] = ..., num_queued: _Optional[int] = ..., num_running: _Optional[int] = ...) -> None: ...
 
+class RouterAdapter(_message.Message):
+    __slots__ = ("name", "version", "is_served", "num_requests")
+    class NumRequestsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    IS_SERVED_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    version: int
+    is_served: bool
+    num_requests: _containers.ScalarMap[str, int]
+    def __init__(self, name: _Optional[str] = ..., version: _Optional[int] = ..., is_served: bool = ..., num_requests: _Optional[_Mapping[str, int]] = ...) -> None: ...
+
 class RouterStatus(_message.Message):
-    __slots__ = ("router_id", "incarnation", "address", "models", "uptime_s")
+    __slots__ = ("router_id", "incarnation", "address", "models", "uptime_s", "adapters")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     MODELS_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     router_id: str
     incarnation: str
     address: str
     models: _containers.RepeatedCompositeFieldContainer[ModelTraffic]
     uptime_s: float
-    def __init__(self, router_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., models: _Optional[_Iterable[_Union[ModelTraffic, _Mapping]]] = ..., uptime_s: _Optional[float] = ...) -> None: ...
+    adapters: _containers.RepeatedCompositeFieldContainer[RouterAdapter]
+    def __init__(self, router_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., models: _Optional[_Iterable[_Union[ModelTraffic, _Mapping]]] = ..., uptime_s: _Optional[float] = ..., adapters: _Optional[_Iterable[_Union[RouterAdapter, _Mapping]]] = ...) -> None: ...

@@ -40,6 +40,6 @@ class DecodeAsk:
             priority=self.priority,
             num_samples=self.num_samples,
             beam=self.beam,
-            adapter=self.adapter,
+            adapter=self.chain.adapter_digest,
             owner=self.tenant,
         )

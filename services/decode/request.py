@@ -231,7 +231,7 @@ class DecodeRequest:
         request = await ask.request(self.engine_id, self._core.hashing)
 
         def reserve(engine: WorkerEngine) -> Reservation:
-            check_digest(engine, ask.adapter, ask.chain.adapter_digest)
+            check_digest(engine, request.adapter)
             return engine.reserve(request)
 
         reservation = await thread.call(reserve)

@@ -170,14 +170,19 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
     async def LoadAdapter(
         self, request: common_pb2.LoadAdapterRequest, context: Context
     ) -> common_pb2.LoadAdapterReply:
-        info = await self._core.adapters.load(request.name, Path(request.folder))
-        return common_pb2.LoadAdapterReply(adapter=info_to_proto(info))
+        info = await self._core.adapters.load(
+            request.name,
+            Path(request.folder),
+            hold_s=request.hold_ms / 1000,
+            version=request.version,
+        )
+        return common_pb2.LoadAdapterReply(adapter=info_to_proto(request.name, info))
 
     @serving.unary
     async def UnloadAdapter(
         self, request: common_pb2.UnloadAdapterRequest, context: Context
     ) -> common_pb2.UnloadAdapterReply:
-        await self._core.adapters.unload(request.name)
+        await self._core.adapters.unload(request.name, request.digest)
         return common_pb2.UnloadAdapterReply()
 
     def _dispatch(self, command: decode_pb2.DecodeCommand, session: StreamSession) -> None:
@@ -204,7 +209,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             adapter=message.adapter,
             prompt_token_ids=token_ids_of(message.prompt_token_ids),
             sampling=sampling_from_proto(message.sampling, message.sample_index),
-            chain=self._core.chain(message.tenant_salt, message.adapter),
+            chain=self._core.chain(message.tenant_salt, message.adapter_digest),
             priority=message.priority,
             num_samples=num_samples_of(message.sampling),
             beam=beam_from_proto(message.sampling),

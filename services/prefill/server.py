@@ -77,14 +77,19 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
     async def LoadAdapter(
         self, request: common_pb2.LoadAdapterRequest, context: Context
     ) -> common_pb2.LoadAdapterReply:
-        info = await self._core.adapters.load(request.name, Path(request.folder))
-        return common_pb2.LoadAdapterReply(adapter=info_to_proto(info))
+        info = await self._core.adapters.load(
+            request.name,
+            Path(request.folder),
+            hold_s=request.hold_ms / 1000,
+            version=request.version,
+        )
+        return common_pb2.LoadAdapterReply(adapter=info_to_proto(request.name, info))
 
     @serving.unary
     async def UnloadAdapter(
         self, request: common_pb2.UnloadAdapterRequest, context: Context
     ) -> common_pb2.UnloadAdapterReply:
-        await self._core.adapters.unload(request.name)
+        await self._core.adapters.unload(request.name, request.digest)
         return common_pb2.UnloadAdapterReply()
 
     def _dispatch(
@@ -120,7 +125,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             prompt_token_ids=token_ids_of(request.prompt_token_ids),
             output_token_ids=tuple(request.output_token_ids),
             sampling=sampling_from_proto(request.sampling, request.sample_index),
-            chain=self._core.chain(request.tenant_salt, request.adapter),
+            chain=self._core.chain(request.tenant_salt, request.adapter_digest),
             priority=request.priority,
             wants_handle=request.wants_handle,
             handover=_handover(request.handover),

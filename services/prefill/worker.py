@@ -184,12 +184,11 @@ class PrefillWorker:
                 priority=ask.priority,
                 num_samples=ask.num_samples,
                 beam=ask.beam,
-                adapter=ask.adapter,
+                adapter=ask.chain.adapter_digest,
                 wants_embedding=ask.wants_embedding,
                 owner=ask.tenant,
             ),
             job.deadline,
-            adapter_digest=ask.chain.adapter_digest,
         )
         job.leg.num_tokens_local = reservation.num_local_tokens
         job.move(PrefillState.FETCHING)

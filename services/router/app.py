@@ -30,6 +30,8 @@ from process.standard_services import Health, Reflection
 from process.tls import Identity, is_loopback
 from process.tracing import Tracing
 from services.router import beats, http_origins, http_roles, policies
+from services.router.adapter_changes import AdapterChanges
+from services.router.adapter_use import AdapterUse
 from services.router.admission import DEFAULT_STEP_TOKENS, Admission
 from services.router.admission_metrics import AdmissionMetrics
 from services.router.candidates import Candidates
@@ -159,6 +161,18 @@ class Router:
             incarnation=incarnation.new().hex(),
             address=lambda: self.address,
             traffic=self._traffic,
+            adapters=lambda: self._changes.to_proto(),
+        )
+        self._adapter_use = AdapterUse()
+        self._changes = AdapterChanges(
+            self._registry,
+            self._redis,
+            self._adapter_use,
+            router_id=self.router_id,
+            times=times,
+            models=lambda: self.desk.models,
+            beat_now=self._beat.beat_now,
+            dial=self._dial,
         )
         self.desk = self._make_desk(models)
         # Behind the candidates, which must know of the change by then.
@@ -204,7 +218,7 @@ class Router:
         self._server, self.address = await serving.listen(
             self._settings.listen,
             [
-                InferenceServicer(self.desk, self._clients).add_to,
+                InferenceServicer(self.desk, self._clients, self._changes).add_to,
                 Health({SERVICE: self._is_ready}).add_to,
                 Reflection((SERVICE,)).add_to,
             ],
@@ -247,6 +261,7 @@ class Router:
         await self._history.stop()
         await self._prober.stop()
         await self._registry.stop()
+        await self._changes.stop()
         await self._streams.close()
         await self._prefills.close()
         await self._leases.close()
@@ -282,6 +297,7 @@ class Router:
                 "prefill calls": self._prefills.num_calls,
                 "stores being told": self._leases.num_under_way,
                 "requests followed": self._log.num_live,
+                "requests with adapters": self._adapter_use.num_requests,
                 **self._clients.left,
             }
             if any(left.values()):
@@ -346,6 +362,7 @@ class Router:
         for model in self.desk.models:
             model.candidates.note_seen()
         self.desk.note_workers()
+        self._changes.note(snapshot)
         self._admission.look()
 
     def _drop_hung(self, snapshot: Snapshot) -> None:
@@ -387,6 +404,7 @@ class Router:
             admission=self._admission,
             traffic=self._traffic,
             holding=self._holding,
+            adapter_use=self._adapter_use,
             keys=self._keys,
             log=self._log,
             history=self._history,

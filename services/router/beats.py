@@ -1,11 +1,12 @@
-"""This router's entry in the registry: what its traffic is, for the autoscaler. The counts are
-`traffic`'s; how an entry lives and lapses is `process.registry_beat`'s.
+"""This router's entry in the registry: what its traffic is, for the autoscaler, and what it does
+with adapters, for other routers. The counts are `traffic`'s; how an entry lives and lapses is
+`process.registry_beat`'s.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from google.protobuf import json_format
 
@@ -25,6 +26,7 @@ def make(
     incarnation: str,
     address: Callable[[], str],
     traffic: Traffic,
+    adapters: Callable[[], Iterable[router_status_pb2.RouterAdapter]],
 ) -> RegistryBeat:
     """Not started. `address`: where this router serves, by then."""
 
@@ -37,6 +39,7 @@ def make(
             address=address(),
             models=traffic.to_proto(),
             uptime_s=time.monotonic() - began_s,
+            adapters=adapters(),
         )
         return json_format.MessageToJson(status, indent=None)
 

@@ -12,11 +12,13 @@ import contextlib
 import math
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
+from process import adapter_wishes
 from process.deadline import Clock
 from process.errors import Internal, InvalidArgument, Unavailable
+from protos import common_pb2
 from services.router.config import RouterCosts
 from services.router.decode_streams import DecodeStreams
 from services.router.holding import is_expected
@@ -38,7 +40,7 @@ class Adapter:
 
     def is_on(self, worker: WorkerView) -> bool:
         """Whether the worker can serve it."""
-        return not self.name or worker.adapters.get(self.name) == self.digest
+        return not self.name or self.digest in worker.adapters.get(self.name, ())
 
 
 NO_ADAPTER = Adapter()
@@ -75,6 +77,9 @@ class Candidates:
         self._last_s: dict[str, dict[str, float]] = {PREFILL: {}, DECODE: {}}
         """By role and id: when a worker last served, or was starting; at most `return_wait_s`
         ago."""
+        self._adapter_last_s: dict[str, float] = {}
+        """By name: when an adapter could last be served, or workers were away that may bring it
+        back."""
         self._seen = _NOTHING_SEEN
         self._views: dict[str, WorkerView] = {}
         self._loads: dict[str, WorkerLoad] = {}
@@ -130,6 +135,15 @@ class Candidates:
             last_s.update(dict.fromkeys(names, now_s))
             for name in [n for n, at_s in last_s.items() if now_s - at_s >= self._return_wait_s]:
                 del last_s[name]
+        is_due = self.are_expected()
+        known = self._loaded_adapters() | self._wished_adapters()
+        for name in known if not is_due else known | self._adapter_last_s.keys():
+            if is_due or name not in self._adapter_last_s or self._is_served(name):
+                self._adapter_last_s[name] = now_s
+        gone = [name for name in self._adapter_last_s if name not in known]
+        for name in gone:
+            if now_s - self._adapter_last_s[name] >= self._return_wait_s:
+                del self._adapter_last_s[name]
 
     def expects(self, role: str) -> bool:
         """Whether a worker of `role` is away and may soon serve; see `holding.is_expected`."""
@@ -153,31 +167,71 @@ class Candidates:
         return any(expected) and all(is_due or self.usable(role) for role, is_due in roles)
 
     def adapter(self, name: str) -> Adapter:
-        """The adapter of this name, in the content that most workers have and both roles.
+        """The adapter of this name, in the content that the cluster wishes; where nothing is wished
+        of it, in that which most workers have and both roles.
 
         Raises: InvalidArgument when nobody has it; Unavailable when no two workers have the same.
         """
         if not name:
             return NO_ADAPTER
-        workers = {role: self.usable(role) for role in (PREFILL, DECODE)}
-        having = {
-            role: Counter(w.adapters[name] for w in of_role if name in w.adapters)
-            for role, of_role in workers.items()
-        }
+        having = self._having(name)
         both = having[PREFILL].keys() & having[DECODE].keys()
-        if both:
+        wish = self._wish(name)
+        wished = adapter_wishes.digest_of(wish)
+        if wished and wished in both:
+            return Adapter(name, wished)
+        if both and wish is None:
             counts = having[PREFILL] + having[DECODE]
             return Adapter(name, max(sorted(both), key=lambda digest: counts[digest]))
-        if any(having.values()):
+        if name in self.adapter_names():
             raise Unavailable(
                 f"adapter {name[:128]!r} is not loaded with the same content on a prefill and a "
                 "decode worker",
                 retry_after_s=1.0,
             )
-        loaded = sorted({n for of_role in workers.values() for w in of_role for n in w.adapters})
-        raise InvalidArgument(
-            "adapter", f"'{name[:128]}' is not loaded; loaded are: {', '.join(loaded) or 'none'}"
-        )
+        loaded = ", ".join(sorted(self.adapter_names())) or "none"
+        raise InvalidArgument("adapter", f"'{name[:128]}' is not loaded; loaded are: {loaded}")
+
+    def adapter_names(self) -> Set[str]:
+        """Of all that requests may name: those that are wished, whoever has them now, and those
+        that workers have, or had who are expected back, of which nothing is wished."""
+        own = self._loaded_adapters()
+        if self.are_expected():
+            own |= self._adapter_last_s.keys()
+        return self._wished_adapters() | {name for name in own if self._wish(name) is None}
+
+    def is_adapter_expected(self, name: str) -> bool:
+        """Whether workers that lack an adapter may soon have it: a short time ago it could be
+        served, or workers were away."""
+        last_s = self._adapter_last_s.get(name, -math.inf)
+        return self._clock() - last_s < self._return_wait_s
+
+    def _having(self, name: str) -> Mapping[str, Counter[str]]:
+        """By role: how many workers have which content."""
+        return {
+            role: Counter(d for w in self.usable(role) for d in w.adapters.get(name, ()))
+            for role in (PREFILL, DECODE)
+        }
+
+    def _is_served(self, name: str) -> bool:
+        try:
+            return bool(self.adapter(name).name)
+        except (InvalidArgument, Unavailable):
+            return False
+
+    def _wish(self, name: str) -> common_pb2.AdapterWish | None:
+        return self._registry.snapshot.wishes.get(name)
+
+    def _wished_adapters(self) -> set[str]:
+        return {
+            name
+            for name, wish in self._registry.snapshot.wishes.items()
+            if wish.model in self._served.names and wish.HasField("current")
+        }
+
+    def _loaded_adapters(self) -> set[str]:
+        workers = [*self.usable(PREFILL), *self.usable(DECODE)]
+        return {name for worker in workers for name in worker.adapters}
 
     @property
     def num_blocks(self) -> Mapping[str, int]:

@@ -194,6 +194,11 @@ class RouterTimes:
     keep open, so that they do not meet one that just closed.
     """
 
+    adapter_s: float = 120.0
+    """For every worker to load an adapter, and then for every router to serve it; also for all of
+    them to drop one. A load that some worker does not manage in this time fails, and all keep what
+    they had."""
+
     drain_s: float = 10.0
     """How long a stopping router lets requests finish. Those that are left then end with an error,
     in a stream as its last event; a second signal ends the router at once.

@@ -19,6 +19,7 @@ from process.errors import BatonError, Cancelled, DeadlineExceeded, InvalidArgum
 from process.tracing import OFF, Tracing
 from protos import inference_pb2
 from services.router import explain, identity, prompt_log, validation
+from services.router.adapter_use import AdapterUse
 from services.router.admission import Admission, Asked, Ticket
 from services.router.caller import ANYBODY, Caller
 from services.router.config import RouterLimits
@@ -79,6 +80,7 @@ class FrontDesk:
     admission: Admission
     traffic: Traffic
     holding: Holding
+    adapter_use: AdapterUse
     keys: ApiKeys | None = None
     """Where clients are asked for API keys."""
     counters: Counters = field(default_factory=Counters)
@@ -164,7 +166,13 @@ class FrontDesk:
                 )
                 with self.log.follow(request_id, tenant, model.name, times) as record:
                     async with self._admitted(
-                        asked, deadline, record, times, model=model, traffic=traffic
+                        asked,
+                        deadline,
+                        record,
+                        times,
+                        model=model,
+                        adapter=request.adapter,
+                        traffic=traffic,
                     ) as ticket:
                         await self._serve(
                             request,
@@ -188,12 +196,13 @@ class FrontDesk:
         times: StageTimes,
         *,
         model: OneModel,
+        adapter: str,
         traffic: RequestTraffic,
     ) -> AsyncIterator[Ticket]:
         """The body runs when there are workers and it is the request's turn; who does not get one
         is counted, too."""
         try:
-            await self._hold(model, deadline, record, times, traffic)
+            await self._hold(model, adapter, deadline, record, times, traffic)
             async with self.admission.admit(asked, deadline) as ticket:
                 times.mark("queue")
                 record.doing = "being tokenized"
@@ -213,12 +222,14 @@ class FrontDesk:
     async def _hold(
         self,
         model: OneModel,
+        adapter: str,
         deadline: Deadline,
         record: RequestRecord,
         times: StageTimes,
         traffic: RequestTraffic,
     ) -> None:
-        """Wait for the model's first workers, where requests are held for them."""
+        """Wait for the model's first workers, where requests are held for them, and for those that
+        soon have the request's adapter."""
         doing = record.doing
 
         def on_held() -> None:
@@ -226,7 +237,15 @@ class FrontDesk:
             traffic.move(Place.HELD)
 
         workers = model.candidates
-        if await self.holding.wait(workers.bounds, deadline, on_held, workers.are_expected):
+
+        def find() -> None:
+            workers.bounds()
+            workers.adapter(adapter)
+
+        def is_coming() -> bool:
+            return workers.are_expected() or workers.is_adapter_expected(adapter)
+
+        if await self.holding.wait(find, deadline, on_held, is_coming):
             times.mark("hold")
             record.doing = doing
             traffic.move(Place.QUEUED)
@@ -337,7 +356,8 @@ class FrontDesk:
                 trace.on_job(job)
                 if self.log_prompts:
                     prompt_log.on_prompt(job, model.preparer.encoder)
-                await flow.run()
+                with self.adapter_use.using(job.adapter):
+                    await flow.run()
             record.outcome = "finished"
         except BaseException as error:
             where = flow.state.value if flow is not None else "being tokenized"

@@ -28,7 +28,7 @@ from typing import Any
 import redis.asyncio
 from google.protobuf import json_format
 
-from process import logs, redis_client, registry_beat
+from process import adapter_wishes, logs, redis_client, registry_beat
 from process.registry_beat import BEAT_EVERY_S, BEAT_TTL_MS
 from process.tasks import end_tasks
 from protos import common_pb2, inference_pb2
@@ -45,6 +45,7 @@ logger = logging.getLogger(__name__)
 
 WORKERS_KEY = "baton:workers"
 STORES_KEY = "baton:stores"
+ROUTERS_KEY = registry_beat.entries_key("router")
 STARTING_KEY = registry_beat.entries_key(registry_beat.STARTING)
 MARK_KEY = "baton:mark"
 """Which Redis this is: one that lost everything has another mark, or none."""
@@ -89,6 +90,7 @@ class Registry:
         self._stores: dict[str, _Store] = {}
         self._remembered_workers = Remembered[_Worker](KEEP_S)
         self._remembered_stores = Remembered[_Store](KEEP_S)
+        self._remembered_routers = Remembered[bytes](KEEP_S)
         self._task: asyncio.Task[None] | None = None
         self._read_last: dict[bytes, _Entry] = {}
         self._heard_s: dict[str, float] = {}
@@ -153,10 +155,14 @@ class Registry:
         """Returns: what takes what was read as known."""
         began_s = self._clock()
         async with self._client.pipeline(transaction=False) as pipe:
+            # Before the workers: who sees a wish sees them with what they had loaded for it.
+            pipe.hgetall(adapter_wishes.KEY)
             pipe.hgetall(WORKERS_KEY)
             pipe.hgetall(STORES_KEY)
             pipe.hgetall(STARTING_KEY)
-            worker_entries, store_entries, starting_entries = await pipe.execute()
+            pipe.hgetall(ROUTERS_KEY)
+            found_entries = await pipe.execute()
+        wish_entries, worker_entries, store_entries, starting_entries, routers = found_entries
         worker_ids, node_ids = sorted(worker_entries), sorted(store_entries)
         keys = [f"baton:worker:{i.decode(errors='replace')}:beat" for i in worker_ids]
         keys += [f"baton:store:{i.decode(errors='replace')}:beat" for i in node_ids]
@@ -165,13 +171,24 @@ class Registry:
             registry_beat.beat_key(registry_beat.STARTING, i.decode(errors="replace"))
             for i in starting_ids
         ]
+        router_ids = sorted(routers)
+        router_beats = [
+            registry_beat.beat_key("router", i.decode(errors="replace")) for i in router_ids
+        ]
         async with self._client.pipeline(transaction=False) as pipe:
             if keys:
                 pipe.mget(keys)
+            if router_beats:
+                pipe.mget(router_beats)
             pipe.set(MARK_KEY, secrets.token_bytes(16), nx=True)
             pipe.get(MARK_KEY)
             *found, _, mark = await pipe.execute()
-        beats = found[0] if found else []
+        beats = found.pop(0) if keys else []
+        live_routers = {
+            name.decode(errors="replace"): routers[name]
+            for name, beat in zip(router_ids, found[0] if router_beats else [], strict=True)
+            if beat is not None
+        }
         problems: list[str] = []
         workers: dict[str, _Worker] = {}
         entries = await self._parse_workers(worker_entries)
@@ -205,8 +222,15 @@ class Registry:
             for node_id, beat in zip(node_ids, beats[len(worker_ids) :], strict=False)
             if beat is None
         ]
-        rest = Snapshot(problems=tuple(problems), starting=starting, silent=tuple(silent))
-        return partial(self._found, mark, began_s, workers, stores, rest)
+        read = Snapshot(
+            is_redis_reachable=True,
+            problems=tuple(problems),
+            starting=starting,
+            silent=tuple(silent),
+            wishes=adapter_wishes.parse(wish_entries, problems),
+            routers=live_routers,
+        )
+        return partial(self._found, mark, began_s, workers, stores, read)
 
     def _found(
         self,
@@ -214,18 +238,19 @@ class Registry:
         began_s: float,
         workers: dict[str, _Worker],
         stores: dict[str, _Store],
-        rest: Snapshot,
+        read: Snapshot,
     ) -> Snapshot:
-        """`rest`: with all but workers and stores, which may be remembered ones."""
-        self._remember(mark, began_s, workers, stores)
+        """read: all but workers and stores, as it was read."""
+        routers = self._remember(mark, began_s, workers, stores, read.routers)
         if not self.snapshot.is_redis_reachable:
             logs.event(logger, "redis_reached", num_workers=len(self._workers))
         return replace(
-            rest,
-            silent=self._newly_silent(workers, stores, rest.silent),
+            read,
+            silent=self._newly_silent(workers, stores, read.silent),
             workers=tuple(worker.view for worker in self._workers.values()),
             stores=tuple(store.view for store in self._stores.values()),
-            is_redis_reachable=True,
+            wishes=adapter_wishes.merged(self.snapshot.wishes, read.wishes, time.time()),
+            routers=routers,
         )
 
     def _newly_silent(
@@ -245,9 +270,10 @@ class Registry:
         began_s: float,
         workers: dict[str, _Worker],
         stores: dict[str, _Store],
-    ) -> None:
+        routers: Mapping[str, bytes],
+    ) -> Mapping[str, bytes]:
         """Take these as known, with those whose absence means nothing yet. `mark` None: it was lost
-        while it was read.
+        while it was read. Returns: the routers' entries, of those, too.
         """
         now_s = self._clock()
         is_away = not self.snapshot.is_redis_reachable
@@ -256,12 +282,14 @@ class Registry:
         if mark is None or mark != self._mark or could_lapse:
             self._remembered_workers.begin(self._workers, now_s)
             self._remembered_stores.begin(self._stores, now_s)
+            self._remembered_routers.begin(self.snapshot.routers, now_s)
         self._mark = mark or b""
         self._looked_at_s = began_s
         kept_workers = self._remembered_workers.without(workers, now_s)
         kept_stores = self._remembered_stores.without(stores, now_s)
         self._workers = dict(sorted({**workers, **kept_workers}.items()))
         self._stores = dict(sorted({**stores, **kept_stores}.items()))
+        return {**routers, **self._remembered_routers.without(routers, now_s)}
 
     async def _parse_workers(self, raw: Mapping[bytes, bytes]) -> Mapping[bytes, _Entry]:
         """What changed is parsed, in slices: a thousand workers must not hold tokens up."""

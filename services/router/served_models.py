@@ -7,7 +7,7 @@ fingerprint. Stores, streams, the table of requests and the index are shared by 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 
 from process.errors import InvalidArgument
@@ -82,6 +82,11 @@ class ServedModels:
     def names(self) -> Sequence[str]:
         """One of each, as answers name it."""
         return [model.name for model in self._models]
+
+    @property
+    def all_names(self) -> Set[str]:
+        """All that requests may name the models by: no adapter is asked for under these."""
+        return self._by_name.keys()
 
     def name_of(self, name: str) -> str:
         """How the model is named in answers that a client asked for under `name`; `name` itself

@@ -17,6 +17,7 @@ from process import logs, serving, spans, trace_context
 from process.errors import BatonError
 from process.spans import Attributes
 from protos import inference_pb2
+from services.router.adapter_changes import AdapterChanges
 from services.router.caller import Caller
 from services.router.clients import Clients, authorization_of
 from services.router.front_desk import FrontDesk
@@ -51,9 +52,10 @@ class GrpcCall(Call):
 class InferenceServicer:
     """See the module."""
 
-    def __init__(self, desk: FrontDesk, clients: Clients) -> None:
+    def __init__(self, desk: FrontDesk, clients: Clients, changes: AdapterChanges) -> None:
         self._desk = desk
         self._clients = clients
+        self._changes = changes
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register every method. (The generated helper would parse a GenerateRequest before we see
@@ -75,6 +77,16 @@ class InferenceServicer:
                 self.explain,
                 request_deserializer=inference_pb2.ExplainRequest.FromString,
                 response_serializer=inference_pb2.ExplainReply.SerializeToString,
+            ),
+            "LoadAdapter": grpc.unary_unary_rpc_method_handler(
+                self.load_adapter,
+                request_deserializer=inference_pb2.LoadClusterAdapterRequest.FromString,
+                response_serializer=inference_pb2.LoadClusterAdapterReply.SerializeToString,
+            ),
+            "UnloadAdapter": grpc.unary_unary_rpc_method_handler(
+                self.unload_adapter,
+                request_deserializer=inference_pb2.UnloadClusterAdapterRequest.FromString,
+                response_serializer=inference_pb2.UnloadClusterAdapterReply.SerializeToString,
             ),
         }
         server.add_registered_method_handlers(SERVICE, handlers)
@@ -151,6 +163,22 @@ class InferenceServicer:
         """Why a request went where it did. For admins."""
         self._caller(context).check_admin()
         return self._desk.explain(request)
+
+    @serving.unary
+    async def load_adapter(
+        self, request: inference_pb2.LoadClusterAdapterRequest, context: Context
+    ) -> inference_pb2.LoadClusterAdapterReply:
+        """On every worker or on none. For admins."""
+        self._caller(context).check_admin()
+        return await self._changes.load(request)
+
+    @serving.unary
+    async def unload_adapter(
+        self, request: inference_pb2.UnloadClusterAdapterRequest, context: Context
+    ) -> inference_pb2.UnloadClusterAdapterReply:
+        """Off every worker or off none. For admins."""
+        self._caller(context).check_admin()
+        return await self._changes.unload(request, context.time_remaining())
 
     def _caller(self, context: Context) -> Caller:
         """Raises: Unauthenticated."""

@@ -105,6 +105,7 @@ class ClusterStatus:
             for worker in snapshot.workers
             if worker.step_age_s > self._max_step_s
         ]
+        problems += adapter_problems(snapshot)
         return problems
 
     def _reply(
@@ -184,6 +185,20 @@ _STORE_FIELDS = (
     "integrity_error",
     "file_tier_problem",
 )
+
+
+def adapter_problems(snapshot: Snapshot) -> list[str]:
+    """Workers that lack what the cluster wishes of an adapter: no request for it comes to them."""
+    return [
+        f"worker {worker.worker_id} has not loaded adapter {name!r} as it is wished (content "
+        f"{wish.current.digest[:16]} of {wish.current.folder})"
+        for name, wish in sorted(snapshot.wishes.items())
+        for worker in snapshot.workers
+        if wish.HasField("current")
+        and worker.model == wish.model
+        and not worker.is_draining
+        and wish.current.digest not in worker.adapters.get(name, ())
+    ]
 
 
 def link_problems(status: common_pb2.WorkerStatus) -> list[str]:

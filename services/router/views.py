@@ -47,8 +47,8 @@ class WorkerView:
     """Node id under which it lends its own blocks; empty: it lends none."""
     is_draining: bool
     dtype: str
-    adapters: Mapping[str, str] = field(default_factory=dict)
-    """Digest of each loaded adapter, by name."""
+    adapters: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """Digests of the contents of each adapter that it has loaded, by name."""
     links: Mapping[str, Link] = field(default_factory=dict)
     """The measured ones, by node."""
     num_queued_tokens: int = 0
@@ -90,6 +90,10 @@ class Snapshot:
     starting: tuple[StartingWorker, ...] = ()
     silent: tuple[str, ...] = ()
     """Names of workers and stores whose entry is there and whose heartbeat is not any more."""
+    wishes: Mapping[str, common_pb2.AdapterWish] = field(default_factory=dict)
+    """What the cluster wishes of adapters, by name; never changed in place."""
+    routers: Mapping[str, bytes] = field(default_factory=dict)
+    """Entries of all routers that live, by id, as they stand in Redis."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +137,7 @@ def worker_view(status: common_pb2.WorkerStatus, before: WorkerView | None = Non
         lender_node_id=status.lender_node_id,
         is_draining=status.draining,
         dtype=status.dtype,
-        adapters={adapter.name: adapter.digest for adapter in status.adapters},
+        adapters=_adapters(status.adapters),
         links=links,
         num_queued_tokens=min(_MAX_QUEUED_TOKENS, status.num_queued_tokens),
         step_age_s=status.step_age_s,
@@ -157,6 +161,13 @@ def hung_workers(workers: Iterable[WorkerView], max_step_s: float) -> Mapping[st
         for worker in workers
         if worker.step_age_s > max_step_s and (worker.role, worker.fingerprint) in able
     }
+
+
+def _adapters(statuses: Iterable[common_pb2.AdapterStatus]) -> Mapping[str, frozenset[str]]:
+    digests: dict[str, frozenset[str]] = {}
+    for status in statuses:
+        digests[status.name] = digests.get(status.name, frozenset()) | {status.digest}
+    return digests
 
 
 def _links(statuses: Iterable[common_pb2.LinkStatus]) -> Mapping[str, Link]:

@@ -1,10 +1,17 @@
-"""The LoRA adapters of one worker: loaded at start and at run time, known by content.
+"""The LoRA adapters of one worker: loaded at start, by call, and as the cluster wishes; known by
+name and content.
 
-The engine holds them and runs in a thread of its own, so what is known here is as of the last
-change. A request is checked twice: here, when it comes, and on the engine's thread in the moment
-its blocks are reserved (`check_digest`), because from then on the engine keeps the adapter in
-place. Files are read by a thread of their own, for a file system may hang: the engine's thread only
-puts in place what was read. Belongs to the loop's thread, but for `check_digest`.
+Of one name several contents can be here at once: requests that began with the old one end on it
+while new ones get the new. The engine knows them by content alone: its name for an adapter is the
+digest. It runs in a thread of its own, so what is known here is as of the last change. A request is
+checked twice: here, when it comes, and on the engine's thread in the moment its blocks are reserved
+(`check_digest`), because from then on the engine keeps the adapter in place. Files are read by a
+thread of their own, for a file system may hang: the engine's thread only puts in place what was
+read. Belongs to the loop's thread, but for `check_digest`.
+
+Life of a content: loaded -> held (for a load of the whole cluster, until a time) -> wished ->
+dropped, when a wish of its name leaves it out and no request uses it. One that was loaded at start,
+or by a call without a time, stays as long as nothing is wished of its name.
 
 Invariant: what is known here follows the engine, whatever becomes of the caller that asked for the
 change.
@@ -14,26 +21,69 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
 from engine.lora.config import LoraLimits
 from engine.lora.files import Adapter, read_adapter
 from engine.lora.registry import AdapterInfo
-from process.errors import FailedPrecondition, NoCapacity, Unavailable
+from process import adapter_wishes, logs
+from process.adapter_wishes import Wishes
+from process.errors import (
+    BatonError,
+    FailedPrecondition,
+    InvalidArgument,
+    NoCapacity,
+    NotFound,
+    Unavailable,
+)
+from process.tasks import end_tasks, start_task
 from protos import common_pb2
 from services.worker.engine_port import WorkerEngine
 from services.worker.engine_thread import EngineThread
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
+
+Key = tuple[str, str]
+"""Name and digest (hex)."""
 
 READ_TIMEOUT_S = 120.0
 """For all of an adapter's files. Guessed: a gigabyte from a slow disk."""
 
 MAX_NUM_READING = 4
 """Adapters read at a time, those whose file system hangs counted. Guessed."""
+
+RETRY_S = 10.0
+"""Between two attempts to load what the cluster wishes and this worker could not load. Guessed."""
+
+
+@dataclass(frozen=True)
+class Hold:
+    """A content is kept although nothing says yet that the cluster wishes it."""
+
+    until_s: float
+    version: int
+    """Of the wish that is to be changed: a later one says what has become of that."""
+
+
+@dataclass
+class Known:
+    """What a worker knows of its adapters beside what its engine does."""
+
+    keys: set[Key] = field(default_factory=set)
+    """What is loaded."""
+
+    holds: dict[Key, Hold] = field(default_factory=dict)
+    """Of that, what is held for a load of the whole cluster."""
+
+    wishes: Wishes = field(default_factory=dict)
 
 
 class WorkerAdapters:
@@ -44,54 +94,187 @@ class WorkerAdapters:
         thread: EngineThread,
         infos: Sequence[AdapterInfo],
         *,
+        model_names: Collection[str] = (),
+        known: Known | None = None,
         read_timeout_s: float = READ_TIMEOUT_S,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """model_names: of the model that adapters are of: requests name both in one field.
+        known: to the life before, over the same engine."""
         self._thread = thread
+        self._model_names = frozenset(model_names)
         self._read_timeout_s = read_timeout_s
+        self._clock = clock
         self._readers: list[threading.Thread] = []
-        self._infos = {info.name: info for info in infos}
+        self._infos = {info.digest: info for info in infos}
+        self.known = known or Known()
+        self._retry_at_s: dict[Key, float] = {}
+        self._following: asyncio.Task[None] | None = None
         self.on_change: Callable[[], None] = _nobody
 
-    def digest(self, name: str) -> str:
-        """Content of the adapter, hex; empty for no adapter. Raises: FailedPrecondition when it is
-        not loaded (any more): another worker may have it."""
-        if not name:
-            return ""
-        info = self._infos.get(name)
-        if info is None:
-            loaded = ", ".join(sorted(self._infos)) or "none"
-            raise FailedPrecondition(f"adapter: {name!r} is not loaded here; loaded are: {loaded}")
-        return info.digest
+    def check(self, name: str, digest: str) -> None:
+        """Raises: FailedPrecondition when this content of the adapter is not loaded (any more):
+        another worker may have it."""
+        if name and (name, digest) not in self.known.keys:
+            has_other = any(known == name for known, _ in self.known.keys)
+            what = f"has other content under {name!r}" if has_other else f"{name!r} is not loaded"
+            raise FailedPrecondition(f"adapter: {what} here; loaded are: {self._loaded_names()}")
 
-    async def load(self, name: str, folder: Path) -> AdapterInfo:
-        """Read and load an adapter; the engine's steps wait only while it is put in place.
+    async def load(
+        self, name: str, folder: Path, *, hold_s: float = 0.0, version: int = 0
+    ) -> AdapterInfo:
+        """Read and load an adapter beside other contents of its name; the engine's steps wait only
+        while it is put in place.
 
-        Raises: InvalidArgument naming what is wrong with its files; NoCapacity; FailedPrecondition
-            when other content of this name is in use; Unavailable when the files cannot be read
-            in time. Nothing changed then.
+        Args: hold_s: it is dropped after so long unless the cluster wishes it; 0: it stays.
+            version: of the wish that is to be changed.
+        Raises: InvalidArgument naming what is wrong with its name or files; NoCapacity; Unavailable
+            when the files cannot be read in time. Nothing changed then.
         """
+        if problem := adapter_wishes.name_problem(name):
+            raise InvalidArgument("adapter", problem)
+        if name in self._model_names:
+            raise InvalidArgument("adapter", f"{name!r} is the served model's name; choose another")
+        return await self._load(name, folder, hold_s=hold_s, version=version)
+
+    async def _load(
+        self, name: str, folder: Path, *, hold_s: float = 0.0, version: int = 0, digest: str = ""
+    ) -> AdapterInfo:
+        """digest: that the content must have; empty: any."""
         limits = await self._thread.call(lambda engine: engine.adapter_limits())
         adapter = await self._read(folder, limits)
-        return await self._change(lambda engine: engine.install_adapter(name, adapter))
+        key = (name, adapter.digest)
+        if digest and digest != adapter.digest:
+            raise FailedPrecondition(
+                f"adapter: {folder} holds {adapter.digest[:16]} now, not the {digest[:16]} that "
+                f"{name!r} was loaded with"
+            )
 
-    async def unload(self, name: str) -> None:
-        """Raises: NotFound; FailedPrecondition while requests use it."""
-        await self._change(lambda engine: engine.unload_adapter(name))
+        def note() -> None:
+            is_new = key not in self.known.keys or key in self.known.holds
+            self.known.keys.add(key)
+            self.known.holds.pop(key, None)
+            if is_new and hold_s and not self._is_wished(key):
+                self.known.holds[key] = Hold(self._clock() + hold_s, version)
 
-    async def _change(self, change: Callable[[WorkerEngine], T]) -> T:
+        info = await self._change(
+            lambda engine: engine.install_adapter(adapter.digest, adapter), note
+        )
+        logs.event(
+            logger, "adapter_loaded", adapter=name, digest=adapter.digest, folder=str(folder)
+        )
+        return info
+
+    async def unload(self, name: str, digest: str = "") -> None:
+        """One content of the name if it is held only, or all (digest empty); never what the cluster
+        wishes.
+
+        Raises: NotFound; FailedPrecondition while requests use it.
+        """
+        if digest:
+            if (name, digest) in self.known.holds:
+                await self._drop((name, digest))
+            return
+        keys = [key for key in sorted(self.known.keys) if key[0] == name]
+        if not keys:
+            raise NotFound(f"no adapter {name!r} is loaded; loaded are: {self._loaded_names()}")
+        for key in keys:
+            if not self._is_wished(key):
+                await self._drop(key)
+
+    def follow(self, raw: Mapping[bytes, bytes]) -> None:
+        """What the cluster wishes, as Redis has it now: load what is missing, drop what is not
+        wished any more."""
+        problems: list[str] = []
+        read = adapter_wishes.parse(raw, problems)
+        for problem in problems:
+            logs.event(logger, "wish_not_read", level=logging.WARNING, why=problem)
+        self.known.wishes = adapter_wishes.merged(self.known.wishes, read, time.time())
+        for key in [key for key in self.known.holds if self._is_wished(key)]:
+            del self.known.holds[key]
+        is_busy = self._following is not None and not self._following.done()
+        if not is_busy and (self._unwanted() or self._missing()):
+            self._following = start_task(self._follow_wishes(), "adapter-wishes")
+
+    async def stop(self) -> None:
+        """Follow no wishes any more."""
+        await end_tasks([self._following])
+        self._following = None
+
+    def _unwanted(self) -> list[Key]:
+        return unwanted(self.known.keys, self.known.wishes, self.known.holds, self._clock())
+
+    def _missing(self) -> list[tuple[Key, str]]:
+        own = [wish for wish in self.known.wishes.values() if wish.model in self._model_names]
+        now_s = self._clock()
+        return [
+            (key, folder)
+            for key, folder in missing(self.known.keys, own)
+            if self._retry_at_s.get(key, now_s) <= now_s
+        ]
+
+    def _is_wished(self, key: Key) -> bool:
+        wish = self.known.wishes.get(key[0])
+        return wish is not None and key[1] in {v.digest for v in adapter_wishes.versions(wish)}
+
+    async def _follow_wishes(self) -> None:
+        for key in self._unwanted():
+            with contextlib.suppress(FailedPrecondition):  # a request uses it: at a later beat
+                await self._drop(key)
+        for key, folder in self._missing():
+            name, digest = key
+            try:
+                await self._load(name, Path(folder), digest=digest)
+                self._retry_at_s.pop(key, None)
+            except BatonError as error:
+                self._retry_at_s[key] = self._clock() + RETRY_S
+                logs.event(
+                    logger,
+                    "wish_not_followed",
+                    level=logging.WARNING,
+                    adapter=name,
+                    digest=digest,
+                    why=str(error),
+                )
+
+    async def _drop(self, key: Key) -> None:
+        """Raises: FailedPrecondition while requests use it."""
+        name, digest = key
+        is_shared = any(other != name and d == digest for other, d in self.known.keys)
+
+        def take_off(engine: WorkerEngine) -> None:
+            if not is_shared:
+                engine.unload_adapter(digest)
+
+        def forget() -> None:
+            self.known.keys.discard(key)
+            self.known.holds.pop(key, None)
+
+        try:
+            await self._change(take_off, forget)
+        except FailedPrecondition as error:
+            raise FailedPrecondition(str(error).replace(digest, name)) from error
+        logs.event(logger, "adapter_dropped", adapter=name, digest=digest)
+
+    async def _change(self, change: Callable[[WorkerEngine], T], then: Callable[[], object]) -> T:
         """Run a change between two steps; what is known here is told of it before the caller."""
         loop = asyncio.get_running_loop()
 
         def changed(engine: WorkerEngine) -> T:
             result = change(engine)
-            loop.call_soon_threadsafe(self._follow, engine.adapters())
+            loop.call_soon_threadsafe(self._follow_engine, engine.adapters(), then)
             return result
 
         return await self._thread.call(changed)
 
-    def _follow(self, infos: Sequence[AdapterInfo]) -> None:
-        self._infos = {info.name: info for info in infos}
+    def _follow_engine(self, infos: Sequence[AdapterInfo], then: Callable[[], object]) -> None:
+        self._infos = {info.digest: info for info in infos}
+        then()
+        self.known.keys = {key for key in self.known.keys if key[1] in self._infos}
         self.on_change()
+
+    def _loaded_names(self) -> str:
+        return ", ".join(sorted({name for name, _ in self.known.keys})) or "none"
 
     async def _read(self, folder: Path, limits: LoraLimits) -> Adapter:
         """On a daemon thread: one that hangs is given up, and counts until it comes back."""
@@ -131,26 +314,56 @@ class WorkerAdapters:
             ) from error
 
     def to_proto(self) -> list[common_pb2.AdapterStatus]:
-        """Those that are loaded, by name."""
-        return [info_to_proto(self._infos[name]) for name in sorted(self._infos)]
+        """Those that are loaded, by name and content."""
+        return [
+            info_to_proto(name, self._infos[digest]) for name, digest in sorted(self.known.keys)
+        ]
 
 
-def info_to_proto(info: AdapterInfo) -> common_pb2.AdapterStatus:
+def unwanted(
+    loaded: Iterable[Key], wishes: Wishes, holds: Mapping[Key, Hold], now_s: float
+) -> list[Key]:
+    """What is loaded and should not be: neither wished nor held, of a name of which something is
+    wished; or held for longer than was asked, or until another change of the name came."""
+    keys = []
+    for name, digest in sorted(loaded):
+        wish = wishes.get(name)
+        kept = {v.digest for v in adapter_wishes.versions(wish)} if wish is not None else set()
+        hold = holds.get((name, digest))
+        is_held = hold is not None and now_s < hold.until_s
+        if hold is not None and wish is not None and wish.version > hold.version:
+            is_held = False
+        if digest in kept or is_held:
+            continue
+        if wish is not None or hold is not None:
+            keys.append((name, digest))
+    return keys
+
+
+def missing(
+    loaded: Collection[Key], wishes: Iterable[common_pb2.AdapterWish]
+) -> list[tuple[Key, str]]:
+    """What is wished and not loaded, with its folder where that is known."""
+    return [
+        ((wish.name, version.digest), version.folder)
+        for wish in wishes
+        for version in adapter_wishes.versions(wish)
+        if version.folder and (wish.name, version.digest) not in loaded
+    ]
+
+
+def info_to_proto(name: str, info: AdapterInfo) -> common_pb2.AdapterStatus:
     """One adapter on the wire."""
     return common_pb2.AdapterStatus(
-        name=info.name, digest=info.digest, rank=info.rank, num_bytes=info.num_bytes
+        name=name, digest=info.digest, rank=info.rank, num_bytes=info.num_bytes
     )
 
 
-def check_digest(engine: WorkerEngine, name: str, digest: str) -> None:
-    """On the engine's thread, with the reservation: the content is still the one that the request's
-    chain hashes are keyed with. Raises: FailedPrecondition."""
-    if not name:
-        return
-    for info in engine.adapters():
-        if info.name == name and info.digest == digest:
-            return
-    raise FailedPrecondition(f"adapter: {name!r} was unloaded or replaced meanwhile")
+def check_digest(engine: WorkerEngine, digest: str) -> None:
+    """On the engine's thread, with the reservation: the content that the request's chain hashes are
+    keyed with is loaded still. Raises: FailedPrecondition."""
+    if digest and all(info.digest != digest for info in engine.adapters()):
+        raise FailedPrecondition(f"adapter: {digest[:16]} was unloaded meanwhile")
 
 
 def _nobody() -> None:

@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 class _Waiter:
     request: Request
     future: asyncio.Future[Reservation]
-    adapter_digest: str = ""
 
 
 class Admission:
@@ -45,10 +44,8 @@ class Admission:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    async def reserve(
-        self, request: Request, deadline: Deadline, *, adapter_digest: str = ""
-    ) -> Reservation:
-        """Wait for room and take it, if the request's adapter is still the one of this digest.
+    async def reserve(self, request: Request, deadline: Deadline) -> Reservation:
+        """Wait for room and take it, if the request's adapter is still loaded.
 
         Whoever calls posts an `abort` of the request's id if this ends in any other way than by
         returning: a cancelled wait may still have been granted.
@@ -63,7 +60,7 @@ class Admission:
         if self._pump is None:
             self._pump = start_task(self._grant_forever(), "admission", is_for_many=True)
         future: asyncio.Future[Reservation] = asyncio.get_running_loop().create_future()
-        waiter = _Waiter(request, future, adapter_digest)
+        waiter = _Waiter(request, future)
         self._waiting.append(waiter)
         self._wake.set()
         try:
@@ -95,7 +92,7 @@ class Admission:
                 await self._grant(batch)
 
     async def _grant(self, batch: list[_Waiter]) -> None:
-        asked = [(waiter.request, waiter.adapter_digest) for waiter in batch]
+        asked = [waiter.request for waiter in batch]
         try:
             outcomes = await self._thread.call(lambda engine: _reserve_in_order(engine, asked))
         except BatonError as error:  # the engine is down: nobody will be served
@@ -114,14 +111,12 @@ class Admission:
                 waiter.future.set_result(outcome)
 
 
-def _reserve_in_order(
-    engine: WorkerEngine, asked: list[tuple[Request, str]]
-) -> list[Reservation | BatonError]:
+def _reserve_in_order(engine: WorkerEngine, asked: list[Request]) -> list[Reservation | BatonError]:
     """One outcome for each request up to the first without room."""
     outcomes: list[Reservation | BatonError] = []
-    for request, adapter_digest in asked:
+    for request in asked:
         try:
-            check_digest(engine, request.adapter, adapter_digest)
+            check_digest(engine, request.adapter)
             outcomes.append(engine.reserve(request))
         except NoBlocks:
             break

@@ -219,6 +219,10 @@ class WorkerSettings:
         names = [name for name, _ in adapter_folders(self)]
         if len(set(names)) < len(names):
             raise SettingsError(f"adapters: a name twice in {names}")
+        if self.engine.model in names:
+            raise SettingsError(
+                f"adapters: {self.engine.model!r} is the served model's name; choose another"
+            )
 
 
 def adapter_folders(settings: WorkerSettings) -> list[tuple[str, Path]]:

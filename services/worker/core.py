@@ -160,7 +160,12 @@ class WorkerCore:
         self.lender = self._side_ways.lender
         self.parking = self._side_ways.parking
         self.draft_pages = self._side_ways.draft_pages
-        self.adapters = WorkerAdapters(self.thread, engine.adapters())
+        self.adapters: WorkerAdapters = WorkerAdapters(
+            self.thread,
+            engine.adapters(),
+            model_names=(self.model.model, settings.engine.model),
+            known=None if before is None else before.adapters.known,
+        )
         self.counts = WorkerCounts()
         self.laws: LawCheck = (
             LawCheck(self._check_laws)
@@ -220,19 +225,18 @@ class WorkerCore:
         return f"{request_id}#{next(self._numbers)}"
 
     def check_model(self, model_fingerprint: str, adapter: str, adapter_digest: str) -> None:
-        """Raises: FailedPrecondition for another model, or an adapter that is not here or has other
-        content than the router knows: another worker may fit."""
+        """Raises: FailedPrecondition for another model, or an adapter that is not here in this
+        content: another worker may fit."""
         if model_fingerprint.lower() != self.model.fingerprint.lower():
             raise FailedPrecondition(
                 f"model_fingerprint: {self.identity.worker_id} serves "
                 f"{self.model.fingerprint[:16]}, not {model_fingerprint[:16]}"
             )
-        if self.adapters.digest(adapter) != adapter_digest:
-            raise FailedPrecondition(
-                f"adapter: {self.identity.worker_id} has other content under {adapter!r}"
-            )
+        if adapter_digest and not adapter:
+            raise InvalidArgument("adapter_digest", "goes with adapter")
+        self.adapters.check(adapter, adapter_digest)
 
-    def chain(self, tenant_salt: bytes, adapter: str) -> Chain:
+    def chain(self, tenant_salt: bytes, digest: str) -> Chain:
         """The chain-hash namespace of one tenant and adapter, by the adapter's content: a reload
         under the same name never meets old KV.
 
@@ -240,7 +244,6 @@ class WorkerCore:
         """
         if not tenant_salt:
             raise InvalidArgument("tenant_salt", "is empty; the router sets it")
-        digest = self.adapters.digest(adapter)
         root = block_hash.root_key(tenant_salt, self.model.fingerprint, digest)
         return Chain(root, self.model.block_size, digest)
 
@@ -313,6 +316,7 @@ class WorkerCore:
 
         Requests must have ended or been cancelled before.
         """
+        await self.adapters.stop()
         await self._side_ways.detach(timeout_s)
         await self.links.stop()
         # Whoever still gives back what lies elsewhere needs the ways there.

@@ -4,9 +4,9 @@ place in it. Knows nothing of the engine but the status it is given.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from process import redis_client, registry_beat
+from process import adapter_wishes, redis_client, registry_beat
 from process.redis_client import RedisAccess
 from process.registry_beat import BEAT_EVERY_S, RegistryBeat
 from protos import common_pb2
@@ -33,7 +33,9 @@ class Heartbeat(RegistryBeat):
         status: Callable[[], common_pb2.WorkerStatus],
         every_s: float = BEAT_EVERY_S,
         access: RedisAccess = redis_client.NO_ACCESS,
+        on_wishes: Callable[[Mapping[bytes, bytes]], None] | None = None,
     ) -> None:
+        """`on_wishes`: told what the cluster wishes of adapters, with each beat."""
         super().__init__(
             redis_url,
             KIND,
@@ -42,4 +44,5 @@ class Heartbeat(RegistryBeat):
             entry=lambda: status_to_json(status()),
             every_s=every_s,
             access=access,
+            follows=None if on_wishes is None else (adapter_wishes.KEY, on_wishes),
         )

@@ -52,6 +52,7 @@ class Life:
             incarnation=core.identity.incarnation.hex(),
             status=core.status,
             access=settings.redis,
+            on_wishes=core.adapters.follow,
         )
         core.adapters.on_change = self.heartbeat.beat_now
         self.heartbeat.start()

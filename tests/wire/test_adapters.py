@@ -81,10 +81,22 @@ async def test_a_reload_under_the_same_name_never_meets_old_kv(tmp_path: Path, b
         (after, _) = await w.load("x", new)
         assert after != before
         assert await _generate(w, "x", after, name="two") == expected[new]
-        # A router that has not heard of it yet is told, and may try another worker.
-        request = prefill_pb2.PrefillRequest(**w.fields(PROMPT, "stale", "x", before))
+        # Requests that began with the old content end on it.
+        assert await _generate(w, "x", before, name="three") == expected[old]
+        # A router that knows another one is told, and may try another worker.
+        request = prefill_pb2.PrefillRequest(**w.fields(PROMPT, "stale", "x", "ab" * 32))
         with pytest.raises(FailedPrecondition):
             await whole(PrefillCall(w.stubs[0], request, timeout_s=WAIT_S))
+
+
+async def test_the_models_own_name_is_refused(tmp_path: Path, base: Any) -> None:
+    folder = save_adapter(tmp_path / "a", base, 1)
+    async with workers(tmp_path) as w:
+        for stub in w.stubs:
+            request = common_pb2.LoadAdapterRequest(name=MODEL, folder=str(folder))
+            with pytest.raises(grpc.aio.AioRpcError, match=f"{MODEL}' is the served model"):
+                await stub.LoadAdapter(request, timeout=WAIT_S)
+        assert not w.prefill.core.status().adapters
 
 
 async def test_what_is_no_adapter_is_refused_by_its_file(tmp_path: Path) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import aiohttp
 import grpc.aio
 import pytest
 
 from process import serving
 from process.errors import BatonError, InvalidArgument, Unavailable
-from tests.unit.router.bench import Bench, request, running
+from tests.unit.router.bench import Bench, fake_model, request, running
+from tests.wire.http_bench import http_bench
 
 OLD, NEW = "11" * 32, "22" * 32
 
@@ -67,3 +69,20 @@ async def test_of_two_contents_the_one_on_more_workers_serves() -> None:
                 request(adapter="tales", sampling={"max_tokens": 3}, session=f"s{index}")
             )
         assert not bench.prefills[0].requests and bench.decodes[0].num_reserved == 0
+
+
+async def test_no_adapter_is_asked_for_under_the_name_of_any_model() -> None:
+    """Not of another model's workers either, which cannot know that name."""
+    other = fake_model(name="other")
+    async with http_bench(others=[other], num_prefill=1, num_decode=1) as bench:
+        for worker in (bench.prefill, bench.decode):
+            worker.adapters = {"other": NEW, "tales": NEW}
+            await bench.publish(worker)
+        async with aiohttp.ClientSession(bench.url) as session:
+            async with session.get("/v1/models") as answer:
+                ids = [entry["id"] for entry in (await answer.json())["data"]]
+            assert sorted(ids) == ["fake", "other", "tales"]
+            body = {"model": "other", "prompt": "x", "max_tokens": 1}
+            async with session.post("/v1/completions", json=body) as answer:
+                assert answer.status == 503  # of `other` there are no workers
+        assert not bench.prefill.requests

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import PurePath
 from typing import Any
 
 import grpc.aio
 from google.protobuf import json_format
 
 from process import incarnation, serving
+from process.errors import BatonError
 from protos import common_pb2
 from services.router.fakes.gate import Gate
 from services.router.fakes.model import FakeModel
@@ -41,6 +43,16 @@ class FakeWorker:
         self.lender_node_id = ""
         self.adapters: dict[str, str] = {}
         """Digest of each adapter that it says to have, by name."""
+        self.loaded: set[tuple[str, str]] = set()
+        """Name and digest of adapters that it says to have beside those, of `LoadAdapter`."""
+        self.held: dict[tuple[str, str], int] = {}
+        """Of those, what was not wished yet, and the version of the wish that is to change."""
+        self.load_gate = Gate()
+        """Before it loads an adapter, whose digest is its folder's name."""
+        self.load_error: BatonError | None = None
+        """Raised instead."""
+        self.on_loaded: Callable[[], Awaitable[None]] | None = None
+        """Called when `loaded` has changed."""
         self.links: Sequence[Mapping[str, Any]] = ()
         """Fields of the LinkStatus of each store that it says to have met."""
         self.status_gate = Gate()
@@ -86,7 +98,7 @@ class FakeWorker:
             draining=self.is_draining,
             adapters=[
                 common_pb2.AdapterStatus(name=name, digest=digest)
-                for name, digest in self.adapters.items()
+                for name, digest in sorted({*self.adapters.items(), *self.loaded})
             ],
             links=[common_pb2.LinkStatus(**link) for link in self.links],
         )
@@ -96,6 +108,30 @@ class FakeWorker:
         entry = json_format.MessageToJson(self.status(), indent=None)
         await client.hset("baton:workers", self.worker_id, entry)
         await client.set(f"baton:worker:{self.worker_id}:beat", self.incarnation, px=ttl_ms)
+
+    @serving.unary
+    async def LoadAdapter(
+        self, request: common_pb2.LoadAdapterRequest, context: Context
+    ) -> common_pb2.LoadAdapterReply:
+        await self.load_gate.passed()
+        if self.load_error is not None:
+            raise self.load_error
+        digest = PurePath(request.folder).name
+        self.loaded.add((request.name, digest))
+        self.held[request.name, digest] = request.version
+        if self.on_loaded is not None:
+            await self.on_loaded()
+        status = common_pb2.AdapterStatus(name=request.name, digest=digest)
+        return common_pb2.LoadAdapterReply(adapter=status)
+
+    @serving.unary
+    async def UnloadAdapter(
+        self, request: common_pb2.UnloadAdapterRequest, context: Context
+    ) -> common_pb2.UnloadAdapterReply:
+        self.loaded.discard((request.name, request.digest))
+        if self.on_loaded is not None:
+            await self.on_loaded()
+        return common_pb2.UnloadAdapterReply()
 
     @property
     def num_free_blocks(self) -> int:

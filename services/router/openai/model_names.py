@@ -7,14 +7,12 @@ from typing import Any
 
 from process.errors import InvalidArgument
 from services.router.http_errors import ModelNotFound
-from services.router.policy import DECODE, PREFILL
 from services.router.served_models import OneModel, ServedModels
 
 
 def adapters_of(model: OneModel) -> set[str]:
-    """Names of the adapters that its workers have loaded."""
-    workers = [w for role in (PREFILL, DECODE) for w in model.candidates.usable(role)]
-    return {name for worker in workers for name in worker.adapters}
+    """Names of its adapters that requests may ask for."""
+    return set(model.candidates.adapter_names())
 
 
 def with_model(
@@ -26,7 +24,7 @@ def with_model(
     """
     name = fields.get("model", "")
     for model in models:
-        if name and name not in model.served.names and name in adapters_of(model):
+        if name in adapters_of(model) - models.all_names:
             own = fields.get("baton", {})
             if own.get("adapter", name) != name:
                 raise InvalidArgument("baton.adapter", "differs from the adapter that model names")

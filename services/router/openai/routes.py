@@ -202,7 +202,7 @@ class OpenAiRoutes:
             windows = [info.context_window for info in self._desk.infos(model)]
             more: dict[str, Any] = {"max_model_len": min(windows)} if windows else {}
             listed.append(self._entry(model.name, more))
-            for adapter in sorted(adapters_of(model)):
+            for adapter in sorted(adapters_of(model) - self._desk.models.all_names):
                 listed.append(self._entry(adapter, {**more, "parent": model.name}))
         return listed
 

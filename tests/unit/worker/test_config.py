@@ -49,6 +49,12 @@ def test_what_is_wrong_is_named(override: str, word: str) -> None:
         settings.load(WorkerSettings, overrides=[override])
 
 
+def test_an_adapter_has_another_name_than_the_model() -> None:
+    overrides = ["engine.model=baton-5m", 'adapters=["baton-5m=x"]']
+    with pytest.raises(SettingsError, match="adapters: 'baton-5m' is the served model's name"):
+        settings.load(WorkerSettings, overrides=overrides)
+
+
 def test_a_way_to_other_workers_needs_ways_to_other_nodes() -> None:
     overrides = ["direct_transport=cuda_ipc", 'remote_transport=""']
     with pytest.raises(SettingsError, match="direct_transport: needs remote_transport"):
