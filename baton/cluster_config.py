@@ -228,6 +228,11 @@ class ClusterConfig:
         return found
 
     @property
+    def may_scale_to_zero(self) -> bool:
+        """Whether all workers may go when nobody asks."""
+        return self.autoscale and not (self.num_prefill_min or self.num_decode_min)
+
+    @property
     def uses_nixl(self) -> bool:
         """Whether some part opens NIXL's sockets."""
         told = (override.partition("=") for override in self.overrides)

@@ -26,7 +26,7 @@ MAX_STEP_S = 30.0
 """For so long a part may be silent, as long as the router lets a step of an engine take
 (`times.max_step_s`), unless `--set` says otherwise."""
 HOLD_S = 120.0
-"""How long the router of an autoscaled cluster keeps requests until the first workers serve."""
+"""How long the router of a cluster that may have no worker keeps requests until the first serve."""
 AUTOSCALE_INTERVAL_S = 2.0
 """Processes start faster than pods, so it looks more often than the autoscaler's default."""
 _MEMORY_SHARE = 0.9
@@ -287,7 +287,7 @@ def router(
             "redis_url": redis_url,
             "model": config.model,
             **({"models": config.more_models} if config.more_models else {}),
-            **({"hold_without_workers_s": HOLD_S} if config.autoscale else {}),
+            **({"hold_without_workers_s": HOLD_S} if config.may_scale_to_zero else {}),
             "handover": config.handover,
             "times.drain_s": str(DRAIN_S),
             "times.max_step_s": MAX_STEP_S,

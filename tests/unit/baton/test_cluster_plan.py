@@ -428,3 +428,13 @@ def test_a_part_is_waited_for_as_long_as_its_settings_let_it_drain() -> None:
     assert {worker.drain_s for worker in cluster_plan.workers(config, parts)} == {7.0}
     plain = cluster_plan.router(ClusterConfig(), redis_url="unix:///r", listen="127.0.0.1:0")
     assert plain.drain_s == cluster_plan.DRAIN_S
+
+
+@pytest.mark.parametrize(("least", "holds"), [(0, True), (1, False)])
+def test_only_a_cluster_that_may_have_no_worker_holds_requests_for_the_first(
+    least: int, holds: bool
+) -> None:
+    """Its router is ready without workers; any other is ready when workers serve."""
+    config = ClusterConfig(autoscale=True, num_prefill_min=least, num_decode_min=least)
+    router = cluster_plan.router(config, redis_url="unix:///r", listen="127.0.0.1:0")
+    assert any("hold_without_workers_s" in each for each in _sets(router)) == holds
