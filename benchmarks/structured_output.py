@@ -36,7 +36,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import jsonschema  # type: ignore[import-untyped]
+import jsonschema
 import numpy as np
 import numpy.typing as npt
 from rich.console import Console
@@ -237,8 +237,13 @@ def in_own_process(name: str, folder: Path, arguments: argparse.Namespace) -> di
     """`measure` of one engine in a process of its own."""
     command = [sys.executable, "-m", "benchmarks.structured_output", "--engine", name]
     command += ["--cache", str(folder), "--tokens", str(arguments.tokens)]
-    command += ["--outputs", str(arguments.outputs), "--token-fuel", str(arguments.token_fuel)]
-    command += ["--token-items", str(arguments.token_items)]
+    command += [
+        "--outputs",
+        str(arguments.outputs),
+        "--token-fuel",
+        str(arguments.max_num_token_fuel),
+    ]
+    command += ["--token-items", str(arguments.max_num_token_items)]
     single = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=os.environ | single)
     found: dict[str, Any] = json.loads(done.stdout)
@@ -283,12 +288,15 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, help="where tokenizer.json is, or will be")
     parser.add_argument("--tokens", type=int, default=60, help="most tokens of an output")
     parser.add_argument("--outputs", type=int, default=1, help="outputs per schema")
-    parser.add_argument("--token-fuel", type=int, default=limits.token_fuel)
-    parser.add_argument("--token-items", type=int, default=limits.token_items)
+    parser.add_argument("--token-fuel", type=int, default=limits.max_num_token_fuel)
+    parser.add_argument("--token-items", type=int, default=limits.max_num_token_items)
     parser.add_argument("--engine", choices=ENGINES, help="measure this one alone, here")
     parser.add_argument("--out", type=Path, help="write the JSON object here, too")
     arguments = parser.parse_args()
-    limits = GrammarLimits(token_fuel=arguments.token_fuel, token_items=arguments.token_items)
+    limits = GrammarLimits(
+        max_num_token_fuel=arguments.max_num_token_fuel,
+        max_num_token_items=arguments.max_num_token_items,
+    )
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as temporary:
         folder = arguments.cache or Path(temporary)
         with Console(stderr=True).status("a vocabulary"):
@@ -300,8 +308,8 @@ def main() -> None:
         results = {name: in_own_process(name, folder, arguments) for name in ENGINES}
     show(results)
     libraries = {name: version(name) for name in ("llguidance", "xgrammar", "tokenizers")}
-    settings = {"vocabulary": VOCAB_SIZE, "token_fuel": limits.token_fuel}
-    settings["token_items"] = limits.token_items
+    settings = {"vocabulary": VOCAB_SIZE, "max_num_token_fuel": limits.max_num_token_fuel}
+    settings["max_num_token_items"] = limits.max_num_token_items
     publish(
         {
             "benchmark": "structured_output",

@@ -64,9 +64,9 @@ FIRST = GrammarSpec(GrammarKind.JSON_SCHEMA, '{"type": "object", "properties": {
 def parser_limits(limits: GrammarLimits) -> LLParserLimits:
     """The library's own bounds, the same wherever a grammar is compiled."""
     return LLParserLimits(
-        initial_lexer_fuel=limits.compile_fuel,
-        step_lexer_fuel=limits.token_fuel,
-        step_max_items=limits.token_items,
+        initial_lexer_fuel=limits.max_num_compile_fuel,
+        step_lexer_fuel=limits.max_num_token_fuel,
+        step_max_items=limits.max_num_token_items,
         max_lexer_states=limits.max_num_lexer_states,
         max_grammar_size=limits.max_grammar_size,
         precompute_large_lexemes=False,

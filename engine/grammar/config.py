@@ -31,7 +31,7 @@ class GrammarLimits:
     compile_bytes: int = 256 << 20
     """Memory that one compilation may take."""
 
-    compile_fuel: int = 1_000_000
+    max_num_compile_fuel: int = 1_000_000
     """Work on a grammar's terminals when it is compiled, in llguidance's units: 50,000 are 1 ms."""
 
     max_grammar_size: int = 20_000
@@ -56,10 +56,10 @@ class GrammarLimits:
     """Outputs of one compiled grammar, which learns lexer states from each and keeps them, before
     it is compiled anew."""
 
-    token_fuel: int = 1_000_000
+    max_num_token_fuel: int = 1_000_000
     """Work on terminals for one mask or one token: 14,000 are 1 ms."""
 
-    token_items: int = 3_000
+    max_num_token_items: int = 3_000
     """Work on rules for one mask or one token: 20,000 are 1 ms."""
 
     token_cpu_s: float = 0.25

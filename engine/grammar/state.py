@@ -6,8 +6,8 @@ are allowed where the text so far is complete, and nowhere else, whatever text t
 the grammar allows one text only, the mask allows one token: the one with which the tokenizer would
 go on; `forced` gives all of them at once.
 
-The library bounds the work of every call (GrammarLimits.token_fuel, token_items). One that reaches
-a bound breaks the state (`error`), which fails its own request and no other.
+The library bounds the work of every call (GrammarLimits). One that reaches a bound breaks the state
+(`error`), which fails its own request and no other.
 
 States of one CompiledGrammar share what it has learned, under one lock, and the library holds
 Python's lock while it waits for that one. So while a mask of the grammar is being made, none of its

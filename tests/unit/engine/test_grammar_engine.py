@@ -271,7 +271,7 @@ def test_a_bomb_hurts_only_its_sender(make: Make, make_request: Callable[..., Re
     ask(alone, "free", None, make_request, max_tokens=60)
     ask(alone, "bound", regex_spec("[ab]{60,}"), make_request, max_tokens=50)
     undisturbed = {key: outcome(events) for key, events in finish(alone).items()}
-    engine = make(is_fake=True, limits={"token_fuel": 50})
+    engine = make(is_fake=True, limits={"max_num_token_fuel": 50})
     bombs = {
         "compile": regex_spec("(((a{99}){99}){99}){99}"),
         "run": regex_spec("x([ab]{0,60}[bc]{0,60}){0,40}d"),

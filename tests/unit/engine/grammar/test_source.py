@@ -75,5 +75,5 @@ def test_a_pattern_that_matches_nothing_is_found_when_it_is_tried_out(grammars: 
 
 
 def test_limits_are_positive() -> None:
-    with pytest.raises(SettingsError, match="token_fuel"):
-        GrammarLimits(token_fuel=0)
+    with pytest.raises(SettingsError, match="max_num_token_fuel"):
+        GrammarLimits(max_num_token_fuel=0)
