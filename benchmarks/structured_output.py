@@ -241,9 +241,9 @@ def in_own_process(name: str, folder: Path, arguments: argparse.Namespace) -> di
         "--outputs",
         str(arguments.outputs),
         "--token-fuel",
-        str(arguments.max_num_token_fuel),
+        str(arguments.token_fuel),
     ]
-    command += ["--token-items", str(arguments.max_num_token_items)]
+    command += ["--token-items", str(arguments.token_items)]
     single = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=os.environ | single)
     found: dict[str, Any] = json.loads(done.stdout)
@@ -294,8 +294,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the JSON object here, too")
     arguments = parser.parse_args()
     limits = GrammarLimits(
-        max_num_token_fuel=arguments.max_num_token_fuel,
-        max_num_token_items=arguments.max_num_token_items,
+        max_num_token_fuel=arguments.token_fuel,
+        max_num_token_items=arguments.token_items,
     )
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as temporary:
         folder = arguments.cache or Path(temporary)
