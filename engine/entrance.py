@@ -70,10 +70,14 @@ class Entrance:
     def reserve(self, request: Request) -> Reservation:
         """See engine/loop.py:Engine."""
         group = self._check(request, State.RESERVED)
-        if self._scheduler.has_preempted:
-            raise NoBlocks("preempted requests wait for blocks, and go first")
         sequence = group.prompt
-        self._holdings.give_first(group, sequence)
+        try:
+            if self._scheduler.has_preempted:
+                raise NoBlocks("preempted requests wait for blocks, and go first")
+            self._holdings.give_first(group, sequence)
+        except BaseException:
+            self._constraints.forget(group)  # its grammar is compiled for no request
+            raise
         size = self._holdings.block_size
         if sequence.num_prompt_tokens >= size:
             sequence.chain_hash(sequence.num_prompt_tokens // size - 1, size)  # and all before it

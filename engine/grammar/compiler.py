@@ -189,6 +189,8 @@ class Compiler:
         try:
             matcher = compile_grammar(self._tokenizer, answer["grammar"], self._limits)
         except GrammarError as error:  # it worked in the child
+            if error.is_limit:  # by a little less than what it may cost
+                raise GrammarTooCostly("grammar", f"{error}; make it smaller") from error
             raise GrammarFailed(f"a compiled grammar is refused: {error}") from error
         return CompiledGrammar(matcher, self._tokenizer, self._limits), answer["num_bytes"]
 

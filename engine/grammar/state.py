@@ -151,6 +151,8 @@ class GrammarState:
             return ()
         ahead = self._matcher.deep_copy()
         ahead.consume_token(token_id)
+        if not ahead.compute_ff_tokens():
+            return ()  # also where nothing may be forced: the bytes would be followed for ever
         forced = ahead.compute_ff_bytes()
         most = self.grammar.limits.max_num_forced_tokens
         own = self._tokens[token_id]

@@ -171,12 +171,12 @@ def test_every_answer_of_the_bundled_model_parses(
         num_blocks=1024,  # ten at once, some of them three samples each
     )
     cases: dict[str, tuple[GrammarSpec, Any, str]] = {}
-    for number in range(scale(200)):
+    for number in range(max(40, scale(200))):
         schema = random_schema(rng) if number % 2 else None
         pattern = random_regex(rng)
         spec = regex_spec(pattern) if schema is None else schema_spec(schema)
         cases[f"{number}"] = (spec, schema, pattern)
-    num_ended = 0
+    num_ended = num_all = 0
     names = list(cases)
     for first in range(0, len(names), 10):
         ask(engine, "free", None, make_request, max_tokens=40)
@@ -194,8 +194,9 @@ def test_every_answer_of_the_bundled_model_parses(
             if name == "free":
                 assert outcome(events) == undisturbed
                 continue
+            num_all += 1
             num_ended += check(*cases[name], outcome(events))
-    assert num_ended > 0, "of so many, some come to an end within their length"
+    assert num_ended > num_all / 3, "most come to an end within their length"
 
 
 def test_a_request_goes_on_from_any_of_its_events(

@@ -136,6 +136,7 @@ def test_grammars_of_clients_force_nothing(grammars: Grammars) -> None:
         state = grammars.state(ebnf_spec(text))
         for _ in range(3):
             assert state.forced() == ()
+            assert state.retokenized(grammars.allowed(state)[0]) == ()
             assert state.accept(grammars.allowed(state)[0])
 
 
