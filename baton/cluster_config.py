@@ -229,7 +229,7 @@ class ClusterConfig:
 
     @property
     def may_scale_to_zero(self) -> bool:
-        """Whether all workers may go when nobody asks."""
+        """Whether all workers may go when there are no requests."""
         return self.autoscale and not (self.num_prefill_min or self.num_decode_min)
 
     @property

@@ -47,7 +47,7 @@ _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.2, 5.0
 _HEALTHY_AFTER_S = 30.0
 """A life as long as this makes the next restart the first again."""
 _LISTEN_S = 1.0
-"""Between two looks at who was heard of."""
+"""Between two looks at which parts answered."""
 _SAY_SILENT_S = 3.0
 """A part that was not heard of for so long is worth a line."""
 
@@ -257,8 +257,8 @@ class Supervisor:
         return max(0.0, min(due) - time.monotonic()) if due else None
 
     def _listen(self) -> None:
-        """Note who was heard of. Silence counts only as far as it was listened to: one who was
-        frozen together with this process has its time still."""
+        """Note which parts answered. Silence counts only while this process listened: a part that
+        was frozen together with this process has its time still."""
         now_s = time.monotonic()
         passed_s = now_s - self._listened_s
         if passed_s < _LISTEN_S:

@@ -3,8 +3,10 @@
 First: the time to the first token of a fresh cluster's first constrained request, beside that of
 its tenth; another schema each, so that each is compiled. Then: the gaps between tokens of streams
 without a grammar while harmless grammars are sent one after the other, and while hostile ones
-(those of the tests) are, each followed for 60 tokens where it is accepted; and the memory of the
-cluster. The last line printed is one JSON object.
+(those of the tests) are, each followed for 60 tokens where it is accepted. Last: the memory of one
+grammar service and its compiling process, alone in this process, as harmless grammars fill its
+cache, hostile ones pass through it, and harmless ones fill it again. The last line printed is one
+JSON object.
 
     python -m benchmarks.grammar_load --starts 5 --hostile 500
 """
@@ -22,6 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 from rich.console import Console
 
@@ -29,12 +32,19 @@ from baton.client import Client
 from baton.errors import BatonError
 from baton.local_cluster import ClusterConfig, LocalCluster
 from benchmarks.context import context, publish
+from checkpoints.resolve import resolve
+from engine.errors import InvalidRequest
+from engine.grammar.config import GrammarLimits
+from engine.grammar.service import GrammarService
+from engine.request import GrammarKind, GrammarSpec
 from tests.unit.engine.grammar.hostile_grammars import hostile_grammars
 
 PROMPT = "Once upon a time"
 NUM_STREAMS = 4
 NUM_TOKENS = 100
 SEED = 1
+VOCAB_SIZE = 2048
+"""Of the bundled model."""
 
 
 def schema(index: int) -> dict[str, Any]:
@@ -111,15 +121,70 @@ def quantiles(gaps: Sequence[float]) -> dict[str, float]:
     }
 
 
-async def beside(num_hostile: int) -> dict[str, Any]:
-    """Streams beside harmless grammars, beside hostile ones, and beside harmless ones again."""
+def hostile(num: int, rng: random.Random) -> list[tuple[str, str]]:
+    """(kind, grammar) of so many that fit a request."""
     names = {"regex": "regex", "json_schema": "json_schema", "lark": "ebnf", "gbnf": "ebnf"}
     every = [
         (names[kind], text)
         for _, kind, text in hostile_grammars()
         if kind != "choice" and len(text) < 60_000
     ]
-    chosen = random.Random(SEED).sample(every, min(num_hostile, len(every)))
+    return rng.sample(every, min(num, len(every)))
+
+
+def follow(service: GrammarService, spec: GrammarSpec, rng: random.Random) -> None:
+    """Compile it and follow one random output for 60 tokens, as far as it comes."""
+    try:
+        compilation = service.submit(spec)
+    except InvalidRequest:
+        return
+    if not compilation.wait(60):
+        raise SystemExit(f"not compiled in 60 s: {spec}")
+    if compilation.error is None:
+        state = compilation.state(frozenset())
+        for _ in range(60):
+            service.filler.submit([state])
+            service.filler.wait([state], None)
+            allowed = np.nonzero(np.unpackbits(state.mask().view(np.uint8), bitorder="little"))[0]
+            if not len(allowed):  # complete, or ended by a limit
+                break
+            state.accept(int(rng.choice(allowed)))
+    service.release(compilation)
+
+
+def own_memory_mb() -> float:
+    """Of this process and its children."""
+    return round(memory_mb() + psutil.Process().memory_info().rss / 1e6, 1)
+
+
+def service_memory(num_hostile: int) -> dict[str, Any]:
+    """Resident MB of a service and its compiling process, and the longest compilation."""
+    rng = random.Random(SEED)
+    folder = resolve("baton-5m", files="tokenizer").path
+    service = GrammarService.from_checkpoint(folder, VOCAB_SIZE, GrammarLimits())
+    service.prepare()
+    found: dict[str, Any] = {"ready_mb": own_memory_mb(), "longest_compilation_s": 0.0}
+    num_cached = service.limits.max_num_cached
+    for name, grammars in (
+        ("harmless", [("json_schema", json.dumps(schema(i))) for i in range(num_cached)]),
+        ("hostile", hostile(num_hostile, rng)),
+        ("harmless_again", [("json_schema", json.dumps(schema(-i))) for i in range(1, num_cached)]),
+    ):
+        for kind, text in grammars:
+            began = time.perf_counter()
+            follow(service, GrammarSpec(GrammarKind(kind), text), rng)
+            took = time.perf_counter() - began
+            found["longest_compilation_s"] = max(found["longest_compilation_s"], round(took, 2))
+        found[f"behind_{name}_mb"] = own_memory_mb()
+        found[f"cached_behind_{name}_mb"] = round(service.stats().cached_bytes / 1e6, 1)
+    service.check_integrity()
+    service.close()
+    return found
+
+
+async def beside(num_hostile: int) -> dict[str, Any]:
+    """Streams beside harmless grammars, beside hostile ones, and beside harmless ones again."""
+    chosen = hostile(num_hostile, random.Random(SEED))
     harmless = [("json_schema", json.dumps(schema(i))) for i in range(num_hostile // 2)]
     again = [("json_schema", json.dumps(schema(-i))) for i in range(1, num_hostile // 2)]
     result: dict[str, Any] = {"num_hostile": len(chosen)}
@@ -155,6 +220,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--starts", type=int, default=5, help="fresh clusters; 0: none")
     parser.add_argument("--hostile", type=int, default=500, help="hostile grammars; 0: none")
+    parser.add_argument("--memory", type=int, default=500, help="hostile grammars; 0: none")
     parser.add_argument("--out", type=Path, help="write the JSON object here, too")
     arguments = parser.parse_args()
     result: dict[str, Any] = {"benchmark": "grammar_load", **context()}
@@ -162,6 +228,8 @@ def main() -> None:
         result["first_request"] = asyncio.run(starts(arguments.starts))
     if arguments.hostile:
         result["hostile"] = asyncio.run(beside(arguments.hostile))
+    if arguments.memory:
+        result["memory"] = service_memory(arguments.memory)
     Console(stderr=True).print(json.dumps(result, indent=2))
     publish(result, arguments.out)
 

@@ -87,7 +87,7 @@ class RegistryBeat:
         follows: tuple[str, Callable[[Mapping[bytes, bytes]], None]] | None = None,
     ) -> None:
         """`entry`: the JSON to write, asked for at each beat; it must not raise. `follows`: a HASH
-        that is read with each beat, and who is told what is in it; that must not raise either.
+        that is read with each beat, and a callback that gets its content; it must not raise.
         """
         self._redis = redis_client.connect(redis_url, REDIS_TIMEOUT_S, access)
         self._kind = kind

@@ -135,7 +135,7 @@ class AdapterChanges:
         """Refuse new requests for it, and have every worker drop it.
 
         Args: left_s: of the caller's time, for a wait.
-        Raises: NotFound; FailedPrecondition while requests use it and nobody wants to wait: nothing
+        Raises: NotFound; FailedPrecondition while requests use it and `wait` is not set: nothing
             changed then; DeadlineExceeded naming the workers that have it still: it goes when the
             last request ends.
         """
@@ -316,7 +316,7 @@ class AdapterChanges:
         deadline: Deadline,
         version: int,
     ) -> None:
-        """Once; who cannot be reached is told in `why`. Raises: a worker's refusal."""
+        """Once; a worker that cannot be reached is named in `why`. Raises: a worker's refusal."""
         asked = common_pb2.LoadAdapterRequest(
             name=request.name,
             folder=request.folder,

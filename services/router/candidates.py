@@ -193,8 +193,8 @@ class Candidates:
         raise InvalidArgument("adapter", f"'{name[:128]}' is not loaded; loaded are: {loaded}")
 
     def adapter_names(self) -> Set[str]:
-        """Of all that requests may name: those that are wished, whoever has them now, and those
-        that workers have, or had who are expected back, of which nothing is wished."""
+        """Of all that requests may name: those that are wished, on any worker or none, and those
+        without a wish that workers have, or had and are expected back."""
         own = self._loaded_adapters()
         if self.are_expected():
             own |= self._adapter_last_s.keys()

@@ -1,4 +1,4 @@
-"""Which web pages may use an HTTP port that asks nobody for a key: those of this machine, and of
+"""Which web pages may use an HTTP port that needs no API key: those of this machine, and of
 the origins in the setting `cors_origins`.
 
 Such a port is open to this machine only, and so to every page that a browser on it shows: a page

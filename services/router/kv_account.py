@@ -48,7 +48,7 @@ class KvAccount:
         return next(map(_num_found, [*by_prefill, *told, *expected]), 0)
 
     def expect(self, num_tokens_found: int) -> None:
-        """Prompt tokens that who computes the prompt should find; its account comes later, but
+        """Prompt tokens that the prefill worker should find; its account comes later, but
         messages that go out before it tell of the prompt, too."""
         self._expected = common_pb2.KvLeg(num_tokens_local=num_tokens_found)
 

@@ -155,7 +155,7 @@ class Registry:
         """Returns: what takes what was read as known."""
         began_s = self._clock()
         async with self._client.pipeline(transaction=False) as pipe:
-            # Before the workers: who sees a wish sees them with what they had loaded for it.
+            # Before the workers, so that their entries show what they loaded for each wish.
             pipe.hgetall(adapter_wishes.KEY)
             pipe.hgetall(WORKERS_KEY)
             pipe.hgetall(STORES_KEY)

@@ -95,7 +95,7 @@ class EventStream:
 
     async def _comment(self) -> None:
         loop = asyncio.get_running_loop()
-        with contextlib.suppress(ConnectionError):  # gone: whoever sends an event learns it, too
+        with contextlib.suppress(ConnectionError):  # gone: the next event finds that, too
             while True:
                 await asyncio.sleep(self._written_s + self._keep_alive_s - loop.time())
                 async with self._writing:
