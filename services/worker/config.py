@@ -55,6 +55,9 @@ class WorkerLimits:
     """How long a stopping worker, or one that changes its role, lets requests finish or move
     elsewhere, and waits for those who read its blocks."""
 
+    stop_grace_s: float = 1.0
+    """How long a stopping worker lets streams that are open bring their last messages."""
+
     step_timeout_s: float = 120.0
     """A step of the engine that takes longer has failed: its device does not answer, and the worker
     ends. Far above the longest step, compilations included, and below a request's budget, so that
@@ -91,7 +94,13 @@ class WorkerLimits:
         ):
             if not getattr(self, name) > 0:
                 raise SettingsError(f"{name}: must be above 0")
-        for name in ("attach_budget_s", "store_wait_s", "drain_s", "step_timeout_s"):
+        for name in (
+            "attach_budget_s",
+            "store_wait_s",
+            "drain_s",
+            "stop_grace_s",
+            "step_timeout_s",
+        ):
             if not getattr(self, name) >= 0:
                 raise SettingsError(f"{name}: must not be negative")
         if self.replicate_after_hits < 0:

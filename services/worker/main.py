@@ -34,7 +34,7 @@ from services.worker.engine_port import WorkerEngine
 from services.worker.handle_keys import HandleKeys
 from services.worker.identity import Identity
 from services.worker.roles import MakeRole
-from services.worker.worker import STOP_GRACE_S, Worker, start
+from services.worker.worker import Worker, start
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ async def _serve(worker: Worker, role_name: str, stop: asyncio.Event) -> None:
         async with _logging_steps(core):
             await _first(stop, core.failed)
             if worker.core.thread.is_stuck:
-                await asyncio.sleep(STOP_GRACE_S)
+                await asyncio.sleep(core.settings.limits.stop_grace_s)
                 entry.end_now(role_name, worker.failure)
     finally:
         logs.event(logger, "stopping", num_live=worker.core.num_live)

@@ -35,9 +35,6 @@ from services.worker.roles import MakeRole, Role, role_class
 
 logger = logging.getLogger(__name__)
 
-STOP_GRACE_S = 1.0
-"""For the last messages of cancelled RPCs."""
-
 
 class Worker:
     """A started worker; `stop` ends it. Tests and `run` use the same one."""
@@ -187,7 +184,7 @@ class Worker:
                 await self._life.leave_registry()
             await asyncio.to_thread(self.metrics.stop)
             if self._server is not None:
-                await self._server.stop(STOP_GRACE_S)
+                await self._server.stop(self._life.core.settings.limits.stop_grace_s)
             if is_whole:
                 await self._life.end()
 

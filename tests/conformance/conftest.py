@@ -40,6 +40,7 @@ SETTINGS = KvStoreSettings(
     integrity_interval_s=0.05,
     attachment_ttl_s=60.0,
     quarantine_grace_s=0.2,
+    drain_s=0.3,
 )
 
 

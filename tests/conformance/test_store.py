@@ -366,6 +366,7 @@ async def test_attaching_to_a_stalled_store_is_bounded(
     process.wake()
 
 
+@pytest.mark.parametrize("transport", ["shm", "nixl"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_a_store_in_use_stops_cleanly(
     new_store: Callable[..., Any],

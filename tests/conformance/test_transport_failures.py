@@ -72,6 +72,12 @@ async def lone_worker() -> AsyncIterator[Callable[[str, str, str], Awaitable[Lon
         await worker.end()
 
 
+@pytest.fixture(params=["shm", "nixl", "grpc"])
+def transport(request: pytest.FixtureRequest) -> str:
+    """What a store or a worker that fails leaves is the same wherever the worker's blocks lie."""
+    return str(request.param)
+
+
 @pytest.fixture
 def tcp_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over CMA the memory of a stopped process is written all the same; between hosts it is TCP."""

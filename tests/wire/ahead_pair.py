@@ -114,6 +114,7 @@ async def ahead(
         transfer_budget_s=WAIT_S,
         put_budget_s=WAIT_S,
         drain_s=0.2,
+        stop_grace_s=0.05,
     )
     async with pair(folder, chunk=CHUNK, limits=limits, **options) as p, p.stream() as stream:
         key = await stream.reserve(p.reserve(PROMPT, budget_ms=int(10 * WAIT_S * 1000)))

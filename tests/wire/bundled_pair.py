@@ -151,7 +151,7 @@ def alone(engine: Engine, prompt: Sequence[int] = PROMPT, **sampling: Any) -> li
 @contextlib.asynccontextmanager
 async def workers(slab_dir: Path, *adapters: str) -> AsyncIterator[Workers]:
     """A store and two workers of the bundled draft model, with these adapters from the start."""
-    limits = WorkerLimits(store_wait_s=WAIT_S, attach_budget_s=5.0, drain_s=0.2)
+    limits = WorkerLimits(store_wait_s=WAIT_S, attach_budget_s=5.0, drain_s=0.2, stop_grace_s=0.05)
     store_settings = KvStoreSettings(
         slab_dir=str(slab_dir), capacity_bytes=16 * 1024 * 1024, stop_timeout_s=0.0
     )

@@ -250,7 +250,11 @@ async def movers(
     the steps that are made.
     """
     limits = limits or WorkerLimits(
-        store_wait_s=WAIT_S, lease_ttl_s=LEASE_TTL_S, attach_budget_s=5.0, drain_s=0.2
+        store_wait_s=WAIT_S,
+        lease_ttl_s=LEASE_TTL_S,
+        attach_budget_s=5.0,
+        drain_s=0.2,
+        stop_grace_s=0.05,
     )
     key_file = slab_dir / "handle.keys"
     keys.create(key_file)

@@ -36,7 +36,6 @@ from services.router.app import Router
 from services.router.config import RouterSettings, RouterTimes
 from services.router.model import load_model
 from services.worker import connector, main
-from services.worker import worker as worker_module
 from services.worker.config import WorkerLimits, WorkerSettings
 from services.worker.draft_channel import DraftPeers
 from tests.compile_process import SharedProcess
@@ -128,8 +127,6 @@ async def site(
     async with contextlib.AsyncExitStack() as stack:
         patience = stack.enter_context(pytest.MonkeyPatch.context())
         patience.setattr(connector, "PING_BUDGET_S", WAIT_S)
-        # The router's streams stay open, and every request is over.
-        patience.setattr(worker_module, "STOP_GRACE_S", 0.01)
         process = SharedProcess(maker.folder, VOCAB)
         stack.callback(process.end)
         store = await stack.enter_async_context(
@@ -307,7 +304,11 @@ async def _start(
         adapters=site.maker.adapters,
         engine=engine.config,
         limits=WorkerLimits(
-            store_wait_s=WAIT_S, lease_ttl_s=LEASE_TTL_S, attach_budget_s=WAIT_S, drain_s=0.2
+            store_wait_s=WAIT_S,
+            lease_ttl_s=LEASE_TTL_S,
+            attach_budget_s=WAIT_S,
+            drain_s=0.2,
+            stop_grace_s=0.05,
         ),
     )
     role = PrefillRole if is_prefill else DecodeRole

@@ -539,7 +539,11 @@ async def pair(
     if not key_file.exists():
         keys.create(key_file)
     limits = limits or WorkerLimits(
-        store_wait_s=WAIT_S, lease_ttl_s=LEASE_TTL_S, attach_budget_s=5.0, drain_s=0.2
+        store_wait_s=WAIT_S,
+        lease_ttl_s=LEASE_TTL_S,
+        attach_budget_s=5.0,
+        drain_s=0.2,
+        stop_grace_s=0.05,
     )
     async with contextlib.AsyncExitStack() as stack:
         store_exit = contextlib.AsyncExitStack()

@@ -86,7 +86,11 @@ class TwoNodes:
 async def two_nodes(folder: Path, *, remote_transport: str = "grpc") -> AsyncIterator[TwoNodes]:
     """A pair whose decode worker is another, with a store of its own."""
     limits = WorkerLimits(
-        store_wait_s=WAIT_S, lease_ttl_s=LEASE_TTL_S, attach_budget_s=5.0, drain_s=0.2
+        store_wait_s=WAIT_S,
+        lease_ttl_s=LEASE_TTL_S,
+        attach_budget_s=5.0,
+        drain_s=0.2,
+        stop_grace_s=0.05,
     )
     async with pair(folder, limits=limits) as p, contextlib.AsyncExitStack() as stack:
         store_exit = contextlib.AsyncExitStack()

@@ -302,7 +302,9 @@ async def test_no_room_is_refused_with_a_retry_time_and_too_long_for_good(tmp_pa
 
 
 async def test_too_many_that_wait_are_refused(tmp_path: Path) -> None:
-    limits = WorkerLimits(max_waiting_requests=2, store_wait_s=WAIT_S, drain_s=0.2)
+    limits = WorkerLimits(
+        max_waiting_requests=2, store_wait_s=WAIT_S, drain_s=0.2, stop_grace_s=0.05
+    )
     async with pair(tmp_path, limits=limits) as p, p.stream() as stream:
         keys = [await stream.reserve(p.reserve(prompt_of(5), name=f"r{i}")) for i in range(3)]
         events = [await stream.next(key) for key in keys]

@@ -56,7 +56,9 @@ async def test_the_last_puts_wait_for_whoever_reads_but_not_for_ever(
 ) -> None:
     """A prompt of one chunk: all of its blocks are the last step's."""
     monkeypatch.setattr(puts_behind, "YIELD_S", 1e9 if is_read else 0.01)
-    limits = WorkerLimits(store_wait_s=WAIT_S, attach_budget_s=5.0, drain_s=0.2, put_budget_s=1e10)
+    limits = WorkerLimits(
+        store_wait_s=WAIT_S, attach_budget_s=5.0, drain_s=0.2, stop_grace_s=0.05, put_budget_s=1e10
+    )
     async with direct(tmp_path, limits=limits) as p:
         reply = await p.run_prefill(PROMPT[:6], handover=DIRECT)
         lender = p.prefill.core.lender
@@ -72,7 +74,9 @@ async def test_the_last_puts_wait_for_whoever_reads_but_not_for_ever(
 
 
 async def test_a_put_behind_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
-    limits = WorkerLimits(store_wait_s=WAIT_S, attach_budget_s=5.0, drain_s=0.2, put_budget_s=0.3)
+    limits = WorkerLimits(
+        store_wait_s=WAIT_S, attach_budget_s=5.0, drain_s=0.2, stop_grace_s=0.05, put_budget_s=0.3
+    )
     async with direct(tmp_path, limits=limits) as p:
         gate = Gate(p.prefill.core.connector.client, "put_blocks")
         answer = await generate(p, PROMPT)

@@ -123,7 +123,9 @@ async def test_many_at_once_with_little_room_and_some_that_leave(
 ) -> None:
     """Prompts that share prefixes, more of them than fit, and a third is cancelled or never taken
     up: every answer is exact, and every block comes back."""
-    limits = WorkerLimits(store_wait_s=WAIT_S, attach_budget_s=5.0, drain_s=0.2, lease_ttl_s=1.0)
+    limits = WorkerLimits(
+        store_wait_s=WAIT_S, attach_budget_s=5.0, drain_s=0.2, stop_grace_s=0.05, lease_ttl_s=1.0
+    )
     draw = random.Random(seed)
     options: dict[str, Any] = {"prefill_blocks": 64, "remote_transport": transport}
     async with direct(tmp_path, limits=limits, **options) as p:
@@ -252,7 +254,9 @@ async def test_a_dead_decode_workers_blocks_come_back(tmp_path: Path, how: str) 
     """Nobody releases the lease: it lapses. Somebody who was cancelled with the handle in hand
     does."""
     ttl_s = 0.5 if how == "never taken" else 300.0
-    limits = WorkerLimits(store_wait_s=WAIT_S, attach_budget_s=5.0, drain_s=0.2, lease_ttl_s=ttl_s)
+    limits = WorkerLimits(
+        store_wait_s=WAIT_S, attach_budget_s=5.0, drain_s=0.2, stop_grace_s=0.05, lease_ttl_s=ttl_s
+    )
     async with direct(tmp_path, limits=limits) as p, p.stream() as stream:
         reply = await p.run_prefill(PROMPT, handover=DIRECT)
         assert reply.leg.handover == DIRECT

@@ -108,7 +108,7 @@ async def test_a_worker_that_lets_nobody_in_costs_the_way_and_not_the_answer(
 ) -> None:
     """The leg says why decode computed the prompt. Nobody can give the lease back: it lapses."""
     on_devices(monkeypatch)
-    limits = WorkerLimits(store_wait_s=WAIT_S, lease_ttl_s=1.0, drain_s=0.2)
+    limits = WorkerLimits(store_wait_s=WAIT_S, lease_ttl_s=1.0, drain_s=0.2, stop_grace_s=0.05)
     async with direct(tmp_path, direct_transport="cuda_ipc", limits=limits) as p:
         answer = await generate(p, PROMPT)
         assert answer.token_ids == p.expected(PROMPT, 8)
@@ -175,6 +175,7 @@ async def test_what_is_computed_is_read_meanwhile(tmp_path: Path) -> None:
         transfer_budget_s=WAIT_S,
         put_budget_s=WAIT_S,
         drain_s=0.2,
+        stop_grace_s=0.05,
     )
     async with direct(tmp_path, limits=limits) as p, p.stream() as stream:
         gate = Gate(p.prefill.core.connector.client, "put_blocks")
@@ -247,7 +248,9 @@ async def test_the_first_token_does_not_wait_for_blocks_to_be_lent(tmp_path: Pat
 
 
 async def test_a_worker_that_does_not_lend_uses_the_store_and_says_so(tmp_path: Path) -> None:
-    limits = WorkerLimits(store_wait_s=WAIT_S, attach_budget_s=5.0, drain_s=0.2, lend_blocks=False)
+    limits = WorkerLimits(
+        store_wait_s=WAIT_S, attach_budget_s=5.0, drain_s=0.2, stop_grace_s=0.05, lend_blocks=False
+    )
     async with direct(tmp_path, limits=limits) as p:
         status = await p.prefill.core.checked_status()
         assert status.lender_node_id == "" and status.remote_transport == "grpc"

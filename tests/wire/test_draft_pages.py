@@ -36,6 +36,7 @@ LIMITS = WorkerLimits(
     transfer_budget_s=WAIT_S,
     put_budget_s=WAIT_S,
     drain_s=0.2,
+    stop_grace_s=0.05,
 )
 """A transfer that is late on a busy machine is none that failed: tests count those."""
 

@@ -76,7 +76,7 @@ async def site() -> AsyncIterator[Site]:
                 settings = WorkerSettings(
                     redis_url=redis.url,
                     worker_id=f"{role}-{number}",
-                    limits=WorkerLimits(drain_s=0.2),
+                    limits=WorkerLimits(drain_s=0.2, stop_grace_s=0.05),
                 )
                 engine = fake_engine(model=gated)
                 worker = await start(engine, settings, role, make_role)

@@ -222,7 +222,9 @@ async def test_a_store_that_does_not_answer_costs_one_wait_not_one_per_request(
     tmp_path: Path,
 ) -> None:
     # Of the third request each call has so long, however busy the machine is.
-    limits = WorkerLimits(store_wait_s=WAIT_S, transfer_budget_s=1.5, put_budget_s=1.5, drain_s=0.2)
+    limits = WorkerLimits(
+        store_wait_s=WAIT_S, transfer_budget_s=1.5, put_budget_s=1.5, drain_s=0.2, stop_grace_s=0.05
+    )
     async with pair(tmp_path, limits=limits) as p:
         answers: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         num_waiting = 0

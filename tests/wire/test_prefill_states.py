@@ -120,7 +120,9 @@ async def test_the_deadline_is_the_one_that_was_asked_for_or_the_workers(
     tmp_path: Path, whose: str
 ) -> None:
     default_s = 0.2 if whose == "worker" else 60.0
-    limits = WorkerLimits(default_budget_s=default_s, store_wait_s=WAIT_S, drain_s=0.2)
+    limits = WorkerLimits(
+        default_budget_s=default_s, store_wait_s=WAIT_S, drain_s=0.2, stop_grace_s=0.05
+    )
     async with pair(tmp_path, limits=limits) as p:
         p.prefill_model.hold()
         timeout_s = 0.2 if whose == "request" else None
@@ -211,7 +213,9 @@ async def test_first_come_first_served_even_when_a_later_one_would_fit(tmp_path:
 
 
 async def test_a_full_queue_refuses_with_a_retry_time(tmp_path: Path) -> None:
-    limits = WorkerLimits(max_waiting_requests=1, store_wait_s=WAIT_S, drain_s=0.2)
+    limits = WorkerLimits(
+        max_waiting_requests=1, store_wait_s=WAIT_S, drain_s=0.2, stop_grace_s=0.05
+    )
     async with pair(tmp_path, prefill_blocks=64, limits=limits) as p:
         async with held_in(p, "queued") as call:
             with pytest.raises(NoCapacity) as caught:

@@ -243,7 +243,7 @@ async def test_requests_wait_in_the_queue_instead_of_the_decode_engine(
             return num_tokens
 
         tasks, counts = [], admission.counts
-        for number in range(40):
+        for number in range(24):
             tasks.append(asyncio.create_task(ask(number)))
             await until(lambda: counts.num_admitted + admission.num_waiting >= len(tasks))
         done = await asyncio.gather(*tasks)

@@ -300,7 +300,9 @@ async def test_what_is_no_role_is_refused_by_name(tmp_path: Path) -> None:
 
 
 async def test_without_a_store_it_changes_all_the_same(tmp_path: Path) -> None:
-    settings = WorkerSettings(worker_id="w", redis_url="", limits=WorkerLimits(drain_s=0.2))
+    settings = WorkerSettings(
+        worker_id="w", redis_url="", limits=WorkerLimits(drain_s=0.2, stop_grace_s=0.05)
+    )
     made = await main.start(fake_engine(), settings, "decode", DecodeRole)
     try:
         assert (await set_role(made, "prefill")).role == "prefill"

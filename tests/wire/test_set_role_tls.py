@@ -39,7 +39,10 @@ async def test_a_certificate_of_one_role_keeps_it_and_says_so(tmp_path: Path) ->
     """Asked by those who may ask; nobody else gets as far."""
     made = certs.write(tmp_path)
     settings = WorkerSettings(
-        worker_id="w", redis_url="", tls=made.tls_of(Role.DECODE), limits=WorkerLimits(drain_s=0.2)
+        worker_id="w",
+        redis_url="",
+        tls=made.tls_of(Role.DECODE),
+        limits=WorkerLimits(drain_s=0.2, stop_grace_s=0.05),
     )
     serving_one = await main.start(fake_engine(), settings, "decode", DecodeRole)
     request = worker_control_pb2.SetRoleRequest(role="prefill")
@@ -60,7 +63,7 @@ async def test_a_certificate_of_one_role_keeps_it_and_says_so(tmp_path: Path) ->
 
 
 def worker_with(made: CertSet, role: Role) -> WorkerSettings:
-    limits = WorkerLimits(drain_s=0.2)
+    limits = WorkerLimits(drain_s=0.2, stop_grace_s=0.05)
     return WorkerSettings(worker_id="w", redis_url="", tls=made.tls_of(role), limits=limits)
 
 

@@ -170,7 +170,7 @@ async def test_preempted_requests_store_what_is_right(tmp_path: Path, preemption
 
 
 async def test_it_can_be_switched_off(tmp_path: Path) -> None:
-    limits = WorkerLimits(store_wait_s=WAIT_S, drain_s=0.2, write_back=False)
+    limits = WorkerLimits(store_wait_s=WAIT_S, drain_s=0.2, stop_grace_s=0.05, write_back=False)
     async with pair(tmp_path, limits=limits) as p:
         answer = await turn(p, PROMPT, "r", max_tokens=40)
         assert num_stored(p, [*PROMPT, *answer.token_ids]) == 7

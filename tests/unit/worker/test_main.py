@@ -54,7 +54,10 @@ async def test_requests_watch_the_traces_that_draft_workers_calls_are_noted_in(
     monkeypatch.setattr(main, "_load", load)
     engine = EngineConfig(speculation=SpeculationConfig(draft_workers=("127.0.0.1:1",)))
     settings = WorkerSettings(
-        worker_id="w", redis_url="", engine=engine, limits=WorkerLimits(drain_s=0.2)
+        worker_id="w",
+        redis_url="",
+        engine=engine,
+        limits=WorkerLimits(drain_s=0.2, stop_grace_s=0.05),
     )
     stop = asyncio.Event()
     stop.set()
