@@ -35,8 +35,8 @@ PACKAGES := baton checkpoints engine engine_client kernels/baton_kernels kvstore
 # hundreds of processes that they start shall not compile this source each anew, as they do where an
 # image asks for that (a CI's, for instance).
 TEST_ENVIRONMENT := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
-# A file's tests stay in one process: they share what is slow to make.
-TEST_OPTIONS := --numprocesses $(TEST_JOBS) --dist loadfile
+# A file's tests stay in one process: they share what is slow to make. tests/conftest.py has the longest files first.
+TEST_OPTIONS := --numprocesses $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 
 IMAGE_REGISTRY ?=
 IMAGE_TAG ?= $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)

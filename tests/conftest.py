@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import importlib.util
+import json
 import math
 import os
 import secrets
@@ -27,6 +28,8 @@ import pytest
 LONG = os.environ.get("BATON_TEST_LONG") == "1"
 LONG_TIMEOUT_S = 1800
 """Of one test at its full count; the short ones have pyproject's."""
+DURATIONS = Path(__file__).with_name("durations.json")
+"""Seconds of each file that takes at least one, as `BATON_RECORD_DURATIONS=1` wrote them."""
 
 
 def _git(*arguments: str) -> str | None:
@@ -96,7 +99,25 @@ def pytest_report_header() -> list[str]:
     ]
 
 
+_file_seconds: dict[str, float] = {}
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    path = report.nodeid.partition("::")[0]
+    _file_seconds[path] = _file_seconds.get(path, 0.0) + report.duration
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    is_whole = "PYTEST_XDIST_WORKER" not in os.environ
+    if is_whole and os.environ.get("BATON_RECORD_DURATIONS") == "1":
+        known = {path: round(each) for path, each in _file_seconds.items() if each >= 1}
+        DURATIONS.write_text(json.dumps(known, indent=0, sort_keys=True) + "\n")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # The longest files first, so that no process of the run ends long after the others.
+    known = json.loads(DURATIONS.read_text())
+    items.sort(key=lambda item: -known.get(item.nodeid.partition("::")[0], 0))
     for item in items:
         if item.get_closest_marker("long") and not LONG:
             item.add_marker(pytest.mark.skip(reason="the full stated counts: make test-long"))
