@@ -20,6 +20,7 @@ from kvstore.config import KvStoreSettings
 from kvstore.transport.shm import ShmTransport
 from process.deadline import Deadline
 from process.errors import BatonError, FailedPrecondition
+from tests.conftest import LONG
 
 Chain = Callable[[str, int], list[bytes]]
 NewWorker = Callable[..., Any]
@@ -30,7 +31,7 @@ def within(seconds: float = 10.0) -> Deadline:
     return Deadline.after(seconds)
 
 
-@pytest.mark.parametrize("num_blocks", [1, 2, 3, 7, 13])
+@pytest.mark.parametrize("num_blocks", [1, 2, 3, 7, 13] if LONG else [1, 7])
 @pytest.mark.parametrize("block_bytes", [5000, 8192])
 async def test_blocks_go_and_come_back(
     store: serve.RunningStore,

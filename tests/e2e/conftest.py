@@ -28,13 +28,13 @@ def _clusters() -> list[tuple[str, int]]:
     return list(zip(TRANSPORTS, turned, strict=True))
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param((transport, chunk), id=f"{transport}-chunk{chunk}")
-        for transport, chunk in _clusters()
-    ],
-)
+CLUSTERS = [
+    pytest.param((transport, chunk), id=f"{transport}-chunk{chunk}")
+    for transport, chunk in _clusters()
+]
+
+
+@pytest.fixture(scope="module", params=CLUSTERS)
 def cluster(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
     """One prefill, one decode worker, KV through the store; every transport in its turn."""
     transport, chunk = request.param
@@ -45,6 +45,7 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
         overrides=(
             f"worker.engine.max_num_tokens_per_step={chunk}",
             f"worker.engine.max_num_running={min(32, chunk)}",
+            'router.tenant_scopes=["a=team", "b=team"]',
         ),
     )
     with LocalCluster(config) as running:

@@ -27,7 +27,7 @@ from benchmarks.paced_worker import paced
 from benchmarks.stretches import Stretch
 from tests.e2e.conftest import assert_idle
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]
 
 _VOCAB_SIZE = 2048
 _SETTLE_S = 120.0

@@ -16,7 +16,7 @@ from tests.e2e.conftest import assert_idle
 from tests.e2e.oracle import oracle, prompts, run_engine, single_engine
 
 # The long run takes minutes a test.
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(1200)]
 
 MODEL = ClusterConfig().model
 MAX_TOKENS = 24

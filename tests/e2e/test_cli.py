@@ -196,27 +196,14 @@ def test_a_broken_checkpoint(tmp_path: Path) -> None:
     assert "no tokenizer.json" in refused.stderr and len(refused.stderr.splitlines()) == 1
 
 
-def test_a_part_that_dies_comes_back_and_serves(tmp_path: Path) -> None:
-    up = Up(tmp_path)
-    try:
-        up.wait_ready()
-        by_line = {" ".join(child.cmdline()): child for child in up.children}
-        victim = next(child for line, child in by_line.items() if "services.decode" in line)
-        victim.kill()
-        assert up.process.stderr is not None
-        seen = ""
-        while "decode-0 restarting" not in seen:
-            seen = up.process.stderr.readline()
-            assert seen, "baton up ended"
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while (answer := up.baton("generate", "hi", "--max-tokens", "4")).returncode != 0:
-            assert time.monotonic() < deadline, answer.stderr
-        assert "decode-0" in answer.stdout
-    finally:
-        up.end()
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        pytest.param(signal.SIGINT, marks=pytest.mark.long),
+        pytest.param(signal.SIGHUP, marks=pytest.mark.long),
+    ],
+)
 def test_a_clean_stop_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -252,22 +239,34 @@ def test_ctrl_c_while_it_starts_leaves_nothing(tmp_path: Path) -> None:
         up.end()
 
 
-def test_a_killed_baton_up_leaves_no_orphan(tmp_path: Path) -> None:
-    """SIGKILL: the kernel ends the children, and the next command does not believe the state."""
-    up = Up(tmp_path)
-    try:
-        up.wait_ready()
-        up.process.kill()
-        up.process.communicate(timeout=STOP_TIMEOUT_S)
-        up.wait_for_nobody()
-        lost = up.baton("status")
-        assert lost.returncode == 1 and "baton up" in lost.stderr
-    finally:
-        up.end()
-
-
 def test_demo(tmp_path: Path) -> None:
     demo = _baton(_environment(tmp_path), "demo", "--max-tokens", "16")
     assert demo.returncode == 0, demo.stderr
     assert "decode computed no prompt token" in demo.stdout
     assert not list(tmp_path.glob("baton-cluster-*"))
+
+
+def test_a_part_that_dies_comes_back_and_serves(up: Up) -> None:
+    by_line = {" ".join(child.cmdline()): child for child in up.children}
+    victim = next(child for line, child in by_line.items() if "services.decode" in line)
+    victim.kill()
+    assert up.process.stderr is not None
+    seen = ""
+    while "decode-0 restarting" not in seen:
+        seen = up.process.stderr.readline()
+        assert seen, "baton up ended"
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while (answer := up.baton("generate", "hi", "--max-tokens", "4")).returncode != 0:
+        assert time.monotonic() < deadline, answer.stderr
+    assert "decode-0" in answer.stdout
+
+
+def test_a_killed_baton_up_leaves_no_orphan(up: Up) -> None:
+    """SIGKILL: the kernel ends the children, and the next command does not believe the state. Last,
+    since it ends the cluster of the tests before."""
+    up.children = psutil.Process(up.process.pid).children(recursive=True)
+    up.process.kill()
+    up.process.communicate(timeout=STOP_TIMEOUT_S)
+    up.wait_for_nobody()
+    lost = up.baton("status")
+    assert lost.returncode == 1 and "baton up" in lost.stderr

@@ -20,7 +20,7 @@ from process import redis_client
 from protos import inference_pb2
 from services.router.config import RouterSettings
 from services.router.identity import tenant_salt
-from tests.e2e.conftest import assert_idle
+from tests.e2e.conftest import CLUSTERS, assert_idle
 from tests.e2e.oracle import BLOCK_SIZE, Oracle, oracle, prompts, run_engine, single_engine
 
 # The long run takes minutes a test.
@@ -28,6 +28,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
 MODEL = ClusterConfig().model
 MAX_TOKENS = 24
+# What no transport changes runs over one.
+over_one_transport = pytest.mark.parametrize("cluster", CLUSTERS[:1], indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +142,7 @@ def _settled(cluster: LocalCluster) -> inference_pb2.StoreStatus:
         assert time.monotonic() < deadline, "the store goes on counting"
 
 
+@over_one_transport
 def test_the_stores_own_counters_saw_the_bytes(
     cluster: LocalCluster, client: SyncClient, reference: Oracle, seed: int
 ) -> None:
@@ -160,6 +163,7 @@ def test_the_stores_own_counters_saw_the_bytes(
         assert answer.provenance.legs[0].transport == cluster.config.transport
 
 
+@over_one_transport
 def test_a_second_prompt_computes_only_what_follows_its_last_full_block(
     cluster: LocalCluster, client: SyncClient, reference: Oracle, seed: int
 ) -> None:
@@ -185,6 +189,7 @@ def test_a_second_prompt_computes_only_what_follows_its_last_full_block(
             assert leg(third, "prefill").incarnation != leg(first, "prefill").incarnation
 
 
+@over_one_transport
 async def test_the_index_in_redis_knows_what_the_store_holds(
     cluster: LocalCluster, seed: int
 ) -> None:
@@ -215,6 +220,7 @@ async def test_the_index_in_redis_knows_what_the_store_holds(
         assert list((await client.status()).problems) == []
 
 
+@over_one_transport
 def test_one_token_never_touches_decode(
     cluster: LocalCluster, client: SyncClient, reference: Oracle, seed: int
 ) -> None:
@@ -235,6 +241,7 @@ def test_one_token_never_touches_decode(
     assert after["decode-0"] == before["decode-0"]
 
 
+@over_one_transport
 def test_text_streams_in_pieces_that_join_to_the_whole(
     client: SyncClient, reference: Oracle
 ) -> None:
@@ -251,3 +258,28 @@ def test_text_streams_in_pieces_that_join_to_the_whole(
     assert cut.stop_string == word
     assert cut.text == text[: text.index(word)]
     assert cut.usage.num_output_tokens == len(cut.token_ids) < len(ids)
+
+
+@over_one_transport
+def test_a_prompt_meets_what_its_own_tenants_left_and_nothing_else(
+    cluster: LocalCluster, client: SyncClient, reference: Oracle, seed: int
+) -> None:
+    """The same prompt from each tenant, twice: a and b share a scope (conftest.py) and hit each
+    other's blocks from the first time on; a tenant called like the scope hits only its own."""
+    rng = random.Random(seed + 6)
+    prompt = [rng.randrange(100, 2000) for _ in range(200)]
+    expected = reference.greedy(prompt, 4)
+    full = (len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
+    seen: dict[str, list[int]] = {}
+    for tenant in ("a", "b", "c", "team", "") * 2:
+        answer = client.complete(prompt, max_tokens=4, temperature=0.0, tenant=tenant)
+        assert list(answer.token_ids) == expected
+        num_cached = len(prompt) - leg(answer, "prefill").num_tokens_computed
+        seen.setdefault(tenant, []).append(num_cached)
+    assert seen == {
+        "a": [0, full],
+        "b": [full, full],
+        "c": [0, full],
+        "team": [0, full],
+        "": [0, full],
+    }

@@ -42,7 +42,7 @@ def reference() -> Oracle:
     return oracle(MODEL)
 
 
-@pytest.fixture(scope="module", params=["grpc", "nixl"])
+@pytest.fixture(scope="module", params=["grpc", pytest.param("nixl", marks=pytest.mark.long)])
 def direct(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
     """A prompt is computed in many small steps, so that decode has time to fetch early, and a test
     to come in between."""
@@ -143,6 +143,7 @@ async def test_a_prefill_worker_that_dies_with_what_it_lent_changes_no_answer(
         assert again.num_tokens_from_store == num_blocks * BLOCK_SIZE
 
 
+@pytest.mark.long
 async def test_quantized_blocks_are_lent_as_they_lie(seed: int) -> None:
     """What decode reads is the blocks' bytes with their scales. The unfilled block at the end is
     not lent: prefill keeps it in numbers of its own, and decode computes it again."""

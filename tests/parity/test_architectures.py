@@ -31,7 +31,7 @@ from tests.parity.small_configs import small_config
 LENGTHS = [1, 3, 4, 5, 13, 21, 34]
 SHARED = 17
 NUM_OUTPUT = 14
-NUM_TYPES = 22
+NUM_TYPES = 12
 """Of the types, in a run that is not the full one."""
 
 

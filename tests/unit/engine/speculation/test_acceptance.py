@@ -31,6 +31,7 @@ from engine.speculation.acceptance import (
 )
 from engine.speculation.drafter import Distribution, Place
 from engine.speculation.tree import EMPTY, ROOT, TokenTree, Try, chain, merge
+from tests.conftest import LONG
 
 _VOCAB_SIZE = 5
 _DEPTH = 3
@@ -155,8 +156,10 @@ def _run(
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("num_drafters", [1, 2])
-@pytest.mark.parametrize("likeness", [0.0, 0.7])
+@pytest.mark.parametrize(
+    ("num_drafters", "likeness"),
+    [(1, 0.7), (2, 0.0), *([(1, 0.0), (2, 0.7)] if LONG else [])],
+)
 def test_the_distribution_is_the_models(
     num_drafters: int, likeness: float, seed: int, scale: Callable[[int], int]
 ) -> None:
