@@ -219,6 +219,7 @@ def test_a_record_is_replayed(
     assert capsys.readouterr().out.startswith("sample 1 differs at output token 3\n")
 
 
+@pytest.mark.long
 def test_a_record_is_replayed_by_a_cluster_of_its_own(
     cluster: LocalCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -252,7 +253,7 @@ def test_metrics_are_served_where_status_says(client: SyncClient) -> None:
 def test_both_doors_give_the_same_answer(client: SyncClient, http: openai.OpenAI) -> None:
     expected = client.complete(PROMPT, max_tokens=24, seed=7, temperature=1.0)
     stream = http.completions.create(
-        model="baton-5m",
+        model=MODEL,
         prompt=PROMPT,
         max_tokens=24,
         seed=7,
@@ -272,7 +273,7 @@ def test_a_cached_prompt_shows_in_the_usage(http: openai.OpenAI) -> None:
     prompt = "One day a little girl went to the park with her mom and her dog. " * 4
 
     def num_cached() -> int:
-        usage = http.completions.create(model="baton-5m", prompt=prompt, max_tokens=2).usage
+        usage = http.completions.create(model=MODEL, prompt=prompt, max_tokens=2).usage
         assert usage is not None and usage.prompt_tokens_details is not None
         return usage.prompt_tokens_details.cached_tokens or 0
 
@@ -291,7 +292,7 @@ def test_a_schema_holds_and_logprobs_spell_the_text(http: openai.OpenAI) -> None
         "additionalProperties": False,
     }
     answer = http.chat.completions.create(
-        model="baton-5m",
+        model=MODEL,
         messages=TALK,
         max_tokens=64,
         n=2,
@@ -314,7 +315,7 @@ def test_a_schema_holds_and_logprobs_spell_the_text(http: openai.OpenAI) -> None
 
 def test_embeddings_are_of_length_1_and_alike_for_alike_texts(http: openai.OpenAI) -> None:
     texts = ["The dog ran home.", "The dog ran home.", "She gave him a red ball."]
-    answer = http.embeddings.create(model="baton-5m", input=texts)
+    answer = http.embeddings.create(model=MODEL, input=texts)
     one, same, other = (entry.embedding for entry in answer.data)
     assert sum(x * x for x in one) == pytest.approx(1, abs=1e-3)
     assert one == pytest.approx(same, abs=1e-4) and one != pytest.approx(other, abs=1e-2)
@@ -332,7 +333,7 @@ def test_the_bundled_model_calls_a_tool_where_a_call_is_forced(
     }
     tool: Any = {"type": "function", "function": {"name": "f", "parameters": parameters}}
     asked = http.chat.completions.create(
-        model="baton-5m",
+        model=MODEL,
         messages=TALK,
         tools=[tool],
         tool_choice=choice,
@@ -347,6 +348,6 @@ def test_the_bundled_model_calls_a_tool_where_a_call_is_forced(
     assistant: Any = {"role": "assistant", "tool_calls": [call.model_dump()]}
     result: Any = {"role": "tool", "tool_call_id": call.id, "content": "done"}
     answer = http.chat.completions.create(
-        model="baton-5m", messages=[*TALK, assistant, result], tools=[tool], max_tokens=8
+        model=MODEL, messages=[*TALK, assistant, result], tools=[tool], max_tokens=8
     )
     assert answer.choices[0].finish_reason in ("stop", "length", "tool_calls")
