@@ -170,6 +170,8 @@ class Chunk:
     """One per token where asked for."""
     traces: tuple[StepTrace, ...] = ()
     """One per token where asked for."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of the prompt's next tokens where asked for, in chunks without text; NaN for the first."""
 
 
 @dataclass(frozen=True)
@@ -190,6 +192,8 @@ class Completion:
     score: float | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     traces: tuple[StepTrace, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """One per token of the prompt where asked for, with sample 0; NaN for the first."""
     prompt_token_ids: tuple[int, ...] = ()
     """With `trace` only."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
@@ -248,6 +252,7 @@ def chunk_from(reply: inference_pb2.GenerateResponse) -> Chunk:
         reply.sample_index,
         tuple(_logprobs(entry) for entry in reply.logprobs),
         tuple(_trace(trace) for trace in reply.traces),
+        tuple(_logprobs(entry) for entry in reply.prompt_logprobs),
     )
 
 
@@ -285,6 +290,7 @@ def _completion(chunks: Sequence[Chunk], account: End) -> Completion:
         score=last.end.score,
         logprobs=tuple(entry for chunk in chunks for entry in chunk.logprobs),
         traces=tuple(trace for chunk in chunks for trace in chunk.traces),
+        prompt_logprobs=tuple(entry for chunk in chunks for entry in chunk.prompt_logprobs),
         prompt_token_ids=account.prompt_token_ids,
         sampling=account.sampling,
     )

@@ -39,6 +39,7 @@ def build_request(
     stop_at_tool_call: bool = False,
     ignore_eos: bool = False,
     logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
     presence_penalty: float = 0.0,
     frequency_penalty: float = 0.0,
     repetition_penalty: float = 1.0,
@@ -68,6 +69,7 @@ def build_request(
     protos/common.proto says.
 
     Args:
+        prompt_logprobs: see GenerateRequest in protos/inference.proto.
         bad_words: words, or the token ids of one.
         json_schema: the schema as text or as a value.
         tools: what the model may call in a chat, as OpenAI writes it; calls come as text.
@@ -116,6 +118,7 @@ def build_request(
         adapter=adapter,
         priority=priority,
         session=session,
+        prompt_logprobs=prompt_logprobs,
         timeout_s=timeout_s,
     )
     _set_prompt(request, prompt)

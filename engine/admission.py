@@ -14,7 +14,7 @@ from engine.config import EngineConfig
 from engine.errors import InvalidRequest, RequestTooLong
 from engine.group import Group, num_rows
 from engine.kv.layout import KvLayout
-from engine.request import ModelInfo, Request
+from engine.request import MAX_LOGPROBS, ModelInfo, Request
 from engine.sampling.check import check_sampling
 from engine.sequence import HOLE, finish_reason
 
@@ -45,6 +45,10 @@ def check_request(request: Request, model: ModelInfo) -> None:
         raise InvalidRequest("wants_embedding", "this model gives none, as it is loaded")
     if request.wants_embedding and (request.num_samples > 1 or request.beam is not None):
         raise InvalidRequest("wants_embedding", "goes with one sample, drawn without beams")
+    if not 0 <= (request.prompt_logprobs or 0) <= MAX_LOGPROBS:
+        raise InvalidRequest("prompt_logprobs", f"must be from 0 to {MAX_LOGPROBS}")
+    if request.prompt_logprobs is not None and request.beam is not None:
+        raise InvalidRequest("prompt_logprobs", "does not go with a beam search")
     check_sampling(request.sampling, model.vocab_size)
     check_beams(request, model.vocab_size, frozenset(model.eos_token_ids))
 
@@ -144,6 +148,10 @@ def check_start(
     if not 0 <= num_loaded_tokens <= num_tokens:
         raise InvalidRequest(
             "num_loaded_tokens", f"{num_loaded_tokens} is outside [0, {num_tokens}]"
+        )
+    if num_loaded_tokens and group.prompt.is_scored:
+        raise InvalidRequest(
+            "num_loaded_tokens", "prompt_logprobs need each token's logits; load nothing"
         )
     num_blocks_loaded = -(-num_loaded_tokens // block_size)
     if HOLE in group.prompt.block_ids[:num_blocks_loaded]:

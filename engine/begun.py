@@ -29,7 +29,8 @@ class BegunStep:
     Attributes:
         planned: (sequence, number of its tokens).
         guesses: what hangs on the last of them.
-        logits: [R, V], which hold until the next forward pass.
+        logits: [R, V] of what is drawn, which hold until the next forward pass.
+        all_logits: with those of scored prompts, row by row as the batch has them.
 
     Args:
         copied: before the forward pass, and nobody has waited for it.
@@ -47,7 +48,8 @@ class BegunStep:
         self.planned = planned
         self.guesses = guesses
         self.step = step
-        self.logits = logits
+        self.all_logits = logits
+        self.logits = step.drawn_of(logits)
         self._masks = masks
         self._copied = copied
         self._drawing: Callable[[], list[Drawn]] | None = None

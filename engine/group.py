@@ -46,6 +46,7 @@ def may_be_ahead(request: Request) -> bool:
         request.beam is None
         and request.hold_after is None
         and not request.wants_embedding
+        and request.prompt_logprobs is None
         and sampling.grammar is None
         and not needs_history(sampling)
     )

@@ -133,8 +133,11 @@ class Holdings:
             return self.tree.reserve(chain_hashes, num_blocks)
 
     def _shareable(self, sequence: Sequence) -> list[bytes]:
-        """Chain hashes of the full blocks before the last token."""
-        num_shareable = (len(sequence.token_ids) - 1) // self.block_size
+        """Chain hashes of the full blocks before the first token whose logits are needed."""
+        num_needless = len(sequence.token_ids) - 1
+        if sequence.is_scored:
+            num_needless = sequence.scored_places(num_needless).start
+        num_shareable = num_needless // self.block_size
         if num_shareable:
             sequence.chain_hash(num_shareable - 1, self.block_size)
         return sequence.chain_hashes[:num_shareable]

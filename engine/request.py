@@ -256,6 +256,11 @@ class Request:
     """Report the prompt's embedding with its first token, which means nothing. One sample, no
     beams."""
 
+    prompt_logprobs: int | None = None
+    """None: none. k: report log probabilities of the prompt's own tokens with the events of its
+    chunks, and the k best beside each; at most `MAX_LOGPROBS`. Each token's place is computed for
+    it: of a cached prefix nothing is used. No beams."""
+
     owner: str = ""
     """Whom bytes of this request that leave the engine (parked blocks, pages of draft models) are
     charged to. The engine passes it on and does not read it."""

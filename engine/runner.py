@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -31,7 +32,7 @@ import torch
 from engine.begun import BegunStep, may_be_early
 from engine.booking import Booking
 from engine.decode_rows import DecodeRows
-from engine.errors import IntegrityError
+from engine.errors import IntegrityError, InvalidLogits
 from engine.foresight import Foresight
 from engine.in_flight import InFlight, Planned, Taken
 from engine.models.interface import LoadedModel
@@ -46,10 +47,12 @@ from engine.speculation.drafter import Guess
 from engine.speculation.heads.hidden import Wants
 from engine.speculation.speculator import Speculator
 from engine.step_builder import Step
-from engine.step_output import RequestEvent
-from engine.told import embeddings_of, with_embedding
+from engine.step_output import RequestEvent, TokenLogprobs
+from engine.told import embeddings_of, prompt_logprobs_of, with_embedding
 
 log = logging.getLogger(__name__)
+
+_NOTHING: Mapping[Key, tuple[TokenLogprobs, ...] | InvalidLogits] = MappingProxyType({})
 
 
 class Result(NamedTuple):
@@ -253,9 +256,10 @@ class Runner:
         """Book what a plain step has drawn, and begin the next one if that `is_early`. Plan, draws
         and guesses are the step's as far as they are wanted."""
         step, speculator = begun.step, self._speculator
-        embeddings = embeddings_of(step.samples, self._model) if step.batch.wants_hidden else {}
+        embeddings = embeddings_of(step, self._model) if step.batch.wants_hidden else {}
+        scored = prompt_logprobs_of(planned, step, begun.all_logits) if step.scored else {}
         num_kept: dict[Key, int] = {}
-        events = self._book(planned, drawn, guesses, num_kept)
+        events = self._book(planned, drawn, guesses, num_kept, scored)
         if speculator is not None:
             seen_s = speculator.readers.see(step, planned, guesses, self._model)
             num_rows = len(step.batch.token_ids)
@@ -325,8 +329,9 @@ class Runner:
         drawn: list[pipeline.Drawn],
         guesses: Mapping[Key, Guess] | None = None,
         num_kept: dict[Key, int] | None = None,
+        scored: Mapping[Key, tuple[TokenLogprobs, ...] | InvalidLogits] = _NOTHING,
     ) -> list[RequestEvent]:
-        """`num_kept`: takes how many nodes of each guess were."""
+        """`num_kept`: takes how many nodes of each guess were. `scored`: of prompt_logprobs_of."""
         events: list[RequestEvent] = []
         guesses = guesses or {}
         first = 0
@@ -351,12 +356,29 @@ class Runner:
                     sequence, num_tokens, tree, own, now
                 )
                 events += told
+            elif sequence.key in scored:
+                events += self._book_scored(sequence, num_tokens, own, scored[sequence.key], now)
             elif own and sequence.state is State.RUNNING:
                 events.append(self._booking.decode(sequence, num_tokens, own[0], now))
             else:
                 events += self._booking.advance(sequence, num_tokens, own, now)
         self._booking.move_kept()
         return events
+
+    def _book_scored(
+        self,
+        sequence: Sequence,
+        num_tokens: int,
+        drawn: list[pipeline.Drawn],
+        logprobs: tuple[TokenLogprobs, ...] | InvalidLogits,
+        now: float,
+    ) -> list[RequestEvent]:
+        """The first event tells them."""
+        if isinstance(logprobs, InvalidLogits):
+            return [self._booking.fail(sequence, logprobs)]
+        sequence.num_scored_tokens += len(logprobs)  # samples that part now are forks of it
+        first, *others = self._booking.advance(sequence, num_tokens, drawn, now)
+        return [first if first.error else first._replace(prompt_logprobs=logprobs), *others]
 
     def _book_beams(self, step: Step, logits: torch.Tensor) -> list[RequestEvent]:
         rows: dict[str, list[int]] = {}

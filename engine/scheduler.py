@@ -155,7 +155,14 @@ class Scheduler:
             if not seen.is_over:
                 priority, order = one.request.priority, one.group.order
                 candidates.append(
-                    Candidate(key, seen.num_pending_tokens, seen.has_drawn, priority, order)
+                    Candidate(
+                        key,
+                        seen.num_pending_tokens,
+                        seen.has_drawn,
+                        priority,
+                        order,
+                        one.is_scored,
+                    )
                 )
         plan = self._plan_step(candidates)
         planned = [(self.running[key], num_tokens) for key, num_tokens in plan.items()]
@@ -304,6 +311,7 @@ class Scheduler:
                 sequence.state is State.RUNNING,
                 sequence.request.priority,
                 sequence.group.order,
+                sequence.is_scored,
             )
             for key, sequence in self.running.items()
             if sequence.state is not State.SWAPPING

@@ -53,6 +53,7 @@ class Sequence:
         "num_parked_tokens",
         "num_passes",
         "num_prompt_tokens",
+        "num_scored_tokens",
         "num_told_blocks",
         "num_trusted_blocks",
         "parked",
@@ -84,6 +85,8 @@ class Sequence:
         self.num_told_blocks = 0
         self.num_trusted_blocks = -1
         """Blocks that others had computed when it got its first ones; -1 before."""
+        self.num_scored_tokens = 0
+        """Prompt tokens whose log probabilities were told."""
         self.num_passes = 0
         self.num_parked_tokens = 0
         self.parked: Parked | None = None
@@ -135,6 +138,19 @@ class Sequence:
     def gives_embedding(self) -> bool:
         """Whether its next draw comes with the prompt's embedding."""
         return self.request.wants_embedding and len(self.token_ids) == self.num_prompt_tokens
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether log probabilities of its prompt are still to be told."""
+        return (
+            self.request.prompt_logprobs is not None
+            and self.num_scored_tokens < self.num_prompt_tokens
+        )
+
+    def scored_places(self, end: int) -> range:
+        """Those whose logits give what was not told yet, once `end` tokens are computed: the place
+        before each token."""
+        return range(max(self.num_scored_tokens - 1, 0), min(end, self.num_prompt_tokens - 1))
 
     @property
     def held_block_ids(self) -> list[int]:

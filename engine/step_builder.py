@@ -14,10 +14,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+import torch
+
 from engine.batch import Batch, Span
 from engine.constraints import end_token_ids
 from engine.kv.memory import KvMemory
 from engine.request import State
+from engine.sampling.copies import bring
 from engine.sampling.row import Draw
 from engine.schedule.order import Key
 from engine.sequence import Sequence
@@ -51,7 +55,11 @@ class _Laid(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """One step's input, and what is drawn of its logits: to be asked for before it is booked."""
+    """One step's input, and what is drawn of its logits: to be asked for before it is booked.
+
+    Some rows of the model's logits may be of `scored` prompts, of which nothing is drawn: `rows`,
+    `samples` and `grammars` are about the others, which `drawn_of` takes.
+    """
 
     batch: Batch
 
@@ -66,6 +74,25 @@ class Step:
     has_beams: bool
 
     has_grammars: bool
+
+    scored: Mapping[Key, range]
+    """Of prompts whose log probabilities are wanted: their rows of the model's logits."""
+
+    def drawn_of(self, rows: torch.Tensor) -> torch.Tensor:
+        """Of one row for each of the batch's `draw_indices` those that are drawn from."""
+        if not self.scored:
+            return rows
+        return rows.index_select(0, bring(np.array(self._drawn, dtype=np.int64), rows.device))
+
+    @property
+    def draw_indices(self) -> Values[int]:
+        """The batch's, of those rows."""
+        return [self.batch.draw_indices[row] for row in self._drawn]
+
+    @cached_property
+    def _drawn(self) -> Values[int]:
+        scored = {row for rows in self.scored.values() for row in rows}
+        return [row for row in range(len(self.batch.draw_indices)) if row not in scored]
 
     @cached_property
     def _laid(self) -> _Laid:
@@ -124,6 +151,7 @@ def build(
     all_token_ids: list[int] = []
     spans: list[Span] = []
     draw_indices: list[int] = []
+    scored: dict[Key, range] = {}
     drawing: list[_Drawing] = []
     num_decode_tokens = 0
     has_beams = has_grammars = gives_embedding = False
@@ -159,6 +187,11 @@ def build(
             # takes in for good what is no guess.
             is_told = span.is_tree or kv.tails is not None
             spans.append(span if is_told else span._replace(branches=()))
+        if sequence.is_scored:
+            places, num_rows = sequence.scored_places(end), len(draw_indices)
+            shift = len(all_token_ids) - slots_end  # of the batch from the sequence
+            draw_indices += [place + shift for place in places]
+            scored[sequence.key] = range(num_rows, len(draw_indices))
         if end == len(token_ids) and (has_drawn or not group.is_continued):
             drawing.append(_Drawing(sequence, end, guess))
             has_beams = has_beams or sequence.request.beam is not None
@@ -174,7 +207,9 @@ def build(
         wants_every_hidden=wants_hidden is Wants.EVERY,
         wants_layers=wants_layers,
     )
-    return Step(batch, tuple(drawing), eos_token_ids, num_decode_tokens, has_beams, has_grammars)
+    return Step(
+        batch, tuple(drawing), eos_token_ids, num_decode_tokens, has_beams, has_grammars, scored
+    )
 
 
 def _lay_out(drawing: Iterable[_Drawing], eos_token_ids: frozenset[int]) -> _Laid:

@@ -112,6 +112,10 @@ class RequestEvent(NamedTuple):
     """Where asked for: the hidden state of the prompt's last token, after the model's last norm,
     at length 1. With the first token."""
 
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    """Where asked for: of the prompt's next tokens, in order; all of them by the first output
+    token. Of its first one, which nothing comes before, NaN and no best ones."""
+
 
 @dataclass(frozen=True)
 class StepOutput:

@@ -11,10 +11,13 @@ from dataclasses import replace
 
 import torch
 
-from engine.errors import EngineError
+from engine.errors import EngineError, InvalidLogits
 from engine.models.interface import LoadedModel
+from engine.sampling.logprobs import raw_logprobs
 from engine.sampling.row import Drawn
+from engine.schedule.order import Key
 from engine.sequence import Sequence
+from engine.step_builder import Step
 from engine.step_output import FilledBlock, RequestEvent, StepTrace, TokenLogprobs
 
 
@@ -77,20 +80,48 @@ def event_without_tokens(
     )
 
 
-def embeddings_of(samples: Values[Sequence], model: LoadedModel) -> dict[str, tuple[float, ...]]:
-    """By request, of those that asked and whose prompt ended in the last forward pass.
+def prompt_logprobs_of(
+    planned: Values[tuple[Sequence, int]], step: Step, logits: torch.Tensor
+) -> dict[Key, tuple[TokenLogprobs, ...] | InvalidLogits]:
+    """What a step that is not booked yet tells of scored prompts.
 
     Args:
-        samples: whose each of its rows of logits is.
+        logits: [R, V], with their rows.
     """
+    told: dict[Key, tuple[TokenLogprobs, ...] | InvalidLogits] = {}
+    for sequence, num_tokens in planned:
+        if sequence.key not in step.scored:
+            continue
+        places = sequence.scored_places(sequence.num_computed_tokens + num_tokens)
+        token_ids = sequence.token_ids[places.start + 1 : places.stop + 1]
+        found = raw_logprobs(
+            logits,
+            step.scored[sequence.key],
+            token_ids,
+            [sequence.request.prompt_logprobs or 0] * len(token_ids),
+        )
+        bad = next((place for place, one in enumerate(found) if math.isnan(one.logprob)), None)
+        if bad is not None:
+            told[sequence.key] = InvalidLogits(
+                f"the log probability of prompt token {places.start + 1 + bad} is no number"
+            )
+            continue
+        if sequence.num_scored_tokens == 0:
+            found.insert(0, TokenLogprobs(sequence.token_ids[0], math.nan, ()))
+        told[sequence.key] = tuple(found)
+    return told
+
+
+def embeddings_of(step: Step, model: LoadedModel) -> dict[str, tuple[float, ...]]:
+    """By request, of those that asked and whose prompt ended in `step`, the last forward pass."""
     rows = {
         sample.request.request_id: row
-        for row, sample in enumerate(samples)
+        for row, sample in enumerate(step.samples)
         if sample.gives_embedding
     }
     if not rows:
         return {}
-    hidden = model.hidden()[list(rows.values())].float()
+    hidden = step.drawn_of(model.hidden())[list(rows.values())].float()
     values = torch.nn.functional.normalize(hidden, dim=-1).tolist()
     return {name: tuple(one) for name, one in zip(rows, values, strict=True)}
 

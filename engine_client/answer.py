@@ -81,6 +81,8 @@ class Answer:
     times: RequestTimes
     error: BatonError | None = None
     """Why there are no samples; only where errors were asked to be returned."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    """One per token of the prompt, where asked for; NaN for the first, which nothing is before."""
 
     @property
     def text(self) -> str:
@@ -209,6 +211,7 @@ class AnswerBuilder:
             for index in range(num_samples)
         ]
         self._num_cached_tokens = 0
+        self._prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         self._first_s: float | None = None
         self._last_s = submitted_s
         self._token_times_s: list[float] = []
@@ -246,6 +249,7 @@ class AnswerBuilder:
         if news.sample_index == 0:
             self._token_times_s += [now_s] * len(news.token_ids)
         self._num_cached_tokens = news.num_cached_tokens
+        self._prompt_logprobs += news.prompt_logprobs
         self._samples[news.sample_index].take(news)
         return len(news.token_ids)
 
@@ -270,4 +274,5 @@ class AnswerBuilder:
                 tuple(after - before for before, after in itertools.pairwise(self._token_times_s)),
             ),
             error=self._error,
+            prompt_logprobs=tuple(self._prompt_logprobs) or None,
         )

@@ -41,6 +41,7 @@ class Ask:
     salt: bytes = b""
     """Asks share cached blocks only if it is equal. Empty is a value like any other."""
     priority: int = 0
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,8 @@ class News:
     """The last news of this ask."""
     failure: Failure | None = None
     """Why the ask ended without all its samples; `is_over` is set and there are no tokens."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of the prompt's next tokens; all of them have come with the first output token."""
 
 
 @dataclass(frozen=True)

@@ -251,6 +251,7 @@ class EngineCore:
             num_samples=ask.num_samples,
             beam=ask.beam,
             adapter=ask.adapter,
+            prompt_logprobs=ask.prompt_logprobs,
         )
 
     def _adapter_digest(self, ask: Ask) -> str:
@@ -318,8 +319,9 @@ class EngineCore:
             size = self.model.block_size
             num_full = event.num_computed_tokens // size
             live.num_cached_tokens = size * min((b.index for b in event.filled), default=num_full)
-        if not event.token_ids and event.finish_reason is None:
-            return  # a chunk of a prompt
+        is_chunk = not event.token_ids and event.finish_reason is None
+        if is_chunk and not event.prompt_logprobs:
+            return
         if event.finish_reason is not None:
             live.open_samples.discard(event.sample_index)
         is_over = event.is_request_over or not live.open_samples
@@ -337,6 +339,7 @@ class EngineCore:
                 num_cached_tokens=live.num_cached_tokens,
                 score=event.score,
                 is_over=is_over,
+                prompt_logprobs=event.prompt_logprobs or (),
             )
         )
 

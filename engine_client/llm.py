@@ -234,6 +234,7 @@ class ClientLLM:
                 adapter=adapter,
                 salt=salt,
                 priority=priority,
+                prompt_logprobs=one.prompt_logprobs,
             )
             jobs.append(_Job(ask, prompt, one))
         return jobs

@@ -60,6 +60,9 @@ class SamplingParams:
     logprobs: int | None = None
     """0: of the tokens in the output; k: of the k best beside each."""
 
+    prompt_logprobs: int | None = None
+    """The same of the prompt's tokens; all of it is computed for them, cached or not."""
+
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0

@@ -13,14 +13,15 @@ from engine.config import EngineConfig
 from engine.errors import LoadError
 from engine.models.interface import LoadedModel
 from engine.sampling import pipeline
+from engine.schedule.step import MAX_PROMPT_ROWS
 
 MOST_LAYERS = 3
 """Whose inputs one head goes by: EAGLE-3's."""
 
 
 def largest_step_bytes(model: LoadedModel, config: EngineConfig) -> int:
-    """Peak bytes of a step of `max_num_tokens_per_step` tokens with `max_num_running` draws; 0 on
-    CPU, where nobody needs it.
+    """Peak bytes of a step of `max_num_tokens_per_step` tokens with `max_num_running` draws, and
+    with a row of logits for each of MAX_PROMPT_ROWS more; 0 on CPU, where nobody needs it.
 
     The model is attached to a cache of one block meanwhile, which nothing is written to.
     Raises: LoadError where such a step does not fit beside the weights.
@@ -60,7 +61,8 @@ def _keeping(batch: Batch, model: LoadedModel) -> Batch:
 
 
 def _largest(config: EngineConfig, context_window: int, num_long: int) -> Batch:
-    """As many single tokens as requests may run, and chunks of what is left of the budget."""
+    """As many single tokens as requests may run, and chunks of what is left of the budget, whose
+    log probabilities are wanted as far as those of one step are."""
     num_singles = config.max_num_running - num_long
     lengths = [1] * num_singles
     left = config.max_num_tokens_per_step - num_singles
@@ -73,4 +75,5 @@ def _largest(config: EngineConfig, context_window: int, num_long: int) -> Batch:
     if config.speculation.is_on:  # a row of logits for each guess, too
         most = config.max_num_running * (1 + config.speculation.max_num_nodes)
         draws = list(range(min(most, ends[-1])))
+    draws = sorted({*draws, *range(max(0, ends[-1] - MAX_PROMPT_ROWS), ends[-1])})
     return Batch((0,) * ends[-1], spans, tuple(draws))

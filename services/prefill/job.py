@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.request import Beam, Sampling
-from engine.step_output import FilledBlock, RequestEvent
+from engine.step_output import FilledBlock, RequestEvent, TokenLogprobs
 from process import spans
 from process.deadline import Deadline
 from process.errors import Internal
@@ -85,6 +85,7 @@ class PrefillAsk:
     num_samples: int = 1
     beam: Beam | None = None
     wants_embedding: bool = False
+    prompt_logprobs: int | None = None
     prefix_runs: tuple[PrefixRun, ...] = ()
     """In order, without gaps from block 0."""
 
@@ -101,6 +102,12 @@ class PrefillAsk:
     @property
     def num_context_tokens(self) -> int:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def num_fetchable_tokens(self) -> int:
+        """Leading ones that need not be computed here: the last one's logits draw the next, and log
+        probabilities take those of all."""
+        return 0 if self.prompt_logprobs is not None else self.num_context_tokens - 1
 
 
 Firsts = Sequence[RequestEvent]
@@ -120,6 +127,8 @@ class PrefillJob:
     first: asyncio.Future[Firsts]
     firsts: dict[int, RequestEvent] = field(default_factory=dict)
     """Of the samples that have drawn, until all have."""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """That are not shown yet."""
     last_filled: Sequence[FilledBlock] = ()
     """Full blocks of the step that drew the first tokens: lent at once, stored behind that."""
     clock: StageClock = field(default_factory=StageClock)

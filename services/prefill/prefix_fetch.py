@@ -50,7 +50,8 @@ class FetchAsk:
     reservation: Reservation
     chain_hashes: Sequence[bytes]
     """Of the full blocks."""
-    num_context_tokens: int
+    num_wanted_tokens: int
+    """Leading tokens that can be used."""
     prefix_runs: tuple[PrefixRun, ...]
     ttl_s: float
     deadline: Deadline
@@ -66,8 +67,7 @@ class PrefixFetch:
         self._pins = pins
         self._size = core.model.block_size
         self._home = core.connector.client
-        # The last token is computed in any case: its logits draw the next one.
-        self._num_wanted = (ask.num_context_tokens - 1) // self._size
+        self._num_wanted = ask.num_wanted_tokens // self._size
         self._reasons: dict[int, str] = {}  # block index -> why it did not come, the first time
         self._is_out_of_time = False  # a transfer may still write into the next block
         self.num_blocks = ask.reservation.num_local_tokens // self._size

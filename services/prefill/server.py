@@ -6,13 +6,14 @@ The only module here that knows the stubs.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import grpc.aio
 
-from engine.step_output import RequestEvent
+from engine.schedule.step import MAX_PROMPT_ROWS
+from engine.step_output import RequestEvent, TokenLogprobs
 from process import serving, trace_context
 from process.errors import BatonError, InvalidArgument
 from process.spans import NOBODY, Span
@@ -132,6 +133,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             num_samples=num_samples,
             beam=beam_from_proto(request.sampling),
             wants_embedding=_wants_embedding(request),
+            prompt_logprobs=(
+                request.prompt_logprobs if request.HasField("prompt_logprobs") else None
+            ),
             prefix_runs=_prefix_runs(request.hints),
         )
 
@@ -154,6 +158,11 @@ class _Caller:
     async def show_firsts(self, firsts: Firsts) -> None:
         for event in firsts:
             self._put(_first_message(event))
+
+    async def show_prompt_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> None:
+        for first in range(0, len(logprobs), MAX_PROMPT_ROWS):  # of several steps, if we were late
+            part = logprobs[first : first + MAX_PROMPT_ROWS]
+            self._put(prefill_pb2.PrefillReply(prompt_logprobs=logprobs_to_proto(part)))
 
     async def show_partial(self, handle: handles.Handle) -> None:
         message = handles.to_proto(handle, self._core.handle_keys)

@@ -31,7 +31,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from engine.request import Request, Reservation
-from engine.step_output import FilledBlock, StepOutput
+from engine.step_output import FilledBlock, StepOutput, TokenLogprobs
 from kvstore.errors import STORE_UNAVAILABLE
 from process.deadline import Deadline
 from process.errors import Internal, Unavailable
@@ -56,6 +56,9 @@ class Audience(Protocol):
 
     async def show_firsts(self, firsts: Firsts) -> None:
         """The first token of each sample; once."""
+
+    async def show_prompt_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> None:
+        """Of the prompt's next tokens; all before the first tokens."""
 
     async def show_partial(self, handle: handles.Handle) -> None:
         """What can be fetched while prefill still runs; before the first tokens."""
@@ -186,6 +189,7 @@ class PrefillWorker:
                 beam=ask.beam,
                 adapter=ask.chain.adapter_digest,
                 wants_embedding=ask.wants_embedding,
+                prompt_logprobs=ask.prompt_logprobs,
                 owner=ask.tenant,
             ),
             job.deadline,
@@ -216,7 +220,7 @@ class PrefillWorker:
             engine_id=job.engine_id,
             reservation=reservation,
             chain_hashes=chain_hashes,
-            num_context_tokens=job.ask.num_context_tokens,
+            num_wanted_tokens=job.ask.num_fetchable_tokens,
             prefix_runs=job.ask.prefix_runs,
             ttl_s=self._handover.ttl_s(job.deadline),
             deadline=job.deadline,
@@ -233,7 +237,8 @@ class PrefillWorker:
         return fetch.num_tokens
 
     async def _wait_for_firsts(self, job: PrefillJob, audience: Audience) -> Firsts:
-        """Until the first tokens are drawn. Meanwhile say what can be fetched already."""
+        """Until the first tokens are drawn. Meanwhile say what can be fetched already, and tell the
+        prompt's log probabilities."""
         job.first.add_done_callback(lambda _: job.early.news.set())
         while not job.first.done():
             await job.early.news.wait()
@@ -242,7 +247,15 @@ class PrefillWorker:
                 handle = await self._handover.partial(job)
                 if handle is not None:
                     await audience.show_partial(handle)
+            await self._show_prompt_logprobs(job, audience)
+        await self._show_prompt_logprobs(job, audience)
         return await job.first
+
+    async def _show_prompt_logprobs(self, job: PrefillJob, audience: Audience) -> None:
+        """Those that have come since the last time."""
+        if job.prompt_logprobs:
+            logprobs, job.prompt_logprobs = job.prompt_logprobs, []
+            await audience.show_prompt_logprobs(logprobs)
 
     async def _store(
         self, job: PrefillJob, firsts: Firsts, reservation: Reservation
@@ -320,6 +333,9 @@ class PrefillWorker:
             if job is None:
                 continue  # cancelled while the step ran
             job.chunks.add(event, output)
+            if event.prompt_logprobs:
+                job.prompt_logprobs += event.prompt_logprobs
+                job.early.news.set()
             if event.error is not None and not job.first.done():
                 job.first.set_exception(event.error)
             elif (event.token_ids or event.beam_start) and not job.first.done():

@@ -123,4 +123,4 @@ class Answer:
 
 def shows_something(message: inference_pb2.GenerateResponse) -> bool:
     """Whether a message is worth sending."""
-    return bool(message.text or message.token_ids)
+    return bool(message.text or message.token_ids or message.prompt_logprobs)

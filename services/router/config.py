@@ -80,6 +80,10 @@ class RouterLimits:
     max_logprobs: int = 20
     """Alternatives per token."""
 
+    max_prompt_logprobs: int = 256 * 1024
+    """Log probabilities of one prompt, the alternatives of its tokens counted: about 150 bytes each
+    while its answer is put together."""
+
     max_samples: int = 16
     """Samples of one prompt, and beams; at most MAX_SAMPLES."""
 

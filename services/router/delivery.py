@@ -68,7 +68,11 @@ class Delivery:
             if not self.embedding:
                 raise Internal("the prefill worker gave no embedding")
             last.embedding.extend(self.embedding)
+        if job.is_prompt_only:  # whatever the token was that came with it
             last.usage.num_output_tokens = 0
+            last.finish_reason = common_pb2.FINISH_REASON_LENGTH
+            last.ClearField("stop_token_id")
+            last.ClearField("stop_string")
         for stage, seconds in self._times.stages():
             last.times.add(stage=stage, seconds=seconds)
         if job.sampling.trace:

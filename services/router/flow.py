@@ -33,7 +33,7 @@ from typing import Any
 from process import logs
 from process.deadline import Deadline
 from process.errors import Internal
-from protos import prefill_pb2
+from protos import common_pb2, inference_pb2, prefill_pb2
 from services.router import request_trace
 from services.router.answer import Answer
 from services.router.decode_leg import DecodeLeg
@@ -89,7 +89,8 @@ class RequestFlow:
         """The workers chosen last; None: none yet."""
         self._cluster = cluster
         self._job = job
-        self._samples = Samples(answers, job.sampling)
+        num_scored = 0 if job.prompt_logprobs is None else len(job.prompt_token_ids)
+        self._samples = Samples(answers, job.sampling, num_scored_tokens=num_scored)
         self._times = times
         self._deadline = deadline
         self._account = KvAccount()
@@ -268,6 +269,7 @@ class RequestFlow:
             deadline=self._deadline,
             decode=self._leg,
             show_first=self._show_first,
+            show_prompt_logprobs=self._show_prompt_logprobs,
         )
         prefilled, asking = await leg.run(choice, asking)
         self._fingerprint = prefilled.fingerprint
@@ -302,11 +304,18 @@ class RequestFlow:
         if self._samples.num_drawn_otherwise > num_otherwise:
             self._log_retry("first_drawn_otherwise", logging.INFO, sample_index=first.sample_index)
         self._delivery.embedding = self._delivery.embedding or first.embedding
-        if message is None or self._job.wants_embedding:  # its token means nothing
+        if message is None or self._job.is_prompt_only:
             return
         if self._samples.is_over and self._leg is not None:
             self._leg.cancel()
         await self._delivery.show(message)
+
+    async def _show_prompt_logprobs(self, logprobs: Sequence[common_pb2.TokenLogprobs]) -> None:
+        new = self._samples.take_prompt(logprobs)
+        request_id = self._job.request_id
+        await self._delivery.show(
+            inference_pb2.GenerateResponse(request_id=request_id, prompt_logprobs=new)
+        )
 
     # ---- the decode worker
 

@@ -327,7 +327,7 @@ class FrontDesk:
                 times.first_token()
                 prompt = record.num_prompt_tokens if is_first else 0
                 ticket.on_tokens(prompt + len(message.token_ids))
-            elif message.embedding:
+            elif message.finish_reason and is_first:  # of the prompt alone
                 ticket.on_tokens(record.num_prompt_tokens)
             trace.on_message(message)
             if self.log_prompts:

@@ -13,7 +13,7 @@ from services.router.decode_streams import DecodeStreams
 from services.router.lease_release import LeaseRelease
 from services.router.lookup import PrefixLookup
 from services.router.prefill_client import PrefillClient
-from services.router.prefix_runs import Prefixes
+from services.router.prefix_runs import NO_PREFIXES, Prefixes
 from services.router.routing import Routing
 
 
@@ -34,6 +34,10 @@ class Job:
     adapter: Adapter = NO_ADAPTER
     wants_embedding: bool = False
     """Of the prompt, and nothing else."""
+    prompt_logprobs: int | None = None
+    """Best tokens beside each of the prompt's; None: no log probabilities of it."""
+    is_prompt_only: bool = False
+    """The one token that is drawn means nothing, and is not shown."""
 
     @property
     def needs_decode(self) -> bool:
@@ -43,8 +47,9 @@ class Job:
     @property
     def may_skip_prefill(self) -> bool:
         """Whether a decode worker can compute the prompt and draw all of the answer. A beam search
-        starts from what prefill found."""
-        return not (self.sampling.HasField("beam") or self.wants_embedding)
+        starts from what prefill found, and what is told of a prompt prefill tells."""
+        is_told_of = self.wants_embedding or self.prompt_logprobs is not None
+        return not (self.sampling.HasField("beam") or is_told_of)
 
     @property
     def num_sequences(self) -> int:
@@ -72,7 +77,9 @@ class Cluster:
 
     async def find_prefixes(self, job: Job, drawn: Sequence[int] = ()) -> Prefixes:
         """Where the job's prefix lies, and what was drawn behind it, by the index; nothing when the
-        index does not answer."""
+        index does not answer, or all of the prompt is to be computed."""
+        if job.prompt_logprobs is not None:
+            return NO_PREFIXES
         begin_s = time.perf_counter()
         prefixes = await self.lookup.find(
             job.prompt_token_ids,

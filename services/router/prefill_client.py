@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -30,6 +30,10 @@ from services.router.worker_streams import WorkerStreams
 
 class Listener(Protocol):
     """Who asked for a prompt."""
+
+    async def show_prompt_logprobs(self, logprobs: Sequence[common_pb2.TokenLogprobs]) -> None:
+        """Of the prompt's next tokens, as they come; all before the first tokens."""
+        ...
 
     async def show(self, first: prefill_pb2.PrefillReply) -> None:
         """A sample's first token, as soon as it comes."""
@@ -177,11 +181,15 @@ async def _read(
     """All of a call's messages. Only waits for the worker are bounded here, never the client: what
     is being shown must not be lost. Returns: the last one.
     """
-    for _ in range(num_firsts):
+    while num_firsts:
         first = await _next(call, deadline, "the prefill worker's answer")
+        if first.reply.prompt_logprobs:
+            await listener.show_prompt_logprobs(first.reply.prompt_logprobs)
+            continue
         if not (first.reply.token_ids or first.reply.beam_start):
             raise Internal(f"{who} answered without a token")
         await listener.show(first.reply)
+        num_firsts -= 1
     last = await _next(call, listener.account_deadline(), "the prefill worker's account")
     is_partial = last.handle is not None and last.handle.is_partial
     if not last.reply.HasField("leg") or is_partial:

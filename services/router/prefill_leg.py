@@ -14,7 +14,7 @@ the worker's; they are never kept here. Knows no text and no client. One request
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from process import logs, spans
@@ -52,6 +52,7 @@ MAX_TRIES = 3
 """Prefill workers asked in turn: each costs the client the time until it failed."""
 
 ShowFirst = Callable[[prefill_pb2.PrefillReply], Awaitable[None]]
+ShowPrompt = Callable[[Sequence[common_pb2.TokenLogprobs]], Awaitable[None]]
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,11 @@ class PrefillLeg:
         deadline: Deadline,
         decode: DecodeLeg | None,
         show_first: ShowFirst,
+        show_prompt_logprobs: ShowPrompt,
     ) -> None:
         """`decode`: where blocks are reserved for the answer; None: it ends with its first token.
-        `show_first`: puts a first token into `samples` and shows it.
+        `show_first`: puts a first token into `samples` and shows it; `show_prompt_logprobs`: the
+        same with those of the prompt's next tokens.
         """
         self._cluster = cluster
         self._job = job
@@ -90,6 +93,7 @@ class PrefillLeg:
         self._deadline = deadline
         self._decode = decode
         self._show_first = show_first
+        self._show_prompt_logprobs = show_prompt_logprobs
 
     async def run(self, choice: Choice, asking: Asking) -> tuple[Prefilled, Asking]:
         """Have the prompt computed where `choice` says, or where a later one does.
@@ -116,6 +120,10 @@ class PrefillLeg:
                 choice, asking = await self._another(failed, prefill_id, asking, error)
 
     # What the prefill client asks for: services.router.prefill_client.Listener.
+
+    async def show_prompt_logprobs(self, logprobs: Sequence[common_pb2.TokenLogprobs]) -> None:
+        """Of the prompt's next tokens."""
+        await self._show_prompt_logprobs(logprobs)
 
     async def show(self, first: prefill_pb2.PrefillReply) -> None:
         """A sample's first token is there."""
@@ -159,6 +167,7 @@ class PrefillLeg:
             hints=to_hints(choice.runs, asking.ask.prefixes.stores),
             handover=_PATHS[choice.path],
             output_token_ids=self._samples.told_to_prefill,
+            prompt_logprobs=job.prompt_logprobs if self._samples.begin_prompt() else None,
         )
         about: dict[str, spans.Value] = {
             "baton.worker_id": worker.worker_id,

@@ -49,7 +49,8 @@ class Preparer:
         )
         times.mark("tokenize")
         tenant, request_id, asked = attempt.tenant, attempt.request_id, request.sampling
-        if request.embed:
+        is_prompt_only = request.embed or max_tokens == 0
+        if is_prompt_only:
             max_tokens = 1  # a worker answers with the token that it draws, whatever it is
         ends = self._tool_call_ends(asked)
         seed = asked.seed if asked.HasField("seed") else identity.seed_of(tenant, request_id)
@@ -73,6 +74,10 @@ class Preparer:
             priority=request.priority,
             adapter=self.candidates.adapter(request.adapter),
             wants_embedding=request.embed,
+            prompt_logprobs=(
+                request.prompt_logprobs if request.HasField("prompt_logprobs") else None
+            ),
+            is_prompt_only=is_prompt_only,
         )
         outputs = [
             OutputText(

@@ -23,14 +23,23 @@ from services.router.prefill_client import num_first_messages
 class Samples:
     """See the module."""
 
-    def __init__(self, answers: Sequence[Answer], sampling: common_pb2.SamplingParams) -> None:
-        """`answers`: of each sample, in their order."""
+    def __init__(
+        self,
+        answers: Sequence[Answer],
+        sampling: common_pb2.SamplingParams,
+        *,
+        num_scored_tokens: int = 0,
+    ) -> None:
+        """`answers`: of each sample, in their order; `num_scored_tokens`: of the prompt, that log
+        probabilities are wanted of."""
         self._answers = answers
         self._sampling = sampling
         self._drawn: list[list[int]] = [[] for _ in answers]
         self._firsts: set[int] = set()
         self._beam_start: Sequence[common_pb2.BeamCandidate] = ()
         self._num_told = 0
+        self._num_scored_tokens = num_scored_tokens
+        self._num_prompt_shown = self._num_prompt_came = 0  # log probabilities; of this call
         self._said: set[int] = set()
         self.num_drawn_otherwise = 0
         """First tokens that a later worker drew again, and not as they had been told."""
@@ -86,6 +95,26 @@ class Samples:
         which only those are taken that were missing."""
         return self._drawn[0][: self._num_told]
 
+    def begin_prompt(self) -> bool:
+        """Another call. Returns: whether log probabilities of the prompt are missing still."""
+        self._num_prompt_came = 0
+        return self._num_prompt_shown < self._num_scored_tokens
+
+    def take_prompt(
+        self, logprobs: Sequence[common_pb2.TokenLogprobs]
+    ) -> Sequence[common_pb2.TokenLogprobs]:
+        """Those of the prompt's next tokens of this call. Returns: what no call before it told.
+
+        Raises: Internal when more come than the prompt has tokens.
+        """
+        num_known = max(0, self._num_prompt_shown - self._num_prompt_came)
+        self._num_prompt_came += len(logprobs)
+        new = logprobs[num_known:]
+        self._num_prompt_shown += len(new)
+        if self._num_prompt_shown > self._num_scored_tokens:
+            raise Internal("the prefill worker told more of the prompt than was asked for")
+        return new
+
     def ended(self) -> Iterator[Answer]:
         """Those that are over and were not said to be, in their order."""
         return (
@@ -105,8 +134,14 @@ class Samples:
         that was told stands, and whoever decodes goes on behind it: the handle is of the prompt,
         whatever was drawn after it.
 
-        Raises: Internal when the worker drew a sample that was not asked for.
+        Raises: Internal when the worker drew a sample that was not asked for, or left out what was
+            asked for of the prompt.
         """
+        if self._num_prompt_shown < self._num_scored_tokens:
+            raise Internal(
+                f"the prefill worker told log probabilities of {self._num_prompt_shown} of "
+                f"{self._num_scored_tokens} prompt tokens"
+            )
         index = first.sample_index
         if index >= len(self._answers):
             raise Internal(f"the prefill worker drew sample {index} of {len(self._answers)}")

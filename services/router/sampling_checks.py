@@ -122,8 +122,10 @@ def _check_penalties(sampling: common_pb2.SamplingParams) -> None:
 
 
 def _check_counts(sampling: common_pb2.SamplingParams, limits: RouterLimits) -> None:
-    if sampling.HasField("max_tokens") and sampling.max_tokens == 0:
-        raise InvalidArgument("sampling.max_tokens", "must be at least 1")
+    is_prompt_only = sampling.HasField("max_tokens") and sampling.max_tokens == 0
+    if is_prompt_only and (sampling.n > 1 or sampling.HasField("beam")):
+        name = "n" if sampling.n > 1 else "beam"
+        raise InvalidArgument(f"sampling.{name}", "does not go with max_tokens 0: nothing is drawn")
     if sampling.HasField("logprobs") and sampling.logprobs > limits.max_logprobs:
         raise InvalidArgument("sampling.logprobs", f"must be at most {limits.max_logprobs}")
     if sampling.no_repeat_ngram > _MAX_NGRAM:

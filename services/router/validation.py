@@ -63,6 +63,7 @@ def check_request(
     if request.embed and request.sampling.ByteSize():
         raise InvalidArgument("sampling", "does not go with embed, which draws nothing")
     sampling_checks.check(request.sampling, limits)
+    _check_prompt_logprobs(request, limits)
     _check_prompt(request)
 
 
@@ -100,6 +101,15 @@ def check_tokens(
             num_output_tokens=sampling.max_tokens or 1,
             context_window=bounds.context_window,
         )
+    if request.HasField("prompt_logprobs"):
+        num_logprobs = num_prompt_tokens * (1 + request.prompt_logprobs)
+        if num_logprobs > limits.max_prompt_logprobs:
+            raise InvalidArgument(
+                "prompt_logprobs",
+                f"{num_prompt_tokens} prompt tokens with {request.prompt_logprobs} alternatives "
+                f"each are {num_logprobs} log probabilities, at most {limits.max_prompt_logprobs} "
+                "are allowed; shorten the prompt or ask for fewer alternatives",
+            )
     sampling_checks.check_vocabulary(field, prompt_token_ids, bounds)
     sampling_checks.check_ids(sampling, bounds)
     room = bounds.context_window - num_prompt_tokens
@@ -127,6 +137,16 @@ def _check_identifier(field: str, value: str, max_chars: int) -> None:
         raise InvalidArgument(
             field, f"must be at most {max_chars} letters, digits and any of . _ : @ / + = -"
         )
+
+
+def _check_prompt_logprobs(request: inference_pb2.GenerateRequest, limits: RouterLimits) -> None:
+    if not request.HasField("prompt_logprobs"):
+        return
+    if request.prompt_logprobs > limits.max_logprobs:
+        raise InvalidArgument("prompt_logprobs", f"must be at most {limits.max_logprobs}")
+    if request.embed or request.sampling.HasField("beam"):
+        name = "embed" if request.embed else "sampling.beam"
+        raise InvalidArgument("prompt_logprobs", f"does not go with {name}")
 
 
 def _check_prompt(request: inference_pb2.GenerateRequest) -> None:

@@ -2,8 +2,9 @@
 and what has come since the last write goes up as one message.
 
 While the reader keeps up that is one message per engine step; behind a slow one steps share a
-message, so that what waits here is bounded by the requests' own lengths. The stream ends when the
-router has no more commands and its last request is over; when it breaks, all of them end.
+message, up to MAX_EVENTS, so that what waits here is bounded by the requests' own lengths. The
+stream ends when the router has no more commands and its last request is over; when it breaks, all
+of them end.
 
 Knows no stubs and no request. Belongs to the loop's thread.
 """
@@ -16,6 +17,11 @@ from typing import Any, Generic, Protocol, TypeVar
 
 EventT = TypeVar("EventT")
 CommandT = TypeVar("CommandT")
+
+
+MAX_EVENTS = 256
+"""Of one message: the largest, log probabilities of prompts, then take 48 MB of the 64 MiB that a
+message may have."""
 
 
 class Session(Protocol):
@@ -59,8 +65,8 @@ class Outbox(Generic[EventT]):
         while True:
             await self._wake.wait()
             self._wake.clear()
-            events, self._events = self._events, []
-            if events:
+            while events := self._events[:MAX_EVENTS]:
+                del self._events[:MAX_EVENTS]
                 self.num_batches += 1
                 yield events
                 self.num_unwritten -= len(events)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -177,6 +178,27 @@ def test_news_tell_each_token_once_and_the_end_once(client: EngineClient, seed: 
             assert each.logprobs is not None
             assert [entry.token_id for entry in each.logprobs] == list(each.token_ids)
             assert all(len(entry.top) == 2 for entry in each.logprobs)
+
+
+def test_a_prompts_log_probabilities_are_those_that_it_was_drawn_with(
+    client: EngineClient, tokenizer: Tokenizer, seed: int
+) -> None:
+    llm = ClientLLM(client, tokenizer=tokenizer)
+    prompt = random.Random(seed).choices(range(8, 2000), k=70)
+    params = SamplingParams(temperature=1.0, max_tokens=30, ignore_eos=True, logprobs=2)
+    (drawn,) = llm.generate([prompt], params, progress=False)
+    assert drawn.prompt_logprobs is None and drawn.samples[0].logprobs is not None
+    again = SamplingParams(max_tokens=1, prompt_logprobs=2)
+    (answer,) = llm.generate([[*prompt, *drawn.token_ids]], again, progress=False)
+    found = answer.prompt_logprobs
+    assert found is not None and answer.usage.num_cached_tokens == 0
+    assert [one.token_id for one in found] == [*prompt, *drawn.token_ids]
+    assert math.isnan(found[0].logprob) and found[0].top == ()
+    for one, expected in zip(found[len(prompt) :], drawn.samples[0].logprobs, strict=True):
+        assert one.logprob == pytest.approx(expected.logprob, abs=1e-3)
+        assert [value for _, value in one.top] == pytest.approx(
+            [value for _, value in expected.top], abs=1e-3
+        )
 
 
 def test_samples_of_one_prompt(clients: dict[str, EngineClient], seed: int) -> None:
@@ -382,6 +404,7 @@ def test_bad_parameters_name_prompt_and_field_before_any_work(
         (SamplingParams(max_tokens=10**6), "max_tokens"),
         (SamplingParams(max_tokens="many"), "max_tokens"),  # type: ignore[arg-type]
         (SamplingParams(logprobs=1000), "logprobs"),
+        (SamplingParams(prompt_logprobs=1000), "prompt_logprobs"),
         (SamplingParams(seed=-1), "seed"),
         (SamplingParams(stop=["x", ""]), r"stop\[1\]"),
         (SamplingParams(n=0), "n"),

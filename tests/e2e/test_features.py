@@ -313,6 +313,43 @@ def test_a_schema_holds_and_logprobs_spell_the_text(http: openai.OpenAI) -> None
         assert all(len(entry.top_logprobs) == 3 and entry.logprob <= 0 for entry in entries)
 
 
+def test_a_prompts_log_probabilities_are_those_of_transformers(
+    client: SyncClient, http: openai.OpenAI
+) -> None:
+    """As evaluation harnesses ask: nothing drawn, or one token that they leave out; the second time
+    with the prompt in every cache."""
+    truth = oracle(MODEL)
+    text = "One day a little girl went to the caf\u00e9 with her mom and her dog. " * 20
+    ids = truth.tokenizer(text).input_ids
+    with torch.inference_mode():
+        expected = torch.log_softmax(truth.model(torch.tensor([ids])).logits[0].float(), dim=-1)
+    own = [float(row[token_id]) for row, token_id in zip(expected, ids[1:], strict=False)]
+    for max_tokens in (0, 1):
+        answer = http.completions.create(
+            model=MODEL, prompt=text, max_tokens=max_tokens, echo=True, logprobs=3
+        )
+        (choice,) = answer.choices
+        found: Any = choice.logprobs
+        assert choice.text.startswith(text) and answer.usage is not None
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (
+            len(ids),
+            max_tokens,
+        )
+        assert found.token_logprobs[0] is None and found.top_logprobs[0] is None
+        assert found.token_logprobs[1 : len(ids)] == pytest.approx(own, abs=1e-3)
+        assert len(found.tokens) == len(ids) + max_tokens
+        for top, row in zip(found.top_logprobs[1 : len(ids)], expected, strict=False):
+            assert sorted(top.values())[-3:] == pytest.approx(
+                sorted(row.topk(3).values.tolist()), abs=1e-3
+            )
+    completion = client.complete(text, max_tokens=2, prompt_logprobs=0)
+    assert [entry.token_id for entry in completion.prompt_logprobs] == ids
+    assert [entry.logprob for entry in completion.prompt_logprobs][1:] == pytest.approx(
+        own, abs=1e-3
+    )
+    assert completion.usage.num_output_tokens == 2
+
+
 def test_embeddings_are_of_length_1_and_alike_for_alike_texts(http: openai.OpenAI) -> None:
     texts = ["The dog ran home.", "The dog ran home.", "She gave him a red ball."]
     answer = http.embeddings.create(model=MODEL, input=texts)

@@ -217,7 +217,7 @@ BODIES: list[tuple[str, Any, int, str | None, str]] = [
     (TEXT, {"prompt": ["a"] * 65}, 400, "prompt", "at most 64"),
     (TEXT, {"prompt": "a", "best_of": 2}, 400, "best_of", "n samples"),
     (TEXT, {"prompt": "a", "suffix": "b"}, 400, "suffix", "middle"),
-    (TEXT, {"prompt": "a", "echo": True, "logprobs": 1}, 400, "echo", "logprobs"),
+    (TEXT, {"prompt": "a", "echo": True, "logprobs": 1, "n": 2}, 400, "n", "logprobs"),
     (TEXT, {"prompt": "a", "messages": MESSAGES}, 400, "messages", "unknown"),
     (TEXT, {"prompt": "a", "logprobs": True}, 400, "logprobs", "whole number"),
     (TEXT, {"prompt": "a", "priority": 0}, 400, "priority", "did you mean baton.priority?"),

@@ -45,7 +45,7 @@ async def _refusal(bench: Bench, message: Any) -> InvalidArgument:
         ({"sampling": {"temperature": -1.0}}, "sampling.temperature"),
         ({"sampling": {"temperature": float("nan")}}, "sampling.temperature"),
         ({"sampling": {"top_p": 0.0}}, "sampling.top_p"),
-        ({"sampling": {"max_tokens": 0}}, "sampling.max_tokens"),
+        ({"sampling": {"max_tokens": 0, "n": 2}}, "sampling.n"),
         ({"sampling": {"max_tokens": 4_000_000_000}}, "sampling.max_tokens"),
         ({"sampling": {"stop_token_ids": [999_999]}}, "sampling.stop_token_ids[0]"),
         ({"model": "another"}, "model"),

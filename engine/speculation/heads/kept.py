@@ -33,7 +33,7 @@ def computed(
         planned: as the step was built of.
     """
     every = model.every_hidden()
-    kept = model.hidden() if every is None else every
+    kept = step.drawn_of(model.hidden()) if every is None else every
     rows: dict[int, int] = {}  # by sample: its first row of logits
     for row, sample in enumerate(step.samples):
         rows.setdefault(id(sample), row)
@@ -68,7 +68,8 @@ def computed(
 
     parts = split(kept, places)
     if every is None:
-        places = [step.batch.draw_indices[place] for place in places]
+        draw_indices = step.draw_indices
+        places = [draw_indices[place] for place in places]
     layers = {layer: split(rows, places) for layer, rows in model.layer_inputs().items()}
     return [
         (

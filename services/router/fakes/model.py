@@ -80,6 +80,15 @@ def logprobs(
     ]
 
 
+def prompt_logprobs(prompt: Sequence[int], num: int) -> list[common_pb2.TokenLogprobs]:
+    """The same of a prompt's tokens, with `num` others each."""
+    told = logprobs(prompt, common_pb2.SamplingParams(logprobs=num))
+    told[0] = common_pb2.TokenLogprobs(
+        chosen=common_pb2.TokenLogprob(token_id=prompt[0], logprob=math.nan)
+    )
+    return told
+
+
 def _near(token_id: int, num: int) -> range:
     first = max(0, token_id - 1)
     return range(first, first + num)

@@ -16,7 +16,7 @@ from process import serving
 from process.errors import BatonError, Cancelled
 from protos import common_pb2, prefill_pb2, prefill_pb2_grpc
 from services.router.fakes.gate import Gate
-from services.router.fakes.model import FakeModel, logprobs
+from services.router.fakes.model import FakeModel, logprobs, prompt_logprobs
 from services.router.fakes.worker import Context, FakeWorker
 
 
@@ -123,7 +123,15 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
     ) -> AsyncIterator[prefill_pb2.PrefillReply]:
         for reply in self._partials(request, 0, self.num_partials):
             yield reply
+        told = []
+        if request.HasField("prompt_logprobs"):
+            told = prompt_logprobs(request.prompt_token_ids, request.prompt_logprobs)
+        half = -(-len(told) // 2)
+        if told:
+            yield prefill_pb2.PrefillReply(prompt_logprobs=told[:half])
         await self.gate.passed()
+        if told[half:]:
+            yield prefill_pb2.PrefillReply(prompt_logprobs=told[half:])
         firsts = [self._first(request, index) for index in range(request.sampling.n or 1)]
         for index, first in enumerate(firsts):
             if self.error is not None and index == self.error_after:

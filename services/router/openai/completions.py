@@ -19,14 +19,16 @@ KIND = "text_completion"
 
 def requests_of(body: Mapping[str, Any]) -> list[inference_pb2.GenerateRequest]:
     """One for each prompt, in their order. Raises: InvalidArgument."""
-    if body.get("echo") and "logprobs" in body:
-        raise InvalidArgument(
-            "echo", "logprobs of a prompt are not computed; leave one of them out"
-        )
     base = base_request(body)
     base.sampling.CopyFrom(sampling_of(body, body.get("max_tokens")))
     if "logprobs" in body:
         base.sampling.logprobs = body["logprobs"]
+        if body.get("echo"):
+            if base.sampling.n > 1:
+                raise InvalidArgument(
+                    "n", "must be 1 with echo and logprobs: the prompt's are the same of each"
+                )
+            base.prompt_logprobs = body["logprobs"]
     return [with_prompt(base, prompt) for prompt in prompts_of(body["prompt"])]
 
 
@@ -49,12 +51,11 @@ class CompletionSample:
         self._index = index
         self._look = look
         self._has_stop_text = request.sampling.include_stop_text
-        self._echo = prompt_text if body.get("echo") else None
+        self._prompt_text = prompt_text
+        self._has_to_echo = bool(body.get("echo"))
         self._logprobs = None
         if request.sampling.HasField("logprobs"):
-            self._logprobs = CompletionLogprobs(
-                names, shows_control=request.show_special_tokens
-            )  # `echo` does not go with them
+            self._logprobs = CompletionLogprobs(names, shows_control=request.show_special_tokens)
         self._whole: dict[str, Any] = {
             "index": index,
             "text": "",
@@ -67,8 +68,8 @@ class CompletionSample:
     def delta(self, message: inference_pb2.GenerateResponse) -> dict[str, Any]:
         """A message as an entry of a chunk's `choices`."""
         text = message.text
-        if self._echo is not None:
-            text, self._echo = self._echo() + text, None
+        if self._has_to_echo:
+            text, self._has_to_echo = self._prompt_text() + text, False
         reason = FINISH_REASONS.get(message.finish_reason)
         delta: dict[str, Any] = {
             "index": self._index,
@@ -76,7 +77,11 @@ class CompletionSample:
             "logprobs": None,
             "finish_reason": "stop" if reason == "tool_calls" else reason,
         }
-        if self._logprobs is not None:
+        if self._logprobs is not None and message.prompt_logprobs:
+            delta["logprobs"] = self._logprobs.take_prompt(
+                message.prompt_logprobs, self._prompt_text()
+            )
+        elif self._logprobs is not None:
             delta["logprobs"] = self._logprobs.take(
                 shown_logprobs(message, has_stop_text=self._has_stop_text)
             )

@@ -129,10 +129,18 @@ COMPLETION = Record(
     (
         *_SHARED,
         Field("prompt", _PROMPTS, "Text, token ids, or several of one kind.", is_needed=True),
-        Field("max_tokens", Integer(1, _MAX_ID), "Absent: the router's default."),
+        Field(
+            "max_tokens",
+            Integer(0, _MAX_ID),
+            "Absent: the router's default. 0: nothing is drawn; with `echo`, the prompt alone.",
+        ),
         *SAMPLING,
-        Field("logprobs", Integer(0, 20), "Of each token, beside so many others."),
-        Field("echo", Flag(), "The text begins with the prompt."),
+        Field(
+            "logprobs",
+            Integer(0, 20),
+            "Of each token, beside so many others; with `echo`, of the prompt's, too.",
+        ),
+        Field("echo", Flag(), "The text begins with the prompt. With `logprobs`: `n` is 1."),
         Field("best_of", Refused("not served; ask for n samples and choose among them", (1,))),
         Field("suffix", Refused("not served: no model here fills in the middle", ("",))),
     ),

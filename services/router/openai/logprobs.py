@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import codecs
+import math
+from collections.abc import Iterable
 from typing import Any
 
 from protos import common_pb2, inference_pb2
@@ -48,15 +50,33 @@ class CompletionLogprobs:
         self._names = names
         self._shows_control = shows_control
         self._text = _Position()
+        self._prompt = _Position()
+
+    def take_prompt(self, entries: Iterable[common_pb2.TokenLogprobs], text: str) -> dict[str, Any]:
+        """The next tokens of an echoed prompt; the first of all has no log probabilities.
+
+        Args: text: of the whole prompt. The tokenizer may have put control tokens around it, and a
+            space before it: they are not in it. Where it has rewritten it, offsets are about so.
+        """
+        taken = _columns()
+        for tokens in entries:
+            name = self._names.text_of(tokens.chosen.token_id)
+            is_first = math.isnan(tokens.chosen.logprob)
+            taken["tokens"].append(name)
+            taken["token_logprobs"].append(None if is_first else _finite(tokens.chosen.logprob))
+            taken["top_logprobs"].append(None if is_first else self._top(tokens, name))
+            data, begin = self._names.of(tokens.chosen.token_id), self._prompt.num_chars
+            if self._names.is_control(tokens.chosen.token_id) and not text.startswith(name, begin):
+                data = b""
+            elif begin == 0 and not text.startswith(" "):
+                data = data.removeprefix(b" ")
+            taken["text_offset"].append(min(self._prompt.take(data), len(text)))
+        self._text = _Position(len(text))
+        return taken
 
     def take(self, entries: list[common_pb2.TokenLogprobs]) -> dict[str, Any]:
         """The next tokens."""
-        taken: dict[str, Any] = {
-            "tokens": [],
-            "token_logprobs": [],
-            "top_logprobs": [],
-            "text_offset": [],
-        }
+        taken = _columns()
         for tokens in entries:
             text = self._names.text_of(tokens.chosen.token_id)
             taken["tokens"].append(text)
@@ -85,18 +105,23 @@ class _Position:
     """Where in a text the next bytes stand, in characters: those of one character all where it
     begins."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_chars: int = 0) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._num_chars = 0
+        self.num_chars = num_chars
+        """Before the next character."""
 
     def take(self, data: bytes) -> int:
         """Add bytes. Returns: where they begin."""
-        begin = self._num_chars
+        begin = self.num_chars
         is_within, _ = self._decoder.getstate()
         if is_within and data and not 0x80 <= data[0] < 0xC0:
             begin += 1  # behind a character that remains broken
-        self._num_chars += len(self._decoder.decode(data))
+        self.num_chars += len(self._decoder.decode(data))
         return begin
+
+
+def _columns() -> dict[str, Any]:
+    return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
 
 def _entry(token: common_pb2.TokenLogprob, names: TokenBytes) -> dict[str, Any]:

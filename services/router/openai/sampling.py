@@ -82,6 +82,8 @@ def force(sampling: common_pb2.SamplingParams, kind: str, grammar: Any) -> None:
 def json_name(field: str, *, body: Mapping[str, Any]) -> str:
     """What `body`, as it was sent, calls a field of GenerateRequest that was made of it."""
     own = body.get("baton", {})
+    if field == "prompt_logprobs":
+        return "logprobs"
     if field == "sampling.logprobs" and "messages" in body:
         return "top_logprobs"
     if field == "sampling.max_tokens" and "max_completion_tokens" in body:

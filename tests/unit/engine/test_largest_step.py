@@ -12,6 +12,7 @@ from engine.batch import Batch
 from engine.config import EngineConfig
 from engine.errors import LoadError
 from engine.models.largest_step import largest_step_bytes
+from engine.schedule.step import MAX_PROMPT_ROWS
 from engine.speculation.config import SpeculationConfig
 
 
@@ -53,10 +54,11 @@ def test_steps_are_as_large_as_they_can_be(tokens: int, running: int) -> None:
     decodes, mixed = model.batches
     assert len(decodes.token_ids) == len(decodes.draw_indices) == running
     assert len(mixed.token_ids) == tokens
-    assert len(mixed.draw_indices) == min(running, len(mixed.spans))
     for batch in model.batches:
         ends = [sum(span.num_tokens for span in batch.spans[: i + 1]) for i in range(running)]
-        assert list(batch.draw_indices) == [end - 1 for end in ends[: len(batch.draw_indices)]]
+        draws = {end - 1 for end in ends[: min(running, len(batch.spans))]}
+        scored = range(len(batch.token_ids))[-MAX_PROMPT_ROWS:]
+        assert list(batch.draw_indices) == sorted(draws.union(scored))
         assert not any(span.block_ids for span in batch.spans)
         assert max(span.num_tokens for span in batch.spans) <= 100
 

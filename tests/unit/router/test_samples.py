@@ -164,3 +164,23 @@ def test_an_end_is_said_once() -> None:
     assert not list(samples.ended())
     samples.take_first(_first(1, B, finish_reason=common_pb2.FINISH_REASON_LENGTH))
     assert [answer.sample_index for answer in samples.ended()] == [1]
+
+
+def test_a_prompts_log_probabilities_are_told_once_over_all_calls() -> None:
+    samples = Samples([], common_pb2.SamplingParams(), num_scored_tokens=3)
+
+    def take(*token_ids: int) -> list[int]:
+        entries = [
+            common_pb2.TokenLogprobs(chosen=common_pb2.TokenLogprob(token_id=token_id))
+            for token_id in token_ids
+        ]
+        return [entry.chosen.token_id for entry in samples.take_prompt(entries)]
+
+    assert samples.begin_prompt() and take(A, B) == [A, B]
+    with pytest.raises(Internal, match="2 of 3 prompt tokens"):
+        samples.take_first(_first(0, A))
+    assert samples.begin_prompt()
+    assert take(A) == [] and take(B, C) == [C]
+    assert not samples.begin_prompt()  # another call need not tell them
+    with pytest.raises(Internal, match="more of the prompt"):
+        take(A, B, C, A)

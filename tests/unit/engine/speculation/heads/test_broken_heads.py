@@ -206,9 +206,10 @@ def test_what_a_step_leaves_takes_its_own_bytes(wants: Wants) -> None:
     decodes = [_sample("a", 49), _sample("b", 59)]
     step: Any = SimpleNamespace(
         samples=decodes,
+        drawn_of=lambda rows: rows,
+        draw_indices=(0, num_tokens + 1),
         batch=SimpleNamespace(
             spans=[Span(48, 1, (1,)), Span(0, num_tokens, (2,)), Span(58, 1, (3,))],
-            draw_indices=(0, num_tokens + 1),
         ),
     )
     drawn = every[[0, num_tokens + 1]]

@@ -1,0 +1,216 @@
+"""Log probabilities of prompts on their way: HTTP and gRPC through the router with fake workers,
+and out of a real prefill worker of the fake model."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import grpc.aio
+import pytest
+import torch
+
+from process.errors import InvalidArgument
+from services.router.fakes.model import prompt_logprobs
+from tests.unit.router.bench import BOUND_S, TOKENIZER, request, rest_of, running
+from tests.unit.worker.builders import prompt_of
+from tests.wire.http_bench import HttpBench, http_bench, saying
+from tests.wire.prefill_call import PrefillCall
+from tests.wire.prefill_decode_pair import WAIT_S, handover, pair, spoken
+
+
+async def _ask(bench: HttpBench, **body: Any) -> tuple[int, Any]:
+    async with aiohttp.ClientSession() as session:
+        asked = session.post(f"{bench.url}/v1/completions", json={"echo": True, **body})
+        async with asked as response:
+            if not body.get("stream"):
+                return response.status, await response.json()
+            lines = (await response.text()).splitlines()
+    data = [line.removeprefix("data: ") for line in lines if line.startswith("data: {")]
+    whole: dict[str, Any] = {"text": "", "logprobs": {}}
+    for (choice,) in (json.loads(line)["choices"] for line in data):
+        whole["text"] += choice["text"]
+        whole["finish_reason"] = choice["finish_reason"]
+        for key, values in choice["logprobs"].items():
+            whole["logprobs"].setdefault(key, []).extend(values)
+    return response.status, {"choices": [whole]}
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("is_text", [True, False])
+@pytest.mark.parametrize("max_tokens", [0, 1, 4])
+async def test_an_echo_has_them_before_those_of_the_answer(
+    max_tokens: int, is_text: bool, is_streamed: bool
+) -> None:
+    text = "<|user|>h\u00e9llo \U0001f600"
+    ids = TOKENIZER.encode(text)
+    async with http_bench(model=saying("j\u00fcst")) as bench:
+        status, answer = await _ask(
+            bench,
+            prompt=text if is_text else ids,
+            max_tokens=max_tokens,
+            logprobs=3,
+            stream=is_streamed,
+        )
+        assert status == 200
+        (choice,) = answer["choices"]
+        assert bench.decode.num_open == 0
+    drawn = TOKENIZER.encode("j\u00fcst")[:max_tokens]
+    found, all_ids = choice["logprobs"], [*ids, *drawn]
+    assert choice["text"].startswith(text) and choice["finish_reason"] == "length"
+    if not is_streamed:
+        usage = answer["usage"]
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(ids), max_tokens)
+    assert len(found["tokens"]) == len(all_ids) == len(found["text_offset"])
+    assert found["token_logprobs"] == [None, *(-float(token_id) for token_id in all_ids[1:])]
+    assert found["top_logprobs"][0] is None
+    for token, logprob, top in zip(
+        found["tokens"][1:], found["token_logprobs"][1:], found["top_logprobs"][1:], strict=True
+    ):
+        assert top[token] == logprob and 3 <= len(top) <= 4
+    assert any(name.startswith("bytes:") for top in found["top_logprobs"][1:] for name in top)
+    for token, offset in zip(found["tokens"], found["text_offset"], strict=True):
+        if "\ufffd" not in token:
+            assert choice["text"][offset:].startswith(token)
+    assert any("\ufffd" in token for token in found["tokens"])  # parts of characters
+    assert found["text_offset"] == sorted(found["text_offset"])
+
+
+async def test_nothing_is_drawn_for_max_tokens_0() -> None:
+    async with http_bench() as bench:
+        for echo in (True, False):
+            status, answer = await _ask(bench, prompt=["hi", "you"], max_tokens=0, echo=echo)
+            assert status == 200 and answer["usage"]["completion_tokens"] == 0
+            texts = [(one["text"], one["finish_reason"]) for one in answer["choices"]]
+            assert texts == [("hi" * echo, "length"), ("you" * echo, "length")]
+            assert all(one["logprobs"] is None for one in answer["choices"])
+        assert not bench.decode.num_open
+        assert not any(asked.HasField("prompt_logprobs") for asked in bench.prefill.requests)
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "said"),
+    [
+        ({"n": 2, "logprobs": 1}, "n", "echo"),
+        ({"n": 2, "max_tokens": 0}, "n", "max_tokens 0"),
+        ({"logprobs": 3}, "logprobs", "5 prompt tokens with 3 .* at most 19"),
+        ({"max_tokens": 0, "min_tokens": 1}, "min_tokens", "above"),
+    ],
+)
+async def test_what_cannot_be_is_refused_by_name(
+    body: dict[str, Any], field: str, said: str
+) -> None:
+    async with http_bench(limits={"max_prompt_logprobs": 19}) as bench:
+        status, answer = await _ask(bench, prompt=[104] * 5, **body)
+        assert status == 400 and answer["error"]["param"] == field
+        assert re.search(said, answer["error"]["message"])
+        assert not bench.prefill.requests
+
+
+@pytest.mark.parametrize(("max_tokens", "n"), [(0, 1), (4, 1), (4, 2)])
+async def test_over_grpc_they_come_before_the_first_token(max_tokens: int, n: int) -> None:
+    ids = TOKENIZER.encode("hello")
+    async with running() as bench:
+        sampling = {"max_tokens": max_tokens, "n": n, "seed": 1}
+        messages = await bench.generate(request(text="hello", prompt_logprobs=2, sampling=sampling))
+        (plain,) = bench.prefill.requests
+        expected = await bench.generate(request(text="hello", sampling=sampling))
+    told = [message for message in messages if message.prompt_logprobs]
+    assert messages[: len(told)] == told and not any(one.token_ids for one in told)
+    entries = [entry for message in told for entry in message.prompt_logprobs]
+    assert [entry.chosen.token_id for entry in entries] == ids
+    assert math.isnan(entries[0].chosen.logprob) and not entries[0].top
+    assert all(len(entry.top) == 2 for entry in entries[1:])
+    assert plain.prompt_logprobs == 2 and not plain.hints
+    for index in range(n):
+        one, other = (
+            [token_id for m in some if m.sample_index == index for token_id in m.token_ids]
+            for some in (messages, expected)
+        )
+        assert one == other and len(one) == max_tokens
+    assert messages[-1].usage.num_output_tokens == max_tokens
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt_logprobs": 21},
+        {"prompt_logprobs": 1, "embed": True},
+        {"prompt_logprobs": 1, "sampling": {"beam": {"num_beams": 2}, "max_tokens": 2}},
+    ],
+)
+async def test_over_grpc_what_does_not_go_with_them_is_refused(fields: dict[str, Any]) -> None:
+    async with running() as bench:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await bench.generate(request(text="hello", **fields))
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert (caught.value.details() or "").startswith("prompt_logprobs: ")
+
+
+async def test_another_prefill_worker_tells_the_rest_when_one_dies() -> None:
+    """Each is told once, also those that both have sent."""
+    async with running(num_prefill=2) as bench:
+        for worker in bench.prefills:
+            worker.gate.close()  # half of them are sent before it
+        asked = request(text="hello", prompt_logprobs=1, sampling={"max_tokens": 3})
+        call = bench.stub.Generate(asked, timeout=BOUND_S)
+        first = await call.read()
+        victim = next(worker for worker in bench.prefills if worker.num_active)
+        other = next(worker for worker in bench.prefills if worker is not victim)
+        other.gate.open()
+        await victim.stop()
+        messages = [first, *await rest_of(call)]
+        assert len(other.requests) == 1
+    ids = [entry.chosen.token_id for one in messages for entry in one.prompt_logprobs]
+    assert ids == TOKENIZER.encode("hello")
+    assert sum(len(message.token_ids) for message in messages) == 3
+
+
+async def test_a_worker_that_leaves_some_out_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = prompt_logprobs([5], 0)
+    monkeypatch.setattr("services.router.fakes.prefill.prompt_logprobs", lambda *_: one)
+    async with running() as bench:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await bench.generate(request(text="hello", prompt_logprobs=1))
+        assert caught.value.code() is grpc.StatusCode.INTERNAL
+
+
+async def test_a_prefill_worker_tells_all_whatever_is_cached_or_stored(tmp_path: Path) -> None:
+    """In bounded messages, and its handle is one as any."""
+    prompt = prompt_of(90, start=3)
+    async with pair(tmp_path) as p, p.stream() as stream:
+        for name in ("computed", "cached"):
+            key = await stream.reserve(p.reserve(prompt, name=name))
+            assert (await stream.next(key)).WhichOneof("event") == "reserved"
+            asked = p.prefill_request(prompt, name=name)
+            asked.prompt_logprobs = 2
+            replies = await spoken(PrefillCall(p.prefill_stub, asked, timeout_s=WAIT_S))
+            told = [reply for reply in replies if reply.prompt_logprobs]
+            *_, first, account = replies
+            assert replies == [*told, first, account]
+            entries = [entry for reply in told for entry in reply.prompt_logprobs]
+            assert [entry.chosen.token_id for entry in entries] == list(prompt)
+            assert math.isnan(entries[0].chosen.logprob)
+            for end in (1, 5, 15, 16, 17, 89):
+                row = torch.log_softmax(p.model.logits(prompt[:end]), dim=-1)
+                assert entries[end].chosen.logprob == pytest.approx(float(row[prompt[end]]))
+                assert [other.logprob for other in entries[end].top] == pytest.approx(
+                    row.topk(2).values.tolist()
+                )
+            assert (account.leg.num_tokens_computed, account.leg.num_tokens_local) == (90, 0)
+            assert not account.leg.recomputed
+            await stream.generate_from(key, handover(account, [first]))
+            answer = await stream.collect(key)
+            assert [*first.token_ids, *answer.token_ids] == p.expected(prompt, 8)
+
+
+async def test_a_worker_refuses_more_than_it_can_tell(tmp_path: Path) -> None:
+    async with pair(tmp_path) as p:
+        asked = p.prefill_request([5, 6], max_tokens=1, wants_handle=False)
+        asked.prompt_logprobs = 65
+        with pytest.raises(InvalidArgument, match="prompt_logprobs"):
+            await spoken(PrefillCall(p.prefill_stub, asked, timeout_s=WAIT_S))
