@@ -2,6 +2,7 @@
 #
 #   make demo        a cluster on this machine, an answer, and where its KV cache came from
 #   make test        all checks and tests, at a twentieth of the stated counts (`make test-long`: all of them)
+#   make test-clients  other people's clients of the OpenAI API, unmodified, against `baton up`; in an environment of their own
 #   make images      the three images, with docker (IMAGE_REGISTRY, IMAGE_TAG; TORCH_INDEX_URL must be given)
 #   make kind        the chart on a kind cluster: clients, load, scaling, upgrades, kills; needs docker, kind and helm
 #   make chaos       parts of a real cluster killed, stopped and damaged at random; BATON_TEST_SEED=n replays
@@ -28,6 +29,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PROTOS_VENV := .venv-protos
 PROTOS_READY := $(PROTOS_VENV)/.ready
+CLIENTS_VENV := .venv-clients
+CLIENTS_READY := $(CLIENTS_VENV)/.ready
 
 TORCH := $(shell grep '^torch==' constraints.txt)
 PACKAGES := baton checkpoints engine engine_client kernels/baton_kernels kvstore process services tokens tools
@@ -41,7 +44,7 @@ TEST_OPTIONS := --numprocesses $(TEST_JOBS) --dist loadfile --no-loadscope-reord
 IMAGE_REGISTRY ?=
 IMAGE_TAG ?= $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
-.PHONY: setup demo test test-long chaos check protos schema images kind locks bench clean
+.PHONY: setup demo test test-long test-clients chaos check protos schema images kind locks bench clean
 
 setup: $(READY)
 
@@ -53,6 +56,9 @@ test: check
 
 test-long: check
 	$(TEST_ENVIRONMENT) BATON_TEST_LONG=1 $(BIN)/pytest $(TEST_OPTIONS) -o faulthandler_timeout=2400
+
+test-clients: $(READY) $(CLIENTS_READY)
+	$(TEST_ENVIRONMENT) $(CLIENTS_VENV)/bin/pytest -c tests/clients/pytest.ini tests/clients
 
 chaos: $(READY)
 	$(TEST_ENVIRONMENT) BATON_TEST_LONG=1 $(BIN)/pytest -o faulthandler_timeout=2400 -v tests/chaos
@@ -91,7 +97,7 @@ bench: $(READY)
 		$(BIN)/python -m "benchmarks.$$benchmark"; done
 
 clean:
-	rm -rf $(VENV) $(PROTOS_VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(PROTOS_VENV) $(CLIENTS_VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 
 # torch first and alone; then everything else, which finds it there. A new pip knows --group.
 $(READY): pyproject.toml constraints.txt
@@ -106,4 +112,10 @@ $(READY): pyproject.toml constraints.txt
 $(PROTOS_READY): Makefile
 	$(PYTHON) -m venv $(PROTOS_VENV)
 	$(PROTOS_VENV)/bin/python -m pip install --quiet 'grpcio-tools==1.66.2' 'setuptools<81'
+	touch $@
+
+# The clients may want other versions of what we have, so they live apart. The list is complete: pip need not solve.
+$(CLIENTS_READY): tests/clients/requirements.txt
+	$(PYTHON) -m venv $(CLIENTS_VENV)
+	$(CLIENTS_VENV)/bin/python -m pip install --quiet --no-deps --no-compile --only-binary :all: -r $<
 	touch $@

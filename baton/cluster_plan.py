@@ -115,6 +115,14 @@ def stores(
     ]
 
 
+def in_turn(
+    config: ClusterConfig, workers: Sequence[ProcessSpec], router: ProcessSpec
+) -> list[list[ProcessSpec]]:
+    """What is started together, and then when that is ready. The workers come first where the model
+    may be scaled to zero: a router that sees none would take it for that, and itself for ready."""
+    return [[*workers], [router]] if config.may_scale_to_zero else [[*workers, router]]
+
+
 def store_names(num_stores: int) -> list[str]:
     """One is "store", of several each has its number."""
     return ["store"] if num_stores == 1 else [f"store-{index}" for index in range(num_stores)]

@@ -153,6 +153,19 @@ def _access_lines(config: ClusterConfig) -> str:
     return f"{clients}; only you can connect to the other parts{nixl}\n{metrics}"
 
 
+def _left_lines(file_tier_dir: str) -> str:
+    """Page files that lie there beside the folders of clusters. Earlier versions had theirs there,
+    and left them; one may also be that of a store which is started by hand, so none is removed."""
+    if not file_tier_dir:
+        return ""
+    left = sorted(Path(file_tier_dir).glob("store*.baton-pages"))
+    return "".join(
+        f"{path} is not of this cluster; an earlier version of `baton up` leaves such a file: "
+        "remove it if no store uses it\n"
+        for path in left
+    )
+
+
 def _ready_lines(cluster: LocalCluster) -> str:
     config = cluster.config
     drafts = f", {config.num_draft} draft ({config.draft_model})" if config.num_draft else ""
@@ -178,5 +191,6 @@ def _ready_lines(cluster: LocalCluster) -> str:
         f"{_http_lines(cluster)}"
         f"{_trust_lines(cluster)}"
         f"{_access_lines(config)}"
+        f"{_left_lines(config.file_tier_dir)}"
         "Ctrl-C stops it.\n"
     )

@@ -251,7 +251,8 @@ class LocalCluster:
         router = cluster_plan.router(
             self.config, redis_url=redis_url, listen=listen, secured=self.secured
         )
-        self._launch([*workers, router], deadline_s)
+        for together in cluster_plan.in_turn(self.config, workers, router):
+            self._launch(together, deadline_s)
         self.address = self._fix_address(router)
         self.http_address = self.processes[router.name].http_address
         if self.config.autoscale:

@@ -264,6 +264,16 @@ HANDOVER = (
             ("not: {{reason}}", _rate("baton_kv_not_written_back_blocks_total", "reason")),
         ),
     ),
+    Panel(
+        "Blocks put again, with what they follow",
+        (
+            (
+                "{{transport}} {{place}}",
+                _rate("baton_transfer_put_again_blocks_total", "transport, place"),
+            ),
+        ),
+        text="the store had lost what they follow: no failure.",
+    ),
 )
 
 ROUTER = (

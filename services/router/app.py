@@ -137,7 +137,6 @@ class Router:
         self._history = UsageHistory(lambda: self._log.totals, self._usage_levels)
         http_metrics = HttpMetrics(self.router_id)
         self._health = ProcessHealth()
-        self._has_met_redis = False
         self._metrics_server = MetricsServer(
             self.metrics,
             AdmissionMetrics(self._admission, self.router_id),
@@ -337,7 +336,9 @@ class Router:
     def _why_not_ready(self) -> str:
         """For probes. That there are no workers is no reason: clients are told so better by a
         router than by a balancer that has none. Nor is a Redis that went away."""
-        return "" if self._has_met_redis else "Redis was not reached yet: no worker is known"
+        return (
+            "" if self._registry.has_met_redis else "Redis was not reached yet: no worker is known"
+        )
 
     def _is_ready(self) -> bool:
         try:
@@ -354,7 +355,6 @@ class Router:
         return ""
 
     def _on_registry(self, snapshot: Snapshot) -> None:
-        self._has_met_redis |= snapshot.is_redis_reachable
         self._streams.reconcile(w for w in snapshot.workers if w.role == DECODE)
         self._prefills.reconcile(w for w in snapshot.workers if w.role == PREFILL)
         self._probation.reconcile({w.worker_id: w.incarnation for w in snapshot.workers})

@@ -151,8 +151,10 @@ class Candidates:
         return is_expected(self._last_s[role], here, self._clock(), self._return_wait_s)
 
     def is_at_zero(self) -> bool:
-        """Whether no worker is there, and none starts."""
-        return not any(self.usable(role) or self._starting(role) for role in (PREFILL, DECODE))
+        """Whether no worker is there, and none starts, as far as Redis has said."""
+        return self._registry.has_met_redis and not any(
+            self.usable(role) or self._starting(role) for role in (PREFILL, DECODE)
+        )
 
     def check_serving(self) -> None:
         """Raises: Unavailable naming the role of which no worker serves now."""

@@ -120,6 +120,11 @@ class Registry:
         worker = self._workers.get(worker_id)
         return None if worker is None else worker.view
 
+    @property
+    def has_met_redis(self) -> bool:
+        """Whether a look ever got through: before, that no worker is known says nothing."""
+        return self._looked_at_s > -math.inf
+
     async def poll(self) -> Snapshot:
         """Look once. Redis away is an answer, not an error."""
         self._num_looks += 1

@@ -17,8 +17,17 @@ from process.errors import Unavailable
 from protos import inference_pb2, router_status_pb2
 from services.router.fakes.decode import FakeDecode
 from services.router.fakes.prefill import FakePrefill
-from tests.unit.router.bench import BOUND_S, Bench, request, running, until
-from tests.wire.http_bench import http_bench
+from tests.unit.router.bench import (
+    BOUND_S,
+    Bench,
+    RedisServer,
+    fake_model,
+    request,
+    running,
+    settings_for,
+    until,
+)
+from tests.wire.http_bench import HttpBench, http_bench
 
 
 async def entry(bench: Bench) -> router_status_pb2.RouterStatus:
@@ -186,6 +195,34 @@ async def test_a_router_is_ready_when_each_role_has_a_worker() -> None:
         await starting.stop()
         async with Client(bench.router.address) as client:
             await until(client.is_ready)
+
+
+async def test_a_router_that_never_met_redis_is_not_at_zero() -> None:
+    """Whether workers are there is what it cannot know yet."""
+    server = RedisServer()
+    try:
+        await server.start()
+        server.kill()
+        bench = HttpBench(server, fake_model())
+        settings = settings_for(server, hold_without_workers_s=BOUND_S, http_listen="127.0.0.1:0")
+        await bench.start_router(settings)
+        try:
+            async with aiohttp.ClientSession() as session, Client(bench.router.address) as client:
+                async with session.get(f"{bench.url}/ready") as response:
+                    assert response.status == 503
+                assert not await client.is_ready()
+                await server.start()
+                await until(client.is_ready)
+                async with session.get(f"{bench.url}/ready") as response:
+                    assert response.status == 200
+                server.kill()
+                await until(lambda: not bench.router._registry.snapshot.is_redis_reachable)
+                assert await client.is_ready(), "a Redis that went away is no reason"
+                await server.start()
+        finally:
+            await bench.stop(expect_idle=True)
+    finally:
+        server.remove()
 
 
 async def test_a_router_that_only_expects_a_worker_is_not_ready() -> None:

@@ -7,6 +7,7 @@ import asyncio
 import json
 import random
 from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,18 @@ import redis.asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton import audit, cli, cluster_state
+from baton import audit, certs, cli, cluster_state
 from baton.audit import Look, StoreAudit, compare
 from kvstore import index, serve
 from kvstore.config import KvStoreSettings
 from process import redis_client
+from process.access import Role
 from process.deadline import Deadline
+from process.redis_client import RedisAccess
 from protos import inference_pb2
 from tests.conformance.conftest import Worker
 from tests.unit.kvstore.conftest import RedisServer
+from tests.unit.process.tls_redis import PASSWORD, a_redis, behind_tls, password_file
 
 STORE = inference_pb2.StoreStatus(node_id="n", address="a:1", incarnation="ab", reachable=True)
 NUM_BLOCKS = 40
@@ -73,13 +77,14 @@ async def client(redis_server: RedisServer) -> AsyncIterator[redis.asyncio.Redis
     await made.aclose()
 
 
-@pytest.fixture
-async def store(redis_server: RedisServer) -> AsyncIterator[serve.RunningStore]:
+@asynccontextmanager
+async def _store_at(redis_url: str, access: RedisAccess) -> AsyncIterator[serve.RunningStore]:
     """With NUM_BLOCKS blocks in it."""
     settings = KvStoreSettings(
         node_id="node-a",
         capacity_bytes=64 * 4096,
-        redis_url=redis_server.url,
+        redis_url=redis_url,
+        redis=access,
         heartbeat_s=0.1,
         heartbeat_ttl_s=5.0,
     )
@@ -91,6 +96,12 @@ async def store(redis_server: RedisServer) -> AsyncIterator[serve.RunningStore]:
         await worker.client.release([put.lease_id], deadline=Deadline.after(10.0))
         yield running
         await worker.client.close()
+
+
+@pytest.fixture
+async def store(redis_server: RedisServer) -> AsyncIterator[serve.RunningStore]:
+    async with _store_at(redis_server.url, RedisAccess()) as running:
+        yield running
 
 
 async def _audited(server: RedisServer) -> StoreAudit:
@@ -223,3 +234,40 @@ async def test_a_redis_that_asks_for_a_password_is_audited_with_its_file(
             assert "redis.ca_file: is for TLS" in capsys.readouterr().err
     finally:
         await client.config_set("requirepass", "")
+
+
+async def test_a_redis_over_tls_with_a_password_is_asked_as_the_parts_ask_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both commands that read Redis themselves."""
+    made = certs.write(tmp_path / "certs")
+    access = RedisAccess(
+        str(made.ca_file),
+        str(made.cert_file(Role.PREFILL)),
+        str(made.key_file(Role.PREFILL)),
+        password_file=password_file(tmp_path, PASSWORD),
+    )
+    trust = ["--redis-ca-file", access.ca_file, "--redis-cert-file", access.cert_file]
+    trust += ["--redis-key-file", access.key_file]
+    known = [*trust, "--redis-password-file", access.password_file]
+
+    async def command(name: str, *options: str) -> tuple[int, str]:
+        arguments = [name, "--redis", url, "--json", *options]
+        code = await asyncio.to_thread(cli.main, arguments)
+        out, err = capsys.readouterr()
+        return code, out or err
+
+    async with a_redis(tmp_path) as socket, behind_tls(socket, made) as port:
+        url = f"rediss://localhost:{port}/0"
+        async with _store_at(url, access):
+            code, said = await command("audit", *known)
+            (found,) = json.loads(said)["stores"]
+            assert code == 0 and found["state"] == "ok", said
+            assert found["num_present"] == found["num_indexed"] == NUM_BLOCKS
+            code, said = await command("block", "01" * 16, *known)
+            (told,) = json.loads(said)["stores"]
+            assert code == 0 and [b["chain_hash"] for b in told["blocks"]] == ["01" * 16]
+            for options in ([], trust, known[2:]):
+                for name in ("audit", "block"):
+                    code, said = await command(name, *options)
+                    assert code == 1 and len(said.splitlines()) == 1, said

@@ -372,6 +372,22 @@ def test_up_says_what_clients_of_a_secured_cluster_need(tmp_path: Path) -> None:
     assert "api-key" not in lines and " CA " not in lines
 
 
+def test_up_names_the_files_of_earlier_versions(tmp_path: Path) -> None:
+    """Nothing else lies beside the folders of clusters; what a user put there is the user's."""
+    (tmp_path / "baton-cluster-x").mkdir()
+    for name in ("store.baton-pages", "store-1.baton-pages", "mine.baton-pages"):
+        (tmp_path / name).touch()
+    (tmp_path / "baton-cluster-x" / "store.baton-pages").touch()
+    said = []
+    for override in (f"store.file_tier_dir={tmp_path}", "store.file_tier_bytes=1000"):
+        cluster = LocalCluster(ClusterConfig(overrides=(override,)))
+        lines = command_up._ready_lines(cluster).splitlines()
+        said.append([line.partition(" ")[0] for line in lines if ".baton-pages" in line])
+    left = [str(tmp_path / name) for name in ("store-1.baton-pages", "store.baton-pages")]
+    assert said == [left, []]
+    assert (tmp_path / "store.baton-pages").exists()
+
+
 def test_of_two_clusters_the_one_that_is_taken_is_said_and_may_be_chosen(
     router: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -390,6 +390,22 @@ def test_an_autoscaler_is_told_its_bounds_and_the_router_to_hold() -> None:
     assert quiet.hold_without_workers_s == 0
 
 
+def test_a_router_that_may_be_without_workers_starts_when_they_are_there() -> None:
+    """Before they say that they start it would take their model for scaled to zero, and /ready
+    would say 200, then 503."""
+    bounds = {"autoscale": True, "num_prefill_min": 0, "num_decode_min": 0}
+    for config, expected in (
+        (ClusterConfig(**bounds), [["prefill-0", "decode-0"], ["router"]]),
+        (ClusterConfig(autoscale=True), [["prefill-0", "decode-0", "router"]]),
+        (ClusterConfig(), [["prefill-0", "decode-0", "router"]]),
+    ):
+        parts = _all(config)
+        groups = cluster_plan.in_turn(
+            config, [parts["prefill-0"], parts["decode-0"]], parts["router"]
+        )
+        assert [[spec.name for spec in group] for group in groups] == expected
+
+
 def test_a_worker_s_place_depends_on_its_number_alone() -> None:
     """Whichever workers there are when it is started: device, store and command line are the
     same."""
