@@ -25,6 +25,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+collect_ignore = ["clients"]  # they have an environment of their own: make test-clients
+
 LONG = os.environ.get("BATON_TEST_LONG") == "1"
 LONG_TIMEOUT_S = 1800
 """Of one test at its full count; the short ones have pyproject's."""
