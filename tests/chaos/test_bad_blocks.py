@@ -31,8 +31,8 @@ from process import incarnation
 from process.deadline import Deadline
 from tests.chaos import damage
 from tests.conformance.conftest import FINGERPRINT, Worker
-from tests.handle_blocks import blocks_of
-from tests.wire.prefill_decode_pair import Pair, pair
+from tests.harness.handles import blocks_of
+from tests.harness.prefill_decode_pair import Pair, pair
 
 pytestmark = pytest.mark.chaos
 

@@ -25,7 +25,7 @@ from baton.part import State
 from tests.chaos.rolling import LONG_TOKENS, Load, asks
 from tests.conftest import LONG
 from tests.e2e.conftest import assert_idle
-from tests.e2e.oracle import Oracle, oracle, prompts
+from tests.harness.oracle import Oracle, oracle, prompts
 
 pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.timeout(1500 if LONG else 240)]
 

@@ -25,7 +25,7 @@ from kvstore.putting import PutResult
 from kvstore.transport.base import BlockMemory
 from process.deadline import Deadline
 from protos import kvstore_pb2
-from tests.conformance.fake_device import FakeDevice
+from tests.harness.fake_device import FakeDevice
 
 FINGERPRINT = "ab" * 16
 BLOCK_BYTES = 5000  # no multiple of a page

@@ -27,7 +27,7 @@ from process.deadline import Deadline
 from process.errors import BatonError, FailedPrecondition, NoCapacity, NotFound
 from protos import kvstore_pb2
 from tests.conformance.conftest import BLOCK_BYTES, FINGERPRINT, NUM_BLOCKS, OnDevice
-from tests.conformance.fake_device import FakeDevice
+from tests.harness.fake_device import FakeDevice
 
 NewWorker = Callable[..., Any]
 MAPPED = OnDevice("cuda_ipc")

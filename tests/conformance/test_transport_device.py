@@ -27,7 +27,7 @@ from kvstore.transport.staged import StagedTransport
 from process.deadline import Deadline
 from process.errors import BatonError, DeadlineExceeded, FailedPrecondition
 from tests.conformance.conftest import OnDevice, Worker
-from tests.conformance.fake_device import FakeDevice
+from tests.harness.fake_device import FakeDevice
 
 Chain = Callable[[str, int], list[bytes]]
 NewWorker = Callable[..., Any]

@@ -17,7 +17,7 @@ from baton.local_cluster import ClusterConfig, LocalCluster
 from baton.messages import Completion
 from process.errors import InvalidArgument
 from tests.e2e.conftest import assert_idle
-from tests.e2e.oracle import oracle, prompts
+from tests.harness.oracle import oracle, prompts
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 

@@ -12,7 +12,7 @@ from engine.config import EngineConfig
 from engine.loop import Engine, load_engine
 from engine.request import Request, Sampling
 from tests.conftest import SESSION_SEED
-from tests.parity.models import FAMILIES, Tiny, save
+from tests.harness.models import FAMILIES, Tiny, save
 
 
 def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:

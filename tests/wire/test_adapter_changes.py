@@ -28,7 +28,8 @@ from protos import common_pb2, inference_pb2, inference_pb2_grpc
 from services.router.app import Router
 from services.router.fakes.decode import FakeDecode
 from services.router.fakes.worker import FakeWorker
-from tests.unit.router.bench import (
+from tests.harness.http_bench import http_bench
+from tests.harness.router_bench import (
     BOUND_S,
     Bench,
     fake_model,
@@ -37,7 +38,6 @@ from tests.unit.router.bench import (
     settings_for,
     until,
 )
-from tests.wire.http_bench import http_bench
 
 OLD, NEW = "11" * 32, "22" * 32
 SHORT: dict[str, Any] = {"max_tokens": 3}

@@ -17,7 +17,8 @@ from process.errors import Unavailable
 from protos import inference_pb2, router_status_pb2
 from services.router.fakes.decode import FakeDecode
 from services.router.fakes.prefill import FakePrefill
-from tests.unit.router.bench import (
+from tests.harness.http_bench import HttpBench, http_bench
+from tests.harness.router_bench import (
     BOUND_S,
     Bench,
     RedisServer,
@@ -27,7 +28,6 @@ from tests.unit.router.bench import (
     settings_for,
     until,
 )
-from tests.wire.http_bench import HttpBench, http_bench
 
 
 async def entry(bench: Bench) -> router_status_pb2.RouterStatus:

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from baton import Client, InvalidArgument, SyncClient
-from tests.unit.router.bench import TOKENIZER
-from tests.wire.http_bench import http_bench
+from tests.harness.http_bench import http_bench
+from tests.harness.router_bench import TOKENIZER
 
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
 TALK = [

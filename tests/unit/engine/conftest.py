@@ -18,7 +18,7 @@ from engine.models.interface import LoadedModel
 from engine.plain_ahead import AheadModel
 from engine.request import Request, Sampling
 from engine.step_output import RequestEvent
-from tests.compile_process import one_compile_process as one_compile_process
+from tests.harness.compile_process import one_compile_process as one_compile_process
 
 
 def hasher(root: bytes = b"") -> Callable[[bytes, Sequence[int]], bytes]:

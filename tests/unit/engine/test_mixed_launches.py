@@ -17,8 +17,7 @@ from engine.plain_ahead import AheadModel
 from engine.request import Request, Sampling
 from engine.scheduler import Scheduler
 from engine.step_output import RequestEvent
-from tests.unit.engine.conftest import hasher
-from tests.unit.engine.launches import (
+from tests.harness.engines import (
     PROMPT,
     SIZE,
     all_steps,
@@ -30,6 +29,7 @@ from tests.unit.engine.launches import (
     without_ids,
     write_tokens,
 )
+from tests.unit.engine.conftest import hasher
 
 Make = Callable[..., Any]
 

@@ -14,8 +14,7 @@ from engine.models.interface import DRAWN_BEFORE
 from engine.plain_ahead import AheadModel
 from engine.request import Beam, Request, Sampling
 from engine.step_output import RequestEvent
-from tests.unit.engine.conftest import hasher
-from tests.unit.engine.launches import (
+from tests.harness.engines import (
     PROMPT,
     WINDOW,
     all_steps,
@@ -26,7 +25,8 @@ from tests.unit.engine.launches import (
     without_ids,
     write_tokens,
 )
-from tests.unit.engine.workloads import random_sampling
+from tests.harness.workloads import random_sampling
+from tests.unit.engine.conftest import hasher
 
 Make = Callable[..., Any]
 

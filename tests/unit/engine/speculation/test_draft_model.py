@@ -32,7 +32,7 @@ from engine.speculation.draft_model import DraftModel
 from engine.speculation.drafter import Draft, Task
 from engine.speculation.tree import EMPTY
 from process.settings import SettingsError
-from tests.parity.models import FAMILIES, save
+from tests.harness.models import FAMILIES, save
 from tests.unit.engine.conftest import hasher
 
 TARGET = EngineConfig(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from protos import common_pb2, decode_pb2
 from services.worker import handle as handles
-from tests.handle_blocks import blocks_of, set_blocks
-from tests.wire.prefill_decode_pair import Pair, RouterStream
+from tests.harness.handles import blocks_of, set_blocks
+from tests.harness.prefill_decode_pair import Pair, RouterStream
 
 
 def partial(p: Pair, handle: common_pb2.KvHandle, num_blocks: int) -> common_pb2.KvHandle:

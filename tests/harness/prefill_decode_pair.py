@@ -36,8 +36,8 @@ from services.worker import main
 from services.worker.config import WorkerLimits, WorkerSettings
 from services.worker.sampling import beam_from_proto, num_samples_of, sampling_from_proto
 from services.worker.status import FINISH_REASONS, logprobs_to_proto, traces_to_proto
-from tests.unit.worker.builders import SALT, GatedModel, fake_engine
-from tests.wire.prefill_call import PrefillCall
+from tests.harness.gated_engine import SALT, GatedModel, fake_engine
+from tests.harness.prefill_call import PrefillCall
 
 WAIT_S = 30.0
 """No wait of a test may take longer; far above what any should take."""

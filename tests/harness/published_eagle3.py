@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tests.unit.engine.speculation.heads.published import HIDDEN, VOCAB, Tensors, save
+from tests.harness.published_heads import HIDDEN, VOCAB, Tensors, save
 
 LAYERS = (0, 1, 2)
 """Of the target; those that are published are of a deeper one."""

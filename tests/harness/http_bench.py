@@ -18,8 +18,8 @@ from protos import common_pb2
 from services.router.fakes.model import FakeModel
 from services.router.fakes.worker import FakeWorker
 from services.router.model import Model
-from tests.unit.router import bench as router_bench
-from tests.unit.router.bench import Bench, fake_model, running
+from tests.harness import router_bench
+from tests.harness.router_bench import Bench, fake_model, running
 from tokens.chat_template import ChatTemplate
 
 TOOL_TEMPLATE = (

@@ -14,9 +14,9 @@ import pytest
 from kvstore.transport.base import BlockMemory
 from protos import common_pb2
 from services.worker import store_target
-from tests.conformance.fake_device import FakeDevice
-from tests.unit.worker.builders import BLOCK_SIZE, prompt_of
-from tests.wire.prefill_decode_pair import Answer, Pair, pair, until
+from tests.harness.fake_device import FakeDevice
+from tests.harness.gated_engine import BLOCK_SIZE, prompt_of
+from tests.harness.prefill_decode_pair import Answer, Pair, pair, until
 
 DIRECT = common_pb2.HANDOVER_PATH_DIRECT
 STORE = common_pb2.HANDOVER_PATH_STORE

@@ -35,7 +35,7 @@ from services.router.model import Model
 from services.router.routing import Routing
 from services.router.sampling_defaults import SamplingDefaults
 from services.router.views import ServedModel
-from tests.unit.tokens.builders import byte_level
+from tests.harness.small_tokenizers import byte_level
 from tokens.chat_template import ChatTemplate
 
 TOKENIZER = byte_level()

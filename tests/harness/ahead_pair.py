@@ -13,11 +13,11 @@ from kvstore.lending.told import Told
 from protos import common_pb2, prefill_pb2
 from services.decode.states import DecodeState
 from services.worker.config import WorkerLimits
-from tests.unit.worker.builders import BLOCK_SIZE, prompt_of
-from tests.wire.decode_movers import hold_at
-from tests.wire.partial_handles import partial, prefetch
-from tests.wire.prefill_call import PrefillCall
-from tests.wire.prefill_decode_pair import (
+from tests.harness.decode_movers import hold_at
+from tests.harness.gated_engine import BLOCK_SIZE, prompt_of
+from tests.harness.partial_handles import partial, prefetch
+from tests.harness.prefill_call import PrefillCall
+from tests.harness.prefill_decode_pair import (
     LEASE_TTL_S,
     WAIT_S,
     Pair,
