@@ -1,9 +1,11 @@
 """Pairs of a prefill worker that lends and a decode worker that reads of it, and what a router asks
-of them. Also on devices.
+of them. Also on devices; and ahead of a handle: a prompt whose first chunk decode was
+told of, while prefill stands in the second one.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,12 +13,27 @@ from typing import Any
 
 import pytest
 
+from kvstore.lending.told import Told
 from kvstore.transport.base import BlockMemory
-from protos import common_pb2
+from protos import common_pb2, prefill_pb2
+from services.decode.states import DecodeState
 from services.worker import store_target
+from services.worker.config import WorkerLimits
+from tests.harness.decode_movers import hold_at
 from tests.harness.fake_device import FakeDevice
 from tests.harness.gated_engine import BLOCK_SIZE, prompt_of
-from tests.harness.prefill_decode_pair import Answer, Pair, pair, until
+from tests.harness.handles import partial, prefetch
+from tests.harness.prefill_decode_pair import (
+    LEASE_TTL_S,
+    WAIT_S,
+    Answer,
+    Pair,
+    PrefillCall,
+    RouterStream,
+    pair,
+    until,
+    whole,
+)
 
 DIRECT = common_pb2.HANDOVER_PATH_DIRECT
 STORE = common_pb2.HANDOVER_PATH_STORE
@@ -68,3 +85,112 @@ def on_devices(monkeypatch: pytest.MonkeyPatch) -> list[FakeDevice]:
     monkeypatch.setattr(store_target, "block_memory", block_memory)
     monkeypatch.setattr(store_target, "check_transports", lambda *_: None)
     return devices
+
+
+NUM_BLOCKS = -(-len(PROMPT) // BLOCK_SIZE)
+CHUNK = 16
+
+
+class Ahead:
+    """A prompt of two chunks: decode was told of the first one, and prefill stands in the second.
+
+    `key` is decode's, `call` prefill's, `first` names all of the first chunk."""
+
+    def __init__(
+        self,
+        p: Pair,
+        stream: RouterStream,
+        key: int,
+        call: PrefillCall,
+        first: common_pb2.KvHandle,
+        num_told: int,
+    ) -> None:
+        """num_told: blocks that decode was told of."""
+        self.p, self.stream, self.key, self.call = p, stream, key, call
+        self.first, self._num_told = first, num_told
+        assert p.prefill.core.lender is not None
+        self.lender = p.prefill.core.lender
+        self.num_asked = 0
+        """Questions that came to the lender."""
+        rest = self.lender.lender.followers.rest
+
+        async def counted(*question: Any, **options: Any) -> Told:
+            self.num_asked += 1
+            return await rest(*question, **options)
+
+        self.lender.lender.followers.rest = counted  # type: ignore[method-assign]
+
+    @property
+    def num_waiting(self) -> int:
+        return self.lender.lender.followers.num_waiting
+
+    @property
+    def num_read(self) -> int:
+        """Blocks that decode has copied for it."""
+        (request,) = self.p.decode_role.worker._requests.values()
+        return request._leg.num_bytes_read // self.lender.loans.frame_bytes
+
+    @property
+    def state(self) -> list[DecodeState]:
+        return list(self.p.decode_role.worker.states.values())
+
+    async def asked(self) -> None:
+        """Decode has what it was told of, and waits at the lender for the rest."""
+        await until(lambda: self.num_read >= self._num_told)
+        await until(lambda: self.num_waiting == 1 and self.state == [DecodeState.RESERVED])
+
+    async def computed(self) -> prefill_pb2.PrefillReply:
+        """Prefill goes on to its end. Returns: its last word, which decode has not got."""
+        self.p.prefill_model.release()
+        async with asyncio.timeout(WAIT_S):
+            return await whole(self.call)
+
+    async def copied(self) -> prefill_pb2.PrefillReply:
+        """Until the rest has come, too."""
+        reply = await self.computed()
+        await until(lambda: self.num_read == NUM_BLOCKS)
+        await until(lambda: self.num_waiting == 0 and self.state == [DecodeState.RESERVED])
+        return reply
+
+    async def answer(self, reply: prefill_pb2.PrefillReply) -> Any:
+        """Decode gets the last word. The answer is exact, whatever that says."""
+        await self.stream.generate(self.key, reply)
+        answer = await self.stream.collect(self.key)
+        assert [*reply.token_ids, *answer.token_ids] == self.p.expected(PROMPT, 8)
+        return answer
+
+
+@contextlib.asynccontextmanager
+async def ahead(
+    folder: Path, *, num_told: int = CHUNK // BLOCK_SIZE, **options: Any
+) -> AsyncIterator[Ahead]:
+    """num_told: blocks of the first chunk that decode is told of."""
+    limits = WorkerLimits(
+        store_wait_s=WAIT_S,
+        lease_ttl_s=LEASE_TTL_S,
+        attach_budget_s=WAIT_S,
+        transfer_budget_s=WAIT_S,
+        put_budget_s=WAIT_S,
+        drain_s=0.2,
+        stop_grace_s=0.05,
+    )
+    async with pair(folder, chunk=CHUNK, limits=limits, **options) as p, p.stream() as stream:
+        key = await stream.reserve(p.reserve(PROMPT, budget_ms=int(10 * WAIT_S * 1000)))
+        await stream.next(key)
+        hold_at(p.prefill_model, 2)
+        ask = p.prefill_request(PROMPT, handover=DIRECT)
+        call = PrefillCall(p.prefill_stub, ask, timeout_s=WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            first = await call.read()
+        assert first.handle.is_partial and first.handle.num_tokens == CHUNK
+        made = Ahead(p, stream, key, call, first.handle, num_told)
+        is_all = num_told == CHUNK // BLOCK_SIZE
+        told = first.handle if is_all else partial(p, first.handle, num_told)
+        await prefetch(stream, key, told)
+        yield made
+        p.prefill_model.release()
+        call.vanish()
+        await until(lambda: made.num_waiting == 0)
+        await until(lambda: p.prefill_role.worker.behind.num_writers == 0)
+        await until(lambda: made.lender.num_lent_blocks == made.lender.loans.num_leases == 0)
+        await p.check()

@@ -30,11 +30,11 @@ from services.worker import main
 from services.worker.config import WorkerLimits, WorkerSettings
 from services.worker.core import WorkerCore
 from tests.harness.gated_engine import BLOCK_SIZE, GATE_S, SALT, GatedModel, fake_engine, prompt_of
-from tests.harness.prefill_call import PrefillCall
 from tests.harness.prefill_decode_pair import (
     FRAME_BYTES,
     LEASE_TTL_S,
     WAIT_S,
+    PrefillCall,
     sampling_params,
     until,
     whole,

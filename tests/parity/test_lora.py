@@ -35,8 +35,7 @@ from engine.models.rehearsal import random_instance
 from engine.models.shrink import VOCAB_SIZE
 from tests.conftest import LONG, SESSION_SEED
 from tests.harness.adapters import ALL, linear_names, merged, save_adapter
-from tests.harness.models import FAMILIES, save
-from tests.harness.small_configs import small_config
+from tests.harness.models import FAMILIES, save, small_config
 
 MAX_RELATIVE_ERROR = 1e-4
 """L2 of float32 logits, ours against merged weights. Measured 3e-7 to 6e-6, with two types of MoE

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from engine.request import Request, Sampling
+from tests.harness.engines import block_hash
 from tests.harness.models import VOCAB_SIZE, Tiny
-from tests.parity.conftest import block_hash
 
 NUM_OUTPUT = 16
 

@@ -28,11 +28,11 @@ from protos import common_pb2, inference_pb2, inference_pb2_grpc
 from services.router.app import Router
 from services.router.fakes.decode import FakeDecode
 from services.router.fakes.worker import FakeWorker
-from tests.harness.http_bench import http_bench
 from tests.harness.router_bench import (
     BOUND_S,
     Bench,
     fake_model,
+    http_bench,
     request,
     running,
     settings_for,

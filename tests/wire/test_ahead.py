@@ -31,11 +31,9 @@ from services.worker.connector import StoreConnector
 from services.worker.handle_maker import HandleMaker
 from services.worker.provenance import FINGERPRINT
 from services.worker.stores import RemoteStores, StoreUnusable
-from tests.harness.ahead_pair import CHUNK, NUM_BLOCKS, PROMPT, ahead
-from tests.harness.direct_pair import on_devices
+from tests.harness.direct_pair import CHUNK, NUM_BLOCKS, PROMPT, ahead, on_devices
 from tests.harness.gated_engine import BLOCK_SIZE
-from tests.harness.handles import forge
-from tests.harness.partial_handles import prefetch
+from tests.harness.handles import forge, prefetch
 from tests.harness.prefill_decode_pair import WAIT_S, Gate, until
 from tests.harness.waiting import Deadlines, task_of
 

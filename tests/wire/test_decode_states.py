@@ -19,12 +19,12 @@ from protos import common_pb2, decode_pb2, prefill_pb2
 from services.decode.states import DecodeState
 from services.worker.config import WorkerLimits
 from tests.harness.gated_engine import prompt_of
-from tests.harness.partial_handles import partial, prefetch
-from tests.harness.prefill_call import PrefillCall
+from tests.harness.handles import partial, prefetch
 from tests.harness.prefill_decode_pair import (
     WAIT_S,
     Gate,
     Pair,
+    PrefillCall,
     RouterStream,
     handover,
     pair,

@@ -26,10 +26,8 @@ from services.worker.identity import Identity
 from tests.harness.decode_movers import hold_at
 from tests.harness.direct_pair import DIRECT, FULL, PROMPT, STORE, direct, generate, on_devices
 from tests.harness.gated_engine import BLOCK_SIZE, GATE_S, fake_engine, prompt_of
-from tests.harness.handles import blocks_of
-from tests.harness.partial_handles import prefetch
-from tests.harness.prefill_call import PrefillCall
-from tests.harness.prefill_decode_pair import WAIT_S, Gate, handover, until, whole
+from tests.harness.handles import blocks_of, prefetch
+from tests.harness.prefill_decode_pair import WAIT_S, Gate, PrefillCall, handover, until, whole
 
 
 @pytest.fixture

@@ -12,8 +12,7 @@ import torch
 from engine.fake import HIDDEN_SIZE
 from process.errors import InvalidArgument
 from tests.harness.gated_engine import prompt_of
-from tests.harness.prefill_call import PrefillCall
-from tests.harness.prefill_decode_pair import WAIT_S, pair, whole
+from tests.harness.prefill_decode_pair import WAIT_S, PrefillCall, pair, whole
 from tests.harness.router_bench import BOUND_S, TOKENIZER, request, rest_of, running, until
 
 

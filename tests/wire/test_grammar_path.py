@@ -19,8 +19,7 @@ from engine.loop import Engine, load_engine
 from process.errors import BatonError, InvalidArgument
 from protos import common_pb2, prefill_pb2
 from tests.harness.bundled_pair import MODEL, PROMPT, WAIT_S, alone, workers
-from tests.harness.prefill_call import PrefillCall
-from tests.harness.prefill_decode_pair import Sample, whole
+from tests.harness.prefill_decode_pair import PrefillCall, Sample, whole
 from tokens.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_compile_process")

@@ -22,8 +22,7 @@ from protos import common_pb2, prefill_pb2
 from services.worker import handle as handles
 from tests.harness.gated_engine import BLOCK_SIZE, prompt_of
 from tests.harness.handles import blocks_of
-from tests.harness.prefill_call import KEY, PrefillCall
-from tests.harness.prefill_decode_pair import WAIT_S, until
+from tests.harness.prefill_decode_pair import KEY, WAIT_S, PrefillCall, until
 from tests.harness.prefill_nodes import Node, Nodes, SteppedModel, nodes
 from tests.harness.waiting import Deadlines
 

@@ -20,8 +20,16 @@ from services.prefill.job import PrefillState
 from services.worker.config import WorkerLimits
 from tests.harness.gated_engine import BLOCK_SIZE, prompt_of
 from tests.harness.handles import blocks_of
-from tests.harness.prefill_call import KEY, PrefillCall
-from tests.harness.prefill_decode_pair import WAIT_S, Gate, Pair, pair, until, whole
+from tests.harness.prefill_decode_pair import (
+    KEY,
+    WAIT_S,
+    Gate,
+    Pair,
+    PrefillCall,
+    pair,
+    until,
+    whole,
+)
 from tests.harness.waiting import Deadlines
 
 STATES = ["queued", "matching", "copying", "computing", "storing"]

@@ -17,8 +17,7 @@ from process.errors import Cancelled, DeadlineExceeded
 from services.prefill.job import PrefillState
 from services.worker import stores
 from tests.harness.gated_engine import prompt_of
-from tests.harness.prefill_call import KEY, PrefillCall
-from tests.harness.prefill_decode_pair import WAIT_S, Gate, until, whole
+from tests.harness.prefill_decode_pair import KEY, WAIT_S, Gate, PrefillCall, until, whole
 from tests.harness.prefill_nodes import Nodes, nodes, remote_client
 from tests.harness.waiting import Deadlines
 

@@ -19,9 +19,9 @@ from services.router.fakes.decode import FakeDecode
 from services.router.fakes.model import FakeModel
 from services.router.fakes.prefill import FakePrefill
 from tests.harness.gated_engine import SALT
-from tests.harness.prefill_call import PrefillCall
 from tests.harness.prefill_decode_pair import (
     WAIT_S,
+    PrefillCall,
     RouterStream,
     handover,
     pair,

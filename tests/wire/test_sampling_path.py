@@ -13,8 +13,7 @@ import pytest
 
 from protos import common_pb2, decode_pb2
 from tests.harness.gated_engine import BLOCK_SIZE, prompt_of
-from tests.harness.prefill_call import PrefillCall
-from tests.harness.prefill_decode_pair import WAIT_S, Sample, handover, pair, until
+from tests.harness.prefill_decode_pair import WAIT_S, PrefillCall, Sample, handover, pair, until
 
 VOCAB = 97
 

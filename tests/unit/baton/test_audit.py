@@ -25,7 +25,7 @@ from process.access import Role
 from process.deadline import Deadline
 from process.redis_client import RedisAccess
 from protos import inference_pb2
-from tests.conformance.conftest import Worker
+from tests.harness.store import Worker
 from tests.harness.tls_redis import PASSWORD, a_redis, behind_tls, password_file
 from tests.unit.kvstore.conftest import RedisServer
 

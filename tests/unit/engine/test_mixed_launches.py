@@ -22,6 +22,7 @@ from tests.harness.engines import (
     SIZE,
     all_steps,
     fake_model,
+    hasher,
     late_engine,
     make,
     recording_engine,
@@ -29,7 +30,6 @@ from tests.harness.engines import (
     without_ids,
     write_tokens,
 )
-from tests.unit.engine.conftest import hasher
 
 Make = Callable[..., Any]
 

@@ -19,6 +19,7 @@ from tests.harness.engines import (
     WINDOW,
     all_steps,
     fake_model,
+    hasher,
     make,
     recording_engine,
     tokens_of,
@@ -26,7 +27,6 @@ from tests.harness.engines import (
     write_tokens,
 )
 from tests.harness.workloads import random_sampling
-from tests.unit.engine.conftest import hasher
 
 Make = Callable[..., Any]
 

@@ -33,6 +33,7 @@ from engine.speculation.heads.load import load_heads
 from engine.speculation.tree import EMPTY, TokenTree, chain, merge
 from engine.step_output import RequestEvent
 from tests.harness import published_heads as heads
+from tests.harness.engines import hasher
 from tests.harness.models import FAMILIES, Tiny
 from tests.harness.published_eagle3 import save_eagle3
 from tests.harness.workloads import (
@@ -45,7 +46,6 @@ from tests.harness.workloads import (
     undisturbed,
     workload,
 )
-from tests.unit.engine.conftest import hasher
 
 Expected = Mapping[str, Mapping[int, Outcome]]
 

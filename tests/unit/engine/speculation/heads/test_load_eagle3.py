@@ -25,6 +25,7 @@ from engine.speculation.heads.eagle3_network import Eagle3Network, chosen_layers
 from engine.speculation.heads.hidden import Computed
 from engine.speculation.heads.load import load_heads
 from engine.speculation.tree import TokenTree
+from tests.harness.engines import hasher
 from tests.harness.models import Tiny
 from tests.harness.published_eagle3 import (
     EAGLE3_CONFIG,
@@ -35,7 +36,6 @@ from tests.harness.published_eagle3 import (
     save_eagle3,
 )
 from tests.harness.published_heads import HIDDEN, VOCAB, Tensors, save
-from tests.unit.engine.conftest import hasher
 
 Change = Callable[[Tensors], None]
 
