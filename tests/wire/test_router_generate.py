@@ -17,8 +17,8 @@ from tests.harness.router_bench import (
     request,
     rest_of,
     running,
-    until,
 )
+from tests.harness.waiting import until
 
 
 async def test_the_happy_path_with_its_account() -> None:
