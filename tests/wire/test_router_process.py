@@ -11,7 +11,8 @@ import pytest
 
 from process import serving
 from protos import inference_pb2, inference_pb2_grpc
-from tests.harness.router_bench import TOKENIZER, RedisServer
+from tests.harness.redis_server import RedisServer
+from tests.harness.router_bench import TOKENIZER
 from tests.harness.service_process import start_service
 
 WAIT_S = 180.0
