@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from engine.config import EngineConfig
@@ -46,7 +46,23 @@ def all_steps(engine: Engine) -> list[StepOutput]:
     return outputs
 
 
-def tokens_of(events: Sequence[RequestEvent]) -> list[int]:
+def all_events(engine: Engine) -> Iterator[RequestEvent]:
+    """As they come, until nothing is left; integrity is checked after each step."""
+    while engine.has_work():
+        events = engine.step().events
+        engine.check_integrity()
+        yield from events
+
+
+def finish(engine: Engine) -> dict[str, list[RequestEvent]]:
+    """`all_events` by request."""
+    events: dict[str, list[RequestEvent]] = {}
+    for event in all_events(engine):
+        events.setdefault(event.request_id, []).append(event)
+    return events
+
+
+def tokens_of(events: Iterable[RequestEvent]) -> list[int]:
     """All that they told."""
     return [token for event in events for token in event.token_ids]
 

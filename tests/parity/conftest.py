@@ -11,7 +11,7 @@ from engine.config import EngineConfig
 from engine.loop import Engine, load_engine
 from engine.request import Request, Sampling
 from tests.conftest import SESSION_SEED
-from tests.harness.engines import block_hash
+from tests.harness.engines import all_events, block_hash
 from tests.harness.models import FAMILIES, Tiny, save
 
 
@@ -62,11 +62,9 @@ def run() -> Callable[..., dict[str, list[int]]]:
             engine.reserve(Request(name, tuple(prompt), sampling, block_hash))
             engine.start(name)
         outputs: dict[str, list[int]] = {name: [] for name in requests}
-        while engine.has_work():
-            for event in engine.step().events:
-                assert event.error is None
-                outputs[event.request_id] += event.token_ids
-            engine.check_integrity()
+        for event in all_events(engine):
+            assert event.error is None
+            outputs[event.request_id] += event.token_ids
         assert engine.stats().num_referenced_blocks == 0
         return outputs
 

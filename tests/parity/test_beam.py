@@ -21,7 +21,7 @@ from engine import beam_search
 from engine.loop import Engine
 from engine.request import Beam, FinishReason, Request, Sampling
 from engine.step_output import RequestEvent
-from tests.harness.engines import block_hash
+from tests.harness.engines import all_events, block_hash
 from tests.harness.models import VOCAB_SIZE, Tiny
 
 
@@ -160,12 +160,10 @@ def ask(
 def finish(engine: Engine) -> dict[str, list[RequestEvent]]:
     """Step until all is done, with the books checked after every step; events that tell tokens."""
     told: dict[str, list[RequestEvent]] = {}
-    while engine.has_work():
-        for event in engine.step().events:
-            assert event.error is None, event.error
-            if event.token_ids or event.beam_start:
-                told.setdefault(event.request_id, []).append(event)
-        engine.check_integrity()
+    for event in all_events(engine):
+        assert event.error is None, event.error
+        if event.token_ids or event.beam_start:
+            told.setdefault(event.request_id, []).append(event)
     return told
 
 

@@ -13,7 +13,7 @@ import torch
 from engine.errors import InvalidRequest
 from engine.loop import Engine
 from engine.request import Beam, Request, Sampling
-from tests.harness.engines import block_hash
+from tests.harness.engines import all_events, block_hash
 from tests.harness.models import VOCAB_SIZE, Tiny
 
 DEVICES = ["cpu", *(["cuda:0"] if torch.cuda.is_available() else [])]
@@ -39,14 +39,12 @@ def _ask(engine: Engine, requests: dict[str, tuple[list[int], bool]]) -> dict[st
         engine.reserve(Request(name, tuple(prompt), sampling, block_hash, wants_embedding=wants))
         engine.start(name)
     found: dict[str, torch.Tensor] = {}
-    while engine.has_work():
-        for event in engine.step().events:
-            assert event.error is None
-            wants = requests[event.request_id][1]
-            assert (event.embedding is not None) == (wants and bool(event.token_ids))
-            if event.embedding is not None:
-                found[event.request_id] = torch.tensor(event.embedding)
-        engine.check_integrity()
+    for event in all_events(engine):
+        assert event.error is None
+        wants = requests[event.request_id][1]
+        assert (event.embedding is not None) == (wants and bool(event.token_ids))
+        if event.embedding is not None:
+            found[event.request_id] = torch.tensor(event.embedding)
     assert engine.stats().num_referenced_blocks == 0
     return found
 

@@ -18,7 +18,7 @@ import pytest
 from engine.loop import Engine
 from engine.request import Request, Sampling
 from tests.conftest import LONG, SESSION_SEED
-from tests.harness.engines import block_hash
+from tests.harness.engines import all_events, block_hash
 from tests.harness.models import VOCAB_SIZE, Tiny
 
 AS_NUMBERS = [("float32", "block"), ("bfloat16", "block")]
@@ -41,13 +41,11 @@ def _run(engine: Engine, requests: dict[str, Request]) -> Outputs:
     for request in requests.values():
         engine.submit(request)
     outputs: Outputs = {}
-    while engine.has_work():
-        for event in engine.step().events:
-            assert event.error is None
-            place = outputs.setdefault((event.request_id, event.sample_index), [])
-            for one in event.logprobs or ():
-                place.append((one.token_id, one.top[0][1] - one.top[1][1]))
-        engine.check_integrity()
+    for event in all_events(engine):
+        assert event.error is None
+        place = outputs.setdefault((event.request_id, event.sample_index), [])
+        for one in event.logprobs or ():
+            place.append((one.token_id, one.top[0][1] - one.top[1][1]))
     assert engine.stats().num_referenced_blocks == 0
     return outputs
 

@@ -24,6 +24,7 @@ from engine.lora.files import WEIGHTS
 from engine.request import Beam, Request, Sampling
 from tests.conftest import SESSION_SEED
 from tests.harness.adapters import merged, save_adapter
+from tests.harness.engines import all_events, hasher
 from tests.harness.models import VOCAB_SIZE, Tiny
 
 DEVICES = ["cpu", *(["cuda:0"] if torch.cuda.is_available() else [])]
@@ -63,23 +64,16 @@ def ask(engine: Engine, name: str, prompt: Sequence[int], adapter: str, **fields
     digests = {info.name: info.digest for info in engine.adapters()} | {"": ""}
     fields = {"cache_root": digests.get(adapter, "none").encode()} | fields
     root = hashlib.blake2b(fields["cache_root"], digest_size=32).digest()
-
-    def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
-        data = b"".join(token.to_bytes(4, "little") for token in token_ids)
-        return hashlib.blake2b(parent + data, key=root, digest_size=16).digest()
-
     sampling = Sampling(max_tokens=NUM_OUTPUT, ignore_eos=True)
-    return Request(name, tuple(prompt), sampling, block_hash, adapter=adapter, **fields)
+    return Request(name, tuple(prompt), sampling, hasher(root), adapter=adapter, **fields)
 
 
 def finish(engine: Engine) -> dict[str, list[int]]:
     """Run everything; output tokens by request."""
     outputs: dict[str, list[int]] = {}
-    while engine.has_work():
-        for event in engine.step().events:
-            assert event.error is None
-            outputs.setdefault(event.request_id, []).extend(event.token_ids)
-        engine.check_integrity()
+    for event in all_events(engine):
+        assert event.error is None
+        outputs.setdefault(event.request_id, []).extend(event.token_ids)
     return outputs
 
 
@@ -237,11 +231,9 @@ def test_samples_and_beams_equal_those_of_a_merged_checkpoint(
         engine.reserve(request)
         engine.start("x")
         found: dict[int, list[int]] = {}
-        while engine.has_work():
-            for event in engine.step().events:
-                assert event.error is None
-                found.setdefault(event.sample_index, []).extend(event.token_ids)
-            engine.check_integrity()
+        for event in all_events(engine):
+            assert event.error is None
+            found.setdefault(event.sample_index, []).extend(event.token_ids)
         outputs.append(found)
     assert outputs[0] == outputs[1]
     assert len(outputs[0]) == 3
@@ -434,12 +426,10 @@ def test_an_adapter_that_overflows_ends_its_own_requests_only(
         engine.start(f"x{adapter}")
     outputs: dict[str, list[int]] = {}
     errors: dict[str, str] = {}
-    while engine.has_work():
-        for event in engine.step().events:
-            outputs.setdefault(event.request_id, []).extend(event.token_ids)
-            if event.error is not None:
-                errors[event.request_id] = type(event.error).__name__
-        engine.check_integrity()
+    for event in all_events(engine):
+        outputs.setdefault(event.request_id, []).extend(event.token_ids)
+        if event.error is not None:
+            errors[event.request_id] = type(event.error).__name__
     assert errors == {"xhuge": "InvalidLogits"}
     for adapter in ("", "a"):
         assert outputs[f"x{adapter}"] == oracles[adapter].generate(prompt, NUM_OUTPUT)

@@ -14,7 +14,7 @@ import torch
 from engine.loop import Engine
 from engine.request import Request, Sampling
 from engine.step_output import TokenLogprobs
-from tests.harness.engines import block_hash
+from tests.harness.engines import all_events, block_hash
 from tests.harness.models import VOCAB_SIZE, Tiny
 
 DEVICES = ["cpu", *(["cuda:0"] if torch.cuda.is_available() else [])]
@@ -37,12 +37,10 @@ def _ask(
         engine.reserve(Request(name, tuple(prompt), sampling, block_hash, prompt_logprobs=wanted))
         engine.start(name)
     found: dict[str, list[TokenLogprobs]] = {}
-    while engine.has_work():
-        for event in engine.step().events:
-            assert event.error is None
-            if event.prompt_logprobs:
-                found.setdefault(event.request_id, []).extend(event.prompt_logprobs)
-        engine.check_integrity()
+    for event in all_events(engine):
+        assert event.error is None
+        if event.prompt_logprobs:
+            found.setdefault(event.request_id, []).extend(event.prompt_logprobs)
     assert engine.stats().num_referenced_blocks == 0
     return found
 

@@ -17,6 +17,7 @@ from engine.models.interface import LoadedModel
 from engine.plain_ahead import AheadModel
 from engine.request import Request, Sampling
 from engine.step_output import RequestEvent
+from tests.harness import engines
 from tests.harness.compile_process import one_compile_process as one_compile_process
 from tests.harness.engines import hasher
 
@@ -82,19 +83,10 @@ def make_engine(request: pytest.FixtureRequest) -> Iterator[Callable[..., Engine
 @pytest.fixture
 def finish() -> Callable[..., dict[str, list[RequestEvent]]]:
     """Step until nothing is left; events by request. Integrity is checked after each step."""
-
-    def run(engine: Engine) -> dict[str, list[RequestEvent]]:
-        events: dict[str, list[RequestEvent]] = {}
-        while engine.has_work():
-            for event in engine.step().events:
-                events.setdefault(event.request_id, []).append(event)
-            engine.check_integrity()
-        return events
-
-    return run
+    return engines.finish
 
 
 @pytest.fixture
 def tokens() -> Callable[[list[RequestEvent]], list[int]]:
     """All output tokens of one request's events."""
-    return lambda events: [token for event in events for token in event.token_ids]
+    return engines.tokens_of

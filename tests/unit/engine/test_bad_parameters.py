@@ -14,7 +14,7 @@ from engine.fake import FakeModel
 from engine.loop import Engine
 from engine.request import Beam, GrammarKind, GrammarSpec, Request, Sampling
 from engine.step_output import RequestEvent
-from tests.harness.engines import hasher
+from tests.harness.engines import all_events, hasher
 from tests.harness.workloads import VOCAB, Outcome, outcomes, random_sampling, undisturbed
 
 NAN, INF = float("nan"), float("inf")
@@ -131,10 +131,8 @@ def _start(engine: Engine, request: Request) -> None:
 def _finish(engine: Engine) -> tuple[dict[str, dict[int, Outcome]], dict[str, EngineError]]:
     events: dict[str, list[RequestEvent]] = {}
     errors: dict[str, EngineError] = {}
-    while engine.has_work():
-        for event in engine.step().events:
-            events.setdefault(event.request_id, []).append(event)
-            if event.error is not None:
-                errors[event.request_id] = event.error
-        engine.check_integrity()
+    for event in all_events(engine):
+        events.setdefault(event.request_id, []).append(event)
+        if event.error is not None:
+            errors[event.request_id] = event.error
     return {name: outcomes(one) for name, one in events.items()}, errors

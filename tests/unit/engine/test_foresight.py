@@ -15,7 +15,7 @@ from engine.foresight import Foresight
 from engine.loop import Engine
 from engine.request import Request, Sampling
 from engine.sampling import pipeline
-from tests.harness.engines import hasher
+from tests.harness.engines import all_steps, hasher
 
 SIZE = 4
 BUDGET = 40
@@ -70,9 +70,7 @@ def test_nothing_is_hashed_while_the_device_waits(log: list[str], preemption: st
     engine.step()
     assert log.index("forward") < log.index("draw")
     del log[: log.index("forward")]
-    while engine.has_work():
-        engine.step()
-        engine.check_integrity()
+    all_steps(engine)
     assert "hash" in log
     waits = False
     for what in log:

@@ -19,7 +19,7 @@ from engine.loop import Engine
 from engine.request import Beam, Request
 from engine.schedule.step import MAX_PROMPT_ROWS, Candidate, plan_step
 from engine.step_output import RequestEvent, TokenLogprobs
-from tests.harness.engines import PROMPT, fake_model, make
+from tests.harness.engines import PROMPT, all_events, fake_model, make
 
 
 def _scored(request: Request, num_top: int = 2) -> Request:
@@ -79,9 +79,7 @@ def test_a_preempted_prompt_is_not_told_twice_and_misses_none(
     engine.preempt("one")
     # Meanwhile all of its prompt comes into the prefix cache.
     engine.submit(make_request("other", PROMPT, max_tokens=1, priority=1))
-    while engine.has_work():
-        events += engine.step().events
-        engine.check_integrity()
+    events += all_events(engine)
     _check(fake_model(), PROMPT, _told([one for one in events if one.request_id == "one"]))
 
 

@@ -12,6 +12,7 @@ import pytest
 from engine.errors import InvalidRequest, RequestTooLong
 from engine.request import FinishReason, Request
 from engine.step_output import RequestEvent
+from tests.harness.engines import finish as finished
 from tests.harness.workloads import outcomes
 
 Make = Callable[..., Any]
@@ -204,11 +205,7 @@ def test_the_stop_policy_ends_a_sample(make_request: Make) -> None:
     engine = Engine(EngineConfig(num_blocks=64), FakeModel(context_window=256), stop_policy=policy)
     engine.submit(_sampled(make_request, range(1, 7), 2))
     engine.submit(make_request("bad", range(1, 7)))
-    events: dict[str, list[RequestEvent]] = {}
-    while engine.has_work():
-        for event in engine.step().events:
-            events.setdefault(event.request_id, []).append(event)
-        engine.check_integrity()
+    events = finished(engine)
     found = outcomes(events["a"])
     assert found[1][1] is FinishReason.POLICY and len(found[1][0]) == 2
     assert found[0][1] is FinishReason.LENGTH and len(found[0][0]) == 8

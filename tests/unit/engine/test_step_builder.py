@@ -8,7 +8,7 @@ from engine.config import EngineConfig
 from engine.fake import FakeModel
 from engine.loop import Engine
 from engine.request import Beam, Request, Sampling
-from tests.harness.engines import hasher
+from tests.harness.engines import all_events, hasher
 
 
 @pytest.mark.parametrize("num_samples", [1, 2, 3, 4])
@@ -29,12 +29,10 @@ def test_samples_are_drawn_from_their_own_rows_beside_beams(
     engine.reserve(Request("drawn", prompt, sampling, hasher(), num_samples=num_samples))
     engine.start("drawn")
     outputs: dict[int, list[int]] = {index: [] for index in range(num_samples)}
-    while engine.has_work():
-        for event in engine.step().events:
-            assert event.error is None
-            if event.request_id == "drawn":
-                outputs[event.sample_index] += event.token_ids
-        engine.check_integrity()
+    for event in all_events(engine):
+        assert event.error is None
+        if event.request_id == "drawn":
+            outputs[event.sample_index] += event.token_ids
     expected = model.generate(prompt, 12)
     assert outputs == {index: expected for index in range(num_samples)}
 

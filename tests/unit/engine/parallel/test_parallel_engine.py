@@ -4,7 +4,6 @@ however it comes."""
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import os
 import signal
 import subprocess
@@ -32,6 +31,7 @@ from engine.parallel.model import ParallelModel
 from engine.request import Request, Sampling
 from process.settings import SettingsError
 from tests.conftest import SESSION_SEED
+from tests.harness.engines import all_events, block_hash
 from tests.harness.models import save
 
 BOUND_S = 60.0
@@ -88,11 +88,6 @@ def _is_parallel(model: object) -> bool:
     return isinstance(model, ParallelModel)
 
 
-def _hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    data = b"".join(token.to_bytes(4, "little") for token in token_ids)
-    return hashlib.blake2b(parent + data, digest_size=16).digest()
-
-
 def _requests() -> list[Request]:
     generator = torch.Generator().manual_seed(SESSION_SEED)
     requests = []
@@ -101,7 +96,7 @@ def _requests() -> list[Request]:
         sampling = Sampling(max_tokens=9, ignore_eos=True)
         if index == 2:
             sampling = Sampling(max_tokens=9, ignore_eos=True, temperature=0.8, top_p=0.9, seed=5)
-        requests.append(Request(f"r{index}", tuple(prompt), sampling, _hash))
+        requests.append(Request(f"r{index}", tuple(prompt), sampling, block_hash))
     return requests
 
 
@@ -110,11 +105,9 @@ def _run(engine: Engine) -> dict[str, list[int]]:
     outputs: dict[str, list[int]] = {request.request_id: [] for request in requests}
     for request in requests:
         engine.submit(request)
-    while engine.has_work():
-        for event in engine.step().events:
-            assert event.error is None
-            outputs[event.request_id] += event.token_ids
-        engine.check_integrity()
+    for event in all_events(engine):
+        assert event.error is None
+        outputs[event.request_id] += event.token_ids
     return outputs
 
 

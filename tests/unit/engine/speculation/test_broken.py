@@ -26,6 +26,7 @@ from engine.speculation.exploration import Exploration
 from engine.speculation.lessons import Lessons
 from engine.speculation.possible import in_grammar
 from engine.speculation.tree import TokenTree, chain
+from tests.harness.engines import all_events
 from tests.harness.workloads import SIZE, VOCAB, WINDOW, steps_beyond, undisturbed
 from tests.unit.engine.speculation.test_engine import KnowsTheAnswers
 
@@ -54,11 +55,9 @@ def _right(request: Request) -> Right:
 def _run(engine: Engine) -> tuple[list[int], Exception | None]:
     token_ids: list[int] = []
     error: Exception | None = None
-    while engine.has_work():
-        for event in engine.step().events:
-            token_ids += event.token_ids
-            error = event.error or error
-        engine.check_integrity()
+    for event in all_events(engine):
+        token_ids += event.token_ids
+        error = event.error or error
     return token_ids, error
 
 

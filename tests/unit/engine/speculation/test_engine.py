@@ -34,6 +34,7 @@ from engine.speculation.config import SpeculationConfig
 from engine.speculation.drafter import Draft, Task
 from engine.speculation.tree import EMPTY, TokenTree, chain, merge
 from tests.harness.adapters import save_adapter
+from tests.harness.engines import all_events
 from tests.harness.quantized_fake import QuantizedFake
 from tests.harness.workloads import (
     SIZE,
@@ -301,13 +302,11 @@ def test_blocks_that_were_for_guesses_go_back(make_request: Callable[..., Reques
     engine = Engine(config, FakeModel(context_window=WINDOW, block_size=SIZE), drafters=[drafter])
     engine.submit(request)
     token_ids: list[int] = []
-    while engine.has_work():
-        for event in engine.step().events:
-            token_ids += event.token_ids
-            if not event.is_request_over:
-                num_tokens = len(request.prompt_token_ids) + len(token_ids)
-                assert len(engine.block_ids("r")) == -(-num_tokens // SIZE)
-        engine.check_integrity()
+    for event in all_events(engine):
+        token_ids += event.token_ids
+        if not event.is_request_over:
+            num_tokens = len(request.prompt_token_ids) + len(token_ids)
+            assert len(engine.block_ids("r")) == -(-num_tokens // SIZE)
     assert tuple(token_ids) == expected["r"][0][0]
     assert _counts(engine)[0] > 20
 

@@ -16,6 +16,7 @@ from engine.request import Request
 from engine.speculation.config import SpeculationConfig
 from engine.speculation.drafter import Task
 from engine.speculation.tree import TokenTree, chain
+from tests.harness.engines import all_events
 from tests.harness.quantized_fake import QuantizedFake
 from tests.harness.workloads import VOCAB, WINDOW, Bench, undisturbed
 from tests.unit.engine.speculation.test_engine import (
@@ -112,11 +113,9 @@ def test_a_guess_that_is_no_number_costs_no_token(make_request: Callable[..., Re
         engine = Engine(config, model, drafters=[Any(random.Random(0), expected, VOCAB)])
         engine.submit(request)
         token_ids: list[int] = []
-        while engine.has_work():
-            for event in engine.step().events:
-                assert event.error is None
-                token_ids += event.token_ids
-            engine.check_integrity()
+        for event in all_events(engine):
+            assert event.error is None
+            token_ids += event.token_ids
         assert tuple(token_ids) == expected["r"][0][0]
         assert _counts(engine)[0] > 0
 

@@ -30,7 +30,7 @@ from engine.speculation.heads.load import load_heads
 from engine.speculation.heads.medusa import MedusaHeads
 from engine.speculation.tree import chain
 from tests.harness import published_heads as heads
-from tests.harness.engines import hasher
+from tests.harness.engines import all_events, hasher, tokens_of
 from tests.harness.published_eagle3 import LAYERS, save_eagle3
 
 PROMPT = (1, 2, 3, 4, 5)
@@ -71,10 +71,7 @@ def _engine(reader: _Reader, **fields: Any) -> Engine:
 def _run(engine: Engine, num_tokens: int = 8, prompt: tuple[int, ...] = PROMPT) -> list[int]:
     sampling = Sampling(max_tokens=num_tokens, ignore_eos=True)
     engine.submit(Request("r", prompt, sampling, hasher()))
-    token_ids: list[int] = []
-    while engine.has_work():
-        token_ids += [token for event in engine.step().events for token in event.token_ids]
-        engine.check_integrity()
+    token_ids = tokens_of(all_events(engine))
     return token_ids
 
 

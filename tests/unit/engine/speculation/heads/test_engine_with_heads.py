@@ -33,7 +33,7 @@ from engine.speculation.heads.load import load_heads
 from engine.speculation.tree import EMPTY, TokenTree, chain, merge
 from engine.step_output import RequestEvent
 from tests.harness import published_heads as heads
-from tests.harness.engines import hasher
+from tests.harness.engines import all_events, hasher, tokens_of
 from tests.harness.models import FAMILIES, Tiny
 from tests.harness.published_eagle3 import save_eagle3
 from tests.harness.workloads import (
@@ -335,10 +335,7 @@ def test_an_engine_loads_the_heads_that_its_settings_name(
         load_engine(dataclasses.replace(config, num_blocks=20, speculation=speculation)),
     ):
         engine.submit(Request("r", (5, 6, 7, 8), sampling, hasher()))
-        token_ids: list[int] = []
-        while engine.has_work():
-            token_ids += [token for event in engine.step().events for token in event.token_ids]
-            engine.check_integrity()
+        token_ids = tokens_of(all_events(engine))
         answers.append(token_ids)
     assert engine.metrics().num_guessed_tokens > 30
     _check_none_has_failed(engine)

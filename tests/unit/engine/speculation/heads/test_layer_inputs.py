@@ -22,7 +22,7 @@ from engine.speculation.config import SpeculationConfig
 from engine.speculation.heads.eagle import EagleHead
 from engine.speculation.heads.hidden import Computed
 from engine.speculation.heads.load import load_heads
-from tests.harness.engines import hasher
+from tests.harness.engines import all_events, hasher, tokens_of
 from tests.harness.models import FAMILIES, Tiny, save
 from tests.harness.published_eagle3 import save_eagle3
 from tests.harness.published_heads import save_eagle
@@ -188,10 +188,7 @@ def test_on_our_decoder_a_window_begins_with_the_prompt(
 def _answer(engine: Engine, prompt: tuple[int, ...], temperature: float) -> list[int]:
     sampling = Sampling(max_tokens=8, temperature=temperature, seed=5, ignore_eos=True)
     engine.submit(Request(f"at {temperature}", prompt, sampling, hasher()))
-    token_ids: list[int] = []
-    while engine.has_work():
-        token_ids += [token for event in engine.step().events for token in event.token_ids]
-        engine.check_integrity()
+    token_ids = tokens_of(all_events(engine))
     assert len(token_ids) == 8
     return token_ids
 

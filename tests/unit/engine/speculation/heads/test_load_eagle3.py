@@ -25,7 +25,7 @@ from engine.speculation.heads.eagle3_network import Eagle3Network, chosen_layers
 from engine.speculation.heads.hidden import Computed
 from engine.speculation.heads.load import load_heads
 from engine.speculation.tree import TokenTree
-from tests.harness.engines import hasher
+from tests.harness.engines import all_events, hasher, tokens_of
 from tests.harness.models import Tiny
 from tests.harness.published_eagle3 import (
     EAGLE3_CONFIG,
@@ -250,10 +250,7 @@ def test_a_model_that_does_not_leave_them_costs_guesses_alone(
     monkeypatch.setattr(HuggingFaceModel, "layer_inputs", lambda _: {})
     sampling = Sampling(max_tokens=5, ignore_eos=True)
     engine.submit(Request("r", (5, 6, 7, 8), sampling, hasher()))
-    token_ids: list[int] = []
-    while engine.has_work():
-        token_ids += [token for event in engine.step().events for token in event.token_ids]
-        engine.check_integrity()
+    token_ids = tokens_of(all_events(engine))
     assert len(token_ids) == 5
     assert engine._speculator is not None and engine._speculator._roster.failed == {0}
     head.check_integrity()
