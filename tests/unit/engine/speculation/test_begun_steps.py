@@ -62,7 +62,7 @@ def test_the_next_step_is_begun_before_the_events_of_the_last_are_told(
 def test_waiting_reads_no_logits(dtype: torch.dtype) -> None:
     """numpy has no bfloat16."""
     logits = torch.zeros(1, 3, dtype=dtype)
-    step = Step(Batch((), (), ()), (), frozenset(), 0, False, False)
+    step = Step(Batch((), (), ()), (), frozenset(), 0, False, False, {})
     BegunStep([], {}, step, logits, None, None).wait()
 
 
