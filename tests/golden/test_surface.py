@@ -9,6 +9,7 @@ import re
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -199,7 +200,7 @@ def _ask(address: str, path: str, body: Any) -> dict[str, Any]:
         return {"status": status, "body": _plain(json.loads(text))}
     events = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data")]
     assert events.pop() == "[DONE]"
-    # How tokens share chunks is a matter of time: shapes, and the text that they join to.
+    # How tokens share chunks is a matter of time: what all chunks have, and the text they join to.
     chunks = [_plain(json.loads(event)) for event in events]
     joined: dict[str, str] = {}
     for choice in (choice for chunk in chunks for choice in chunk["choices"]):
@@ -207,9 +208,9 @@ def _ask(address: str, path: str, body: Any) -> dict[str, Any]:
         calls = "".join(call["function"]["arguments"] for call in delta.get("tool_calls", ()))
         piece = delta.get("text", delta.get("content")) or calls
         joined[str(choice["index"])] = joined.get(str(choice["index"]), "") + piece
-    shapes = sorted({json.dumps(_shape(chunk), sort_keys=True) for chunk in chunks})
+    paths = sorted(set().union(*map(_paths, chunks)))
     usage = next((chunk["usage"] for chunk in chunks[::-1] if chunk.get("usage")), None)
-    return {"status": status, "joined": joined, "shapes": shapes, "usage": usage}
+    return {"status": status, "joined": joined, "paths": paths, "usage": usage}
 
 
 _CHANGING = {"id", "created", "system_fingerprint", "cached_tokens"}
@@ -225,14 +226,19 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _shape(value: Any) -> Any:
-    """Of a chunk: its keys, and the words that are one of a few."""
+def _paths(value: Any, path: str = "$") -> set[str]:
+    """Where a chunk has what: types, and the words that are one of a few."""
     if isinstance(value, dict):
         words = ("object", "role", "finish_reason", "type", "name")
-        return {key: one if key in words else _shape(one) for key, one in value.items()}
+        return set().union(
+            *(
+                {f"{path}.{key} = {one}"} if key in words else _paths(one, f"{path}.{key}")
+                for key, one in value.items()
+            )
+        )
     if isinstance(value, list):
-        return sorted({json.dumps(_shape(one), sort_keys=True) for one in value})
-    return type(value).__name__
+        return set().union(*(_paths(one, f"{path}[]") for one in value))
+    return {f"{path}: {type(value).__name__}"}
 
 
 def test_openai_bodies(cluster: LocalCluster) -> None:
@@ -395,9 +401,11 @@ WRONG_LINES = (
 )
 
 
-def test_command_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.setenv("XDG_RUNTIME_DIR", "/nowhere")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert len(WRONG_LINES) == 40
     found: dict[str, Any] = {}
     shown = _help(capsys)
