@@ -180,11 +180,19 @@ async def test_rates_hold_over_routers_and_go_on_without_redis() -> None:
 
 @dataclass
 class Site:
-    """A router before a real prefill and a real decode worker, which runs 8 samples at once."""
+    """Routers before a real prefill and a real decode worker, which runs 8 samples at once."""
 
-    router: Router
-    stub: Any
+    routers: list[Router]
+    stubs: list[Any]
     decode: Worker
+
+    @property
+    def router(self) -> Router:
+        return self.routers[0]
+
+    @property
+    def stub(self) -> Any:
+        return self.stubs[0]
 
     @property
     def role(self) -> DecodeRole:
@@ -193,37 +201,46 @@ class Site:
 
 
 @asynccontextmanager
-async def site() -> AsyncIterator[Site]:
+async def site(num_routers: int = 1) -> AsyncIterator[Site]:
     redis = RedisServer()
     async with AsyncExitStack() as stack:
         stack.callback(redis.remove)
         await redis.start()
-        model = model_for_router(fake_model())
-        model.served = ServedModel(("fake",), "")
-        router = Router(settings_for(redis, times={"reserve_answer_s": BOUND_S}), model)
-        await router.start()
-        stack.push_async_callback(router.stop)
+        routers = []
+        for _ in range(num_routers):
+            model = model_for_router(fake_model())
+            model.served = ServedModel(("fake",), "")
+            routers.append(Router(settings_for(redis, times={"reserve_answer_s": BOUND_S}), model))
+            await routers[-1].start()
+            stack.push_async_callback(routers[-1].stop)
         workers = []
         for role, make_role in (("prefill", PrefillRole), ("decode", DecodeRole)):
             engine = fake_engine(num_blocks=4096)
             settings = WorkerSettings(redis_url=redis.url, worker_id=role, engine=engine.config)
             workers.append(await start(engine, settings, role, make_role))
             stack.push_async_callback(workers[-1].stop)
-        await until(lambda: router._prefills.is_up("prefill") and router._streams.is_up("decode"))
-        channel = await stack.enter_async_context(serving.channel(router.address))
-        yield Site(router, inference_pb2_grpc.InferenceStub(channel), workers[1])
+        stubs = []
+        for router in routers:
+            await until(
+                lambda router=router: (
+                    router._prefills.is_up("prefill") and router._streams.is_up("decode")
+                )
+            )
+            channel = await stack.enter_async_context(serving.channel(router.address))
+            stubs.append(inference_pb2_grpc.InferenceStub(channel))
+        yield Site(routers, stubs, workers[1])
 
 
 @pytest.mark.parametrize(
     ("sampling", "most"),
-    [({}, 9), ({"n": 3}, 3), ({"beam": {"num_beams": 3}}, 3)],
+    [({}, 8), ({"n": 3}, 2), ({"beam": {"num_beams": 3}}, 2)],
     ids=["one sample", "three samples", "three beams"],
 )
 async def test_requests_wait_in_the_queue_instead_of_the_decode_engine(
     sampling: dict[str, Any], most: int
 ) -> None:
-    """most: requests that may be in the engine: 8 samples run at once, and one place is there for
-    the next step; the last one that is let in needs no more than one free place."""
+    """most: requests that may have begun: 8 samples run at once, so that none of them waits for
+    another."""
     async with site() as here:
         admission, worker = here.router.desk.admission, here.role.worker
         order: list[int] = []
@@ -231,27 +248,28 @@ async def test_requests_wait_in_the_queue_instead_of_the_decode_engine(
         async def ask(number: int) -> int:
             message = request(
                 token_ids={"ids": prompt_of(20, start=number)},
-                sampling={"max_tokens": 60, "ignore_eos": True, **sampling},
+                sampling={"max_tokens": 20, "ignore_eos": True, **sampling},
             )
             call, num_tokens = here.stub.Generate(message, timeout=BOUND_S), 0
             while (answer := await call.read()) is not grpc.aio.EOF:
                 if not num_tokens:
                     order.append(number)
-                    stats = here.decode.core.thread.stats
-                    assert stats.num_reserved + stats.num_waiting + stats.num_running <= most
+                stats = here.decode.core.thread.stats
+                assert stats.num_waiting + stats.num_running <= most
+                assert worker.num_in_line <= 1
                 num_tokens += len(answer.token_ids)
             return num_tokens
 
         tasks, counts = [], admission.counts
-        for number in range(40):
+        for number in range(24):
             tasks.append(asyncio.create_task(ask(number)))
             await until(lambda: counts.num_admitted + admission.num_waiting >= len(tasks))
         done = await asyncio.gather(*tasks)
         # None is lost, and none overtakes more than those that were under way with it.
-        assert all(num_tokens >= 60 for num_tokens in done)
-        assert all(number <= place + 9 for place, number in enumerate(order))
+        assert all(num_tokens >= 20 for num_tokens in done)
+        assert all(number <= place + 8 for place, number in enumerate(order))
         assert admission.counts.num_waited
-        await until(lambda: worker.num_free_places == 9 and not admission.num_active)
+        await until(lambda: worker.num_free_places == 8 and not admission.num_active)
         here.router.check_integrity(is_idle=True)
 
 
@@ -259,7 +277,8 @@ async def test_a_full_model_holds_up_neither_others_nor_what_runs() -> None:
     async with running(num_decode=2, others=[fake_model(name="other")]) as bench:
         admission, (first, second) = bench.router.desk.admission, bench.decodes
         first.pause_at = second.pause_at = 2
-        running_call = bench.stub.Generate(request(model="fake"), timeout=BOUND_S)
+        message = request(model="fake", sampling={"max_tokens": 8, "ignore_eos": True})
+        running_call = bench.stub.Generate(message, timeout=BOUND_S)
         await until(lambda: first.num_generating + second.num_generating == 1)
         home, twin = (first, second) if first.num_generating else (second, first)
         first.num_free_places = second.num_free_places = 0
@@ -279,6 +298,7 @@ async def test_a_full_model_holds_up_neither_others_nor_what_runs() -> None:
             is grpc.StatusCode.UNAVAILABLE
         )
         # What runs is moved to a worker that is full: it has begun.
+        twin.pause_at = 4
         home.move_all()
         await bench.publish(home)
         await until(lambda: twin.num_generating == 1)
@@ -291,3 +311,66 @@ async def test_a_full_model_holds_up_neither_others_nor_what_runs() -> None:
         twin.num_free_places = 1
         await bench.publish(twin)
         assert await rest_of(held)
+
+
+async def test_two_routers_start_no_more_streams_than_there_are_places() -> None:
+    """Neither knows what the other has sent: who comes too late waits for its place at the worker,
+    before its first token."""
+    async with site(num_routers=2) as here:
+        worker = here.role.worker
+
+        async def ask(number: int) -> int:
+            message = request(
+                token_ids={"ids": prompt_of(20, start=number)},
+                sampling={"max_tokens": 20, "ignore_eos": True},
+            )
+            call, num_tokens = here.stubs[number % 2].Generate(message, timeout=BOUND_S), 0
+            while (answer := await call.read()) is not grpc.aio.EOF:
+                num_tokens += len(answer.token_ids)
+                stats = here.decode.core.thread.stats
+                assert stats.num_waiting + stats.num_running <= 8
+            return num_tokens
+
+        assert set(await asyncio.gather(*map(ask, range(24)))) == {20}
+        await until(lambda: worker.num_free_places == 8)
+        for router in here.routers:
+            await until(lambda router=router: not router.desk.admission.num_active)
+            router.check_integrity(is_idle=True)
+
+
+async def test_no_prompt_is_computed_before_the_decode_worker_has_a_place() -> None:
+    async with running() as bench:
+        bench.decode.place_gate.close()
+        call = bench.stub.Generate(request(request_id="r"), timeout=BOUND_S)
+
+        async def is_in_line() -> bool:
+            status = await bench.stub.GetClusterStatus(
+                inference_pb2.GetClusterStatusRequest(num_requests=1), timeout=BOUND_S
+            )
+            return [one.state for one in status.requests] == ["waiting for a decode place"]
+
+        async with asyncio.timeout(BOUND_S):
+            await bench.decode.place_gate.reached.wait()
+            while not await is_in_line():
+                await asyncio.sleep(0)
+        assert bench.prefill.requests == []
+        gone = bench.stub.Generate(request(), timeout=BOUND_S)
+        await until(lambda: bench.decode.num_reserved == 2)
+        gone.cancel()
+        await until(lambda: bench.decode.num_cancelled == 1)
+        bench.decode.place_gate.open()
+        assert await rest_of(call)
+        assert len(bench.prefill.requests) == 1
+
+
+async def test_a_request_in_line_at_a_worker_that_goes_is_served_by_another() -> None:
+    async with running(num_decode=2) as bench:
+        for worker in bench.decodes:
+            worker.place_gate.close()
+        call = bench.stub.Generate(request(), timeout=BOUND_S)
+        await until(lambda: sum(worker.num_reserved for worker in bench.decodes) == 1)
+        home, twin = sorted(bench.decodes, key=lambda worker: -worker.num_reserved)
+        twin.place_gate.open()
+        home.move_all()
+        assert await rest_of(call)
+        assert (twin.num_reserved, len(bench.prefill.requests)) == (1, 1)
