@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from baton import key_files
+from baton import command_explain, key_files
 from process import api_keys, serving
 from process.errors import NoCapacity
 from protos import inference_pb2, inference_pb2_grpc
@@ -180,7 +180,7 @@ async def test_rates_hold_over_routers_and_go_on_without_redis() -> None:
 
 @dataclass
 class Site:
-    """Routers before a real prefill and a real decode worker, which runs 8 samples at once."""
+    """Routers before a real prefill and a real decode worker."""
 
     routers: list[Router]
     stubs: list[Any]
@@ -201,7 +201,7 @@ class Site:
 
 
 @asynccontextmanager
-async def site(num_routers: int = 1) -> AsyncIterator[Site]:
+async def site(num_routers: int = 1, num_places: int = 8) -> AsyncIterator[Site]:
     redis = RedisServer()
     async with AsyncExitStack() as stack:
         stack.callback(redis.remove)
@@ -215,7 +215,7 @@ async def site(num_routers: int = 1) -> AsyncIterator[Site]:
             stack.push_async_callback(routers[-1].stop)
         workers = []
         for role, make_role in (("prefill", PrefillRole), ("decode", DecodeRole)):
-            engine = fake_engine(num_blocks=4096)
+            engine = fake_engine(num_blocks=4096, chunk=num_places if role == "decode" else 16)
             settings = WorkerSettings(redis_url=redis.url, worker_id=role, engine=engine.config)
             workers.append(await start(engine, settings, role, make_role))
             stack.push_async_callback(workers[-1].stop)
@@ -374,3 +374,68 @@ async def test_a_request_in_line_at_a_worker_that_goes_is_served_by_another() ->
         home.move_all()
         assert await rest_of(call)
         assert (twin.num_reserved, len(bench.prefill.requests)) == (1, 1)
+
+
+async def test_what_a_request_waits_for_and_its_turn_are_explained() -> None:
+    async with running(admission=AdmissionSettings(max_active_requests=1)) as bench:
+
+        async def explain(request_id: str) -> inference_pb2.ExplainReply:
+            asked = inference_pb2.ExplainRequest(request_id=request_id)
+            reply: inference_pb2.ExplainReply = await bench.stub.Explain(asked, timeout=BOUND_S)
+            return reply
+
+        held = await hold(bench, request_id="held")
+        calls = []
+        for request_id, budget_ms in (("old", 0), ("new", 0), ("hurried", int(BOUND_S * 1000))):
+            message = request(request_id=request_id, budget_ms=budget_ms)
+            calls.append(bench.stub.Generate(message, timeout=2 * BOUND_S))
+            await until(lambda: bench.router.desk.admission.num_waiting == len(calls))
+        seen = [await explain(request_id) for request_id in ("hurried", "ol", "new")]
+        assert [one.request_id for one in seen] == ["hurried", "old", "new"]
+        standing = [one.admission.standing for one in seen]
+        assert [(one.position, one.num_in_line) for one in standing] == [(1, 3), (2, 3), (3, 3)]
+        assert {one.waits_for for one in standing} == {
+            "the end of a request (router.admission.max_active_requests)"
+        }
+        assert standing[0].due_in_s < standing[1].due_in_s < standing[2].due_in_s
+        assert not any(one.decisions or one.admission.turn for one in seen)
+        shown = "\n".join(command_explain.standing(seen[1].request, seen[1].admission))
+        assert "number 2 of 3 in its line" in shown and "it waits for the end of" in shown
+        bench.prefill.gate.open()
+        for call in (held, *calls):
+            assert await rest_of(call)
+        ends = {name: await explain(name) for name in ("held", "hurried", "old", "new")}
+        assert [one.admission.turn for one in ends.values()] == [1, 2, 3, 4]
+        assert [one.admission.arrival for one in ends.values()] == [1, 4, 2, 3]
+        assert all(
+            one.decisions and not one.admission.HasField("standing") for one in ends.values()
+        )
+        shown = "\n".join(command_explain.standing(ends["old"].request, ends["old"].admission))
+        assert "came as number 2, admitted as number 3" in shown
+
+
+async def test_first_tokens_come_in_the_order_of_arrival() -> None:
+    """At a decode worker with one place: the next one begins where one has ended."""
+    async with site(num_places=1) as here:
+        order: list[int] = []
+
+        async def ask(number: int) -> None:
+            message = request(
+                token_ids={"ids": prompt_of(20, start=number)},
+                sampling={"max_tokens": 4, "ignore_eos": True},
+            )
+            call, is_first = here.stub.Generate(message, timeout=BOUND_S), True
+            while await call.read() is not grpc.aio.EOF:
+                if is_first:
+                    order.append(number)
+                is_first = False
+                stats = here.decode.core.thread.stats
+                assert stats.num_waiting + stats.num_running <= 1
+
+        counts, tasks = here.router.desk.admission.counts, []
+        for number in range(20):
+            tasks.append(asyncio.create_task(ask(number)))
+            await until(lambda: counts.num_asked == len(tasks))
+        await asyncio.gather(*tasks)
+        assert order == list(range(20))
+        assert counts.num_waited
