@@ -37,7 +37,7 @@ from tests.unit.router.bench import (
     settings_for,
     until,
 )
-from tests.unit.worker.builders import fake_engine, prompt_of
+from tests.unit.worker.builders import GatedModel, fake_engine, prompt_of
 
 
 def bearer(key: str) -> tuple[tuple[str, str], ...]:
@@ -184,6 +184,7 @@ class Site:
 
     routers: list[Router]
     stubs: list[Any]
+    prefill_model: GatedModel
     decode: Worker
 
     @property
@@ -213,9 +214,12 @@ async def site(num_routers: int = 1, num_places: int = 8) -> AsyncIterator[Site]
             routers.append(Router(settings_for(redis, times={"reserve_answer_s": BOUND_S}), model))
             await routers[-1].start()
             stack.push_async_callback(routers[-1].stop)
-        workers = []
+        workers, prefill_model = [], GatedModel()
         for role, make_role in (("prefill", PrefillRole), ("decode", DecodeRole)):
-            engine = fake_engine(num_blocks=4096, chunk=num_places if role == "decode" else 16)
+            if role == "prefill":
+                engine = fake_engine(num_blocks=4096, model=prefill_model)
+            else:
+                engine = fake_engine(num_blocks=4096, chunk=num_places)
             settings = WorkerSettings(redis_url=redis.url, worker_id=role, engine=engine.config)
             workers.append(await start(engine, settings, role, make_role))
             stack.push_async_callback(workers[-1].stop)
@@ -228,7 +232,10 @@ async def site(num_routers: int = 1, num_places: int = 8) -> AsyncIterator[Site]
             )
             channel = await stack.enter_async_context(serving.channel(router.address))
             stubs.append(inference_pb2_grpc.InferenceStub(channel))
-        yield Site(routers, stubs, workers[1])
+        try:
+            yield Site(routers, stubs, prefill_model, workers[1])
+        finally:
+            prefill_model.release()
 
 
 @pytest.mark.parametrize(
@@ -248,7 +255,7 @@ async def test_requests_wait_in_the_queue_instead_of_the_decode_engine(
         async def ask(number: int) -> int:
             message = request(
                 token_ids={"ids": prompt_of(20, start=number)},
-                sampling={"max_tokens": 20, "ignore_eos": True, **sampling},
+                sampling={"max_tokens": 12, "ignore_eos": True, **sampling},
             )
             call, num_tokens = here.stub.Generate(message, timeout=BOUND_S), 0
             while (answer := await call.read()) is not grpc.aio.EOF:
@@ -261,12 +268,14 @@ async def test_requests_wait_in_the_queue_instead_of_the_decode_engine(
             return num_tokens
 
         tasks, counts = [], admission.counts
-        for number in range(24):
+        here.prefill_model.hold()  # none ends before all have come
+        for number in range(16):
             tasks.append(asyncio.create_task(ask(number)))
             await until(lambda: counts.num_admitted + admission.num_waiting >= len(tasks))
+        here.prefill_model.release()
         done = await asyncio.gather(*tasks)
         # None is lost, and none overtakes more than those that were under way with it.
-        assert all(num_tokens >= 20 for num_tokens in done)
+        assert all(num_tokens >= 12 for num_tokens in done)
         assert all(number <= place + 8 for place, number in enumerate(order))
         assert admission.counts.num_waited
         await until(lambda: worker.num_free_places == 8 and not admission.num_active)
@@ -433,9 +442,11 @@ async def test_first_tokens_come_in_the_order_of_arrival() -> None:
                 assert stats.num_waiting + stats.num_running <= 1
 
         counts, tasks = here.router.desk.admission.counts, []
+        here.prefill_model.hold()
         for number in range(20):
             tasks.append(asyncio.create_task(ask(number)))
             await until(lambda: counts.num_asked == len(tasks))
+        here.prefill_model.release()
         await asyncio.gather(*tasks)
         assert order == list(range(20))
         assert counts.num_waited
