@@ -578,6 +578,7 @@ async def pair(
                     handle_keys_file=str(key_file),
                     limits=limits,
                     tracing=tracing or TracingSettings(),
+                    engine=engine.config,
                 ),
                 name,
                 role,
