@@ -26,7 +26,7 @@ from kvstore import index
 from process import redis_client
 from tests.chaos import wire_handles
 from tests.chaos.arena import READY_S, TIMING, Arena, Disturb, Round, committed_frames
-from tests.chaos.control_proxy import Mischief
+from tests.harness.control_proxy import Mischief
 
 Seen = Callable[[Round], Coroutine[Any, Any, bool]]
 Mend = Callable[[Round], Coroutine[Any, Any, None]]

@@ -34,9 +34,8 @@ from kvstore.slab import SUFFIX, Slab
 from kvstore.tiers.page_file import SUFFIX as PAGES_SUFFIX
 from process import serving
 from protos import inference_pb2, kvstore_pb2, kvstore_pb2_grpc
-from tests.chaos.control_proxy import ControlProxy
-from tests.e2e.conftest import assert_idle
-from tests.e2e.oracle import oracle, prompts, run_engine, single_engine
+from tests.harness.cluster import assert_idle, oracle, prompts, run_engine, single_engine
+from tests.harness.control_proxy import ControlProxy
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from baton.client import Client, SyncClient
 from baton.local_cluster import START_TIMEOUT_S, LocalCluster
 from baton.messages import Provenance
 from engine.request import Sampling
-from tests.e2e.oracle import oracle, prompts, run_engine, single_engine
+from tests.harness.cluster import oracle, prompts, run_engine, single_engine
 
 NUM_CLIENTS = 8
 MAX_TOKENS = 48

@@ -16,10 +16,9 @@ from baton.client import SyncClient
 from baton.errors import BatonError, InvalidArgument
 from baton.local_cluster import ClusterConfig, LocalCluster
 from tests.conftest import LONG
-from tests.e2e.conftest import assert_idle
-from tests.e2e.oracle import Oracle, oracle, prompts
-from tests.parity.adapters import merged, save_adapter
-from tests.wire.bundled_pair import MODEL
+from tests.harness.adapters import merged, save_adapter
+from tests.harness.bundled_pair import MODEL
+from tests.harness.cluster import Oracle, assert_idle, oracle, prompts
 
 pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.timeout(2300 if LONG else 600)]
 

@@ -30,9 +30,9 @@ from kvstore.slab import Slab
 from process import incarnation
 from process.deadline import Deadline
 from tests.chaos import damage
-from tests.conformance.conftest import FINGERPRINT, Worker
-from tests.handle_blocks import blocks_of
-from tests.wire.prefill_decode_pair import Pair, pair
+from tests.harness.handles import blocks_of
+from tests.harness.prefill_decode_pair import Pair, pair
+from tests.harness.store import FINGERPRINT, Worker
 
 pytestmark = pytest.mark.chaos
 

@@ -24,8 +24,7 @@ from baton.messages import Completion
 from baton.part import State
 from tests.chaos.rolling import LONG_TOKENS, Load, asks
 from tests.conftest import LONG
-from tests.e2e.conftest import assert_idle
-from tests.e2e.oracle import Oracle, oracle, prompts
+from tests.harness.cluster import Oracle, assert_idle, oracle, prompts
 
 pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.timeout(1500 if LONG else 240)]
 

@@ -21,8 +21,8 @@ from kvstore.block import Block
 from kvstore.frames import FrameState
 from kvstore.putting import PutResult
 from process.errors import BatonError
-from tests.chaos.control_proxy import ControlProxy, Mischief
-from tests.conformance.conftest import SETTINGS, Worker, within
+from tests.harness.control_proxy import ControlProxy, Mischief
+from tests.harness.store import SETTINGS, Worker, within
 
 pytestmark = pytest.mark.chaos
 

@@ -27,7 +27,7 @@ import numpy as np
 import pytest
 
 from kvstore import block_hash, serve
-from tests.conformance.conftest import FINGERPRINT, SETTINGS, Worker, within
+from tests.harness.store import FINGERPRINT, SETTINGS, Worker, within
 
 logger = logging.getLogger(__name__)
 

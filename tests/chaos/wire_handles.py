@@ -19,9 +19,8 @@ from protos import (
     prefill_pb2,
     prefill_pb2_grpc,
 )
-from tests.handle_blocks import blocks_of, forge
-from tests.wire.prefill_call import PrefillCall
-from tests.wire.prefill_decode_pair import Answer, RouterStream, sampling_params
+from tests.harness.handles import blocks_of, forge
+from tests.harness.prefill_decode_pair import Answer, PrefillCall, RouterStream, sampling_params
 
 MAX_TOKENS = 8
 CALL_S = 30.0

@@ -18,9 +18,9 @@ from kvstore import errors
 from kvstore.lending import followers, reader_holds
 from kvstore.lending.told import Word
 from kvstore.transport import mapped
-from tests.conformance.conftest import BLOCK_BYTES, Worker
 from tests.conformance.test_lender import MAPPED, Lending, lending, within
 from tests.conformance.test_mapped import Clock
+from tests.harness.store import BLOCK_BYTES, Worker
 
 NewWorker = Callable[..., Any]
 WAIT_S = 20.0

@@ -20,8 +20,8 @@ from services.worker.connector import StoreConnector
 from services.worker.engine_thread import EngineThread
 from services.worker.links import Links
 from services.worker.store_target import StoreTarget
-from tests.conformance.conftest import TRANSPORTS, StoreProcess
-from tests.unit.worker.builders import fake_engine, prompt_of, request, running
+from tests.harness.gated_engine import fake_engine, prompt_of, request, running
+from tests.harness.store import TRANSPORTS, StoreProcess
 
 Chain = Callable[[str, int], list[bytes]]
 WAIT_S = 30.0

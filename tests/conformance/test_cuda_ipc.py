@@ -33,7 +33,7 @@ pytestmark = [
     pytest.mark.skipif(not NUM_DEVICES, reason="NO GPU TEST: torch finds no CUDA device"),
 ]
 
-SCRIPT = Path(__file__).with_name("lone_lender.py")
+SCRIPT = Path(__file__).parents[1] / "harness" / "lone_lender.py"
 BLOCK_BYTES, NUM_BLOCKS = 2 * 2**20, 96
 START_S = 60.0
 

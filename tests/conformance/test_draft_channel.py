@@ -26,8 +26,8 @@ from process.serving import PLAIN
 from services.draft.config import DraftLimits, DraftSettings
 from services.draft.worker import DraftWorker, serving_drafts
 from services.worker.draft_channel import GrpcDraftChannel
-from tests import draft_workers as bench
-from tests.draft_workers import LIMITS, Clock, meet, outputs, plain, submit
+from tests.harness import draft_workers as bench
+from tests.harness.draft_workers import LIMITS, Clock, meet, outputs, plain, submit
 
 CALL_S = 30.0
 VERIFIER = bytes(range(16))

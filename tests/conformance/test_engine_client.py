@@ -30,8 +30,8 @@ from process.errors import (
     DeadlineExceeded,
     InvalidArgument,
 )
-from tests.conformance.engine_clients import KINDS, AsyncFace, make_client
-from tests.parity.adapters import save_adapter
+from tests.harness.adapters import save_adapter
+from tests.harness.engine_clients import KINDS, AsyncFace, make_client
 from tokens.chat_template import ChatTemplate
 from tokens.tokenizer import Tokenizer
 

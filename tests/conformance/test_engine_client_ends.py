@@ -31,7 +31,7 @@ from engine_client.config import ClientLimits
 from engine_client.in_process import InProcessClient
 from engine_client.process_client import ProcessClient
 from process.errors import Cancelled, DeadlineExceeded, FailedPrecondition, Internal, Unavailable
-from tests.conformance.engine_clients import AsyncFace, fake, make_client
+from tests.harness.engine_clients import AsyncFace, fake, make_client
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = EngineConfig(num_blocks=8000, num_threads=1)

@@ -19,7 +19,7 @@ from kvstore.config import KvStoreSettings
 from kvstore.metrics import StoreMetrics
 from kvstore.slab import Slab, SlabLayout, check_room, remove_stale
 from process.errors import NoCapacity
-from tests.conformance.huge_pool import HugePool
+from tests.harness.huge_pool import HugePool
 
 HUGE = 2 * 1024 * 1024
 NUM_PAGES = 24

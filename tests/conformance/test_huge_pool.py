@@ -7,7 +7,7 @@ from typing import TextIO
 
 import pytest
 
-from tests.conformance.huge_pool import HugePool
+from tests.harness.huge_pool import HugePool
 
 _OWN = 5
 """Pages that the host has before any test asks."""

@@ -26,8 +26,8 @@ from process import serving
 from process.deadline import Deadline
 from process.errors import BatonError, FailedPrecondition, NoCapacity, NotFound
 from protos import kvstore_pb2
-from tests.conformance.conftest import BLOCK_BYTES, FINGERPRINT, NUM_BLOCKS, OnDevice
-from tests.conformance.fake_device import FakeDevice
+from tests.harness.fake_device import FakeDevice
+from tests.harness.store import BLOCK_BYTES, FINGERPRINT, NUM_BLOCKS, OnDevice
 
 NewWorker = Callable[..., Any]
 MAPPED = OnDevice("cuda_ipc")
@@ -377,7 +377,7 @@ async def test_shared_memory_and_strangers_are_refused(
     for reading in ("grpc", "nixl"):
         with pytest.raises(FailedPrecondition, match="block_bytes"):
             await new_worker(lent.address, reading, block_bytes=6000)
-    monkeypatch.setattr("tests.conformance.conftest.FINGERPRINT", "cd" * 16)
+    monkeypatch.setattr("tests.harness.store.FINGERPRINT", "cd" * 16)
     with pytest.raises(FailedPrecondition, match="another model"):
         await new_worker(lent.address, "grpc")
     assert len(lent.lender.attachments) == 0

@@ -18,7 +18,7 @@ from kvstore.link_meter import MAX_BLOCKS, MAX_SHARE, num_blocks_wanted
 from kvstore.transport.base import GetItems, GetResult, PutItem
 from process.deadline import Deadline
 from process.errors import BatonError, DeadlineExceeded, NoCapacity, Unavailable
-from tests.conformance.conftest import BLOCK_BYTES
+from tests.harness.store import BLOCK_BYTES
 
 Chain = Callable[[str, int], list[bytes]]
 NewWorker = Callable[..., Any]

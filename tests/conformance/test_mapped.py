@@ -26,9 +26,9 @@ from kvstore.transport.device import Mark, Shared
 from process.deadline import Deadline
 from process.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument
 from protos import kvstore_pb2
-from tests.conformance.conftest import BLOCK_BYTES, OnDevice, Worker
-from tests.conformance.fake_device import FakeQueue, FakeStream
 from tests.conformance.test_lender import MAPPED, Lending, lending, within
+from tests.harness.fake_device import FakeQueue, FakeStream
+from tests.harness.store import BLOCK_BYTES, OnDevice, Worker
 
 NewWorker = Callable[..., Any]
 

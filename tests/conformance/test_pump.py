@@ -16,7 +16,7 @@ from kvstore import errors
 from kvstore.transport import device
 from kvstore.transport.pump import IN_FLIGHT, Flight, Pump, piece_end
 from process.errors import DeadlineExceeded
-from tests.conformance.fake_device import FakeDevice, FakeQueue
+from tests.harness.fake_device import FakeDevice, FakeQueue
 
 SIZE = 64
 

@@ -33,13 +33,7 @@ from services.worker.breaker import BACKOFF_MAX_S
 from services.worker.provenance import FINGERPRINT
 from services.worker.store_target import StoreTarget
 from services.worker.stores import RemoteStores, StoreUnusable
-from tests.conformance.conftest import (
-    BLOCK_BYTES,
-    BLOCK_SIZE,
-    NUM_BLOCKS,
-    TRANSPORTS,
-    StoreProcess,
-)
+from tests.harness.store import BLOCK_BYTES, BLOCK_SIZE, NUM_BLOCKS, TRANSPORTS, StoreProcess
 
 Chain = Callable[[str, int], list[bytes]]
 MODEL = "ab" * 16

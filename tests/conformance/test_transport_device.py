@@ -26,8 +26,8 @@ from kvstore.transport.device_shm import DeviceShmTransport
 from kvstore.transport.staged import StagedTransport
 from process.deadline import Deadline
 from process.errors import BatonError, DeadlineExceeded, FailedPrecondition
-from tests.conformance.conftest import OnDevice, Worker
-from tests.conformance.fake_device import FakeDevice
+from tests.harness.fake_device import FakeDevice
+from tests.harness.store import OnDevice, Worker
 
 Chain = Callable[[str, int], list[bytes]]
 NewWorker = Callable[..., Any]
@@ -100,12 +100,12 @@ async def test_locking_that_outlasts_an_attempt_is_not_begun_again(
         register(address, num_bytes)
 
     worker.device.register = slow  # type: ignore[method-assign]
-    monkeypatch.setattr("tests.conformance.conftest.START_S", 0.3)
+    monkeypatch.setattr("tests.harness.store.START_S", 0.3)
     for _ in range(2):
         with pytest.raises(DeadlineExceeded):
             await worker.attach(store.address)
     may_go_on.set()
-    monkeypatch.setattr("tests.conformance.conftest.START_S", 20.0)
+    monkeypatch.setattr("tests.harness.store.START_S", 20.0)
     await worker.attach(store.address)
     assert len(begun) == 1
     assert (await worker.put(chain("a", 2), range(2))).not_stored == 0

@@ -26,7 +26,7 @@ Chain = Callable[[str, int], list[bytes]]
 NewWorker = Callable[..., Any]
 NewStore = Callable[..., Awaitable[Any]]
 Pause = Callable[[asyncio.subprocess.Process], Awaitable[None]]
-LONE_WORKER = Path(__file__).with_name("lone_worker.py")
+LONE_WORKER = Path(__file__).parents[1] / "harness" / "lone_worker.py"
 
 
 def within(seconds: float = 10.0) -> Deadline:

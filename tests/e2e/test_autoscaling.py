@@ -25,7 +25,7 @@ from benchmarks import autoscaling_local
 from benchmarks.autoscaling_local import Drive
 from benchmarks.paced_worker import paced
 from benchmarks.stretches import Stretch
-from tests.e2e.conftest import assert_idle
+from tests.harness.cluster import assert_idle
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]
 

@@ -12,8 +12,7 @@ import pytest
 from baton.client import SyncClient
 from baton.local_cluster import ClusterConfig, LocalCluster
 from engine.request import Sampling
-from tests.e2e.conftest import assert_idle
-from tests.e2e.oracle import oracle, prompts, run_engine, single_engine
+from tests.harness.cluster import assert_idle, oracle, prompts, run_engine, single_engine
 
 # The long run takes minutes a test.
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(1200)]

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.checkpoints import fake_hub, tiny_checkpoint
-from tests.unit.checkpoints.fake_hub import NAME, Hub
+from tests.harness import fake_hub, tiny_checkpoint
+from tests.harness.fake_hub import NAME, Hub
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 

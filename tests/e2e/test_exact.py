@@ -20,8 +20,16 @@ from process import redis_client
 from protos import inference_pb2
 from services.router.config import RouterSettings
 from services.router.identity import tenant_salt
-from tests.e2e.conftest import CLUSTERS, assert_idle
-from tests.e2e.oracle import BLOCK_SIZE, Oracle, oracle, prompts, run_engine, single_engine
+from tests.harness.cluster import (
+    BLOCK_SIZE,
+    CLUSTERS,
+    Oracle,
+    assert_idle,
+    oracle,
+    prompts,
+    run_engine,
+    single_engine,
+)
 
 # The long run takes minutes a test.
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]

@@ -22,10 +22,9 @@ from baton.client import SyncClient
 from baton.errors import InvalidArgument
 from baton.local_cluster import ClusterConfig, LocalCluster
 from protos import common_pb2
-from tests.e2e.conftest import assert_idle
-from tests.e2e.oracle import Oracle, oracle, prompts, single_engine
-from tests.parity.adapters import merged, save_adapter
-from tests.wire.bundled_pair import MODEL, alone
+from tests.harness.adapters import merged, save_adapter
+from tests.harness.bundled_pair import MODEL, alone
+from tests.harness.cluster import Oracle, assert_idle, oracle, prompts, single_engine
 from tests.wire.test_beam_path import Search, beam_reference
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]

@@ -28,8 +28,7 @@ from baton.messages import Completion, KvLeg
 from engine.config import EngineConfig
 from engine.loop import Engine, load_engine
 from engine.request import Sampling
-from tests.e2e.conftest import assert_idle
-from tests.e2e.oracle import BLOCK_SIZE, oracle, prompts, run_engine
+from tests.harness.cluster import BLOCK_SIZE, assert_idle, oracle, prompts, run_engine
 
 _NO_GPU = "" if torch.cuda.is_available() else "NO GPU TEST: torch finds no CUDA device"
 pytestmark = [

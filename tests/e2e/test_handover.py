@@ -23,8 +23,7 @@ from kvstore.errors import MISSING, STORE_UNAVAILABLE
 from kvstore.lending import lender_node_id
 from process import serving
 from protos import common_pb2, prefill_pb2_grpc
-from tests.e2e.conftest import assert_idle
-from tests.e2e.oracle import BLOCK_SIZE, Oracle, oracle, prompts, run_engine
+from tests.harness.cluster import BLOCK_SIZE, Oracle, assert_idle, oracle, prompts, run_engine
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

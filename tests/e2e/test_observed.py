@@ -21,7 +21,7 @@ import pytest
 
 from baton.client import SyncClient
 from baton.local_cluster import ClusterConfig, LocalCluster
-from tests.browser import browsing, text_of
+from tests.harness.browser import browsing, text_of
 from tools import dashboard_panels
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]

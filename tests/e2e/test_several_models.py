@@ -16,8 +16,7 @@ from baton.client import SyncClient
 from baton.local_cluster import ClusterConfig, LocalCluster
 from baton.messages import Completion
 from process.errors import InvalidArgument
-from tests.e2e.conftest import assert_idle
-from tests.e2e.oracle import oracle, prompts
+from tests.harness.cluster import assert_idle, oracle, prompts
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 

@@ -16,8 +16,7 @@ from baton.client import Client, SyncClient
 from baton.local_cluster import ClusterConfig, LocalCluster
 from baton.messages import Completion, KvLeg
 from process import keys
-from tests.e2e.conftest import assert_idle
-from tests.e2e.oracle import BLOCK_SIZE, Oracle, oracle, prompts
+from tests.harness.cluster import BLOCK_SIZE, Oracle, assert_idle, oracle, prompts
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

@@ -16,8 +16,8 @@ from baton import cli
 from baton.local_cluster import ClusterConfig, LocalCluster
 from process.trace_context import TraceContext
 from protos import inference_pb2, inference_pb2_grpc
-from tests.e2e.conftest import assert_idle
-from tests.wire.otlp_receiver import OtlpReceiver, Received, receiving
+from tests.harness.cluster import assert_idle
+from tests.harness.otlp_receiver import OtlpReceiver, Received, receiving
 from tests.wire.test_trace import assert_sums, root_of, stages_of
 
 pytestmark = pytest.mark.e2e

@@ -13,8 +13,8 @@ from benchmarks.compiles import Compiles
 from engine.config import EngineConfig
 from engine.loop import load_engine
 from engine.request import Sampling
-from tests.e2e.oracle import run_engine
-from tests.parity.models import FAMILIES, save
+from tests.harness.cluster import run_engine
+from tests.harness.models import FAMILIES, save
 
 _NUM_REQUESTS = 200
 _LARGE = 40_000

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,12 +11,8 @@ from engine.config import EngineConfig
 from engine.loop import Engine, load_engine
 from engine.request import Request, Sampling
 from tests.conftest import SESSION_SEED
-from tests.parity.models import FAMILIES, Tiny, save
-
-
-def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    data = b"".join(token.to_bytes(4, "little") for token in token_ids)
-    return hashlib.blake2b(parent + data, digest_size=16).digest()
+from tests.harness.engines import block_hash
+from tests.harness.models import FAMILIES, Tiny, save
 
 
 @pytest.fixture(scope="session")

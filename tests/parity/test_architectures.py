@@ -25,8 +25,7 @@ from engine.models.rehearsal import random_instance, rehearse
 from engine.models.shrink import VOCAB_SIZE, WINDOW
 from engine.request import Sampling
 from tests.conftest import LONG, SESSION_SEED
-from tests.parity.models import Tiny
-from tests.parity.small_configs import small_config
+from tests.harness.models import Tiny, small_config
 
 LENGTHS = [1, 3, 4, 5, 13, 21, 34]
 SHARED = 17

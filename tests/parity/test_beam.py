@@ -21,8 +21,8 @@ from engine import beam_search
 from engine.loop import Engine
 from engine.request import Beam, FinishReason, Request, Sampling
 from engine.step_output import RequestEvent
-from tests.parity.conftest import block_hash
-from tests.parity.models import VOCAB_SIZE, Tiny
+from tests.harness.engines import block_hash
+from tests.harness.models import VOCAB_SIZE, Tiny
 
 
 @dataclass(frozen=True)

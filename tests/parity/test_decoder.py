@@ -19,8 +19,8 @@ from engine.kv.memory import KvMemory
 from engine.models.load import load_model
 from engine.request import Sampling
 from tests.conftest import LONG, SESSION_SEED
-from tests.parity.adapters import merged, save_adapter
-from tests.parity.models import FAMILIES, VOCAB_SIZE, Tiny, save
+from tests.harness.adapters import merged, save_adapter
+from tests.harness.models import FAMILIES, VOCAB_SIZE, Tiny, save
 
 DEVICES = ["cpu", *(["cuda:0"] if torch.cuda.is_available() else [])]
 EDGES = [1, 2, 15, 16, 17, 31, 32, 33, 48, 127, 129, 256, 300]

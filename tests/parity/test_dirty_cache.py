@@ -16,7 +16,7 @@ import torch
 
 from engine.models.scratch import Scratch
 from engine.request import Sampling
-from tests.parity.models import VOCAB_SIZE, Tiny
+from tests.harness.models import VOCAB_SIZE, Tiny
 
 CASES = [
     ("llama", "transformers", "cpu"),

@@ -13,8 +13,8 @@ import torch
 from engine.errors import InvalidRequest
 from engine.loop import Engine
 from engine.request import Beam, Request, Sampling
-from tests.parity.conftest import block_hash
-from tests.parity.models import VOCAB_SIZE, Tiny
+from tests.harness.engines import block_hash
+from tests.harness.models import VOCAB_SIZE, Tiny
 
 DEVICES = ["cpu", *(["cuda:0"] if torch.cuda.is_available() else [])]
 SMALL_STEPS = {"max_num_tokens_per_step": 48, "max_num_running": 16}

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from checkpoints.resolve import bundled_names, resolve
 from engine.request import Sampling
-from tests.parity.models import FAMILIES, VOCAB_SIZE, Tiny
+from tests.harness.models import FAMILIES, VOCAB_SIZE, Tiny
 
 EDGES = [1, 2, 15, 16, 17, 31, 32, 33, 47, 48, 49, 127, 128, 129, 255, 256, 257, 600]
 NUM_OUTPUT = 12

@@ -18,8 +18,8 @@ import pytest
 from engine.loop import Engine
 from engine.request import Request, Sampling
 from tests.conftest import LONG, SESSION_SEED
-from tests.parity.conftest import block_hash
-from tests.parity.models import VOCAB_SIZE, Tiny
+from tests.harness.engines import block_hash
+from tests.harness.models import VOCAB_SIZE, Tiny
 
 AS_NUMBERS = [("float32", "block"), ("bfloat16", "block")]
 QUANTIZED = [

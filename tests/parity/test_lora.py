@@ -34,9 +34,8 @@ from engine.models.lora_sites import find_sites
 from engine.models.rehearsal import random_instance
 from engine.models.shrink import VOCAB_SIZE
 from tests.conftest import LONG, SESSION_SEED
-from tests.parity.adapters import ALL, linear_names, merged, save_adapter
-from tests.parity.models import FAMILIES, save
-from tests.parity.small_configs import small_config
+from tests.harness.adapters import ALL, linear_names, merged, save_adapter
+from tests.harness.models import FAMILIES, save, small_config
 
 MAX_RELATIVE_ERROR = 1e-4
 """L2 of float32 logits, ours against merged weights. Measured 3e-7 to 6e-6, with two types of MoE

@@ -23,8 +23,8 @@ from engine.lora.errors import AdapterInUse, InvalidAdapter, TooManyAdapters, Un
 from engine.lora.files import WEIGHTS
 from engine.request import Beam, Request, Sampling
 from tests.conftest import SESSION_SEED
-from tests.parity.adapters import merged, save_adapter
-from tests.parity.models import VOCAB_SIZE, Tiny
+from tests.harness.adapters import merged, save_adapter
+from tests.harness.models import VOCAB_SIZE, Tiny
 
 DEVICES = ["cpu", *(["cuda:0"] if torch.cuda.is_available() else [])]
 TIE = 1e-3

@@ -14,8 +14,8 @@ import torch
 from engine.loop import Engine
 from engine.request import Request, Sampling
 from engine.step_output import TokenLogprobs
-from tests.parity.conftest import block_hash
-from tests.parity.models import VOCAB_SIZE, Tiny
+from tests.harness.engines import block_hash
+from tests.harness.models import VOCAB_SIZE, Tiny
 
 DEVICES = ["cpu", *(["cuda:0"] if torch.cuda.is_available() else [])]
 CASES = [

@@ -16,9 +16,8 @@ from engine.models.load import load_model
 from engine.request import Request, Sampling
 from engine.speculation.config import SpeculationConfig
 from tests.conftest import LONG, SESSION_SEED
-from tests.parity.conftest import block_hash
-from tests.parity.models import VOCAB_SIZE, Tiny, save
-from tests.parity.small_configs import small_config
+from tests.harness.engines import block_hash
+from tests.harness.models import VOCAB_SIZE, Tiny, save, small_config
 from tests.parity.test_kv_dtypes import NUM_OUTPUT, QUANTIZED, _assert_same, _run
 from tests.unit.engine.speculation.test_engine import KnowsTheAnswers
 

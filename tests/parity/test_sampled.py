@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from engine.request import Request, Sampling
-from tests.parity.conftest import block_hash
-from tests.parity.models import VOCAB_SIZE, Tiny
+from tests.harness.engines import block_hash
+from tests.harness.models import VOCAB_SIZE, Tiny
 
 NUM_OUTPUT = 16
 

@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-from tests.compile_process import one_compile_process as one_compile_process
+from tests.harness.compile_process import one_compile_process as one_compile_process

@@ -28,16 +28,16 @@ from protos import common_pb2, inference_pb2, inference_pb2_grpc
 from services.router.app import Router
 from services.router.fakes.decode import FakeDecode
 from services.router.fakes.worker import FakeWorker
-from tests.unit.router.bench import (
+from tests.harness.router_bench import (
     BOUND_S,
     Bench,
     fake_model,
+    http_bench,
     request,
     running,
     settings_for,
     until,
 )
-from tests.wire.http_bench import http_bench
 
 OLD, NEW = "11" * 32, "22" * 32
 SHORT: dict[str, Any] = {"max_tokens": 3}

@@ -17,10 +17,9 @@ import checkpoints
 from process import serving
 from process.errors import FailedPrecondition, InvalidArgument, NotFound
 from protos import common_pb2, prefill_pb2
-from tests.parity.adapters import merged, save_adapter
-from tests.wire.bundled_pair import MODEL, PROMPT, WAIT_S, Workers, workers
-from tests.wire.prefill_call import PrefillCall
-from tests.wire.prefill_decode_pair import whole
+from tests.harness.adapters import merged, save_adapter
+from tests.harness.bundled_pair import MODEL, PROMPT, WAIT_S, Workers, workers
+from tests.harness.prefill_decode_pair import PrefillCall, whole
 
 NUM_TOKENS = 8
 

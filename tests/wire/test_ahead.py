@@ -31,13 +31,11 @@ from services.worker.connector import StoreConnector
 from services.worker.handle_maker import HandleMaker
 from services.worker.provenance import FINGERPRINT
 from services.worker.stores import RemoteStores, StoreUnusable
-from tests.deadlines import Deadlines, task_of
-from tests.handle_blocks import forge
-from tests.unit.worker.builders import BLOCK_SIZE
-from tests.wire.ahead_pair import CHUNK, NUM_BLOCKS, PROMPT, ahead
-from tests.wire.direct_pair import on_devices
-from tests.wire.partial_handles import prefetch
-from tests.wire.prefill_decode_pair import WAIT_S, Gate, until
+from tests.harness.direct_pair import CHUNK, NUM_BLOCKS, PROMPT, ahead, on_devices
+from tests.harness.gated_engine import BLOCK_SIZE
+from tests.harness.handles import forge, prefetch
+from tests.harness.prefill_decode_pair import WAIT_S, Gate, until
+from tests.harness.waiting import Deadlines, task_of
 
 FOR_EVER_S = 1e6
 

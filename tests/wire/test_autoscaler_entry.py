@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.router.bench import RedisServer
-from tests.wire.service_process import start_service
+from tests.harness.router_bench import RedisServer
+from tests.harness.service_process import start_service
 
 
 def _start(*overrides: str) -> subprocess.Popen[str]:

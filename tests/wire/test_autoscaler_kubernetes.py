@@ -25,10 +25,10 @@ from services.autoscaler.kubernetes_scaler import DELETION_COST, KubernetesScale
 from services.autoscaler.leader import PUBLISHED, LeaseLeader
 from services.autoscaler.scaler import ScalerError
 from services.autoscaler.signals import ByRole, Role
-from tests.unit.router.bench import RedisServer, until
-from tests.wire import kubernetes_server
-from tests.wire.autoscaler_bench import Cluster, settings_for
-from tests.wire.kubernetes_server import NAMESPACE, ApiServer
+from tests.harness import kubernetes_server
+from tests.harness.autoscaler_bench import Cluster, settings_for
+from tests.harness.kubernetes_server import NAMESPACE, ApiServer
+from tests.harness.router_bench import RedisServer, until
 
 LEASE = kmock.resource("coordination.k8s.io/v1/leases")
 

@@ -17,17 +17,18 @@ from process.errors import Unavailable
 from protos import inference_pb2, router_status_pb2
 from services.router.fakes.decode import FakeDecode
 from services.router.fakes.prefill import FakePrefill
-from tests.unit.router.bench import (
+from tests.harness.router_bench import (
     BOUND_S,
     Bench,
+    HttpBench,
     RedisServer,
     fake_model,
+    http_bench,
     request,
     running,
     settings_for,
     until,
 )
-from tests.wire.http_bench import HttpBench, http_bench
 
 
 async def entry(bench: Bench) -> router_status_pb2.RouterStatus:

@@ -23,7 +23,7 @@ from services.autoscaler.kubernetes_scaler import KubernetesScaler
 from services.autoscaler.local_scaler import LocalScaler
 from services.autoscaler.scaler import PoolScale, Scaler, ScalerError
 from services.autoscaler.signals import ByRole, Role
-from tests.wire import kubernetes_server
+from tests.harness import kubernetes_server
 
 P, D = Role.PREFILL, Role.DECODE
 

@@ -21,9 +21,8 @@ from transformers import (
 
 import checkpoints
 from protos import common_pb2
-from tests.wire.bundled_pair import MODEL, workers
-from tests.wire.prefill_call import PrefillCall
-from tests.wire.prefill_decode_pair import WAIT_S, handover, pair
+from tests.harness.bundled_pair import MODEL, workers
+from tests.harness.prefill_decode_pair import WAIT_S, PrefillCall, handover, pair
 
 
 @pytest.fixture(scope="module")

@@ -27,8 +27,16 @@ from protos import inference_pb2_grpc
 from services.router import stalled_readers
 from services.router.http_connections import HttpConnections
 from services.router.http_server import HttpServer
-from tests.unit.router.bench import BOUND_S, Bench, request, rest_of, running, until
-from tests.wire.http_bench import HttpBench, http_bench
+from tests.harness.router_bench import (
+    BOUND_S,
+    Bench,
+    HttpBench,
+    http_bench,
+    request,
+    rest_of,
+    running,
+    until,
+)
 
 GENERATE = "/baton.v1.Inference/Generate"
 MIB = 1024 * 1024

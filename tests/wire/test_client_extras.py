@@ -7,8 +7,7 @@ import asyncio
 import pytest
 
 from baton import Client, InvalidArgument, SyncClient
-from tests.unit.router.bench import TOKENIZER
-from tests.wire.http_bench import http_bench
+from tests.harness.router_bench import TOKENIZER, http_bench
 
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
 TALK = [

@@ -26,10 +26,9 @@ from services.decode.role import DecodeRole
 from services.worker import handle as handles
 from services.worker import main
 from services.worker.config import WorkerLimits, WorkerSettings
-from tests.handle_blocks import blocks_of, set_blocks
-from tests.unit.worker.builders import SALT, GatedModel, fake_engine, prompt_of
-from tests.wire.partial_handles import partial, prefetch
-from tests.wire.prefill_decode_pair import (
+from tests.harness.gated_engine import SALT, GatedModel, fake_engine, prompt_of
+from tests.harness.handles import blocks_of, partial, prefetch, set_blocks
+from tests.harness.prefill_decode_pair import (
     FRAME_BYTES,
     LEASE_TTL_S,
     WAIT_S,

@@ -13,8 +13,8 @@ import pytest
 from engine.config import EngineConfig
 from engine.loop import load_engine
 from protos import common_pb2, decode_pb2
-from tests.wire.bundled_pair import MODEL, NUM_TOKENS, PROMPT, Workers, alone, workers
-from tests.wire.prefill_decode_pair import RouterStream, Sample
+from tests.harness.bundled_pair import MODEL, NUM_TOKENS, PROMPT, Workers, alone, workers
+from tests.harness.prefill_decode_pair import RouterStream, Sample
 
 pytestmark = pytest.mark.usefixtures("one_compile_process")
 

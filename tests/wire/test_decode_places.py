@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from protos import decode_pb2
-from tests.unit.worker.builders import prompt_of
-from tests.wire.prefill_decode_pair import Pair, RouterStream, pair
+from tests.harness.gated_engine import prompt_of
+from tests.harness.prefill_decode_pair import Pair, RouterStream, pair
 
 NUM_PLACES = 8
 

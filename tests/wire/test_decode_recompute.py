@@ -12,9 +12,9 @@ import pytest
 from process import incarnation, keys
 from protos import common_pb2, prefill_pb2
 from services.worker import handle as handles
-from tests.handle_blocks import blocks_of, forge, set_blocks
-from tests.unit.worker.builders import prompt_of
-from tests.wire.prefill_decode_pair import Answer, Pair, pair, until
+from tests.harness.gated_engine import prompt_of
+from tests.harness.handles import blocks_of, forge, set_blocks
+from tests.harness.prefill_decode_pair import Answer, Pair, pair, until
 
 PROMPT = prompt_of(30, start=3)
 NUM_BLOCKS = 8  # seven full ones and the tail

@@ -18,19 +18,19 @@ from kvstore.errors import Quarantine, TransferCancelled, TransferTimeout
 from protos import common_pb2, decode_pb2, prefill_pb2
 from services.decode.states import DecodeState
 from services.worker.config import WorkerLimits
-from tests.deadlines import Deadlines, task_of
-from tests.unit.worker.builders import prompt_of
-from tests.wire.partial_handles import partial, prefetch
-from tests.wire.prefill_call import PrefillCall
-from tests.wire.prefill_decode_pair import (
+from tests.harness.gated_engine import prompt_of
+from tests.harness.handles import partial, prefetch
+from tests.harness.prefill_decode_pair import (
     WAIT_S,
     Gate,
     Pair,
+    PrefillCall,
     RouterStream,
     handover,
     pair,
     until,
 )
+from tests.harness.waiting import Deadlines, task_of
 
 STATES = ["reserving", "reserved", "prefetching", "fetching", "running"]
 PROMPT = prompt_of(30, start=3)

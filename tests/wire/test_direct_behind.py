@@ -12,16 +12,9 @@ import pytest
 from kvstore import errors
 from services.prefill import puts_behind
 from services.worker.config import WorkerLimits
-from tests.handle_blocks import blocks_of
-from tests.wire.direct_pair import (
-    DIRECT,
-    FULL,
-    PROMPT,
-    all_back,
-    direct,
-    generate,
-)
-from tests.wire.prefill_decode_pair import WAIT_S, Gate, Pair, until
+from tests.harness.direct_pair import DIRECT, FULL, PROMPT, all_back, direct, generate
+from tests.harness.handles import blocks_of
+from tests.harness.prefill_decode_pair import WAIT_S, Gate, Pair, until
 
 
 def stored(p: Pair, reply: Any) -> list[bool]:

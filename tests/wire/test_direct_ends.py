@@ -26,18 +26,19 @@ from services.prefill.role import PrefillRole
 from services.worker import handle as handles
 from services.worker import main, request_spans
 from services.worker.config import WorkerLimits
-from tests.deadlines import Deadlines
-from tests.unit.worker.builders import GATE_S, fake_engine, prompt_of
-from tests.wire.direct_pair import (
-    DIRECT,
-    FULL,
-    PROMPT,
-    all_back,
-    direct,
-    generate,
+from tests.harness.direct_pair import DIRECT, FULL, PROMPT, all_back, direct, generate
+from tests.harness.gated_engine import GATE_S, fake_engine, prompt_of
+from tests.harness.prefill_decode_pair import (
+    KEY,
+    WAIT_S,
+    Gate,
+    Pair,
+    PrefillCall,
+    pair,
+    until,
+    whole,
 )
-from tests.wire.prefill_call import KEY, PrefillCall
-from tests.wire.prefill_decode_pair import WAIT_S, Gate, Pair, pair, until, whole
+from tests.harness.waiting import Deadlines
 
 STATES = {
     "queued": PrefillState.QUEUED,

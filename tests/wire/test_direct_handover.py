@@ -23,21 +23,11 @@ from services.worker import links
 from services.worker.config import WorkerLimits, WorkerSettings
 from services.worker.core import WorkerCore
 from services.worker.identity import Identity
-from tests.handle_blocks import blocks_of
-from tests.unit.worker.builders import BLOCK_SIZE, GATE_S, fake_engine, prompt_of
-from tests.wire.decode_movers import hold_at
-from tests.wire.direct_pair import (
-    DIRECT,
-    FULL,
-    PROMPT,
-    STORE,
-    direct,
-    generate,
-    on_devices,
-)
-from tests.wire.partial_handles import prefetch
-from tests.wire.prefill_call import PrefillCall
-from tests.wire.prefill_decode_pair import WAIT_S, Gate, handover, until, whole
+from tests.harness.decode_movers import hold_at
+from tests.harness.direct_pair import DIRECT, FULL, PROMPT, STORE, direct, generate, on_devices
+from tests.harness.gated_engine import BLOCK_SIZE, GATE_S, fake_engine, prompt_of
+from tests.harness.handles import blocks_of, prefetch
+from tests.harness.prefill_decode_pair import WAIT_S, Gate, PrefillCall, handover, until, whole
 
 
 @pytest.fixture

@@ -16,8 +16,7 @@ from engine.speculation.draft_pages import PageCounts
 from services.worker.config import WorkerLimits
 from services.worker.draft_pages import StoreDraftPages
 from services.worker.metrics import WorkerCollector
-from tests.unit.worker.builders import BLOCK_SIZE, GatedModel, prompt_of
-from tests.wire.decode_movers import (
+from tests.harness.decode_movers import (
     Movers,
     alone,
     going_on,
@@ -25,7 +24,8 @@ from tests.wire.decode_movers import (
     movers,
     release_when_taken_out,
 )
-from tests.wire.prefill_decode_pair import LEASE_TTL_S, WAIT_S, Sample, until
+from tests.harness.gated_engine import BLOCK_SIZE, GatedModel, prompt_of
+from tests.harness.prefill_decode_pair import LEASE_TTL_S, WAIT_S, Sample, until
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 PROMPT = prompt_of(30, start=3)

@@ -18,8 +18,8 @@ from engine.loop import Engine
 from engine.speculation.remote import RemoteDrafter
 from process.serving import PLAIN
 from services.worker.draft_channel import DraftPeers
-from tests.draft_workers import CONFIG, Clock, meet, outputs, submit
-from tests.wire.service_process import start_service
+from tests.harness.draft_workers import CONFIG, Clock, meet, outputs, submit
+from tests.harness.service_process import start_service
 
 CALL_S = 30.0
 

@@ -17,9 +17,8 @@ from engine.loop import Engine, load_engine
 from engine.plain_ahead import AheadModel
 from process.tasks import end_tasks
 from protos import common_pb2
-from tests.unit.worker.builders import GatedModel, fake_engine, prompt_of
-from tests.wire import bundled_pair
-from tests.wire.decode_movers import (
+from tests.harness import bundled_pair
+from tests.harness.decode_movers import (
     LEAVE_S,
     Movers,
     Told,
@@ -28,7 +27,8 @@ from tests.wire.decode_movers import (
     movers,
     release_when_taken_out,
 )
-from tests.wire.prefill_decode_pair import WAIT_S, Sample, until
+from tests.harness.gated_engine import GatedModel, fake_engine, prompt_of
+from tests.harness.prefill_decode_pair import WAIT_S, Sample, until
 
 pytestmark = pytest.mark.usefixtures("one_compile_process")
 

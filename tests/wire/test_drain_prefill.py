@@ -12,9 +12,8 @@ import pytest
 from process.errors import Unavailable
 from protos import common_pb2
 from services.worker.config import WorkerLimits
-from tests.unit.worker.builders import prompt_of
-from tests.wire.prefill_call import PrefillCall
-from tests.wire.prefill_decode_pair import WAIT_S, Gate, Pair, pair, until, whole
+from tests.harness.gated_engine import prompt_of
+from tests.harness.prefill_decode_pair import WAIT_S, Gate, Pair, PrefillCall, pair, until, whole
 
 PROMPT = prompt_of(30, start=3)
 LONG = prompt_of(200, start=3)

@@ -20,9 +20,7 @@ from protos import common_pb2, decode_pb2
 from services.decode.intake import Handover
 from services.worker.config import WorkerLimits
 from services.worker.connector import StoreConnector
-from tests.deadlines import Deadlines, task_of
-from tests.unit.worker.builders import GatedModel, prompt_of
-from tests.wire.decode_movers import (
+from tests.harness.decode_movers import (
     Movers,
     StalledConnector,
     alone,
@@ -31,7 +29,9 @@ from tests.wire.decode_movers import (
     movers,
     release_when_taken_out,
 )
-from tests.wire.prefill_decode_pair import LEASE_TTL_S, WAIT_S, Gate, Sample, until
+from tests.harness.gated_engine import GatedModel, prompt_of
+from tests.harness.prefill_decode_pair import LEASE_TTL_S, WAIT_S, Gate, Sample, until
+from tests.harness.waiting import Deadlines, task_of
 
 PROMPT = prompt_of(30, start=3)
 NUM_TOKENS = 40

@@ -7,9 +7,9 @@ import asyncio
 from pathlib import Path
 
 from process.deadline import Deadline
-from tests.unit.worker.builders import GatedModel, prompt_of
-from tests.wire.decode_movers import going_on, hold_at, movers, release_when_taken_out
-from tests.wire.prefill_decode_pair import WAIT_S, Sample, until
+from tests.harness.decode_movers import going_on, hold_at, movers, release_when_taken_out
+from tests.harness.gated_engine import GatedModel, prompt_of
+from tests.harness.prefill_decode_pair import WAIT_S, Sample, until
 
 PROMPT = prompt_of(30, start=3)
 

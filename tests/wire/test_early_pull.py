@@ -19,11 +19,9 @@ from kvstore.errors import Quarantine, TransferFailed, TransferTimeout
 from protos import common_pb2, decode_pb2
 from services.decode.states import DecodeState
 from services.worker import handle as handles
-from tests.handle_blocks import blocks_of
-from tests.unit.worker.builders import GATE_S, prompt_of
-from tests.wire.partial_handles import partial, prefetch
-from tests.wire.prefill_call import PrefillCall
-from tests.wire.prefill_decode_pair import WAIT_S, Gate, Pair, handover, pair, until
+from tests.harness.gated_engine import GATE_S, prompt_of
+from tests.harness.handles import blocks_of, partial, prefetch
+from tests.harness.prefill_decode_pair import WAIT_S, Gate, Pair, PrefillCall, handover, pair, until
 
 PROMPT = prompt_of(30, start=3)
 FULL = 7  # full blocks; then the tail

@@ -11,10 +11,9 @@ import torch
 
 from engine.fake import HIDDEN_SIZE
 from process.errors import InvalidArgument
-from tests.unit.router.bench import BOUND_S, TOKENIZER, request, rest_of, running, until
-from tests.unit.worker.builders import prompt_of
-from tests.wire.prefill_call import PrefillCall
-from tests.wire.prefill_decode_pair import WAIT_S, pair, whole
+from tests.harness.gated_engine import prompt_of
+from tests.harness.prefill_decode_pair import WAIT_S, PrefillCall, pair, whole
+from tests.harness.router_bench import BOUND_S, TOKENIZER, request, rest_of, running, until
 
 
 async def test_the_router_passes_it_on_with_its_account() -> None:

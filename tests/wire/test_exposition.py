@@ -36,15 +36,13 @@ from services.worker.draft_pages import StoreDraftPages
 from services.worker.identity import Identity
 from services.worker.metrics import WorkerCollector
 from services.worker.parking import StoreParking
-from tests import draft_workers
-from tests.handle_blocks import blocks_of
-from tests.unit.router.bench import RedisServer, running
-from tests.unit.router.bench import request as router_request
-from tests.unit.worker.builders import BLOCK_SIZE, prompt_of
-from tests.wire import autoscaler_bench, exposition
-from tests.wire.exposition import Family
-from tests.wire.http_bench import http_bench
-from tests.wire.prefill_decode_pair import pair, until
+from tests.harness import autoscaler_bench, draft_workers, exposition
+from tests.harness.exposition import Family
+from tests.harness.gated_engine import BLOCK_SIZE, prompt_of
+from tests.harness.handles import blocks_of
+from tests.harness.prefill_decode_pair import pair, until
+from tests.harness.router_bench import RedisServer, http_bench, running
+from tests.harness.router_bench import request as router_request
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 _ROW = re.compile(r"\| `(\w+)` \| (\w+) \| (.*?) \|")

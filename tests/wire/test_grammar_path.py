@@ -18,9 +18,8 @@ from engine.config import EngineConfig
 from engine.loop import Engine, load_engine
 from process.errors import BatonError, InvalidArgument
 from protos import common_pb2, prefill_pb2
-from tests.wire.bundled_pair import MODEL, PROMPT, WAIT_S, alone, workers
-from tests.wire.prefill_call import PrefillCall
-from tests.wire.prefill_decode_pair import Sample, whole
+from tests.harness.bundled_pair import MODEL, PROMPT, WAIT_S, alone, workers
+from tests.harness.prefill_decode_pair import PrefillCall, Sample, whole
 from tokens.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_compile_process")

@@ -13,7 +13,7 @@ from baton.cert_set import CertSet
 from process import api_keys
 from process.access import Role
 from process.tls import TlsSettings
-from tests.unit.router.bench import BOUND_S, Bench, running
+from tests.harness.router_bench import BOUND_S, Bench, running
 
 BODY = {"model": "fake", "prompt": "hello", "max_tokens": 2}
 BOUND = aiohttp.ClientTimeout(total=BOUND_S)

@@ -20,8 +20,7 @@ from process.access import Role
 from process.serving import Strangers
 from process.tls import Identity, TlsSettings
 from services.router.http_server import HttpServer
-from tests.unit.router.bench import RedisServer, fake_model, settings_for, until
-from tests.wire.http_bench import HttpBench
+from tests.harness.router_bench import HttpBench, RedisServer, fake_model, settings_for, until
 
 
 def context_of(settings: TlsSettings) -> ssl.SSLContext:

@@ -20,7 +20,8 @@ from services.router.app import Router
 from services.router.views import ServedModel
 from services.worker.config import WorkerLimits, WorkerSettings
 from services.worker.worker import Worker, start
-from tests.unit.router.bench import (
+from tests.harness.gated_engine import GatedModel, fake_engine, prompt_of
+from tests.harness.router_bench import (
     BOUND_S,
     RedisServer,
     fake_model,
@@ -28,7 +29,6 @@ from tests.unit.router.bench import (
     settings_for,
     until,
 )
-from tests.unit.worker.builders import GatedModel, fake_engine, prompt_of
 
 MAX_STEP_S = 2.0
 PATIENT = dict.fromkeys(

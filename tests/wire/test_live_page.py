@@ -21,8 +21,7 @@ from services.router.http_server import HttpServer
 from services.router.page import routes, snapshots
 from services.router.page.routes import LivePage
 from services.router.page.snapshots import Snapshots
-from tests.unit.router.bench import BOUND_S, request, until
-from tests.wire.http_bench import http_bench
+from tests.harness.router_bench import BOUND_S, http_bench, request, until
 
 FILES = {
     "": "text/html",

@@ -18,7 +18,7 @@ from protos import inference_pb2
 from services.router.caller import ANYBODY, Caller
 from services.router.http_server import HttpServer
 from services.router.page.routes import LivePage
-from tests.browser import browsing, text_of
+from tests.harness.browser import browsing, text_of
 
 BOUND_S = 20.0
 HOSTILE = '<img src=x onerror="document.title=1">'

@@ -18,10 +18,10 @@ from process.metrics import MetricsServer
 from protos import common_pb2, inference_pb2
 from services.worker.main import Worker
 from services.worker.metrics import WorkerCollector
-from tests.unit.router.bench import BOUND_S, request, running
-from tests.unit.worker.builders import BLOCK_SIZE, prompt_of
-from tests.wire.direct_pair import direct
-from tests.wire.prefill_decode_pair import Gate, pair, until
+from tests.harness.direct_pair import direct
+from tests.harness.gated_engine import BLOCK_SIZE, prompt_of
+from tests.harness.prefill_decode_pair import Gate, pair, until
+from tests.harness.router_bench import BOUND_S, request, running
 
 STORE, DIRECT = common_pb2.HANDOVER_PATH_STORE, common_pb2.HANDOVER_PATH_DIRECT
 

@@ -18,9 +18,17 @@ from process.errors import NoCapacity, Unavailable
 from services.router import identity
 from services.router.model import Model
 from services.router.views import ServedModel
-from tests.deadlines import Deadlines
-from tests.unit.router.bench import BOUND_S, TOKENIZER, request, running, until
-from tests.wire.http_bench import HttpBench, http_bench, saying
+from tests.harness.router_bench import (
+    BOUND_S,
+    TOKENIZER,
+    HttpBench,
+    http_bench,
+    request,
+    running,
+    saying,
+    until,
+)
+from tests.harness.waiting import Deadlines
 from tokens.token_bytes import TokenBytes
 
 TOOLS: Any = [

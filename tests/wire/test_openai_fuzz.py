@@ -20,7 +20,7 @@ from services.router.openai import openapi
 from services.router.openai.fields import CHAT, COMPLETION, EMBEDDING
 from services.router.openai.records import Record
 from tests.conftest import LONG
-from tests.wire.http_bench import Served, served
+from tests.harness.router_bench import Served, served
 
 NUM_EXAMPLES = 300 if LONG else 12
 ANY = settings(max_examples=NUM_EXAMPLES, suppress_health_check=list(HealthCheck))

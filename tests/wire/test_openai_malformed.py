@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.wire.http_bench import Served, served
+from tests.harness.router_bench import Served, served
 
 CHAT, TEXT, EMBED = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 JSON = {"content-type": "application/json"}

@@ -13,8 +13,8 @@ from protos import common_pb2
 from services.decode.states import DecodeState
 from services.worker.metrics import WorkerCollector
 from services.worker.parking import StoreParking
-from tests.unit.worker.builders import prompt_of
-from tests.wire.prefill_decode_pair import Pair, pair, until
+from tests.harness.gated_engine import prompt_of
+from tests.harness.prefill_decode_pair import Pair, pair, until
 
 NUM_REQUESTS = 5
 NUM_TOKENS = 60

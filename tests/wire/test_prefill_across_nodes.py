@@ -18,11 +18,10 @@ from kvstore.transport.base import GetResult
 from process.deadline import Deadline
 from process.errors import InvalidArgument
 from protos import common_pb2, prefill_pb2
-from tests.handle_blocks import blocks_of
-from tests.unit.worker.builders import BLOCK_SIZE, prompt_of
-from tests.wire.prefill_call import PrefillCall
-from tests.wire.prefill_decode_pair import WAIT_S, until, whole
-from tests.wire.prefill_nodes import Node, Nodes, nodes, remote_client
+from tests.harness.gated_engine import BLOCK_SIZE, prompt_of
+from tests.harness.handles import blocks_of
+from tests.harness.prefill_decode_pair import WAIT_S, PrefillCall, until, whole
+from tests.harness.prefill_nodes import Node, Nodes, nodes, remote_client
 
 PROMPT = prompt_of(42, start=3)
 NUM_FULL = 10

@@ -13,9 +13,8 @@ import pytest
 
 from protos import common_pb2, prefill_pb2
 from services.decode.states import DecodeState
-from tests.unit.worker.builders import BLOCK_SIZE, prompt_of
-from tests.wire.prefill_call import PrefillCall
-from tests.wire.prefill_decode_pair import WAIT_S, Answer, pair, until, whole
+from tests.harness.gated_engine import BLOCK_SIZE, prompt_of
+from tests.harness.prefill_decode_pair import WAIT_S, Answer, PrefillCall, pair, until, whole
 
 TRANSPORTS = ("shm", "nixl", "grpc")
 

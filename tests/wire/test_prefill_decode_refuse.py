@@ -31,9 +31,8 @@ from services.prefill.role import PrefillRole
 from services.worker import main
 from services.worker.config import WorkerLimits, WorkerSettings
 from services.worker.status import status_to_json
-from tests.unit.worker.builders import prompt_of
-from tests.wire.prefill_call import PrefillCall
-from tests.wire.prefill_decode_pair import WAIT_S, Pair, pair, until, whole
+from tests.harness.gated_engine import prompt_of
+from tests.harness.prefill_decode_pair import WAIT_S, Pair, PrefillCall, pair, until, whole
 
 PROMPT = prompt_of(30, start=3)
 

@@ -20,12 +20,11 @@ from process.deadline import Deadline
 from process.errors import Cancelled, DeadlineExceeded, Unavailable
 from protos import common_pb2, prefill_pb2
 from services.worker import handle as handles
-from tests.deadlines import Deadlines
-from tests.handle_blocks import blocks_of
-from tests.unit.worker.builders import BLOCK_SIZE, prompt_of
-from tests.wire.prefill_call import KEY, PrefillCall
-from tests.wire.prefill_decode_pair import WAIT_S, until
-from tests.wire.prefill_nodes import Node, Nodes, SteppedModel, nodes
+from tests.harness.gated_engine import BLOCK_SIZE, prompt_of
+from tests.harness.handles import blocks_of
+from tests.harness.prefill_decode_pair import KEY, WAIT_S, PrefillCall, until
+from tests.harness.prefill_nodes import Node, Nodes, SteppedModel, nodes
+from tests.harness.waiting import Deadlines
 
 PROMPT = prompt_of(90, start=3)  # six chunks of 16 tokens
 NUM_FULL = 22

@@ -18,11 +18,19 @@ from process.errors import Cancelled, DeadlineExceeded, NoCapacity
 from protos import prefill_pb2_grpc
 from services.prefill.job import PrefillState
 from services.worker.config import WorkerLimits
-from tests.deadlines import Deadlines
-from tests.handle_blocks import blocks_of
-from tests.unit.worker.builders import BLOCK_SIZE, prompt_of
-from tests.wire.prefill_call import KEY, PrefillCall
-from tests.wire.prefill_decode_pair import WAIT_S, Gate, Pair, pair, until, whole
+from tests.harness.gated_engine import BLOCK_SIZE, prompt_of
+from tests.harness.handles import blocks_of
+from tests.harness.prefill_decode_pair import (
+    KEY,
+    WAIT_S,
+    Gate,
+    Pair,
+    PrefillCall,
+    pair,
+    until,
+    whole,
+)
+from tests.harness.waiting import Deadlines
 
 STATES = ["queued", "matching", "copying", "computing", "storing"]
 NAMES = {

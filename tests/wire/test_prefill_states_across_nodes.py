@@ -16,11 +16,10 @@ from kvstore.errors import Quarantine, TransferCancelled
 from process.errors import Cancelled, DeadlineExceeded
 from services.prefill.job import PrefillState
 from services.worker import stores
-from tests.deadlines import Deadlines
-from tests.unit.worker.builders import prompt_of
-from tests.wire.prefill_call import KEY, PrefillCall
-from tests.wire.prefill_decode_pair import WAIT_S, Gate, until, whole
-from tests.wire.prefill_nodes import Nodes, nodes, remote_client
+from tests.harness.gated_engine import prompt_of
+from tests.harness.prefill_decode_pair import KEY, WAIT_S, Gate, PrefillCall, until, whole
+from tests.harness.prefill_nodes import Nodes, nodes, remote_client
+from tests.harness.waiting import Deadlines
 
 PROMPT = prompt_of(42, start=3)
 NUM_FILLED = 7

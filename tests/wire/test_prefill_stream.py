@@ -17,11 +17,10 @@ from protos import prefill_pb2
 from services.router.fakes.prefill import FakePrefill
 from services.router.fakes.worker import Context
 from services.worker import multiplexed
-from tests.unit.router.bench import BOUND_S, request, rest_of, running, until
-from tests.unit.worker.builders import BLOCK_SIZE, prompt_of
-from tests.wire.prefill_call import KEY, PrefillCall
-from tests.wire.prefill_decode_pair import WAIT_S, Pair, pair
-from tests.wire.prefill_nodes import Nodes, SteppedModel, nodes
+from tests.harness.gated_engine import BLOCK_SIZE, prompt_of
+from tests.harness.prefill_decode_pair import KEY, WAIT_S, Pair, PrefillCall, pair
+from tests.harness.prefill_nodes import Nodes, SteppedModel, nodes
+from tests.harness.router_bench import BOUND_S, request, rest_of, running, until
 
 PROMPT = prompt_of(30, start=3)
 

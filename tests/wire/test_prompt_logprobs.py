@@ -16,11 +16,18 @@ import torch
 
 from process.errors import InvalidArgument
 from services.router.fakes.model import prompt_logprobs
-from tests.unit.router.bench import BOUND_S, TOKENIZER, request, rest_of, running
-from tests.unit.worker.builders import prompt_of
-from tests.wire.http_bench import HttpBench, http_bench, saying
-from tests.wire.prefill_call import PrefillCall
-from tests.wire.prefill_decode_pair import WAIT_S, handover, pair, spoken
+from tests.harness.gated_engine import prompt_of
+from tests.harness.prefill_decode_pair import WAIT_S, PrefillCall, handover, pair, spoken
+from tests.harness.router_bench import (
+    BOUND_S,
+    TOKENIZER,
+    HttpBench,
+    http_bench,
+    request,
+    rest_of,
+    running,
+    saying,
+)
 
 
 async def _ask(bench: HttpBench, **body: Any) -> tuple[int, Any]:

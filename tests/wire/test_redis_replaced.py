@@ -10,7 +10,7 @@ import pytest
 
 from services.router.fakes.worker import FakeWorker
 from services.worker.heartbeat import Heartbeat
-from tests.unit.router.bench import Bench, request, running, until
+from tests.harness.router_bench import Bench, request, running, until
 
 SHORT = {"max_tokens": 4}
 

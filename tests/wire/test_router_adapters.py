@@ -10,8 +10,7 @@ import pytest
 
 from process import serving
 from process.errors import BatonError, InvalidArgument, Unavailable
-from tests.unit.router.bench import Bench, fake_model, request, running
-from tests.wire.http_bench import http_bench
+from tests.harness.router_bench import Bench, fake_model, http_bench, request, running
 
 OLD, NEW = "11" * 32, "22" * 32
 

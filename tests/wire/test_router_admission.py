@@ -25,7 +25,8 @@ from services.router.app import Router
 from services.router.views import ServedModel
 from services.worker.config import WorkerSettings
 from services.worker.worker import Worker, start
-from tests.unit.router.bench import (
+from tests.harness.gated_engine import GatedModel, fake_engine, prompt_of
+from tests.harness.router_bench import (
     BOUND_S,
     Bench,
     RedisServer,
@@ -37,7 +38,6 @@ from tests.unit.router.bench import (
     settings_for,
     until,
 )
-from tests.unit.worker.builders import GatedModel, fake_engine, prompt_of
 
 
 def bearer(key: str) -> tuple[tuple[str, str], ...]:

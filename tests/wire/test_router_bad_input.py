@@ -13,7 +13,7 @@ import pytest
 from process import serving
 from process.errors import InvalidArgument
 from protos import inference_pb2
-from tests.unit.router.bench import Bench, request, running
+from tests.harness.router_bench import Bench, request, running
 
 GENERATE = "/baton.v1.Inference/Generate"
 

@@ -14,8 +14,7 @@ from aiohttp import web
 from process import serving
 from protos import inference_pb2_grpc
 from services.router.fakes.gate import Gate
-from tests.deadlines import Deadlines
-from tests.unit.router.bench import (
+from tests.harness.router_bench import (
     BOUND_S,
     Bench,
     expected_ids,
@@ -24,6 +23,7 @@ from tests.unit.router.bench import (
     running,
     until,
 )
+from tests.harness.waiting import Deadlines
 
 STATES = ("reserving", "prefilling", "storing", "decoding")
 

@@ -9,8 +9,7 @@ import aiohttp
 import grpc
 import pytest
 
-from tests.unit.router.bench import BOUND_S, request, rest_of
-from tests.wire.http_bench import http_bench
+from tests.harness.router_bench import BOUND_S, http_bench, request, rest_of
 
 
 async def test_streams_that_outlast_the_drain_end_with_an_error() -> None:

@@ -23,8 +23,7 @@ from services.router.config import RouterLimits
 from services.router.fakes.decode import FakeDecode
 from services.router.fakes.prefill import FakePrefill
 from services.router.front_desk import FrontDesk
-from tests.deadlines import Deadlines
-from tests.unit.router.bench import (
+from tests.harness.router_bench import (
     BOUND_S,
     TOKENIZER,
     Bench,
@@ -37,6 +36,7 @@ from tests.unit.router.bench import (
     settings_for,
     until,
 )
+from tests.harness.waiting import Deadlines
 
 SHORT = {"max_tokens": 4}
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from protos import inference_pb2
 from tests.conftest import LONG
-from tests.wire.http_bench import Served, served
+from tests.harness.router_bench import Served, served
 
 ANY = settings(max_examples=2000 if LONG else 60, suppress_health_check=list(HealthCheck))
 SERVICE = "/baton.v1.Inference/"

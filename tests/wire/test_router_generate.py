@@ -8,7 +8,7 @@ import grpc.aio
 import pytest
 
 from protos import common_pb2, inference_pb2, inference_pb2_grpc
-from tests.unit.router.bench import (
+from tests.harness.router_bench import (
     BOUND_S,
     EOS,
     TOKENIZER,

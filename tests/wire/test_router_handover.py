@@ -10,7 +10,7 @@ import pytest
 from process.errors import Unavailable
 from protos import common_pb2
 from services.router.fakes.worker import FakeWorker
-from tests.unit.router.bench import BOUND_S, Bench, request, running
+from tests.harness.router_bench import BOUND_S, Bench, request, running
 
 PROMPT = list(range(5, 105))
 STORE, DIRECT = common_pb2.HANDOVER_PATH_STORE, common_pb2.HANDOVER_PATH_DIRECT

@@ -25,8 +25,7 @@ from services.router.fakes.decode import FakeDecode
 from services.router.fakes.prefill import FakePrefill
 from services.router.job import Cluster
 from services.router.probation import Standing
-from tests.deadlines import Deadlines
-from tests.unit.router.bench import (
+from tests.harness.router_bench import (
     BOUND_S,
     TOKENIZER,
     Bench,
@@ -37,6 +36,7 @@ from tests.unit.router.bench import (
     running,
     until,
 )
+from tests.harness.waiting import Deadlines
 
 PROMPT = TOKENIZER.encode("hello")
 SEED = 5

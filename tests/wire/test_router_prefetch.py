@@ -16,7 +16,7 @@ from protos import kvstore_pb2, kvstore_pb2_grpc
 from services.router.decode_stream import DecodeStream
 from services.router.fakes.decode import FakeDecode
 from services.router.fakes.prefill import FakePrefill
-from tests.unit.router.bench import (
+from tests.harness.router_bench import (
     BOUND_S,
     Bench,
     expected_ids,

@@ -11,8 +11,8 @@ import pytest
 
 from process import serving
 from protos import inference_pb2, inference_pb2_grpc
-from tests.unit.router.bench import TOKENIZER, RedisServer
-from tests.wire.service_process import start_service
+from tests.harness.router_bench import TOKENIZER, RedisServer
+from tests.harness.service_process import start_service
 
 WAIT_S = 180.0
 """That it ends is the promise: how long its imports take is the machine's business."""

@@ -22,7 +22,7 @@ from services.router.fakes.model import FakeModel
 from services.router.fakes.prefill import FakePrefill
 from services.router.policy import WorkerLoad
 from services.router.probation import Standing
-from tests.unit.router.bench import (
+from tests.harness.router_bench import (
     BOUND_S,
     Bench,
     fake_model,

@@ -18,7 +18,7 @@ from services.router import others_load
 from services.router.fakes.decode import FakeDecode
 from services.router.fakes.prefill import FakePrefill
 from services.router.routing import Routing
-from tests.unit.router.bench import (
+from tests.harness.router_bench import (
     BOUND_S,
     TOKENIZER,
     Bench,

@@ -14,7 +14,15 @@ import pytest
 
 from process.errors import Unavailable
 from protos import common_pb2, inference_pb2
-from tests.unit.router.bench import BOUND_S, TOKENIZER, Bench, fake_model, request, running, until
+from tests.harness.router_bench import (
+    BOUND_S,
+    TOKENIZER,
+    Bench,
+    fake_model,
+    request,
+    running,
+    until,
+)
 
 PROMPT = TOKENIZER.encode("hello")
 

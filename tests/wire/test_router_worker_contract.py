@@ -18,10 +18,10 @@ from protos import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill
 from services.router.fakes.decode import FakeDecode
 from services.router.fakes.model import FakeModel
 from services.router.fakes.prefill import FakePrefill
-from tests.unit.worker.builders import SALT
-from tests.wire.prefill_call import PrefillCall
-from tests.wire.prefill_decode_pair import (
+from tests.harness.gated_engine import SALT
+from tests.harness.prefill_decode_pair import (
     WAIT_S,
+    PrefillCall,
     RouterStream,
     handover,
     pair,

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from protos import common_pb2, decode_pb2
-from tests.unit.worker.builders import BLOCK_SIZE, prompt_of
-from tests.wire.prefill_call import PrefillCall
-from tests.wire.prefill_decode_pair import WAIT_S, Sample, handover, pair, until
+from tests.harness.gated_engine import BLOCK_SIZE, prompt_of
+from tests.harness.prefill_decode_pair import WAIT_S, PrefillCall, Sample, handover, pair, until
 
 VOCAB = 97
 

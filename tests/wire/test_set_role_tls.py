@@ -25,8 +25,8 @@ from protos import (
 from services.decode.role import DecodeRole
 from services.worker import main
 from services.worker.config import WorkerLimits, WorkerSettings
-from tests.unit.worker.builders import fake_engine
-from tests.wire.prefill_decode_pair import WAIT_S
+from tests.harness.gated_engine import fake_engine
+from tests.harness.prefill_decode_pair import WAIT_S
 
 
 async def code_of(call: Any) -> tuple[grpc.StatusCode, str]:

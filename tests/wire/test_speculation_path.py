@@ -25,12 +25,8 @@ from engine.request import GrammarKind, Request, Sampling
 from protos import common_pb2, inference_pb2
 from services.worker.status import FINISH_REASONS, logprobs_to_proto
 from tests.conftest import LONG, LONG_TIMEOUT_S
-from tests.unit.engine.speculation.heads.published import HIDDEN
-from tests.unit.engine.test_disturbed import GRAMMARS
-from tests.unit.engine.workloads import SIZE, VOCAB, Bench, workload
-from tests.unit.router.bench import RedisServer
-from tests.wire.guessing_cluster import Cluster, Site, cluster, leaving_at_times, site
-from tests.wire.guessing_models import (
+from tests.harness.guessing_cluster import Cluster, Site, cluster, leaving_at_times, site
+from tests.harness.guessing_models import (
     EOS,
     KINDS,
     CheckpointMaker,
@@ -39,7 +35,11 @@ from tests.wire.guessing_models import (
     Nudged,
     random_speculation,
 )
-from tests.wire.prefill_decode_pair import Sample
+from tests.harness.prefill_decode_pair import Sample
+from tests.harness.published_heads import HIDDEN
+from tests.harness.router_bench import RedisServer
+from tests.harness.workloads import SIZE, VOCAB, Bench, workload
+from tests.unit.engine.test_disturbed import GRAMMARS
 from tokens.text import OutputText
 from tokens.tokenizer import Tokenizer
 

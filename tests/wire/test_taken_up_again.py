@@ -13,9 +13,8 @@ import pytest
 from engine.config import EngineConfig
 from engine.loop import Engine, load_engine
 from protos import common_pb2, decode_pb2, prefill_pb2
-from tests.wire.bundled_pair import MODEL, PROMPT, Workers, alone, workers
-from tests.wire.prefill_call import PrefillCall
-from tests.wire.prefill_decode_pair import RouterStream, Sample
+from tests.harness.bundled_pair import MODEL, PROMPT, Workers, alone, workers
+from tests.harness.prefill_decode_pair import PrefillCall, RouterStream, Sample
 
 pytestmark = pytest.mark.usefixtures("one_compile_process")
 

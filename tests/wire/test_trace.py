@@ -16,8 +16,8 @@ from baton.client import Client
 from process.errors import Unavailable
 from process.trace_context import TraceContext
 from process.tracing import TracingSettings
-from tests.unit.router.bench import BOUND_S, TOKENIZER, request, running, until
-from tests.wire.otlp_receiver import WAIT_S, OtlpReceiver, Received, receiving
+from tests.harness.otlp_receiver import WAIT_S, OtlpReceiver, Received, receiving
+from tests.harness.router_bench import BOUND_S, TOKENIZER, request, running, until
 
 PARENT = TraceContext(0xA1, 0xB2, True)
 SILENT = TraceContext(0xA1, 0xB2, False)

@@ -16,10 +16,9 @@ from process import serving
 from process.trace_context import TraceContext, parse
 from process.tracing import TracingSettings
 from protos import common_pb2, decode_pb2, kvstore_pb2, kvstore_pb2_grpc
-from tests.unit.worker.builders import BLOCK_SIZE, prompt_of
-from tests.wire.otlp_receiver import OtlpReceiver, Received, receiving
-from tests.wire.prefill_call import PrefillCall
-from tests.wire.prefill_decode_pair import WAIT_S, Answer, Pair, pair, whole
+from tests.harness.gated_engine import BLOCK_SIZE, prompt_of
+from tests.harness.otlp_receiver import OtlpReceiver, Received, receiving
+from tests.harness.prefill_decode_pair import WAIT_S, Answer, Pair, PrefillCall, pair, whole
 
 TRACE = TraceContext(0xA1, 0xB2, True)
 OTHER = TraceContext(0xC3, 0xD4, True)

@@ -13,8 +13,8 @@ import pytest
 
 from kvstore.errors import TransferFailed
 from services.worker.config import WorkerLimits
-from tests.unit.worker.builders import SALT, prompt_of
-from tests.wire.prefill_decode_pair import WAIT_S, Answer, Gate, Pair, pair, until
+from tests.harness.gated_engine import SALT, prompt_of
+from tests.harness.prefill_decode_pair import WAIT_S, Answer, Gate, Pair, pair, until
 
 PROMPT = prompt_of(30, start=3)
 SIZE = 4

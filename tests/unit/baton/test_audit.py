@@ -25,9 +25,9 @@ from process.access import Role
 from process.deadline import Deadline
 from process.redis_client import RedisAccess
 from protos import inference_pb2
-from tests.conformance.conftest import Worker
+from tests.harness.store import Worker
+from tests.harness.tls_redis import PASSWORD, a_redis, behind_tls, password_file
 from tests.unit.kvstore.conftest import RedisServer
-from tests.unit.process.tls_redis import PASSWORD, a_redis, behind_tls, password_file
 
 STORE = inference_pb2.StoreStatus(node_id="n", address="a:1", incarnation="ab", reachable=True)
 NUM_BLOCKS = 40

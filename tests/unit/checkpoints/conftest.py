@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import save_file
 
-from tests.unit.checkpoints import tiny_checkpoint
+from tests.harness import tiny_checkpoint
 
 
 @pytest.fixture(scope="session")

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from checkpoints import weights_digest
-from tests.unit.checkpoints import fake_hub
-from tests.unit.checkpoints.fake_hub import COMMIT, NAME, OTHER_BRANCH, Hub
+from tests.harness import fake_hub
+from tests.harness.fake_hub import COMMIT, NAME, OTHER_BRANCH, Hub
 
 TOKEN = "hf_secret"
 ROOT = Path(__file__).resolve().parents[3]

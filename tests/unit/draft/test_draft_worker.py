@@ -33,7 +33,7 @@ from services.draft.metrics import DraftCollector
 from services.draft.server import SERVICE
 from services.draft.thread import PIECE_EVERY, DraftThread
 from services.draft.worker import serving_drafts
-from tests import draft_workers as bench
+from tests.harness import draft_workers as bench
 
 CALL_S = 60.0
 ONE, OTHER = bytes(16), bytes(range(16))

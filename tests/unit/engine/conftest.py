@@ -5,7 +5,6 @@ may be, so that a block which was given away too early shows, too."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,17 +17,8 @@ from engine.models.interface import LoadedModel
 from engine.plain_ahead import AheadModel
 from engine.request import Request, Sampling
 from engine.step_output import RequestEvent
-from tests.compile_process import one_compile_process as one_compile_process
-
-
-def hasher(root: bytes = b"") -> Callable[[bytes, Sequence[int]], bytes]:
-    """A chain hash keyed by `root`."""
-
-    def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
-        data = b"".join(token.to_bytes(4, "little") for token in token_ids)
-        return hashlib.blake2b(parent + data, key=root, digest_size=16).digest()
-
-    return block_hash
+from tests.harness.compile_process import one_compile_process as one_compile_process
+from tests.harness.engines import hasher
 
 
 @pytest.fixture

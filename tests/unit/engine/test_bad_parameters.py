@@ -14,8 +14,8 @@ from engine.fake import FakeModel
 from engine.loop import Engine
 from engine.request import Beam, GrammarKind, GrammarSpec, Request, Sampling
 from engine.step_output import RequestEvent
-from tests.unit.engine.conftest import hasher
-from tests.unit.engine.workloads import VOCAB, Outcome, outcomes, random_sampling, undisturbed
+from tests.harness.engines import hasher
+from tests.harness.workloads import VOCAB, Outcome, outcomes, random_sampling, undisturbed
 
 NAN, INF = float("nan"), float("inf")
 

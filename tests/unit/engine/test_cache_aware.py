@@ -17,7 +17,7 @@ from engine.config import EngineConfig
 from engine.fake import FakeModel
 from engine.loop import Engine
 from engine.request import Request, Sampling
-from tests.unit.engine.conftest import hasher
+from tests.harness.engines import hasher
 
 SIZE = 4
 

@@ -27,7 +27,7 @@ from engine.grammar.vocabulary import Vocabulary
 from engine.loop import Engine, load_engine
 from engine.request import FinishReason, GrammarKind, GrammarSpec, Request, State
 from engine.step_output import RequestEvent
-from tests.unit.engine.workloads import outcomes
+from tests.harness.workloads import outcomes
 from tokens.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_compile_process")

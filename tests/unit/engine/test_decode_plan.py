@@ -10,7 +10,7 @@ from engine.fake import FakeModel
 from engine.loop import Engine
 from engine.request import Request, Sampling, State
 from engine.schedule.step import Candidate, plan_step
-from tests.unit.engine.conftest import hasher
+from tests.harness.engines import hasher
 
 
 def test_the_short_way_is_the_same_plan(seed: int, scale: Callable[[int], int]) -> None:

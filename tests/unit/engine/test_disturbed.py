@@ -22,8 +22,8 @@ from engine.grammar.service import GrammarService
 from engine.loop import Engine
 from engine.models.load import load_model
 from engine.request import GrammarKind, GrammarSpec
-from tests.parity.adapters import save_adapter
-from tests.unit.engine.workloads import (
+from tests.harness.adapters import save_adapter
+from tests.harness.workloads import (
     SIZE,
     WINDOW,
     Bench,

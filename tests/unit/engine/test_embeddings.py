@@ -8,8 +8,7 @@ import torch
 from engine.plain_ahead import AheadModel
 from engine.request import Request, Sampling
 from engine.step_output import RequestEvent
-from tests.unit.engine.conftest import hasher
-from tests.unit.engine.launches import PROMPT, SIZE, fake_model, make
+from tests.harness.engines import PROMPT, SIZE, fake_model, hasher, make
 
 
 def _request(name: str, prompt: tuple[int, ...], max_tokens: int, *, wants: bool = True) -> Request:

@@ -29,7 +29,7 @@ from engine.loop import Engine
 from engine.models.interface import LoadedModel
 from engine.plain_ahead import AheadModel
 from engine.request import Request, Reservation, Sampling, State
-from tests.unit.engine.conftest import hasher
+from tests.harness.engines import hasher
 
 NUM_BLOCKS = 14
 WINDOW = 40

@@ -15,7 +15,7 @@ from engine.foresight import Foresight
 from engine.loop import Engine
 from engine.request import Request, Sampling
 from engine.sampling import pipeline
-from tests.unit.engine.conftest import hasher
+from tests.harness.engines import hasher
 
 SIZE = 4
 BUDGET = 40

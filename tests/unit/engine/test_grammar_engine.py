@@ -25,7 +25,7 @@ from engine.loop import Engine, load_engine
 from engine.models.interface import LoadedModel
 from engine.request import FinishReason, GrammarSpec, Request
 from engine.step_output import RequestEvent
-from tests.compile_process import SharedProcess
+from tests.harness.compile_process import SharedProcess
 from tests.unit.engine.grammar.driver import (
     BUNDLED,
     VOCAB_SIZE,

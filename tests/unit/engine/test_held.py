@@ -17,9 +17,8 @@ from engine.held import Held
 from engine.loop import Engine
 from engine.request import Beam, Request, Sampling, State
 from engine.step_output import RequestEvent
-from tests.unit.engine.conftest import hasher
-from tests.unit.engine.launches import all_steps, late_engine
-from tests.unit.engine.workloads import SIZE, small_engine, undisturbed, workload
+from tests.harness.engines import all_steps, hasher, late_engine
+from tests.harness.workloads import SIZE, small_engine, undisturbed, workload
 
 Make = Callable[..., Any]
 MODEL = FakeModel(context_window=256)

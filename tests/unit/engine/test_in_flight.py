@@ -14,7 +14,7 @@ from engine.errors import IntegrityError, NoBlocks
 from engine.loop import Engine
 from engine.plain_ahead import AheadModel
 from engine.step_output import RequestEvent
-from tests.unit.engine.launches import (
+from tests.harness.engines import (
     PROMPT,
     SIZE,
     WINDOW,

@@ -23,7 +23,7 @@ from engine.models import load as load_module
 from engine.models.hugging_face import HuggingFaceModel
 from engine.models.load import choose_device, load_model
 from process.settings import SettingsError
-from tests.parity.models import FAMILIES, save
+from tests.harness.models import FAMILIES, save
 
 Checkpoint = Callable[..., Path]
 

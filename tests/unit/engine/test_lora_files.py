@@ -16,7 +16,7 @@ from engine.lora.config import LoraLimits
 from engine.lora.errors import InvalidAdapter, TooManyAdapters
 from engine.lora.files import WEIGHTS, read_adapter
 from process.settings import SettingsError
-from tests.parity.adapters import save_adapter
+from tests.harness.adapters import save_adapter
 
 LIMITS = LoraLimits(max_rank=8)
 KEY = "base_model.model.layer.q_proj.lora_{}.weight"

@@ -32,7 +32,7 @@ from engine.lora.site import Site
 from engine.lora.stacks import Stacks
 from engine.models.fused_layer import PlainLinear
 from process.settings import SettingsError
-from tests.parity.adapters import save_adapter
+from tests.harness.adapters import save_adapter
 
 MODULES = ("l.q_proj", "l.k_proj", "l.o_proj")
 

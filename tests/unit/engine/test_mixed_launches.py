@@ -17,12 +17,12 @@ from engine.plain_ahead import AheadModel
 from engine.request import Request, Sampling
 from engine.scheduler import Scheduler
 from engine.step_output import RequestEvent
-from tests.unit.engine.conftest import hasher
-from tests.unit.engine.launches import (
+from tests.harness.engines import (
     PROMPT,
     SIZE,
     all_steps,
     fake_model,
+    hasher,
     late_engine,
     make,
     recording_engine,

@@ -35,10 +35,9 @@ from engine.request import Request, Sampling
 from engine.speculation.config import SpeculationConfig
 from engine.speculation.load import load_draft_model
 from process.settings import SettingsError
-from tests.parity.adapters import save_adapter
-from tests.parity.models import FAMILIES, save
-from tests.parity.small_configs import small_config
-from tests.unit.engine.conftest import hasher
+from tests.harness.adapters import save_adapter
+from tests.harness.engines import hasher
+from tests.harness.models import FAMILIES, save, small_config
 from tokens.tokenizer import Tokenizer
 
 DEVICES = ["cpu", *(["cuda:0"] if torch.cuda.is_available() else [])]

@@ -14,19 +14,19 @@ from engine.models.interface import DRAWN_BEFORE
 from engine.plain_ahead import AheadModel
 from engine.request import Beam, Request, Sampling
 from engine.step_output import RequestEvent
-from tests.unit.engine.conftest import hasher
-from tests.unit.engine.launches import (
+from tests.harness.engines import (
     PROMPT,
     WINDOW,
     all_steps,
     fake_model,
+    hasher,
     make,
     recording_engine,
     tokens_of,
     without_ids,
     write_tokens,
 )
-from tests.unit.engine.workloads import random_sampling
+from tests.harness.workloads import random_sampling
 
 Make = Callable[..., Any]
 

@@ -9,8 +9,7 @@ import pytest
 from engine.batch import Batch, warm_up
 from engine.paced import DevicePace, PacedModel
 from engine.request import Request, Sampling
-from tests.unit.engine.conftest import hasher
-from tests.unit.engine.launches import all_steps, fake_model, make, tokens_of
+from tests.harness.engines import all_steps, fake_model, hasher, make, tokens_of
 
 
 class Device:

@@ -18,13 +18,7 @@ from engine.parking import Blocks, HostParking, choose_parking
 from engine.request import Request, State
 from engine.step_output import RequestEvent
 from process.settings import SettingsError
-from tests.unit.engine.workloads import (
-    BadParking,
-    disturbed,
-    maybe_ahead,
-    states,
-    workload,
-)
+from tests.harness.workloads import BadParking, disturbed, maybe_ahead, states, workload
 
 Make = Callable[..., Any]
 MODEL = FakeModel(context_window=256)

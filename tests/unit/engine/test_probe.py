@@ -12,7 +12,7 @@ from engine.errors import ModelNotSupported
 from engine.kv.layout import LayerKv
 from engine.models import attention_hook
 from engine.models.probe import Recorder, probe
-from tests.parity.models import FAMILIES
+from tests.harness.models import FAMILIES
 
 
 def _build(config: Any) -> Any:

@@ -19,7 +19,7 @@ from engine.loop import Engine
 from engine.request import Beam, Request
 from engine.schedule.step import MAX_PROMPT_ROWS, Candidate, plan_step
 from engine.step_output import RequestEvent, TokenLogprobs
-from tests.unit.engine.launches import PROMPT, fake_model, make
+from tests.harness.engines import PROMPT, fake_model, make
 
 
 def _scored(request: Request, num_top: int = 2) -> Request:

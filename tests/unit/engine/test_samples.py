@@ -12,7 +12,7 @@ import pytest
 from engine.errors import InvalidRequest, RequestTooLong
 from engine.request import FinishReason, Request
 from engine.step_output import RequestEvent
-from tests.unit.engine.workloads import outcomes
+from tests.harness.workloads import outcomes
 
 Make = Callable[..., Any]
 

@@ -8,7 +8,7 @@ from engine.config import EngineConfig
 from engine.fake import FakeModel
 from engine.loop import Engine
 from engine.request import Beam, Request, Sampling
-from tests.unit.engine.conftest import hasher
+from tests.harness.engines import hasher
 
 
 @pytest.mark.parametrize("num_samples", [1, 2, 3, 4])

@@ -14,7 +14,7 @@ from engine.config import EngineConfig
 from engine.kv.memory import KvMemory
 from engine.models.load import load_model
 from engine.warm_up import _steps
-from tests.parity.models import FAMILIES, save
+from tests.harness.models import FAMILIES, save
 
 
 def test_a_cpu_compiles_nothing() -> None:

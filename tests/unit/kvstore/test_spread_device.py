@@ -17,7 +17,7 @@ from kvstore import block_hash
 from kvstore.transport.base import BlockMemory
 from kvstore.transport.device import wait_for
 from kvstore.transport.spread_device import BASE, Part, Run, SpreadDevice
-from tests.conformance.fake_device import FakeDevice, FakeStream
+from tests.harness.fake_device import FakeDevice, FakeStream
 
 LAYOUT = KvLayout.plain(num_layers=3, num_kv_heads=4, head_dim=16, block_size=4, dtype="float32")
 NUM_BLOCKS = 7

@@ -15,7 +15,7 @@ from process.errors import BatonError, Unavailable
 from services.prefill.pins import Pin, Pins
 from services.worker.config import WorkerLimits
 from services.worker.connector import StoreConnector
-from tests.unit.worker.builders import fake_engine, running
+from tests.harness.gated_engine import fake_engine, running
 
 
 class FakeStore:

@@ -11,7 +11,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from process import families
-from tests.wire import exposition
+from tests.harness import exposition
 
 WHO = {"worker_id": "w", "role": "decode"}
 

@@ -24,7 +24,7 @@ from process.span_export import BATCH_SPANS, OtlpExporter
 from process.spans import NOBODY, Kind, Link, SpanData
 from process.trace_context import TraceContext, parse
 from process.tracing import OFF, SpanCounters, Tracing, TracingSettings
-from tests.wire.otlp_receiver import receiving
+from tests.harness.otlp_receiver import receiving
 
 PARENT = TraceContext(0xA1, 0xB2, True, "vendor=1")
 SILENT = TraceContext(0xA1, 0xB2, False)

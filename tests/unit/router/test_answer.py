@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from protos import common_pb2
 from services.router.answer import Answer
-from tests.unit.tokens.builders import byte_level
+from tests.harness.small_tokenizers import byte_level
 from tokens.text import OutputText
 from tokens.tool_calls import ToolCallEnds
 

@@ -11,7 +11,7 @@ from protos import common_pb2, prefill_pb2
 from services.router.answer import Answer
 from services.router.decode_leg import SampleNews
 from services.router.samples import Samples
-from tests.unit.tokens.builders import byte_level
+from tests.harness.small_tokenizers import byte_level
 from tokens.text import OutputText
 
 TOKENIZER = byte_level()

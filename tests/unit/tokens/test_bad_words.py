@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.tokens.builders import byte_level
+from tests.harness.small_tokenizers import byte_level
 from tokens.bad_words import bad_word_ids
 
 TOKENIZER = byte_level()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from tests.unit.tokens.builders import byte_level
+from tests.harness.small_tokenizers import byte_level
 from tokens.chat_template import ChatTemplate
 from tokens.errors import ChatTemplateError, ReservedNameError, TokenizerError
 

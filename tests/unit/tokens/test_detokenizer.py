@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.tokens.builders import KINDS, TEXTS, byte_fallback, byte_level
+from tests.harness.small_tokenizers import KINDS, TEXTS, byte_fallback, byte_level
 from tokens.detokenizer import _MAX_WINDOW_TOKENS, Detokenizer
 
 kinds = st.sampled_from(sorted(KINDS))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.tokens.builders import KINDS, byte_fallback, byte_level
+from tests.harness.small_tokenizers import KINDS, byte_fallback, byte_level
 from tokens.text import OutputText, TextDelta
 
 kinds = st.sampled_from(sorted(KINDS))

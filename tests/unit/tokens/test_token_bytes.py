@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tests.unit.tokens import builders
+from tests.harness import small_tokenizers as builders
 from tokens.token_bytes import TokenBytes
 from tokens.tokenizer import Tokenizer
 

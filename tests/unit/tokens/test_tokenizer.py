@@ -9,7 +9,7 @@ import pytest
 from tokenizers import decoders
 from transformers import PreTrainedTokenizerFast
 
-from tests.unit.tokens.builders import KINDS, TEXTS, byte_fallback, byte_level
+from tests.harness.small_tokenizers import KINDS, TEXTS, byte_fallback, byte_level
 from tokens.errors import TokenizerError
 from tokens.tokenizer import Tokenizer, TokenKind
 

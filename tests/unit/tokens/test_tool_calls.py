@@ -6,7 +6,7 @@ import pytest
 from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Backend
 
-from tests.unit.tokens.builders import byte_level
+from tests.harness.small_tokenizers import byte_level
 from tokens.tokenizer import Tokenizer
 from tokens.tool_calls import MARKERS, ToolCallEnds, find_tool_call_ends
 

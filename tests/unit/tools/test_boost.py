@@ -19,7 +19,7 @@ from engine.config import EngineConfig
 from engine.loop import load_engine
 from engine.request import Request, Sampling
 from engine.speculation.config import SpeculationConfig
-from tests.unit.engine.conftest import hasher
+from tests.harness.engines import hasher
 from tests.unit.tools.tiny_pair import TOKENIZER, save_pair
 from tools.bundled_model.boost import (
     Answer,

@@ -17,7 +17,7 @@ from process.errors import FailedPrecondition, NoCapacity, Unavailable
 from protos.common_pb2 import AdapterVersion, AdapterWish
 from services.worker import adapters
 from services.worker.adapters import MAX_NUM_READING, WorkerAdapters
-from tests.unit.worker.builders import fake_engine, running
+from tests.harness.gated_engine import fake_engine, running
 
 WAIT_S = 10.0
 

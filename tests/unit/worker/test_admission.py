@@ -17,7 +17,7 @@ from process.deadline import Deadline
 from process.errors import DeadlineExceeded, NoCapacity, Unavailable
 from services.worker.admission import Admission
 from services.worker.engine_thread import EngineThread
-from tests.unit.worker.builders import fake_engine, prompt_of, request, running
+from tests.harness.gated_engine import fake_engine, prompt_of, request, running
 
 SOON = 5.0
 

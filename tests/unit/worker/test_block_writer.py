@@ -21,7 +21,7 @@ from process.errors import BatonError, DeadlineExceeded, Unavailable
 from services.worker.block_writer import BlockWriter, TailSource
 from services.worker.config import WorkerLimits
 from services.worker.connector import StoreConnector
-from tests.unit.worker.builders import fake_engine, running
+from tests.harness.gated_engine import fake_engine, running
 
 SIZE = 4
 

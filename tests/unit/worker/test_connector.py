@@ -30,7 +30,7 @@ from services.worker.config import WorkerLimits
 from services.worker.connector import StoreConnector
 from services.worker.engine_thread import EngineThread
 from services.worker.store_target import StoreTarget
-from tests.unit.worker.builders import fake_engine, prompt_of, request, running
+from tests.harness.gated_engine import fake_engine, prompt_of, request, running
 
 NUM_ITEMS = 6
 

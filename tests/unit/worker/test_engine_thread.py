@@ -17,7 +17,7 @@ from process.errors import FailedPrecondition, Internal, Unavailable
 from process.step_watch import StepWatch
 from services.worker import engine_thread
 from services.worker.engine_thread import EngineThread
-from tests.unit.worker.builders import GatedModel, fake_engine, prompt_of, request, running
+from tests.harness.gated_engine import GatedModel, fake_engine, prompt_of, request, running
 
 
 async def test_call_runs_on_the_engines_thread_and_brings_back_what_it_returns() -> None:

@@ -13,7 +13,7 @@ from google.protobuf import json_format
 from process.registry_beat import BEAT_TTL_MS
 from protos import common_pb2
 from services.worker.heartbeat import WORKERS_KEY, Heartbeat, beat_key
-from tests.unit.worker.redis_process import RedisProcess
+from tests.harness.redis_server import RedisProcess
 
 ID = "decode-7"
 

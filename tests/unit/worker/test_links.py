@@ -18,7 +18,7 @@ from services.worker import links as module
 from services.worker.engine_thread import EngineThread
 from services.worker.links import Links
 from services.worker.status import links_to_proto
-from tests.unit.worker.builders import fake_engine, prompt_of, request, running
+from tests.harness.gated_engine import fake_engine, prompt_of, request, running
 
 RATES = Rates(2**20, 4e9, 3e9, 0.001, 8e9)
 

@@ -18,7 +18,7 @@ from services.decode.role import DecodeRole
 from services.worker import main
 from services.worker.config import WorkerLimits, WorkerSettings
 from services.worker.core import WorkerCore
-from tests.unit.worker.builders import fake_engine
+from tests.harness.gated_engine import fake_engine
 
 
 async def test_it_is_loaded_with_all_that_a_first_grammar_needs(

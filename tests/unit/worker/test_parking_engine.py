@@ -16,8 +16,8 @@ from engine.config import EngineConfig
 from engine.errors import WrongState
 from engine.loop import Engine
 from engine.step_output import StepOutput
-from tests.unit.engine.workloads import PLAIN, disturbed, undisturbed, workload
-from tests.unit.worker.builders import GatedModel, fake_engine, prompt_of, request, running
+from tests.harness.gated_engine import GatedModel, fake_engine, prompt_of, request, running
+from tests.harness.workloads import PLAIN, disturbed, undisturbed, workload
 from tests.unit.worker.parking_bench import lot
 from tests.unit.worker.staging_bench import until
 

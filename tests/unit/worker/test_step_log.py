@@ -12,7 +12,7 @@ import pytest
 from services.worker import step_log
 from services.worker.engine_thread import EngineThread
 from services.worker.step_log import StepLog
-from tests.unit.worker.builders import fake_engine, prompt_of, request
+from tests.harness.gated_engine import fake_engine, prompt_of, request
 
 
 async def test_every_step_and_job_is_in_the_file_in_order(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from services.worker.connector import StoreConnector
 from services.worker.engine_thread import EngineThread
 from services.worker.provenance import Leg, WorkerCounts
 from services.worker.write_back import AnswerChain, WriteBack
-from tests.unit.worker.builders import BLOCK_SIZE, SALT, fake_engine, prompt_of, request, running
+from tests.harness.gated_engine import BLOCK_SIZE, SALT, fake_engine, prompt_of, request, running
 
 FRAME_BYTES = 64
 

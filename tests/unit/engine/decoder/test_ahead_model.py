@@ -21,7 +21,7 @@ from engine.loop import Engine
 from engine.models.interface import DRAWN_BEFORE, DecodeRow, MixedRow
 from engine.request import Request, Sampling
 from engine.sampling.row import Draw
-from tests.unit.engine.conftest import hasher
+from tests.harness.engines import hasher
 from tests.unit.engine.decoder.small_decoder import (
     DEVICES,
     MAX_ROWS,

@@ -30,7 +30,7 @@ from engine.models.interface import InOneProcess
 from engine.models.load import load_model
 from engine.speculation.config import SpeculationConfig
 from process.settings import SettingsError
-from tests.parity.models import FAMILIES, save
+from tests.harness.models import FAMILIES, save
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from engine.decoder.shape import read_shape, refusal, rope_table
-from tests.parity.models import FAMILIES
+from tests.harness.models import FAMILIES
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -17,9 +17,8 @@ from engine.decoder.model import DecoderModel
 from engine.decoder.step_graphs import StepGraphs, StepShape, max_chunk_tokens, step_shapes
 from engine.kv.memory import KvMemory
 from engine.request import Request, Sampling
-from tests.unit.engine.conftest import hasher
+from tests.harness.engines import hasher, recording_engine
 from tests.unit.engine.decoder.small_decoder import BLOCK, DEVICES, WINDOW, small_model
-from tests.unit.engine.launches import recording_engine
 
 NUM_BLOCKS = 400
 MAX_SINGLES = 20

@@ -16,8 +16,7 @@ from engine.decoder.step_graphs import StepGraphs
 from engine.decoder.tree_graphs import TreeGraphs
 from engine.fake import FakeModel
 from engine.kv.memory import KvMemory
-from tests.unit.engine.speculation.test_engine import GuessingBench, KnowsTheAnswers
-from tests.unit.engine.workloads import (
+from tests.harness.workloads import (
     SIZE,
     VOCAB,
     WINDOW,
@@ -27,6 +26,7 @@ from tests.unit.engine.workloads import (
     undisturbed,
     workload,
 )
+from tests.unit.engine.speculation.test_engine import GuessingBench, KnowsTheAnswers
 
 CPU = torch.device("cpu")
 

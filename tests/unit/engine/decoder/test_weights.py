@@ -15,7 +15,7 @@ from engine.decoder.shape import DecoderShape, read_shape
 from engine.decoder.sources import random_weights, read_weights, take_weights
 from engine.decoder.weights import DecoderWeights, Share
 from engine.errors import LoadError
-from tests.parity.models import FAMILIES, save
+from tests.harness.models import FAMILIES, save
 
 CPU = torch.device("cpu")
 HEAD_DIM = 8

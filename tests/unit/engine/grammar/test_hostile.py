@@ -16,7 +16,7 @@ from engine.grammar.config import GrammarLimits
 from engine.grammar.errors import GrammarTooCostly
 from engine.grammar.service import GrammarService
 from engine.request import GrammarKind, GrammarSpec
-from tests.compile_process import SharedProcess
+from tests.harness.compile_process import SharedProcess
 from tests.unit.engine.grammar.driver import (
     BUNDLED,
     END,

@@ -29,7 +29,7 @@ from engine.grammar.service import Compilation, GrammarService
 from engine.grammar.state import CompiledGrammar
 from engine.grammar.vocabulary import GrammarTokenizer, Vocabulary
 from engine.request import GrammarSpec
-from tests.compile_process import SharedProcess
+from tests.harness.compile_process import SharedProcess
 from tests.unit.engine.grammar.driver import (
     BUNDLED,
     END,

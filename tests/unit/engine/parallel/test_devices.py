@@ -28,8 +28,8 @@ from kvstore.transport.base import BlockMemory
 from kvstore.transport.device import wait_for
 from services.worker.device_memory import block_memory, kernel_wait
 from tests.conftest import SESSION_SEED
-from tests.parity.conftest import block_hash
-from tests.parity.models import save
+from tests.harness.engines import block_hash
+from tests.harness.models import save
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -21,7 +21,7 @@ from engine.parallel.messages import Change
 from engine.parallel.model import ParallelModel
 from engine.parallel.processes import RankProcesses
 from tests.conftest import SESSION_SEED
-from tests.parity.models import save
+from tests.harness.models import save
 
 _CHILD = """
 from engine.parallel import child

@@ -32,7 +32,7 @@ from engine.parallel.model import ParallelModel
 from engine.request import Request, Sampling
 from process.settings import SettingsError
 from tests.conftest import SESSION_SEED
-from tests.parity.models import save
+from tests.harness.models import save
 
 BOUND_S = 60.0
 _SIZES: dict[str, Any] = {

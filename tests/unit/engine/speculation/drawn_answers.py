@@ -23,7 +23,7 @@ from engine.speculation.acceptance import Distribution
 from engine.speculation.config import SpeculationConfig
 from engine.speculation.draft_model import DraftModel
 from engine.speculation.drafter import Drafter
-from tests.unit.engine.conftest import hasher
+from tests.harness.engines import hasher
 from tests.unit.engine.sampling.reference import processed
 from tests.unit.engine.speculation.markov import MarkovModel, Table, Tally, context, random_table
 

@@ -23,7 +23,7 @@ from engine.speculation.config import SpeculationConfig
 from engine.speculation.drafter import Draft, Task
 from engine.speculation.tree import EMPTY, TokenTree, chain, merge
 from engine.step_output import RequestEvent
-from tests.unit.engine.launches import SIZE, WINDOW, all_steps, tokens_of
+from tests.harness.engines import SIZE, WINDOW, all_steps, tokens_of
 
 OTHER = tuple(range(40, 51))
 """A prompt."""

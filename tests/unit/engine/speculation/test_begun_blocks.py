@@ -10,7 +10,7 @@ from engine.errors import IntegrityError, NoBlocks
 from engine.request import Request
 from engine.speculation.drafter import Draft, Task
 from engine.speculation.tree import EMPTY
-from tests.unit.engine.launches import PROMPT, SIZE, write_tokens
+from tests.harness.engines import PROMPT, SIZE, write_tokens
 from tests.unit.engine.speculation.late_steps import (
     OTHER,
     Branches,

@@ -15,7 +15,7 @@ from engine.foresight import Foresight
 from engine.loop import Engine
 from engine.request import Request, State
 from engine.step_output import RequestEvent
-from tests.unit.engine.launches import PROMPT, SIZE, all_steps, tokens_of, write_tokens
+from tests.harness.engines import PROMPT, SIZE, all_steps, tokens_of, write_tokens
 from tests.unit.engine.speculation.late_steps import (
     OTHER,
     LateFake,

@@ -22,14 +22,7 @@ from engine.sampling.copies import Mark
 from engine.speculation.heads.hidden import Computed, Wants
 from engine.step_builder import Step
 from engine.step_output import RequestEvent
-from tests.unit.engine.launches import (
-    PROMPT,
-    SIZE,
-    WINDOW,
-    all_steps,
-    tokens_of,
-    write_tokens,
-)
+from tests.harness.engines import PROMPT, SIZE, WINDOW, all_steps, tokens_of, write_tokens
 from tests.unit.engine.speculation.late_steps import (
     OTHER,
     Branches,

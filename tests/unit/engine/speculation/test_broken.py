@@ -26,8 +26,8 @@ from engine.speculation.exploration import Exploration
 from engine.speculation.lessons import Lessons
 from engine.speculation.possible import in_grammar
 from engine.speculation.tree import TokenTree, chain
+from tests.harness.workloads import SIZE, VOCAB, WINDOW, steps_beyond, undisturbed
 from tests.unit.engine.speculation.test_engine import KnowsTheAnswers
-from tests.unit.engine.workloads import SIZE, VOCAB, WINDOW, steps_beyond, undisturbed
 
 ALWAYS = SpeculationConfig(always=True)
 CONFIG = EngineConfig(num_blocks=40, preemption="recompute", speculation=ALWAYS)

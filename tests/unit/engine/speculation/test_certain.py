@@ -26,7 +26,8 @@ from engine.speculation.drafter import Drafter, Task
 from engine.speculation.drawing import random_key
 from engine.speculation.heads.load import load_heads
 from engine.speculation.remote import RemoteDrafter
-from tests import draft_workers as bench
+from tests.harness import draft_workers as bench
+from tests.harness.published_heads import save_eagle, save_medusa
 from tests.unit.engine.speculation.drawn_answers import (
     LIMIT,
     NUM_TOKENS,
@@ -38,7 +39,6 @@ from tests.unit.engine.speculation.drawn_answers import (
     requests_of,
     world,
 )
-from tests.unit.engine.speculation.heads.published import save_eagle, save_medusa
 from tests.unit.engine.speculation.markov import HIDDEN_SIZE, MarkovModel, Table, Tally
 
 Make = Callable[[MarkovModel, Table, Path], list[Drafter]]

@@ -32,8 +32,8 @@ from engine.speculation.draft_model import DraftModel
 from engine.speculation.drafter import Draft, Task
 from engine.speculation.tree import EMPTY
 from process.settings import SettingsError
-from tests.parity.models import FAMILIES, save
-from tests.unit.engine.conftest import hasher
+from tests.harness.engines import hasher
+from tests.harness.models import FAMILIES, save
 
 TARGET = EngineConfig(
     model="baton-5m", device="cpu", dtype="float32", num_threads=1, context_window=256

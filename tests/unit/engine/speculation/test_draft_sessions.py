@@ -15,7 +15,7 @@ from engine.fake import FakeModel
 from engine.speculation.draft_model import DraftModel
 from engine.speculation.draft_port import NEW_TOKENS, Answer, Ask
 from engine.speculation.draft_sessions import BUSY_S, SESSION_BYTES, TOKEN_BYTES, SessionLimits
-from tests import draft_workers as bench
+from tests.harness import draft_workers as bench
 
 VERIFIER = bytes(16)
 

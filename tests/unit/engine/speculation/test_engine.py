@@ -33,10 +33,9 @@ from engine.schedule.order import Key
 from engine.speculation.config import SpeculationConfig
 from engine.speculation.drafter import Draft, Task
 from engine.speculation.tree import EMPTY, TokenTree, chain, merge
-from tests.parity.adapters import save_adapter
-from tests.unit.engine.quantized_fake import QuantizedFake
-from tests.unit.engine.test_disturbed import GRAMMARS
-from tests.unit.engine.workloads import (
+from tests.harness.adapters import save_adapter
+from tests.harness.quantized_fake import QuantizedFake
+from tests.harness.workloads import (
     SIZE,
     VOCAB,
     WINDOW,
@@ -48,6 +47,7 @@ from tests.unit.engine.workloads import (
     undisturbed,
     workload,
 )
+from tests.unit.engine.test_disturbed import GRAMMARS
 
 pytestmark = pytest.mark.usefixtures("one_compile_process")
 

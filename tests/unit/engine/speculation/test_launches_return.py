@@ -14,7 +14,7 @@ from engine.request import Request, Sampling
 from engine.speculation.config import NgramConfig, SpeculationConfig
 from engine.speculation.drafter import Draft, Task
 from engine.speculation.ngram import PromptLookup
-from tests.unit.engine.conftest import hasher
+from tests.harness.engines import hasher
 
 LAUNCHED_S, PAUSE_S, LOOKUP_S = 0.007, 0.003, 0.0001
 

@@ -23,8 +23,8 @@ from engine.speculation.expansion import calibrated as by_calibration
 from engine.speculation.lessons import Lessons
 from engine.speculation.tree import TokenTree, chain, merge
 from engine.step_output import RequestEvent
+from tests.harness.workloads import SIZE, VOCAB, WINDOW, steps_beyond, undisturbed
 from tests.unit.engine.speculation.test_engine import KnowsTheAnswers
-from tests.unit.engine.workloads import SIZE, VOCAB, WINDOW, steps_beyond, undisturbed
 
 
 def _tree(rng: random.Random) -> TokenTree:

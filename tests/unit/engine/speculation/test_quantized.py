@@ -16,17 +16,12 @@ from engine.request import Request
 from engine.speculation.config import SpeculationConfig
 from engine.speculation.drafter import Task
 from engine.speculation.tree import TokenTree, chain
-from tests.unit.engine.quantized_fake import QuantizedFake
+from tests.harness.quantized_fake import QuantizedFake
+from tests.harness.workloads import VOCAB, WINDOW, Bench, undisturbed
 from tests.unit.engine.speculation.test_engine import (
     Expected,
     KnowsTheAnswers,
     _counts,
-)
-from tests.unit.engine.workloads import (
-    VOCAB,
-    WINDOW,
-    Bench,
-    undisturbed,
 )
 
 

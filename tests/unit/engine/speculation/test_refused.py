@@ -14,8 +14,8 @@ from engine.errors import LoadError
 from engine.loop import load_engine
 from engine.speculation.config import SpeculationConfig
 from process.settings import SettingsError
-from tests.parity.models import FAMILIES, save
-from tests.unit.engine.speculation.heads.published import save_medusa
+from tests.harness.models import FAMILIES, save
+from tests.harness.published_heads import save_medusa
 
 NGRAM = SpeculationConfig(drafters=("ngram",))
 

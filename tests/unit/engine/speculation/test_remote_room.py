@@ -21,8 +21,8 @@ from engine.speculation.remote_state import (
 )
 from process.serving import MAX_MESSAGE_BYTES
 from services.worker.draft_channel import _request
-from tests import draft_workers as bench
-from tests.draft_workers import Clock, fake
+from tests.harness import draft_workers as bench
+from tests.harness.draft_workers import Clock, fake
 
 
 def _task(name: str, token_ids: Sequence[int]) -> Task:

@@ -24,7 +24,7 @@ from engine.speculation.ngram import PromptLookup
 from engine.speculation.pace import Pace
 from engine.speculation.tree import EMPTY
 from engine.speculation.worth import GRANT_STEPS, SHARE, TRIAL, Call, Worth, value_s
-from tests.unit.engine.workloads import SIZE, WINDOW
+from tests.harness.workloads import SIZE, WINDOW
 
 PLAIN_S = 0.01
 

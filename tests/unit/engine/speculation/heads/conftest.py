@@ -9,7 +9,7 @@ import pytest
 from engine.config import EngineConfig
 from engine.models.interface import LoadedModel
 from engine.models.load import load_model
-from tests.parity.models import FAMILIES, Tiny, save
+from tests.harness.models import FAMILIES, Tiny, save
 
 
 @pytest.fixture(scope="session")

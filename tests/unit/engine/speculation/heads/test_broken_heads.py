@@ -29,9 +29,9 @@ from engine.speculation.heads.kept import computed
 from engine.speculation.heads.load import load_heads
 from engine.speculation.heads.medusa import MedusaHeads
 from engine.speculation.tree import chain
-from tests.unit.engine.conftest import hasher
-from tests.unit.engine.speculation.heads import published as heads
-from tests.unit.engine.speculation.heads.published_eagle3 import LAYERS, save_eagle3
+from tests.harness import published_heads as heads
+from tests.harness.engines import hasher
+from tests.harness.published_eagle3 import LAYERS, save_eagle3
 
 PROMPT = (1, 2, 3, 4, 5)
 ALWAYS = SpeculationConfig(always=True)

@@ -32,11 +32,11 @@ from engine.speculation.heads.hidden import Computed, Wants
 from engine.speculation.heads.load import load_heads
 from engine.speculation.tree import EMPTY, TokenTree, chain, merge
 from engine.step_output import RequestEvent
-from tests.parity.models import FAMILIES, Tiny
-from tests.unit.engine.conftest import hasher
-from tests.unit.engine.speculation.heads import published as heads
-from tests.unit.engine.speculation.heads.published_eagle3 import save_eagle3
-from tests.unit.engine.workloads import (
+from tests.harness import published_heads as heads
+from tests.harness.engines import hasher
+from tests.harness.models import FAMILIES, Tiny
+from tests.harness.published_eagle3 import save_eagle3
+from tests.harness.workloads import (
     VOCAB,
     WINDOW,
     Bench,

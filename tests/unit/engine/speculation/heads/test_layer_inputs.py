@@ -22,10 +22,10 @@ from engine.speculation.config import SpeculationConfig
 from engine.speculation.heads.eagle import EagleHead
 from engine.speculation.heads.hidden import Computed
 from engine.speculation.heads.load import load_heads
-from tests.parity.models import FAMILIES, Tiny, save
-from tests.unit.engine.conftest import hasher
-from tests.unit.engine.speculation.heads.published import save_eagle
-from tests.unit.engine.speculation.heads.published_eagle3 import save_eagle3
+from tests.harness.engines import hasher
+from tests.harness.models import FAMILIES, Tiny, save
+from tests.harness.published_eagle3 import save_eagle3
+from tests.harness.published_heads import save_eagle
 
 LAYERS = (0, 2)
 Texts = list[tuple[list[int], int]]

@@ -25,10 +25,9 @@ from engine.speculation.heads.eagle3_network import Eagle3Network, chosen_layers
 from engine.speculation.heads.hidden import Computed
 from engine.speculation.heads.load import load_heads
 from engine.speculation.tree import TokenTree
-from tests.parity.models import Tiny
-from tests.unit.engine.conftest import hasher
-from tests.unit.engine.speculation.heads.published import HIDDEN, VOCAB, Tensors, save
-from tests.unit.engine.speculation.heads.published_eagle3 import (
+from tests.harness.engines import hasher
+from tests.harness.models import Tiny
+from tests.harness.published_eagle3 import (
     EAGLE3_CONFIG,
     IDS,
     LAYERS,
@@ -36,6 +35,7 @@ from tests.unit.engine.speculation.heads.published_eagle3 import (
     eagle3_tensors,
     save_eagle3,
 )
+from tests.harness.published_heads import HIDDEN, VOCAB, Tensors, save
 
 Change = Callable[[Tensors], None]
 

@@ -19,7 +19,7 @@ from engine.speculation.heads.eagle import EagleHead
 from engine.speculation.heads.eagle_network import EagleNetwork
 from engine.speculation.heads.load import load_heads
 from process.settings import SettingsError
-from tests.unit.engine.speculation.heads import published as heads
+from tests.harness import published_heads as heads
 
 
 def _load(config: EngineConfig, model: LoadedModel, folder: Path, **fields: Any) -> list[Any]:

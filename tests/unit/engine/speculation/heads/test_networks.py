@@ -24,8 +24,16 @@ from engine.speculation.heads.hidden import Computed
 from engine.speculation.heads.load import load_heads
 from engine.speculation.heads.medusa import MedusaHeads, product_tree
 from engine.speculation.tree import ROOT, TokenTree
-from tests.parity.models import Tiny
-from tests.unit.engine.speculation.heads.published import (
+from tests.harness.models import Tiny
+from tests.harness.published_eagle3 import (
+    LAYERS,
+    eagle3_feature,
+    eagle3_logits,
+    eagle3_out,
+    eagle3_tensors,
+    save_eagle3,
+)
+from tests.harness.published_heads import (
     HIDDEN,
     VOCAB,
     eagle_features,
@@ -34,14 +42,6 @@ from tests.unit.engine.speculation.heads.published import (
     medusa_tensors,
     save_eagle,
     save_medusa,
-)
-from tests.unit.engine.speculation.heads.published_eagle3 import (
-    LAYERS,
-    eagle3_feature,
-    eagle3_logits,
-    eagle3_out,
-    eagle3_tensors,
-    save_eagle3,
 )
 
 Scores = Callable[[tuple[int, ...]], torch.Tensor]

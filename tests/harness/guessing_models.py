@@ -29,11 +29,11 @@ from engine.speculation.heads.load import load_heads
 from engine.speculation.load import load_draft_model, load_drafters
 from engine.speculation.ngram import PromptLookup
 from engine.speculation.remote import RemoteDrafter
-from tests.parity.adapters import save_adapter
-from tests.unit.engine.quantized_fake import SeesQuantized, quantize_fake
-from tests.unit.engine.speculation.heads import published as heads
-from tests.unit.engine.speculation.heads.published_eagle3 import LAYERS, eagle3_tensors, save_eagle3
-from tests.unit.engine.workloads import SIZE, WINDOW
+from tests.harness import published_heads as heads
+from tests.harness.adapters import save_adapter
+from tests.harness.published_eagle3 import LAYERS, eagle3_tensors, save_eagle3
+from tests.harness.quantized_fake import SeesQuantized, quantize_fake
+from tests.harness.workloads import SIZE, WINDOW
 
 VOCAB = heads.VOCAB
 EOS = VOCAB - 1

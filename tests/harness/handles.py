@@ -1,11 +1,32 @@
-"""Partial handles, as a prefill worker makes them while it still runs, cut out of a final one."""
+"""Handles on the wire: the blocks of a run, one by one, for tests that look at or forge them; and
+partial ones, as a prefill worker makes them while it still runs, cut out of a final one."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+from kvstore.block import Block
+from kvstore.packed import PackedBlocks
 from protos import common_pb2, decode_pb2
 from services.worker import handle as handles
-from tests.handle_blocks import blocks_of, set_blocks
-from tests.wire.prefill_decode_pair import Pair, RouterStream
+from tests.harness.prefill_decode_pair import Pair, RouterStream
+
+
+def blocks_of(run: common_pb2.BlockRun) -> list[Block]:
+    return list(PackedBlocks(run.blocks))
+
+
+def set_blocks(run: common_pb2.BlockRun, blocks: Iterable[Block]) -> None:
+    run.blocks = PackedBlocks.of(blocks).data
+
+
+def forge(run: common_pb2.BlockRun, index: int, **changes: Any) -> None:
+    """Set fields of one block to other values."""
+    blocks = blocks_of(run)
+    blocks[index] = dataclasses.replace(blocks[index], **changes)
+    set_blocks(run, blocks)
 
 
 def partial(p: Pair, handle: common_pb2.KvHandle, num_blocks: int) -> common_pb2.KvHandle:

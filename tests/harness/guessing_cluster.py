@@ -38,11 +38,11 @@ from services.router.model import load_model
 from services.worker import connector, main
 from services.worker.config import WorkerLimits, WorkerSettings
 from services.worker.draft_channel import DraftPeers
-from tests.compile_process import SharedProcess
-from tests.unit.engine.workloads import WINDOW, maybe_ahead
-from tests.unit.router.bench import RedisServer
-from tests.wire.guessing_models import VOCAB, Maker
-from tests.wire.prefill_decode_pair import LEASE_TTL_S, Sample, until
+from tests.harness.compile_process import SharedProcess
+from tests.harness.guessing_models import VOCAB, Maker
+from tests.harness.prefill_decode_pair import LEASE_TTL_S, Sample, until
+from tests.harness.router_bench import RedisServer
+from tests.harness.workloads import WINDOW, maybe_ahead
 
 WAIT_S = 60.0
 """No wait of a test may take longer; far above what any should take."""

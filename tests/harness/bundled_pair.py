@@ -27,9 +27,14 @@ from services.worker import connector, main
 from services.worker.config import WorkerLimits, WorkerSettings
 from services.worker.sampling import beam_from_proto, num_samples_of, sampling_from_proto
 from services.worker.status import FINISH_REASONS, logprobs_to_proto
-from tests.unit.worker.builders import SALT
-from tests.wire.prefill_call import PrefillCall
-from tests.wire.prefill_decode_pair import RouterStream, Sample, handover, sampling_params
+from tests.harness.gated_engine import SALT
+from tests.harness.prefill_decode_pair import (
+    PrefillCall,
+    RouterStream,
+    Sample,
+    handover,
+    sampling_params,
+)
 
 MODEL = "baton-5m-draft"
 WAIT_S = 20.0

@@ -27,8 +27,8 @@ from services.decode.role import DecodeRole
 from services.worker import engine_thread, main
 from services.worker.config import WorkerLimits, WorkerSettings
 from services.worker.connector import StoreConnector
-from tests.unit.worker.builders import SALT, fake_engine
-from tests.wire.prefill_decode_pair import (
+from tests.harness.gated_engine import SALT, fake_engine
+from tests.harness.prefill_decode_pair import (
     LEASE_TTL_S,
     WAIT_S,
     RouterStream,

@@ -1,8 +1,9 @@
-"""Engines that launch ahead, for tests: computed as late as may be, or noting what was called."""
+"""Engines on a FakeModel that launch ahead: computed as late as may be, or noting each call."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from engine.config import EngineConfig
@@ -12,6 +13,7 @@ from engine.models.interface import DecodeRow, Launch, LaunchRow, MixedRow
 from engine.plain_ahead import AheadModel, PlainAhead
 from engine.sampling.row import Drawn
 from engine.step_output import RequestEvent, StepOutput
+from tests.harness.compile_process import one_compile_process as one_compile_process
 
 SIZE = 4
 WINDOW = 64
@@ -113,3 +115,16 @@ def recording_engine(
     model.launches = Recording(fake, takes_prompts=takes_prompts)
     model.ahead = model.launches
     return make(model, **config), model.launches
+
+
+def hasher(root: bytes = b"") -> Callable[[bytes, Sequence[int]], bytes]:
+    """A chain hash keyed by `root`."""
+
+    def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
+        data = b"".join(token.to_bytes(4, "little") for token in token_ids)
+        return hashlib.blake2b(parent + data, key=root, digest_size=16).digest()
+
+    return block_hash
+
+
+block_hash = hasher()

@@ -1,6 +1,6 @@
 """Small random EAGLE-3 heads, saved as they are published, and what they compute, written from the
 paper: whole sequences at once, with no cache. Of a target of 3 layers with HIDDEN features and
-VOCAB tokens (published.py); the head's own sizes are others."""
+VOCAB tokens (published_heads.py); the head's own sizes are others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tests.unit.engine.speculation.heads.published import HIDDEN, VOCAB, Tensors, save
+from tests.harness.published_heads import HIDDEN, VOCAB, Tensors, save
 
 LAYERS = (0, 1, 2)
 """Of the target; those that are published are of a deeper one."""

@@ -29,12 +29,12 @@ from services.prefill.worker import PrefillWorker
 from services.worker import main
 from services.worker.config import WorkerLimits, WorkerSettings
 from services.worker.core import WorkerCore
-from tests.unit.worker.builders import BLOCK_SIZE, GATE_S, SALT, GatedModel, fake_engine, prompt_of
-from tests.wire.prefill_call import PrefillCall
-from tests.wire.prefill_decode_pair import (
+from tests.harness.gated_engine import BLOCK_SIZE, GATE_S, SALT, GatedModel, fake_engine, prompt_of
+from tests.harness.prefill_decode_pair import (
     FRAME_BYTES,
     LEASE_TTL_S,
     WAIT_S,
+    PrefillCall,
     sampling_params,
     until,
     whole,

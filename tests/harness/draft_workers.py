@@ -19,7 +19,7 @@ from engine.speculation.drafter import Draft, Drafter, Task
 from engine.speculation.remote import RemoteDrafter
 from engine.speculation.remote_state import MAX_BACKOFF_S
 from engine.speculation.tree import chain
-from tests.unit.engine.conftest import hasher
+from tests.harness.engines import hasher
 
 EXPANSION = (2, 1, 1)
 LIMITS = SessionLimits(

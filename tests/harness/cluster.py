@@ -1,25 +1,33 @@
-"""What the right answer is: unmodified `transformers`, and one engine that does both roles.
+"""What the right answer is: unmodified `transformers`, and one engine that does both roles;
+and when a real cluster is idle.
 
 Prompts are real text of the bundled corpus, cut to lengths that sit on and beside block edges.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 
+from baton.client import SyncClient
+from baton.local_cluster import LocalCluster
 from checkpoints.resolve import resolve
 from engine.config import EngineConfig
 from engine.loop import Engine, load_engine
 from engine.request import Request, Sampling
 from kvstore import block_hash
+from protos import inference_pb2
+from tests.conftest import LONG, SESSION_SEED
 from tools.bundled_model import corpus
 
 BLOCK_SIZE = 16
@@ -112,3 +120,75 @@ def run_engine(
             outputs[event.request_id].extend(event.token_ids)
     engine.check_integrity()
     return list(outputs.values())
+
+
+TRANSPORTS = ("shm", "nixl", "grpc")
+# Most tokens of a step: chunks of a prompt that do (48) and do not (37) divide into blocks, and one
+# that holds most prompts whole.
+CHUNK_TOKENS = (512, 48, 37)
+
+
+def _clusters() -> list[tuple[str, int]]:
+    """(transport, chunk) of each cluster: the long run has every transport with both chunks that
+    cut prompts; else each transport has one, which the seed rotates."""
+    if LONG:
+        return list(itertools.product(TRANSPORTS, CHUNK_TOKENS[1:]))
+    turned = (CHUNK_TOKENS[(SESSION_SEED + place) % 3] for place in range(3))
+    return list(zip(TRANSPORTS, turned, strict=True))
+
+
+CLUSTERS = [
+    pytest.param((transport, chunk), id=f"{transport}-chunk{chunk}")
+    for transport, chunk in _clusters()
+]
+
+
+def assert_idle(
+    cluster: LocalCluster, timeout_s: float = 40.0
+) -> inference_pb2.GetClusterStatusReply:
+    """Every conservation law holds and nothing is held for anybody: no request, no lease, no block.
+
+    Leases of handles that nobody came for lapse by themselves, so this waits, within a bound.
+    """
+    deadline = time.monotonic() + timeout_s
+    with SyncClient(cluster.address) as client:
+        while True:
+            status = client.status()
+            found = complaints(status)
+            if not found:
+                return status
+            assert time.monotonic() < deadline, found
+            time.sleep(0.05)
+
+
+def complaints(status: inference_pb2.GetClusterStatusReply) -> list[str]:
+    """What is still held, or broken."""
+    found = [f"{status.num_requests_in_flight} requests in the router"] * bool(
+        status.num_requests_in_flight
+    )
+    for worker in status.workers:
+        held = {
+            "waiting": worker.num_waiting,
+            "running": worker.num_running,
+            "holding": worker.num_holding,
+            "quarantined": worker.num_quarantined_blocks,
+            "lent": worker.num_lent_blocks,
+        }
+        found += [f"{worker.worker_id}: {count} {name}" for name, count in held.items() if count]
+        if worker.num_free_blocks + worker.num_cached_blocks != worker.num_blocks:
+            found.append(f"{worker.worker_id}: blocks are referenced")
+        if worker.integrity_error:
+            found.append(f"{worker.worker_id}: {worker.integrity_error}")
+    for store in status.stores:
+        held = {
+            "writing": store.num_writing,
+            "pinned": store.num_pinned,
+            "quarantined": store.num_quarantined,
+            "leases": store.num_leases,
+        }
+        found += [f"{store.node_id}: {count} {name}" for name, count in held.items() if count]
+        if store.num_free + store.num_committed != store.num_frames:
+            found.append(f"{store.node_id}: frames do not sum up")
+        if store.integrity_error:
+            found.append(f"{store.node_id}: {store.integrity_error}")
+    return found

@@ -19,7 +19,7 @@ from engine.parking import Blocks, HostParking, Parked, Parking
 from engine.plain_ahead import AheadModel
 from engine.request import FinishReason, GrammarSpec, Request, Sampling, State
 from engine.step_output import RequestEvent
-from tests.unit.engine.conftest import hasher
+from tests.harness.engines import hasher
 
 SIZE = 4
 WINDOW = 48
