@@ -14,9 +14,9 @@ from engine.speculation.drafter import Draft, Task
 from engine.speculation.tree import TokenTree, chain
 from process.metrics import MetricsServer
 from services.worker.metrics import WorkerCollector
+from tests.harness import exposition
 from tests.harness.gated_engine import GatedModel, prompt_of
 from tests.harness.prefill_decode_pair import pair
-from tests.wire import exposition
 
 NUM_TOKENS = 40
 DEPTH = 3
