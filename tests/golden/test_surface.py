@@ -21,7 +21,7 @@ from baton import ClusterConfig, LocalCluster, cli
 from protos import common_pb2, inference_pb2, inference_pb2_grpc
 from tests.golden.recorded import check
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.oracle, pytest.mark.e2e, pytest.mark.timeout(300)]
 
 TIMEOUT_S = 60.0
 CHAT, TEXT, EMBED = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"

@@ -7,9 +7,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from protos import decode_pb2
 from tests.harness.gated_engine import prompt_of
 from tests.harness.prefill_decode_pair import Pair, RouterStream, pair
+
+pytestmark = pytest.mark.oracle
 
 NUM_PLACES = 8
 

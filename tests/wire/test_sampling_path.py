@@ -15,6 +15,8 @@ from protos import common_pb2, decode_pb2
 from tests.harness.gated_engine import BLOCK_SIZE, prompt_of
 from tests.harness.prefill_decode_pair import WAIT_S, PrefillCall, Sample, handover, pair, until
 
+pytestmark = pytest.mark.oracle
+
 VOCAB = 97
 
 
