@@ -28,11 +28,11 @@ from kvstore.config import KvStoreSettings
 from kvstore.errors import INCARNATION, LEASE_LAPSED
 from kvstore.slab import Slab
 from process import incarnation
-from process.deadline import Deadline
 from tests.chaos import damage
 from tests.harness.handles import blocks_of
 from tests.harness.prefill_decode_pair import Pair, pair
 from tests.harness.store import FINGERPRINT, Worker
+from tests.harness.waiting import within
 
 pytestmark = pytest.mark.chaos
 
@@ -46,10 +46,6 @@ NUM_BAD = 10_000
 TRANSPORTS = ("shm", "nixl", "grpc")
 
 Scale = Callable[[int], int]
-
-
-def within() -> Deadline:
-    return Deadline.after(CALL_S)
 
 
 class Hunt:

@@ -22,7 +22,8 @@ from kvstore.frames import FrameState
 from kvstore.putting import PutResult
 from process.errors import BatonError
 from tests.harness.control_proxy import ControlProxy, Mischief
-from tests.harness.store import SETTINGS, Worker, within
+from tests.harness.store import SETTINGS, Worker
+from tests.harness.waiting import within
 
 pytestmark = pytest.mark.chaos
 

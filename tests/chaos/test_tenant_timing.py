@@ -27,7 +27,8 @@ import numpy as np
 import pytest
 
 from kvstore import block_hash, serve
-from tests.harness.store import FINGERPRINT, SETTINGS, Worker, within
+from tests.harness.store import FINGERPRINT, SETTINGS, Worker
+from tests.harness.waiting import within
 
 logger = logging.getLogger(__name__)
 

@@ -18,9 +18,9 @@ from kvstore import errors
 from kvstore.lending import followers, reader_holds
 from kvstore.lending.told import Word
 from kvstore.transport import mapped
-from tests.conformance.test_lender import MAPPED, Lending, lending, within
-from tests.conformance.test_mapped import Clock
+from tests.conformance.test_lender import MAPPED, Lending, lending
 from tests.harness.store import BLOCK_BYTES, Worker
+from tests.harness.waiting import Clock, within
 
 NewWorker = Callable[..., Any]
 WAIT_S = 20.0
@@ -132,7 +132,7 @@ async def test_a_promise_that_ends_before_the_copy_is_no_promise(
     asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then it is asked about as ever, and what was given back is found."""
-    clock = Clock()
+    clock = Clock(1000.0)
     monkeypatch.setattr(mapped, "time", clock)
     clock.now_s = time.monotonic()
 
@@ -207,7 +207,7 @@ async def test_a_promise_that_was_kept_is_not_taken_back(
     """The copy ends within its promise while the loop is busy; when the loop looks, the promise has
     ended, and no other is to be had. Nobody is asked about what was kept, and nobody waits."""
     monkeypatch.setattr(reader_holds, "MAX_HOLDS", 0)
-    clock = Clock()
+    clock = Clock(1000.0)
     monkeypatch.setattr(mapped, "time", clock)
     lease_id, blocks = await asked.lent.lend([1, 2, 3])
     is_here, goes_on = threading.Event(), threading.Event()

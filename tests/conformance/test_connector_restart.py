@@ -14,7 +14,6 @@ import pytest
 from kvstore.block import Block
 from kvstore.config import KvStoreSettings
 from kvstore.transport.base import BlockMemory
-from process.deadline import Deadline
 from services.worker.config import WorkerLimits
 from services.worker.connector import StoreConnector
 from services.worker.engine_thread import EngineThread
@@ -22,14 +21,11 @@ from services.worker.links import Links
 from services.worker.store_target import StoreTarget
 from tests.harness.gated_engine import fake_engine, prompt_of, request, running
 from tests.harness.store import TRANSPORTS, StoreProcess
+from tests.harness.waiting import within
 
 Chain = Callable[[str, int], list[bytes]]
 WAIT_S = 30.0
 NUM_ITEMS = 5
-
-
-def within(seconds: float = WAIT_S) -> Deadline:
-    return Deadline.after(seconds)
 
 
 @asynccontextmanager

@@ -27,7 +27,8 @@ from services.draft.config import DraftLimits, DraftSettings
 from services.draft.worker import DraftWorker, serving_drafts
 from services.worker.draft_channel import GrpcDraftChannel
 from tests.harness import draft_workers as bench
-from tests.harness.draft_workers import LIMITS, Clock, meet, outputs, plain, submit
+from tests.harness.draft_workers import LIMITS, meet, outputs, plain, submit
+from tests.harness.waiting import Clock
 
 CALL_S = 30.0
 VERIFIER = bytes(range(16))

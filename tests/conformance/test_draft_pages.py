@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +19,12 @@ from services.worker.config import WorkerLimits
 from services.worker.connector import StoreConnector
 from services.worker.draft_pages import StoreDraftPages
 from services.worker.store_target import StoreTarget
+from tests.harness.waiting import until
 
 PAGE_BYTES = 1000
 NUM_TOKENS = 12
 NUM_ROWS = 6
 WAIT_S = 30.0
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 class Case:

@@ -21,8 +21,8 @@ from kvstore import serve
 from kvstore.block import Tier
 from kvstore.config import KvStoreSettings
 from kvstore.tiers import page_file
-from process.deadline import Deadline
 from process.errors import DeadlineExceeded, NoCapacity
+from tests.harness.waiting import until, within
 
 Chain = Callable[[str, int], list[bytes]]
 NewWorker = Callable[..., Any]
@@ -40,16 +40,6 @@ def settings(store_settings: KvStoreSettings, tmp_path: Path) -> KvStoreSettings
         file_tier_bytes=120 * 8192,
         demote_below_free=0.5,
     )
-
-
-def within(seconds: float = 20.0) -> Deadline:
-    return Deadline.after(seconds)
-
-
-async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 def pages_of(settings: KvStoreSettings) -> Path:

@@ -23,20 +23,16 @@ from kvstore.lending.loans import LoanTable, Offer
 from kvstore.lending.server import LenderServicer
 from kvstore.transport.base import BlockMemory
 from process import serving
-from process.deadline import Deadline
 from process.errors import BatonError, FailedPrecondition, NoCapacity, NotFound
 from protos import kvstore_pb2
 from tests.harness.fake_device import FakeDevice
 from tests.harness.store import BLOCK_BYTES, FINGERPRINT, NUM_BLOCKS, OnDevice
+from tests.harness.waiting import within
 
 NewWorker = Callable[..., Any]
 MAPPED = OnDevice("cuda_ipc")
 TRANSPORTS = ("grpc", "nixl", OnDevice("grpc"), OnDevice("nixl"), MAPPED)
 TTL_S = 30.0
-
-
-def within(seconds: float = 10.0) -> Deadline:
-    return Deadline.after(seconds)
 
 
 class Lending:

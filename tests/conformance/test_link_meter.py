@@ -19,13 +19,10 @@ from kvstore.transport.base import GetItems, GetResult, PutItem
 from process.deadline import Deadline
 from process.errors import BatonError, DeadlineExceeded, NoCapacity, Unavailable
 from tests.harness.store import BLOCK_BYTES
+from tests.harness.waiting import within
 
 Chain = Callable[[str, int], list[bytes]]
 NewWorker = Callable[..., Any]
-
-
-def within(seconds: float = 20.0) -> Deadline:
-    return Deadline.after(seconds)
 
 
 async def assert_clean(store: serve.RunningStore, client: Any) -> None:

@@ -26,9 +26,10 @@ from kvstore.transport.device import Mark, Shared
 from process.deadline import Deadline
 from process.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument
 from protos import kvstore_pb2
-from tests.conformance.test_lender import MAPPED, Lending, lending, within
+from tests.conformance.test_lender import MAPPED, Lending, lending
 from tests.harness.fake_device import FakeQueue, FakeStream
 from tests.harness.store import BLOCK_BYTES, OnDevice, Worker
+from tests.harness.waiting import Clock, within
 
 NewWorker = Callable[..., Any]
 
@@ -422,21 +423,11 @@ async def test_a_copy_that_ends_behind_its_promise_is_asked_about(
     assert got.failed == dict.fromkeys(range(3), errors.LEASE_LAPSED) and not got.checksums
 
 
-class Clock:
-    """In place of `time`; goes on only when it is told to."""
-
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now_s
-
-
 async def test_a_promise_must_last_until_the_last_byte_is_here(
     lent: Lending, promised: Promised, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lease_id, blocks, _ = await promised.told()
-    clock = Clock()
+    clock = Clock(1000.0)
     monkeypatch.setattr(mapped, "time", clock)
     word = Word(3, clock.now_s + 50.0)
 
@@ -455,7 +446,7 @@ async def test_a_promise_must_last_until_the_last_byte_is_here(
 async def test_a_promise_counts_from_the_question_and_not_from_its_answer(
     lent: Lending, promised: Promised, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = Clock()
+    clock = Clock(1000.0)
     asked_s, way_s = clock.now_s, 60.0
     monkeypatch.setattr(lease_calls, "time", clock)
     rpc = promised.reader.client._leases._rpc

@@ -25,7 +25,6 @@ from kvstore.errors import (
     TransferTimeout,
 )
 from kvstore.transport.base import BlockMemory
-from process.deadline import Deadline
 from process.errors import DeadlineExceeded, Unavailable
 from services.worker import remote_peer
 from services.worker import stores as module
@@ -34,23 +33,10 @@ from services.worker.provenance import FINGERPRINT
 from services.worker.store_target import StoreTarget
 from services.worker.stores import RemoteStores, StoreUnusable
 from tests.harness.store import BLOCK_BYTES, BLOCK_SIZE, NUM_BLOCKS, TRANSPORTS, StoreProcess
+from tests.harness.waiting import Clock, until, within
 
 Chain = Callable[[str, int], list[bytes]]
 MODEL = "ab" * 16
-
-
-class Clock:
-    """Seconds that pass when the test says so."""
-
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-def within(seconds: float = 20.0) -> Deadline:
-    return Deadline.after(seconds)
 
 
 def target_of(transport: str, view: np.ndarray[Any, Any] | None = None) -> StoreTarget:
@@ -82,13 +68,7 @@ async def remote(
 
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.005)
+    return Clock(1000.0)
 
 
 async def life_of(process: StoreProcess) -> bytes:

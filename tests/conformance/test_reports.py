@@ -15,13 +15,10 @@ from kvstore import errors, serve
 from kvstore.transport.base import GetResult
 from process.deadline import Deadline
 from process.errors import Unavailable
+from tests.harness.waiting import within
 
 Chain = Callable[[str, int], list[bytes]]
 NewWorker = Callable[..., Any]
-
-
-def within(seconds: float = 20.0) -> Deadline:
-    return Deadline.after(seconds)
 
 
 async def test_nobody_meets_the_same_bad_block_twice(

@@ -23,7 +23,6 @@ from kvstore.config import KvStoreSettings
 from kvstore.index import PrefixIndex
 from kvstore.transport.base import BlockMemory
 from process import redis_client, serving
-from process.deadline import Deadline
 from process.errors import (
     DeadlineExceeded,
     FailedPrecondition,
@@ -33,19 +32,10 @@ from process.errors import (
     Unavailable,
 )
 from protos import kvstore_pb2, kvstore_pb2_grpc
+from tests.harness.waiting import until, within
 
 Chain = Callable[[str, int], list[bytes]]
 NewWorker = Callable[..., Any]
-
-
-def within(seconds: float = 10.0) -> Deadline:
-    return Deadline.after(seconds)
-
-
-async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def test_two_writers_of_one_block(

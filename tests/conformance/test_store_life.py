@@ -23,23 +23,13 @@ from kvstore.nixl_agent import NixlAgent, Region
 from kvstore.push_peers import PeerBlocks
 from kvstore.store import Store
 from process import serving
-from process.deadline import Deadline
 from process.errors import FailedPrecondition, InvalidArgument
 from protos import kvstore_pb2, kvstore_pb2_grpc
+from tests.harness.waiting import until, within
 
 Chain = Callable[[str, int], list[bytes]]
 NewWorker = Callable[..., Any]
 LARGE = 1 << 20
-
-
-def within(seconds: float = 10.0) -> Deadline:
-    return Deadline.after(seconds)
-
-
-async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 @pytest.fixture
@@ -137,7 +127,7 @@ async def test_heartbeats_do_not_keep_the_laws_from_being_checked(
         beating = [asyncio.create_task(beat()) for _ in range(4)]
         entry.num_pins += 1
         try:
-            await until(lambda: "pins" in store.node.integrity_error, 10.0)
+            await until(lambda: "pins" in store.node.integrity_error)
         finally:
             entry.num_pins -= 1
             for task in beating:

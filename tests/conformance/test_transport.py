@@ -18,17 +18,13 @@ import pytest
 from kvstore import block_hash, errors, serve
 from kvstore.config import KvStoreSettings
 from kvstore.transport.shm import ShmTransport
-from process.deadline import Deadline
 from process.errors import BatonError, FailedPrecondition
 from tests.conftest import LONG
+from tests.harness.waiting import within
 
 Chain = Callable[[str, int], list[bytes]]
 NewWorker = Callable[..., Any]
 SHM_GIVES = {errors.GENERATION, errors.LEASE_LAPSED}
-
-
-def within(seconds: float = 10.0) -> Deadline:
-    return Deadline.after(seconds)
 
 
 @pytest.mark.parametrize("num_blocks", [1, 2, 3, 7, 13] if LONG else [1, 7])

@@ -24,24 +24,14 @@ from kvstore.transport.connect import connect
 from kvstore.transport.device import wait_for
 from kvstore.transport.device_shm import DeviceShmTransport
 from kvstore.transport.staged import StagedTransport
-from process.deadline import Deadline
 from process.errors import BatonError, DeadlineExceeded, FailedPrecondition
 from tests.harness.fake_device import FakeDevice
 from tests.harness.store import OnDevice, Worker
+from tests.harness.waiting import until, within
 
 Chain = Callable[[str, int], list[bytes]]
 NewWorker = Callable[..., Any]
 SHM, GRPC = OnDevice("shm"), OnDevice("grpc")
-
-
-def within(seconds: float = 10.0) -> Deadline:
-    return Deadline.after(seconds)
-
-
-async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 @pytest.mark.parametrize("name", [SHM, GRPC])

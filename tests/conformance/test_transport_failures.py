@@ -21,22 +21,13 @@ from kvstore.transport import nixl
 from kvstore.transport.base import GetItems, PutUnsettled
 from process.deadline import Deadline
 from process.errors import DeadlineExceeded, Unavailable
+from tests.harness.waiting import until, within
 
 Chain = Callable[[str, int], list[bytes]]
 NewWorker = Callable[..., Any]
 NewStore = Callable[..., Awaitable[Any]]
 Pause = Callable[[asyncio.subprocess.Process], Awaitable[None]]
 LONE_WORKER = Path(__file__).parents[1] / "harness" / "lone_worker.py"
-
-
-def within(seconds: float = 10.0) -> Deadline:
-    return Deadline.after(seconds)
-
-
-async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 class LoneWorker:

@@ -27,7 +27,7 @@ from tests.harness.beam_search import Search, beam_reference
 from tests.harness.bundled_pair import MODEL, alone
 from tests.harness.cluster import Oracle, assert_idle, oracle, prompts, single_engine
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.oracle, pytest.mark.e2e, pytest.mark.timeout(600)]
 
 SCHEMA = {
     "type": "object",

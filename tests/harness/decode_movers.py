@@ -34,8 +34,8 @@ from tests.harness.prefill_decode_pair import (
     RouterStream,
     Sample,
     sampling_params,
-    until,
 )
+from tests.harness.waiting import until
 
 LEAVE_S = 30.0
 NEXT_S = 45.0

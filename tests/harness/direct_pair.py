@@ -31,9 +31,9 @@ from tests.harness.prefill_decode_pair import (
     PrefillCall,
     RouterStream,
     pair,
-    until,
     whole,
 )
+from tests.harness.waiting import until
 
 DIRECT = common_pb2.HANDOVER_PATH_DIRECT
 STORE = common_pb2.HANDOVER_PATH_STORE

@@ -20,6 +20,7 @@ from engine.speculation.remote import RemoteDrafter
 from engine.speculation.remote_state import MAX_BACKOFF_S
 from engine.speculation.tree import chain
 from tests.harness.engines import hasher
+from tests.harness.waiting import Clock
 
 EXPANSION = (2, 1, 1)
 LIMITS = SessionLimits(
@@ -95,16 +96,6 @@ class CountsOn:
 
     def check_integrity(self) -> None:
         pass
-
-
-class Clock:
-    """Time that passes when it is told to."""
-
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def sessions(

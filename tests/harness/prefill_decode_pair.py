@@ -9,11 +9,11 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import grpc.aio
 
@@ -39,6 +39,7 @@ from services.worker.config import WorkerLimits, WorkerSettings
 from services.worker.sampling import beam_from_proto, num_samples_of, sampling_from_proto
 from services.worker.status import FINISH_REASONS, logprobs_to_proto, traces_to_proto
 from tests.harness.gated_engine import SALT, GatedModel, fake_engine
+from tests.harness.waiting import until
 
 WAIT_S = 30.0
 """No wait of a test may take longer; far above what any should take."""
@@ -472,48 +473,6 @@ def sampling_params(
     return common_pb2.SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_p=1.0, seed=seed, **more
     )
-
-
-class Gate:
-    """Holds calls of one method of an object until told to go on."""
-
-    closed: ClassVar[list[Gate]] = []
-
-    def __init__(self, target: Any, name: str) -> None:
-        self._target, self._name = target, name
-        self._real = getattr(target, name)
-        self._open = asyncio.Event()
-        self.entered = asyncio.Event()
-        setattr(target, name, self._gated)
-        Gate.closed.append(self)
-
-    async def _gated(self, *arguments: Any, **options: Any) -> Any:
-        self.entered.set()
-        await self._open.wait()
-        return await self._real(*arguments, **options)
-
-    async def wait_entered(self) -> None:
-        async with asyncio.timeout(WAIT_S):
-            await self.entered.wait()
-
-    def open(self) -> None:
-        """Let those that wait and all that come go on; idempotent."""
-        if self in Gate.closed:
-            Gate.closed.remove(self)
-        self._open.set()
-        setattr(self._target, self._name, self._real)
-
-
-async def until(condition: Callable[[], Any | Awaitable[Any]], timeout_s: float = WAIT_S) -> None:
-    """Poll a condition that another process or thread makes true; bounded."""
-    async with asyncio.timeout(timeout_s):
-        while True:
-            held = condition()
-            if asyncio.iscoroutine(held):
-                held = await held
-            if held:
-                return
-            await asyncio.sleep(0.005)
 
 
 @contextlib.asynccontextmanager

@@ -36,9 +36,9 @@ from tests.harness.prefill_decode_pair import (
     WAIT_S,
     PrefillCall,
     sampling_params,
-    until,
     whole,
 )
+from tests.harness.waiting import until
 
 
 class SteppedModel(GatedModel):

@@ -44,6 +44,7 @@ from services.router.routing import Routing
 from services.router.sampling_defaults import SamplingDefaults
 from services.router.views import ServedModel
 from tests.harness.small_tokenizers import byte_level
+from tests.harness.waiting import until
 from tokens.chat_template import ChatTemplate
 
 TOKENIZER = byte_level()
@@ -107,18 +108,6 @@ async def _pings(client: Any) -> bool:
         return bool(await client.ping())
     except (redis.exceptions.RedisError, OSError):
         return False
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    """Poll `condition` (which may be async) until it holds. Raises: TimeoutError after BOUND_S."""
-    async with asyncio.timeout(BOUND_S):
-        while True:
-            held = condition()
-            if asyncio.iscoroutine(held):
-                held = await held
-            if held:
-                return
-            await asyncio.sleep(0.005)
 
 
 class Bench:

@@ -23,6 +23,7 @@ from kvstore.transport.base import BlockMemory
 from process.deadline import Deadline
 from protos import kvstore_pb2
 from tests.harness.fake_device import FakeDevice
+from tests.harness.waiting import within
 
 FINGERPRINT = "ab" * 16
 BLOCK_BYTES = 5000  # no multiple of a page
@@ -40,10 +41,6 @@ SETTINGS = KvStoreSettings(
     quarantine_grace_s=0.2,
     drain_s=0.3,
 )
-
-
-def within(seconds: float = CALL_S) -> Deadline:
-    return Deadline.after(seconds)
 
 
 class OnDevice(str):

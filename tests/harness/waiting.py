@@ -1,25 +1,102 @@
-"""Requests whose time is over when a test says so: none has to get anywhere within a budget that a
-busy machine may use up before.
+"""How tests wait: for what comes to be, within a bound that no busy machine reaches; on clocks that
+go on, at gates that open and for times that are over when the test says so.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING, Any
+import inspect
+import time
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 
 from process import deadline
+from process.deadline import Deadline
 
 if TYPE_CHECKING:
     from services.decode.worker import DecodeWorker
 
-BEGIN_S = 30.0
+WAIT_S = 30.0
+"""No wait of a test may take longer; far above what any should take."""
+
+
+async def until(condition: Callable[[], Any | Awaitable[Any]], timeout_s: float = WAIT_S) -> None:
+    """Poll a condition, which may be async, until it holds. Raises: TimeoutError."""
+    async with asyncio.timeout(timeout_s):
+        while True:
+            held = condition()
+            if inspect.isawaitable(held):
+                held = await held
+            if held:
+                return
+            await asyncio.sleep(0.005)
+
+
+def block_until(condition: Callable[[], Any], timeout_s: float = WAIT_S) -> None:
+    """As `until`, where no loop runs. Raises: TimeoutError."""
+    end_s = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > end_s:
+            raise TimeoutError(f"not within {timeout_s:g} s")
+        time.sleep(0.01)
+
+
+def within(timeout_s: float = WAIT_S) -> Deadline:
+    """The deadline of a call that should succeed."""
+    return Deadline.after(timeout_s)
+
+
+class Clock:
+    """Seconds that pass when the test says so; also in place of the module `time`."""
+
+    def __init__(self, now_s: float = 100.0) -> None:
+        self.now_s = now_s
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+class Gate:
+    """Holds calls of one method of an object until told to go on."""
+
+    closed: ClassVar[list[Gate]] = []
+
+    def __init__(self, target: Any, name: str) -> None:
+        self._target, self._name = target, name
+        self._real = getattr(target, name)
+        self._open = asyncio.Event()
+        self.entered = asyncio.Event()
+        setattr(target, name, self._gated)
+        Gate.closed.append(self)
+
+    async def _gated(self, *arguments: Any, **options: Any) -> Any:
+        self.entered.set()
+        await self._open.wait()
+        return await self._real(*arguments, **options)
+
+    async def wait_entered(self) -> None:
+        async with asyncio.timeout(WAIT_S):
+            await self.entered.wait()
+
+    def open(self) -> None:
+        """Let those that wait and all that come go on; idempotent."""
+        if self in Gate.closed:
+            Gate.closed.remove(self)
+        self._open.set()
+        setattr(self._target, self._name, self._real)
 
 
 class Deadlines:
-    """Keeps the scopes that `Deadline.timeout` opens in each task; the first one of a request's
+    """Requests whose time is over when a test says so: none has to get anywhere within a budget
+    that a busy machine may use up before.
+
+    Keeps the scopes that `Deadline.timeout` opens in each task; the first one of a request's
     task is its time. Stands for `asyncio` in process/deadline.py, which needs no more of it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,7 +113,7 @@ class Deadlines:
     async def end(self, task: asyncio.Task[Any] | None) -> None:
         """The time of what this task does is over; once it has begun."""
         assert task is not None
-        async with asyncio.timeout(BEGIN_S):
+        async with asyncio.timeout(WAIT_S):
             while task not in self._scopes:
                 await asyncio.sleep(0.001)
         _end(self._scopes[task][0])

@@ -36,8 +36,8 @@ from tests.harness.router_bench import (
     request,
     running,
     settings_for,
-    until,
 )
+from tests.harness.waiting import until
 
 OLD, NEW = "11" * 32, "22" * 32
 SHORT: dict[str, Any] = {"max_tokens": 3}

@@ -34,8 +34,8 @@ from services.worker.stores import RemoteStores, StoreUnusable
 from tests.harness.direct_pair import CHUNK, NUM_BLOCKS, PROMPT, ahead, on_devices
 from tests.harness.gated_engine import BLOCK_SIZE
 from tests.harness.handles import forge, prefetch
-from tests.harness.prefill_decode_pair import WAIT_S, Gate, until
-from tests.harness.waiting import Deadlines, task_of
+from tests.harness.prefill_decode_pair import WAIT_S
+from tests.harness.waiting import Deadlines, Gate, task_of, until
 
 FOR_EVER_S = 1e6
 

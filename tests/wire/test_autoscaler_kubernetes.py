@@ -28,19 +28,10 @@ from services.autoscaler.signals import ByRole, Role
 from tests.harness import kubernetes_server
 from tests.harness.autoscaler_bench import Cluster, settings_for
 from tests.harness.kubernetes_server import NAMESPACE, ApiServer
-from tests.harness.router_bench import RedisServer, until
+from tests.harness.router_bench import RedisServer
+from tests.harness.waiting import Clock, until
 
 LEASE = kmock.resource("coordination.k8s.io/v1/leases")
-
-
-class Clock:
-    """Moves when it is told to."""
-
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 class Rivals:

@@ -35,7 +35,8 @@ from services.autoscaler.scaler import ScalerError, UnitState
 from services.autoscaler.server import MAX_REQUEST_BYTES
 from services.autoscaler.signals import ByRole, Role
 from tests.harness.autoscaler_bench import Cluster, Worker, running
-from tests.harness.router_bench import BOUND_S, until
+from tests.harness.router_bench import BOUND_S
+from tests.harness.waiting import until
 
 
 async def ask(address: str, **fields: Any) -> autoscaler_pb2.GetDecisionsReply:

@@ -27,8 +27,8 @@ from tests.harness.router_bench import (
     request,
     running,
     settings_for,
-    until,
 )
+from tests.harness.waiting import until
 
 
 async def entry(bench: Bench) -> router_status_pb2.RouterStatus:

@@ -35,8 +35,8 @@ from tests.harness.router_bench import (
     request,
     rest_of,
     running,
-    until,
 )
+from tests.harness.waiting import until
 
 GENERATE = "/baton.v1.Inference/Generate"
 MIB = 1024 * 1024

@@ -28,16 +28,8 @@ from services.worker import main
 from services.worker.config import WorkerLimits, WorkerSettings
 from tests.harness.gated_engine import SALT, GatedModel, fake_engine, prompt_of
 from tests.harness.handles import blocks_of, partial, prefetch, set_blocks
-from tests.harness.prefill_decode_pair import (
-    FRAME_BYTES,
-    LEASE_TTL_S,
-    WAIT_S,
-    Answer,
-    Gate,
-    Pair,
-    pair,
-    until,
-)
+from tests.harness.prefill_decode_pair import FRAME_BYTES, LEASE_TTL_S, WAIT_S, Answer, Pair, pair
+from tests.harness.waiting import Gate, until
 
 PROMPT = prompt_of(30, start=3)
 NUM_BLOCKS = 8  # seven full ones and the tail

@@ -14,7 +14,8 @@ from protos import common_pb2, prefill_pb2
 from services.worker import handle as handles
 from tests.harness.gated_engine import prompt_of
 from tests.harness.handles import blocks_of, forge, set_blocks
-from tests.harness.prefill_decode_pair import Answer, Pair, pair, until
+from tests.harness.prefill_decode_pair import Answer, Pair, pair
+from tests.harness.waiting import until
 
 PROMPT = prompt_of(30, start=3)
 NUM_BLOCKS = 8  # seven full ones and the tail

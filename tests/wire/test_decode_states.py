@@ -22,15 +22,13 @@ from tests.harness.gated_engine import prompt_of
 from tests.harness.handles import partial, prefetch
 from tests.harness.prefill_decode_pair import (
     WAIT_S,
-    Gate,
     Pair,
     PrefillCall,
     RouterStream,
     handover,
     pair,
-    until,
 )
-from tests.harness.waiting import Deadlines, task_of
+from tests.harness.waiting import Deadlines, Gate, task_of, until
 
 STATES = ["reserving", "reserved", "prefetching", "fetching", "running"]
 PROMPT = prompt_of(30, start=3)

@@ -14,7 +14,8 @@ from services.prefill import puts_behind
 from services.worker.config import WorkerLimits
 from tests.harness.direct_pair import DIRECT, FULL, PROMPT, all_back, direct, generate
 from tests.harness.handles import blocks_of
-from tests.harness.prefill_decode_pair import WAIT_S, Gate, Pair, until
+from tests.harness.prefill_decode_pair import WAIT_S, Pair
+from tests.harness.waiting import Gate, until
 
 
 def stored(p: Pair, reply: Any) -> list[bool]:

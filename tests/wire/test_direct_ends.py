@@ -28,17 +28,8 @@ from services.worker import main, request_spans
 from services.worker.config import WorkerLimits
 from tests.harness.direct_pair import DIRECT, FULL, PROMPT, all_back, direct, generate
 from tests.harness.gated_engine import GATE_S, fake_engine, prompt_of
-from tests.harness.prefill_decode_pair import (
-    KEY,
-    WAIT_S,
-    Gate,
-    Pair,
-    PrefillCall,
-    pair,
-    until,
-    whole,
-)
-from tests.harness.waiting import Deadlines
+from tests.harness.prefill_decode_pair import KEY, WAIT_S, Pair, PrefillCall, pair, whole
+from tests.harness.waiting import Deadlines, Gate, until
 
 STATES = {
     "queued": PrefillState.QUEUED,

@@ -27,7 +27,8 @@ from tests.harness.decode_movers import hold_at
 from tests.harness.direct_pair import DIRECT, FULL, PROMPT, STORE, direct, generate, on_devices
 from tests.harness.gated_engine import BLOCK_SIZE, GATE_S, fake_engine, prompt_of
 from tests.harness.handles import blocks_of, prefetch
-from tests.harness.prefill_decode_pair import WAIT_S, Gate, PrefillCall, handover, until, whole
+from tests.harness.prefill_decode_pair import WAIT_S, PrefillCall, handover, whole
+from tests.harness.waiting import Gate, until
 
 
 @pytest.fixture

@@ -25,7 +25,8 @@ from tests.harness.decode_movers import (
     release_when_taken_out,
 )
 from tests.harness.gated_engine import BLOCK_SIZE, GatedModel, prompt_of
-from tests.harness.prefill_decode_pair import LEASE_TTL_S, WAIT_S, Sample, until
+from tests.harness.prefill_decode_pair import LEASE_TTL_S, WAIT_S, Sample
+from tests.harness.waiting import until
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 PROMPT = prompt_of(30, start=3)

@@ -18,8 +18,9 @@ from engine.loop import Engine
 from engine.speculation.remote import RemoteDrafter
 from process.serving import PLAIN
 from services.worker.draft_channel import DraftPeers
-from tests.harness.draft_workers import CONFIG, Clock, meet, outputs, submit
+from tests.harness.draft_workers import CONFIG, meet, outputs, submit
 from tests.harness.service_process import start_service
+from tests.harness.waiting import Clock
 
 CALL_S = 30.0
 

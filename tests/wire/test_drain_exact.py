@@ -28,7 +28,8 @@ from tests.harness.decode_movers import (
     release_when_taken_out,
 )
 from tests.harness.gated_engine import GatedModel, fake_engine, prompt_of
-from tests.harness.prefill_decode_pair import WAIT_S, Sample, until
+from tests.harness.prefill_decode_pair import WAIT_S, Sample
+from tests.harness.waiting import until
 
 pytestmark = pytest.mark.usefixtures("one_compile_process")
 

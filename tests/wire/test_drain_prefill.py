@@ -13,7 +13,8 @@ from process.errors import Unavailable
 from protos import common_pb2
 from services.worker.config import WorkerLimits
 from tests.harness.gated_engine import prompt_of
-from tests.harness.prefill_decode_pair import WAIT_S, Gate, Pair, PrefillCall, pair, until, whole
+from tests.harness.prefill_decode_pair import WAIT_S, Pair, PrefillCall, pair, whole
+from tests.harness.waiting import Gate, until
 
 PROMPT = prompt_of(30, start=3)
 LONG = prompt_of(200, start=3)

@@ -30,8 +30,8 @@ from tests.harness.decode_movers import (
     release_when_taken_out,
 )
 from tests.harness.gated_engine import GatedModel, prompt_of
-from tests.harness.prefill_decode_pair import LEASE_TTL_S, WAIT_S, Gate, Sample, until
-from tests.harness.waiting import Deadlines, task_of
+from tests.harness.prefill_decode_pair import LEASE_TTL_S, WAIT_S, Sample
+from tests.harness.waiting import Deadlines, Gate, task_of, until
 
 PROMPT = prompt_of(30, start=3)
 NUM_TOKENS = 40

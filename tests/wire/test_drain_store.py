@@ -9,7 +9,8 @@ from pathlib import Path
 from process.deadline import Deadline
 from tests.harness.decode_movers import going_on, hold_at, movers, release_when_taken_out
 from tests.harness.gated_engine import GatedModel, prompt_of
-from tests.harness.prefill_decode_pair import WAIT_S, Sample, until
+from tests.harness.prefill_decode_pair import WAIT_S, Sample
+from tests.harness.waiting import until
 
 PROMPT = prompt_of(30, start=3)
 

@@ -21,7 +21,8 @@ from services.decode.states import DecodeState
 from services.worker import handle as handles
 from tests.harness.gated_engine import GATE_S, prompt_of
 from tests.harness.handles import blocks_of, partial, prefetch
-from tests.harness.prefill_decode_pair import WAIT_S, Gate, Pair, PrefillCall, handover, pair, until
+from tests.harness.prefill_decode_pair import WAIT_S, Pair, PrefillCall, handover, pair
+from tests.harness.waiting import Gate, until
 
 PROMPT = prompt_of(30, start=3)
 FULL = 7  # full blocks; then the tail

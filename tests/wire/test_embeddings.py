@@ -13,7 +13,8 @@ from engine.fake import HIDDEN_SIZE
 from process.errors import InvalidArgument
 from tests.harness.gated_engine import prompt_of
 from tests.harness.prefill_decode_pair import WAIT_S, PrefillCall, pair, whole
-from tests.harness.router_bench import BOUND_S, TOKENIZER, request, rest_of, running, until
+from tests.harness.router_bench import BOUND_S, TOKENIZER, request, rest_of, running
+from tests.harness.waiting import until
 
 
 async def test_the_router_passes_it_on_with_its_account() -> None:

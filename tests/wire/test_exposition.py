@@ -40,9 +40,10 @@ from tests.harness import autoscaler_bench, draft_workers, exposition
 from tests.harness.exposition import Family
 from tests.harness.gated_engine import BLOCK_SIZE, prompt_of
 from tests.harness.handles import blocks_of
-from tests.harness.prefill_decode_pair import pair, until
+from tests.harness.prefill_decode_pair import pair
 from tests.harness.router_bench import RedisServer, http_bench, running
 from tests.harness.router_bench import request as router_request
+from tests.harness.waiting import until
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 _ROW = re.compile(r"\| `(\w+)` \| (\w+) \| (.*?) \|")

@@ -23,7 +23,8 @@ from services.router import http_half_open
 from services.router.openai import bodies, completions, embeddings, event_stream
 from services.router.openai.answers import Envelope
 from services.router.page.snapshots import Snapshots
-from tests.harness.router_bench import HttpBench, Served, http_bench, served, until
+from tests.harness.router_bench import HttpBench, Served, http_bench, served
+from tests.harness.waiting import until
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 JSON = {"content-type": "application/json"}

@@ -27,8 +27,8 @@ from tests.harness.router_bench import (
     fake_model,
     model_for_router,
     settings_for,
-    until,
 )
+from tests.harness.waiting import until
 
 MAX_STEP_S = 2.0
 PATIENT = dict.fromkeys(

@@ -21,7 +21,8 @@ from services.router.http_server import HttpServer
 from services.router.page import routes, snapshots
 from services.router.page.routes import LivePage
 from services.router.page.snapshots import Snapshots
-from tests.harness.router_bench import BOUND_S, http_bench, request, until
+from tests.harness.router_bench import BOUND_S, http_bench, request
+from tests.harness.waiting import until
 
 FILES = {
     "": "text/html",

@@ -19,6 +19,7 @@ from services.router.caller import ANYBODY, Caller
 from services.router.http_server import HttpServer
 from services.router.page.routes import LivePage
 from tests.harness.browser import browsing, text_of
+from tests.harness.waiting import block_until
 
 BOUND_S = 20.0
 HOSTILE = '<img src=x onerror="document.title=1">'
@@ -98,17 +99,10 @@ def text(browser: Any) -> Callable[[str], str]:
     return functools.partial(text_of, browser)
 
 
-def _until(holds: Callable[[], Any]) -> None:
-    end_s = time.monotonic() + BOUND_S
-    while not holds():
-        assert time.monotonic() < end_s
-        time.sleep(0.05)
-
-
 def test_an_empty_cluster(cluster: _Cluster, browser: Any, text: Callable[[str], str]) -> None:
     browser.get(cluster.url)
-    _until(lambda: text("#link") == "live")
-    _until(lambda: "No worker is registered" in text("#decode"))
+    block_until(lambda: text("#link") == "live")
+    block_until(lambda: "No worker is registered" in text("#decode"))
     assert "every prompt is computed" in text("#stores")
     assert "baton generate" in text("#no-requests")
     assert text(".charts").count("nothing yet") == 4
@@ -127,9 +121,9 @@ def test_names_are_text_whatever_they_say(
     leg = request.provenance.legs.add(role=HOSTILE, worker_id=HOSTILE, transport=HOSTILE)
     leg.recomputed.add(reason=HOSTILE, num_blocks=1)
     browser.get(cluster.url)
-    _until(lambda: HOSTILE in text("#requests"))
+    block_until(lambda: HOSTILE in text("#requests"))
     browser.find_element("css selector", "#requests tbody tr").click()
-    _until(lambda: "policy" in text("#detail"))
+    block_until(lambda: "policy" in text("#detail"))
     for place in ("#problems", "#decode", "#stores", "#model", "#detail"):
         assert HOSTILE in text(place), place
     assert browser.title == "Baton"
@@ -143,13 +137,13 @@ def test_a_worker_that_is_gone_is_missed(
     for name in ("d0", "d1"):
         cluster.reply.workers.add(worker_id=name, role="decode")
     browser.get(cluster.url)
-    _until(lambda: "d0" in text("#decode") and "d1" in text("#decode"))
+    block_until(lambda: "d0" in text("#decode") and "d1" in text("#decode"))
     assert "gone" not in text("#decode")
     del cluster.reply.workers[0]
-    _until(lambda: "gone for" in text("#decode"))
+    block_until(lambda: "gone for" in text("#decode"))
     assert "d0" in text("#decode .card[data-state=bad]")
     cluster.reply.workers.add(worker_id="d0", role="decode")
-    _until(lambda: "gone" not in text("#decode"))
+    block_until(lambda: "gone" not in text("#decode"))
     assert browser.get_log("browser") == []
 
 
@@ -159,16 +153,16 @@ def test_a_key_is_asked_for_and_kept_for_this_tab(
     cluster.key = "secret"
     cluster.reply.workers.add(worker_id="d0", role="decode")
     browser.get(cluster.url)
-    _until(lambda: text("#link") == "needs a key")
+    block_until(lambda: text("#link") == "needs a key")
     assert "d0" not in browser.page_source
     field = browser.find_element("id", "key")
     field.send_keys("wrong\n")
-    _until(lambda: "not known" in text("#key-problem"))
+    block_until(lambda: "not known" in text("#key-problem"))
     field.send_keys("secret\n")
-    _until(lambda: text("#link") == "live")
-    _until(lambda: "d0" in text("#decode"))
+    block_until(lambda: text("#link") == "live")
+    block_until(lambda: "d0" in text("#decode"))
     browser.refresh()
-    _until(lambda: text("#link") == "live")
+    block_until(lambda: text("#link") == "live")
     assert "secret" not in browser.current_url and "secret" not in browser.page_source
     said = [entry for entry in browser.get_log("browser") if "401" not in entry["message"]]
     assert said == []
@@ -182,18 +176,18 @@ def test_a_row_keeps_its_place_under_the_pointer(
     cluster.reply.requests.add(request_id="live", state="decoding")
     cluster.reply.requests.add(request_id="over", outcome="finished", elapsed_s=1)
     browser.get(cluster.url)
-    _until(lambda: "live" in text("#requests"))
+    block_until(lambda: "live" in text("#requests"))
     row = browser.find_element("css selector", "#requests tbody tr")
     before = text("#requests tbody tr:first-child")
     browser.execute_script("arguments[0].focus()", row)
-    _until(lambda: text("#requests tbody tr:first-child") != before)
+    block_until(lambda: text("#requests tbody tr:first-child") != before)
     assert browser.switch_to.active_element == row  # not stale, and still focused
     row.send_keys("\n")
-    _until(lambda: text("#detail-title") == "live")
+    block_until(lambda: text("#detail-title") == "live")
     assert cluster.num_asked_why == 0  # it may be chosen for again
     cluster.reply.requests[0].outcome = "finished"
-    _until(lambda: cluster.num_asked_why == 1)
-    _until(lambda: "Why it went there" in text("#detail"))
+    block_until(lambda: cluster.num_asked_why == 1)
+    block_until(lambda: "Why it went there" in text("#detail"))
     browser.find_element("id", "detail-close").click()
     assert not browser.find_element("id", "detail").is_displayed()
     assert browser.get_log("browser") == []
@@ -238,7 +232,7 @@ def test_failures_and_running_samples_are_named(
     busy: _Cluster, browser: Any, text: Callable[[str], str]
 ) -> None:
     browser.get(busy.url)
-    _until(lambda: "1,200" in text("#figures"))
+    block_until(lambda: "1,200" in text("#figures"))
     assert "5 running or waiting on workers" in text("#figures")
     assert text("#figures [data-tone=refused]") == "9 resource exhausted"
     assert text("#figures [data-tone=failed]") == "3 internal"
@@ -248,7 +242,7 @@ def test_prompts_that_come_now_and_then_draw_a_line(
     busy: _Cluster, browser: Any, text: Callable[[str], str]
 ) -> None:
     browser.get(busy.url)
-    _until(lambda: "1,200" in text("#figures"))
+    block_until(lambda: "1,200" in text("#figures"))
     count = "return document.querySelectorAll(arguments[0]).length"
     for chart in ("#chart-hits", "#chart-first"):
         assert browser.execute_script(count, f"{chart} polyline") == 1, chart
@@ -264,9 +258,9 @@ def test_nothing_scrolls_but_the_page_and_it_only_down(
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     try:
         browser.get(busy.url)
-        _until(lambda: "1,200" in text("#figures"))
+        block_until(lambda: "1,200" in text("#figures"))
         browser.find_element("css selector", "#requests tbody tr").click()
-        _until(lambda: "policy" in text("#detail"))
+        block_until(lambda: "policy" in text("#detail"))
         script = """return [...document.querySelectorAll('body *')].filter((node) =>
             ['auto', 'scroll'].includes(getComputedStyle(node).overflowY)
             && node.scrollHeight > node.clientHeight).map((node) => node.className)"""

@@ -20,8 +20,9 @@ from services.worker.main import Worker
 from services.worker.metrics import WorkerCollector
 from tests.harness.direct_pair import direct
 from tests.harness.gated_engine import BLOCK_SIZE, prompt_of
-from tests.harness.prefill_decode_pair import Gate, pair, until
+from tests.harness.prefill_decode_pair import pair
 from tests.harness.router_bench import BOUND_S, request, running
+from tests.harness.waiting import Gate, until
 
 STORE, DIRECT = common_pb2.HANDOVER_PATH_STORE, common_pb2.HANDOVER_PATH_DIRECT
 

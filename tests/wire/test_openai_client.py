@@ -26,9 +26,8 @@ from tests.harness.router_bench import (
     request,
     running,
     saying,
-    until,
 )
-from tests.harness.waiting import Deadlines
+from tests.harness.waiting import Deadlines, until
 from tokens.token_bytes import TokenBytes
 
 TOOLS: Any = [

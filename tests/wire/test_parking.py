@@ -14,7 +14,8 @@ from services.decode.states import DecodeState
 from services.worker.metrics import WorkerCollector
 from services.worker.parking import StoreParking
 from tests.harness.gated_engine import prompt_of
-from tests.harness.prefill_decode_pair import Pair, pair, until
+from tests.harness.prefill_decode_pair import Pair, pair
+from tests.harness.waiting import until
 
 NUM_REQUESTS = 5
 NUM_TOKENS = 60

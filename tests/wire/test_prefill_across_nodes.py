@@ -20,8 +20,9 @@ from process.errors import InvalidArgument
 from protos import common_pb2, prefill_pb2
 from tests.harness.gated_engine import BLOCK_SIZE, prompt_of
 from tests.harness.handles import blocks_of
-from tests.harness.prefill_decode_pair import WAIT_S, PrefillCall, until, whole
+from tests.harness.prefill_decode_pair import WAIT_S, PrefillCall, whole
 from tests.harness.prefill_nodes import Node, Nodes, nodes, remote_client
+from tests.harness.waiting import until
 
 PROMPT = prompt_of(42, start=3)
 NUM_FULL = 10

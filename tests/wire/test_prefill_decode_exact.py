@@ -14,7 +14,8 @@ import pytest
 from protos import common_pb2, prefill_pb2
 from services.decode.states import DecodeState
 from tests.harness.gated_engine import BLOCK_SIZE, prompt_of
-from tests.harness.prefill_decode_pair import WAIT_S, Answer, PrefillCall, pair, until, whole
+from tests.harness.prefill_decode_pair import WAIT_S, Answer, PrefillCall, pair, whole
+from tests.harness.waiting import until
 
 TRANSPORTS = ("shm", "nixl", "grpc")
 

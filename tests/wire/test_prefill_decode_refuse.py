@@ -32,7 +32,8 @@ from services.worker import main
 from services.worker.config import WorkerLimits, WorkerSettings
 from services.worker.status import status_to_json
 from tests.harness.gated_engine import prompt_of
-from tests.harness.prefill_decode_pair import WAIT_S, Pair, PrefillCall, pair, until, whole
+from tests.harness.prefill_decode_pair import WAIT_S, Pair, PrefillCall, pair, whole
+from tests.harness.waiting import until
 
 PROMPT = prompt_of(30, start=3)
 

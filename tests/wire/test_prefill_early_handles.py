@@ -22,9 +22,9 @@ from protos import common_pb2, prefill_pb2
 from services.worker import handle as handles
 from tests.harness.gated_engine import BLOCK_SIZE, prompt_of
 from tests.harness.handles import blocks_of
-from tests.harness.prefill_decode_pair import KEY, WAIT_S, PrefillCall, until
+from tests.harness.prefill_decode_pair import KEY, WAIT_S, PrefillCall
 from tests.harness.prefill_nodes import Node, Nodes, SteppedModel, nodes
-from tests.harness.waiting import Deadlines
+from tests.harness.waiting import Deadlines, until
 
 PROMPT = prompt_of(90, start=3)  # six chunks of 16 tokens
 NUM_FULL = 22

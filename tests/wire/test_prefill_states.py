@@ -20,17 +20,8 @@ from services.prefill.job import PrefillState
 from services.worker.config import WorkerLimits
 from tests.harness.gated_engine import BLOCK_SIZE, prompt_of
 from tests.harness.handles import blocks_of
-from tests.harness.prefill_decode_pair import (
-    KEY,
-    WAIT_S,
-    Gate,
-    Pair,
-    PrefillCall,
-    pair,
-    until,
-    whole,
-)
-from tests.harness.waiting import Deadlines
+from tests.harness.prefill_decode_pair import KEY, WAIT_S, Pair, PrefillCall, pair, whole
+from tests.harness.waiting import Deadlines, Gate, until
 
 STATES = ["queued", "matching", "copying", "computing", "storing"]
 NAMES = {

@@ -17,9 +17,9 @@ from process.errors import Cancelled, DeadlineExceeded
 from services.prefill.job import PrefillState
 from services.worker import stores
 from tests.harness.gated_engine import prompt_of
-from tests.harness.prefill_decode_pair import KEY, WAIT_S, Gate, PrefillCall, until, whole
+from tests.harness.prefill_decode_pair import KEY, WAIT_S, PrefillCall, whole
 from tests.harness.prefill_nodes import Nodes, nodes, remote_client
-from tests.harness.waiting import Deadlines
+from tests.harness.waiting import Deadlines, Gate, until
 
 PROMPT = prompt_of(42, start=3)
 NUM_FILLED = 7

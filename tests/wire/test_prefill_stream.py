@@ -20,7 +20,8 @@ from services.worker import multiplexed
 from tests.harness.gated_engine import BLOCK_SIZE, prompt_of
 from tests.harness.prefill_decode_pair import KEY, WAIT_S, Pair, PrefillCall, pair
 from tests.harness.prefill_nodes import Nodes, SteppedModel, nodes
-from tests.harness.router_bench import BOUND_S, request, rest_of, running, until
+from tests.harness.router_bench import BOUND_S, request, rest_of, running
+from tests.harness.waiting import until
 
 PROMPT = prompt_of(30, start=3)
 

@@ -10,7 +10,8 @@ import pytest
 
 from services.router.fakes.worker import FakeWorker
 from services.worker.heartbeat import Heartbeat
-from tests.harness.router_bench import Bench, request, running, until
+from tests.harness.router_bench import Bench, request, running
+from tests.harness.waiting import until
 
 SHORT = {"max_tokens": 4}
 

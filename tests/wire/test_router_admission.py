@@ -36,8 +36,8 @@ from tests.harness.router_bench import (
     rest_of,
     running,
     settings_for,
-    until,
 )
+from tests.harness.waiting import until
 
 
 def bearer(key: str) -> tuple[tuple[str, str], ...]:

@@ -14,16 +14,8 @@ from aiohttp import web
 from process import serving
 from protos import inference_pb2_grpc
 from services.router.fakes.gate import Gate
-from tests.harness.router_bench import (
-    BOUND_S,
-    Bench,
-    expected_ids,
-    request,
-    rest_of,
-    running,
-    until,
-)
-from tests.harness.waiting import Deadlines
+from tests.harness.router_bench import BOUND_S, Bench, expected_ids, request, rest_of, running
+from tests.harness.waiting import Deadlines, until
 
 STATES = ("reserving", "prefilling", "storing", "decoding")
 

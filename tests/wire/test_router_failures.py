@@ -34,9 +34,8 @@ from tests.harness.router_bench import (
     rest_of,
     running,
     settings_for,
-    until,
 )
-from tests.harness.waiting import Deadlines
+from tests.harness.waiting import Deadlines, until
 
 SHORT = {"max_tokens": 4}
 

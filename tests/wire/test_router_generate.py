@@ -17,8 +17,8 @@ from tests.harness.router_bench import (
     request,
     rest_of,
     running,
-    until,
 )
+from tests.harness.waiting import until
 
 pytestmark = pytest.mark.oracle
 

@@ -34,9 +34,8 @@ from tests.harness.router_bench import (
     request,
     rest_of,
     running,
-    until,
 )
-from tests.harness.waiting import Deadlines
+from tests.harness.waiting import Deadlines, until
 
 PROMPT = TOKENIZER.encode("hello")
 SEED = 5

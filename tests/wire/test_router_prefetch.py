@@ -16,15 +16,8 @@ from protos import kvstore_pb2, kvstore_pb2_grpc
 from services.router.decode_stream import DecodeStream
 from services.router.fakes.decode import FakeDecode
 from services.router.fakes.prefill import FakePrefill
-from tests.harness.router_bench import (
-    BOUND_S,
-    Bench,
-    expected_ids,
-    request,
-    rest_of,
-    running,
-    until,
-)
+from tests.harness.router_bench import BOUND_S, Bench, expected_ids, request, rest_of, running
+from tests.harness.waiting import until
 
 PROMPT = list(range(5, 105))
 FIELDS = {"token_ids": {"ids": PROMPT}, "sampling": {"max_tokens": 4, "seed": 3}}

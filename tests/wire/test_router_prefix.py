@@ -14,7 +14,8 @@ from protos import inference_pb2, kvstore_pb2, kvstore_pb2_grpc
 from services.router import identity
 from services.router.fakes.prefill import FakePrefill
 from services.router.tenants import TenantSalts, parse_scopes
-from tests.harness.router_bench import BOUND_S, Bench, request, running, until
+from tests.harness.router_bench import BOUND_S, Bench, request, running
+from tests.harness.waiting import until
 
 PROMPT = list(range(5, 105))  # six full blocks and four tokens
 SHORT = {"max_tokens": 2}

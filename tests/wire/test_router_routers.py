@@ -31,8 +31,8 @@ from tests.harness.router_bench import (
     rest_of,
     running,
     settings_for,
-    until,
 )
+from tests.harness.waiting import until
 
 SHORT: dict[str, Any] = {"max_tokens": 4, "seed": 5}
 

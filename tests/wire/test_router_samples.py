@@ -14,15 +14,8 @@ import pytest
 
 from process.errors import Unavailable
 from protos import common_pb2, inference_pb2
-from tests.harness.router_bench import (
-    BOUND_S,
-    TOKENIZER,
-    Bench,
-    fake_model,
-    request,
-    running,
-    until,
-)
+from tests.harness.router_bench import BOUND_S, TOKENIZER, Bench, fake_model, request, running
+from tests.harness.waiting import until
 
 pytestmark = pytest.mark.oracle
 

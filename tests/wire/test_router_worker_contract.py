@@ -26,8 +26,8 @@ from tests.harness.prefill_decode_pair import (
     handover,
     pair,
     sampling_params,
-    until,
 )
+from tests.harness.waiting import until
 
 PROMPT = [1 + index % 90 for index in range(100)]
 MAX_TOKENS = 6

@@ -13,7 +13,8 @@ import pytest
 
 from protos import common_pb2, decode_pb2
 from tests.harness.gated_engine import BLOCK_SIZE, prompt_of
-from tests.harness.prefill_decode_pair import WAIT_S, PrefillCall, Sample, handover, pair, until
+from tests.harness.prefill_decode_pair import WAIT_S, PrefillCall, Sample, handover, pair
+from tests.harness.waiting import until
 
 pytestmark = pytest.mark.oracle
 

@@ -30,7 +30,8 @@ from services.worker.config import WorkerLimits, WorkerSettings
 from services.worker.life import Life
 from tests.harness.decode_movers import Movers, going_on, movers, release_when_taken_out
 from tests.harness.gated_engine import SALT, GatedModel, fake_engine, prompt_of
-from tests.harness.prefill_decode_pair import WAIT_S, Pair, RouterStream, Sample, pair, until
+from tests.harness.prefill_decode_pair import WAIT_S, Pair, RouterStream, Sample, pair
+from tests.harness.waiting import until
 
 PROMPT = prompt_of(30, start=3)
 SHORT = PROMPT[:10]

@@ -11,7 +11,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
 from services.router import registry
-from tests.harness.router_bench import BOUND_S, running, until
+from tests.harness.router_bench import BOUND_S, running
+from tests.harness.waiting import until
 
 SERVICE = "baton.v1.Inference"
 

@@ -17,7 +17,8 @@ from process.errors import Unavailable
 from process.trace_context import TraceContext
 from process.tracing import TracingSettings
 from tests.harness.otlp_receiver import WAIT_S, OtlpReceiver, Received, receiving
-from tests.harness.router_bench import BOUND_S, TOKENIZER, request, running, until
+from tests.harness.router_bench import BOUND_S, TOKENIZER, request, running
+from tests.harness.waiting import until
 
 PARENT = TraceContext(0xA1, 0xB2, True)
 SILENT = TraceContext(0xA1, 0xB2, False)

@@ -14,7 +14,8 @@ import pytest
 from kvstore.errors import TransferFailed
 from services.worker.config import WorkerLimits
 from tests.harness.gated_engine import SALT, prompt_of
-from tests.harness.prefill_decode_pair import WAIT_S, Answer, Gate, Pair, pair, until
+from tests.harness.prefill_decode_pair import WAIT_S, Answer, Pair, pair
+from tests.harness.waiting import Gate, until
 
 PROMPT = prompt_of(30, start=3)
 SIZE = 4

@@ -10,37 +10,28 @@ import pytest
 from engine.errors import IntegrityError
 from engine.metrics import RATE_WINDOW_S, REQUEST_BOUNDS_S, EngineMetrics, Histogram
 from engine.request import FinishReason
+from tests.harness.waiting import Clock
 
 
-class FakeClock:
-    """Seconds, moved by hand."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def make() -> tuple[EngineMetrics, FakeClock]:
-    clock = FakeClock()
+def make() -> tuple[EngineMetrics, Clock]:
+    clock = Clock(1000.0)
     return EngineMetrics(clock, num_blocks=100), clock
 
 
 def test_one_request_from_reserve_to_end() -> None:
     metrics, clock = make()
     metrics.on_reserve("a", num_prompt_tokens=100, num_cached_tokens=32)
-    clock.now += 0.5  # somebody loads blocks: no queue time, but time to the first token
+    clock.now_s += 0.5  # somebody loads blocks: no queue time, but time to the first token
     metrics.on_start("a", num_loaded_tokens=16)
-    clock.now += 0.25
+    clock.now_s += 0.25
     metrics.on_first_scheduled("a")
-    clock.now += 0.25
+    clock.now_s += 0.25
     metrics.on_tokens("a")
     for _ in range(4):
-        clock.now += 0.125
+        clock.now_s += 0.125
         metrics.on_tokens("a")
     metrics.on_finish("a", FinishReason.EOS)
-    clock.now += 5.0  # held until somebody has read its blocks
+    clock.now_s += 5.0  # held until somebody has read its blocks
     metrics.on_end("a", "finished")
     metrics.check_integrity()
     seen = metrics.snapshot()
@@ -59,7 +50,7 @@ def test_forced_tokens_come_as_one_interval_and_count_for_the_time_per_token() -
     metrics.on_reserve("a", 10, 0)
     metrics.on_start("a")
     metrics.on_tokens("a", 2)
-    clock.now += 1.0
+    clock.now_s += 1.0
     metrics.on_tokens("a", 4)
     metrics.on_finish("a", FinishReason.GRAMMAR)
     seen = metrics.snapshot()
@@ -72,7 +63,7 @@ def test_a_request_whose_first_token_came_from_elsewhere_has_no_ttft() -> None:
     metrics, clock = make()
     metrics.on_reserve("a", 10, 0)
     metrics.on_start("a", num_earlier_tokens=1)
-    clock.now += 1.0
+    clock.now_s += 1.0
     metrics.on_tokens("a")
     metrics.on_finish("a", FinishReason.LENGTH)
     seen = metrics.snapshot()
@@ -85,7 +76,7 @@ def test_samples_of_one_request_are_timed_apart() -> None:
     metrics.on_reserve("a", 10, 0)
     metrics.on_start("a")
     for gap, sample_index in ((0.5, 0), (0.5, 1), (1.0, 0), (2.0, 1)):
-        clock.now += gap
+        clock.now_s += gap
         metrics.on_tokens("a", sample_index=sample_index)
     for sample_index in (0, 1):
         metrics.on_finish("a", FinishReason.LENGTH, sample_index=sample_index)
@@ -100,10 +91,10 @@ def test_a_preempted_request_waits_once() -> None:
     metrics, clock = make()
     metrics.on_reserve("a", 10, 0)
     metrics.on_start("a")
-    clock.now += 1.0
+    clock.now_s += 1.0
     metrics.on_first_scheduled("a")
     metrics.on_preempt("blocks")
-    clock.now += 9.0
+    clock.now_s += 9.0
     metrics.on_first_scheduled("a")
     seen = metrics.snapshot()
     assert (seen.queue_s.count, seen.queue_s.sum) == (1, 1.0)
@@ -113,14 +104,14 @@ def test_a_preempted_request_waits_once() -> None:
 def test_throughput_is_of_the_last_seconds() -> None:
     metrics, clock = make()
     for _ in range(30):
-        clock.now += 1.0
+        clock.now_s += 1.0
         metrics.on_step(100, 8, 0.5, num_used_blocks=40)
     metrics.on_step(0, 0, 0.5, num_used_blocks=25)
     seen = metrics.snapshot()
     assert seen.prefill_tokens_per_s == 100.0 and seen.decode_tokens_per_s == 8.0
     assert (seen.num_prefill_tokens, seen.num_decode_tokens) == (3000, 240)
     assert (seen.cache_utilisation, seen.max_used_blocks) == (0.25, 40)
-    clock.now += RATE_WINDOW_S
+    clock.now_s += RATE_WINDOW_S
     assert metrics.snapshot().prefill_tokens_per_s == 0.0
     assert len(metrics._steps) == 0
 
@@ -128,7 +119,7 @@ def test_throughput_is_of_the_last_seconds() -> None:
 def test_throughput_of_a_young_engine_is_over_its_life() -> None:
     metrics, clock = make()
     assert metrics.snapshot().prefill_tokens_per_s == 0.0
-    clock.now += 2.0
+    clock.now_s += 2.0
     metrics.on_step(100, 8, 0.5, num_used_blocks=40)
     assert metrics.snapshot().prefill_tokens_per_s == 50.0
 
@@ -152,7 +143,7 @@ def test_any_life_keeps_the_law(seed: int, scale: Callable[[int], int]) -> None:
         metrics, clock = make()
         live: list[str] = []
         for number in range(60):
-            clock.now += rng.random()
+            clock.now_s += rng.random()
             action = rng.randrange(5)
             if action == 0 or not live:
                 live.append(str(number))
@@ -202,7 +193,7 @@ def test_integrity_notices_a_bucket_that_lost_a_count() -> None:
     metrics, clock = make()
     metrics.on_reserve("a", 10, 4)
     metrics.on_start("a")
-    clock.now += REQUEST_BOUNDS_S[3]
+    clock.now_s += REQUEST_BOUNDS_S[3]
     metrics.on_tokens("a")
     metrics._ttft.counts[3] -= 1
     with pytest.raises(IntegrityError, match="buckets"):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +19,7 @@ from kvstore.index_publisher import BATCH, PrefixIndexPublisher
 from process import redis_client
 from process.errors import Unavailable
 from protos import inference_pb2
+from tests.harness.waiting import until
 
 LIFE, NEXT_LIFE = b"a" * 16, b"b" * 16
 
@@ -65,12 +66,6 @@ class _Store:
             self.publisher.on_change(False, chain_hash)
 
 
-async def _until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
 @pytest.fixture
 async def client(redis_server: object) -> AsyncIterator[redis.asyncio.Redis]:
     client = redis_client.connect(redis_server.url, 20.0)  # type: ignore[attr-defined]
@@ -87,7 +82,7 @@ async def store(client: redis.asyncio.Redis) -> AsyncIterator[_Store]:
 
 async def _same(client: redis.asyncio.Redis, store: _Store) -> None:
     """Redis holds exactly what the store has."""
-    await _until(lambda: store.publisher.synced)
+    await until(lambda: store.publisher.synced)
     fields = await client.hgetall(index.index_key(store.node, store.life.hex()))
     assert fields.pop(b"sequence") == b"%d" % store.publisher.sequence
     assert set(fields) == set(store.present)
@@ -124,7 +119,7 @@ async def test_lookup_is_the_longest_prefix_for_every_length(
         lengths[each.node] = draw.randrange(301)
         each.add(*chain[: lengths[each.node]])
         each.publisher.start()
-        await _until(lambda each=each: each.publisher.synced)  # type: ignore[misc]
+        await until(lambda each=each: each.publisher.synced)  # type: ignore[misc]
     lookup = PrefixIndex(client, 5.0)
     nodes = {each.node: LIFE.hex() for each in stores}
     for _ in range(200):
@@ -159,14 +154,14 @@ async def test_a_redis_that_lost_something_gets_everything_again(
     elif how == "restart":
         redis_server.stop()  # type: ignore[attr-defined]
         store.add(*_chain("b", 10))
-        await _until(lambda: not store.publisher._reached)
+        await until(lambda: not store.publisher._reached)
         assert not store.publisher.synced
         redis_server.start()  # type: ignore[attr-defined]
     elif how == "entries lost":
         await client.unlink(key)
     else:
         await client.hset(key, "sequence", 0)
-    await _until(lambda: store.publisher.sequence > before)
+    await until(lambda: store.publisher.sequence > before)
     await _same(client, store)
     (row,) = await PrefixIndex(client, 5.0).stores()
     assert (row.node_id, row.reachable) == ("n1", True)
@@ -201,7 +196,7 @@ async def test_what_is_published_again_is_not_synced_before_the_last_of_it(
     store.publisher._finish = watched  # type: ignore[assignment]
     await client.flushdb()
     store.add(*_chain("b", 3))  # refused, for there is nothing that it could be on top of
-    await _until(lambda: store.publisher.num_full_publications == 2)
+    await until(lambda: store.publisher.num_full_publications == 2)
     assert seen == [(False, True)]
     await _same(client, store)
     await store.publisher.stop()
@@ -297,7 +292,7 @@ async def test_changes_that_a_full_publication_is_to_bring_wait_as_long_as_befor
     if is_refused:
         await client.flushdb()
     store.add(*_chain("b", 3))
-    await _until(lambda: publisher.num_full_publications == 2)
+    await until(lambda: publisher.num_full_publications == 2)
     # The batch that was under way counts, whether it is confirmed or not.
     assert lags == ([5.0] if is_refused else [7.0, 7.0])
     await _same(client, store)

@@ -12,14 +12,7 @@ import pytest
 from process import health
 from process.health import Health
 from process.metrics import MetricsServer
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
+from tests.harness.waiting import Clock
 
 
 def test_it_is_alive_from_the_start_and_ready_when_its_own_check_says_so() -> None:
@@ -39,7 +32,7 @@ def test_it_is_alive_from_the_start_and_ready_when_its_own_check_says_so() -> No
 async def test_a_loop_that_does_not_turn_is_not_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     """And one that turns again is."""
     monkeypatch.setattr(health, "_TURN_S", 0.001)
-    clock = Clock()
+    clock = Clock(0.0)
     one = Health(clock=clock)
     one.follow()
     clock.now_s = health.STUCK_S  # busy, for as long as anybody ever was

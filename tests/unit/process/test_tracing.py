@@ -25,6 +25,7 @@ from process.spans import NOBODY, Kind, Link, SpanData
 from process.trace_context import TraceContext, parse
 from process.tracing import OFF, SpanCounters, Tracing, TracingSettings
 from tests.harness.otlp_receiver import receiving
+from tests.harness.waiting import block_until
 
 PARENT = TraceContext(0xA1, 0xB2, True, "vendor=1")
 SILENT = TraceContext(0xA1, 0xB2, False)
@@ -298,7 +299,7 @@ def test_a_receiver_that_comes_back_gets_what_ends_from_then_on(
     with caplog.at_level(logging.INFO):
         traced.start()
         traced.begin("lost", {}).end()
-        _until(lambda: exporter.counters.num_failed == 1)
+        block_until(lambda: exporter.counters.num_failed == 1)
         with receiving(address) as receiver:
             for _ in range(200):  # its connection is made again with growing pauses
                 traced.begin("found", {}).end()
@@ -363,7 +364,7 @@ def test_what_waits_is_bounded_and_the_rest_is_counted(
     exporter.check_integrity()
     assert exporter.counters.num_dropped == 150
     stuck.gate.set()
-    _until(lambda: exporter.counters.num_exported == 100)
+    block_until(lambda: exporter.counters.num_exported == 100)
     traced.begin("x", {}).end()
     traced.stop()
     exporter.check_integrity()
@@ -393,11 +394,3 @@ def test_many_threads_lose_none(quick: dict[str, Any]) -> None:
         assert len({each.span_id for each in receiver.spans}) == 4 * num_each
         assert receiver.num_calls >= 4
     exporter.check_integrity()
-
-
-def _until(is_so: Any) -> None:
-    for _ in range(1000):
-        if is_so():
-            return
-        threading.Event().wait(0.01)
-    raise AssertionError("it did not come about")

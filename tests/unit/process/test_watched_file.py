@@ -9,13 +9,7 @@ import pytest
 
 from process.settings import SettingsError
 from process.watched_file import RETRY_S, Watched
-
-
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
+from tests.harness.waiting import Clock
 
 
 def watched(path: Path, clock: Clock) -> Watched[str]:
@@ -34,7 +28,7 @@ def watched(path: Path, clock: Clock) -> Watched[str]:
 def test_a_change_is_seen_at_the_next_look(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("one")
-    value = watched(path, Clock())
+    value = watched(path, Clock(0.0))
     assert value.get() == "one" and value.num_reloads == 0
     path.write_text("other")
     assert value.get() == "other" and value.get() == "other" and value.num_reloads == 1
@@ -48,7 +42,7 @@ def test_a_change_is_seen_at_the_next_look(tmp_path: Path) -> None:
 def test_what_cannot_be_read_changes_nothing_and_is_tried_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path, clock = tmp_path / "file", Clock()
+    path, clock = tmp_path / "file", Clock(0.0)
     path.write_text("one")
     value = watched(path, clock)
     path.write_text("broken")
@@ -64,4 +58,4 @@ def test_what_cannot_be_read_changes_nothing_and_is_tried_again(
 
 def test_the_first_reading_fails_loudly(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="No such file"):
-        watched(tmp_path / "absent", Clock())
+        watched(tmp_path / "absent", Clock(0.0))

@@ -17,15 +17,9 @@ from process.settings import SettingsError
 from services.router.admission import Admission, Asked, Entry, Ticket
 from services.router.admission_queue import MAX_PATIENCE_S
 from services.router.admission_settings import AdmissionSettings
+from tests.harness.waiting import Clock
 
 WAIT_S = 10.0
-
-
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 class Rates:
@@ -49,7 +43,7 @@ class World:
     """An admission, and tasks in it that end when they are told."""
 
     def __init__(self, limits: dict[str, TenantLimits] | None = None, **settings: int) -> None:
-        self.rates, self.clock = Rates(), Clock()
+        self.rates, self.clock = Rates(), Clock(0.0)
         rates: Any = self.rates
         self.num_free_places: dict[str, int] = {}
         """By model; of others many."""

@@ -6,7 +6,7 @@ import asyncio
 import time
 
 from services.router.loop_pace import LoopPace
-from tests.harness.router_bench import until
+from tests.harness.waiting import until
 
 
 def test_a_pause_grows_to_a_bound_and_goes_away_again() -> None:

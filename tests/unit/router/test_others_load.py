@@ -8,16 +8,7 @@ from typing import Any, cast
 import pytest
 
 from services.router.others_load import BEAT_AGE_S, OthersLoad
-
-
-class Clock:
-    """Stands until it is told."""
-
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
+from tests.harness.waiting import Clock
 
 
 def look(load: OthersLoad, told: int, ours: int) -> list[str]:

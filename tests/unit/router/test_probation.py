@@ -9,38 +9,31 @@ import pytest
 
 from process.errors import Cancelled, DeadlineExceeded, Internal, NoCapacity, Unavailable
 from services.router.probation import ALLOWED, Probation, Standing
+from tests.harness.waiting import Clock
 
 W, LIFE = "d0", "a life"
 
 
-class _Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def _probation(clock: _Clock) -> Probation:
+def _probation(clock: Clock) -> Probation:
     return Probation(first_s=1.0, most_s=8.0, clock=clock, jitter=lambda: 1.0)
 
 
-def _half_open(probation: Probation, clock: _Clock) -> None:
+def _half_open(probation: Probation, clock: Clock) -> None:
     probation.failed(W, LIFE)
-    clock.now += 1000
+    clock.now_s += 1000
     assert probation.due() == [(W, LIFE)]
     probation.probed(W, LIFE, is_well=True)
 
 
 def test_pauses_grow_and_are_bounded() -> None:
-    clock = _Clock()
+    clock = Clock()
     probation = _probation(clock)
     for pause_s in (1.0, 2.0, 4.0, 8.0, 8.0):
         probation.failed(W, LIFE)
         assert probation.standing(W, LIFE) is Standing.PAUSED
-        clock.now += pause_s - 0.01
+        clock.now_s += pause_s - 0.01
         assert probation.due() == [] and probation.is_suspect(W, LIFE)
-        clock.now += 0.02
+        clock.now_s += 0.02
         assert probation.due() == [(W, LIFE)]
         assert probation.due() == []  # one probe at a time
         assert probation.standing(W, LIFE) is Standing.PROBING
@@ -48,7 +41,7 @@ def test_pauses_grow_and_are_bounded() -> None:
 
 
 def test_one_request_tries_and_what_comes_of_it_decides() -> None:
-    clock = _Clock()
+    clock = Clock()
     probation = _probation(clock)
     _half_open(probation, clock)
     assert not probation.is_suspect(W, LIFE)
@@ -70,7 +63,7 @@ def test_one_request_tries_and_what_comes_of_it_decides() -> None:
 )
 def test_how_the_try_ends(error: BaseException, standing: Standing) -> None:
     """An answer of any kind is one; what we end ourselves says nothing of the worker."""
-    clock = _Clock()
+    clock = Clock()
     probation = _probation(clock)
     _half_open(probation, clock)
     with pytest.raises(type(error)), probation.trial(W, LIFE):
@@ -80,22 +73,22 @@ def test_how_the_try_ends(error: BaseException, standing: Standing) -> None:
 
 def test_a_failed_try_is_paused_for_longer_than_before() -> None:
     """It greets well and fails at work."""
-    clock = _Clock()
+    clock = Clock()
     probation = _probation(clock)
     _half_open(probation, clock)
     with pytest.raises(Unavailable), probation.trial(W, LIFE):
         raise Unavailable("again")
-    clock.now += 1.5
+    clock.now_s += 1.5
     assert probation.due() == []
-    clock.now += 0.6
+    clock.now_s += 0.6
     assert probation.due() == [(W, LIFE)]
 
 
 def test_a_failed_probe_counts_and_a_late_one_does_not() -> None:
-    clock = _Clock()
+    clock = Clock()
     probation = _probation(clock)
     probation.failed(W, LIFE)
-    clock.now += 2
+    clock.now_s += 2
     probation.due()
     probation.probed(W, LIFE, is_well=False)
     assert probation.standing(W, LIFE) is Standing.PAUSED
@@ -105,7 +98,7 @@ def test_a_failed_probe_counts_and_a_late_one_does_not() -> None:
 
 
 def test_a_second_request_beside_the_try_does_not_end_it() -> None:
-    clock = _Clock()
+    clock = Clock()
     probation = _probation(clock)
     _half_open(probation, clock)
     with probation.trial(W, LIFE):
@@ -115,7 +108,7 @@ def test_a_second_request_beside_the_try_does_not_end_it() -> None:
 
 
 def test_another_life_is_trusted_and_who_is_gone_forgotten() -> None:
-    clock = _Clock()
+    clock = Clock()
     probation = _probation(clock)
     told: list[str] = []
     probation.on_change.append(told.append)
@@ -133,21 +126,21 @@ def test_another_life_is_trusted_and_who_is_gone_forgotten() -> None:
 
 def test_moves_outside_the_table_are_refused() -> None:
     assert set(ALLOWED) == set(Standing)
-    probation = _probation(_Clock())
+    probation = _probation(Clock())
     probation.failed(W, LIFE)
     with pytest.raises(Internal, match="paused -> may be tried"):
         probation._move(W, Standing.HALF_OPEN)
 
 
 def test_whatever_happens_the_laws_hold(seed: int, scale: Callable[[int], int]) -> None:
-    rng, clock = random.Random(seed), _Clock()
+    rng, clock = random.Random(seed), Clock()
     probation = _probation(clock)
     lives = {f"w{i}": "life 0" for i in range(4)}
     for _ in range(scale(20_000)):
         worker_id = rng.choice(list(lives))
         life = rng.choice([lives[worker_id], lives[worker_id], "old life"])
         action = rng.randrange(6)
-        clock.now += rng.random()
+        clock.now_s += rng.random()
         if action == 0:
             probation.failed(worker_id, life)
         elif action == 1:

@@ -17,15 +17,9 @@ from process.errors import NoCapacity
 from services.router import rate_limit
 from services.router.rate_limit import Bucket, RateLimits
 from tests.harness.router_bench import RedisServer
+from tests.harness.waiting import Clock
 
 TIMEOUT_S = 5.0
-
-
-class Clock:
-    now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @pytest.fixture
@@ -129,7 +123,7 @@ async def test_the_script_does_the_sums_of_the_bucket(
 
 
 async def test_redis_away_is_visible_and_limits_go_on_here(server: RedisServer) -> None:
-    clock = Clock()
+    clock = Clock(1000.0)
     client = redis_client.connect(server.url, TIMEOUT_S)
     rates = RateLimits(client, TIMEOUT_S, clock)
     limits = TenantLimits(max_requests_per_min=2)

@@ -17,6 +17,7 @@ from services.router.fakes.prefill import FakePrefill
 from services.router.registry import KEEP_S, LAPSE_S, MARK_KEY, Registry
 from services.router.views import Link, ServedModel, Snapshot, find_problem, worker_view
 from tests.harness.router_bench import BOUND_S, RedisServer
+from tests.harness.waiting import Clock
 
 LIFE = "ab" * 16
 
@@ -34,16 +35,6 @@ async def client(redis_server: RedisServer) -> AsyncIterator[Any]:
     client = redis_server.client()
     yield client
     await client.aclose()
-
-
-class Clock:
-    """Stands still until it is put on."""
-
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from services.router.policy import Choice
 from services.router.request_log import MANY, MAX_SPANS, RequestLog
 from services.router.times import StageTimes
 from services.router.usage_history import UsageHistory
+from tests.harness.waiting import Clock
 
 WALL_NS = 1_700_000_000 * 10**9
 
@@ -28,14 +29,6 @@ class _State(Enum):
 class _Flow:
     state = _State.DECODING
     choice: Choice | None = None
-
-
-class _Clock:
-    def __init__(self) -> None:
-        self.now_s = 50.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def _message(num_tokens: int, **account: int) -> inference_pb2.GenerateResponse:
@@ -50,7 +43,7 @@ def _message(num_tokens: int, **account: int) -> inference_pb2.GenerateResponse:
 
 
 def test_a_request_from_its_arrival_to_its_account() -> None:
-    clock, log = _Clock(), RequestLog(wall_ns=lambda: WALL_NS)
+    clock, log = Clock(50.0), RequestLog(wall_ns=lambda: WALL_NS)
     times = StageTimes(clock)
     with log.follow("r", "t", "m", times) as record:
         clock.now_s += 1
@@ -106,7 +99,7 @@ def test_one_that_fails_is_kept_with_its_code() -> None:
 
 
 def test_many_tries_are_told_as_one_piece_without_a_gap() -> None:
-    clock = _Clock()
+    clock = Clock(50.0)
     times, log = StageTimes(clock), RequestLog()
     with log.follow("r", "t", "m", times) as record:
         for index in range(500):
@@ -121,7 +114,7 @@ def test_many_tries_are_told_as_one_piece_without_a_gap() -> None:
 
 
 def test_neighbouring_pieces_of_a_stage_are_one() -> None:
-    clock = _Clock()
+    clock = Clock(50.0)
     times, log = StageTimes(clock), RequestLog()
     with log.follow("r", "t", "m", times) as record:
         for stage in ("a", "a", "b", "a"):

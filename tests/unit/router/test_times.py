@@ -8,15 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.router.times import BEFORE_FIRST, StageTimes
-
-
-class _Clock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
+from tests.harness.waiting import Clock
 
 seconds = st.floats(0, 1e3)
 parts = st.lists(
@@ -32,7 +24,7 @@ steps = st.lists(
 
 
 def _run(steps: list[tuple[float, str | list[tuple[str, float]]]]) -> StageTimes:
-    clock = _Clock()
+    clock = Clock()
     times = StageTimes(clock)
     for lap_s, step in steps:
         clock.now_s += lap_s
@@ -84,7 +76,7 @@ def test_laps_are_the_stages(steps: list[tuple[float, str | list[tuple[str, floa
 
 
 def test_a_lap_of_no_length_takes_nothing_from_a_stage() -> None:
-    clock = _Clock()
+    clock = Clock()
     clock.now_s = 1e-13
     times = StageTimes(clock)
     clock.now_s = 2e-13
@@ -96,7 +88,7 @@ def test_a_lap_of_no_length_takes_nothing_from_a_stage() -> None:
 
 
 def test_what_the_other_process_did_not_count_is_the_rest() -> None:
-    clock = _Clock()
+    clock = Clock()
     times = StageTimes(clock)
     clock.now_s += 1
     times.mark("receive")
@@ -109,7 +101,7 @@ def test_what_the_other_process_did_not_count_is_the_rest() -> None:
 
 
 def test_the_first_token_parts_what_came_before_it_from_what_came_after() -> None:
-    clock = _Clock()
+    clock = Clock()
     times = StageTimes(clock)
     clock.now_s += 4
     assert times.first_token() == 4
@@ -128,7 +120,7 @@ def test_the_first_token_parts_what_came_before_it_from_what_came_after() -> Non
 
 
 def test_an_account_that_says_more_than_passed_is_cut_to_it() -> None:
-    clock = _Clock()
+    clock = Clock()
     times = StageTimes(clock)
     clock.now_s += 2
     times.first_token()

@@ -12,7 +12,8 @@ from services.worker.config import WorkerLimits
 from services.worker.engine_thread import EngineThread
 from services.worker.parked_put import Stage
 from services.worker.parking import StoreParking
-from tests.unit.worker.staging_bench import MakeConnector, StoreBench, until
+from tests.harness.waiting import until
+from tests.unit.worker.staging_bench import MakeConnector, StoreBench
 
 LAYOUT = KvLayout.plain(num_layers=2, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")
 LIMITS = WorkerLimits(attach_budget_s=5.0)

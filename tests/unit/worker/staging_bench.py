@@ -23,6 +23,7 @@ from services.worker.engine_thread import EngineThread
 from services.worker.parking import StoreParking
 from services.worker.staging_rows import StagingRows
 from services.worker.store_target import StoreTarget
+from tests.harness.waiting import until
 
 FRAME_BYTES = 4096
 """Of the slab; every test's row fits into one."""
@@ -30,12 +31,6 @@ WAIT_S = 30.0
 
 User = TypeVar("User", StoreParking, StoreDraftPages)
 MakeConnector = Callable[[Any], StoreConnector]
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 class StoreBench(Generic[User]):

@@ -19,14 +19,8 @@ from kvstore import block_hash
 from process.settings import SettingsError
 from services.worker.config import WorkerLimits
 from services.worker.draft_pages import StoreDraftPages
-from tests.unit.worker.staging_bench import (
-    WAIT_S,
-    MakeConnector,
-    StalledReads,
-    StoreBench,
-    gated,
-    until,
-)
+from tests.harness.waiting import until
+from tests.unit.worker.staging_bench import WAIT_S, MakeConnector, StalledReads, StoreBench, gated
 
 PAGE_BYTES = 1000
 NUM_TOKENS = 12

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from process.registry_beat import BEAT_TTL_MS
 from protos import common_pb2
 from services.worker.heartbeat import WORKERS_KEY, Heartbeat, beat_key
 from tests.harness.redis_server import RedisProcess
+from tests.harness.waiting import until
 
 ID = "decode-7"
 
@@ -35,17 +36,11 @@ def heartbeat(server: RedisProcess, incarnation: str = "aa") -> Heartbeat:
     return Heartbeat(server.url, worker_id=ID, incarnation=incarnation, status=status, every_s=0.02)
 
 
-async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(10):
-        while not await condition():
-            await asyncio.sleep(0.005)
-
-
 async def test_a_worker_is_registered_while_it_lives_and_no_longer(server: RedisProcess) -> None:
     client = redis.asyncio.from_url(server.url)
     beat = heartbeat(server)
     beat.start()
-    await until(lambda: _is(beat.num_beats >= 2))
+    await until(lambda: beat.num_beats >= 2)
     status = json_format.Parse(await client.hget(WORKERS_KEY, ID), common_pb2.WorkerStatus())
     assert (status.worker_id, status.role, status.num_prompt_tokens_local) == (ID, "decode", 5)
     assert await client.get(beat_key(ID)) == b"aa"
@@ -59,13 +54,13 @@ async def test_a_worker_is_registered_while_it_lives_and_no_longer(server: Redis
 async def test_redis_away_is_survived_and_its_next_life_is_told(server: RedisProcess) -> None:
     beat = heartbeat(server)
     beat.start()
-    await until(lambda: _is(beat.is_registered))
+    await until(lambda: beat.is_registered)
     server.kill()
-    await until(lambda: _is(not beat.is_registered))
+    await until(lambda: not beat.is_registered)
     await server.start()
     client = redis.asyncio.from_url(server.url)
     await until(lambda: client.hexists(WORKERS_KEY, ID))
-    await until(lambda: _is(beat.is_registered))
+    await until(lambda: beat.is_registered)
     await beat.stop()
     await client.connection_pool.disconnect()
 
@@ -81,11 +76,11 @@ async def test_who_waits_for_redis_tries_as_often_as_it_beats(server: RedisProce
 
     beat = Heartbeat(server.url, worker_id=ID, incarnation="aa", status=status, every_s=0.02)
     beat.start()
-    await until(lambda: _is(beat.is_registered))
+    await until(lambda: beat.is_registered)
     server.kill()
-    await until(lambda: _is(not beat.is_registered))
+    await until(lambda: not beat.is_registered)
     before = num_asked
-    await until(lambda: _is(num_asked >= before + 50))
+    await until(lambda: num_asked >= before + 50)
     await beat.stop()
 
 
@@ -100,11 +95,11 @@ async def test_a_worker_may_start_and_stop_without_redis(tmp_path: Path) -> None
 async def test_an_old_life_does_not_remove_its_successor(server: RedisProcess) -> None:
     old, new = heartbeat(server, "aa"), heartbeat(server, "bb")
     old.start()
-    await until(lambda: _is(old.is_registered))
+    await until(lambda: old.is_registered)
     assert old._task is not None
     old._task.cancel()  # it hangs; the same id is started again
     new.start()
-    await until(lambda: _is(new.is_registered))
+    await until(lambda: new.is_registered)
     await old.stop()
     client = redis.asyncio.from_url(server.url)
     assert await client.get(beat_key(ID)) == b"bb"
@@ -112,10 +107,6 @@ async def test_an_old_life_does_not_remove_its_successor(server: RedisProcess) -
     await new.stop()
     assert not await client.hexists(WORKERS_KEY, ID)
     await client.connection_pool.disconnect()
-
-
-async def _is(value: bool) -> bool:
-    return value
 
 
 async def test_what_killed_workers_left_goes_with_the_next_one_that_comes(
@@ -126,7 +117,7 @@ async def test_what_killed_workers_left_goes_with_the_next_one_that_comes(
     await client.set(beat_key("alive"), "bb", px=60_000)
     beat = heartbeat(server)
     beat.start()
-    await until(lambda: _is(beat.num_beats >= 2))
+    await until(lambda: beat.num_beats >= 2)
     assert {key.decode() for key in await client.hkeys(WORKERS_KEY)} == {"alive", ID}
     await beat.stop()
     await client.connection_pool.disconnect()

@@ -18,8 +18,9 @@ from services.worker import parking
 from services.worker.config import WorkerLimits
 from services.worker.parked_put import Stage
 from services.worker.parking import StoreParking
+from tests.harness.waiting import until
 from tests.unit.worker.parking_bench import LAYOUT, LIMITS, lot
-from tests.unit.worker.staging_bench import WAIT_S, StalledReads, gated, until
+from tests.unit.worker.staging_bench import WAIT_S, StalledReads, gated
 
 
 def blocks_of(num_blocks: int, seed: int = 0) -> Blocks:

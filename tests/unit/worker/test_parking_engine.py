@@ -17,9 +17,9 @@ from engine.errors import WrongState
 from engine.loop import Engine
 from engine.step_output import StepOutput
 from tests.harness.gated_engine import GatedModel, fake_engine, prompt_of, request, running
+from tests.harness.waiting import until
 from tests.harness.workloads import PLAIN, disturbed, undisturbed, workload
 from tests.unit.worker.parking_bench import lot
-from tests.unit.worker.staging_bench import until
 
 
 def tokens_of(outputs: list[StepOutput], name: str) -> list[int]:

@@ -22,6 +22,7 @@ from engine.errors import LoadError, RankFailed
 from engine.parallel.messages import Meet, Met, Start, Step
 from engine.parallel.place import Grid
 from engine.parallel.processes import RankProcesses
+from tests.harness.waiting import block_until
 
 STUB = Path(__file__).parent / "stub_rank.py"
 Make = Callable[..., RankProcesses]
@@ -62,17 +63,10 @@ def _is_there(pid: int) -> bool:
         return False
 
 
-def _until(holds: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    ends_s = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < ends_s, "it did not happen"
-        time.sleep(0.01)
-
-
 def _failure(processes: RankProcesses) -> str:
     """What every call says from now on; nothing is left."""
-    _until(lambda: bool(processes._state.failure))
-    _until(lambda: not any(map(_is_there, processes.pids)))
+    block_until(lambda: bool(processes._state.failure))
+    block_until(lambda: not any(map(_is_there, processes.pids)))
     with pytest.raises(RankFailed) as caught:
         processes.check()
     with pytest.raises(RankFailed, match=re.escape(str(caught.value))), processes.step():
@@ -148,7 +142,7 @@ def test_a_step_that_takes_too_long_is_given_up(make: Make) -> None:
     processes.wait_ready()
     with pytest.raises(RankFailed, match=r"a step took more than 0\.5 s"), processes.step():
         processes.tell(Step(warm_up(3)))
-        _until(lambda: bool(make.called))  # type: ignore[attr-defined]
+        block_until(lambda: bool(make.called))  # type: ignore[attr-defined]
 
 
 def test_our_own_mistake_in_a_step_ends_the_others(make: Make) -> None:

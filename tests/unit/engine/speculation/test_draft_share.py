@@ -36,8 +36,8 @@ from engine.speculation.draft_sharing import DraftSharing
 from engine.speculation.drafter import Draft, Task
 from engine.speculation.roster import MAX_EXPECTED
 from process.settings import SettingsError
-from tests.harness.draft_workers import Clock
 from tests.harness.engines import hasher
+from tests.harness.waiting import Clock
 
 SIZE = 4
 BLOCK_BYTES = FakeModel().layout.block_bytes

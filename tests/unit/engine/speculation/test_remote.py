@@ -35,7 +35,8 @@ from engine.speculation.remote import (
 from engine.speculation.remote_state import FIRST_BACKOFF_S
 from process.settings import SettingsError
 from tests.harness import draft_workers as bench
-from tests.harness.draft_workers import Clock, fake, outputs, plain, submit
+from tests.harness.draft_workers import fake, outputs, plain, submit
+from tests.harness.waiting import Clock
 
 
 @pytest.fixture(scope="module")

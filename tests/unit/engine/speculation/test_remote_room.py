@@ -22,7 +22,8 @@ from engine.speculation.remote_state import (
 from process.serving import MAX_MESSAGE_BYTES
 from services.worker.draft_channel import _request
 from tests.harness import draft_workers as bench
-from tests.harness.draft_workers import Clock, fake
+from tests.harness.draft_workers import fake
+from tests.harness.waiting import Clock
 
 
 def _task(name: str, token_ids: Sequence[int]) -> Task:
