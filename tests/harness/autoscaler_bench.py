@@ -24,7 +24,7 @@ from services.autoscaler.app import Autoscaler
 from services.autoscaler.config import AutoscalerSettings
 from services.autoscaler.fake_scaler import FakeScaler
 from services.autoscaler.limits import Pace, PlanSettings, PoolLimits, ScaleLimits
-from tests.harness.router_bench import RedisServer
+from tests.harness.redis_server import RedisServer
 from tests.harness.waiting import until
 
 QUICK = Pace(

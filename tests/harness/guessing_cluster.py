@@ -41,7 +41,7 @@ from services.worker.draft_channel import DraftPeers
 from tests.harness.compile_process import SharedProcess
 from tests.harness.guessing_models import VOCAB, Maker
 from tests.harness.prefill_decode_pair import LEASE_TTL_S, Sample
-from tests.harness.router_bench import RedisServer
+from tests.harness.redis_server import RedisServer
 from tests.harness.waiting import until
 from tests.harness.workloads import WINDOW, maybe_ahead
 

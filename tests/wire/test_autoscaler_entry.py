@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.router_bench import RedisServer
+from tests.harness.redis_server import RedisServer
 from tests.harness.service_process import start_service
 
 pytestmark = pytest.mark.oracle

@@ -28,7 +28,7 @@ from services.autoscaler.signals import ByRole, Role
 from tests.harness import kubernetes_server
 from tests.harness.autoscaler_bench import Cluster, settings_for
 from tests.harness.kubernetes_server import NAMESPACE, ApiServer
-from tests.harness.router_bench import RedisServer
+from tests.harness.redis_server import RedisServer
 from tests.harness.waiting import Clock, until
 
 LEASE = kmock.resource("coordination.k8s.io/v1/leases")

@@ -12,7 +12,7 @@ from process.errors import Unavailable
 from protos import common_pb2
 from services.autoscaler import registry_look
 from services.worker.status import status_to_json
-from tests.harness.router_bench import RedisServer
+from tests.harness.redis_server import RedisServer
 
 
 @pytest.fixture

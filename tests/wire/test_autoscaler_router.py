@@ -17,11 +17,11 @@ from process.errors import Unavailable
 from protos import inference_pb2, router_status_pb2
 from services.router.fakes.decode import FakeDecode
 from services.router.fakes.prefill import FakePrefill
+from tests.harness.redis_server import RedisServer
 from tests.harness.router_bench import (
     BOUND_S,
     Bench,
     HttpBench,
-    RedisServer,
     fake_model,
     http_bench,
     request,

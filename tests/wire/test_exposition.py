@@ -41,7 +41,8 @@ from tests.harness.exposition import Family
 from tests.harness.gated_engine import BLOCK_SIZE, prompt_of
 from tests.harness.handles import blocks_of
 from tests.harness.prefill_decode_pair import pair
-from tests.harness.router_bench import RedisServer, http_bench, running
+from tests.harness.redis_server import RedisServer
+from tests.harness.router_bench import http_bench, running
 from tests.harness.router_bench import request as router_request
 from tests.harness.waiting import until
 

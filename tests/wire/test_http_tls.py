@@ -20,7 +20,8 @@ from process.access import Role
 from process.serving import Strangers
 from process.tls import Identity, TlsSettings
 from services.router.http_server import HttpServer
-from tests.harness.router_bench import HttpBench, RedisServer, fake_model, settings_for
+from tests.harness.redis_server import RedisServer
+from tests.harness.router_bench import HttpBench, fake_model, settings_for
 from tests.harness.waiting import until
 
 

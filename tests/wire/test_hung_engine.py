@@ -21,13 +21,8 @@ from services.router.views import ServedModel
 from services.worker.config import WorkerLimits, WorkerSettings
 from services.worker.worker import Worker, start
 from tests.harness.gated_engine import GatedModel, fake_engine, prompt_of
-from tests.harness.router_bench import (
-    BOUND_S,
-    RedisServer,
-    fake_model,
-    model_for_router,
-    settings_for,
-)
+from tests.harness.redis_server import RedisServer
+from tests.harness.router_bench import BOUND_S, fake_model, model_for_router, settings_for
 from tests.harness.waiting import until
 
 MAX_STEP_S = 2.0

@@ -26,10 +26,10 @@ from services.router.views import ServedModel
 from services.worker.config import WorkerSettings
 from services.worker.worker import Worker, start
 from tests.harness.gated_engine import GatedModel, fake_engine, prompt_of
+from tests.harness.redis_server import RedisServer
 from tests.harness.router_bench import (
     BOUND_S,
     Bench,
-    RedisServer,
     fake_model,
     model_for_router,
     request,

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from protos import inference_pb2, inference_pb2_grpc
-from tests.harness.router_bench import RedisServer, channel, save_tokenizer
+from tests.harness.redis_server import RedisServer
+from tests.harness.router_bench import channel, save_tokenizer
 from tests.harness.service_process import start_service
 
 pytestmark = pytest.mark.oracle

@@ -37,7 +37,7 @@ from tests.harness.guessing_models import (
 )
 from tests.harness.prefill_decode_pair import Sample
 from tests.harness.published_heads import HIDDEN
-from tests.harness.router_bench import RedisServer
+from tests.harness.redis_server import RedisServer
 from tests.harness.workloads import SIZE, VOCAB, Bench, workload
 from tests.unit.engine.test_disturbed import GRAMMARS
 from tokens.text import OutputText

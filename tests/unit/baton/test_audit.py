@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,8 @@ from process.access import Role
 from process.deadline import Deadline
 from process.redis_client import RedisAccess
 from protos import inference_pb2
+from tests.harness.redis_server import PASSWORD, RedisServer, a_redis, behind_tls, password_file
 from tests.harness.store import Worker
-from tests.harness.tls_redis import PASSWORD, a_redis, behind_tls, password_file
-from tests.unit.kvstore.conftest import RedisServer
 
 STORE = inference_pb2.StoreStatus(node_id="n", address="a:1", incarnation="ab", reachable=True)
 NUM_BLOCKS = 40
@@ -64,10 +63,11 @@ def test_a_store_that_lives_and_cannot_be_compared_is_a_fault() -> None:
 
 
 @pytest.fixture
-def redis_server() -> Iterator[RedisServer]:
+async def redis_server() -> AsyncIterator[RedisServer]:
     server = RedisServer()
+    await server.start()
     yield server
-    server.stop()
+    server.remove()
 
 
 @pytest.fixture
@@ -224,11 +224,11 @@ async def test_a_redis_that_asks_for_a_password_is_audited_with_its_file(
         for command, code, said in (("audit", 0, "no store is registered"), ("block", 1, "")):
             arguments = [command, "--redis", redis_server.url]
             assert await asyncio.to_thread(cli.main, arguments) == 1
-            assert "uthentication" in capsys.readouterr().err
+            assert "uthenticat" in capsys.readouterr().err
             given = [*arguments, "--redis-password-file", str(password)]
             assert await asyncio.to_thread(cli.main, given) == code
             out, err = capsys.readouterr()
-            assert said in out and "uthentication" not in err
+            assert said in out and "uthenticat" not in err
             given = [*arguments, "--redis-ca-file", str(password)]
             assert await asyncio.to_thread(cli.main, given) == 1
             assert "redis.ca_file: is for TLS" in capsys.readouterr().err

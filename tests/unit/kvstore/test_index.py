@@ -19,6 +19,7 @@ from kvstore.index_publisher import BATCH, PrefixIndexPublisher
 from process import redis_client
 from process.errors import Unavailable
 from protos import inference_pb2
+from tests.harness.redis_server import RedisServer
 from tests.harness.waiting import until
 
 LIFE, NEXT_LIFE = b"a" * 16, b"b" * 16
@@ -67,8 +68,8 @@ class _Store:
 
 
 @pytest.fixture
-async def client(redis_server: object) -> AsyncIterator[redis.asyncio.Redis]:
-    client = redis_client.connect(redis_server.url, 20.0)  # type: ignore[attr-defined]
+async def client(redis_server: RedisServer) -> AsyncIterator[redis.asyncio.Redis]:
+    client = redis_client.connect(redis_server.url, 20.0)
     yield client
     await client.aclose()
 
@@ -142,7 +143,7 @@ async def test_lookup_is_the_longest_prefix_for_every_length(
 
 @pytest.mark.parametrize("how", ["flush", "restart", "entries lost", "older copy"])
 async def test_a_redis_that_lost_something_gets_everything_again(
-    client: redis.asyncio.Redis, store: _Store, redis_server: object, how: str
+    client: redis.asyncio.Redis, store: _Store, redis_server: RedisServer, how: str
 ) -> None:
     store.add(*_chain("a", 100))
     store.publisher.start()
@@ -152,11 +153,11 @@ async def test_a_redis_that_lost_something_gets_everything_again(
     if how == "flush":
         await client.flushall()
     elif how == "restart":
-        redis_server.stop()  # type: ignore[attr-defined]
+        redis_server.kill()
         store.add(*_chain("b", 10))
         await until(lambda: not store.publisher._reached)
         assert not store.publisher.synced
-        redis_server.start()  # type: ignore[attr-defined]
+        await redis_server.start()
     elif how == "entries lost":
         await client.unlink(key)
     else:
@@ -432,9 +433,9 @@ async def test_a_store_without_heartbeat_is_not_reachable(client: redis.asyncio.
     await store.publisher.stop()
 
 
-async def test_a_redis_that_is_away_is_unavailable(redis_server: object) -> None:
-    client = redis_client.connect(redis_server.url, 0.5)  # type: ignore[attr-defined]
-    redis_server.stop()  # type: ignore[attr-defined]
+async def test_a_redis_that_is_away_is_unavailable(redis_server: RedisServer) -> None:
+    client = redis_client.connect(redis_server.url, 0.5)
+    redis_server.kill()
     lookup = PrefixIndex(client, 0.5)
     with pytest.raises(Unavailable, match="prefix index"):
         await lookup.lookup(_chain("a", 3), {"n1": LIFE.hex()})

@@ -13,7 +13,8 @@ from process import redis_client
 from process.access import Role
 from process.redis_client import RedisAccess
 from process.settings import SettingsError
-from tests.harness.tls_redis import PASSWORD, WAIT_S, a_redis, behind_tls, password_file
+from tests.harness.redis_server import PASSWORD, a_redis, behind_tls, password_file
+from tests.harness.waiting import WAIT_S
 
 
 async def pings(url: str, access: RedisAccess) -> bool:

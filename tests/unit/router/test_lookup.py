@@ -15,7 +15,7 @@ from protos import inference_pb2
 from services.router.lookup import PrefixLookup
 from services.router.prefix_runs import NO_PREFIXES
 from services.router.views import StoreView
-from tests.harness.router_bench import RedisServer
+from tests.harness.redis_server import RedisServer
 
 FINGERPRINT = "ab" * 32
 

@@ -16,7 +16,7 @@ from process.api_keys import TenantLimits
 from process.errors import NoCapacity
 from services.router import rate_limit
 from services.router.rate_limit import Bucket, RateLimits
-from tests.harness.router_bench import RedisServer
+from tests.harness.redis_server import RedisServer
 from tests.harness.waiting import Clock
 
 TIMEOUT_S = 5.0

@@ -16,7 +16,8 @@ from services.router.fakes.model import FakeModel
 from services.router.fakes.prefill import FakePrefill
 from services.router.registry import KEEP_S, LAPSE_S, MARK_KEY, Registry
 from services.router.views import Link, ServedModel, Snapshot, find_problem, worker_view
-from tests.harness.router_bench import BOUND_S, RedisServer
+from tests.harness.redis_server import RedisServer
+from tests.harness.router_bench import BOUND_S
 from tests.harness.waiting import Clock
 
 LIFE = "ab" * 16

@@ -13,21 +13,21 @@ from google.protobuf import json_format
 from process.registry_beat import BEAT_TTL_MS
 from protos import common_pb2
 from services.worker.heartbeat import WORKERS_KEY, Heartbeat, beat_key
-from tests.harness.redis_server import RedisProcess
+from tests.harness.redis_server import RedisServer
 from tests.harness.waiting import until
 
 ID = "decode-7"
 
 
 @pytest.fixture
-async def server(tmp_path: Path) -> AsyncIterator[RedisProcess]:
-    process = RedisProcess(tmp_path)
+async def server(tmp_path: Path) -> AsyncIterator[RedisServer]:
+    process = RedisServer(tmp_path)
     await process.start()
     yield process
     process.kill()
 
 
-def heartbeat(server: RedisProcess, incarnation: str = "aa") -> Heartbeat:
+def heartbeat(server: RedisServer, incarnation: str = "aa") -> Heartbeat:
     def status() -> common_pb2.WorkerStatus:
         return common_pb2.WorkerStatus(
             worker_id=ID, role="decode", incarnation=incarnation, num_prompt_tokens_local=5
@@ -36,7 +36,7 @@ def heartbeat(server: RedisProcess, incarnation: str = "aa") -> Heartbeat:
     return Heartbeat(server.url, worker_id=ID, incarnation=incarnation, status=status, every_s=0.02)
 
 
-async def test_a_worker_is_registered_while_it_lives_and_no_longer(server: RedisProcess) -> None:
+async def test_a_worker_is_registered_while_it_lives_and_no_longer(server: RedisServer) -> None:
     client = redis.asyncio.from_url(server.url)
     beat = heartbeat(server)
     beat.start()
@@ -51,7 +51,7 @@ async def test_a_worker_is_registered_while_it_lives_and_no_longer(server: Redis
     await client.connection_pool.disconnect()
 
 
-async def test_redis_away_is_survived_and_its_next_life_is_told(server: RedisProcess) -> None:
+async def test_redis_away_is_survived_and_its_next_life_is_told(server: RedisServer) -> None:
     beat = heartbeat(server)
     beat.start()
     await until(lambda: beat.is_registered)
@@ -65,7 +65,7 @@ async def test_redis_away_is_survived_and_its_next_life_is_told(server: RedisPro
     await client.connection_pool.disconnect()
 
 
-async def test_who_waits_for_redis_tries_as_often_as_it_beats(server: RedisProcess) -> None:
+async def test_who_waits_for_redis_tries_as_often_as_it_beats(server: RedisServer) -> None:
     """However long it is away: a wait that grew would go on when Redis is back."""
     num_asked = 0
 
@@ -85,14 +85,14 @@ async def test_who_waits_for_redis_tries_as_often_as_it_beats(server: RedisProce
 
 
 async def test_a_worker_may_start_and_stop_without_redis(tmp_path: Path) -> None:
-    beat = heartbeat(RedisProcess(tmp_path))
+    beat = heartbeat(RedisServer(tmp_path))
     beat.start()
     await asyncio.sleep(0)
     assert not beat.is_registered
     await asyncio.wait_for(beat.stop(), 5)
 
 
-async def test_an_old_life_does_not_remove_its_successor(server: RedisProcess) -> None:
+async def test_an_old_life_does_not_remove_its_successor(server: RedisServer) -> None:
     old, new = heartbeat(server, "aa"), heartbeat(server, "bb")
     old.start()
     await until(lambda: old.is_registered)
@@ -110,7 +110,7 @@ async def test_an_old_life_does_not_remove_its_successor(server: RedisProcess) -
 
 
 async def test_what_killed_workers_left_goes_with_the_next_one_that_comes(
-    server: RedisProcess,
+    server: RedisServer,
 ) -> None:
     client = redis.asyncio.from_url(server.url)
     await client.hset(WORKERS_KEY, mapping={"dead": "{}", "alive": "{}"})
